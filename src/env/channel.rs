@@ -1,0 +1,339 @@
+//! The agent channel: a unix stream socket that each worker inherits as CONVOKE_AGENT_FD.
+//!
+//! The launcher writes one JSON object a line and never waits for the worker: a worker that does not
+//! read is not disturbed, and messages beyond the socket's buffer are dropped for it. Unknown
+//! messages are skipped, so that a newer launcher can serve an older worker.
+
+use std::fmt;
+use std::io::{self, BufRead, BufReader, Read};
+use std::os::fd::{AsFd, OwnedFd, RawFd};
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+
+use crate::generation::Generation;
+use crate::vars;
+
+/// Longest message, in bytes, with its newline.
+pub const MAX_MESSAGE_BYTES: usize = 64 << 10;
+
+/// The secret that workers of one job prove to each other. Its value never appears in `Debug`.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Token(Vec<u8>);
+
+impl Token {
+    /// A token of these bytes, any length.
+    #[must_use]
+    pub fn new(bytes: Vec<u8>) -> Self {
+        Self(bytes)
+    }
+
+    /// A token of 32 random bytes.
+    ///
+    /// # Errors
+    /// The operating system refuses random numbers.
+    pub fn random() -> io::Result<Self> {
+        let mut bytes = vec![0; 32];
+        getrandom::fill(&mut bytes).map_err(io::Error::other)?;
+        Ok(Self(bytes))
+    }
+
+    /// The secret itself.
+    #[must_use]
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl fmt::Debug for Token {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Token({} bytes)", self.0.len())
+    }
+}
+
+/// How a process ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ExitCause {
+    /// It exited with this code.
+    Code(i32),
+    /// This signal ended it.
+    Signal(i32),
+}
+
+/// What a launcher tells a worker.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ToWorker {
+    /// The first message.
+    Hello {
+        /// Generation of the round that this worker was started in.
+        generation: Generation,
+        /// Secret of the job; `None` in open mode.
+        token: Option<Token>,
+    },
+    /// A worker of this round is gone.
+    PeerExit {
+        /// Generation that it belonged to.
+        generation: Generation,
+        /// Its global rank.
+        rank: usize,
+        /// How it ended.
+        cause: ExitCause,
+    },
+}
+
+/// The wire form of [`ToWorker`]: flat, versioned by its optional fields.
+#[derive(Serialize, Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+enum Line {
+    Hello {
+        generation: String,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        token: Option<Vec<u8>>,
+    },
+    PeerExit {
+        generation: String,
+        rank: usize,
+        cause: ExitCause,
+    },
+    #[serde(other)]
+    Unknown,
+}
+
+impl ToWorker {
+    /// One line with its newline, as it goes over the channel.
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        let line = match self {
+            Self::Hello { generation, token } => Line::Hello {
+                generation: generation.to_string(),
+                token: token.as_ref().map(|token| token.as_bytes().to_vec()),
+            },
+            Self::PeerExit { generation, rank, cause } => {
+                Line::PeerExit { generation: generation.to_string(), rank: *rank, cause: *cause }
+            }
+        };
+        let mut bytes = serde_json::to_vec(&line).unwrap_or_default();
+        bytes.push(b'\n');
+        bytes
+    }
+
+    /// Reads one line; `None` for a message that this version does not know.
+    ///
+    /// # Errors
+    /// [`ChannelError::Malformed`]: not a message.
+    pub fn decode(line: &[u8]) -> Result<Option<Self>, ChannelError> {
+        let malformed = |what: &dyn fmt::Display| ChannelError::Malformed { what: what.to_string() };
+        let line: Line = serde_json::from_slice(line).map_err(|error| malformed(&error))?;
+        let generation = |text: String| text.parse::<Generation>().map_err(|error| malformed(&error));
+        Ok(match line {
+            Line::Hello { generation: g, token } => {
+                Some(Self::Hello { generation: generation(g)?, token: token.map(Token::new) })
+            }
+            Line::PeerExit { generation: g, rank, cause } => {
+                Some(Self::PeerExit { generation: generation(g)?, rank, cause })
+            }
+            Line::Unknown => None,
+        })
+    }
+}
+
+/// The channel cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ChannelError {
+    /// The variable names no descriptor.
+    #[error(
+        "CONVOKE_AGENT_FD={value:?} is not an open socket: was it closed, or the variable inherited by mistake?"
+    )]
+    NotAChannel {
+        /// Value of the variable, cut to 64 characters.
+        value: String,
+    },
+    /// The launcher sent something that is no message.
+    #[error("malformed message on the agent channel: {what}")]
+    Malformed {
+        /// What is wrong.
+        what: String,
+    },
+    /// No message came in time.
+    #[error("no message from the launcher within {} ms", after.as_millis())]
+    Timeout {
+        /// How long was waited.
+        after: Duration,
+    },
+    /// The launcher closed its end.
+    #[error("the launcher closed the agent channel")]
+    Closed,
+    /// The socket failed.
+    #[error("agent channel: {0}")]
+    Io(#[from] io::Error),
+}
+
+/// The worker's end of the channel.
+#[derive(Debug)]
+pub struct AgentChannel {
+    reader: BufReader<UnixStream>,
+    line: Vec<u8>,
+}
+
+impl AgentChannel {
+    /// The channel that this process inherited; `None` without CONVOKE_AGENT_FD.
+    ///
+    /// The descriptor is duplicated, so the call may be repeated; but all duplicates share one stream,
+    /// and each message reaches one of them only.
+    ///
+    /// # Errors
+    /// [`ChannelError::NotAChannel`]: the variable does not name an open socket.
+    pub fn inherited() -> Result<Option<Self>, ChannelError> {
+        let Some(value) = std::env::var_os(vars::AGENT_FD) else { return Ok(None) };
+        let value = value.to_string_lossy();
+        let not_a_channel = || ChannelError::NotAChannel { value: value.chars().take(64).collect() };
+        let raw: RawFd = value.parse().ok().filter(|&fd| fd >= 0).ok_or_else(not_a_channel)?;
+        let fd = duplicate(raw).ok_or_else(not_a_channel)?;
+        let is_socket = nix::sys::socket::getsockopt(&fd, nix::sys::socket::sockopt::SockType).is_ok();
+        if !is_socket {
+            return Err(not_a_channel());
+        }
+        Ok(Some(Self::new(UnixStream::from(fd))))
+    }
+
+    /// A channel over `stream`.
+    #[must_use]
+    pub fn new(stream: UnixStream) -> Self {
+        Self { reader: BufReader::new(stream), line: Vec::new() }
+    }
+
+    /// The descriptor to poll for readability; poll only after [`Self::receive`] returned a timeout,
+    /// as a message may already be buffered.
+    #[must_use]
+    pub fn as_fd(&self) -> std::os::fd::BorrowedFd<'_> {
+        self.reader.get_ref().as_fd()
+    }
+
+    /// The next message that this version knows.
+    ///
+    /// A message that was cut by the timeout is kept and continued by the next call.
+    ///
+    /// # Errors
+    /// [`ChannelError::Timeout`] after `timeout`; [`ChannelError::Closed`] when the launcher is gone;
+    /// [`ChannelError::Malformed`] for what is no message, or longer than [`MAX_MESSAGE_BYTES`].
+    pub fn receive(&mut self, timeout: Duration) -> Result<ToWorker, ChannelError> {
+        let deadline = Instant::now() + timeout;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            // A zero read timeout would mean "for ever".
+            self.reader.get_ref().set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
+            let room = (MAX_MESSAGE_BYTES - self.line.len()) as u64;
+            match (&mut self.reader).take(room).read_until(b'\n', &mut self.line) {
+                Ok(_) if self.line.ends_with(b"\n") => {
+                    let message = ToWorker::decode(&self.line);
+                    self.line.clear();
+                    if let Some(message) = message? {
+                        return Ok(message);
+                    }
+                }
+                Ok(_) if self.line.len() >= MAX_MESSAGE_BYTES => {
+                    return Err(ChannelError::Malformed {
+                        what: format!("longer than {MAX_MESSAGE_BYTES} bytes"),
+                    });
+                }
+                Ok(_) => return Err(ChannelError::Closed),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => {
+                    if Instant::now() >= deadline {
+                        return Err(ChannelError::Timeout { after: timeout });
+                    }
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+}
+
+/// A close-on-exec duplicate of an inherited descriptor, `None` if it is not open.
+#[allow(unsafe_code)]
+fn duplicate(raw: RawFd) -> Option<OwnedFd> {
+    // SAFETY:
+    // - `raw` is not -1: the caller checked that it is not negative.
+    // - the borrow lasts for one fcntl call, which answers EBADF if nothing is open there; we neither
+    //   own nor close `raw`, so whoever does is not disturbed.
+    let borrowed = unsafe { std::os::fd::BorrowedFd::borrow_raw(raw) };
+    borrowed.try_clone_to_owned().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    const SOON: Duration = Duration::from_secs(5);
+
+    fn pair() -> (UnixStream, AgentChannel) {
+        let (launcher, worker) = UnixStream::pair().unwrap();
+        (launcher, AgentChannel::new(worker))
+    }
+
+    fn hello() -> ToWorker {
+        ToWorker::Hello { generation: Generation::from_bytes([1; 16]), token: Some(Token::new(vec![1, 2])) }
+    }
+
+    #[test]
+    fn messages_round_trip_and_unknown_ones_are_skipped() {
+        let (mut launcher, mut worker) = pair();
+        let exit = ToWorker::PeerExit {
+            generation: Generation::from_bytes([2; 16]),
+            rank: 3,
+            cause: ExitCause::Signal(9),
+        };
+        launcher.write_all(&hello().encode()).unwrap();
+        launcher.write_all(b"{\"type\":\"from_the_future\",\"x\":1}\n").unwrap();
+        launcher.write_all(&exit.encode()).unwrap();
+        assert_eq!(worker.receive(SOON).unwrap(), hello());
+        assert_eq!(worker.receive(SOON).unwrap(), exit);
+        drop(launcher);
+        assert!(matches!(worker.receive(SOON), Err(ChannelError::Closed)));
+    }
+
+    #[test]
+    fn a_message_cut_by_a_timeout_is_continued() {
+        let (mut launcher, mut worker) = pair();
+        let bytes = hello().encode();
+        launcher.write_all(&bytes[..10]).unwrap();
+        let short = Duration::from_millis(5);
+        assert!(matches!(worker.receive(short), Err(ChannelError::Timeout { .. })));
+        launcher.write_all(&bytes[10..]).unwrap();
+        assert_eq!(worker.receive(SOON).unwrap(), hello());
+    }
+
+    #[test]
+    fn garbage_is_an_error_and_not_a_hang() {
+        let long = vec![b'x'; MAX_MESSAGE_BYTES + 1];
+        let cases: [&[u8]; 6] = [
+            b"\n",
+            b"not json\n",
+            b"{\"type\":\"hello\",\"generation\":\"zz\"}\n",
+            b"{\"type\":\"peer_exit\",\"generation\":\"00000000000000000000000000000001\",\"rank\":-1}\n",
+            b"[1,2]\n",
+            &long,
+        ];
+        for bytes in cases {
+            let (mut launcher, mut worker) = pair();
+            let writer = std::thread::spawn({
+                let bytes = bytes.to_vec();
+                move || launcher.write_all(&bytes)
+            });
+            assert!(matches!(worker.receive(SOON), Err(ChannelError::Malformed { .. })), "{bytes:?}");
+            drop(worker);
+            let _ = writer.join().unwrap();
+        }
+    }
+
+    #[test]
+    fn a_token_is_not_printed() {
+        assert_eq!(format!("{:?}", Token::new(vec![42; 3])), "Token(3 bytes)");
+    }
+}

@@ -1,0 +1,89 @@
+//! The number that tells one incarnation of a job from every other.
+
+use std::fmt;
+use std::str::FromStr;
+
+/// A random 128-bit number that all workers of one round share.
+///
+/// It stands in every store key, handshake and frame header, so a worker of an earlier round can
+/// neither talk to a later one nor satisfy its keys. TORCHELASTIC_RESTART_COUNT cannot serve for
+/// that: it counts per agent and differs between nodes.
+///
+/// Text form: 32 lower-case hexadecimal digits.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Generation(u128);
+
+/// A text that is not a generation.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("a generation is 32 hexadecimal digits, got {got:?}")]
+pub struct ParseGenerationError {
+    got: String,
+}
+
+impl Generation {
+    /// Draws a new generation from the operating system's random numbers.
+    ///
+    /// # Errors
+    /// The operating system refuses random numbers.
+    pub fn random() -> std::io::Result<Self> {
+        let mut bytes = [0; 16];
+        getrandom::fill(&mut bytes).map_err(std::io::Error::other)?;
+        Ok(Self::from_bytes(bytes))
+    }
+
+    /// The generation whose wire form is `bytes` (little endian).
+    #[must_use]
+    pub const fn from_bytes(bytes: [u8; 16]) -> Self {
+        Self(u128::from_le_bytes(bytes))
+    }
+
+    /// Wire form, little endian.
+    #[must_use]
+    pub const fn to_bytes(self) -> [u8; 16] {
+        self.0.to_le_bytes()
+    }
+}
+
+impl fmt::Display for Generation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:032x}", self.0)
+    }
+}
+
+impl fmt::Debug for Generation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Generation({self})")
+    }
+}
+
+impl FromStr for Generation {
+    type Err = ParseGenerationError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let bad = || ParseGenerationError { got: text.chars().take(64).collect() };
+        if text.len() != 32 || !text.bytes().all(|b| b.is_ascii_hexdigit()) {
+            return Err(bad());
+        }
+        u128::from_str_radix(text, 16).map(Self).map_err(|_| bad())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_and_bytes_round_trip() {
+        let generation = Generation::random().unwrap();
+        assert_eq!(generation.to_string().parse(), Ok(generation));
+        assert_eq!(Generation::from_bytes(generation.to_bytes()), generation);
+        assert_ne!(generation, Generation::random().unwrap());
+    }
+
+    #[test]
+    fn other_texts_are_refused() {
+        for text in ["", "1", "+0000000000000000000000000000001", &"g".repeat(32), &"0".repeat(33)] {
+            assert!(text.parse::<Generation>().is_err(), "{text:?}");
+        }
+    }
+}

@@ -1,0 +1,17 @@
+//! What a launcher tells its workers, and how: the one contract between `convoke` and the runtime.
+//!
+//! - [`WorkerEnv`]: the environment variables of torchrun (RANK, WORLD_SIZE, ...), both directions.
+//! - [`Generation`]: which incarnation of the job this worker belongs to.
+//! - [`AgentChannel`]: the inherited socket that carries what variables cannot: the job's token and
+//!   the deaths of peers.
+//! - [`error_file`]: how a worker tells the launcher why it failed.
+
+mod channel;
+pub mod error_file;
+mod generation;
+pub mod vars;
+mod worker_env;
+
+pub use channel::{AgentChannel, ChannelError, ExitCause, MAX_MESSAGE_BYTES, ToWorker, Token};
+pub use generation::{Generation, ParseGenerationError};
+pub use worker_env::{EnvError, Role, WorkerEnv};

@@ -1,0 +1,42 @@
+//! Names of the environment variables, torchrun's first, then ours.
+
+/// Global rank, 0 .. WORLD_SIZE.
+pub const RANK: &str = "RANK";
+/// Number of workers in the job.
+pub const WORLD_SIZE: &str = "WORLD_SIZE";
+/// Index of the worker on its node.
+pub const LOCAL_RANK: &str = "LOCAL_RANK";
+/// Number of workers on this node.
+pub const LOCAL_WORLD_SIZE: &str = "LOCAL_WORLD_SIZE";
+/// Rank of the node.
+pub const GROUP_RANK: &str = "GROUP_RANK";
+/// Number of nodes in this round.
+pub const GROUP_WORLD_SIZE: &str = "GROUP_WORLD_SIZE";
+/// Role of the worker (`--role`).
+pub const ROLE_NAME: &str = "ROLE_NAME";
+/// Rank among the workers of the same role.
+pub const ROLE_RANK: &str = "ROLE_RANK";
+/// Number of workers of the same role.
+pub const ROLE_WORLD_SIZE: &str = "ROLE_WORLD_SIZE";
+/// Host of the worker store.
+pub const MASTER_ADDR: &str = "MASTER_ADDR";
+/// Port of the worker store.
+pub const MASTER_PORT: &str = "MASTER_PORT";
+/// Restarts that this agent has used up.
+pub const RESTART_COUNT: &str = "TORCHELASTIC_RESTART_COUNT";
+/// `--max-restarts`.
+pub const MAX_RESTARTS: &str = "TORCHELASTIC_MAX_RESTARTS";
+/// Job id.
+pub const RUN_ID: &str = "TORCHELASTIC_RUN_ID";
+/// `True` if the agent serves the store at MASTER_ADDR:MASTER_PORT.
+pub const USE_AGENT_STORE: &str = "TORCHELASTIC_USE_AGENT_STORE";
+/// Where the worker writes why it failed.
+pub const ERROR_FILE: &str = "TORCHELASTIC_ERROR_FILE";
+/// Generation of the round, 32 hexadecimal digits.
+pub const GENERATION: &str = "CONVOKE_GENERATION";
+/// Descriptor number of the agent channel.
+pub const AGENT_FD: &str = "CONVOKE_AGENT_FD";
+/// Secret of the job, for `HELLO` between workers.
+pub const TOKEN: &str = "CONVOKE_TOKEN";
+/// File that holds the secret of the job.
+pub const TOKEN_FILE: &str = "CONVOKE_TOKEN_FILE";

@@ -1,0 +1,306 @@
+//! The variables that describe one worker, from the launcher to the environment and back.
+
+use crate::generation::Generation;
+use crate::vars;
+
+/// Role of a worker and its place among the workers of that role.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Role {
+    /// `--role`.
+    pub name: String,
+    /// Rank among the workers of this role on all nodes.
+    pub rank: usize,
+    /// Number of workers of this role on all nodes.
+    pub world_size: usize,
+}
+
+/// Everything that torchrun's variables say about a worker.
+///
+/// `rank`, `world_size`, `master_addr` and `master_port` are what `env://` needs; a launcher that is
+/// neither torchrun nor convoke may leave out the rest, which then reads as one node.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct WorkerEnv {
+    /// Global rank, below `world_size`.
+    pub rank: usize,
+    /// Number of workers in the job, at least 1.
+    pub world_size: usize,
+    /// Index on this node. With `--virtual-local-rank` it is 0 for all.
+    pub local_rank: usize,
+    /// Number of workers on this node.
+    pub local_world_size: usize,
+    /// Rank of this node.
+    pub group_rank: usize,
+    /// Number of nodes in this round.
+    pub group_world_size: usize,
+    /// Role, and place among its workers.
+    pub role: Role,
+    /// Host of the worker store.
+    pub master_addr: String,
+    /// Port of the worker store.
+    pub master_port: u16,
+    /// Restarts that this agent has used up.
+    pub restart_count: u32,
+    /// `--max-restarts`.
+    pub max_restarts: u32,
+    /// Job id.
+    pub run_id: String,
+    /// The agent serves the store; otherwise rank 0 must.
+    pub use_agent_store: bool,
+    /// Where to write why this worker failed; `None` without log files.
+    pub error_file: Option<String>,
+    /// Generation of the round; `None` under another launcher.
+    pub generation: Option<Generation>,
+}
+
+/// The variables do not describe a worker.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum EnvError {
+    /// Some of the variables are there, others not.
+    #[error(
+        "{} set, but not {}: start the worker with convoke or torchrun, or set all of RANK, WORLD_SIZE, \
+         MASTER_ADDR and MASTER_PORT (none of them: a world of one)",
+        present.join(", "), missing.join(", ")
+    )]
+    Missing {
+        /// Variables that are set.
+        present: Vec<&'static str>,
+        /// Variables that should be set as well.
+        missing: Vec<&'static str>,
+    },
+    /// A variable has a value of the wrong form.
+    #[error("{name}={value:?} is not {expected}")]
+    Invalid {
+        /// Name of the variable.
+        name: &'static str,
+        /// Its value, cut to 64 characters.
+        value: String,
+        /// What it should be.
+        expected: &'static str,
+    },
+    /// A rank that is not below its size.
+    #[error("{rank_name}={rank} is out of range: {size_name}={size} allows 0 to {}", size.saturating_sub(1))]
+    OutOfRange {
+        /// Name of the rank variable.
+        rank_name: &'static str,
+        /// Its value.
+        rank: usize,
+        /// Name of the size variable.
+        size_name: &'static str,
+        /// Its value.
+        size: usize,
+    },
+}
+
+impl WorkerEnv {
+    /// The variables of this worker, in a fixed order.
+    #[must_use]
+    pub fn to_vars(&self) -> Vec<(&'static str, String)> {
+        let mut out = vec![
+            (vars::RANK, self.rank.to_string()),
+            (vars::WORLD_SIZE, self.world_size.to_string()),
+            (vars::LOCAL_RANK, self.local_rank.to_string()),
+            (vars::LOCAL_WORLD_SIZE, self.local_world_size.to_string()),
+            (vars::GROUP_RANK, self.group_rank.to_string()),
+            (vars::GROUP_WORLD_SIZE, self.group_world_size.to_string()),
+            (vars::ROLE_NAME, self.role.name.clone()),
+            (vars::ROLE_RANK, self.role.rank.to_string()),
+            (vars::ROLE_WORLD_SIZE, self.role.world_size.to_string()),
+            (vars::MASTER_ADDR, self.master_addr.clone()),
+            (vars::MASTER_PORT, self.master_port.to_string()),
+            (vars::RESTART_COUNT, self.restart_count.to_string()),
+            (vars::MAX_RESTARTS, self.max_restarts.to_string()),
+            (vars::RUN_ID, self.run_id.clone()),
+            (vars::USE_AGENT_STORE, if self.use_agent_store { "True" } else { "False" }.to_owned()),
+            (vars::ERROR_FILE, self.error_file.clone().unwrap_or_default()),
+        ];
+        if let Some(generation) = self.generation {
+            out.push((vars::GENERATION, generation.to_string()));
+        }
+        out
+    }
+
+    /// Reads the variables of this process.
+    ///
+    /// # Errors
+    /// As [`WorkerEnv::from_vars`].
+    pub fn from_process() -> Result<Option<Self>, EnvError> {
+        Self::from_vars(|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
+    }
+
+    /// Reads the variables through `get`; `None` if none of the four of `env://` is set.
+    ///
+    /// # Errors
+    /// [`EnvError`]: some are missing, or one has a value that makes no sense.
+    pub fn from_vars(get: impl Fn(&str) -> Option<String>) -> Result<Option<Self>, EnvError> {
+        const NEEDED: [&str; 4] = [vars::RANK, vars::WORLD_SIZE, vars::MASTER_ADDR, vars::MASTER_PORT];
+        let (present, missing): (Vec<_>, Vec<_>) = NEEDED.into_iter().partition(|name| get(name).is_some());
+        if present.is_empty() {
+            return Ok(None);
+        }
+        if !missing.is_empty() {
+            return Err(EnvError::Missing { present, missing });
+        }
+        let number = |name: &'static str, default: usize| parse(&get, name, "a whole number", default);
+        let rank = number(vars::RANK, 0)?;
+        let world_size = number(vars::WORLD_SIZE, 1)?;
+        below((vars::RANK, rank), (vars::WORLD_SIZE, world_size))?;
+        let local_rank = number(vars::LOCAL_RANK, rank)?;
+        let local_world_size = number(vars::LOCAL_WORLD_SIZE, world_size)?;
+        below((vars::LOCAL_RANK, local_rank), (vars::LOCAL_WORLD_SIZE, local_world_size))?;
+        let group_rank = number(vars::GROUP_RANK, 0)?;
+        let group_world_size = number(vars::GROUP_WORLD_SIZE, 1)?;
+        below((vars::GROUP_RANK, group_rank), (vars::GROUP_WORLD_SIZE, group_world_size))?;
+        let role_rank = number(vars::ROLE_RANK, rank)?;
+        let role_world_size = number(vars::ROLE_WORLD_SIZE, world_size)?;
+        below((vars::ROLE_RANK, role_rank), (vars::ROLE_WORLD_SIZE, role_world_size))?;
+        let master_addr = get(vars::MASTER_ADDR).unwrap_or_default();
+        if master_addr.is_empty() {
+            return Err(invalid(vars::MASTER_ADDR, &master_addr, "a host name or address"));
+        }
+        let text = |name: &str, default: &str| get(name).unwrap_or_else(|| default.to_owned());
+        let use_agent_store = match get(vars::USE_AGENT_STORE).as_deref() {
+            None | Some("" | "False") => false,
+            Some("True") => true,
+            Some(other) => return Err(invalid(vars::USE_AGENT_STORE, other, "True or False")),
+        };
+        let generation =
+            match get(vars::GENERATION) {
+                None => None,
+                Some(value) => Some(value.parse().map_err(|_| {
+                    invalid(vars::GENERATION, &value, "a generation (32 hexadecimal digits)")
+                })?),
+            };
+        Ok(Some(Self {
+            rank,
+            world_size,
+            local_rank,
+            local_world_size,
+            group_rank,
+            group_world_size,
+            role: Role {
+                name: text(vars::ROLE_NAME, "default"),
+                rank: role_rank,
+                world_size: role_world_size,
+            },
+            master_addr,
+            master_port: parse(&get, vars::MASTER_PORT, "a port (0 to 65535)", 0)?,
+            restart_count: parse(&get, vars::RESTART_COUNT, "a whole number", 0)?,
+            max_restarts: parse(&get, vars::MAX_RESTARTS, "a whole number", 0)?,
+            run_id: text(vars::RUN_ID, "none"),
+            use_agent_store,
+            error_file: get(vars::ERROR_FILE).filter(|path| !path.is_empty()),
+            generation,
+        }))
+    }
+}
+
+fn parse<N: std::str::FromStr>(
+    get: impl Fn(&str) -> Option<String>,
+    name: &'static str,
+    expected: &'static str,
+    default: N,
+) -> Result<N, EnvError> {
+    get(name).map_or(Ok(default), |value| value.trim().parse().map_err(|_| invalid(name, &value, expected)))
+}
+
+fn below(rank: (&'static str, usize), size: (&'static str, usize)) -> Result<(), EnvError> {
+    if rank.1 < size.1 {
+        return Ok(());
+    }
+    Err(EnvError::OutOfRange { rank_name: rank.0, rank: rank.1, size_name: size.0, size: size.1 })
+}
+
+fn invalid(name: &'static str, value: &str, expected: &'static str) -> EnvError {
+    EnvError::Invalid { name, value: value.chars().take(64).collect(), expected }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+
+    use super::*;
+
+    fn worker() -> WorkerEnv {
+        WorkerEnv {
+            rank: 5,
+            world_size: 8,
+            local_rank: 1,
+            local_world_size: 4,
+            group_rank: 1,
+            group_world_size: 2,
+            role: Role { name: "trainer".to_owned(), rank: 3, world_size: 6 },
+            master_addr: "node-0".to_owned(),
+            master_port: 29500,
+            restart_count: 2,
+            max_restarts: 3,
+            run_id: "job7".to_owned(),
+            use_agent_store: true,
+            error_file: Some("/tmp/error.json".to_owned()),
+            generation: Some(Generation::from_bytes([7; 16])),
+        }
+    }
+
+    fn read(pairs: &[(&str, &str)]) -> Result<Option<WorkerEnv>, EnvError> {
+        let map: HashMap<_, _> = pairs.iter().copied().collect();
+        WorkerEnv::from_vars(|name| map.get(name).map(|&value| value.to_owned()))
+    }
+
+    const MINIMAL: [(&str, &str); 4] =
+        [("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "h"), ("MASTER_PORT", "1")];
+
+    #[test]
+    fn variables_round_trip() {
+        let sparse = WorkerEnv { error_file: None, generation: None, ..worker() };
+        for worker in [worker(), sparse] {
+            let map: HashMap<_, _> = worker.to_vars().into_iter().collect();
+            assert_eq!(WorkerEnv::from_vars(|name| map.get(name).cloned()), Ok(Some(worker)));
+        }
+    }
+
+    #[test]
+    fn no_variables_are_no_worker() {
+        assert_eq!(read(&[("LOCAL_RANK", "3"), ("HOME", "/root")]), Ok(None));
+    }
+
+    #[test]
+    fn another_launcher_may_set_only_four() {
+        let worker = read(&MINIMAL).unwrap().unwrap();
+        assert_eq!((worker.rank, worker.local_rank, worker.local_world_size), (1, 1, 2));
+        assert_eq!((worker.generation, worker.use_agent_store), (None, false));
+    }
+
+    #[test]
+    fn missing_variables_are_named() {
+        let error = read(&MINIMAL[..2]).unwrap_err().to_string();
+        assert!(error.starts_with("RANK, WORLD_SIZE set, but not MASTER_ADDR, MASTER_PORT"), "{error}");
+    }
+
+    #[test]
+    fn malformed_values_are_named() {
+        let cases = [
+            ("RANK", "-1", "RANK=\"-1\" is not a whole number"),
+            ("RANK", "", "RANK=\"\" is not a whole number"),
+            ("RANK", "2", "RANK=2 is out of range: WORLD_SIZE=2 allows 0 to 1"),
+            ("RANK", "99999999999999999999999", "is not a whole number"),
+            ("WORLD_SIZE", "two", "WORLD_SIZE=\"two\" is not a whole number"),
+            ("WORLD_SIZE", "0", "RANK=1 is out of range: WORLD_SIZE=0"),
+            ("MASTER_ADDR", "", "MASTER_ADDR=\"\" is not a host name or address"),
+            ("MASTER_PORT", "70000", "MASTER_PORT=\"70000\" is not a port"),
+            ("MASTER_PORT", "http", "MASTER_PORT=\"http\" is not a port"),
+            ("LOCAL_RANK", "4", "LOCAL_RANK=4 is out of range: LOCAL_WORLD_SIZE=2"),
+            ("LOCAL_WORLD_SIZE", "1.5", "LOCAL_WORLD_SIZE=\"1.5\" is not a whole number"),
+            ("GROUP_RANK", "1", "GROUP_RANK=1 is out of range: GROUP_WORLD_SIZE=1"),
+            ("ROLE_RANK", "9", "ROLE_RANK=9 is out of range"),
+            ("TORCHELASTIC_RESTART_COUNT", "-1", "TORCHELASTIC_RESTART_COUNT=\"-1\" is not a whole number"),
+            ("TORCHELASTIC_USE_AGENT_STORE", "yes", "is not True or False"),
+            ("CONVOKE_GENERATION", "xyz", "CONVOKE_GENERATION=\"xyz\" is not a generation"),
+        ];
+        for (name, value, message) in cases {
+            let mut pairs: Vec<_> = MINIMAL.iter().copied().filter(|&(n, _)| n != name).collect();
+            pairs.push((name, value));
+            let error = read(&pairs).unwrap_err().to_string();
+            assert!(error.contains(message), "{name}={value}: {error}");
+        }
+    }
+}

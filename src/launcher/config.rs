@@ -1,0 +1,176 @@
+//! What the command line and PET_* variables ask for, checked once and then trusted.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// A launch, fully decided but for what other nodes have to say.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Config {
+    /// `--nnodes MIN:MAX`, 0 < MIN <= MAX.
+    pub nodes: NodeRange,
+    /// `--nproc-per-node`, resolved; at least 1.
+    pub nproc_per_node: usize,
+    /// How the nodes of the job find each other.
+    pub rendezvous: Rendezvous,
+    /// `--rdzv-id`, or a random UUID.
+    pub run_id: String,
+    /// `--rdzv-conf`, in order, trimmed; unknown keys are kept and ignored.
+    pub rendezvous_conf: Vec<(String, String)>,
+    /// `--local-addr`.
+    pub local_addr: Option<String>,
+    /// `--max-restarts`.
+    pub max_restarts: u32,
+    /// `--monitor-interval`. Failures are noticed at once; if it was given, failures within one interval
+    /// of the first count as simultaneous, as torchrun's polling makes them.
+    pub monitor_interval: Option<Duration>,
+    /// `--role`.
+    pub role: String,
+    /// What to execute.
+    pub program: Program,
+    /// Where output goes.
+    pub logs: LogConfig,
+    /// `--event-log-handler`.
+    pub events: EventHandler,
+    /// `--signals-to-handle`: signals that are passed on to the workers, unknown names dropped.
+    pub signals: Vec<nix::sys::signal::Signal>,
+    /// The value of `--signals-to-handle` as given (for TORCHELASTIC_SIGNALS_TO_HANDLE).
+    pub signals_text: String,
+    /// `--shutdown-timeout`, TORCH_ELASTIC_SHUTDOWN_TIMEOUT or 30 s: from a signal to SIGKILL.
+    pub shutdown_timeout: Duration,
+    /// `--virtual-local-rank`.
+    pub virtual_local_rank: bool,
+    /// `--orphans`: what happens to processes that outlive a successful worker.
+    pub orphans: Orphans,
+    /// Serve one store for the agents and the workers; off with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
+    pub share_store: bool,
+    /// Warnings to print before anything starts, one line each (`--node-rank` without static, unknown signal, ...).
+    pub warnings: Vec<String>,
+}
+
+/// `--nnodes`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct NodeRange {
+    /// Fewest nodes.
+    pub min: usize,
+    /// Most nodes.
+    pub max: usize,
+}
+
+/// How the nodes of the job find each other.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Rendezvous {
+    /// One node that needs nobody: `--standalone`, or one node and neither endpoint nor port.
+    Standalone,
+    /// `static`: node ranks are given, node 0 serves the store.
+    Static {
+        /// Host of node 0, as given.
+        host: String,
+        /// Port of the store.
+        port: u16,
+        /// `--node-rank`.
+        node_rank: usize,
+        /// Longest wait for the other nodes (`timeout`, 900 s).
+        timeout: Duration,
+    },
+    /// `c10d`: the built-in rendezvous, served at the endpoint.
+    C10d {
+        /// Host of the endpoint.
+        host: String,
+        /// Port of the endpoint; 0 is any free one.
+        port: u16,
+    },
+    /// `etcd`, `etcd-v2`.
+    Etcd {
+        /// `host:port`, at least one.
+        endpoints: Vec<(String, u16)>,
+    },
+}
+
+/// What to execute, before macros are replaced.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Program {
+    /// Program and its arguments; `${local_rank}` is not yet replaced. `argv[0]` is searched in PATH.
+    pub argv: Vec<OsString>,
+    /// Index in `argv` before which the legacy `--local-rank=N` is inserted, with its spellings; `None` normally.
+    pub local_rank_argument: Option<LocalRankArgument>,
+    /// What the report calls the program: the script as given, or PYTHON_EXEC if that is set.
+    pub title: String,
+}
+
+/// `--pass-local-rank`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LocalRankArgument {
+    /// Where in `argv`.
+    pub index: usize,
+    /// Pass `--local-rank=N`.
+    pub dash: bool,
+    /// Pass `--local_rank=N`.
+    pub underscore: bool,
+}
+
+/// `--event-log-handler`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum EventHandler {
+    /// Events are dropped.
+    Null,
+    /// Events go to stderr, one JSON object a line.
+    Console,
+}
+
+/// `--orphans`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Orphans {
+    /// They get the grace period, then SIGKILL.
+    Stop,
+    /// They live on, as under torchrun.
+    Keep,
+}
+
+/// Which of the two output streams.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Streams {
+    /// Standard output.
+    pub stdout: bool,
+    /// Standard error.
+    pub stderr: bool,
+}
+
+/// One `-r` or `-t` value.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum StreamChoice {
+    /// The same for all local ranks.
+    All(Streams),
+    /// For these local ranks; none for the rest.
+    Some(std::collections::BTreeMap<usize, Streams>),
+}
+
+/// Where output goes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LogConfig {
+    /// `--log-dir`.
+    pub dir: LogDir,
+    /// `--redirects`.
+    pub redirects: StreamChoice,
+    /// `--tee`.
+    pub tee: StreamChoice,
+    /// `--log-line-prefix-template`, its variable or the default.
+    pub prefix_template: String,
+    /// `--local-ranks-filter`: the only local ranks on the console; `None` is all.
+    pub local_ranks_filter: Option<std::collections::BTreeSet<usize>>,
+    /// `--duplicate-stdout-filters`; empty is off.
+    pub duplicate_stdout: Vec<String>,
+    /// `--duplicate-stderr-filters`; empty is off.
+    pub duplicate_stderr: Vec<String>,
+}
+
+/// `--log-dir`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum LogDir {
+    /// A new `torchelastic_<random>` in the temporary directory.
+    Temporary,
+    /// This directory, created with its parents.
+    Path(PathBuf),
+    /// `/dev/null`: no files at all.
+    Nothing,
+}

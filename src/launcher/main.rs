@@ -1,0 +1,2 @@
+//! The `convoke` binary.
+fn main() {}

@@ -1,0 +1,2 @@
+//! The `convoke-store` binary.
+fn main() {}
