@@ -121,15 +121,19 @@ def main():
     options.is_torch = "Torch Distributed Elastic Training Launcher" in usage.stdout
 
     count = {"PASS": 0, "FAIL": 0, "SKIP": 0}
+    left_out = []
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         futures = [pool.submit(run_case, c, options) for c in chosen]
         for future in concurrent.futures.as_completed(futures):
             name, group, status, detail, took = future.result()
             count[status] += 1
-            note = f"  ({detail})" if status == "SKIP" else ""
-            print(f"{status} {group:9} {name:38} {took:5.1f}s{note}", flush=True)
+            print(f"{status} {group:9} {name:38} {took:5.1f}s", flush=True)
+            if status == "SKIP":
+                left_out.append(f"{name}: {detail}")
             if status == "FAIL":
                 print("    " + detail.strip().replace("\n", "\n    "), flush=True)
+    for line in left_out:  # once more at the end, where it is seen
+        print(f"NOT TESTED: {line}")
     print(f"{count['PASS']} passed, {count['FAIL']} failed, {count['SKIP']} skipped")
     return 1 if count["FAIL"] else 0
 
