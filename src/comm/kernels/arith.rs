@@ -1,0 +1,97 @@
+//! The operations on single numbers.
+
+/// A number of `N` bytes.
+pub(super) trait Arith<const N: usize>: Copy {
+    fn read(bytes: [u8; N]) -> Self;
+    fn write(self) -> [u8; N];
+    fn sum(self, other: Self) -> Self;
+    fn product(self, other: Self) -> Self;
+    fn min(self, other: Self) -> Self;
+    fn max(self, other: Self) -> Self;
+    fn divided_by(self, divisor: u32) -> Self;
+}
+
+macro_rules! integers {
+    ($($int:ty),*) => {$(
+        impl Arith<{ size_of::<$int>() }> for $int {
+            #[inline(always)]
+            fn read(bytes: [u8; size_of::<$int>()]) -> Self {
+                Self::from_ne_bytes(bytes)
+            }
+            #[inline(always)]
+            fn write(self) -> [u8; size_of::<$int>()] {
+                self.to_ne_bytes()
+            }
+            #[inline(always)]
+            fn sum(self, other: Self) -> Self {
+                self.wrapping_add(other)
+            }
+            #[inline(always)]
+            fn product(self, other: Self) -> Self {
+                self.wrapping_mul(other)
+            }
+            #[inline(always)]
+            fn min(self, other: Self) -> Self {
+                Ord::min(self, other)
+            }
+            #[inline(always)]
+            fn max(self, other: Self) -> Self {
+                Ord::max(self, other)
+            }
+            // Never in the table: an average of integers is refused.
+            #[inline(always)]
+            fn divided_by(self, _: u32) -> Self {
+                self
+            }
+        }
+    )*};
+}
+
+integers!(i8, u8, i16, u16, i32, u32, i64, u64);
+
+// `f32::min` drops NaN and leaves the sign of zero open: then two ranks that compare the same pair
+// in different order could end with different bits. Equal numbers differ at most in the sign of
+// zero, so OR and AND of their bits choose -0 and +0.
+macro_rules! floats {
+    ($($float:ident),*) => {$(
+        impl Arith<{ size_of::<$float>() }> for $float {
+            #[inline(always)]
+            fn read(bytes: [u8; size_of::<$float>()]) -> Self {
+                Self::from_ne_bytes(bytes)
+            }
+            #[inline(always)]
+            fn write(self) -> [u8; size_of::<$float>()] {
+                self.to_ne_bytes()
+            }
+            #[inline(always)]
+            fn sum(self, other: Self) -> Self {
+                self + other
+            }
+            #[inline(always)]
+            fn product(self, other: Self) -> Self {
+                self * other
+            }
+            #[inline(always)]
+            fn min(self, other: Self) -> Self {
+                let less = if self < other { self } else { other };
+                let tied = Self::from_bits(self.to_bits() | other.to_bits());
+                let number = if self == other { tied } else { less };
+                if self.is_nan() | other.is_nan() { Self::NAN } else { number }
+            }
+            #[inline(always)]
+            fn max(self, other: Self) -> Self {
+                let greater = if self > other { self } else { other };
+                let tied = Self::from_bits(self.to_bits() & other.to_bits());
+                let number = if self == other { tied } else { greater };
+                if self.is_nan() | other.is_nan() { Self::NAN } else { number }
+            }
+            // Ranks are below 2^24, so the conversion is exact.
+            #[inline(always)]
+            fn divided_by(self, divisor: u32) -> Self {
+                self / divisor as Self
+            }
+        }
+    )*};
+}
+
+floats!(f32, f64);

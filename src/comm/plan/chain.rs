@@ -1,0 +1,35 @@
+//! Pipelined chain: broadcast of large buffers.
+
+use super::{Apply, Plan, Stream};
+
+/// Broadcast from rank to rank, as `rank` of `world` sees it.
+///
+/// Each rank sends on what it has, as it comes. Every byte crosses each connection once, so the time is
+/// that of one transfer plus P−1 times the delay of the pieces in which the bytes happen to arrive.
+pub(super) fn broadcast(rank: usize, world: usize, count: usize, root: usize) -> Plan {
+    let mut plan = Plan::default();
+    let place = (rank + world - root) % world;
+    let before = (rank + world - 1) % world;
+    let got = (place > 0).then(|| plan.push(Stream::recv(before, [(0..count, Apply::Copy)])));
+    if place + 1 < world {
+        plan.push(Stream::send((rank + 1) % world, [0..count]).after(got, 0));
+    }
+    plan
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::check::broadcast_is_right;
+
+    #[test]
+    fn everyone_gets_what_the_root_has() {
+        for world in 1..=33 {
+            for root in [0, world / 2, world - 1] {
+                for count in [0, 1, 7] {
+                    broadcast_is_right(world, count, root, |rank| broadcast(rank, world, count, root));
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,189 @@
+//! Runs the plans of all ranks against each other, on sets of ranks instead of numbers.
+//!
+//! Elements travel one at a time in random order through queues that hold few of them, so a plan
+//! passes only if it is right for every interleaving that came up: no contribution lost or counted
+//! twice, both ends of each connection agree, nobody waits in a circle.
+
+use std::collections::VecDeque;
+
+use super::{Apply, Direction, Plan};
+
+/// What an element holds: who contributed, how it was bracketed, and whether its reduction ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Value {
+    ranks: u64,
+    /// Equal on two ranks only if they added in the same order, swapped operands not counted.
+    bracketing: u64,
+    finished: bool,
+}
+
+impl Value {
+    fn of(rank: usize) -> Self {
+        Self { ranks: 1 << rank, bracketing: mix(rank as u64 + 1), finished: false }
+    }
+
+    fn plus(self, other: Self, last: bool) -> Self {
+        assert_eq!(self.ranks & other.ranks, 0, "a contribution is counted twice");
+        assert!(!self.finished && !other.finished, "a finished element is added to");
+        Self {
+            ranks: self.ranks | other.ranks,
+            bracketing: mix(self.bracketing.wrapping_add(other.bracketing)),
+            finished: last,
+        }
+    }
+}
+
+fn mix(mut x: u64) -> u64 {
+    x = (x ^ (x >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    x = (x ^ (x >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    x ^ (x >> 31)
+}
+
+/// Counts around the numbers where blocks change: none, fewer than ranks, odd ones.
+pub(crate) fn counts(world: usize) -> [usize; 5] {
+    [0, 1, world.saturating_sub(1), world + 1, 3 * world + 2]
+}
+
+pub(crate) fn all_reduce_is_right(world: usize, count: usize, plan: impl Fn(usize) -> Plan) {
+    let start: Vec<_> = (0..world).map(|rank| vec![Value::of(rank); count]).collect();
+    let end = simulate(&plans(world, plan), start);
+    let finished = world > 1;
+    for element in 0..count {
+        let first = end[0][element];
+        assert_eq!((first.ranks, first.finished), ((1 << world) - 1, finished), "world {world} count {count}");
+        for values in &end {
+            assert_eq!(values[element], first, "world {world} count {count}: ranks differ");
+        }
+    }
+}
+
+pub(crate) fn broadcast_is_right(world: usize, count: usize, root: usize, plan: impl Fn(usize) -> Plan) {
+    let start: Vec<_> = (0..world).map(|rank| vec![Value::of(rank); count]).collect();
+    let end = simulate(&plans(world, plan), start);
+    assert!(end.iter().flatten().all(|&value| value == Value::of(root)), "world {world} root {root}");
+}
+
+/// A barrier is right if each rank has heard, directly or not, of all others before it ends. A byte
+/// that a rank sends stands for all it has heard of by then.
+pub(crate) fn barrier_is_right(world: usize, rounds: usize, plan: impl Fn(usize) -> Plan) {
+    let plans = plans(world, plan);
+    let start = vec![vec![Value::of(0); rounds]; world];
+    simulate(&plans, start);
+    let mut heard: Vec<u64> = (0..world).map(|rank| 1 << rank).collect();
+    for round in 0..rounds {
+        let before = heard.clone();
+        for (rank, plan) in plans.iter().enumerate() {
+            let recv = &plan.streams[2 * round + 1];
+            assert_eq!(recv.direction, Direction::Recv);
+            assert_eq!(plan.streams[2 * round].gate.map(|gate| gate.stream), (round > 0).then(|| 2 * round - 1));
+            heard[rank] |= before[recv.peer];
+        }
+    }
+    assert!(heard.iter().all(|&ranks| ranks == (1 << world) - 1), "world {world}");
+}
+
+fn plans(world: usize, plan: impl Fn(usize) -> Plan) -> Vec<Plan> {
+    (0..world).map(plan).collect()
+}
+
+/// One direction of one pair of ranks.
+struct Wire {
+    from: usize,
+    to: usize,
+    /// Remaining moves at each end: (stream, element, what to do), in the order of the plan.
+    sends: VecDeque<(usize, usize)>,
+    recvs: VecDeque<(usize, usize, Apply)>,
+    queue: VecDeque<Value>,
+}
+
+fn simulate(plans: &[Plan], mut memory: Vec<Vec<Value>>) -> Vec<Vec<Value>> {
+    let mut seed = mix(plans.len() as u64 + 7);
+    let mut random = move |below: usize| {
+        seed = mix(seed.wrapping_add(0x9E37_79B9_7F4A_7C15));
+        (seed % below.max(1) as u64) as usize
+    };
+    let capacity = 1 + random(4);
+    let mut wires = wires(plans);
+    let mut progress: Vec<Vec<usize>> = plans.iter().map(|plan| vec![0; plan.streams.len()]).collect();
+    let open = |progress: &[Vec<usize>], rank: usize, stream: usize| {
+        let gate = plans[rank].streams[stream].gate;
+        gate.is_none_or(|gate| progress[rank][stream] < gate.lead + progress[rank][gate.stream])
+    };
+    while !wires.is_empty() {
+        let start = random(wires.len());
+        let mut moved = false;
+        for offset in 0..wires.len() {
+            let index = (start + offset) % wires.len();
+            let wire = &mut wires[index];
+            let may_send = wire.queue.len() < capacity
+                && wire.sends.front().is_some_and(|&(stream, _)| open(&progress, wire.from, stream));
+            let may_recv = !wire.queue.is_empty()
+                && wire.recvs.front().is_some_and(|&(stream, ..)| open(&progress, wire.to, stream));
+            if may_send && (!may_recv || random(2) == 0) {
+                let (stream, element) = wire.sends.pop_front().unwrap();
+                wire.queue.push_back(memory[wire.from][element]);
+                progress[wire.from][stream] += 1;
+                moved = true;
+            } else if may_recv {
+                let (stream, element, apply) = wire.recvs.pop_front().unwrap();
+                let value = wire.queue.pop_front().unwrap();
+                let into = &mut memory[wire.to][element];
+                *into = match apply {
+                    Apply::Copy => value,
+                    Apply::Reduce => into.plus(value, false),
+                    Apply::ReduceLast => into.plus(value, true),
+                };
+                progress[wire.to][stream] += 1;
+                moved = true;
+            }
+            if wire.sends.is_empty() && wire.recvs.is_empty() {
+                assert!(wire.queue.is_empty());
+                wires.swap_remove(index);
+            }
+            if moved {
+                break;
+            }
+        }
+        assert!(moved || wires.is_empty(), "the ranks wait for each other in a circle");
+    }
+    memory
+}
+
+fn wires(plans: &[Plan]) -> Vec<Wire> {
+    let mut wires = Vec::new();
+    for from in 0..plans.len() {
+        for to in 0..plans.len() {
+            let of = |rank: usize, peer: usize, direction: Direction| {
+                let streams = plans[rank].streams.iter().enumerate();
+                streams.filter(move |(_, stream)| stream.peer == peer && stream.direction == direction)
+            };
+            let sends: VecDeque<_> = of(from, to, Direction::Send)
+                .flat_map(|(index, stream)| {
+                    stream.segments.iter().flat_map(move |segment| {
+                        assert_eq!(segment.apply, Apply::Copy);
+                        segment.range.clone().map(move |element| (index, element))
+                    })
+                })
+                .collect();
+            let recvs: VecDeque<_> = of(to, from, Direction::Recv)
+                .flat_map(|(index, stream)| {
+                    stream.segments.iter().flat_map(move |segment| {
+                        let apply = segment.apply;
+                        segment.range.clone().map(move |element| (index, element, apply))
+                    })
+                })
+                .collect();
+            let ends = (of(from, to, Direction::Send).count(), of(to, from, Direction::Recv).count());
+            assert_eq!(ends.0 > 0, ends.1 > 0, "{from} to {to}: only one end knows of it");
+            assert_eq!(sends.len(), recvs.len(), "{from} to {to}: the ends disagree on the length");
+            assert!(
+                sends.iter().map(|&(_, element)| element).eq(recvs.iter().map(|&(_, element, _)| element)),
+                "{from} to {to}: the ends disagree on the elements"
+            );
+            if !sends.is_empty() {
+                wires.push(Wire { from, to, sends, recvs, queue: VecDeque::new() });
+            }
+        }
+    }
+    wires
+}

@@ -1,0 +1,166 @@
+//! Who sends what to whom, in which order: pure arithmetic, no socket and no clock.
+//!
+//! A [`Plan`] is what one rank does in one collective: a graph of [`Stream`]s. A stream moves the
+//! elements of its segments, in order, to or from one peer. Its gate lets it run only so far ahead
+//! of another stream of the same rank; that is the whole synchronisation, so everything pipelines at
+//! the grain of the bytes that happen to have arrived.
+//!
+//! Streams of one rank to (or from) one peer follow each other in the order of the plan; both ends
+//! agree on it, so the bytes need no further framing. All inputs of a plan are the same on all ranks
+//! (but for the rank), or the ranks would choose different plans and wait for each other.
+//!
+//! The tests of each algorithm run all ranks' plans against each other symbolically ([`check`]).
+
+mod chain;
+#[cfg(test)]
+pub(crate) mod check;
+mod direct;
+mod dissemination;
+mod doubling;
+mod ring;
+mod tree;
+pub(crate) mod tuning;
+
+use std::ops::Range;
+
+pub(crate) use tuning::{Algorithm, Tuning};
+
+/// What one rank does in one collective.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub(crate) struct Plan {
+    /// In an order that both ends of each pair agree on.
+    pub(crate) streams: Vec<Stream>,
+}
+
+/// An ordered flow of elements to or from one peer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Stream {
+    pub(crate) peer: usize,
+    pub(crate) direction: Direction,
+    /// Parts of the buffer, in the order in which they travel.
+    pub(crate) segments: Vec<Segment>,
+    pub(crate) gate: Option<Gate>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Direction {
+    Send,
+    Recv,
+}
+
+/// A part of the buffer, in elements.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Segment {
+    pub(crate) range: Range<usize>,
+    /// What happens to elements that arrive; [`Apply::Copy`] in streams that send.
+    pub(crate) apply: Apply,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Apply {
+    /// They replace what is there.
+    Copy,
+    /// They are reduced into what is there.
+    Reduce,
+    /// As `Reduce`, and nothing more will be: an average is divided now.
+    ReduceLast,
+}
+
+/// Holds a stream back: its progress is at most that of `stream` plus `lead` elements.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Gate {
+    /// Index of the other stream in the same plan.
+    pub(crate) stream: usize,
+    pub(crate) lead: usize,
+}
+
+impl Stream {
+    fn send(peer: usize, ranges: impl IntoIterator<Item = Range<usize>>) -> Self {
+        let segments = ranges.into_iter().map(|range| Segment { range, apply: Apply::Copy }).collect();
+        Self { peer, direction: Direction::Send, segments, gate: None }
+    }
+
+    fn recv(peer: usize, segments: impl IntoIterator<Item = (Range<usize>, Apply)>) -> Self {
+        let segments = segments.into_iter().map(|(range, apply)| Segment { range, apply }).collect();
+        Self { peer, direction: Direction::Recv, segments, gate: None }
+    }
+
+    fn after(mut self, stream: Option<usize>, lead: usize) -> Self {
+        self.gate = stream.map(|stream| Gate { stream, lead });
+        self
+    }
+
+    /// Number of elements that it moves.
+    pub(crate) fn len(&self) -> usize {
+        self.segments.iter().map(|segment| segment.range.len()).sum()
+    }
+}
+
+impl Plan {
+    /// Adds `stream` and returns its index.
+    fn push(&mut self, stream: Stream) -> usize {
+        self.streams.push(stream);
+        self.streams.len() - 1
+    }
+}
+
+/// The elements of block `index` when `count` elements are cut in `blocks` nearly equal parts.
+fn block(index: usize, blocks: usize, count: usize) -> Range<usize> {
+    let (size, longer) = (count / blocks, count % blocks);
+    let start = index * size + index.min(longer);
+    start..start + size + usize::from(index < longer)
+}
+
+/// All-reduce of `count` elements of `element_bytes` each, as `rank` of `world` sees it.
+pub(crate) fn all_reduce(
+    algorithm: Algorithm,
+    rank: usize,
+    world: usize,
+    count: usize,
+    element_bytes: usize,
+) -> Plan {
+    match algorithm {
+        Algorithm::Ring => ring::all_reduce(rank, world, count, ring::chunk_elements(world, element_bytes)),
+        Algorithm::Direct => direct::all_reduce(rank, world, count),
+        Algorithm::Doubling | Algorithm::Binomial | Algorithm::Chain => {
+            doubling::all_reduce(rank, world, count)
+        }
+    }
+}
+
+/// Broadcast of `count` elements from `root`.
+pub(crate) fn broadcast(algorithm: Algorithm, rank: usize, world: usize, count: usize, root: usize) -> Plan {
+    match algorithm {
+        Algorithm::Chain => chain::broadcast(rank, world, count, root),
+        Algorithm::Binomial | Algorithm::Ring | Algorithm::Direct | Algorithm::Doubling => {
+            tree::broadcast(rank, world, count, root)
+        }
+    }
+}
+
+/// Barrier, over a buffer of [`barrier_elements`] one-byte elements whose values do not matter.
+pub(crate) fn barrier(rank: usize, world: usize) -> Plan {
+    dissemination::barrier(rank, world)
+}
+
+/// Elements in the buffer of a barrier: one for each round.
+pub(crate) fn barrier_elements(world: usize) -> usize {
+    dissemination::rounds(world)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_cover_everything_once_and_differ_by_at_most_one() {
+        for blocks in 1..20 {
+            for count in 0..50 {
+                let parts: Vec<_> = (0..blocks).map(|i| block(i, blocks, count)).collect();
+                assert_eq!(parts.iter().flat_map(Clone::clone).collect::<Vec<_>>(), (0..count).collect::<Vec<_>>());
+                let sizes = parts.iter().map(ExactSizeIterator::len);
+                assert!(sizes.clone().max().unwrap() - sizes.min().unwrap() <= 1);
+            }
+        }
+    }
+}

@@ -1,0 +1,106 @@
+//! Ring all-reduce: the least bytes for large buffers, and only two connections a rank.
+
+use super::{Apply, Plan, Stream, block};
+
+/// Bytes that one turn of the ring works on, for each rank.
+///
+/// Small enough that a block is still in the cache when it is sent on, large enough that the first
+/// block of each turn, which needs nothing from anybody, covers the round trip of a fast network.
+const BLOCK_BYTES: usize = 1 << 20;
+
+/// Elements in one turn of the ring.
+pub(super) fn chunk_elements(world: usize, element_bytes: usize) -> usize {
+    world * BLOCK_BYTES / element_bytes
+}
+
+/// Ring all-reduce over `world` blocks (`world >= 1`) of each chunk, as `rank` sees it.
+///
+/// P−1 rounds of reduce-scatter, then P−1 of all-gather; each rank sends 2·S·(P−1)/P bytes. Who holds
+/// what, P = 3 (`012` = summed over ranks 0, 1 and 2):
+///
+/// ```text
+///          start    reduce 0   reduce 1     gather 0      gather 1
+/// rank 0   0 0 0    0  0  02   0   012 02   012 012 02    012 012 012
+/// rank 1   1 1 1    01 1  1    01  1   012  01  012 012   012 012 012
+/// rank 2   2 2 2    2  12 2    012 12  2    012 12  012   012 012 012
+/// ```
+///
+/// The rounds are not visible in the plan: what a rank sends is its own block and then, byte for
+/// byte, what it has received. So it is one stream to the successor, one from the predecessor, and
+/// the rule `sent <= first block + received`. Chunks of the buffer follow each other in the same two
+/// streams.
+///
+/// Patarasuk & Yuan 2009, doi:10.1016/j.jpdc.2008.09.002.
+pub(super) fn all_reduce(rank: usize, world: usize, count: usize, chunk: usize) -> Plan {
+    let mut plan = Plan::default();
+    if world == 1 {
+        return plan;
+    }
+    let (to, from) = ((rank + 1) % world, (rank + world - 1) % world);
+    let chunk = even_chunk(world, count, chunk);
+    let chunks = count.div_ceil(chunk).max(1);
+    let (mut sent, mut received, mut lead) = (Vec::new(), Vec::new(), usize::MAX);
+    for start in (0..chunks).map(|index| index * chunk) {
+        let len = chunk.min(count - start);
+        let part = |behind: usize| {
+            let range = block((rank + 2 * world - behind) % world, world, len);
+            start + range.start..start + range.end
+        };
+        // Step k sends what step k-1 received, so within a chunk the one is ahead of the other by the
+        // first block; the least of these distances holds for all chunks.
+        lead = lead.min(part(0).len());
+        for step in 0..2 * (world - 1) {
+            let apply = match step {
+                _ if step < world - 2 => Apply::Reduce,
+                _ if step == world - 2 => Apply::ReduceLast,
+                _ => Apply::Copy,
+            };
+            sent.push(part(step));
+            received.push((part(step + 1), apply));
+        }
+    }
+    let recv = plan.push(Stream::recv(from, received));
+    plan.push(Stream::send(to, sent).after(Some(recv), lead));
+    plan
+}
+
+/// Size of chunks of about equal size, at most about `chunk`, in whole elements for each rank.
+///
+/// A last chunk much shorter than the others would shorten the lead of the whole stream.
+fn even_chunk(world: usize, count: usize, chunk: usize) -> usize {
+    let chunks = count.div_ceil(chunk.max(world)).max(1);
+    count.div_ceil(chunks).next_multiple_of(world).max(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::Direction;
+    use crate::plan::check::{all_reduce_is_right, counts};
+
+    #[test]
+    fn every_rank_counts_once_in_every_element() {
+        for world in 1..=33 {
+            for count in counts(world) {
+                for chunk in [1, 4 * world, usize::MAX] {
+                    all_reduce_is_right(world, count, |rank| all_reduce(rank, world, count, chunk));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn it_sends_the_least_that_an_all_reduce_can() {
+        let (world, count) = (4, 4000);
+        let plan = all_reduce(1, world, count, 400);
+        let sent = plan.streams.iter().find(|stream| stream.direction == Direction::Send).unwrap();
+        assert_eq!(sent.len(), 2 * count * (world - 1) / world);
+    }
+
+    #[test]
+    fn an_odd_count_does_not_shorten_the_lead() {
+        let plan = all_reduce(0, 2, (16 << 20) + 1, chunk_elements(2, 4));
+        let lead = plan.streams[1].gate.unwrap().lead;
+        assert!(lead > 200_000, "{lead}");
+    }
+}

@@ -1,0 +1,142 @@
+//! Which algorithm when: one table, and the overrides of people who measure.
+//!
+//! Every rank must decide alike, so only what all ranks know decides: size, number of ranks, and the
+//! overrides, whose text is compared when the ranks meet.
+
+use std::fmt;
+
+/// Version of the table below: ranks with different tables refuse each other.
+pub(crate) const TABLE_VERSION: u32 = 1;
+
+/// Largest all-reduce by recursive doubling, in bytes: two ranks, more, and where folding is needed.
+const DOUBLING_PAIR_BYTES: usize = 128 << 10;
+const DOUBLING_BYTES: usize = 8 << 10;
+/// Largest all-reduce by direct exchange, in bytes, and most ranks for it.
+const DIRECT_BYTES: usize = 256 << 10;
+const DIRECT_RANKS: usize = 8;
+/// Largest broadcast by the binomial tree, in bytes.
+const BINOMIAL_BYTES: usize = 64 << 10;
+
+/// A communication pattern.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Algorithm {
+    Ring,
+    Direct,
+    Doubling,
+    Binomial,
+    Chain,
+}
+
+impl Algorithm {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Ring => "ring",
+            Self::Direct => "direct",
+            Self::Doubling => "doubling",
+            Self::Binomial => "binomial",
+            Self::Chain => "chain",
+        }
+    }
+}
+
+const ALL_REDUCE: [Algorithm; 3] = [Algorithm::Ring, Algorithm::Direct, Algorithm::Doubling];
+const BROADCAST: [Algorithm; 2] = [Algorithm::Binomial, Algorithm::Chain];
+
+/// The choice of algorithms: the table, and what overrides it.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub(crate) struct Tuning {
+    all_reduce: Option<Algorithm>,
+    broadcast: Option<Algorithm>,
+}
+
+impl Tuning {
+    /// Reads overrides such as `all_reduce:ring,broadcast:chain`; the empty text overrides nothing.
+    ///
+    /// The error says what is wrong with the text.
+    pub(crate) fn parse(text: &str) -> Result<Self, String> {
+        let mut tuning = Self::default();
+        for entry in text.split(',').map(str::trim).filter(|entry| !entry.is_empty()) {
+            let (collective, algorithm) = entry
+                .split_once(':')
+                .ok_or_else(|| format!("{entry:?} is not COLLECTIVE:ALGORITHM"))?;
+            let (slot, known): (_, &[Algorithm]) = match collective.trim() {
+                "all_reduce" => (&mut tuning.all_reduce, &ALL_REDUCE),
+                "broadcast" => (&mut tuning.broadcast, &BROADCAST),
+                other => {
+                    return Err(format!("{other:?} has no choice of algorithms: all_reduce, broadcast have"));
+                }
+            };
+            let found = known.iter().find(|known| known.name() == algorithm.trim());
+            *slot = Some(*found.ok_or_else(|| {
+                let names: Vec<_> = known.iter().map(|algorithm| algorithm.name()).collect();
+                format!("{collective} has no algorithm {algorithm:?}: {}", names.join(", "))
+            })?);
+        }
+        Ok(tuning)
+    }
+
+    /// Algorithm of an all-reduce of `bytes` over `world` ranks.
+    pub(crate) fn all_reduce(&self, bytes: usize, world: usize) -> Algorithm {
+        let doubling = if world == 2 { DOUBLING_PAIR_BYTES } else { DOUBLING_BYTES };
+        self.all_reduce.unwrap_or(match bytes {
+            _ if bytes <= doubling => Algorithm::Doubling,
+            _ if bytes <= DIRECT_BYTES && world <= DIRECT_RANKS => Algorithm::Direct,
+            _ => Algorithm::Ring,
+        })
+    }
+
+    /// Algorithm of a broadcast of `bytes`.
+    pub(crate) fn broadcast(&self, bytes: usize) -> Algorithm {
+        self.broadcast.unwrap_or(if bytes <= BINOMIAL_BYTES { Algorithm::Binomial } else { Algorithm::Chain })
+    }
+}
+
+/// Everything that decides, as one comparable text.
+impl fmt::Display for Tuning {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = |choice: Option<Algorithm>| choice.map_or("table", Algorithm::name);
+        write!(
+            f,
+            "table {TABLE_VERSION}, all_reduce:{}, broadcast:{}",
+            name(self.all_reduce),
+            name(self.broadcast)
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn overrides_are_read_and_shown() {
+        let tuning = Tuning::parse(" all_reduce:ring, broadcast:chain").unwrap();
+        assert_eq!(tuning.to_string(), "table 1, all_reduce:ring, broadcast:chain");
+        assert_eq!(tuning.all_reduce(4, 2), Algorithm::Ring);
+        assert_eq!(tuning.broadcast(4), Algorithm::Chain);
+        assert_eq!(Tuning::parse("").unwrap(), Tuning::default());
+    }
+
+    #[test]
+    fn wrong_overrides_say_what_is_allowed() {
+        for (text, message) in [
+            ("ring", "\"ring\" is not COLLECTIVE:ALGORITHM"),
+            ("barrier:ring", "all_reduce, broadcast have"),
+            ("all_reduce:fast", "ring, direct, doubling"),
+            ("broadcast:ring", "binomial, chain"),
+        ] {
+            let error = Tuning::parse(text).unwrap_err();
+            assert!(error.contains(message), "{error}");
+        }
+    }
+
+    #[test]
+    fn the_table_goes_from_few_rounds_to_few_bytes() {
+        let tuning = Tuning::default();
+        assert_eq!(tuning.all_reduce(4, 4), Algorithm::Doubling);
+        assert_eq!(tuning.all_reduce(64 << 10, 4), Algorithm::Direct);
+        assert_eq!(tuning.all_reduce(64 << 10, 9), Algorithm::Ring);
+        assert_eq!(tuning.all_reduce(64 << 20, 4), Algorithm::Ring);
+        assert_eq!(tuning.broadcast(1 << 20), Algorithm::Chain);
+    }
+}
