@@ -1,65 +1,81 @@
 //! What the command line and PET_* variables ask for, checked once and then trusted.
 
+pub(crate) mod build;
+mod conf;
+mod devices;
+mod endpoint;
+mod machine;
+mod macros;
+mod program;
+#[cfg(test)]
+mod tests;
+
+pub(crate) use devices::{omp_num_threads, visible_devices};
+pub(crate) use machine::Machine;
+pub(crate) use macros::{expand, substitute};
+
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
 /// A launch, fully decided but for what other nodes have to say.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Config {
+pub(crate) struct Config {
     /// `--nnodes MIN:MAX`, 0 < MIN <= MAX.
-    pub nodes: NodeRange,
+    pub(crate) nodes: NodeRange,
     /// `--nproc-per-node`, resolved; at least 1.
-    pub nproc_per_node: usize,
+    pub(crate) nproc_per_node: usize,
     /// How the nodes of the job find each other.
-    pub rendezvous: Rendezvous,
+    pub(crate) rendezvous: Rendezvous,
     /// `--rdzv-id`, or a random UUID.
-    pub run_id: String,
+    pub(crate) run_id: String,
     /// `--rdzv-conf`, in order, trimmed; unknown keys are kept and ignored.
-    pub rendezvous_conf: Vec<(String, String)>,
+    pub(crate) rendezvous_conf: Vec<(String, String)>,
     /// `--local-addr`.
-    pub local_addr: Option<String>,
+    pub(crate) local_addr: Option<String>,
     /// `--max-restarts`.
-    pub max_restarts: u32,
+    pub(crate) max_restarts: u32,
     /// `--monitor-interval`. Failures are noticed at once; if it was given, failures within one interval
     /// of the first count as simultaneous, as torchrun's polling makes them.
-    pub monitor_interval: Option<Duration>,
+    pub(crate) monitor_interval: Option<Duration>,
     /// `--role`.
-    pub role: String,
+    pub(crate) role: String,
     /// What to execute.
-    pub program: Program,
+    pub(crate) program: Program,
     /// Where output goes.
-    pub logs: LogConfig,
+    pub(crate) logs: LogConfig,
     /// `--event-log-handler`.
-    pub events: EventHandler,
+    pub(crate) events: EventHandler,
     /// `--signals-to-handle`: signals that are passed on to the workers, unknown names dropped.
-    pub signals: Vec<nix::sys::signal::Signal>,
+    pub(crate) signals: Vec<nix::sys::signal::Signal>,
     /// The value of `--signals-to-handle` as given (for TORCHELASTIC_SIGNALS_TO_HANDLE).
-    pub signals_text: String,
+    pub(crate) signals_text: String,
     /// `--shutdown-timeout`, TORCH_ELASTIC_SHUTDOWN_TIMEOUT or 30 s: from a signal to SIGKILL.
-    pub shutdown_timeout: Duration,
+    pub(crate) shutdown_timeout: Duration,
     /// `--virtual-local-rank`.
-    pub virtual_local_rank: bool,
+    pub(crate) virtual_local_rank: bool,
+    /// `--numa-binding`: which CPUs each worker gets.
+    pub(crate) numa_binding: Option<NumaBinding>,
     /// `--orphans`: what happens to processes that outlive a successful worker.
-    pub orphans: Orphans,
+    pub(crate) orphans: Orphans,
     /// Serve one store for the agents and the workers; off with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
-    pub share_store: bool,
+    pub(crate) share_store: bool,
     /// Warnings to print before anything starts, one line each (`--node-rank` without static, unknown signal, ...).
-    pub warnings: Vec<String>,
+    pub(crate) warnings: Vec<String>,
 }
 
 /// `--nnodes`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct NodeRange {
+pub(crate) struct NodeRange {
     /// Fewest nodes.
-    pub min: usize,
+    pub(crate) min: usize,
     /// Most nodes.
-    pub max: usize,
+    pub(crate) max: usize,
 }
 
 /// How the nodes of the job find each other.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Rendezvous {
+pub(crate) enum Rendezvous {
     /// One node that needs nobody: `--standalone`, or one node and neither endpoint nor port.
     Standalone,
     /// `static`: node ranks are given, node 0 serves the store.
@@ -89,38 +105,51 @@ pub enum Rendezvous {
 
 /// What to execute, before macros are replaced.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Program {
+pub(crate) struct Program {
     /// Program and its arguments; `${local_rank}` is not yet replaced. `argv[0]` is searched in PATH.
-    pub argv: Vec<OsString>,
+    pub(crate) argv: Vec<OsString>,
     /// Index in `argv` before which the legacy `--local-rank=N` is inserted, with its spellings; `None` normally.
-    pub local_rank_argument: Option<LocalRankArgument>,
+    pub(crate) local_rank_argument: Option<LocalRankArgument>,
     /// What the report calls the program: the script as given, or PYTHON_EXEC if that is set.
-    pub title: String,
+    pub(crate) title: String,
 }
 
 /// `--pass-local-rank`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct LocalRankArgument {
+pub(crate) struct LocalRankArgument {
     /// Where in `argv`.
-    pub index: usize,
+    pub(crate) index: usize,
     /// Pass `--local-rank=N`.
-    pub dash: bool,
+    pub(crate) dash: bool,
     /// Pass `--local_rank=N`.
-    pub underscore: bool,
+    pub(crate) underscore: bool,
 }
 
 /// `--event-log-handler`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum EventHandler {
+pub(crate) enum EventHandler {
     /// Events are dropped.
     Null,
     /// Events go to stderr, one JSON object a line.
     Console,
 }
 
+/// `--numa-binding`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum NumaBinding {
+    /// The CPUs of the device's NUMA node.
+    Node,
+    /// The CPUs of all nodes of that socket.
+    Socket,
+    /// A share of the physical cores of the node.
+    Exclusive,
+    /// CPUs with a common last-level cache.
+    CoreComplex,
+}
+
 /// `--orphans`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Orphans {
+pub(crate) enum Orphans {
     /// They get the grace period, then SIGKILL.
     Stop,
     /// They live on, as under torchrun.
@@ -129,16 +158,16 @@ pub enum Orphans {
 
 /// Which of the two output streams.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Streams {
+pub(crate) struct Streams {
     /// Standard output.
-    pub stdout: bool,
+    pub(crate) stdout: bool,
     /// Standard error.
-    pub stderr: bool,
+    pub(crate) stderr: bool,
 }
 
 /// One `-r` or `-t` value.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum StreamChoice {
+pub(crate) enum StreamChoice {
     /// The same for all local ranks.
     All(Streams),
     /// For these local ranks; none for the rest.
@@ -147,26 +176,28 @@ pub enum StreamChoice {
 
 /// Where output goes.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct LogConfig {
+pub(crate) struct LogConfig {
+    /// `--role`, for the prefix.
+    pub(crate) role: String,
     /// `--log-dir`.
-    pub dir: LogDir,
+    pub(crate) dir: LogDir,
     /// `--redirects`.
-    pub redirects: StreamChoice,
+    pub(crate) redirects: StreamChoice,
     /// `--tee`.
-    pub tee: StreamChoice,
+    pub(crate) tee: StreamChoice,
     /// `--log-line-prefix-template`, its variable or the default.
-    pub prefix_template: String,
+    pub(crate) prefix_template: String,
     /// `--local-ranks-filter`: the only local ranks on the console; `None` is all.
-    pub local_ranks_filter: Option<std::collections::BTreeSet<usize>>,
+    pub(crate) local_ranks_filter: Option<std::collections::BTreeSet<usize>>,
     /// `--duplicate-stdout-filters`; empty is off.
-    pub duplicate_stdout: Vec<String>,
+    pub(crate) duplicate_stdout: Vec<String>,
     /// `--duplicate-stderr-filters`; empty is off.
-    pub duplicate_stderr: Vec<String>,
+    pub(crate) duplicate_stderr: Vec<String>,
 }
 
 /// `--log-dir`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum LogDir {
+pub(crate) enum LogDir {
     /// A new `torchelastic_<random>` in the temporary directory.
     Temporary,
     /// This directory, created with its parents.

@@ -1,0 +1,103 @@
+//! The command line: torchrun's grammar, its `PET_` variables, and help.
+//!
+//! `flags` is the table of all flags, `grammar` cuts words into flags and SCRIPT, `given` merges them with
+//! the `PET_` variables. What the values mean is [`crate::config`]'s.
+
+mod flags;
+mod given;
+mod grammar;
+mod help;
+mod suggest;
+#[cfg(test)]
+mod tests;
+mod values;
+
+use std::ffi::{OsStr, OsString};
+use std::path::Path;
+
+use crate::config::{Config, Machine, build};
+pub(crate) use given::{Given, Value};
+use grammar::Request;
+pub(crate) use suggest::choice as suggest_choice;
+pub(crate) use values::{float, integer, streams, substrings};
+
+/// What the command line asks for.
+#[derive(Debug)]
+pub(crate) enum Invocation {
+    /// `--help`: this text on stdout, exit code 0.
+    Help(String),
+    /// `--version`: likewise.
+    Version(String),
+    /// `--print-completion`: likewise.
+    Completion(String),
+    /// To run a program.
+    Run(Box<Config>),
+}
+
+/// Why nothing can be started.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{text}")]
+pub(crate) struct CliError {
+    /// The whole text for stderr, beginning with `error: ` and ending with a newline.
+    pub(crate) text: String,
+    /// Exit code: 2 for usage errors, 1 for values that make no sense.
+    pub(crate) code: u8,
+}
+
+impl CliError {
+    /// A command line that cannot be read: exit code 2.
+    pub(crate) fn usage(message: impl AsRef<str>) -> Self {
+        Self { text: format!("error: {}\n", message.as_ref()), code: 2 }
+    }
+
+    /// A value that can be read but makes no sense: exit code 1.
+    pub(crate) fn value(message: impl AsRef<str>) -> Self {
+        Self { text: format!("error: {}\n", message.as_ref()), code: 1 }
+    }
+}
+
+/// Reads a command line, with the program's own name as first word, and the environment.
+///
+/// Looks at the machine as well: CPUs, device nodes, programs in PATH.
+///
+/// # Errors
+/// [`CliError`]: what is wrong and what to write instead, with torchrun's exit code.
+pub(crate) fn parse(
+    args: impl Iterator<Item = OsString>,
+    env: &dyn Fn(&str) -> Option<OsString>,
+) -> Result<Invocation, CliError> {
+    parse_on(args, env, &Machine::here())
+}
+
+fn parse_on(
+    mut args: impl Iterator<Item = OsString>,
+    env: &dyn Fn(&str) -> Option<OsString>,
+    machine: &Machine,
+) -> Result<Invocation, CliError> {
+    let name = program_name(args.next().as_deref());
+    let words = match grammar::read(args).map_err(CliError::usage)? {
+        Request::Help => return Ok(Invocation::Help(help::text(name))),
+        Request::Version => return Ok(Invocation::Version(help::version(name))),
+        Request::Completion(shell) => return completion(name, &shell),
+        Request::Run(words) => words,
+    };
+    let given = Given::new(words, env)?;
+    build::config(&given, env, machine).map(|config| Invocation::Run(Box::new(config)))
+}
+
+/// What help and completions call the program: `torchrun` if called so, else `convoke`.
+fn program_name(word: Option<&OsStr>) -> &'static str {
+    let torchrun = word.map(Path::new).and_then(Path::file_name).is_some_and(|name| name == "torchrun");
+    if torchrun { "torchrun" } else { "convoke" }
+}
+
+fn completion(name: &'static str, shell: &OsStr) -> Result<Invocation, CliError> {
+    shell.to_str().and_then(|shell| help::completion(name, shell)).map(Invocation::Completion).ok_or_else(
+        || {
+            let shell = shell.display();
+            CliError::usage(format!(
+                "--print-completion={shell}: no such shell; write bash, zsh, fish, elvish or powershell"
+            ))
+        },
+    )
+}

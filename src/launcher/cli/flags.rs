@@ -1,0 +1,269 @@
+//! The flags: one table, from which the grammar, the help text and the completions are made.
+
+/// One flag of the command line.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Flag {
+    /// Long name with dashes between words, without the leading two.
+    pub(crate) name: &'static str,
+    /// Letter of the short form.
+    pub(crate) short: Option<char>,
+    /// Whether it takes a value.
+    pub(crate) takes: Takes,
+    /// Whether PET_<NAME> is its default.
+    pub(crate) pet: bool,
+    /// Whether torchrun has it. A prefix means torchrun's flags first, so that ours make none ambiguous.
+    pub(crate) torchrun: bool,
+    /// What the help says, without default and variable.
+    pub(crate) help: &'static str,
+    /// The default as the help shows it; empty if there is nothing to show.
+    pub(crate) default: &'static str,
+}
+
+/// Whether a flag takes a value.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Takes {
+    /// A switch.
+    Nothing,
+    /// `--flag VALUE` or `--flag=VALUE`; the name that the help shows.
+    Value(&'static str),
+    /// `--flag` or `--flag=VALUE`, never the next word.
+    MaybeValue(&'static str),
+}
+
+/// Flags under one heading of the help text.
+#[derive(Debug)]
+pub(crate) struct Group {
+    /// The heading.
+    pub(crate) heading: &'static str,
+    /// Its flags, in the order shown.
+    pub(crate) flags: &'static [Flag],
+}
+
+impl Flag {
+    /// The spelling with underscores, if it differs.
+    pub(crate) fn underscored(&self) -> Option<String> {
+        self.name.contains('-').then(|| self.name.replace('-', "_"))
+    }
+
+    /// The variable that holds its default: PET_ and the name in capitals.
+    pub(crate) fn variable(&self) -> Option<String> {
+        self.pet.then(|| format!("PET_{}", self.name.replace('-', "_").to_uppercase()))
+    }
+
+    /// `--name`, as messages write it.
+    pub(crate) fn dashed(&self) -> String {
+        format!("--{}", self.name)
+    }
+}
+
+/// All flags, in the order of the help text.
+pub(crate) fn all() -> impl Iterator<Item = &'static Flag> {
+    GROUPS.iter().flat_map(|group| group.flags)
+}
+
+/// The flag of this exact name, if there is one.
+pub(crate) fn named(name: &str) -> Option<&'static Flag> {
+    all().find(|flag| flag.name == name)
+}
+
+const fn flag(name: &'static str, takes: Takes, help: &'static str, default: &'static str) -> Flag {
+    Flag { name, short: None, takes, pet: true, torchrun: true, help, default }
+}
+
+impl Flag {
+    const fn short(mut self, letter: char) -> Self {
+        self.short = Some(letter);
+        self
+    }
+    const fn no_variable(mut self) -> Self {
+        self.pet = false;
+        self
+    }
+    const fn ours(mut self) -> Self {
+        self.torchrun = false;
+        self
+    }
+}
+
+use Takes::{MaybeValue, Nothing, Value};
+
+/// The table.
+pub(crate) const GROUPS: &[Group] = &[
+    Group {
+        heading: "Nodes and workers",
+        flags: &[
+            flag("nnodes", Value("N|MIN:MAX"), "Number of nodes, or a range", "1:1"),
+            flag(
+                "nproc-per-node",
+                Value("N|KIND"),
+                "Workers on this node: a number, cpu, gpu, xpu or auto",
+                "1",
+            ),
+            flag("node-rank", Value("N"), "Rank of this node, 0 up (static)", "0"),
+            flag("master-addr", Value("HOST"), "Host of node 0 (static)", "127.0.0.1"),
+            flag("master-port", Value("PORT"), "Port on node 0 (static)", "29500"),
+            flag(
+                "standalone",
+                Nothing,
+                "One node that needs nobody; endpoint, backend and id are ignored",
+                "",
+            ),
+            flag("max-restarts", Value("N"), "Restarts after a failure before the job fails", "0"),
+            flag("role", Value("NAME"), "Role of the workers of this node", "default"),
+        ],
+    },
+    Group {
+        heading: "Rendezvous",
+        flags: &[
+            flag(
+                "rdzv-backend",
+                Value("NAME"),
+                "How nodes find each other: static, c10d, etcd-v2 or etcd",
+                "static",
+            ),
+            flag(
+                "rdzv-endpoint",
+                Value("HOST:PORT"),
+                "Where nodes meet; an IPv6 address is written [addr]:port",
+                "",
+            ),
+            flag("rdzv-id", Value("ID"), "Id of the job, the same on all nodes; empty is random", "none"),
+            flag("rdzv-conf", Value("K=V,..."), "More settings, such as timeout=900 or join_timeout=600", ""),
+            flag("local-addr", Value("HOST"), "Address of this node for the others", "full host name"),
+        ],
+    },
+    Group {
+        heading: "Program",
+        flags: &[
+            flag("module", Nothing, "SCRIPT is a Python module, run as python -m", "").short('m'),
+            flag("no-python", Nothing, "SCRIPT is a program of its own, not run by Python", ""),
+            flag("run-path", Nothing, "Run SCRIPT as __main__ by Python's runpy", ""),
+            flag(
+                "start-method",
+                Value("METHOD"),
+                "spawn, fork or forkserver; accepted for --run-path, no effect",
+                "spawn",
+            ),
+            flag(
+                "virtual-local-rank",
+                Nothing,
+                "LOCAL_RANK is 0 everywhere, one visible device per worker",
+                "",
+            ),
+            flag(
+                "numa-binding",
+                Value("KIND"),
+                "Bind workers to CPUs near their device: node, socket, exclusive, core-complex",
+                "",
+            )
+            .no_variable(),
+            flag(
+                "pass-local-rank",
+                MaybeValue("FORM"),
+                "Add --local-rank=N to SCRIPT's arguments: dash, underscore or both",
+                "off",
+            )
+            .no_variable()
+            .ours(),
+            flag(
+                "use-env",
+                MaybeValue("BOOL"),
+                "Do not add --local-rank, whatever --pass-local-rank says",
+                "",
+            )
+            .no_variable()
+            .ours(),
+        ],
+    },
+    Group {
+        heading: "Output",
+        flags: &[
+            flag(
+                "log-dir",
+                Value("DIR"),
+                "Where log and error files go; /dev/null is nowhere",
+                "a new one in TMPDIR",
+            ),
+            flag(
+                "redirects",
+                Value("STREAMS"),
+                "Streams to files only: 0 none, 1 stdout, 2 stderr, 3 both, or 0:3,1:2 by local rank",
+                "0",
+            )
+            .short('r'),
+            flag(
+                "tee",
+                Value("STREAMS"),
+                "Streams to files and, with a prefix, to the console; values as for -r",
+                "0",
+            )
+            .short('t'),
+            flag(
+                "log-line-prefix-template",
+                Value("TEXT"),
+                "Prefix of teed lines; knows role_name, local_rank, rank, hostname",
+                "[${role_name}${local_rank}]:",
+            ),
+            flag("local-ranks-filter", Value("N,..."), "Only these local ranks write to the console", "all"),
+            flag(
+                "duplicate-stdout-filters",
+                Value("TEXT,..."),
+                "Teed stdout lines with such a text also go to filtered_stdout.log",
+                "",
+            ),
+            flag(
+                "duplicate-stderr-filters",
+                Value("TEXT,..."),
+                "Teed stderr lines with such a text also go to filtered_stderr.log",
+                "",
+            ),
+            flag(
+                "event-log-handler",
+                Value("NAME"),
+                "Events: null drops them, console writes JSON lines to stderr",
+                "null",
+            ),
+            flag("logs-specs", Value("NAME"), "Python plug-in for logs; there are none here", "")
+                .no_variable(),
+        ],
+    },
+    Group {
+        heading: "Watching and stopping",
+        flags: &[
+            flag(
+                "monitor-interval",
+                Value("SECONDS"),
+                "Failures this close together count as simultaneous",
+                "0.1",
+            ),
+            flag(
+                "signals-to-handle",
+                Value("NAME,..."),
+                "Signals passed on to the workers",
+                "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+            ),
+            flag("shutdown-timeout", Value("SECONDS"), "Time from such a signal to SIGKILL", "30"),
+            flag(
+                "orphans",
+                Value("WHAT"),
+                "Processes that outlive a successful worker: stop or keep",
+                "stop",
+            )
+            .ours(),
+        ],
+    },
+    Group {
+        heading: "Help",
+        flags: &[
+            flag("help", Nothing, "This text", "").short('h').no_variable(),
+            flag("version", Nothing, "Version, commit and target", "").short('V').no_variable().ours(),
+            flag(
+                "print-completion",
+                Value("SHELL"),
+                "Completions for bash, zsh, fish, elvish or powershell",
+                "",
+            )
+            .no_variable(),
+        ],
+    },
+];

@@ -1,0 +1,279 @@
+//! From words to flags, as Python's argparse reads them for torchrun; no value is looked at here. Pure.
+
+use std::collections::BTreeMap;
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+
+use super::flags::{self, Flag, Takes};
+use super::suggest;
+
+/// The command line, cut into its parts.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct Words {
+    /// Last value of each flag, by name; an empty one for a switch or a value left out.
+    pub(crate) given: BTreeMap<&'static str, Option<OsString>>,
+    /// SCRIPT.
+    pub(crate) script: OsString,
+    /// What follows it, untouched.
+    pub(crate) arguments: Vec<OsString>,
+}
+
+/// What the words ask for.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Request {
+    /// `--help` came before any error.
+    Help,
+    /// `--version`.
+    Version,
+    /// `--print-completion SHELL`.
+    Completion(OsString),
+    /// To run something.
+    Run(Words),
+}
+
+/// How one word before SCRIPT reads.
+enum Word {
+    /// No flag.
+    Plain,
+    /// A flag, and what was attached to it.
+    Flag(&'static Flag, Attached),
+    /// Starts like a flag, but is none.
+    Unknown,
+    /// A prefix of several flags.
+    Ambiguous(Vec<String>),
+}
+
+enum Attached {
+    Nothing,
+    /// After `=`, or after a short flag's letter.
+    Value(OsString),
+    /// More letters after a short switch, as in `-mr3`.
+    Letters(OsString),
+}
+
+/// Reads the words after the program's name.
+///
+/// # Errors
+/// The text of a usage error (exit code 2), without `error: `.
+pub(crate) fn read(words: impl Iterator<Item = OsString>) -> Result<Request, String> {
+    let mut words = words.peekable();
+    let mut out = Words::default();
+    let mut unknown: Vec<OsString> = Vec::new();
+    let mut taken: Option<(&'static Flag, OsString)> = None;
+    let script = loop {
+        let Some(word) = words.next() else { break None };
+        if word == "--" {
+            break words.next(); // whatever it looks like
+        }
+        let (mut flag, mut attached) = match classify(&word) {
+            Word::Plain => break Some(word),
+            Word::Unknown => {
+                unknown.push(word);
+                continue;
+            }
+            Word::Ambiguous(candidates) => return Err(ambiguous(&word, &candidates)),
+            Word::Flag(flag, attached) => (flag, attached),
+        };
+        // A cluster of short switches is taken apart letter by letter.
+        while let Attached::Letters(letters) = attached {
+            out.given.insert(flag.name, None);
+            if let Some(request) = immediate(flag, None) {
+                return Ok(request);
+            }
+            let mut next = OsString::from("-");
+            next.push(&letters);
+            match classify_short(&next) {
+                Some((next, rest)) => (flag, attached) = (next, rest),
+                None => return Err(format!("{}: `{}` is no short flag", word.display(), letters.display())),
+            }
+        }
+        let attached = if let Attached::Value(value) = attached { Some(value) } else { None };
+        let value = match (flag.takes, attached) {
+            (Takes::Nothing, Some(value)) => {
+                return Err(format!(
+                    "{0} takes no value, but got `{1}`; write {0}",
+                    flag.dashed(),
+                    value.display()
+                ));
+            }
+            (Takes::Nothing | Takes::MaybeValue(_), None) => None,
+            (Takes::Value(_) | Takes::MaybeValue(_), Some(value)) => Some(value),
+            (Takes::Value(form), None) => match words.next_if(|next| is_value(next)) {
+                Some(value) => {
+                    taken = Some((flag, value.clone()));
+                    Some(value)
+                }
+                None => return Err(no_value(flag, form, words.peek())),
+            },
+        };
+        if let Some(request) = immediate(flag, value.as_deref()) {
+            return Ok(request);
+        }
+        out.given.insert(flag.name, value);
+    };
+    if let Some(first) = unknown.first() {
+        return Err(unrecognized(first));
+    }
+    let Some(script) = script else { return Err(no_script(taken)) };
+    out.script = script;
+    out.arguments = words.collect();
+    Ok(Request::Run(out))
+}
+
+/// Flags that end the reading at once, as argparse's do.
+fn immediate(flag: &Flag, value: Option<&OsStr>) -> Option<Request> {
+    match flag.name {
+        "help" => Some(Request::Help),
+        "version" => Some(Request::Version),
+        "print-completion" => value.map(|shell| Request::Completion(shell.to_owned())),
+        _ => None,
+    }
+}
+
+/// Whether a word can be the value of the flag before it: argparse refuses what looks like a flag.
+fn is_value(word: &OsStr) -> bool {
+    word != "--" && matches!(classify(word), Word::Plain)
+}
+
+fn classify(word: &OsStr) -> Word {
+    let bytes = word.as_bytes();
+    if bytes.len() < 2 || bytes[0] != b'-' {
+        return Word::Plain;
+    }
+    if bytes[1] == b'-' {
+        let (name, value) = split_at_equals(&bytes[2..]);
+        let attached =
+            value.map_or(Attached::Nothing, |value| Attached::Value(OsString::from_vec(value.to_vec())));
+        return match lookup(name) {
+            Found::One(flag) => Word::Flag(flag, attached),
+            Found::Many(names) => Word::Ambiguous(names),
+            Found::None if bytes.contains(&b' ') => Word::Plain,
+            Found::None => Word::Unknown,
+        };
+    }
+    match classify_short(word) {
+        Some((flag, attached)) => Word::Flag(flag, attached),
+        None if is_negative_number(bytes) || bytes.contains(&b' ') => Word::Plain,
+        None => Word::Unknown,
+    }
+}
+
+/// Reads `-x`, `-x=V`, `-xV` and, for a switch, `-xyz`.
+fn classify_short(word: &OsStr) -> Option<(&'static Flag, Attached)> {
+    let bytes = word.as_bytes();
+    let letter = char::from(*bytes.get(1)?);
+    let flag = flags::all().find(|flag| flag.short == Some(letter))?;
+    let rest = &bytes[2..];
+    let own = |bytes: &[u8]| OsString::from_vec(bytes.to_vec());
+    let attached = match (rest, flag.takes) {
+        ([], _) => Attached::Nothing,
+        ([b'=', value @ ..], _) => Attached::Value(own(value)),
+        (letters, Takes::Nothing) => Attached::Letters(own(letters)),
+        (value, Takes::Value(_) | Takes::MaybeValue(_)) => Attached::Value(own(value)),
+    };
+    Some((flag, attached))
+}
+
+enum Found {
+    One(&'static Flag),
+    Many(Vec<String>),
+    None,
+}
+
+/// The flag of this name or unique prefix.
+///
+/// Both spellings of a flag are candidates of their own, as in argparse: `--nproc` is ambiguous between
+/// `--nproc-per-node` and `--nproc_per_node`. Prefixes of torchrun's flags mean those, never ours.
+fn lookup(name: &[u8]) -> Found {
+    let Ok(name) = std::str::from_utf8(name) else { return Found::None };
+    for torchrun in [true, false] {
+        let mut found: Vec<(String, &'static Flag)> = Vec::new();
+        for flag in flags::all() {
+            for spelling in [Some(flag.name.to_owned()), flag.underscored()].into_iter().flatten() {
+                if spelling == name {
+                    return Found::One(flag);
+                }
+                if flag.torchrun == torchrun && spelling.starts_with(name) && !name.is_empty() {
+                    found.push((format!("--{spelling}"), flag));
+                }
+            }
+        }
+        match found.as_slice() {
+            [] => {}
+            [(_, flag)] => return Found::One(flag),
+            _ => return Found::Many(found.into_iter().map(|(name, _)| name).collect()),
+        }
+    }
+    Found::None
+}
+
+fn split_at_equals(bytes: &[u8]) -> (&[u8], Option<&[u8]>) {
+    match bytes.iter().position(|&byte| byte == b'=') {
+        Some(at) => (&bytes[..at], Some(&bytes[at + 1..])),
+        None => (bytes, None),
+    }
+}
+
+/// argparse's `^-\d+$|^-\d*\.\d+$`: such words are values, since no flag looks like a number.
+fn is_negative_number(bytes: &[u8]) -> bool {
+    let digits = |bytes: &[u8]| bytes.iter().all(u8::is_ascii_digit);
+    let bytes = &bytes[1..];
+    match bytes.iter().position(|&byte| byte == b'.') {
+        None => !bytes.is_empty() && digits(bytes),
+        Some(dot) => digits(&bytes[..dot]) && digits(&bytes[dot + 1..]) && dot + 1 < bytes.len(),
+    }
+}
+
+fn ambiguous(word: &OsStr, candidates: &[String]) -> String {
+    let word = word.to_string_lossy();
+    let name = word.split('=').next().unwrap_or(&word);
+    let mut dashed: Vec<&str> =
+        candidates.iter().map(String::as_str).filter(|name| !name.contains('_')).collect();
+    dashed.dedup();
+    match dashed.as_slice() {
+        [only] => format!(
+            "{name} is cut too short, since {only} may also be written with underscores; write {only}"
+        ),
+        several => format!("{name} is ambiguous; write one of {}", several.join(", ")),
+    }
+}
+
+fn no_value(flag: &Flag, form: &str, next: Option<&OsString>) -> String {
+    let name = flag.dashed();
+    match next {
+        Some(next) if next != "--" => {
+            format!(
+                "{name} needs a value, but `{0}` looks like a flag; write {name}={0} if it is meant as the value",
+                next.display()
+            )
+        }
+        _ => format!("{name} needs a value; write {name}={form}"),
+    }
+}
+
+fn unrecognized(word: &OsStr) -> String {
+    let word = word.to_string_lossy();
+    let name = word.split('=').next().unwrap_or(&word);
+    match suggest::flag(name) {
+        Some(advice) => format!("unknown flag {name}; {advice}"),
+        None => format!("unknown flag {name}; see --help (flags of the script go behind SCRIPT)"),
+    }
+}
+
+fn no_script(taken: Option<(&Flag, OsString)>) -> String {
+    match taken {
+        Some((flag, value)) if looks_like_program(&value) => {
+            format!(
+                "no SCRIPT: `{}` was taken as the value of {}; write {1}=VALUE SCRIPT",
+                value.display(),
+                flag.dashed()
+            )
+        }
+        _ => "no SCRIPT; write convoke [FLAGS] SCRIPT [ARGUMENTS]".to_owned(),
+    }
+}
+
+fn looks_like_program(word: &OsStr) -> bool {
+    let bytes = word.as_bytes();
+    bytes.ends_with(b".py") || bytes.starts_with(b"./") || bytes.starts_with(b"/")
+}

@@ -1,0 +1,90 @@
+//! The help text and the shell completions, rendered by clap from the table.
+
+use clap::{Arg, ArgAction, Command};
+
+use super::flags::{Flag, GROUPS, Takes};
+
+/// The command as clap knows it: for texts only, the grammar is our own.
+pub(crate) fn command(name: &'static str) -> Command {
+    let mut command = Command::new(name)
+        .about("Starts the processes of a distributed program, watches them and restarts them; torchrun's command line")
+        .override_usage(format!("{name} [FLAGS] SCRIPT [ARGUMENTS]..."))
+        .disable_help_flag(true)
+        .disable_version_flag(true)
+        .term_width(0)
+        .help_template("{about}\n\nUsage: {usage}\n\n{all-args}{after-help}")
+        .after_help(
+            "Words may be joined by underscores as well (--nproc_per_node), and flags cut to a unique prefix.\n\
+             PET_ variables are defaults of the flags; the command line wins. All words after SCRIPT go to it,\n\
+             with ${local_rank} replaced.",
+        )
+        .arg(
+            Arg::new("script")
+                .value_name("SCRIPT")
+                .required(true)
+                .help("Python script, module (-m) or program")
+                .help_heading("Arguments"),
+        )
+        .arg(
+            Arg::new("arguments")
+                .value_name("ARGUMENTS")
+                .num_args(0..)
+                .trailing_var_arg(true)
+                .allow_hyphen_values(true)
+                .help("Its arguments, passed on untouched")
+                .help_heading("Arguments"),
+        );
+    for group in GROUPS {
+        for flag in group.flags {
+            command = command.arg(argument(flag).help_heading(group.heading));
+        }
+    }
+    command
+}
+
+fn argument(flag: &'static Flag) -> Arg {
+    let mut arg = Arg::new(flag.name).long(flag.name).help(help_line(flag));
+    if let Some(letter) = flag.short {
+        arg = arg.short(letter);
+    }
+    if let Some(underscored) = flag.underscored() {
+        arg = arg.alias(underscored);
+    }
+    match flag.takes {
+        Takes::Nothing => arg.action(ArgAction::SetTrue),
+        Takes::Value(form) => arg.value_name(form).action(ArgAction::Set),
+        Takes::MaybeValue(form) => {
+            arg.value_name(form).action(ArgAction::Set).num_args(0..=1).require_equals(true)
+        }
+    }
+}
+
+fn help_line(flag: &Flag) -> String {
+    let mut line = flag.help.to_owned();
+    if !flag.default.is_empty() {
+        line.push_str(&format!(" [default: {}]", flag.default));
+    }
+    if let Some(variable) = flag.variable() {
+        line.push_str(&format!(" [{variable}]"));
+    }
+    line
+}
+
+/// The whole help text.
+pub(crate) fn text(name: &'static str) -> String {
+    command(name).render_help().to_string()
+}
+
+/// Completions for a shell; `None` if it is not known.
+pub(crate) fn completion(name: &'static str, shell: &str) -> Option<String> {
+    let shell: clap_complete::Shell = shell.parse().ok()?;
+    let mut out = Vec::new();
+    clap_complete::generate(shell, &mut command(name), name, &mut out);
+    Some(String::from_utf8_lossy(&out).into_owned())
+}
+
+/// `convoke 0.1.0 (commit, target)`.
+pub(crate) fn version(name: &str) -> String {
+    let commit = option_env!("CONVOKE_COMMIT").unwrap_or("unknown commit");
+    format!("{name} {} ({commit}, {}-linux)\n", env!("CARGO_PKG_VERSION"), std::env::consts::ARCH)
+}

@@ -1,0 +1,78 @@
+//! What a misspelt or borrowed flag probably meant. Pure.
+
+use super::flags;
+
+/// Flags of other launchers, and what they are called here.
+const BORROWED: &[(&str, &str)] = &[
+    ("-n", "--nproc-per-node"),
+    ("-np", "--nproc-per-node"),
+    ("--np", "--nproc-per-node"),
+    ("--ntasks", "--nproc-per-node"),
+    ("--ntasks-per-node", "--nproc-per-node"),
+    ("--num-processes", "--nproc-per-node"),
+    ("--num-procs", "--nproc-per-node"),
+    ("--num-gpus", "--nproc-per-node"),
+    ("-N", "--nnodes"),
+    ("--nodes", "--nnodes"),
+    ("--num-nodes", "--nnodes"),
+    ("--num-machines", "--nnodes"),
+    ("--machine-rank", "--node-rank"),
+    ("--main-process-ip", "--master-addr"),
+    ("--main-process-port", "--master-port"),
+    ("--job-id", "--rdzv-id"),
+    ("--run-id", "--rdzv-id"),
+];
+
+/// Advice for an unknown flag, such as `did you mean --master-addr?`.
+pub(crate) fn flag(name: &str) -> Option<String> {
+    let plain = name.to_lowercase().replace('_', "-");
+    let same = |other: &str| if other.len() == 2 { other == name } else { other == plain };
+    if let Some((_, ours)) = BORROWED.iter().find(|(theirs, _)| same(theirs)) {
+        return Some(format!("here it is {ours}"));
+    }
+    let wanted = plain.trim_start_matches('-');
+    if wanted.len() < 3 {
+        return None;
+    }
+    if let Some(flag) = flags::named(wanted) {
+        let underscored = flag.underscored().map_or(String::new(), |name| format!(" (or --{name})"));
+        return Some(format!("write {}{underscored}", flag.dashed()));
+    }
+    let (distance, flag) =
+        flags::all().map(|flag| (distance(wanted, flag.name), flag)).min_by_key(|(distance, _)| *distance)?;
+    // A longer name may be further off; a name that continues or is continued by the flag is close in any case.
+    let continued = wanted.starts_with(flag.name) || flag.name.starts_with(wanted);
+    (distance <= (wanted.len() / 4).max(1) || continued && distance <= 4)
+        .then(|| format!("did you mean {}?", flag.dashed()))
+}
+
+/// The choice that `text` probably meant.
+pub(crate) fn choice<'a>(text: &str, choices: &[&'a str]) -> Option<&'a str> {
+    let text = text.trim().to_lowercase().replace('_', "-");
+    let (distance, choice) = choices
+        .iter()
+        .map(|choice| (distance(&text, choice), *choice))
+        .min_by_key(|(distance, _)| *distance)?;
+    (distance <= (choice.len() / 3).max(1)).then_some(choice)
+}
+
+/// Fewest insertions, deletions, replacements and swaps of neighbours that turn `a` into `b`.
+fn distance(a: &str, b: &str) -> usize {
+    let (a, b): (Vec<char>, Vec<char>) = (a.chars().collect(), b.chars().collect());
+    let mut rows = vec![vec![0; b.len() + 1]; a.len() + 1];
+    for i in 0..=a.len() {
+        for j in 0..=b.len() {
+            rows[i][j] = if i == 0 || j == 0 {
+                i + j
+            } else {
+                let replaced = rows[i - 1][j - 1] + usize::from(a[i - 1] != b[j - 1]);
+                let mut best = replaced.min(rows[i - 1][j] + 1).min(rows[i][j - 1] + 1);
+                if i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1] {
+                    best = best.min(rows[i - 2][j - 2] + 1);
+                }
+                best
+            };
+        }
+    }
+    rows[a.len()][b.len()]
+}

@@ -1,0 +1,112 @@
+//! `--rdzv-conf`: splitting, and the checks of the keys that a backend knows. Pure.
+
+use crate::cli::{float, integer};
+
+/// Splits `k=v,k=v`: at commas, then at the first `=`, both sides trimmed; the last of equal keys counts.
+///
+/// # Errors
+/// What is wrong with it.
+pub(crate) fn split(text: &str) -> Result<Vec<(String, String)>, String> {
+    let mut out: Vec<(String, String)> = Vec::new();
+    if text.trim().is_empty() {
+        return Ok(out);
+    }
+    for item in text.trim().split(',') {
+        let (key, value) = item.split_once('=').unwrap_or((item, ""));
+        let (key, value) = (key.trim(), value.trim());
+        if key.is_empty() {
+            return Err("a setting without a key".to_owned());
+        }
+        if value.is_empty() {
+            return Err(format!("{key} has no value"));
+        }
+        match out.iter_mut().find(|(known, _)| known == key) {
+            Some((_, old)) => value.clone_into(old),
+            None => out.push((key.to_owned(), value.to_owned())),
+        }
+    }
+    Ok(out)
+}
+
+/// What a key's value must be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// A positive whole number (of seconds, mostly).
+    Positive,
+    /// A number of seconds, 0 or more.
+    Seconds,
+    /// `1/true/t/yes/y` or `0/false/f/no/n`.
+    Switch,
+    /// One of these.
+    Choice(&'static [&'static str]),
+}
+
+/// Keys of the built-in rendezvous.
+pub(crate) const C10D: &[(&str, Kind)] = &[
+    ("join_timeout", Kind::Positive),
+    ("last_call_timeout", Kind::Positive),
+    ("close_timeout", Kind::Positive),
+    ("heartbeat_timeout", Kind::Positive),
+    ("keep_alive_interval", Kind::Positive),
+    ("keep_alive_max_attempt", Kind::Positive),
+    ("cas_backoff_max_seconds", Kind::Seconds),
+    ("read_timeout", Kind::Positive),
+    ("is_host", Kind::Switch),
+    ("store_type", Kind::Choice(&["tcp", "file"])),
+];
+
+/// Keys of `etcd-v2`.
+pub(crate) const ETCD_V2: &[(&str, Kind)] = &[
+    ("join_timeout", Kind::Positive),
+    ("last_call_timeout", Kind::Positive),
+    ("close_timeout", Kind::Positive),
+    ("heartbeat_timeout", Kind::Positive),
+    ("keep_alive_interval", Kind::Positive),
+    ("keep_alive_max_attempt", Kind::Positive),
+    ("cas_backoff_max_seconds", Kind::Seconds),
+    ("read_timeout", Kind::Positive),
+    ("protocol", Kind::Choice(&["http", "https"])),
+];
+
+/// Keys of `etcd`.
+pub(crate) const ETCD: &[(&str, Kind)] = &[
+    ("last_call_timeout", Kind::Positive),
+    ("timeout", Kind::Positive),
+    ("protocol", Kind::Choice(&["http", "https"])),
+];
+
+/// Keys of `static`.
+pub(crate) const STATIC: &[(&str, Kind)] = &[("timeout", Kind::Positive)];
+
+/// Checks the values of the keys that `known` lists; others are nobody's business.
+///
+/// # Errors
+/// What is wrong, and what to write.
+pub(crate) fn check(conf: &[(String, String)], known: &[(&str, Kind)]) -> Result<(), String> {
+    for (key, value) in conf {
+        let Some((_, kind)) = known.iter().find(|(name, _)| name == key) else { continue };
+        let wanted = match kind {
+            Kind::Positive if integer(value).is_some_and(|number| number > 0) => continue,
+            Kind::Seconds if float(value).is_some_and(|number| number >= 0.0 && number.is_finite()) => {
+                continue;
+            }
+            Kind::Switch if switch(value).is_some() => continue,
+            Kind::Choice(choices) if choices.contains(&value.as_str()) => continue,
+            Kind::Positive => "a whole number above 0".to_owned(),
+            Kind::Seconds => "a number of seconds, 0 or more".to_owned(),
+            Kind::Switch => "true or false".to_owned(),
+            Kind::Choice(choices) => choices.join(" or "),
+        };
+        return Err(format!("{key}={value}: must be {wanted}"));
+    }
+    Ok(())
+}
+
+/// `is_host`.
+pub(crate) fn switch(value: &str) -> Option<bool> {
+    match value.to_lowercase().as_str() {
+        "1" | "true" | "t" | "yes" | "y" => Some(true),
+        "0" | "false" | "f" | "no" | "n" => Some(false),
+        _ => None,
+    }
+}

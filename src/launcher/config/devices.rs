@@ -1,0 +1,50 @@
+//! `--virtual-local-rank`: which device each worker sees. Pure.
+
+/// The parent's list of devices is shorter than the workers are many.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{variable}={value} names {count} of them, none for local rank {local_rank}")]
+pub(crate) struct TooFewDevices {
+    variable: &'static str,
+    value: String,
+    count: usize,
+    local_rank: usize,
+}
+
+/// The variables that show one device to the worker of `local_rank`.
+///
+/// The n-th entry of the parent's CUDA_VISIBLE_DEVICES, else the local rank. A HIP_VISIBLE_DEVICES that is set
+/// and not empty is the source instead, and both variables are set. A CUDA_VISIBLE_DEVICES that is set to
+/// nothing hides all devices, and goes on doing so.
+///
+/// # Errors
+/// The list is too short.
+pub(crate) fn visible_devices(
+    parent: &dyn Fn(&str) -> Option<String>,
+    local_rank: usize,
+) -> Result<Vec<(String, String)>, TooFewDevices> {
+    const CUDA: &str = "CUDA_VISIBLE_DEVICES";
+    const HIP: &str = "HIP_VISIBLE_DEVICES";
+    let hip = parent(HIP).filter(|value| !value.is_empty());
+    let (variable, value) = if hip.is_some() { (HIP, hip) } else { (CUDA, parent(CUDA)) };
+    let device = match value {
+        None => local_rank.to_string(),
+        Some(value) if value.trim().is_empty() => String::new(),
+        Some(value) => {
+            let devices: Vec<&str> = value.split(',').map(str::trim).collect();
+            match devices.get(local_rank) {
+                Some(device) => (*device).to_owned(),
+                None => return Err(TooFewDevices { variable, count: devices.len(), local_rank, value }),
+            }
+        }
+    };
+    let mut out = vec![(CUDA.to_owned(), device.clone())];
+    if variable == HIP {
+        out.push((HIP.to_owned(), device));
+    }
+    Ok(out)
+}
+
+/// The OMP_NUM_THREADS to set for the workers: `1` where there are several and the parent has none.
+pub(crate) fn omp_num_threads(parent_has_it: bool, nproc_per_node: usize) -> Option<&'static str> {
+    (!parent_has_it && nproc_per_node > 1).then_some("1")
+}

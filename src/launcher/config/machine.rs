@@ -1,0 +1,143 @@
+//! What this machine has: CPUs, devices, programs.
+
+use std::ffi::{OsStr, OsString};
+use std::fs;
+use std::io::Read;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+use nix::sched::{CpuSet, sched_getaffinity};
+use nix::unistd::Pid;
+
+/// Where to look; tests look elsewhere.
+#[derive(Debug, Clone)]
+pub(crate) struct Machine {
+    /// `/`: holds dev/ and sys/.
+    pub(crate) root: PathBuf,
+    /// CPUs that this process may run on.
+    pub(crate) cpu_count: usize,
+}
+
+/// Whose devices.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Vendor {
+    /// /dev/nvidia0, ...
+    Nvidia,
+    /// /dev/kfd, and render nodes of AMD.
+    Amd,
+    /// Render nodes of Intel.
+    Intel,
+}
+
+type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
+
+impl Machine {
+    /// The machine that this process runs on.
+    pub(crate) fn here() -> Self {
+        Self { root: PathBuf::from("/"), cpu_count: affinity().len().max(1) }
+    }
+
+    /// How many devices of this vendor there are and may be used.
+    pub(crate) fn devices(&self, vendor: Vendor, env: Env<'_>) -> usize {
+        match vendor {
+            Vendor::Nvidia => visible(self.nvidia_count(), env, &["CUDA_VISIBLE_DEVICES"]),
+            Vendor::Amd if self.root.join("dev/kfd").exists() => {
+                let variables = ["ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"];
+                visible(self.render_nodes("0x1002"), env, &variables)
+            }
+            Vendor::Amd => 0,
+            Vendor::Intel => visible(self.render_nodes("0x8086"), env, &["ZE_AFFINITY_MASK"]),
+        }
+    }
+
+    fn nvidia_count(&self) -> usize {
+        let is_device = |name: &OsStr| {
+            let digits = name.as_bytes().strip_prefix(b"nvidia");
+            digits.is_some_and(|digits| !digits.is_empty() && digits.iter().all(u8::is_ascii_digit))
+        };
+        names(&self.root.join("dev")).iter().filter(|name| is_device(name)).count()
+    }
+
+    /// /dev/dri/renderD* whose sysfs entry names this PCI vendor; without sysfs, all of them.
+    fn render_nodes(&self, vendor: &str) -> usize {
+        let is_ours = |name: &OsStr| {
+            let path = self.root.join("sys/class/drm").join(name).join("device/vendor");
+            name.as_bytes().starts_with(b"renderD")
+                && fs::read_to_string(path).map_or(true, |text| text.trim() == vendor)
+        };
+        names(&self.root.join("dev/dri")).iter().filter(|name| is_ours(name)).count()
+    }
+}
+
+/// CPUs that this process may run on.
+pub(crate) fn affinity() -> Vec<usize> {
+    let set = sched_getaffinity(Pid::from_raw(0)).unwrap_or_else(|_| CpuSet::new());
+    (0..CpuSet::count()).filter(|&cpu| set.is_set(cpu).unwrap_or(false)).collect()
+}
+
+fn names(dir: &Path) -> Vec<OsString> {
+    fs::read_dir(dir).map_or(Vec::new(), |entries| entries.flatten().map(|entry| entry.file_name()).collect())
+}
+
+/// How many of `count` devices the variables leave visible: like the drivers, up to the first entry
+/// that is no device.
+fn visible(count: usize, env: Env<'_>, variables: &[&str]) -> usize {
+    variables.iter().fold(count, |left, variable| match env(variable) {
+        Some(list) => {
+            let list = list.to_string_lossy();
+            let is_device = |entry: &&str| match entry.parse::<i64>() {
+                Ok(index) => usize::try_from(index).is_ok_and(|index| index < count),
+                // GPU-..., MIG-... and 0.1 name devices that only the driver can count.
+                Err(_) => !entry.is_empty(),
+            };
+            left.min(list.split(',').map(str::trim).take_while(is_device).count())
+        }
+        None => left,
+    })
+}
+
+/// What a file starts like.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum FileKind {
+    /// An ELF file.
+    Elf,
+    /// `#!`, and may be executed.
+    Executable,
+    /// Any other file.
+    Other,
+    /// No file.
+    Absent,
+}
+
+/// Looks at a file.
+pub(crate) fn file_kind(path: &Path) -> FileKind {
+    let Ok(metadata) = fs::metadata(path) else { return FileKind::Absent };
+    if !metadata.is_file() {
+        return FileKind::Other;
+    }
+    let mut start = Vec::new();
+    if fs::File::open(path).and_then(|file| file.take(4).read_to_end(&mut start)).is_err() {
+        return FileKind::Other;
+    }
+    if start == b"\x7fELF" {
+        FileKind::Elf
+    } else if start.starts_with(b"#!") && is_executable(path) {
+        FileKind::Executable
+    } else {
+        FileKind::Other
+    }
+}
+
+fn is_executable(path: &Path) -> bool {
+    fs::metadata(path).is_ok_and(|metadata| metadata.is_file() && metadata.permissions().mode() & 0o111 != 0)
+}
+
+/// The first program of this name in PATH. A name with a slash is none.
+pub(crate) fn in_path(name: &OsStr, env: Env<'_>) -> Option<PathBuf> {
+    if name.is_empty() || name.as_bytes().contains(&b'/') {
+        return None;
+    }
+    let path = env("PATH").unwrap_or_else(|| OsString::from("/usr/local/bin:/usr/bin:/bin"));
+    std::env::split_paths(&path).map(|dir| dir.join(name)).find(|path| is_executable(path))
+}
