@@ -1,0 +1,137 @@
+//! The command line.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use lexopt::prelude::*;
+
+pub(crate) const HELP: &str = "\
+Trains a small network on images of handwritten digits, on as many workers as it is started with.
+
+Usage: convoke --nproc-per-node=4 digits [options]     (or `digits [options]` alone: one worker)
+
+Options:
+  --epochs N             passes over the training images [30]
+  --batch N              images in a step, of all workers together [64]
+  --lr RATE              learning rate [0.1]
+  --seed N               decides held-out images, initial weights and order [1]
+  --checkpoint PATH      write the state here after each epoch, go on from it if it is there
+  --die-at EPOCH:RANK    on the first attempt, this rank kills itself in the middle of this epoch
+  -h, --help             this text
+";
+
+/// What the user asked for.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Arguments {
+    pub(crate) epochs: u32,
+    pub(crate) batch: usize,
+    pub(crate) learning_rate: f32,
+    pub(crate) seed: u64,
+    pub(crate) checkpoint: Option<PathBuf>,
+    pub(crate) die_at: Option<DieAt>,
+}
+
+/// A failure on demand, to show what happens then.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct DieAt {
+    /// Counted from 1, as the output does.
+    pub(crate) epoch: u32,
+    pub(crate) rank: usize,
+}
+
+impl Arguments {
+    /// `None` if help was asked for.
+    pub(crate) fn parse(words: impl IntoIterator<Item = OsString>) -> Result<Option<Self>, lexopt::Error> {
+        let mut arguments =
+            Self { epochs: 30, batch: 64, learning_rate: 0.1, seed: 1, checkpoint: None, die_at: None };
+        let mut parser = lexopt::Parser::from_args(words);
+        while let Some(argument) = parser.next()? {
+            match argument {
+                Long("epochs") => arguments.epochs = parser.value()?.parse()?,
+                Long("batch") => {
+                    arguments.batch = checked(&parser.value()?, "a whole number of at least 1", |text| {
+                        text.parse().ok().filter(|&batch: &usize| batch > 0)
+                    })?;
+                }
+                Long("lr") => {
+                    arguments.learning_rate = checked(&parser.value()?, "a positive number", |text| {
+                        text.parse().ok().filter(|&rate: &f32| rate > 0.0 && rate.is_finite())
+                    })?;
+                }
+                Long("seed") => arguments.seed = parser.value()?.parse()?,
+                Long("checkpoint") => arguments.checkpoint = Some(parser.value()?.into()),
+                Long("die-at") => {
+                    arguments.die_at = Some(checked(&parser.value()?, "EPOCH:RANK, as in 3:1", die_at)?)
+                }
+                Long("help") | Short('h') => return Ok(None),
+                Long(_) | Short(_) | Value(_) => return Err(argument.unexpected()),
+            }
+        }
+        Ok(Some(arguments))
+    }
+}
+
+fn die_at(text: &str) -> Option<DieAt> {
+    let (epoch, rank) = text.split_once(':')?;
+    let at = DieAt { epoch: epoch.parse().ok()?, rank: rank.parse().ok()? };
+    (at.epoch > 0).then_some(at)
+}
+
+/// Parses a value or says what it should have been.
+fn checked<T>(
+    value: &OsString,
+    expected: &str,
+    parse: impl Fn(&str) -> Option<T>,
+) -> Result<T, lexopt::Error> {
+    value
+        .to_str()
+        .and_then(parse)
+        .ok_or_else(|| lexopt::Error::Custom(format!("{} is not {expected}", value.display()).into()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(words: &[&str]) -> Result<Option<Arguments>, String> {
+        Arguments::parse(words.iter().map(OsString::from)).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn both_spellings_of_values_work() {
+        let words =
+            ["--epochs", "3", "--batch=32", "--lr=0.5", "--seed", "9", "--checkpoint=x", "--die-at", "2:1"];
+        let expected = Arguments {
+            epochs: 3,
+            batch: 32,
+            learning_rate: 0.5,
+            seed: 9,
+            checkpoint: Some("x".into()),
+            die_at: Some(DieAt { epoch: 2, rank: 1 }),
+        };
+        assert_eq!(parse(&words), Ok(Some(expected)));
+        assert_eq!(parse(&["--epochs=3", "--help"]), Ok(None));
+    }
+
+    #[test]
+    fn bad_values_are_named() {
+        let cases = [
+            ("--batch=0", "0 is not a whole number of at least 1"),
+            ("--lr=-1", "-1 is not a positive number"),
+            ("--lr=nan", "nan is not a positive number"),
+            ("--lr=inf", "inf is not a positive number"),
+            ("--die-at=3", "3 is not EPOCH:RANK"),
+            ("--die-at=0:1", "0:1 is not EPOCH:RANK"),
+            ("--die-at=a:b", "a:b is not EPOCH:RANK"),
+            ("--epochs=-1", "-1"),
+            ("--seed=x", "x"),
+            ("--checkpoint", "missing argument"),
+            ("--speed=1", "--speed"),
+            ("data.csv", "data.csv"),
+        ];
+        for (word, message) in cases {
+            let error = parse(&[word]).unwrap_err();
+            assert!(error.contains(message), "{word}: {error}");
+        }
+    }
+}

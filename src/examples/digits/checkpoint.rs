@@ -1,0 +1,204 @@
+//! What a restarted run goes on from: written after each epoch by rank 0, in one step.
+
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use crate::network::{Network, PARAMETERS};
+use crate::random::fnv1a;
+
+/// First bytes of the file.
+const MAGIC: [u8; 8] = *b"digits\r\n";
+/// Form of the rest. Anything else is refused by name, never guessed at.
+const VERSION: u32 = 1;
+/// Magic, version, epoch, seed, number of parameters.
+const HEADER_BYTES: usize = 8 + 4 + 4 + 8 + 4;
+const HASH_BYTES: usize = 8;
+
+/// The state after a whole number of epochs.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Checkpoint {
+    /// Epochs that are done.
+    pub(crate) epoch: u32,
+    /// Seed of the run: it decides which images are held out, so another one must not go on from here.
+    pub(crate) seed: u64,
+    pub(crate) network: Network,
+}
+
+/// A checkpoint cannot be written, read or used.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum CheckpointError {
+    #[error("checkpoint {}: cannot {action} it: {source}", path.display())]
+    Io { path: PathBuf, action: &'static str, source: io::Error },
+    #[error("checkpoint {}: damaged: {what}; delete it to start anew", path.display())]
+    Damaged { path: PathBuf, what: String },
+    #[error(
+        "checkpoint {} is of version {version}, this program reads version {VERSION}: \
+         delete it to start anew, or use the program that wrote it",
+        path.display()
+    )]
+    Version { path: PathBuf, version: u32 },
+    #[error(
+        "checkpoint {} was written with --seed {written}, this run has --seed {asked}, which holds out other \
+         images: use the same seed or another file",
+        path.display()
+    )]
+    Seed { path: PathBuf, written: u64, asked: u64 },
+}
+
+impl Checkpoint {
+    /// Replaces `path` in one step: after a crash at any moment it holds the old state or the new one.
+    pub(crate) fn write(&self, path: &Path) -> Result<(), CheckpointError> {
+        let failed = |source| CheckpointError::Io { path: path.to_owned(), action: "write", source };
+        let mut temporary = path.as_os_str().to_owned();
+        temporary.push(".partial");
+        let mut file = File::create(&temporary).map_err(failed)?;
+        file.write_all(&self.to_bytes()).map_err(failed)?;
+        // The bytes before the name, the name before the next epoch: else a power failure may leave the
+        // new name on an empty file.
+        file.sync_all().map_err(failed)?;
+        fs::rename(&temporary, path).map_err(failed)?;
+        let folder = match path.parent() {
+            Some(parent) if parent != Path::new("") => parent,
+            _ => Path::new("."),
+        };
+        File::open(folder).and_then(|folder| folder.sync_all()).map_err(failed)
+    }
+
+    /// The state in `path`, or `None` if there is no such file.
+    pub(crate) fn read(path: &Path, seed: u64) -> Result<Option<Self>, CheckpointError> {
+        let bytes = match fs::read(path) {
+            Ok(bytes) => bytes,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(source) => return Err(CheckpointError::Io { path: path.to_owned(), action: "read", source }),
+        };
+        let checkpoint = Self::from_bytes(&bytes, path)?;
+        if checkpoint.seed != seed {
+            return Err(CheckpointError::Seed {
+                path: path.to_owned(),
+                written: checkpoint.seed,
+                asked: seed,
+            });
+        }
+        Ok(Some(checkpoint))
+    }
+
+    fn to_bytes(&self) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(HEADER_BYTES + 8 * PARAMETERS + HASH_BYTES);
+        bytes.extend(MAGIC);
+        bytes.extend(VERSION.to_le_bytes());
+        bytes.extend(self.epoch.to_le_bytes());
+        bytes.extend(self.seed.to_le_bytes());
+        bytes.extend((PARAMETERS as u32).to_le_bytes());
+        for value in self.network.parameters.iter().chain(&self.network.velocity) {
+            bytes.extend(value.to_le_bytes());
+        }
+        bytes.extend(fnv1a(bytes.iter().copied()).to_le_bytes());
+        bytes
+    }
+
+    fn from_bytes(bytes: &[u8], path: &Path) -> Result<Self, CheckpointError> {
+        let damaged = |what: String| CheckpointError::Damaged { path: path.to_owned(), what };
+        let mut rest = bytes;
+        if take(&mut rest) != Some(MAGIC) {
+            return Err(damaged("this is no checkpoint of digits".to_owned()));
+        }
+        let short = || damaged(format!("{} bytes are too few", bytes.len()));
+        let version = u32::from_le_bytes(take(&mut rest).ok_or_else(short)?);
+        if version != VERSION {
+            return Err(CheckpointError::Version { path: path.to_owned(), version });
+        }
+        let (body, hash) = bytes.split_last_chunk::<HASH_BYTES>().ok_or_else(short)?;
+        if fnv1a(body.iter().copied()) != u64::from_le_bytes(*hash) {
+            return Err(damaged(format!("the hash does not fit its {} bytes", bytes.len())));
+        }
+        let epoch = u32::from_le_bytes(take(&mut rest).ok_or_else(short)?);
+        let seed = u64::from_le_bytes(take(&mut rest).ok_or_else(short)?);
+        let count = u32::from_le_bytes(take(&mut rest).ok_or_else(short)?);
+        if count as usize != PARAMETERS || rest.len() != 8 * PARAMETERS + HASH_BYTES {
+            return Err(damaged(format!("it has {count} parameters, the network {PARAMETERS}")));
+        }
+        let mut network = Network::empty();
+        for value in network.parameters.iter_mut().chain(&mut network.velocity) {
+            *value = f32::from_le_bytes(take(&mut rest).ok_or_else(short)?);
+        }
+        Ok(Self { epoch, seed, network })
+    }
+}
+
+fn take<const N: usize>(rest: &mut &[u8]) -> Option<[u8; N]> {
+    let (first, others) = rest.split_first_chunk::<N>()?;
+    *rest = others;
+    Some(*first)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sample() -> Checkpoint {
+        let mut network = Network::initial(5);
+        network.velocity.fill(0.25);
+        Checkpoint { epoch: 7, seed: 5, network }
+    }
+
+    #[test]
+    fn what_is_written_is_read_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("state");
+        assert_eq!(Checkpoint::read(&path, 5).unwrap(), None);
+        for epoch in [7, 8] {
+            let checkpoint = Checkpoint { epoch, ..sample() };
+            checkpoint.write(&path).unwrap();
+            assert_eq!(Checkpoint::read(&path, 5).unwrap(), Some(checkpoint));
+        }
+        let names: Vec<_> =
+            fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert_eq!(names, ["state"], "nothing but the checkpoint is left");
+    }
+
+    #[test]
+    fn every_damaged_byte_and_every_length_is_noticed() {
+        let bytes = sample().to_bytes();
+        let path = Path::new("state");
+        for index in
+            (0..HEADER_BYTES).chain((HEADER_BYTES..bytes.len()).step_by(499)).chain([bytes.len() - 1])
+        {
+            let mut damaged = bytes.clone();
+            damaged[index] ^= 0x10;
+            let error = Checkpoint::from_bytes(&damaged, path).unwrap_err().to_string();
+            assert!(
+                error.starts_with("checkpoint state") && error.contains("delete it"),
+                "byte {index}: {error}"
+            );
+        }
+        for length in (0..HEADER_BYTES + 8).chain([bytes.len() - 4, bytes.len() - 1]) {
+            assert!(Checkpoint::from_bytes(&bytes[..length], path).is_err(), "{length} bytes");
+        }
+        let mut longer = bytes.clone();
+        longer.extend([0; 4]);
+        assert!(Checkpoint::from_bytes(&longer, path).is_err());
+        assert!(Checkpoint::from_bytes(&bytes, path).is_ok());
+    }
+
+    #[test]
+    fn a_later_version_and_another_seed_say_what_to_do() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("state");
+        sample().write(&path).unwrap();
+        let error = Checkpoint::read(&path, 6).unwrap_err().to_string();
+        assert!(error.contains("--seed 5") && error.contains("--seed 6"), "{error}");
+        let mut bytes = sample().to_bytes();
+        bytes[8] = 9;
+        fs::write(&path, bytes).unwrap();
+        let error = Checkpoint::read(&path, 5).unwrap_err().to_string();
+        assert!(error.contains("version 9") && error.contains("version 1"), "{error}");
+    }
+
+    #[test]
+    fn an_unusable_place_is_named() {
+        let path = Path::new("/nonexistent/state");
+        assert!(sample().write(path).unwrap_err().to_string().contains("/nonexistent/state"));
+        assert!(Checkpoint::read(Path::new("/"), 5).unwrap_err().to_string().contains("cannot read"));
+    }
+}

@@ -1,0 +1,108 @@
+//! The images, inside the program: a worker needs no path and no network.
+
+use std::io::Read;
+
+use flate2::read::GzDecoder;
+
+use crate::random::Random;
+
+/// Where the data comes from, its licence and what accuracy to expect: `src/examples/data/README.md`.
+const COMPRESSED: &[u8] = include_bytes!("../data/digits.csv.gz");
+
+/// Pixels of one image, 8 x 8.
+pub(crate) const PIXELS: usize = 64;
+/// Digits 0 to 9.
+pub(crate) const CLASSES: usize = 10;
+/// Brightest value of a pixel in the file.
+const BRIGHTEST: u8 = 16;
+
+/// Stream of random numbers for the split; see [`Random::new`].
+const SPLIT_STREAM: u64 = 1;
+
+/// One image and the digit that it shows.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Example {
+    /// Row by row, 0 (dark) to 1.
+    pub(crate) pixels: [f32; PIXELS],
+    /// Below [`CLASSES`].
+    pub(crate) label: usize,
+}
+
+/// The data set is not what this program was built for.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum DataError {
+    #[error("images: not gzip, or damaged")]
+    Compression,
+    #[error("images: line {line}: expected {PIXELS} pixels of 0 to {BRIGHTEST} and a digit")]
+    Line { line: usize },
+}
+
+/// Examples to train on and examples held out to measure with.
+#[derive(Debug)]
+pub(crate) struct Split {
+    pub(crate) training: Vec<Example>,
+    pub(crate) held_out: Vec<Example>,
+}
+
+/// All examples, a fifth of them held out; which ones depends on the seed alone.
+pub(crate) fn load(seed: u64) -> Result<Split, DataError> {
+    let mut text = String::new();
+    GzDecoder::new(COMPRESSED).read_to_string(&mut text).map_err(|_| DataError::Compression)?;
+    let mut examples = parse(&text)?;
+    Random::new(seed, SPLIT_STREAM).shuffle(&mut examples);
+    let training = examples.split_off(examples.len() / 5);
+    Ok(Split { training, held_out: examples })
+}
+
+fn parse(text: &str) -> Result<Vec<Example>, DataError> {
+    text.lines().enumerate().map(|(i, line)| example(line).ok_or(DataError::Line { line: i + 1 })).collect()
+}
+
+fn example(line: &str) -> Option<Example> {
+    let mut fields = line.split(',').map(|field| field.parse::<u8>().ok());
+    let mut pixels = [0.0; PIXELS];
+    for pixel in &mut pixels {
+        let value = fields.next()??;
+        *pixel = (value <= BRIGHTEST).then(|| f32::from(value) / f32::from(BRIGHTEST))?;
+    }
+    let label = usize::from(fields.next()??);
+    (label < CLASSES && fields.next().is_none()).then_some(Example { pixels, label })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_images_are_there_and_a_fifth_is_held_out() {
+        let split = load(1).unwrap();
+        assert_eq!((split.training.len(), split.held_out.len()), (1438, 359));
+        for class in 0..CLASSES {
+            let count = split.training.iter().filter(|example| example.label == class).count();
+            assert!((110..180).contains(&count), "{count} images of {class}");
+        }
+    }
+
+    #[test]
+    fn the_split_follows_the_seed() {
+        assert_eq!(load(1).unwrap().held_out, load(1).unwrap().held_out);
+        assert_ne!(load(1).unwrap().held_out, load(2).unwrap().held_out);
+    }
+
+    #[test]
+    fn pixels_are_scaled_to_one() {
+        let line = format!("16,8,{}7", "0,".repeat(62));
+        let parsed = example(&line).unwrap();
+        assert_eq!((parsed.pixels[0], parsed.pixels[1], parsed.pixels[63], parsed.label), (1.0, 0.5, 0.0, 7));
+    }
+
+    #[test]
+    fn a_malformed_line_is_named() {
+        let good = format!("{}3", "0,".repeat(64));
+        let too_bright = format!("17,{}3", "0,".repeat(63));
+        let no_digit = format!("{}10", "0,".repeat(64));
+        for bad in ["", "1,2,3", "x", &too_bright, &no_digit, &format!("{good},1"), &format!("-1{good}")] {
+            assert_eq!(parse(&format!("{good}\n{bad}\n")), Err(DataError::Line { line: 2 }), "{bad}");
+        }
+    }
+}

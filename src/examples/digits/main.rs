@@ -1,0 +1,59 @@
+//! Trains a small network on real images of handwritten digits, on one worker or on many.
+//!
+//! Data-parallel training, complete: each rank computes on its share of every batch (`sampler`), the
+//! gradients are averaged (`train`), rank 0 keeps a checkpoint (`checkpoint`) from which a restarted job
+//! goes on, and at the end all ranks prove that they hold the same parameters.
+
+mod arguments;
+mod checkpoint;
+mod data;
+mod network;
+mod random;
+mod sampler;
+mod train;
+
+use std::io::{self, Write};
+use std::path::Path;
+use std::process::ExitCode;
+
+use arguments::Arguments;
+use train::TrainError;
+
+/// A wrong command line.
+const EXIT_USAGE: u8 = 2;
+
+fn main() -> ExitCode {
+    let arguments = match Arguments::parse(std::env::args_os().skip(1)) {
+        Ok(Some(arguments)) => arguments,
+        Ok(None) => return print_help(),
+        Err(error) => {
+            complain(&format!("{error}; see digits --help"));
+            return ExitCode::from(EXIT_USAGE);
+        }
+    };
+    let outcome =
+        convoke_comm::init().map_err(TrainError::from).and_then(|world| train::train(&arguments, &world));
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            complain(&error.to_string());
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn print_help() -> ExitCode {
+    match io::stdout().write_all(arguments::HELP.as_bytes()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(_) => ExitCode::FAILURE,
+    }
+}
+
+/// Says why this worker fails: on stderr, and to the launcher for its report.
+fn complain(message: &str) {
+    // When even these fail there is nobody left to tell; the exit code still says it.
+    let _ = writeln!(io::stderr().lock(), "digits: error: {message}");
+    if let Some(path) = std::env::var_os(convoke_env::vars::ERROR_FILE).filter(|path| !path.is_empty()) {
+        let _ = convoke_env::error_file::write(Path::new(&path), message, "");
+    }
+}

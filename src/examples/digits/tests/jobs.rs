@@ -1,0 +1,191 @@
+//! `digits` as jobs of real processes, started with torchrun's variables but without a launcher.
+
+use std::fs;
+use std::net::TcpListener;
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
+use std::thread;
+
+use tempfile::TempDir;
+
+/// One process of each job's ranks, run to the end; `outputs[rank]` is what it said.
+struct Job {
+    outputs: Vec<Output>,
+    folder: TempDir,
+}
+
+/// Ends the processes when a test fails half-way.
+struct Worker(Option<Child>);
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        if let Some(mut child) = self.0.take() {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+/// Runs `digits ARGUMENTS` on `world` ranks; `attempt` is what TORCHELASTIC_RESTART_COUNT says.
+fn run(world: usize, attempt: u32, arguments: &[&str]) -> Job {
+    let folder = tempfile::tempdir().unwrap();
+    // Rank 0 serves the store there. Nobody else binds below the ephemeral range by chance.
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let workers: Vec<Worker> = (0..world)
+        .map(|rank| {
+            let mut command = Command::new(env!("CARGO_BIN_EXE_digits"));
+            for name in convoke_env_names() {
+                command.env_remove(name);
+            }
+            command
+                .args(arguments)
+                .env("RANK", rank.to_string())
+                .env("WORLD_SIZE", world.to_string())
+                .env("LOCAL_RANK", rank.to_string())
+                .env("LOCAL_WORLD_SIZE", world.to_string())
+                .env("MASTER_ADDR", "127.0.0.1")
+                .env("MASTER_PORT", port.to_string())
+                .env("TORCHELASTIC_RESTART_COUNT", attempt.to_string())
+                .env("TORCHELASTIC_ERROR_FILE", error_file(&folder, rank))
+                .stdin(Stdio::null())
+                .stdout(Stdio::piped())
+                .stderr(Stdio::piped());
+            Worker(Some(command.spawn().unwrap()))
+        })
+        .collect();
+    // One thread a pipe pair: a worker that prints much must not wait for the one before it.
+    let waiting: Vec<_> = workers
+        .into_iter()
+        .map(|mut worker| thread::spawn(move || worker.0.take().unwrap().wait_with_output().unwrap()))
+        .collect();
+    Job { outputs: waiting.into_iter().map(|thread| thread.join().unwrap()).collect(), folder }
+}
+
+fn convoke_env_names() -> impl Iterator<Item = String> {
+    std::env::vars().map(|(name, _)| name).filter(|name| {
+        name.starts_with("TORCHELASTIC_")
+            || (name.starts_with("CONVOKE_") && name != "CONVOKE_CHECK_RUN")
+            || name.ends_with("RANK")
+    })
+}
+
+fn error_file(folder: &TempDir, rank: usize) -> std::path::PathBuf {
+    folder.path().join(format!("error-{rank}.json"))
+}
+
+impl Job {
+    fn stdout(&self, rank: usize) -> String {
+        String::from_utf8(self.outputs[rank].stdout.clone()).unwrap()
+    }
+
+    fn stderr(&self, rank: usize) -> String {
+        String::from_utf8(self.outputs[rank].stderr.clone()).unwrap()
+    }
+
+    /// Accuracy in percent and parameter hash of a job that went well.
+    fn result(&self) -> (f64, String) {
+        for (rank, output) in self.outputs.iter().enumerate() {
+            assert!(output.status.success(), "rank {rank}: {} {}", output.status, self.stderr(rank));
+            assert!(rank == 0 || output.stdout.is_empty(), "only rank 0 prints: {}", self.stdout(rank));
+        }
+        let text = self.stdout(0);
+        let last = text.lines().last().unwrap();
+        let words: Vec<&str> = last.split_whitespace().collect();
+        assert_eq!(&words[..3], ["digits:", "done:", "accuracy"], "{text}");
+        (words[3].parse().unwrap(), words[7].to_owned())
+    }
+}
+
+#[test]
+fn one_two_and_four_workers_learn_equally_well() {
+    let accuracies: Vec<f64> = [1, 2, 4].map(|world| run(world, 0, &[]).result().0).to_vec();
+    let (least, most) = accuracies.iter().fold((100.0f64, 0.0f64), |(l, m), &a| (l.min(a), m.max(a)));
+    assert!(least >= 95.0 && most - least <= 0.5, "{accuracies:?} % with 1, 2 and 4 workers");
+}
+
+#[test]
+fn a_batch_that_the_ranks_cannot_share_evenly_trains_too() {
+    let job = run(3, 0, &["--epochs=2", "--batch=64"]);
+    assert!(job.result().0 > 80.0, "{}", job.stdout(0));
+    // Some ranks have nothing to do in each step.
+    run(3, 0, &["--epochs=1", "--batch=2"]).result();
+}
+
+#[test]
+fn a_job_that_lost_a_rank_resumes_and_ends_as_if_nothing_had_happened() {
+    let (_, undisturbed) = run(2, 0, &["--epochs=5"]).result();
+
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("state");
+    let checkpoint = format!("--checkpoint={}", path.display());
+    let arguments = ["--epochs=5", "--die-at=4:1", &checkpoint];
+    let broken = run(2, 0, &arguments);
+    assert!(broken.outputs.iter().all(|output| !output.status.success()));
+    assert!(broken.stderr(0).contains("rank 1"), "the survivor names the dead: {}", broken.stderr(0));
+    assert!(broken.stdout(0).contains("epoch   3") && !broken.stdout(0).contains("epoch   4"));
+    let told = fs::read_to_string(error_file(&broken.folder, 0)).unwrap();
+    assert!(told.contains("rank 1"), "{told}");
+
+    let resumed = run(2, 1, &arguments);
+    let (_, hash) = resumed.result();
+    assert!(resumed.stdout(0).contains("going on after epoch 3"), "{}", resumed.stdout(0));
+    assert_eq!(hash, undisturbed);
+
+    let (_, again) = run(2, 0, &["--epochs=5", &checkpoint]).result();
+    assert_eq!(again, undisturbed, "nothing is left to do, and nothing is changed");
+}
+
+#[test]
+fn an_unusable_checkpoint_ends_the_job_on_all_ranks_with_its_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("state");
+    let checkpoint = format!("--checkpoint={}", path.display());
+    run(1, 0, &["--epochs=1", &checkpoint]).result();
+
+    let seeds = run(2, 0, &["--epochs=2", "--seed=2", &checkpoint]);
+    assert!(seeds.stderr(0).contains("--seed 1"), "{}", seeds.stderr(0));
+
+    let mut bytes = fs::read(&path).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    fs::write(&path, &bytes).unwrap();
+    let damaged = run(2, 0, &["--epochs=2", &checkpoint]);
+    assert_eq!(damaged.outputs[0].status.code(), Some(1));
+    assert!(
+        damaged.stderr(0).contains(&format!("checkpoint {}: damaged", path.display())),
+        "{}",
+        damaged.stderr(0)
+    );
+    assert!(fs::read_to_string(error_file(&damaged.folder, 0)).unwrap().contains("damaged"));
+    assert_eq!(damaged.outputs[1].status.code(), Some(1));
+    assert!(damaged.stderr(1).contains("rank 0"), "{}", damaged.stderr(1));
+    assert_eq!(fs::read(&path).unwrap(), bytes, "what could not be read is left as it is");
+}
+
+#[test]
+fn a_wrong_command_line_is_refused_before_anything_starts() {
+    let cases: [(&[&str], i32, &str); 3] = [
+        (&["--batch=0"], 2, "at least 1"),
+        (&["--frobnicate"], 2, "--frobnicate"),
+        (&["--die-at=1:7"], 1, "rank 7"),
+    ];
+    for (arguments, code, message) in cases {
+        let job = run(1, 0, arguments);
+        assert_eq!(job.outputs[0].status.code(), Some(code), "{arguments:?}");
+        assert!(job.stderr(0).contains(message), "{arguments:?}: {}", job.stderr(0));
+    }
+    let help = run(1, 0, &["--help"]);
+    assert!(help.outputs[0].status.success() && help.stdout(0).contains("--checkpoint"));
+}
+
+#[test]
+fn digits_alone_is_a_world_of_one() {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_digits"));
+    command.arg("--epochs=1").stdin(Stdio::null()).current_dir(Path::new("/"));
+    for name in ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"] {
+        command.env_remove(name);
+    }
+    let output = command.output().unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success() && text.contains("1 worker,"), "{text}");
+}
