@@ -1,0 +1,344 @@
+//! Rules of the tree that no compiler checks: what may depend on what, where the clock and `unsafe` may
+//! be, and that what is written can be found. `docs/architecture.md` says why each rule is there.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::{env, fs};
+
+use serde_json::Value;
+
+/// Files with `unsafe` code: system calls that no safe wrapper offers, and memory shared with others. A
+/// new entry needs a reason that a reviewer accepts; an entry without `unsafe` left in it must go.
+const UNSAFE_FENCE: &[&str] = &["src/env/channel.rs", "src/launcher/os.rs"];
+
+/// Crates that a worker links. They must stay small and must not meddle with its runtime or signals.
+const WORKER_CRATES: &[&str] = &["convoke-env", "convoke-store", "convoke-comm", "convoke-examples"];
+/// What must not reach a worker, however indirectly.
+const LAUNCHER_ONLY: &[&str] = &["clap", "tokio", "etcd-client", "convoke"];
+
+/// Folders whose files are pure, marked or not.
+const PURE_FOLDERS: &[&str] = &["src/comm/plan"];
+/// What a file marked `Pure` must not name: clocks, the system, other threads.
+const IMPURE: &[&str] = &[
+    "Instant::now",
+    "SystemTime",
+    "elapsed()",
+    "sleep(",
+    "fs::",
+    "net::",
+    "thread::",
+    "env::var",
+    "process::Command",
+    "File::",
+    "TcpStream",
+    "UnixStream",
+    "OwnedFd",
+    "nix::unistd",
+    "nix::sys::socket",
+    "nix::fcntl",
+    "nix::poll",
+    "rustix::",
+    "libc::",
+    "socket2",
+    "tokio",
+    "getrandom",
+    "stdout()",
+    "stderr()",
+];
+
+/// Lines of one file, tests not counted: above the first a reader loses the thread, above the second we refuse.
+const LONG_FILE_LINES: usize = 400;
+const TOO_LONG_FILE_LINES: usize = 600;
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().to_owned()
+}
+
+/// Files of the project, relative to the root, in order; nothing that git ignores.
+fn files() -> Vec<PathBuf> {
+    let output = Command::new("git")
+        .args(["ls-files", "-z", "--cached", "--others", "--exclude-standard"])
+        .current_dir(root())
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let names = String::from_utf8(output.stdout).unwrap();
+    // A file that was deleted but not yet from the index is listed too.
+    names.split_terminator('\0').map(PathBuf::from).filter(|path| root().join(path).is_file()).collect()
+}
+
+fn read(path: &Path) -> String {
+    fs::read_to_string(root().join(path)).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+fn with_extension(extension: &str) -> impl Iterator<Item = (PathBuf, String)> {
+    files().into_iter().filter(move |path| path.extension().is_some_and(|e| e == extension)).map(|path| {
+        let text = read(&path);
+        (path, text)
+    })
+}
+
+/// The lines before the tests at the end of the file.
+fn without_tests(text: &str) -> impl Iterator<Item = &str> {
+    let lines: Vec<&str> = text.lines().collect();
+    let end = (0..lines.len())
+        .find(|&i| lines[i] == "#[cfg(test)]" && lines.get(i + 1).is_some_and(|next| next.ends_with('{')))
+        .unwrap_or(lines.len());
+    lines.into_iter().take(end)
+}
+
+/// The code of a line, without a comment at its end. (A `//` inside a string cuts too much: good enough here.)
+fn code(line: &str) -> &str {
+    line.split("//").next().unwrap_or("")
+}
+
+fn has_word(line: &str, word: &str) -> bool {
+    let part = |c: char| c.is_alphanumeric() || c == '_';
+    line.match_indices(word)
+        .any(|(start, _)| !line[..start].ends_with(part) && !line[start + word.len()..].starts_with(part))
+}
+
+fn is_test_file(path: &Path) -> bool {
+    path.starts_with("launcher-tests")
+        || path.file_name().is_some_and(|name| name == "tests.rs" || name == "build.rs")
+        || path.components().any(|part| part.as_os_str() == "tests")
+}
+
+fn assert_none(found: &[String], rule: &str) {
+    assert!(found.is_empty(), "{rule}:\n  {}", found.join("\n  "));
+}
+
+/// Normal and build dependencies by name, from `cargo metadata`.
+struct Dependencies(BTreeMap<String, BTreeSet<String>>);
+
+impl Dependencies {
+    fn load() -> Self {
+        let output = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
+            .args(["metadata", "--format-version=1", "--locked", "--all-features", "--filter-platform"])
+            .arg(format!("{}-unknown-linux-gnu", env::consts::ARCH))
+            .current_dir(root())
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let metadata: Value = serde_json::from_slice(&output.stdout).unwrap();
+        let names: BTreeMap<&str, &str> = list(&metadata["packages"])
+            .map(|package| (text(&package["id"]), text(&package["name"])))
+            .collect();
+        let edges = list(&metadata["resolve"]["nodes"]).map(|node| {
+            let needed = list(&node["deps"])
+                .filter(|dep| list(&dep["dep_kinds"]).any(|kind| kind["kind"] != "dev"))
+                .map(|dep| names[text(&dep["pkg"])].to_owned());
+            (names[text(&node["id"])].to_owned(), needed.collect())
+        });
+        Self(edges.collect())
+    }
+
+    /// A chain of dependencies from one package to another, if there is one.
+    fn path(&self, from: &str, to: &str) -> Option<String> {
+        let mut came_from: BTreeMap<&str, &str> = BTreeMap::new();
+        let mut queue = vec![from];
+        while let Some(name) = queue.pop() {
+            for next in self.0.get(name).into_iter().flatten() {
+                if next != from && !came_from.contains_key(next.as_str()) {
+                    came_from.insert(next, name);
+                    queue.push(next);
+                }
+            }
+        }
+        let mut chain = vec![to];
+        while let Some(&before) = came_from.get(chain.last()?) {
+            chain.push(before);
+        }
+        chain.reverse();
+        (chain.len() > 1).then(|| chain.join(" -> "))
+    }
+}
+
+fn list(value: &Value) -> impl Iterator<Item = &Value> {
+    value.as_array().unwrap().iter()
+}
+
+fn text(value: &Value) -> &str {
+    value.as_str().unwrap()
+}
+
+#[test]
+fn nothing_that_a_worker_links_pulls_in_the_launchers_libraries() {
+    let dependencies = Dependencies::load();
+    let mut found = Vec::new();
+    for worker in WORKER_CRATES {
+        assert!(dependencies.0.contains_key(*worker), "no crate {worker}");
+        found.extend(LAUNCHER_ONLY.iter().filter_map(|other| dependencies.path(worker, other)));
+    }
+    assert_none(&found, "a worker must not link these");
+}
+
+#[test]
+fn the_launcher_and_the_runtime_do_not_know_each_other() {
+    let dependencies = Dependencies::load();
+    let pairs = [("convoke", "convoke-comm"), ("convoke-comm", "convoke"), ("convoke-env", "convoke-store")];
+    let found: Vec<String> = pairs.iter().filter_map(|(from, to)| dependencies.path(from, to)).collect();
+    assert_none(&found, "dependencies point one way only");
+}
+
+#[test]
+fn pure_files_name_no_clock_and_no_system() {
+    let mut found = Vec::new();
+    let mut pure_count = 0;
+    for (path, text) in with_extension("rs") {
+        let marked = text
+            .lines()
+            .take_while(|line| line.starts_with("//!"))
+            .any(|l| l.contains("Pure:") || l.contains("Pure."));
+        if !marked && (!PURE_FOLDERS.iter().any(|folder| path.starts_with(folder)) || is_test_file(&path)) {
+            continue;
+        }
+        pure_count += 1;
+        for (number, line) in without_tests(&text).enumerate() {
+            for name in IMPURE.iter().filter(|name| code(line).contains(**name)) {
+                found.push(format!("{}:{}: {name}", path.display(), number + 1));
+            }
+        }
+    }
+    assert_none(&found, "a file that is marked `Pure` decides only; time and I/O are given to it");
+    assert!(pure_count > 10, "only {pure_count} files are marked: does the mark still read so?");
+}
+
+#[test]
+fn unsafe_code_stays_inside_its_fence() {
+    let with_unsafe: BTreeSet<String> = with_extension("rs")
+        .filter(|(path, _)| path != Path::new("launcher-tests/tidy.rs"))
+        .filter(|(_, text)| text.lines().any(|line| has_word(code(line), "unsafe")))
+        .map(|(path, _)| path.display().to_string())
+        .collect();
+    let fence: BTreeSet<String> = UNSAFE_FENCE.iter().map(|path| (*path).to_owned()).collect();
+    let outside: Vec<String> = with_unsafe.difference(&fence).cloned().collect();
+    assert_none(&outside, "`unsafe` outside the fence (UNSAFE_FENCE in tidy.rs)");
+    let needless: Vec<String> = fence.difference(&with_unsafe).cloned().collect();
+    assert_none(&needless, "entries of UNSAFE_FENCE without `unsafe`");
+}
+
+#[test]
+fn every_crate_takes_version_and_lints_from_the_workspace() {
+    let mut found = Vec::new();
+    for (path, text) in with_extension("toml").filter(|(path, _)| path.ends_with("Cargo.toml")) {
+        if path == Path::new("Cargo.toml") {
+            continue;
+        }
+        for key in ["version", "edition", "rust-version", "license", "publish"] {
+            if !text.lines().any(|line| line == format!("{key}.workspace = true")) {
+                found.push(format!("{}: {key}.workspace = true", path.display()));
+            }
+        }
+        if !text.contains("[lints]\nworkspace = true\n") {
+            found.push(format!("{}: [lints] workspace = true", path.display()));
+        }
+        let own_version = |line: &&str| line.contains("version = \"") && !line.starts_with("rust-version");
+        found.extend(text.lines().filter(own_version).map(|line| format!("{}: {line}", path.display())));
+    }
+    assert_none(&found, "versions and lints stand in the workspace's Cargo.toml, once");
+}
+
+#[test]
+fn files_have_a_length_that_can_be_read() {
+    let mut found = Vec::new();
+    for (path, text) in with_extension("rs").filter(|(path, _)| !is_test_file(path)) {
+        let lines = without_tests(&text).count();
+        if lines > TOO_LONG_FILE_LINES {
+            found.push(format!("{}: {lines} lines", path.display()));
+        } else if lines > LONG_FILE_LINES {
+            eprintln!("warning: {}: {lines} lines", path.display());
+        }
+    }
+    assert_none(&found, "split these files");
+}
+
+#[test]
+fn scripts_are_executable_and_say_how_they_are_used() {
+    let mut found = Vec::new();
+    for path in files().into_iter().filter(|path| path.starts_with("scripts") || path.starts_with(".ci")) {
+        let text = read(&path);
+        let head: Vec<&str> = text.lines().skip(1).take_while(|line| line.starts_with('#')).collect();
+        let mode = fs::metadata(root().join(&path)).unwrap().permissions().mode();
+        let shown = path.display();
+        if mode & 0o111 != 0o111 {
+            found.push(format!("{shown}: not executable"));
+        }
+        if !text.starts_with("#!/usr/bin/env ") {
+            found.push(format!("{shown}: no #!/usr/bin/env line"));
+        }
+        if text.starts_with("#!/usr/bin/env bash") && !text.contains("\nset -euo pipefail\n") {
+            found.push(format!("{shown}: no set -euo pipefail"));
+        }
+        let usage = path.starts_with(".ci") || head.iter().any(|line| line.contains(&format!("{shown}")));
+        if head.is_empty() || !usage {
+            found.push(format!("{shown}: no comment at its head that shows how it is called"));
+        }
+    }
+    assert_none(&found, "scripts");
+}
+
+#[test]
+fn documents_are_linked_and_links_lead_somewhere() {
+    let mut found = Vec::new();
+    let mut linked = BTreeSet::new();
+    for (path, text) in with_extension("md") {
+        let folder = root().join(&path).parent().unwrap().to_owned();
+        for target in links(&text) {
+            let file = folder.join(target.split('#').next().unwrap_or(""));
+            if !file.exists() {
+                found.push(format!("{}: link to {target}", path.display()));
+            }
+            if path == Path::new("README.md") || path == Path::new("docs/architecture.md") {
+                linked.insert(file.canonicalize().unwrap_or(file));
+            }
+        }
+    }
+    for path in files().into_iter().filter(|path| path.starts_with("docs")) {
+        if !linked.contains(&root().join(&path).canonicalize().unwrap()) {
+            found.push(format!("{}: neither README.md nor docs/architecture.md links to it", path.display()));
+        }
+    }
+    assert_none(&found, "documents");
+}
+
+/// Targets of the Markdown links to files.
+fn links(text: &str) -> impl Iterator<Item = &str> {
+    text.match_indices("](").filter_map(|(start, _)| {
+        let target = text[start + 2..].split(')').next()?;
+        (!target.contains("://") && !target.starts_with('#')).then_some(target)
+    })
+}
+
+#[test]
+fn nothing_is_put_off_in_a_comment() {
+    let marks = [concat!("TO", "DO"), concat!("FIX", "ME"), concat!("X", "XX"), concat!("to", "do!")];
+    let mut found = Vec::new();
+    for path in files() {
+        // Data is not text.
+        let Ok(text) = fs::read_to_string(root().join(&path)) else { continue };
+        for (number, line) in text.lines().enumerate() {
+            if marks.iter().any(|mark| has_word(line, mark)) {
+                found.push(format!("{}:{}: {}", path.display(), number + 1, line.trim()));
+            }
+        }
+    }
+    assert_none(&found, "do it, or write an issue");
+}
+
+#[test]
+fn the_rules_see_what_they_should() {
+    assert!(has_word("unsafe { x }", "unsafe") && !has_word("allow(unsafe_code)", "unsafe"));
+    assert_eq!(code("let x = 1; // unsafe"), "let x = 1; ");
+    assert_eq!(without_tests("a\n#[cfg(test)]\nmod tests {\nb\n}").count(), 1);
+    assert_eq!(without_tests("#[cfg(test)]\nmod tests;\na").count(), 3);
+    let targets: Vec<_> = links("[a](x.md) [b](https://x) [c](y.md#z) [d](#here)").collect();
+    assert_eq!(targets, ["x.md", "y.md#z"]);
+    let edges = [("a", vec!["b", "c"]), ("b", vec!["a"]), ("c", vec!["d"]), ("d", vec![])];
+    let graph = edges.map(|(from, to)| (from.to_owned(), to.into_iter().map(str::to_owned).collect()));
+    let graph = Dependencies(BTreeMap::from(graph));
+    assert_eq!(graph.path("a", "d").as_deref(), Some("a -> c -> d"));
+    assert_eq!(graph.path("d", "a"), None);
+}
