@@ -1,0 +1,167 @@
+//! The descriptor of a call: what every rank must agree on before data moves.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::dtype::{Dtype, ReduceOp};
+
+/// Which operation was called.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum CallKind {
+    /// `barrier`
+    Barrier,
+    /// `all_reduce`
+    AllReduce,
+    /// `broadcast`
+    Broadcast,
+    /// `send`, and the `recv` that it meets
+    PointToPoint,
+}
+
+impl CallKind {
+    const ALL: [Self; 4] = [Self::Barrier, Self::AllReduce, Self::Broadcast, Self::PointToPoint];
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Barrier => "barrier",
+            Self::AllReduce => "all_reduce",
+            Self::Broadcast => "broadcast",
+            Self::PointToPoint => "send/recv",
+        }
+    }
+}
+
+/// What one rank called, as its peers see it.
+///
+/// It travels in the header of every transfer (16 bytes) and is compared before any data is touched.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(try_from = "[u8; 16]", into = "[u8; 16]")]
+pub struct Call {
+    pub(crate) kind: CallKind,
+    pub(crate) dtype: Dtype,
+    pub(crate) op: Option<ReduceOp>,
+    /// Root of a collective, tag of a point-to-point message, else 0.
+    pub(crate) root: u32,
+    pub(crate) count: u64,
+}
+
+/// Stands for "no operation" on the wire.
+const NO_OP: u8 = 0xFF;
+
+impl Call {
+    /// Which operation it is.
+    #[must_use]
+    pub const fn kind(&self) -> CallKind {
+        self.kind
+    }
+
+    /// Type of the elements.
+    #[must_use]
+    pub const fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    /// Reduction, if it reduces.
+    #[must_use]
+    pub const fn op(&self) -> Option<ReduceOp> {
+        self.op
+    }
+
+    /// Number of elements.
+    #[must_use]
+    pub const fn count(&self) -> u64 {
+        self.count
+    }
+
+    pub(crate) fn bytes(&self) -> u64 {
+        self.count.saturating_mul(self.dtype.size_bytes() as u64)
+    }
+
+    pub(crate) fn encode(&self) -> [u8; 16] {
+        let mut out = [0; 16];
+        out[0] = self.kind as u8;
+        out[1] = self.dtype.to_wire();
+        out[2] = self.op.map_or(NO_OP, ReduceOp::to_wire);
+        out[4..8].copy_from_slice(&self.root.to_le_bytes());
+        out[8..16].copy_from_slice(&self.count.to_le_bytes());
+        out
+    }
+
+    /// Reads a descriptor; the error says what is unknown.
+    pub(crate) fn decode(bytes: [u8; 16]) -> Result<Self, String> {
+        let [kind, dtype, op, flags, r0, r1, r2, r3, ..] = bytes;
+        let [.., c0, c1, c2, c3, c4, c5, c6, c7] = bytes;
+        let unknown = |what: &str, byte: u8| format!("unknown {what} {byte} in a call descriptor");
+        if flags != 0 {
+            return Err(unknown("flags", flags));
+        }
+        Ok(Self {
+            kind: *CallKind::ALL.get(usize::from(kind)).ok_or_else(|| unknown("operation", kind))?,
+            dtype: Dtype::from_wire(dtype).ok_or_else(|| unknown("element type", dtype))?,
+            op: match op {
+                NO_OP => None,
+                op => Some(ReduceOp::from_wire(op).ok_or_else(|| unknown("reduction", op))?),
+            },
+            root: u32::from_le_bytes([r0, r1, r2, r3]),
+            count: u64::from_le_bytes([c0, c1, c2, c3, c4, c5, c6, c7]),
+        })
+    }
+}
+
+impl From<Call> for [u8; 16] {
+    fn from(call: Call) -> Self {
+        call.encode()
+    }
+}
+
+impl TryFrom<[u8; 16]> for Call {
+    type Error = String;
+
+    fn try_from(bytes: [u8; 16]) -> Result<Self, String> {
+        Self::decode(bytes)
+    }
+}
+
+impl fmt::Display for Call {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { kind, dtype, op, root, count } = self;
+        match kind {
+            CallKind::Barrier => write!(f, "barrier()"),
+            CallKind::AllReduce => {
+                write!(f, "all_reduce({dtype}, {count}")?;
+                op.map_or(Ok(()), |op| write!(f, ", {op}"))?;
+                write!(f, ")")
+            }
+            CallKind::Broadcast => write!(f, "broadcast({dtype}, {count}, root {root})"),
+            CallKind::PointToPoint => write!(f, "send/recv({dtype}, {count}, tag {root})"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn descriptors_round_trip() {
+        for kind in CallKind::ALL {
+            for op in [None, Some(ReduceOp::Max)] {
+                let call = Call { kind, dtype: Dtype::I64, op, root: 0x0102_0304, count: 1 << 40 };
+                assert_eq!(Call::decode(call.encode()), Ok(call));
+            }
+        }
+    }
+
+    #[test]
+    fn unknown_numbers_are_named() {
+        let good = Call { kind: CallKind::Barrier, dtype: Dtype::U8, op: None, root: 0, count: 0 }.encode();
+        for (index, what) in [(0, "operation"), (1, "element type"), (2, "reduction"), (3, "flags")] {
+            let mut bytes = good;
+            bytes[index] = 77;
+            let error = Call::decode(bytes).unwrap_err();
+            assert!(error.contains(what), "{error}");
+        }
+    }
+}

@@ -1,0 +1,137 @@
+//! The one reason for which a group ends, as ranks tell it each other and keep it in the store.
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use crate::call::Call;
+use crate::error::{CommError, Loss, Place};
+use crate::frame::CONTROL_PAYLOAD_BYTES;
+
+/// Most ranks that a report names.
+pub(crate) const NAMED_RANKS: usize = 64;
+/// Most characters of a text that the program or the system provided.
+const TEXT_CHARS: usize = 256;
+
+/// Why a group ends.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "type")]
+pub(crate) enum Cause {
+    PeerLost { rank: usize, how: Loss },
+    Timeout { missing: Vec<usize>, after_ms: u64 },
+    Mismatch { rank: usize, theirs: Call, theirs_seq: u64, ours: Call, ours_seq: u64 },
+    Aborted { reason: String },
+    Protocol { peer: usize, what: String },
+    Unauthorized { from: String, what: String },
+}
+
+/// A cause and who found it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Report {
+    pub(crate) by: usize,
+    pub(crate) cause: Cause,
+}
+
+impl Report {
+    pub(crate) fn new(by: usize, mut cause: Cause) -> Self {
+        match &mut cause {
+            Cause::Timeout { missing, .. } => missing.truncate(NAMED_RANKS),
+            Cause::Aborted { reason: text }
+            | Cause::Protocol { what: text, .. }
+            | Cause::PeerLost { how: Loss::Unreachable { what: text }, .. } => cut(text),
+            Cause::Unauthorized { from, what } => {
+                cut(from);
+                cut(what);
+            }
+            Cause::PeerLost { .. } | Cause::Mismatch { .. } => {}
+        }
+        Self { by, cause }
+    }
+
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let bytes = serde_json::to_vec(self).unwrap_or_default();
+        debug_assert!(bytes.len() <= CONTROL_PAYLOAD_BYTES);
+        bytes
+    }
+
+    /// Reads a report; the error says what is wrong with it.
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Self, String> {
+        let report: Self = serde_json::from_slice(bytes).map_err(|error| format!("malformed report: {error}"))?;
+        Ok(Self::new(report.by, report.cause))
+    }
+
+    /// The error that a call at `place` returns.
+    pub(crate) fn error(&self, place: Place, address: impl Fn(usize) -> String) -> CommError {
+        let place = Box::new(place);
+        match self.cause.clone() {
+            Cause::PeerLost { rank, how } => {
+                CommError::PeerLost { rank, address: address(rank), how, place }
+            }
+            Cause::Timeout { missing, after_ms } => {
+                CommError::Timeout { missing, after: Duration::from_millis(after_ms), place }
+            }
+            Cause::Mismatch { rank, theirs, theirs_seq, ours, ours_seq } => {
+                CommError::Mismatch { rank, theirs, theirs_seq, by: self.by, ours, ours_seq, place }
+            }
+            Cause::Aborted { reason } => CommError::Aborted { by: self.by, reason, place },
+            Cause::Protocol { peer, what } => CommError::Protocol { peer, what, place },
+            Cause::Unauthorized { from, what } => CommError::Unauthorized { from, what },
+        }
+    }
+}
+
+fn cut(text: &mut String) {
+    if let Some((index, _)) = text.char_indices().nth(TEXT_CHARS) {
+        text.truncate(index);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::call::CallKind;
+    use crate::dtype::Dtype;
+
+    fn causes() -> Vec<Cause> {
+        let call = Call { kind: CallKind::Barrier, dtype: Dtype::U8, op: None, root: 0, count: 0 };
+        vec![
+            Cause::PeerLost { rank: 3, how: Loss::Signal { signal: 9 } },
+            Cause::PeerLost { rank: 3, how: Loss::Unreachable { what: "\u{1}".repeat(5000) } },
+            Cause::Timeout { missing: (0..1000).map(|rank| rank + usize::MAX / 2).collect(), after_ms: 5 },
+            Cause::Mismatch { rank: 1, theirs: call, theirs_seq: 7, ours: call, ours_seq: 8 },
+            Cause::Aborted { reason: "\u{1F980}".repeat(5000) },
+            Cause::Protocol { peer: 0, what: "\"".repeat(5000) },
+            Cause::Unauthorized { from: "x".repeat(5000), what: "\n".repeat(5000) },
+        ]
+    }
+
+    #[test]
+    fn reports_round_trip_and_fit_in_a_frame() {
+        for cause in causes() {
+            let report = Report::new(2, cause);
+            let bytes = report.encode();
+            assert!(bytes.len() <= CONTROL_PAYLOAD_BYTES, "{}", bytes.len());
+            assert_eq!(Report::decode(&bytes), Ok(report));
+        }
+    }
+
+    #[test]
+    fn random_reports_never_do_harm() {
+        let mut random = crate::testing::Random::new("random_reports_never_do_harm");
+        let seeds: Vec<_> = causes().into_iter().map(|cause| Report::new(0, cause).encode()).collect();
+        for round in 0..20_000 {
+            let mut bytes = seeds[round % seeds.len()].clone();
+            for _ in 0..1 + random.below(6) {
+                let at = random.below(bytes.len());
+                match random.below(3) {
+                    0 => bytes[at] = random.next() as u8,
+                    1 => bytes.truncate(at.max(1)),
+                    _ => bytes.insert(at, random.next() as u8),
+                }
+            }
+            if let Ok(report) = Report::decode(&bytes) {
+                assert!(report.encode().len() <= CONTROL_PAYLOAD_BYTES);
+            }
+        }
+    }
+}

@@ -1,0 +1,3 @@
+//! Carries out plans.
+pub(crate) mod buffer;
+pub(crate) mod run;

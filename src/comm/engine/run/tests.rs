@@ -1,0 +1,207 @@
+//! Plans over links that are as awkward as they can be, all ranks in one thread.
+
+use std::collections::HashMap;
+
+use convoke_env::Generation;
+
+use super::*;
+use crate::call::CallKind;
+use crate::dtype::{Dtype, ReduceOp};
+use crate::links::fake::{self, Script};
+use crate::plan::{self, Algorithm};
+use crate::testing::Random;
+
+impl Lanes for HashMap<usize, Conn> {
+    fn lane(&mut self, peer: usize) -> Option<&mut Conn> {
+        self.get_mut(&peer)
+    }
+}
+
+fn mesh(world: usize, script: &Script) -> Vec<HashMap<usize, Conn>> {
+    let mut lanes: Vec<HashMap<usize, Conn>> = (0..world).map(|_| HashMap::new()).collect();
+    for a in 0..world {
+        for b in 0..a {
+            let seed = script.seed.wrapping_add((a * world + b) as u64);
+            let (x, y) = fake::pair(Script { seed, ..script.clone() });
+            lanes[a].insert(b, Conn::new(Box::new(x)));
+            lanes[b].insert(a, Conn::new(Box::new(y)));
+        }
+    }
+    lanes
+}
+
+fn credentials() -> Credentials {
+    Credentials::new(None, Generation::from_bytes([4; 16]), 0)
+}
+
+fn all_reduce_call(count: usize) -> Call {
+    let (kind, dtype) = (CallKind::AllReduce, Dtype::F32);
+    Call { kind, dtype, op: Some(ReduceOp::Sum), root: 0, count: count as u64 }
+}
+
+#[allow(unsafe_code)]
+fn run(call: Call, seq: u64, plan: Plan, memory: &mut [f32], world: usize) -> Run {
+    // SAFETY: the tests keep the memory until the run is dropped and read it only after that.
+    let lent = unsafe { Lent::new(memory.as_mut_ptr().cast(), size_of_val(memory)) };
+    let kernel = call.op.and_then(|op| Kernel::of(call.dtype, op));
+    Run::new(&credentials(), call, seq, Arc::new(plan), lent, kernel, world)
+}
+
+/// Turns all runs in random order until all are finished or one fails.
+fn drive(runs: &mut [Run], lanes: &mut [HashMap<usize, Conn>], random: &mut Random) -> Result<(), RunError> {
+    let mut idle = 0;
+    while runs.iter().any(|run| !run.is_finished()) {
+        let rank = random.below(runs.len());
+        let moved = runs[rank].turn(&mut lanes[rank])?;
+        idle = if moved { 0 } else { idle + 1 };
+        assert!(idle < 20_000, "nothing moves any more");
+    }
+    Ok(())
+}
+
+fn scripts(random: &mut Random) -> [Script; 3] {
+    let seed = random.next();
+    [
+        Script { seed, ..Script::default() },
+        // A link must hold at least one element.
+        Script { step: 1, capacity: 8, seed, ..Script::default() },
+        Script { step: 700, capacity: 900, refuse: 3, interrupt: 5, seed, ..Script::default() },
+    ]
+}
+
+#[test]
+fn sums_are_right_and_equal_whatever_the_links_do() {
+    let mut random = Random::new("sums_are_right_and_equal_whatever_the_links_do");
+    for world in 1..=6 {
+        for algorithm in [Algorithm::Ring, Algorithm::Direct, Algorithm::Doubling] {
+            for script in scripts(&mut random) {
+                let count = random.below(400);
+                let mut memory: Vec<Vec<f32>> =
+                    (0..world).map(|rank| (0..count).map(|i| (i * 7 + rank) as f32 * 0.37).collect()).collect();
+                let want: Vec<f64> =
+                    (0..count).map(|i| (0..world).map(|rank| f64::from(memory[rank][i])).sum()).collect();
+                let mut lanes = mesh(world, &script);
+                // Two in a row: what one run reads ahead belongs to the next.
+                for seq in 0..2 {
+                    let start = memory.clone();
+                    let mut runs: Vec<_> = (memory.iter_mut().enumerate())
+                        .map(|(rank, memory)| {
+                            let plan = plan::all_reduce(algorithm, rank, world, count, 4);
+                            run(all_reduce_call(count), seq, plan, memory, world)
+                        })
+                        .collect();
+                    drive(&mut runs, &mut lanes, &mut random).unwrap();
+                    drop(runs);
+                    assert!(memory.iter().all(|values| *values == memory[0]), "ranks differ");
+                    if seq == 0 {
+                        for (got, want) in memory[0].iter().zip(&want) {
+                            assert!((f64::from(*got) - want).abs() <= want * 1e-5, "{got} {want} {start:?}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn broadcasts_arrive_whatever_the_links_do() {
+    let mut random = Random::new("broadcasts_arrive_whatever_the_links_do");
+    for world in 1..=6 {
+        for algorithm in [Algorithm::Binomial, Algorithm::Chain] {
+            for script in scripts(&mut random) {
+                let (count, root) = (random.below(5000), random.below(world));
+                let mut memory: Vec<Vec<f32>> =
+                    (0..world).map(|rank| vec![(rank == root) as u8 as f32 + 2.0; count]).collect();
+                let call = Call { kind: CallKind::Broadcast, op: None, ..all_reduce_call(count) };
+                let mut lanes = mesh(world, &script);
+                let mut runs: Vec<_> = (memory.iter_mut().enumerate())
+                    .map(|(rank, memory)| {
+                        run(call, 9, plan::broadcast(algorithm, rank, world, count, root), memory, world)
+                    })
+                    .collect();
+                drive(&mut runs, &mut lanes, &mut random).unwrap();
+                drop(runs);
+                assert!(memory.iter().flatten().all(|&value| value == 3.0));
+            }
+        }
+    }
+}
+
+#[test]
+fn a_connection_that_ends_anywhere_is_reported_and_not_waited_for() {
+    let mut random = Random::new("a_connection_that_ends_anywhere_is_reported");
+    for _ in 0..50 {
+        let end_after = random.below(HEADER_BYTES + 4000);
+        let script = Script { end_after, capacity: 700, seed: random.next(), ..Script::default() };
+        let mut lanes = mesh(2, &script);
+        let (mut a, mut b) = (vec![1.0; 1000], vec![2.0; 1000]);
+        let mut runs = [
+            run(all_reduce_call(1000), 0, plan::all_reduce(Algorithm::Ring, 0, 2, 1000, 4), &mut a, 2),
+            run(all_reduce_call(1000), 0, plan::all_reduce(Algorithm::Ring, 1, 2, 1000, 4), &mut b, 2),
+        ];
+        let error = drive(&mut runs, &mut lanes, &mut random).unwrap_err();
+        assert!(matches!(error, RunError::Broken { .. }), "{error:?}");
+    }
+}
+
+#[test]
+fn another_call_is_a_mismatch_before_data_is_touched() {
+    let mut random = Random::new("another_call_is_a_mismatch");
+    let mine = all_reduce_call(100);
+    let others = [
+        (Call { dtype: Dtype::I32, ..mine }, 0),
+        (Call { op: Some(ReduceOp::Max), ..mine }, 0),
+        (Call { count: 101, ..mine }, 0),
+        (Call { kind: CallKind::Broadcast, op: None, ..mine }, 0),
+        (mine, 1),
+    ];
+    for (theirs, seq) in others {
+        let mut lanes = mesh(2, &Script::default());
+        let (mut a, mut b) = (vec![1.0; 100], vec![2.0; 100]);
+        let plan = |rank| plan::all_reduce(Algorithm::Doubling, rank, 2, 100, 4);
+        let mut runs = [run(mine, 0, plan(0), &mut a, 2), run(theirs, seq, plan(1), &mut b, 2)];
+        let error = drive(&mut runs, &mut lanes, &mut random).unwrap_err();
+        assert!(matches!(error, RunError::Mismatch { .. }), "{error:?}");
+        drop(runs);
+        assert!(a.iter().all(|&x| x == 1.0) && b.iter().all(|&x| x == 2.0));
+    }
+}
+
+#[test]
+fn garbage_instead_of_a_header_is_a_protocol_error() {
+    let mut random = Random::new("garbage_instead_of_a_header");
+    let good = Frame {
+        kind: Kind::Data,
+        generation: credentials().generation,
+        group: 0,
+        seq: 0,
+        call: all_reduce_call(100).encode(),
+        len: 400,
+    };
+    let cases: [(&str, Frame); 5] = [
+        ("another kind", Frame { kind: Kind::Eager, ..good }),
+        ("another generation", Frame { generation: Generation::from_bytes([5; 16]), ..good }),
+        ("another group", Frame { group: 7, ..good }),
+        ("an unknown call", Frame { call: [0xEE; 16], ..good }),
+        ("a length that is not that of the call", Frame { len: 404, ..good }),
+    ];
+    let mut bad: Vec<(&str, Vec<u8>)> = cases.map(|(name, frame)| (name, frame.encode().to_vec())).into();
+    bad.push(("no frame at all", (0..HEADER_BYTES).map(|_| random.next() as u8).collect()));
+    for (name, bytes) in bad {
+        let (mut stranger, ours) = fake::pair(Script::default());
+        let mut lanes = HashMap::from([(1, Conn::new(Box::new(ours)))]);
+        crate::links::Link::try_send(&mut stranger, &[IoSlice::new(&bytes)]).unwrap();
+        let mut memory = vec![1.0; 100];
+        let plan = plan::all_reduce(Algorithm::Doubling, 0, 2, 100, 4);
+        let mut run = run(all_reduce_call(100), 0, plan, &mut memory, 2);
+        let mut result = Ok(true);
+        for _ in 0..10 {
+            result = run.turn(&mut lanes);
+            if result.is_err() {
+                break;
+            }
+        }
+        assert!(matches!(result, Err(RunError::Protocol { peer: 1, .. })), "{name}: {result:?}");
+    }
+}

@@ -1,0 +1,272 @@
+//! Why a call failed: always who, what and how far.
+
+use std::fmt;
+use std::io;
+use std::time::Duration;
+
+use convoke_env::{ChannelError, EnvError};
+use convoke_store::StoreError;
+use serde::{Deserialize, Serialize};
+
+use crate::call::Call;
+
+/// Why a call failed.
+///
+/// [`PeerLost`](Self::PeerLost), [`Timeout`](Self::Timeout), [`Mismatch`](Self::Mismatch),
+/// [`Aborted`](Self::Aborted) and [`Protocol`](Self::Protocol) end the group: every call that is
+/// pending or made later, on every rank, returns the same cause. Buffers of failed calls have
+/// unspecified contents. The other variants concern one call only.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CommError {
+    /// A rank is gone.
+    #[error("rank {rank} at {address} {how}; {place}")]
+    PeerLost {
+        /// The rank that is gone.
+        rank: usize,
+        /// Where it listened.
+        address: String,
+        /// How it went, as far as anybody knows.
+        how: Loss,
+        /// Which call this ended here.
+        place: Box<Place>,
+    },
+    /// The deadline passed.
+    #[error("timed out after {} ms waiting for rank(s) {}; {place}", after.as_millis(), Ranks(missing))]
+    Timeout {
+        /// Ranks that did not come; at most 64 of them.
+        missing: Vec<usize>,
+        /// How long the rank waited whose deadline passed first.
+        after: Duration,
+        /// Which call this ended here.
+        place: Box<Place>,
+    },
+    /// Two ranks made different calls where all must make the same.
+    #[error("rank {rank} called {theirs} as call {theirs_seq} of the group, rank {by} called {ours} as call {ours_seq}; {place}")]
+    Mismatch {
+        /// The rank whose call differs from that of `by`.
+        rank: usize,
+        /// What it called.
+        theirs: Call,
+        /// Which of its collectives that was.
+        theirs_seq: u64,
+        /// The rank that noticed.
+        by: usize,
+        /// What that one called.
+        ours: Call,
+        /// Which of its collectives that was.
+        ours_seq: u64,
+        /// Which call this ended here.
+        place: Box<Place>,
+    },
+    /// The program ended the group.
+    #[error("aborted by rank {by}: {reason}; {place}")]
+    Aborted {
+        /// The rank that called `abort`.
+        by: usize,
+        /// Its reason.
+        reason: String,
+        /// Which call this ended here.
+        place: Box<Place>,
+    },
+    /// A connected rank sent what makes no sense.
+    #[error("rank {peer} broke the protocol: {what}; {place}")]
+    Protocol {
+        /// Who sent it.
+        peer: usize,
+        /// What is wrong with it.
+        what: String,
+        /// Which call this ended here.
+        place: Box<Place>,
+    },
+    /// A connection could not prove that it belongs to this job.
+    #[error("{from} does not belong to this job: {what}")]
+    Unauthorized {
+        /// Rank and address that were called.
+        from: String,
+        /// What went wrong.
+        what: String,
+    },
+    /// The ranks did not find together.
+    #[error("group {group} could not form: {what}")]
+    Bootstrap {
+        /// Name of the group.
+        group: String,
+        /// What is missing, and where it was waited for.
+        what: String,
+        /// Ranks that are missing or differ; at most 64 of them.
+        ranks: Vec<usize>,
+    },
+    /// The arguments of this call make no sense; nothing was sent, the group goes on.
+    #[error("invalid argument: {0}")]
+    InvalidArgument(String),
+    /// This build or platform cannot do that.
+    #[error("not supported: {0}")]
+    Unsupported(String),
+    /// The operating system refused something.
+    #[error("{what}: {source}")]
+    System {
+        /// What was asked for.
+        what: String,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The variables of this process do not describe a worker.
+    #[error(transparent)]
+    Env(#[from] EnvError),
+    /// The channel to the launcher cannot be used.
+    #[error(transparent)]
+    Channel(#[from] ChannelError),
+    /// The store failed.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+}
+
+impl CommError {
+    /// The rank to look at first, if one is to blame.
+    #[must_use]
+    pub fn blame(&self) -> Option<usize> {
+        match self {
+            Self::PeerLost { rank, .. } | Self::Mismatch { rank, .. } => Some(*rank),
+            Self::Timeout { missing: ranks, .. } | Self::Bootstrap { ranks, .. } => ranks.first().copied(),
+            Self::Aborted { by, .. } => Some(*by),
+            Self::Protocol { peer, .. } => Some(*peer),
+            Self::Unauthorized { .. }
+            | Self::InvalidArgument(_)
+            | Self::Unsupported(_)
+            | Self::System { .. }
+            | Self::Env(_)
+            | Self::Channel(_)
+            | Self::Store(_) => None,
+        }
+    }
+
+    /// Which call failed, and how far it came; `None` for errors that do not end the group.
+    #[must_use]
+    pub fn place(&self) -> Option<&Place> {
+        match self {
+            Self::PeerLost { place, .. }
+            | Self::Timeout { place, .. }
+            | Self::Mismatch { place, .. }
+            | Self::Aborted { place, .. }
+            | Self::Protocol { place, .. } => Some(place),
+            Self::Unauthorized { .. }
+            | Self::Bootstrap { .. }
+            | Self::InvalidArgument(_)
+            | Self::Unsupported(_)
+            | Self::System { .. }
+            | Self::Env(_)
+            | Self::Channel(_)
+            | Self::Store(_) => None,
+        }
+    }
+
+    pub(crate) fn system(what: &str, source: impl Into<io::Error>) -> Self {
+        Self::System { what: what.to_owned(), source: source.into() }
+    }
+}
+
+/// How a rank went.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "type")]
+#[non_exhaustive]
+pub enum Loss {
+    /// A signal ended it, says the launcher.
+    Signal {
+        /// Number of the signal.
+        signal: i32,
+    },
+    /// It exited without leaving the group, says the launcher.
+    Exit {
+        /// Its exit code.
+        code: i32,
+    },
+    /// Its connections closed without a word, as when a process dies.
+    Disconnected,
+    /// Its host or the way to it does not answer.
+    Unreachable {
+        /// What the system said.
+        what: String,
+    },
+    /// It left the group in good order, but this call needs it.
+    Left,
+}
+
+impl fmt::Display for Loss {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Signal { signal } => match signal_name(*signal) {
+                Some(name) => write!(f, "was ended by {name}"),
+                None => write!(f, "was ended by signal {signal}"),
+            },
+            Self::Exit { code } => write!(f, "exited with code {code}"),
+            Self::Disconnected => write!(f, "closed its connections without a word: did it die?"),
+            Self::Unreachable { what } => write!(f, "cannot be reached: {what}"),
+            Self::Left => write!(f, "has left the group"),
+        }
+    }
+}
+
+fn signal_name(signal: i32) -> Option<&'static str> {
+    Some(match signal {
+        1 => "SIGHUP",
+        2 => "SIGINT",
+        3 => "SIGQUIT",
+        4 => "SIGILL",
+        6 => "SIGABRT",
+        7 => "SIGBUS",
+        8 => "SIGFPE",
+        9 => "SIGKILL",
+        11 => "SIGSEGV",
+        15 => "SIGTERM",
+        _ => return None,
+    })
+}
+
+/// Which call failed, and how far it came.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Place {
+    /// Name of the group.
+    pub group: String,
+    /// The call, if one was pending or being made.
+    pub call: Option<Call>,
+    /// Which collective of the group it is, from 0; for a message which one of its sender.
+    pub seq: u64,
+    /// Bytes of this call that this rank had received.
+    pub received_bytes: u64,
+    /// Bytes of this call that this rank was to receive.
+    pub expected_bytes: u64,
+    /// Rank that found the cause first, as far as this rank knows.
+    pub reported_by: usize,
+    /// Whether the cause is agreed through the store; otherwise it is what this rank saw.
+    pub confirmed: bool,
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { group, call, seq, received_bytes, expected_bytes, reported_by, confirmed } = self;
+        write!(f, "group {group}")?;
+        if let Some(call) = call {
+            write!(f, ", call {seq} {call}, {received_bytes} of {expected_bytes} bytes received")?;
+        }
+        write!(f, ", reported by rank {reported_by}")?;
+        if *confirmed { Ok(()) } else { write!(f, " (not confirmed)") }
+    }
+}
+
+/// Ranks as a short list.
+pub(crate) struct Ranks<'a>(pub(crate) &'a [usize]);
+
+impl fmt::Display for Ranks<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, rank) in self.0.iter().take(16).enumerate() {
+            write!(f, "{}{rank}", if index == 0 { "" } else { ", " })?;
+        }
+        match self.0.len() {
+            0 => write!(f, "unknown"),
+            1..=16 => Ok(()),
+            more => write!(f, " and {} more", more - 16),
+        }
+    }
+}

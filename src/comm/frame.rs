@@ -1,0 +1,218 @@
+//! The header of everything that travels between ranks. Pure: bytes to values and back.
+//!
+//! Little endian, 80 bytes:
+//!
+//! ```text
+//!  0  magic "CVK1"     8  generation (16)   32  seq (8)            56  len (8)
+//!  4  version         24  group (8)         40  call (16)          64  spare (16), zero
+//!  5  kind
+//!  6  flags (2), zero
+//! ```
+//!
+//! `len` bytes of payload follow. For `Data` they are the elements of the streams of one plan, for
+//! the others see [`Kind`].
+
+use convoke_env::Generation;
+
+/// First bytes of every frame.
+pub(crate) const MAGIC: [u8; 4] = *b"CVK1";
+/// Version of everything that ranks say to each other.
+pub(crate) const VERSION: u8 = 1;
+/// Size of a header.
+pub(crate) const HEADER_BYTES: usize = 80;
+/// Longest payload of a frame that is kept in memory rather than put into a posted buffer.
+pub(crate) const CONTROL_PAYLOAD_BYTES: usize = 4096;
+
+/// What a frame is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// First frame of whoever connects; payload: [`crate::links::hello`].
+    Hello,
+    /// Answer of whoever accepts, with its proof.
+    Welcome,
+    /// Proof of whoever connects. What follows on the connection is its purpose.
+    Proof,
+    /// "No": payload is a text. The connection is closed.
+    Refuse,
+    /// Elements of a collective; `seq` counts the collectives of the group.
+    Data,
+    /// A small message with its elements; `seq` counts the messages of the sender.
+    Eager,
+    /// "I have a large message `seq`"; no payload.
+    Rts,
+    /// "Send me your message `seq`"; no payload.
+    Cts,
+    /// Elements of the large message `seq`.
+    Message,
+    /// "I have taken `seq` bytes of your small messages".
+    Credit,
+    /// "Connect to me on lane `seq`", from the rank that accepts on that pair.
+    Open,
+    /// What its sender is waiting in: `seq`, `call`; payload: the ranks it waits for, 4 bytes each.
+    State,
+    /// The group has failed; payload: [`crate::cause::Report`].
+    Abort,
+    /// The sender leaves, and owes nothing.
+    Goodbye,
+}
+
+impl Kind {
+    const ALL: [Self; 14] = [
+        Self::Hello,
+        Self::Welcome,
+        Self::Proof,
+        Self::Refuse,
+        Self::Data,
+        Self::Eager,
+        Self::Rts,
+        Self::Cts,
+        Self::Message,
+        Self::Credit,
+        Self::Open,
+        Self::State,
+        Self::Abort,
+        Self::Goodbye,
+    ];
+
+    const fn to_wire(self) -> u8 {
+        self as u8 + 1
+    }
+
+    fn from_wire(byte: u8) -> Option<Self> {
+        Self::ALL.get(usize::from(byte).checked_sub(1)?).copied()
+    }
+
+    /// Whether the payload goes to a posted buffer or a bounded queue instead of control memory.
+    const fn carries_elements(self) -> bool {
+        matches!(self, Self::Data | Self::Eager | Self::Message)
+    }
+}
+
+/// A decoded header.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Frame {
+    pub(crate) kind: Kind,
+    pub(crate) generation: Generation,
+    pub(crate) group: u64,
+    pub(crate) seq: u64,
+    /// Descriptor of the call, still encoded: zero where a kind has none.
+    pub(crate) call: [u8; 16],
+    /// Bytes of payload.
+    pub(crate) len: u64,
+}
+
+/// Why bytes are no frame.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum FrameError {
+    #[error("not a convoke frame (it starts with {0:02x?})")]
+    Magic([u8; 4]),
+    #[error("frame of protocol version {0}; this is version {VERSION}")]
+    Version(u8),
+    #[error("unknown frame kind {0}")]
+    Kind(u8),
+    #[error("reserved bits are set in a {0:?} frame")]
+    Reserved(Kind),
+    #[error("a {kind:?} frame claims {len} bytes; the limit is {CONTROL_PAYLOAD_BYTES}")]
+    Length { kind: Kind, len: u64 },
+}
+
+impl Frame {
+    pub(crate) fn encode(&self) -> [u8; HEADER_BYTES] {
+        let mut out = [0; HEADER_BYTES];
+        out[..4].copy_from_slice(&MAGIC);
+        out[4] = VERSION;
+        out[5] = self.kind.to_wire();
+        out[8..24].copy_from_slice(&self.generation.to_bytes());
+        out[24..32].copy_from_slice(&self.group.to_le_bytes());
+        out[32..40].copy_from_slice(&self.seq.to_le_bytes());
+        out[40..56].copy_from_slice(&self.call);
+        out[56..64].copy_from_slice(&self.len.to_le_bytes());
+        out
+    }
+
+    pub(crate) fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Self, FrameError> {
+        let magic = take::<4>(bytes, 0);
+        if magic != MAGIC {
+            return Err(FrameError::Magic(magic));
+        }
+        if bytes[4] != VERSION {
+            return Err(FrameError::Version(bytes[4]));
+        }
+        let kind = Kind::from_wire(bytes[5]).ok_or(FrameError::Kind(bytes[5]))?;
+        if bytes[6..8].iter().chain(&bytes[64..]).any(|&byte| byte != 0) {
+            return Err(FrameError::Reserved(kind));
+        }
+        let len = u64::from_le_bytes(take(bytes, 56));
+        if !kind.carries_elements() && len > CONTROL_PAYLOAD_BYTES as u64 {
+            return Err(FrameError::Length { kind, len });
+        }
+        Ok(Self {
+            kind,
+            generation: Generation::from_bytes(take(bytes, 8)),
+            group: u64::from_le_bytes(take(bytes, 24)),
+            seq: u64::from_le_bytes(take(bytes, 32)),
+            call: take(bytes, 40),
+            len,
+        })
+    }
+}
+
+/// `N` bytes at `at`, which the caller knows to be there.
+fn take<const N: usize>(bytes: &[u8; HEADER_BYTES], at: usize) -> [u8; N] {
+    let mut out = [0; N];
+    out.copy_from_slice(&bytes[at..at + N]);
+    out
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    pub(crate) fn frame(kind: Kind) -> Frame {
+        let generation = Generation::from_bytes([9; 16]);
+        Frame { kind, generation, group: 3, seq: u64::MAX - 1, call: [5; 16], len: 17 }
+    }
+
+    #[test]
+    fn headers_round_trip() {
+        for kind in Kind::ALL {
+            assert_eq!(Frame::decode(&frame(kind).encode()), Ok(frame(kind)));
+        }
+    }
+
+    #[test]
+    fn each_malformed_header_has_its_error() {
+        let good = frame(Kind::State).encode();
+        let with = |index: usize, byte: u8| {
+            let mut bytes = good;
+            bytes[index] = byte;
+            Frame::decode(&bytes).unwrap_err()
+        };
+        assert_eq!(with(0, b'X'), FrameError::Magic(*b"XVK1"));
+        assert_eq!(with(4, 2), FrameError::Version(2));
+        assert_eq!(with(5, 0), FrameError::Kind(0));
+        assert_eq!(with(5, 15), FrameError::Kind(15));
+        assert_eq!(with(6, 1), FrameError::Reserved(Kind::State));
+        assert_eq!(with(79, 1), FrameError::Reserved(Kind::State));
+        assert!(matches!(with(63, 0x80), FrameError::Length { .. }));
+    }
+
+    #[test]
+    fn random_headers_never_do_harm() {
+        let mut random = crate::testing::Random::new("random_headers_never_do_harm");
+        for round in 0..200_000 {
+            let mut bytes = frame(Kind::ALL[round % Kind::ALL.len()]).encode();
+            for _ in 0..random.below(4) {
+                bytes[random.below(HEADER_BYTES)] = random.next() as u8;
+            }
+            if random.below(8) == 0 {
+                bytes.fill_with(|| random.next() as u8);
+            }
+            if let Ok(frame) = Frame::decode(&bytes) {
+                assert_eq!(frame.encode(), bytes);
+                assert!(frame.kind.carries_elements() || frame.len <= CONTROL_PAYLOAD_BYTES as u64);
+                let _ = crate::call::Call::decode(frame.call);
+            }
+        }
+    }
+}

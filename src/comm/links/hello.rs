@@ -1,0 +1,242 @@
+//! How two ranks prove to each other that they belong together. Pure.
+//!
+//! ```text
+//! connector → acceptor   Hello     lane, source, destination, nonce
+//! acceptor → connector   Welcome   nonce, proof
+//! connector → acceptor   Proof     proof
+//! ```
+//!
+//! A proof is HMAC-SHA256, keyed by the job's secret, of who speaks (connector or acceptor) and of
+//! everything that was said: so it cannot be reflected, replayed, or moved to another lane, group,
+//! rank or generation. It keeps out stale workers, other jobs and strangers; it does not encrypt.
+//! `suite` names the cryptography, so that another can be added without a new format.
+
+use convoke_env::{Generation, Token};
+use hmac::{Hmac, KeyInit, Mac};
+use sha2::Sha256;
+
+use crate::frame::VERSION;
+
+/// HMAC-SHA256 proofs, plain bytes after them.
+pub(crate) const SUITE_PLAIN: u8 = 0;
+/// What this version can do beyond the minimum: nothing yet.
+pub(crate) const CAPABILITIES: u32 = 0;
+
+/// What a connection is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Lane {
+    /// Aborts, farewells and questions: short, never behind data. One for each pair of ranks.
+    Control,
+    /// Data of collectives.
+    Collective,
+    /// Point-to-point messages.
+    Message,
+}
+
+impl Lane {
+    pub(crate) const ALL: [Self; 3] = [Self::Control, Self::Collective, Self::Message];
+
+    pub(crate) const fn to_wire(self) -> u8 {
+        self as u8
+    }
+
+    pub(crate) fn from_wire(byte: u8) -> Option<Self> {
+        Self::ALL.get(usize::from(byte)).copied()
+    }
+}
+
+pub(crate) type Nonce = [u8; 32];
+pub(crate) type Mac32 = [u8; 32];
+
+/// Payload of a Hello frame.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Hello {
+    pub(crate) suite: u8,
+    pub(crate) lane: Lane,
+    pub(crate) capabilities: u32,
+    pub(crate) source: u32,
+    pub(crate) destination: u32,
+    pub(crate) nonce: Nonce,
+}
+
+/// Size of a [`Hello`] on the wire.
+pub(crate) const HELLO_BYTES: usize = 48;
+/// Size of a Welcome payload: suite, three spare bytes, capabilities, nonce, proof.
+pub(crate) const WELCOME_BYTES: usize = 72;
+
+impl Hello {
+    pub(crate) fn encode(&self) -> [u8; HELLO_BYTES] {
+        let mut out = [0; HELLO_BYTES];
+        out[0] = self.suite;
+        out[1] = self.lane.to_wire();
+        out[4..8].copy_from_slice(&self.capabilities.to_le_bytes());
+        out[8..12].copy_from_slice(&self.source.to_le_bytes());
+        out[12..16].copy_from_slice(&self.destination.to_le_bytes());
+        out[16..48].copy_from_slice(&self.nonce);
+        out
+    }
+
+    /// Reads a payload; the error says what is wrong.
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Self, String> {
+        let bytes: &[u8; HELLO_BYTES] =
+            bytes.try_into().map_err(|_| format!("a hello has {HELLO_BYTES} bytes, not {}", bytes.len()))?;
+        let word = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+        if bytes[0] != SUITE_PLAIN {
+            return Err(format!("unknown security suite {}", bytes[0]));
+        }
+        let mut nonce = [0; 32];
+        nonce.copy_from_slice(&bytes[16..48]);
+        Ok(Self {
+            suite: bytes[0],
+            lane: Lane::from_wire(bytes[1]).ok_or_else(|| format!("unknown lane {}", bytes[1]))?,
+            capabilities: word(4),
+            source: word(8),
+            destination: word(12),
+            nonce,
+        })
+    }
+}
+
+/// Payload of a Welcome frame.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Welcome {
+    pub(crate) suite: u8,
+    pub(crate) capabilities: u32,
+    pub(crate) nonce: Nonce,
+    pub(crate) proof: Mac32,
+}
+
+impl Welcome {
+    pub(crate) fn encode(&self) -> [u8; WELCOME_BYTES] {
+        let mut out = [0; WELCOME_BYTES];
+        out[0] = self.suite;
+        out[4..8].copy_from_slice(&self.capabilities.to_le_bytes());
+        out[8..40].copy_from_slice(&self.nonce);
+        out[40..72].copy_from_slice(&self.proof);
+        out
+    }
+
+    /// Reads a payload; the error says what is wrong.
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Self, String> {
+        let bytes: &[u8; WELCOME_BYTES] =
+            bytes.try_into().map_err(|_| format!("a welcome has {WELCOME_BYTES} bytes, not {}", bytes.len()))?;
+        if bytes[0] != SUITE_PLAIN {
+            return Err(format!("unknown security suite {}", bytes[0]));
+        }
+        let (mut nonce, mut proof) = ([0; 32], [0; 32]);
+        nonce.copy_from_slice(&bytes[8..40]);
+        proof.copy_from_slice(&bytes[40..72]);
+        let capabilities = u32::from_le_bytes([bytes[4], bytes[5], bytes[6], bytes[7]]);
+        Ok(Self { suite: bytes[0], capabilities, nonce, proof })
+    }
+}
+
+/// Who speaks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Role {
+    Connector,
+    Acceptor,
+}
+
+/// What the ranks of one group share: the secret, and what the proofs are bound to.
+#[derive(Debug, Clone)]
+pub(crate) struct Credentials {
+    key: Vec<u8>,
+    pub(crate) generation: Generation,
+    pub(crate) group: u64,
+}
+
+impl Credentials {
+    /// Keyed by the job's token; without one (open mode) by the generation, which keeps out accidents
+    /// but nobody who can read the store.
+    pub(crate) fn new(token: Option<&Token>, generation: Generation, group: u64) -> Self {
+        let key = token.map_or_else(|| generation.to_bytes().to_vec(), |token| token.as_bytes().to_vec());
+        Self { key, generation, group }
+    }
+
+    /// The proof of `role` about `hello` and the acceptor's answer to it.
+    pub(crate) fn prove(&self, role: Role, hello: &Hello, capabilities: u32, nonce: &Nonce) -> Mac32 {
+        self.mac(role, hello, capabilities, nonce)
+            .map_or([0; 32], |mac| <[u8; 32]>::from(mac.finalize().into_bytes()))
+    }
+
+    /// Whether `proof` is that of `role`; takes the same time for any wrong one.
+    pub(crate) fn verify(
+        &self,
+        role: Role,
+        hello: &Hello,
+        capabilities: u32,
+        nonce: &Nonce,
+        proof: &[u8],
+    ) -> bool {
+        self.mac(role, hello, capabilities, nonce).is_some_and(|mac| mac.verify_slice(proof).is_ok())
+    }
+
+    /// `None` never happens: HMAC takes keys of any length.
+    fn mac(&self, role: Role, hello: &Hello, capabilities: u32, nonce: &Nonce) -> Option<Hmac<Sha256>> {
+        let mut mac = <Hmac<Sha256> as KeyInit>::new_from_slice(&self.key).ok()?;
+        mac.update(match role {
+            Role::Connector => b"convoke connector",
+            Role::Acceptor => b"convoke acceptor\0",
+        });
+        mac.update(&[VERSION]);
+        mac.update(&self.generation.to_bytes());
+        mac.update(&self.group.to_le_bytes());
+        mac.update(&hello.encode());
+        mac.update(&capabilities.to_le_bytes());
+        mac.update(nonce);
+        Some(mac)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hello() -> Hello {
+        let (lane, nonce) = (Lane::Message, [7; 32]);
+        Hello { suite: SUITE_PLAIN, lane, capabilities: 5, source: 1, destination: 2, nonce }
+    }
+
+    fn credentials(token: &[u8]) -> Credentials {
+        Credentials::new(Some(&Token::new(token.to_vec())), Generation::from_bytes([1; 16]), 0)
+    }
+
+    #[test]
+    fn payloads_round_trip() {
+        assert_eq!(Hello::decode(&hello().encode()), Ok(hello()));
+        let welcome = Welcome { suite: SUITE_PLAIN, capabilities: 9, nonce: [1; 32], proof: [2; 32] };
+        assert_eq!(Welcome::decode(&welcome.encode()), Ok(welcome));
+        assert!(Hello::decode(&hello().encode()[1..]).is_err());
+        assert!(Welcome::decode(&[9; WELCOME_BYTES]).is_err());
+    }
+
+    #[test]
+    fn a_proof_is_bound_to_everything_that_was_said() {
+        let nonce = [3; 32];
+        let ours = credentials(b"secret");
+        let proof = ours.prove(Role::Connector, &hello(), 0, &nonce);
+        let holds = |credentials: &Credentials, role, hello: &Hello, capabilities, nonce: &Nonce| {
+            credentials.verify(role, hello, capabilities, nonce, &proof)
+        };
+        assert!(holds(&ours, Role::Connector, &hello(), 0, &nonce));
+        assert!(!holds(&ours, Role::Acceptor, &hello(), 0, &nonce));
+        assert!(!holds(&ours, Role::Connector, &hello(), 1, &nonce));
+        assert!(!holds(&ours, Role::Connector, &hello(), 0, &[4; 32]));
+        assert!(!holds(&credentials(b"other"), Role::Connector, &hello(), 0, &nonce));
+        assert!(!ours.verify(Role::Connector, &hello(), 0, &nonce, &proof[1..]));
+        for changed in [
+            Hello { lane: Lane::Control, ..hello() },
+            Hello { source: 3, ..hello() },
+            Hello { destination: 3, ..hello() },
+            Hello { nonce: [8; 32], ..hello() },
+        ] {
+            assert!(!holds(&ours, Role::Connector, &changed, 0, &nonce));
+        }
+        for (generation, group) in [([2; 16], 0), ([1; 16], 1)] {
+            let token = Token::new(b"secret".to_vec());
+            let other = Credentials::new(Some(&token), Generation::from_bytes(generation), group);
+            assert!(!holds(&other, Role::Connector, &hello(), 0, &nonce));
+        }
+    }
+}

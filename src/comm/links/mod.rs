@@ -1,0 +1,32 @@
+//! What moves bytes between two ranks; knows no element, no reduction, no collective.
+
+pub(crate) mod conn;
+#[cfg(test)]
+pub(crate) mod fake;
+pub(crate) mod hello;
+pub(crate) mod tcp;
+
+use std::fmt;
+use std::io::{self, IoSlice};
+use std::os::fd::BorrowedFd;
+
+/// One ordered, reliable, two-way flow of bytes to a peer.
+///
+/// Nonblocking and partial: a call moves what it can now, or nothing with
+/// [`WouldBlock`](io::ErrorKind::WouldBlock). Nothing is allocated.
+pub(crate) trait Link: fmt::Debug + Send {
+    /// Takes bytes from the front of `parts`; how many.
+    fn try_send(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize>;
+
+    /// Puts bytes into `into` (not empty); how many, 0 when the peer has closed its end.
+    fn try_recv(&mut self, into: &mut [u8]) -> io::Result<usize>;
+
+    /// Tells the peer that nothing more comes.
+    fn close_write(&mut self);
+
+    /// Whether the peer's side has got everything that was sent.
+    fn is_flushed(&self) -> bool;
+
+    /// What to poll; `None` if the link has no descriptor.
+    fn pollable(&self) -> Option<BorrowedFd<'_>>;
+}

@@ -1,0 +1,107 @@
+//! TCP connections.
+
+use std::io::{self, IoSlice, Read};
+use std::net::{Shutdown, SocketAddr};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::time::Duration;
+
+use nix::libc;
+use socket2::{Domain, Protocol, Socket, TcpKeepalive, Type};
+
+use super::Link;
+
+/// Connections that the kernel holds for a listener that is not in a call.
+const BACKLOG: i32 = 4096;
+
+/// A connected, nonblocking TCP socket.
+#[derive(Debug)]
+pub(crate) struct Tcp {
+    socket: Socket,
+}
+
+impl Tcp {
+    pub(crate) fn new(socket: Socket) -> io::Result<Self> {
+        socket.set_nonblocking(true)?;
+        socket.set_tcp_nodelay(true)?;
+        Ok(Self { socket })
+    }
+
+    /// Begins a connection; [`connected`] says when it is there.
+    pub(crate) fn connect(to: SocketAddr, from: Option<SocketAddr>) -> io::Result<Self> {
+        let socket = Socket::new(Domain::for_address(to), Type::STREAM, Some(Protocol::TCP))?;
+        let tcp = Self::new(socket)?;
+        if let Some(from) = from {
+            tcp.socket.bind(&from.into())?;
+        }
+        match tcp.socket.connect(&to.into()) {
+            Err(error) if error.raw_os_error() != Some(libc::EINPROGRESS) => Err(error),
+            _ => Ok(tcp),
+        }
+    }
+
+    /// Whether a connection that was begun is there.
+    pub(crate) fn connected(&self) -> io::Result<bool> {
+        if let Some(error) = self.socket.take_error()? {
+            return Err(error);
+        }
+        match self.socket.peer_addr() {
+            Ok(_) => Ok(true),
+            Err(error) if error.kind() == io::ErrorKind::NotConnected => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Lets the kernel notice a dead host or path within `bound`, also while nothing is sent.
+    ///
+    /// For control connections only: on a data lane the same settings would end a peer that is alive
+    /// but slow to read.
+    pub(crate) fn watch_path(&self, bound: Duration) -> io::Result<()> {
+        let probe = Duration::from_secs(1);
+        let probes = bound.as_secs().clamp(2, 120) as u32 - 1;
+        let keepalive = TcpKeepalive::new().with_time(probe).with_interval(probe).with_retries(probes);
+        self.socket.set_tcp_keepalive(&keepalive)?;
+        self.socket.set_tcp_user_timeout(Some(bound))
+    }
+}
+
+impl Link for Tcp {
+    fn try_send(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize> {
+        self.socket.send_vectored_with_flags(parts, libc::MSG_NOSIGNAL)
+    }
+
+    fn try_recv(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        (&self.socket).read(into)
+    }
+
+    fn close_write(&mut self) {
+        let _ = self.socket.shutdown(Shutdown::Write);
+    }
+
+    fn is_flushed(&self) -> bool {
+        unsent(&self.socket) == 0
+    }
+
+    fn pollable(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.socket.as_fd())
+    }
+}
+
+/// Bytes that the peer's kernel has not acknowledged; 0 if the socket cannot say.
+#[allow(unsafe_code)]
+fn unsent(socket: &Socket) -> libc::c_int {
+    let mut bytes: libc::c_int = 0;
+    // SAFETY:
+    // - the descriptor is open: `socket` is borrowed.
+    // - SIOCOUTQ (= TIOCOUTQ) writes one int through the pointer, which points to one.
+    let result = unsafe { libc::ioctl(socket.as_raw_fd(), libc::TIOCOUTQ, &raw mut bytes) };
+    if result == 0 { bytes } else { 0 }
+}
+
+/// A nonblocking listener at `address`.
+pub(crate) fn listen(address: SocketAddr) -> io::Result<Socket> {
+    let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
+    socket.set_nonblocking(true)?;
+    socket.bind(&address.into())?;
+    socket.listen(BACKLOG)?;
+    Ok(socket)
+}
