@@ -1,0 +1,116 @@
+//! Error files: what a worker wrote about its own failure, by torch's `@record` or otherwise.
+
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::path::Path;
+
+use serde_json::Value;
+
+/// Longest error file that is read. A job can fail on many ranks at once.
+const FILE_MAX_BYTES: u64 = 1 << 20;
+
+/// A worker's account of its failure.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Account {
+    /// When, in seconds since 1970.
+    pub(super) seconds: Option<i64>,
+    /// What to show.
+    pub(super) traceback: String,
+}
+
+/// Reads an account; `None` if there is no file.
+///
+/// # Errors
+/// What is wrong with the file, with its name.
+pub(super) fn read(path: &Path) -> Result<Option<Account>, String> {
+    let Some(bytes) = bytes(path)? else { return Ok(None) };
+    if bytes.len() as u64 > FILE_MAX_BYTES {
+        return Ok(Some(Account {
+            seconds: None,
+            traceback: format!(
+                "<the error file is longer than {} KiB and not shown here>",
+                FILE_MAX_BYTES >> 10
+            ),
+        }));
+    }
+    let value = parse(path, &bytes)?;
+    let Some(message) = value.get("message") else {
+        return Err(format!("error file {} has no \"message\"", path.display()));
+    };
+    let text = |value: &Value| match value {
+        Value::String(text) => text.clone(),
+        other => other.to_string(),
+    };
+    Ok(Some(match message {
+        Value::Object(inner) => {
+            let extra = inner.get("extraInfo");
+            let stack = extra.and_then(|extra| extra.get("py_callstack"));
+            let shown = stack.or_else(|| inner.get("message")).map_or_else(|| "<N/A>".to_owned(), text);
+            Account {
+                seconds: extra.and_then(|extra| extra.get("timestamp")).and_then(seconds),
+                traceback: shown,
+            }
+        }
+        // Without a timestamp torch writes 0, which nobody means.
+        other => Account { seconds: value.get("timestamp").and_then(seconds), traceback: text(other) },
+    }))
+}
+
+/// Copies the file at `path` to `target`, with `errorCode`.
+pub(super) fn hand_on(path: &Path, exit_code: i32, target: &Path) -> Result<(), String> {
+    let Some(bytes) = bytes(path)? else { return Ok(()) };
+    if bytes.len() as u64 > FILE_MAX_BYTES {
+        return Err(format!(
+            "error file {} is too long to be copied to {}",
+            path.display(),
+            target.display()
+        ));
+    }
+    let mut value = parse(path, &bytes)?;
+    if let Some(Value::Object(message)) = value.get_mut("message") {
+        message.insert("errorCode".to_owned(), exit_code.into());
+    }
+    replace(target, value.to_string().as_bytes())
+        .map_err(|error| format!("cannot write {}: {error}", target.display()))
+}
+
+/// Writes in one step, so that a reader never sees half a file.
+fn replace(target: &Path, bytes: &[u8]) -> io::Result<()> {
+    let mut temporary = target.as_os_str().to_owned();
+    temporary.push(format!(".partial.{}", std::process::id()));
+    fs::write(&temporary, bytes)?;
+    fs::rename(&temporary, target).inspect_err(|_| drop(fs::remove_file(&temporary)))
+}
+
+/// The content, at most one byte more than [`FILE_MAX_BYTES`]; `None` if there is no regular file.
+fn bytes(path: &Path) -> Result<Option<Vec<u8>>, String> {
+    let failed = |error: io::Error| format!("cannot read error file {}: {error}", path.display());
+    match fs::metadata(path) {
+        // A worker may have made anything of it; a FIFO would block.
+        Ok(metadata) if !metadata.is_file() => return Ok(None),
+        Ok(_) => {}
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(failed(error)),
+    }
+    let mut bytes = Vec::new();
+    File::open(path)
+        .and_then(|file| file.take(FILE_MAX_BYTES + 1).read_to_end(&mut bytes))
+        .map_err(failed)?;
+    Ok(Some(bytes))
+}
+
+fn parse(path: &Path, bytes: &[u8]) -> Result<Value, String> {
+    serde_json::from_slice(bytes)
+        .map_err(|error| format!("error file {} is not valid JSON: {error}", path.display()))
+}
+
+/// A number of seconds, as number or as text, with or without fraction.
+fn seconds(value: &Value) -> Option<i64> {
+    let number = match value {
+        Value::Number(number) => number.as_f64()?,
+        Value::String(text) => text.trim().parse::<f64>().ok()?,
+        _ => return None,
+    };
+    // 0 is what torch writes for "unknown"; beyond year 9999 no clock goes.
+    (1.0..253_402_300_800.0).contains(&number).then_some(number as i64)
+}
