@@ -1,0 +1,190 @@
+//! The bytes of the c10d TCPStore protocol: requests as they lie on the wire, and the limits.
+//!
+//! Pure: no socket and no clock. All integers are little-endian; a blob is a `u64` length and as
+//! many bytes. [`Decoder`] turns what a server reads into requests, [`encode`] is what a client
+//! sends and a server answers. `docs/store.md` has the table of requests.
+
+mod decode;
+pub(crate) mod encode;
+#[cfg(test)]
+mod tests;
+
+pub(crate) use decode::Decoder;
+
+/// The first four bytes of a connection, after the type byte.
+pub(crate) const MAGIC: u32 = 0x3C85_F7CE;
+/// Longest key, in bytes as on the wire (a client's leading slash included).
+pub const MAX_KEY_BYTES: usize = 8192;
+/// Longest value of one request, in bytes. APPEND may build longer ones.
+pub const MAX_VALUE_BYTES: usize = 8 << 20;
+/// Most keys (or pairs) of one request.
+pub const MAX_KEY_COUNT: usize = 131_072;
+/// Longest request as a whole, in bytes. Torch has no such limit; without one a client could make
+/// the server hold `MAX_KEY_COUNT * MAX_VALUE_BYTES`, a terabyte.
+pub(crate) const MAX_REQUEST_BYTES: usize = 256 << 20;
+/// Longest reply as a whole, and longest value that APPEND may build, in bytes.
+pub(crate) const MAX_REPLY_BYTES: usize = 256 << 20;
+
+/// Bytes of a length or of a number.
+const WORD: usize = 8;
+
+/// The type byte of a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Kind {
+    Validate = 0,
+    Set = 1,
+    CompareSet = 2,
+    Get = 3,
+    Add = 4,
+    Check = 5,
+    Wait = 6,
+    NumKeys = 7,
+    Delete = 8,
+    Append = 9,
+    MultiGet = 10,
+    MultiSet = 11,
+    CancelWait = 12,
+    Ping = 13,
+    QueuePush = 14,
+    QueuePop = 15,
+    QueueLen = 16,
+    ListKeys = 17,
+    Barrier = 18,
+}
+
+impl Kind {
+    /// Types from 0x40 are set aside for convoke's own requests; so far there are none.
+    pub(crate) fn from_byte(byte: u8) -> Option<Kind> {
+        const KINDS: [Kind; 19] = [
+            Kind::Validate,
+            Kind::Set,
+            Kind::CompareSet,
+            Kind::Get,
+            Kind::Add,
+            Kind::Check,
+            Kind::Wait,
+            Kind::NumKeys,
+            Kind::Delete,
+            Kind::Append,
+            Kind::MultiGet,
+            Kind::MultiSet,
+            Kind::CancelWait,
+            Kind::Ping,
+            Kind::QueuePush,
+            Kind::QueuePop,
+            Kind::QueueLen,
+            Kind::ListKeys,
+            Kind::Barrier,
+        ];
+        KINDS.get(usize::from(byte)).copied()
+    }
+}
+
+/// One whole request, borrowed from the bytes it came in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Request<'a> {
+    /// The handshake; the decoder has checked the magic and that it came first.
+    Validate,
+    Set {
+        key: &'a [u8],
+        value: &'a [u8],
+    },
+    CompareSet {
+        key: &'a [u8],
+        expected: &'a [u8],
+        desired: &'a [u8],
+    },
+    Get {
+        key: &'a [u8],
+    },
+    Add {
+        key: &'a [u8],
+        delta: i64,
+    },
+    Check {
+        keys: Blobs<'a>,
+    },
+    Wait {
+        keys: Blobs<'a>,
+    },
+    NumKeys,
+    Delete {
+        key: &'a [u8],
+    },
+    Append {
+        key: &'a [u8],
+        value: &'a [u8],
+    },
+    MultiGet {
+        keys: Blobs<'a>,
+    },
+    /// Key, value, key, value, ...
+    MultiSet {
+        pairs: Blobs<'a>,
+    },
+    CancelWait,
+    Ping {
+        nonce: u32,
+    },
+    QueuePush {
+        key: &'a [u8],
+        value: &'a [u8],
+    },
+    QueuePop {
+        key: &'a [u8],
+    },
+    QueueLen {
+        key: &'a [u8],
+    },
+    ListKeys,
+    Barrier {
+        key: &'a [u8],
+        world_size: i64,
+    },
+}
+
+/// Blobs one after the other, already checked to be whole; iterating copies nothing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Blobs<'a> {
+    bytes: &'a [u8],
+}
+
+impl<'a> Iterator for Blobs<'a> {
+    type Item = &'a [u8];
+
+    fn next(&mut self) -> Option<&'a [u8]> {
+        if self.bytes.is_empty() {
+            return None;
+        }
+        Some(take_blob(&mut self.bytes))
+    }
+}
+
+/// Takes a `u64` from the front. The caller knows that it is there: missing bytes read as none.
+fn take_word(bytes: &mut &[u8]) -> u64 {
+    let Some((word, rest)) = bytes.split_first_chunk::<WORD>() else {
+        *bytes = &[];
+        return 0;
+    };
+    *bytes = rest;
+    u64::from_le_bytes(*word)
+}
+
+/// Takes a blob from the front, at most as many bytes as are there.
+fn take_blob<'a>(bytes: &mut &'a [u8]) -> &'a [u8] {
+    let length = usize::try_from(take_word(bytes)).unwrap_or(usize::MAX);
+    let (blob, rest) = bytes.split_at(length.min(bytes.len()));
+    *bytes = rest;
+    blob
+}
+
+/// Takes a `u32` from the front.
+fn take_u32(bytes: &mut &[u8]) -> u32 {
+    let Some((word, rest)) = bytes.split_first_chunk::<4>() else {
+        *bytes = &[];
+        return 0;
+    };
+    *bytes = rest;
+    u32::from_le_bytes(*word)
+}

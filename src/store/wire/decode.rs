@@ -1,0 +1,194 @@
+//! Incremental decoding: requests may be split or pipelined in any way.
+
+use super::{
+    Blobs, Kind, MAGIC, MAX_KEY_BYTES, MAX_KEY_COUNT, MAX_REQUEST_BYTES, MAX_VALUE_BYTES, Request, WORD,
+    take_blob, take_u32, take_word,
+};
+
+/// Why a connection cannot be understood any longer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum Malformed {
+    #[error("the first request has type {0}, not VALIDATE")]
+    NotValidated(u8),
+    #[error("wrong magic {0:#010x}")]
+    Magic(u32),
+    #[error("VALIDATE came twice")]
+    ValidatedTwice,
+    #[error("unknown request type {0}")]
+    Type(u8),
+    #[error("key of {0} bytes, the limit is {MAX_KEY_BYTES}")]
+    Key(u64),
+    #[error("value of {0} bytes, the limit is {MAX_VALUE_BYTES}")]
+    Value(u64),
+    #[error("{0} keys in one request, the limit is {MAX_KEY_COUNT}")]
+    Count(u64),
+    #[error("request of more than {MAX_REQUEST_BYTES} bytes")]
+    Request,
+}
+
+/// Finds the requests in a stream of bytes.
+///
+/// It keeps no bytes, only how far into the unfinished request it has looked, so a request that
+/// arrives byte by byte costs the same as one that arrives whole.
+#[derive(Debug, Default)]
+pub(crate) struct Decoder {
+    validated: bool,
+    /// Bytes of the unfinished request that are known to be well-formed; 0 = not begun.
+    seen_bytes: usize,
+    /// Fields of the unfinished request that lie within `seen_bytes`.
+    fields: u64,
+    /// Fields that follow the count of the unfinished request.
+    counted: u64,
+}
+
+/// What comes next in a request.
+enum Field {
+    Key,
+    Value,
+    Count { fields_each: u64 },
+    Bytes(usize),
+    End,
+}
+
+impl Decoder {
+    /// The request at the front of `bytes` and its length in bytes, or `None` while it is unfinished.
+    ///
+    /// `bytes` begins with the first byte of the request: after `None`, the caller passes the same
+    /// bytes again with more behind them.
+    ///
+    /// # Errors
+    /// [`Malformed`] as soon as the bytes that are there show it; the stream is then lost.
+    pub(crate) fn next<'a>(&mut self, bytes: &'a [u8]) -> Result<Option<(Request<'a>, usize)>, Malformed> {
+        let Some(&first) = bytes.first() else { return Ok(None) };
+        if !self.validated && first != Kind::Validate as u8 {
+            return Err(Malformed::NotValidated(first));
+        }
+        let kind = Kind::from_byte(first).ok_or(Malformed::Type(first))?;
+        if self.validated && kind == Kind::Validate {
+            return Err(Malformed::ValidatedTwice);
+        }
+        self.seen_bytes = self.seen_bytes.max(1);
+        if !self.scan(kind, bytes)? {
+            return Ok(None);
+        }
+        let length = self.seen_bytes;
+        let request = build(kind, &bytes[1..length])?;
+        *self = Decoder { validated: true, ..Decoder::default() };
+        Ok(Some((request, length)))
+    }
+
+    /// Looks at the fields not yet seen; whether the request is whole.
+    fn scan(&mut self, kind: Kind, bytes: &[u8]) -> Result<bool, Malformed> {
+        loop {
+            let rest = &bytes[self.seen_bytes..];
+            let field_bytes = match field(kind, self.fields, self.counted) {
+                Field::End => return Ok(true),
+                Field::Bytes(length) => length,
+                Field::Key => match blob_bytes(rest, MAX_KEY_BYTES).map_err(Malformed::Key)? {
+                    Some(length) => length,
+                    None => return Ok(false),
+                },
+                Field::Value => match blob_bytes(rest, MAX_VALUE_BYTES).map_err(Malformed::Value)? {
+                    Some(length) => length,
+                    None => return Ok(false),
+                },
+                Field::Count { fields_each } => {
+                    let Some(count) = rest.first_chunk::<WORD>() else { return Ok(false) };
+                    let count = u64::from_le_bytes(*count);
+                    if count > MAX_KEY_COUNT as u64 {
+                        return Err(Malformed::Count(count));
+                    }
+                    self.counted = count * fields_each;
+                    WORD
+                }
+            };
+            if self.seen_bytes + field_bytes > MAX_REQUEST_BYTES {
+                return Err(Malformed::Request);
+            }
+            if rest.len() < field_bytes {
+                return Ok(false);
+            }
+            self.seen_bytes += field_bytes;
+            self.fields += 1;
+        }
+    }
+
+    /// Whether bytes of an unfinished request have been looked at.
+    #[cfg(test)]
+    pub(super) fn is_inside_request(&self) -> bool {
+        self.seen_bytes > 0
+    }
+}
+
+/// The field with this index in a request of this kind.
+fn field(kind: Kind, index: u64, counted: u64) -> Field {
+    match (kind, index) {
+        (Kind::Validate | Kind::Ping, 0) => Field::Bytes(4),
+        (Kind::Set | Kind::Append | Kind::QueuePush | Kind::CompareSet, 0)
+        | (Kind::Get | Kind::Delete | Kind::QueuePop | Kind::QueueLen, 0)
+        | (Kind::Add | Kind::Barrier, 0) => Field::Key,
+        (Kind::Set | Kind::Append | Kind::QueuePush | Kind::CompareSet, 1) | (Kind::CompareSet, 2) => {
+            Field::Value
+        }
+        (Kind::Add | Kind::Barrier, 1) => Field::Bytes(WORD),
+        (Kind::Check | Kind::Wait | Kind::MultiGet, 0) => Field::Count { fields_each: 1 },
+        (Kind::MultiSet, 0) => Field::Count { fields_each: 2 },
+        (Kind::Check | Kind::Wait | Kind::MultiGet, index) if index <= counted => Field::Key,
+        (Kind::MultiSet, index) if index <= counted && index % 2 == 1 => Field::Key,
+        (Kind::MultiSet, index) if index <= counted => Field::Value,
+        (Kind::Validate | Kind::Ping, _)
+        | (Kind::Set | Kind::Append | Kind::QueuePush | Kind::CompareSet, _)
+        | (Kind::Get | Kind::Delete | Kind::QueuePop | Kind::QueueLen, _)
+        | (Kind::Add | Kind::Barrier, _)
+        | (Kind::Check | Kind::Wait | Kind::MultiGet | Kind::MultiSet, _)
+        | (Kind::NumKeys | Kind::CancelWait | Kind::ListKeys, _) => Field::End,
+    }
+}
+
+/// Bytes of the blob at the front, its length word included; `None` until that word is there.
+/// The length is judged before a byte of the blob has come.
+fn blob_bytes(rest: &[u8], limit: usize) -> Result<Option<usize>, u64> {
+    let Some(length) = rest.first_chunk::<WORD>() else { return Ok(None) };
+    let length = u64::from_le_bytes(*length);
+    match usize::try_from(length) {
+        Ok(length) if length <= limit => Ok(Some(WORD + length)),
+        _ => Err(length),
+    }
+}
+
+/// The request whose fields are `rest`, all of which `scan` has seen.
+fn build(kind: Kind, mut rest: &[u8]) -> Result<Request<'_>, Malformed> {
+    let rest = &mut rest;
+    Ok(match kind {
+        Kind::Validate => match take_u32(rest) {
+            MAGIC => Request::Validate,
+            magic => return Err(Malformed::Magic(magic)),
+        },
+        Kind::Set => Request::Set { key: take_blob(rest), value: take_blob(rest) },
+        Kind::CompareSet => {
+            Request::CompareSet { key: take_blob(rest), expected: take_blob(rest), desired: take_blob(rest) }
+        }
+        Kind::Get => Request::Get { key: take_blob(rest) },
+        Kind::Add => Request::Add { key: take_blob(rest), delta: take_word(rest).cast_signed() },
+        Kind::Check => Request::Check { keys: take_blobs(rest) },
+        Kind::Wait => Request::Wait { keys: take_blobs(rest) },
+        Kind::NumKeys => Request::NumKeys,
+        Kind::Delete => Request::Delete { key: take_blob(rest) },
+        Kind::Append => Request::Append { key: take_blob(rest), value: take_blob(rest) },
+        Kind::MultiGet => Request::MultiGet { keys: take_blobs(rest) },
+        Kind::MultiSet => Request::MultiSet { pairs: take_blobs(rest) },
+        Kind::CancelWait => Request::CancelWait,
+        Kind::Ping => Request::Ping { nonce: take_u32(rest) },
+        Kind::QueuePush => Request::QueuePush { key: take_blob(rest), value: take_blob(rest) },
+        Kind::QueuePop => Request::QueuePop { key: take_blob(rest) },
+        Kind::QueueLen => Request::QueueLen { key: take_blob(rest) },
+        Kind::ListKeys => Request::ListKeys,
+        Kind::Barrier => Request::Barrier { key: take_blob(rest), world_size: take_word(rest).cast_signed() },
+    })
+}
+
+/// All blobs behind a count.
+fn take_blobs<'a>(rest: &mut &'a [u8]) -> Blobs<'a> {
+    let _count = take_word(rest);
+    Blobs { bytes: rest }
+}
