@@ -1,0 +1,409 @@
+//! One suite over every backend: what `Store` promises holds for all of them.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use std::{fmt, thread};
+
+use convoke_store::{MemoryStore, PrefixStore, Store, StoreError, StoreServer, TcpStore};
+
+/// A store to test, and what it needs to live. Two handles, as two processes would have them.
+struct Backend {
+    name: String,
+    one: Arc<dyn Store>,
+    two: Arc<dyn Store>,
+    has_queues: bool,
+    _alive: Box<dyn fmt::Debug + Send + Sync>,
+}
+
+fn backends() -> Vec<Backend> {
+    let plain = vec![memory(), tcp(), server_view()];
+    let prefixed = vec![memory(), tcp(), server_view()];
+    let prefixed = prefixed.into_iter().map(|backend| Backend {
+        name: format!("prefix over {}", backend.name),
+        one: Arc::new(PrefixStore::new("p", backend.one)),
+        two: Arc::new(PrefixStore::new("p", backend.two)),
+        ..backend
+    });
+    plain.into_iter().chain(prefixed).collect()
+}
+
+fn memory() -> Backend {
+    let store = Arc::new(MemoryStore::new());
+    Backend { name: "memory".into(), one: store.clone(), two: store, has_queues: true, _alive: Box::new(()) }
+}
+
+fn tcp() -> Backend {
+    let server = StoreServer::bind(&["127.0.0.1:0".parse().unwrap()]).unwrap();
+    let connect = || Arc::new(TcpStore::connect(&server.addresses()[0].to_string(), soon()).unwrap());
+    let (one, two) = (connect(), connect());
+    Backend { name: "tcp".into(), one, two, has_queues: true, _alive: Box::new(server) }
+}
+
+/// One side over TCP, the other the server's own view.
+fn server_view() -> Backend {
+    let server = StoreServer::bind(&["127.0.0.1:0".parse().unwrap()]).unwrap();
+    let one = Arc::new(TcpStore::connect(&server.addresses()[0].to_string(), soon()).unwrap());
+    let two = server.store();
+    Backend { name: "tcp and its server".into(), one, two, has_queues: true, _alive: Box::new(server) }
+}
+
+/// Far enough for anything that should happen at once.
+fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(20)
+}
+
+/// A deadline that is meant to pass.
+fn short() -> Instant {
+    Instant::now() + Duration::from_millis(60)
+}
+
+fn each(test: impl Fn(&Backend)) {
+    for backend in backends() {
+        println!("backend: {}", backend.name);
+        test(&backend);
+    }
+}
+
+fn each_with_queues(test: impl Fn(&Backend)) {
+    each(|backend| {
+        if backend.has_queues {
+            test(backend);
+        }
+    });
+}
+
+/// Runs `waiter` in a thread; `then` begins when it has had time to fall asleep.
+fn while_waiting<R: Send>(waiter: impl FnOnce() -> R + Send, then: impl FnOnce()) -> R {
+    thread::scope(|scope| {
+        let waiter = scope.spawn(waiter);
+        thread::sleep(Duration::from_millis(50));
+        assert!(!waiter.is_finished(), "it did not wait");
+        then();
+        waiter.join().unwrap()
+    })
+}
+
+#[test]
+fn what_one_sets_the_other_gets() {
+    each(|backend| {
+        for (key, value) in
+            [(&b"k"[..], &b"v1"[..]), (b"", b"of the empty key"), (b"empty", b""), (b"\0\xff/\n", b"\0\xff")]
+        {
+            backend.one.set(key, value, soon()).unwrap();
+            assert_eq!(backend.two.get(key, soon()).unwrap(), value);
+            assert_eq!(backend.two.try_get(key, soon()).unwrap().as_deref(), Some(value));
+        }
+        backend.two.set(b"k", b"second", soon()).unwrap();
+        assert_eq!(backend.one.get(b"k", soon()).unwrap(), b"second");
+        assert_eq!(backend.one.try_get(b"absent", soon()).unwrap(), None);
+    });
+}
+
+#[test]
+fn large_values_survive() {
+    each(|backend| {
+        let value: Vec<u8> = (0..3_000_000_u32).map(|i| (i % 251) as u8).collect();
+        backend.one.set(b"large", &value, soon()).unwrap();
+        assert!(backend.two.get(b"large", soon()).unwrap() == value);
+    });
+}
+
+#[test]
+fn keys_and_values_that_are_too_long_are_refused_without_harm() {
+    each(|backend| {
+        let (key, value) = (vec![b'k'; 8193], vec![b'v'; (8 << 20) + 1]);
+        for result in [backend.one.set(&key, b"", soon()), backend.one.set(b"k", &value, soon())] {
+            assert!(matches!(result, Err(StoreError::Invalid { .. })), "{result:?}");
+        }
+        let many = vec![&b"k"[..]; 131_073];
+        assert!(matches!(backend.one.check(&many, soon()), Err(StoreError::Invalid { .. })));
+        backend.one.set(b"k", &value[..8 << 20], soon()).unwrap();
+        assert_eq!(backend.two.get(b"k", soon()).unwrap().len(), 8 << 20);
+    });
+}
+
+#[test]
+fn get_waits_for_the_key() {
+    each(|backend| {
+        let got = while_waiting(
+            || backend.one.get(b"late", soon()),
+            || backend.two.set(b"late", b"x", soon()).unwrap(),
+        );
+        assert_eq!(got.unwrap(), b"x");
+    });
+}
+
+#[test]
+fn a_wait_ends_with_its_last_key_however_it_appears() {
+    each(|backend| {
+        backend.two.set(b"here", b"", soon()).unwrap();
+        let appear: Vec<(&[u8], Box<dyn Fn()>)> = vec![
+            (b"w-set", Box::new(|| backend.two.set(b"w-set", b"", soon()).unwrap())),
+            (b"w-add", Box::new(|| drop(backend.two.add(b"w-add", 1, soon()).unwrap()))),
+            (b"w-append", Box::new(|| backend.two.append(b"w-append", b"a", soon()).unwrap())),
+            (b"w-multi", Box::new(|| backend.two.multi_set(&[(b"w-multi", b"")], soon()).unwrap())),
+            (b"w-cas", Box::new(|| drop(backend.two.compare_set(b"w-cas", b"", b"d", soon()).unwrap()))),
+            (b"w-barrier", Box::new(|| backend.two.barrier(b"w-barrier", 1, soon()).unwrap())),
+        ];
+        for (key, appear) in appear {
+            // Asked for twice: the same key counts once.
+            let waited = while_waiting(|| backend.one.wait(&[b"here", key, key], soon()), appear);
+            waited.unwrap_or_else(|error| panic!("{}: {error}", key.escape_ascii()));
+        }
+    });
+}
+
+#[test]
+fn a_failed_compare_set_ends_no_wait() {
+    each(|backend| {
+        let late = || backend.two.compare_set(b"w", b"other", b"d", soon()).unwrap();
+        let waited = thread::scope(|scope| {
+            let waiter =
+                scope.spawn(|| backend.one.wait(&[b"w"], Instant::now() + Duration::from_millis(200)));
+            thread::sleep(Duration::from_millis(50));
+            assert_eq!(late(), b"other");
+            waiter.join().unwrap()
+        });
+        assert!(matches!(waited, Err(StoreError::Timeout { .. })), "{waited:?}");
+    });
+}
+
+#[test]
+fn a_timeout_names_what_is_missing_and_the_store_stays_usable() {
+    each(|backend| {
+        backend.one.set(b"here", b"", soon()).unwrap();
+        for _ in 0..3 {
+            let started = Instant::now();
+            let error = backend.one.wait(&[b"here", b"gone", b"away"], short()).unwrap_err();
+            assert!(started.elapsed() < Duration::from_secs(2), "{:?}", started.elapsed());
+            match error {
+                StoreError::Timeout { operation, keys, .. } => {
+                    assert_eq!(operation, "wait");
+                    let keys: Vec<_> = keys.iter().map(|key| key.trim_start_matches("p/")).collect();
+                    assert_eq!(keys, ["gone", "away"]);
+                }
+                other => panic!("{other}"),
+            }
+            assert!(matches!(backend.one.get(b"gone", short()), Err(StoreError::Timeout { .. })));
+            assert!(backend.one.check(&[b"here"], soon()).unwrap());
+        }
+    });
+}
+
+#[test]
+fn a_deadline_that_has_passed_still_ends_the_call() {
+    each(|backend| {
+        let past = Instant::now();
+        let started = Instant::now();
+        assert!(matches!(backend.one.get(b"gone", past), Err(StoreError::Timeout { .. })));
+        assert!(matches!(backend.one.barrier(b"b", 2, past), Err(StoreError::Timeout { .. })));
+        assert!(started.elapsed() < Duration::from_secs(2));
+        backend.one.set(b"k", b"v", soon()).unwrap();
+    });
+}
+
+#[test]
+fn compare_set_follows_torchs_rules() {
+    each(|backend| {
+        let compare_set = |expected: &[u8], desired: &[u8]| {
+            let value = backend.one.compare_set(b"c", expected, desired, soon()).unwrap();
+            (value, backend.two.try_get(b"c", soon()).unwrap())
+        };
+        assert_eq!(compare_set(b"A", b"C"), (b"A".to_vec(), None), "absent and expected: stays absent");
+        assert_eq!(compare_set(b"", b"A"), (b"A".to_vec(), Some(b"A".to_vec())), "absent, nothing expected");
+        assert_eq!(compare_set(b"B", b"C"), (b"A".to_vec(), Some(b"A".to_vec())), "another value");
+        assert_eq!(
+            compare_set(b"", b"C"),
+            (b"A".to_vec(), Some(b"A".to_vec())),
+            "nothing expected, but there"
+        );
+        assert_eq!(compare_set(b"A", b"C"), (b"C".to_vec(), Some(b"C".to_vec())), "as expected");
+    });
+}
+
+#[test]
+fn add_counts_in_decimal_text() {
+    each(|backend| {
+        assert_eq!(backend.one.add(b"n", 5, soon()).unwrap(), 5);
+        assert_eq!(backend.two.add(b"n", -7, soon()).unwrap(), -2);
+        assert_eq!(backend.one.get(b"n", soon()).unwrap(), b"-2");
+        backend.one.set(b"n", b"12abc", soon()).unwrap();
+        assert_eq!(backend.two.add(b"n", 1, soon()).unwrap(), 13);
+        assert_eq!(backend.one.add(b"zero", 0, soon()).unwrap(), 0);
+        assert!(backend.one.check(&[b"zero"], soon()).unwrap());
+        assert_eq!(backend.one.add(b"extreme", i64::MIN, soon()).unwrap(), i64::MIN);
+        assert_eq!(backend.one.get(b"extreme", soon()).unwrap(), i64::MIN.to_string().as_bytes());
+    });
+}
+
+#[test]
+fn add_to_text_is_an_error_and_the_store_stays_usable() {
+    each(|backend| {
+        for text in [&b"abc"[..], b"", b"99999999999999999999"] {
+            backend.one.set(b"t", text, soon()).unwrap();
+            let error = backend.one.add(b"t", 1, soon()).unwrap_err();
+            assert!(matches!(error, StoreError::Invalid { .. } | StoreError::Lost { .. }), "{error}");
+            assert_eq!(backend.one.get(b"t", soon()).unwrap(), text);
+        }
+    });
+}
+
+#[test]
+fn concurrent_adds_lose_nothing() {
+    each(|backend| {
+        thread::scope(|scope| {
+            for store in [&backend.one, &backend.two, &backend.one, &backend.two] {
+                scope.spawn(move || (0..25).for_each(|_| drop(store.add(b"sum", 1, soon()).unwrap())));
+            }
+        });
+        assert_eq!(backend.one.add(b"sum", 0, soon()).unwrap(), 100);
+    });
+}
+
+#[test]
+fn append_extends_or_creates() {
+    each(|backend| {
+        backend.one.append(b"a", b"x", soon()).unwrap();
+        backend.two.append(b"a", b"yz", soon()).unwrap();
+        assert_eq!(backend.one.get(b"a", soon()).unwrap(), b"xyz");
+    });
+}
+
+#[test]
+fn check_wants_all_keys() {
+    each(|backend| {
+        backend.one.multi_set(&[(b"x", b"1"), (b"y", b"2")], soon()).unwrap();
+        assert!(backend.two.check(&[b"x", b"y", b"x"], soon()).unwrap());
+        assert!(!backend.two.check(&[b"x", b"z"], soon()).unwrap());
+        assert!(backend.two.check(&[], soon()).unwrap());
+        backend.two.wait(&[], soon()).unwrap();
+    });
+}
+
+#[test]
+fn many_keys_at_once() {
+    each(|backend| {
+        let keys: Vec<Vec<u8>> = (0..3000).map(|i| format!("key-{i}").into_bytes()).collect();
+        let pairs: Vec<(&[u8], &[u8])> = keys.iter().map(|key| (&**key, &key[4..])).collect();
+        backend.one.multi_set(&pairs, soon()).unwrap();
+        let keys: Vec<&[u8]> = keys.iter().map(Vec::as_slice).collect();
+        let values = backend.two.multi_get(&keys, soon()).unwrap();
+        assert_eq!(values.len(), keys.len());
+        assert!(values.iter().zip(&pairs).all(|(value, pair)| value == pair.1));
+        assert!(backend.two.multi_get(&[], soon()).unwrap().is_empty());
+    });
+}
+
+#[test]
+fn multi_get_waits_for_all() {
+    each(|backend| {
+        backend.two.set(b"m1", b"1", soon()).unwrap();
+        let got = while_waiting(
+            || backend.one.multi_get(&[b"m1", b"m2", b"m1"], soon()),
+            || backend.two.set(b"m2", b"", soon()).unwrap(),
+        );
+        assert_eq!(got.unwrap(), [&b"1"[..], b"", b"1"]);
+    });
+}
+
+#[test]
+fn deleted_keys_are_gone_and_count_once() {
+    each(|backend| {
+        let before = backend.one.num_keys(soon()).unwrap();
+        backend.one.multi_set(&[(b"d1", b""), (b"d2", b"")], soon()).unwrap();
+        assert_eq!(backend.two.num_keys(soon()).unwrap(), before + 2);
+        assert!(backend.two.delete(b"d1", soon()).unwrap());
+        assert!(!backend.one.delete(b"d1", soon()).unwrap());
+        assert_eq!(backend.one.num_keys(soon()).unwrap(), before + 1);
+        assert_eq!(backend.one.try_get(b"d1", soon()).unwrap(), None);
+        assert_eq!(backend.two.list_keys(soon()).unwrap(), [b"d2"]);
+    });
+}
+
+#[test]
+fn a_prefix_hides_other_keys_from_lists_but_not_from_the_count() {
+    each(|backend| {
+        let part = PrefixStore::new("a", Arc::new(PrefixStore::new("b", backend.one.clone())));
+        part.set(b"k", b"v", soon()).unwrap();
+        backend.two.set(b"other", b"", soon()).unwrap();
+        assert_eq!(backend.two.get(b"b/a/k", soon()).unwrap(), b"v", "the inner prefix comes first");
+        assert_eq!(part.list_keys(soon()).unwrap(), [b"k"]);
+        assert_eq!(part.num_keys(soon()).unwrap(), backend.one.num_keys(soon()).unwrap());
+        let empty = PrefixStore::new("", backend.one.clone());
+        empty.set(b"k", b"of the empty prefix", soon()).unwrap();
+        assert_eq!(backend.two.get(b"/k", soon()).unwrap(), b"of the empty prefix");
+    });
+}
+
+#[test]
+fn barriers_open_when_all_came_and_work_once() {
+    each(|backend| {
+        let late = || backend.two.barrier(b"b", 2, soon()).unwrap();
+        while_waiting(|| backend.one.barrier(b"b", 2, soon()), late).unwrap();
+        backend.one.barrier(b"b", 2, short()).expect("a used barrier is open");
+        assert_eq!(backend.two.get(b"b", soon()).unwrap(), b"3");
+        backend.one.barrier(b"none", 0, soon()).unwrap();
+    });
+}
+
+#[test]
+fn who_gives_up_at_a_barrier_still_counts() {
+    each(|backend| {
+        assert!(matches!(backend.one.barrier(b"b", 2, short()), Err(StoreError::Timeout { .. })));
+        backend.two.barrier(b"b", 2, soon()).unwrap();
+    });
+}
+
+#[test]
+fn queues_are_first_in_first_out() {
+    each_with_queues(|backend| {
+        for item in [&b"1"[..], b"", b"3"] {
+            backend.one.queue_push(b"q", item, soon()).unwrap();
+        }
+        assert_eq!(backend.two.queue_len(b"q", soon()).unwrap(), 3);
+        assert!(backend.two.check(&[b"q"], soon()).unwrap());
+        assert_eq!(backend.two.try_get(b"q", soon()).ok().flatten().unwrap_or_default(), b"");
+        assert_eq!(backend.two.queue_pop(b"q", soon()).unwrap(), b"1");
+        assert_eq!(backend.one.try_queue_pop(b"q", soon()).unwrap().as_deref(), Some(&b""[..]));
+        assert_eq!(backend.two.queue_pop(b"q", soon()).unwrap(), b"3");
+        assert_eq!(backend.one.try_queue_pop(b"q", soon()).unwrap(), None);
+        assert_eq!(backend.one.queue_len(b"q", soon()).unwrap(), 0);
+        assert!(!backend.two.check(&[b"q"], soon()).unwrap());
+        assert!(matches!(backend.one.queue_pop(b"q", short()), Err(StoreError::Timeout { .. })));
+    });
+}
+
+#[test]
+fn each_item_goes_to_one_of_those_who_wait() {
+    each_with_queues(|backend| {
+        let mut got = thread::scope(|scope| {
+            let stores = [&backend.one, &backend.two, &backend.one, &backend.two, &backend.one, &backend.two];
+            let waiters = stores.map(|store| scope.spawn(|| store.queue_pop(b"q", soon()).unwrap()));
+            for item in 0..6_u8 {
+                thread::sleep(Duration::from_millis(5));
+                backend.two.queue_push(b"q", &[item], soon()).unwrap();
+            }
+            waiters.map(|waiter| waiter.join().unwrap())
+        });
+        got.sort();
+        assert_eq!(got, [[0], [1], [2], [3], [4], [5]]);
+    });
+}
+
+#[test]
+fn a_thread_in_a_long_wait_holds_up_nobody() {
+    each(|backend| {
+        thread::scope(|scope| {
+            let waiters: Vec<_> =
+                (0..8).map(|_| scope.spawn(|| backend.one.wait(&[b"end"], soon()).unwrap())).collect();
+            thread::sleep(Duration::from_millis(30));
+            let started = Instant::now();
+            for i in 0..20_i64 {
+                assert_eq!(backend.one.add(b"n", 1, soon()).unwrap(), i + 1);
+            }
+            assert!(started.elapsed() < Duration::from_secs(5));
+            assert!(waiters.iter().all(|waiter| !waiter.is_finished()));
+            backend.one.set(b"end", b"", soon()).unwrap();
+        });
+    });
+}
