@@ -1,0 +1,193 @@
+//! One of the launcher's own streams, written by a thread of its own, so that a slow terminal does not
+//! keep files and other streams waiting.
+
+use std::io::{self, Write};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// What may wait to be written; beyond it the workers are slowed down to the console's pace.
+const PENDING_MAX_BYTES: usize = 8 << 20;
+/// A console that takes nothing at all for this long is left behind: a stopped terminal must not stop the job.
+const STALL: Duration = Duration::from_secs(10);
+const WRITE_BYTES: usize = 64 << 10;
+
+/// The side that lines are handed to. Used by one thread.
+#[derive(Debug)]
+pub(super) struct Console {
+    shared: Arc<Shared>,
+    /// Whose line is on the console without its newline.
+    open: Option<usize>,
+    /// Collected lines, not yet handed over.
+    batch: Vec<u8>,
+    /// Bytes that were dropped since the console stalled.
+    dropped: Option<u64>,
+    stall: Duration,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+    /// Counts writes, as a sign of life.
+    writes: AtomicU64,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    pending: Vec<u8>,
+    /// The thread is about to write what it took.
+    writing: bool,
+    /// Nothing more will come.
+    closed: bool,
+    /// The stream is broken; all else is dropped.
+    broken: Option<io::ErrorKind>,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Console {
+    /// Starts the thread that writes to `stream`.
+    pub(super) fn start(name: &str, stream: Box<dyn Write + Send>) -> io::Result<Self> {
+        Self::start_with(name, stream, STALL)
+    }
+
+    pub(super) fn start_with(name: &str, stream: Box<dyn Write + Send>, stall: Duration) -> io::Result<Self> {
+        let shared = Arc::new(Shared::default());
+        let theirs = Arc::clone(&shared);
+        thread::Builder::new().name(name.to_owned()).spawn(move || write(&theirs, stream))?;
+        Ok(Self { shared, open: None, batch: Vec::new(), dropped: None, stall })
+    }
+
+    /// Adds a piece of a line of `source`, and its newline if it is over.
+    ///
+    /// A line that others have interrupted gets its prefix again.
+    pub(super) fn add(&mut self, source: usize, prefix: &[u8], text: &[u8], newline: bool, continued: bool) {
+        if self.open != Some(source) {
+            if continued && text.is_empty() {
+                return; // its newline was put in by whoever interrupted it
+            }
+            self.close_line();
+            self.batch.extend_from_slice(prefix);
+        }
+        self.batch.extend_from_slice(String::from_utf8_lossy(text).as_bytes());
+        self.open = (!newline).then_some(source);
+        if newline {
+            self.batch.push(b'\n');
+        }
+    }
+
+    /// Adds a line of the launcher itself.
+    pub(super) fn note(&mut self, line: &str) {
+        self.close_line();
+        self.batch.extend_from_slice(format!("convoke: {line}\n").as_bytes());
+    }
+
+    /// Hands over what was added; waits while the console is behind.
+    ///
+    /// Returns why the stream is broken, once it is.
+    pub(super) fn hand_over(&mut self) -> Option<io::ErrorKind> {
+        if self.batch.is_empty() {
+            return None;
+        }
+        let shared = Arc::clone(&self.shared);
+        let mut state = shared.lock();
+        let mut writes = shared.writes.load(Ordering::Relaxed);
+        let mut since = Instant::now();
+        while state.broken.is_none() && state.pending.len() >= PENDING_MAX_BYTES {
+            let now = shared.writes.load(Ordering::Relaxed);
+            if now != writes {
+                (writes, since) = (now, Instant::now());
+            }
+            let left = self.stall.saturating_sub(since.elapsed());
+            if left.is_zero() || self.dropped.is_some() {
+                *self.dropped.get_or_insert(0) += self.batch.len() as u64;
+                self.batch.clear();
+                return None;
+            }
+            state = shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        if let Some(broken) = state.broken {
+            self.batch.clear();
+            return Some(broken);
+        }
+        if let Some(bytes) = self.dropped.take() {
+            let note = format!(
+                "\nconvoke: warning: {bytes} bytes of output are missing here: the console took nothing\n"
+            );
+            state.pending.extend_from_slice(note.as_bytes());
+        }
+        if state.pending.is_empty() {
+            std::mem::swap(&mut state.pending, &mut self.batch);
+        } else {
+            state.pending.extend_from_slice(&self.batch);
+        }
+        self.batch.clear();
+        drop(state);
+        shared.changed.notify_all();
+        None
+    }
+
+    /// Waits until all is written, the stream is broken, or the deadline has passed.
+    pub(super) fn finish(mut self, deadline: Instant) {
+        self.hand_over();
+        let mut state = self.shared.lock();
+        state.closed = true;
+        self.shared.changed.notify_all();
+        while state.broken.is_none() && (state.writing || !state.pending.is_empty()) {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return; // the thread ends with the process
+            }
+            state = self.shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    fn close_line(&mut self) {
+        if self.open.take().is_some() {
+            self.batch.push(b'\n');
+        }
+    }
+}
+
+impl Drop for Console {
+    fn drop(&mut self) {
+        self.shared.lock().closed = true;
+        self.shared.changed.notify_all();
+    }
+}
+
+fn write(shared: &Shared, mut stream: Box<dyn Write + Send>) {
+    let mut taken = Vec::new();
+    loop {
+        let mut state = shared.lock();
+        state.writing = false;
+        shared.changed.notify_all();
+        while state.pending.is_empty() && !state.closed {
+            state = shared.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        if state.pending.is_empty() {
+            return;
+        }
+        taken.clear();
+        std::mem::swap(&mut taken, &mut state.pending);
+        state.writing = true;
+        drop(state);
+        shared.changed.notify_all();
+        for slice in taken.chunks(WRITE_BYTES) {
+            if let Err(error) = stream.write_all(slice) {
+                let mut state = shared.lock();
+                state.broken = Some(error.kind());
+                state.pending = Vec::new();
+                shared.changed.notify_all();
+                return;
+            }
+            shared.writes.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+}

@@ -1,0 +1,99 @@
+//! From bytes as they arrive to lines. Pure.
+
+use memchr::memchr2;
+
+/// A line longer than this is passed on in pieces.
+pub(super) const LINE_MAX_BYTES: usize = 64 << 10;
+
+/// A line, or a piece of one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Piece<'a> {
+    /// What was not passed on before.
+    pub(super) text: &'a [u8],
+    /// The line from its start; its newline is not included. For a line beyond [`LINE_MAX_BYTES`], since the
+    /// last cut.
+    pub(super) line: &'a [u8],
+    /// `line` is over: by a newline or a cut, so that nothing more will be added to it.
+    pub(super) complete: bool,
+    /// A newline follows.
+    pub(super) newline: bool,
+}
+
+/// Cuts a stream into lines, as text files are read by Python: a line ends with `\n`, `\r\n` or `\r`, the last
+/// as progress bars do.
+#[derive(Debug, Default)]
+pub(super) struct Lines {
+    /// The line that is not over.
+    partial: Vec<u8>,
+    /// How much of it was passed on.
+    shown: usize,
+    /// The last byte was `\r`: a `\n` belongs to it.
+    after_return: bool,
+}
+
+impl Lines {
+    /// Passes on all lines that `bytes` completes.
+    pub(super) fn feed(&mut self, mut bytes: &[u8], mut pass: impl FnMut(Piece<'_>)) {
+        if self.after_return && !bytes.is_empty() {
+            self.after_return = false;
+            bytes = bytes.strip_prefix(b"\n").unwrap_or(bytes);
+        }
+        while let Some(end) = memchr2(b'\n', b'\r', bytes) {
+            let mut next = end + 1;
+            if bytes[end] == b'\r' {
+                match bytes.get(next) {
+                    Some(b'\n') => next += 1,
+                    Some(_) => {}
+                    None => self.after_return = true,
+                }
+            }
+            if self.partial.is_empty() {
+                let line = &bytes[..end];
+                pass(Piece { text: line, line, complete: true, newline: true });
+            } else {
+                self.partial.extend_from_slice(&bytes[..end]);
+                self.pass_partial(true, true, &mut pass);
+            }
+            bytes = &bytes[next..];
+        }
+        while self.partial.len() + bytes.len() >= LINE_MAX_BYTES {
+            let (now, later) = bytes.split_at(LINE_MAX_BYTES - self.partial.len());
+            self.partial.extend_from_slice(now);
+            self.pass_partial(true, false, &mut pass);
+            bytes = later;
+        }
+        self.partial.extend_from_slice(bytes);
+    }
+
+    /// Passes on the line that is not over, as far as its characters are whole.
+    pub(super) fn show_partial(&mut self, mut pass: impl FnMut(Piece<'_>)) {
+        let text = &self.partial[self.shown..];
+        let whole = match std::str::from_utf8(text) {
+            Err(error) if error.error_len().is_none() => error.valid_up_to(),
+            _ => text.len(),
+        };
+        if whole > 0 {
+            let end = self.shown + whole;
+            pass(Piece { text: &text[..whole], line: &self.partial[..end], complete: false, newline: false });
+            self.shown = end;
+        }
+    }
+
+    /// Passes on what is left at the end of the stream.
+    pub(super) fn finish(&mut self, mut pass: impl FnMut(Piece<'_>)) {
+        if !self.partial.is_empty() {
+            self.pass_partial(true, false, &mut pass);
+        }
+    }
+
+    /// Whether [`Lines::show_partial`] has something to show.
+    pub(super) fn has_partial(&self) -> bool {
+        self.shown < self.partial.len()
+    }
+
+    fn pass_partial(&mut self, complete: bool, newline: bool, pass: &mut impl FnMut(Piece<'_>)) {
+        pass(Piece { text: &self.partial[self.shown..], line: &self.partial, complete, newline });
+        self.partial.clear();
+        self.shown = 0;
+    }
+}

@@ -1,0 +1,329 @@
+//! Where the output of the workers goes: the console, files, or both.
+//!
+//! [`RunDir`] is one launcher's directory, [`AttemptDir`] the directory of one attempt, which hands out
+//! the descriptors of each worker. Files without tee are given to the worker itself; a teed stream is a
+//! pipe that [`Tee`] reads.
+//!
+//! Logs serve the job: but for a `--log-dir` that cannot be one, what goes wrong here is told once, and
+//! the job goes on without files.
+
+mod console;
+mod lines;
+mod tee;
+#[cfg(test)]
+mod tests;
+
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io::{self, Write};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use memchr::memmem::Finder;
+
+use crate::config::{LogConfig, LogDir, StreamChoice, Streams, expand};
+use crate::report::host_name;
+use console::Console;
+pub(crate) use tee::Tee;
+use tee::{Source, Stream};
+
+const RANDOM_CHARS: usize = 8;
+const PIPE_BYTES: i32 = 256 << 10;
+
+/// Why there can be no logs.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum LogError {
+    /// `--log-dir` is something else.
+    #[error("--log-dir={}: not a directory; write --log-dir=DIRECTORY", .0.display())]
+    NotADirectory(PathBuf),
+    /// The operating system refuses a pipe, a thread or /dev/null.
+    #[error("{what}: {source}")]
+    System {
+        /// What was tried.
+        what: &'static str,
+        /// Its answer.
+        source: io::Error,
+    },
+}
+
+/// Adds what was tried to an error.
+fn system(what: &'static str) -> impl FnOnce(io::Error) -> LogError {
+    move |source| LogError::System { what, source }
+}
+
+/// The directory of one launcher, `<base>/<run id>_<8 random>`.
+#[derive(Debug)]
+pub(crate) struct RunDir {
+    settings: Arc<Settings>,
+    /// `None` with `--log-dir=/dev/null`, or if it could not be made.
+    path: Option<PathBuf>,
+}
+
+/// What all attempts share.
+#[derive(Debug)]
+struct Settings {
+    config: LogConfig,
+    host: String,
+    /// Trouble with files is told once.
+    told: AtomicBool,
+}
+
+/// The directory of one attempt, `attempt_<restarts>`, and what its workers were given.
+#[derive(Debug)]
+pub(crate) struct AttemptDir {
+    settings: Arc<Settings>,
+    path: Option<PathBuf>,
+    sources: Vec<Source>,
+    filtered: [Option<File>; 2],
+}
+
+/// What a worker gets.
+#[derive(Debug)]
+pub(crate) struct WorkerStdio {
+    /// Its standard output.
+    pub(crate) stdout: StdioTarget,
+    /// Its standard error.
+    pub(crate) stderr: StdioTarget,
+    /// TORCHELASTIC_ERROR_FILE; `None` if there are no files.
+    pub(crate) error_file: Option<PathBuf>,
+}
+
+/// Where one stream of a worker goes.
+#[derive(Debug)]
+pub(crate) enum StdioTarget {
+    /// Where the launcher's own goes.
+    Inherit,
+    /// Nowhere.
+    Null(OwnedFd),
+    /// A file.
+    File(OwnedFd),
+    /// To [`Tee`]; to be closed here once the worker has it.
+    Pipe(OwnedFd),
+}
+
+impl StdioTarget {
+    /// The descriptor to give to the worker; `None` to inherit.
+    pub(crate) fn as_fd(&self) -> Option<BorrowedFd<'_>> {
+        match self {
+            Self::Inherit => None,
+            Self::Null(fd) | Self::File(fd) | Self::Pipe(fd) => Some(fd.as_fd()),
+        }
+    }
+}
+
+impl RunDir {
+    /// Makes the directory.
+    ///
+    /// # Errors
+    /// [`LogError::NotADirectory`]: `--log-dir` is a file. Other trouble is told, and there will be no files.
+    pub(crate) fn create(config: &LogConfig, run_id: &str) -> Result<Self, LogError> {
+        let settings =
+            Arc::new(Settings { config: config.clone(), host: host_name(), told: AtomicBool::new(false) });
+        let made = match &config.dir {
+            LogDir::Nothing => return Ok(Self { settings, path: None }),
+            LogDir::Temporary => {
+                let base = std::env::temp_dir();
+                make_random(&base, "torchelastic")
+                    .and_then(|base| make_random(&base, run_id))
+                    .map_err(|error| (base, error))
+            }
+            LogDir::Path(base) => {
+                if fs::metadata(base).is_ok_and(|metadata| !metadata.is_dir()) {
+                    return Err(LogError::NotADirectory(base.clone()));
+                }
+                match fs::create_dir_all(base).and_then(|()| make_random(base, run_id)) {
+                    Err(error) if error.kind() == io::ErrorKind::NotADirectory => {
+                        return Err(LogError::NotADirectory(base.clone()));
+                    }
+                    made => made.map_err(|error| (base.clone(), error)),
+                }
+            }
+        };
+        let path = match made {
+            Ok(path) => Some(path),
+            Err((base, error)) => {
+                settings
+                    .tell(&format!("no log files: cannot make a directory in {}: {error}", base.display()));
+                None
+            }
+        };
+        Ok(Self { settings, path })
+    }
+
+    /// Makes the directory of an attempt anew, with one directory for each of `nproc` local ranks.
+    ///
+    /// # Errors
+    /// None at present: trouble is told, and there will be no files.
+    pub(crate) fn attempt(&self, restarts: u32, nproc: usize) -> Result<AttemptDir, LogError> {
+        let mut attempt = AttemptDir {
+            settings: Arc::clone(&self.settings),
+            path: None,
+            sources: Vec::new(),
+            filtered: [None, None],
+        };
+        let Some(run) = &self.path else { return Ok(attempt) };
+        let path = run.join(format!("attempt_{restarts}"));
+        match fill_attempt(&path, nproc, &self.settings.config) {
+            Ok(filtered) => {
+                attempt.path = Some(path);
+                attempt.filtered = filtered;
+            }
+            Err(error) => {
+                self.settings.tell(&format!("no log files: cannot make {}: {error}", path.display()))
+            }
+        }
+        Ok(attempt)
+    }
+}
+
+/// Makes `<base>/<prefix>_<8 random>` and returns its absolute path, since workers may change theirs.
+fn make_random(base: &Path, prefix: &str) -> io::Result<PathBuf> {
+    const ALPHABET: &[u8; 32] = b"abcdefghijklmnopqrstuvwxyz234567";
+    let prefix = prefix.replace('/', "_");
+    for _ in 0..100 {
+        let mut random = [0; RANDOM_CHARS];
+        getrandom::fill(&mut random).map_err(io::Error::other)?;
+        let random: String = random.iter().map(|byte| char::from(ALPHABET[usize::from(byte % 32)])).collect();
+        let path = std::path::absolute(base)?.join(format!("{prefix}_{random}"));
+        match DirBuilder::new().mode(0o700).create(&path) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+            made => return made.map(|()| path),
+        }
+    }
+    Err(io::ErrorKind::AlreadyExists.into())
+}
+
+/// Makes the directory of an attempt; returns the files of the duplicate filters.
+fn fill_attempt(path: &Path, nproc: usize, config: &LogConfig) -> io::Result<[Option<File>; 2]> {
+    match fs::remove_dir_all(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    fs::create_dir(path)?;
+    for local_rank in 0..nproc {
+        fs::create_dir(path.join(local_rank.to_string()))?;
+    }
+    let open =
+        |filters: &[String], name: &str| (!filters.is_empty()).then(|| append(&path.join(name))).transpose();
+    Ok([
+        open(&config.duplicate_stdout, "filtered_stdout.log")?,
+        open(&config.duplicate_stderr, "filtered_stderr.log")?,
+    ])
+}
+
+/// Files are appended to, so that `truncate` frees space of a running job.
+fn append(path: &Path) -> io::Result<File> {
+    OpenOptions::new().create(true).append(true).open(path)
+}
+
+impl AttemptDir {
+    /// What the worker with this local and global rank gets. To be called once for each.
+    ///
+    /// # Errors
+    /// [`LogError::System`]: no pipe, no /dev/null.
+    pub(crate) fn worker(&mut self, local_rank: usize, rank: usize) -> Result<WorkerStdio, LogError> {
+        Ok(WorkerStdio {
+            stdout: self.target(Stream::Stdout, local_rank, rank)?,
+            stderr: self.target(Stream::Stderr, local_rank, rank)?,
+            error_file: self.dir(local_rank).map(|dir| dir.join("error.json")),
+        })
+    }
+
+    /// Starts to copy the output of teed streams; `None` if there are none.
+    ///
+    /// # Errors
+    /// [`LogError::System`]: no thread.
+    pub(crate) fn start_tee(self) -> Result<Option<Tee>, LogError> {
+        if self.sources.is_empty() {
+            return Ok(None);
+        }
+        let start = || self.start_tee_on(tee::consoles()?).map(Some);
+        start().map_err(system("cannot start copying output"))
+    }
+
+    fn start_tee_on(self, consoles: [Console; 2]) -> io::Result<Tee> {
+        let config = &self.settings.config;
+        let filters = [&config.duplicate_stdout, &config.duplicate_stderr]
+            .map(|texts| texts.iter().map(|text| Finder::new(text.as_bytes()).into_owned()).collect());
+        Tee::start(self.sources, self.filtered, filters, consoles)
+    }
+
+    fn dir(&self, local_rank: usize) -> Option<PathBuf> {
+        self.path.as_ref().map(|path| path.join(local_rank.to_string()))
+    }
+
+    fn target(&mut self, stream: Stream, local_rank: usize, rank: usize) -> Result<StdioTarget, LogError> {
+        let settings = Arc::clone(&self.settings);
+        let config = &settings.config;
+        let chosen = |choice: &StreamChoice| stream.of(streams_of(choice, local_rank));
+        let on_console = config.local_ranks_filter.as_ref().is_none_or(|ranks| ranks.contains(&local_rank));
+        let (teed, redirected) = (chosen(&config.tee), chosen(&config.redirects));
+        let file = match self.dir(local_rank) {
+            Some(dir) if teed || redirected => self.open(&dir.join(stream.file_name())),
+            _ => None,
+        };
+        if teed {
+            let (ours, theirs) = pipe()?;
+            let prefix = prefix(config, &settings.host, local_rank, rank);
+            self.sources.push(Source::new(stream, ours, file, prefix, on_console));
+            return Ok(StdioTarget::Pipe(theirs));
+        }
+        let wanted_nowhere = redirected && config.dir == LogDir::Nothing;
+        match file {
+            Some(file) => Ok(StdioTarget::File(file.into())),
+            // Better on the console than lost, if there could be no file.
+            None if on_console && !wanted_nowhere => Ok(StdioTarget::Inherit),
+            None => {
+                let null = OpenOptions::new().read(true).write(true).open("/dev/null");
+                null.map(|file| StdioTarget::Null(file.into())).map_err(system("/dev/null"))
+            }
+        }
+    }
+
+    fn open(&self, path: &Path) -> Option<File> {
+        append(path)
+            .inspect_err(|error| {
+                self.settings.tell(&format!("cannot write {}: {error}; the job goes on", path.display()))
+            })
+            .ok()
+    }
+}
+
+impl Settings {
+    /// One line on stderr, the first time.
+    fn tell(&self, what: &str) {
+        if !self.told.swap(true, Ordering::Relaxed) {
+            // A closed stderr is no reason to stop.
+            let _ = writeln!(io::stderr(), "convoke: warning: {what}");
+        }
+    }
+}
+
+fn streams_of(choice: &StreamChoice, local_rank: usize) -> Streams {
+    match choice {
+        StreamChoice::All(streams) => *streams,
+        StreamChoice::Some(of_rank) => of_rank.get(&local_rank).copied().unwrap_or_default(),
+    }
+}
+
+fn pipe() -> Result<(OwnedFd, OwnedFd), LogError> {
+    let (ours, theirs) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC)
+        .map_err(|error| LogError::System { what: "no pipe for a worker's output", source: error.into() })?;
+    // More room means fewer switches between worker and launcher. A refusal (pipe-user-pages-soft) is no harm.
+    let _ = nix::fcntl::fcntl(&ours, nix::fcntl::FcntlArg::F_SETPIPE_SZ(PIPE_BYTES));
+    Ok((ours, theirs))
+}
+
+/// What stands before each teed line.
+fn prefix(config: &LogConfig, host: &str, local_rank: usize, rank: usize) -> Vec<u8> {
+    let (local_rank, rank) = (local_rank.to_string(), rank.to_string());
+    expand(config.prefix_template.as_bytes(), |name| match name {
+        "role_name" => Some(config.role.as_str()),
+        "local_rank" => Some(local_rank.as_str()),
+        "rank" => Some(rank.as_str()),
+        "hostname" => Some(host),
+        _ => None,
+    })
+}

@@ -1,0 +1,617 @@
+//! Real pipes, files and threads; a line of test is a line of output.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::io::{self, Read, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use proptest::prelude::*;
+
+use super::console::Console;
+use super::lines::{LINE_MAX_BYTES, Lines};
+use super::*;
+
+type Result<T = ()> = std::result::Result<T, Box<dyn std::error::Error>>;
+
+const BOTH: Streams = Streams { stdout: true, stderr: true };
+const STDOUT: Streams = Streams { stdout: true, stderr: false };
+
+fn config(dir: LogDir) -> LogConfig {
+    LogConfig {
+        role: "trainer".to_owned(),
+        dir,
+        redirects: StreamChoice::All(Streams::default()),
+        tee: StreamChoice::All(Streams::default()),
+        prefix_template: "[${role_name}${local_rank}]:".to_owned(),
+        local_ranks_filter: None,
+        duplicate_stdout: Vec::new(),
+        duplicate_stderr: Vec::new(),
+    }
+}
+
+/// A directory for logs that is gone after the test, and a configuration that uses it.
+fn logs_in_temp() -> Result<(tempfile::TempDir, LogConfig)> {
+    let temp = tempfile::tempdir()?;
+    let config = config(LogDir::Path(temp.path().join("logs")));
+    Ok((temp, config))
+}
+
+/// What a console was given.
+#[derive(Debug, Clone, Default)]
+struct Screen(Arc<Mutex<Vec<u8>>>);
+
+impl Write for Screen {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().map_err(|_| io::ErrorKind::Other)?.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Screen {
+    fn text(&self) -> String {
+        self.0.lock().map_or_else(|_| String::new(), |bytes| String::from_utf8_lossy(&bytes).into_owned())
+    }
+
+    fn console(&self) -> Result<Console> {
+        Ok(Console::start("screen", Box::new(self.clone()))?)
+    }
+
+    /// Waits until the text is there; the last text if it never comes.
+    fn wait_for(&self, wanted: &str, limit: Duration) -> String {
+        let end = Instant::now() + limit;
+        loop {
+            let text = self.text();
+            if text.contains(wanted) || Instant::now() > end {
+                return text;
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+fn start(attempt: AttemptDir) -> Result<(Tee, Screen, Screen)> {
+    let (stdout, stderr) = (Screen::default(), Screen::default());
+    let tee = attempt.start_tee_on([stdout.console()?, stderr.console()?])?;
+    Ok((tee, stdout, stderr))
+}
+
+fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(20)
+}
+
+/// The other side of what a worker got.
+fn writer(target: StdioTarget) -> Result<File> {
+    match target {
+        StdioTarget::Pipe(fd) | StdioTarget::File(fd) | StdioTarget::Null(fd) => Ok(File::from(fd)),
+        StdioTarget::Inherit => Err("inherited".into()),
+    }
+}
+
+fn kind(target: &StdioTarget) -> &'static str {
+    match target {
+        StdioTarget::Inherit => "inherit",
+        StdioTarget::Null(_) => "null",
+        StdioTarget::File(_) => "file",
+        StdioTarget::Pipe(_) => "pipe",
+    }
+}
+
+fn names(dir: &Path) -> Result<Vec<String>> {
+    let entries: io::Result<Vec<_>> = fs::read_dir(dir)?.collect();
+    let mut names: Vec<String> =
+        entries?.iter().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    names.sort();
+    Ok(names)
+}
+
+fn path_of(attempt: &AttemptDir) -> Result<PathBuf> {
+    Ok(attempt.path.clone().ok_or("no directory")?)
+}
+
+#[test]
+fn layout_is_base_run_attempt_rank() -> Result {
+    let (temp, config) = logs_in_temp()?;
+    let run = RunDir::create(&config, "job/7")?;
+    let mut attempt = run.attempt(2, 3)?;
+    let stdio = attempt.worker(1, 5)?;
+    let base = names(&temp.path().join("logs"))?;
+    assert_eq!(base.len(), 1);
+    let random = base[0].strip_prefix("job_7_").ok_or("prefix")?;
+    assert!(random.len() == 8 && random.bytes().all(|b| b.is_ascii_alphanumeric()), "{random}");
+    let path = path_of(&attempt)?;
+    assert!(path.ends_with("attempt_2") && path.is_absolute());
+    assert_eq!(names(&path)?, ["0", "1", "2"]);
+    assert_eq!(stdio.error_file, Some(path.join("1/error.json")));
+    assert_eq!((kind(&stdio.stdout), kind(&stdio.stderr)), ("inherit", "inherit"));
+    assert!(stdio.stdout.as_fd().is_none());
+    assert!(attempt.start_tee()?.is_none(), "nothing to copy");
+    Ok(())
+}
+
+#[test]
+fn an_attempt_of_the_same_number_starts_empty() -> Result {
+    let (_temp, config) = logs_in_temp()?;
+    let run = RunDir::create(&config, "job")?;
+    let path = path_of(&run.attempt(0, 2)?)?;
+    fs::write(path.join("0/error.json"), "{}")?;
+    run.attempt(0, 1)?;
+    assert_eq!(names(&path)?, ["0"]);
+    assert_eq!(names(&path.join("0"))?, [""; 0]);
+    Ok(())
+}
+
+#[test]
+fn two_runs_share_a_base_but_not_a_directory() -> Result {
+    let (temp, config) = logs_in_temp()?;
+    RunDir::create(&config, "job")?;
+    RunDir::create(&config, "job")?;
+    assert_eq!(names(&temp.path().join("logs"))?.len(), 2);
+    Ok(())
+}
+
+#[test]
+fn run_directories_are_private() -> Result {
+    let (temp, config) = logs_in_temp()?;
+    RunDir::create(&config, "job")?;
+    let run = temp.path().join("logs").join(&names(&temp.path().join("logs"))?[0]);
+    assert_eq!(fs::metadata(run)?.permissions().mode() & 0o777, 0o700);
+    Ok(())
+}
+
+#[test]
+fn a_log_dir_that_is_a_file_is_refused() -> Result {
+    let temp = tempfile::NamedTempFile::new()?;
+    for path in [temp.path().to_owned(), temp.path().join("below")] {
+        let error =
+            RunDir::create(&config(LogDir::Path(path.clone())), "job").map(|_| ()).unwrap_err().to_string();
+        assert_eq!(
+            error,
+            format!("--log-dir={}: not a directory; write --log-dir=DIRECTORY", path.display())
+        );
+    }
+    Ok(())
+}
+
+#[test]
+fn without_a_directory_the_job_goes_on() -> Result {
+    let mut config = config(LogDir::Path(PathBuf::from("/proc/no/such/place")));
+    config.redirects = StreamChoice::All(STDOUT);
+    let run = RunDir::create(&config, "job")?;
+    let stdio = run.attempt(0, 1)?.worker(0, 0)?;
+    assert_eq!((kind(&stdio.stdout), stdio.error_file), ("inherit", None), "better on the console than lost");
+    Ok(())
+}
+
+#[test]
+fn dev_null_makes_no_files() -> Result {
+    let mut config = config(LogDir::Nothing);
+    config.redirects = StreamChoice::All(STDOUT);
+    let run = RunDir::create(&config, "job")?;
+    let mut attempt = run.attempt(0, 1)?;
+    let stdio = attempt.worker(0, 0)?;
+    assert_eq!((kind(&stdio.stdout), kind(&stdio.stderr), stdio.error_file), ("null", "inherit", None));
+    Ok(())
+}
+
+#[test]
+fn dev_null_and_tee_show_lines_all_the_same() -> Result {
+    let mut config = config(LogDir::Nothing);
+    config.tee = StreamChoice::All(STDOUT);
+    let mut attempt = RunDir::create(&config, "job")?.attempt(0, 1)?;
+    let mut out = writer(attempt.worker(0, 0)?.stdout)?;
+    let (tee, stdout, _) = start(attempt)?;
+    writeln!(out, "hello")?;
+    drop(out);
+    tee.finish(soon());
+    assert_eq!(stdout.text(), "[trainer0]:hello\n");
+    Ok(())
+}
+
+#[test]
+fn redirected_streams_go_to_files_only() -> Result {
+    let (_temp, mut config) = logs_in_temp()?;
+    let of_rank = [(0, STDOUT), (1, Streams { stdout: false, stderr: true })];
+    config.redirects = StreamChoice::Some(BTreeMap::from(of_rank));
+    let mut attempt = RunDir::create(&config, "job")?.attempt(0, 3)?;
+    let kinds: Vec<_> = (0..3)
+        .map(|rank| attempt.worker(rank, rank).map(|stdio| (kind(&stdio.stdout), kind(&stdio.stderr))))
+        .collect::<std::result::Result<_, _>>()?;
+    assert_eq!(kinds, [("file", "inherit"), ("inherit", "file"), ("inherit", "inherit")]);
+    let path = path_of(&attempt)?;
+    assert_eq!(names(&path.join("0"))?, ["stdout.log"]);
+    assert_eq!(names(&path.join("1"))?, ["stderr.log"]);
+    Ok(())
+}
+
+#[test]
+fn ranks_outside_the_filter_are_silent() -> Result {
+    let (_temp, mut config) = logs_in_temp()?;
+    config.local_ranks_filter = Some(BTreeSet::from([1]));
+    config.tee = StreamChoice::All(STDOUT);
+    config.duplicate_stdout = vec!["out".to_owned()];
+    let mut attempt = RunDir::create(&config, "job")?.attempt(0, 2)?;
+    let path = path_of(&attempt)?;
+    let (zero, one) = (attempt.worker(0, 0)?, attempt.worker(1, 1)?);
+    assert_eq!((kind(&zero.stderr), kind(&one.stderr)), ("null", "inherit"));
+    let (tee, stdout, _) = start(attempt)?;
+    writeln!(writer(zero.stdout)?, "out 0")?;
+    writeln!(writer(one.stdout)?, "out 1")?;
+    tee.finish(soon());
+    assert_eq!(stdout.text(), "[trainer1]:out 1\n");
+    assert_eq!(fs::read_to_string(path.join("0/stdout.log"))?, "out 0\n");
+    assert_eq!(fs::read_to_string(path.join("filtered_stdout.log"))?, "[trainer1]:out 1\n");
+    Ok(())
+}
+
+#[test]
+fn a_real_worker_writes_both_streams() -> Result {
+    let (_temp, mut config) = logs_in_temp()?;
+    config.tee = StreamChoice::All(BOTH);
+    let mut attempt = RunDir::create(&config, "job")?.attempt(0, 1)?;
+    let path = path_of(&attempt)?;
+    let stdio = attempt.worker(0, 3)?;
+    let (out, err) = (writer(stdio.stdout)?, writer(stdio.stderr)?);
+    let mut command = Command::new("sh");
+    command
+        .args(["-c", "echo out; echo err >&2; printf 'no newline'"])
+        .stdout(Stdio::from(out))
+        .stderr(Stdio::from(err));
+    let mut child = command.spawn()?;
+    drop(command); // closes our copies of its descriptors
+    let (tee, stdout, stderr) = start(attempt)?;
+    child.wait()?;
+    tee.finish(soon());
+    assert_eq!(stdout.text(), "[trainer0]:out\n[trainer0]:no newline");
+    assert_eq!(stderr.text(), "[trainer0]:err\n");
+    assert_eq!(fs::read_to_string(path.join("0/stdout.log"))?, "out\nno newline");
+    Ok(())
+}
+
+#[test]
+fn lines_are_shown_while_the_worker_lives_and_at_last_without_newline() -> Result {
+    let mut config = config(LogDir::Nothing);
+    config.tee = StreamChoice::All(STDOUT);
+    let mut attempt = RunDir::create(&config, "job")?.attempt(0, 2)?;
+    let mut zero = writer(attempt.worker(0, 0)?.stdout)?;
+    let mut one = writer(attempt.worker(1, 1)?.stdout)?;
+    let (tee, stdout, _) = start(attempt)?;
+    writeln!(zero, "early")?;
+    assert_eq!(stdout.wait_for("early\n", Duration::from_secs(10)), "[trainer0]:early\n");
+    write!(zero, "loading ... \u{e4}")?; // shown after PARTIAL_AFTER
+    let text = stdout.wait_for("loading ... ä", Duration::from_secs(20));
+    assert_eq!(text, "[trainer0]:early\n[trainer0]:loading ... ä");
+    writeln!(one, "between")?;
+    stdout.wait_for("between\n", Duration::from_secs(10));
+    writeln!(zero, "done")?;
+    drop((zero, one));
+    tee.finish(soon());
+    let wanted = "[trainer0]:early\n[trainer0]:loading ... ä\n[trainer1]:between\n[trainer0]:done\n";
+    assert_eq!(stdout.text(), wanted);
+    Ok(())
+}
+
+#[test]
+fn prefix_knows_four_names() -> Result {
+    let mut config = config(LogDir::Nothing);
+    config.prefix_template = "<${role_name}|$local_rank|${rank}|${hostname}|${x}|$$> ".to_owned();
+    assert_eq!(prefix(&config, "node7", 1, 9), b"<trainer|1|9|node7|${x}|$> ");
+    Ok(())
+}
+
+#[test]
+fn filters_copy_matching_lines_with_prefix() -> Result {
+    let (_temp, mut config) = logs_in_temp()?;
+    config.tee = StreamChoice::All(BOTH);
+    config.duplicate_stdout = vec!["apple".to_owned(), "a,b".to_owned()];
+    let mut attempt = RunDir::create(&config, "job")?.attempt(0, 1)?;
+    let path = path_of(&attempt)?;
+    assert_eq!(fs::read_to_string(path.join("filtered_stdout.log"))?, "", "there from the start");
+    let stdio = attempt.worker(0, 0)?;
+    let (mut out, mut err) = (writer(stdio.stdout)?, writer(stdio.stderr)?);
+    let (tee, _, _) = start(attempt)?;
+    write!(out, "pineapple\npear\nxa,bx\na,,b\napple at the end")?;
+    writeln!(err, "apple")?;
+    drop((out, err));
+    tee.finish(soon());
+    let filtered = fs::read_to_string(path.join("filtered_stdout.log"))?;
+    assert_eq!(filtered, "[trainer0]:pineapple\n[trainer0]:xa,bx\n[trainer0]:apple at the end\n");
+    assert!(!path.join("filtered_stderr.log").exists());
+    Ok(())
+}
+
+#[test]
+fn invalid_utf8_is_replaced_on_the_console_only() -> Result {
+    let (_temp, mut config) = logs_in_temp()?;
+    config.tee = StreamChoice::All(STDOUT);
+    let mut attempt = RunDir::create(&config, "job")?.attempt(0, 1)?;
+    let path = path_of(&attempt)?;
+    let mut out = writer(attempt.worker(0, 0)?.stdout)?;
+    let (tee, stdout, _) = start(attempt)?;
+    out.write_all(b"caf\xe9\r\n50%\r100%\n")?;
+    drop(out);
+    tee.finish(soon());
+    assert_eq!(stdout.text(), "[trainer0]:caf\u{fffd}\n[trainer0]:50%\n[trainer0]:100%\n");
+    assert_eq!(fs::read(path.join("0/stdout.log"))?, b"caf\xe9\r\n50%\r100%\n");
+    Ok(())
+}
+
+#[test]
+fn eight_workers_at_full_speed_keep_whole_lines() -> Result {
+    const LINES: usize = 20_000;
+    let (_temp, mut config) = logs_in_temp()?;
+    config.tee = StreamChoice::All(STDOUT);
+    let mut attempt = RunDir::create(&config, "job")?.attempt(0, 8)?;
+    let path = path_of(&attempt)?;
+    let filler = "x".repeat(500); // 80 MB in all
+    let mut threads = Vec::new();
+    for rank in 0..8 {
+        let mut out = writer(attempt.worker(rank, rank)?.stdout)?;
+        let filler = filler.clone();
+        threads.push(std::thread::spawn(move || -> io::Result<()> {
+            let mut block = Vec::new();
+            for line in 0..LINES {
+                writeln!(block, "{rank} {line} {filler}")?;
+                if block.len() > 10_000 * (rank + 1) {
+                    out.write_all(&block)?;
+                    block.clear();
+                }
+            }
+            out.write_all(&block)
+        }));
+    }
+    let (tee, stdout, _) = start(attempt)?;
+    for thread in threads {
+        thread.join().map_err(|_| "a writer panicked")??;
+    }
+    tee.finish(soon());
+    let text = stdout.text();
+    let mut next = [0; 8];
+    for line in text.lines() {
+        let (prefix, rest) = line.split_once("]:").ok_or("no prefix")?;
+        let mut words = rest.split(' ');
+        let rank: usize = words.next().ok_or("no rank")?.parse()?;
+        assert_eq!(prefix, format!("[trainer{rank}"));
+        assert_eq!(
+            (words.next(), words.next()),
+            (Some(next[rank].to_string().as_str()), Some(filler.as_str()))
+        );
+        next[rank] += 1;
+    }
+    assert_eq!(next, [LINES; 8]);
+    assert_eq!(fs::read_to_string(path.join("7/stdout.log"))?.lines().count(), LINES);
+    Ok(())
+}
+
+#[test]
+fn a_line_beyond_the_limit_comes_in_pieces_but_complete() -> Result {
+    let mut config = config(LogDir::Nothing);
+    config.tee = StreamChoice::All(STDOUT);
+    let mut attempt = RunDir::create(&config, "job")?.attempt(0, 1)?;
+    let mut out = writer(attempt.worker(0, 0)?.stdout)?;
+    let (tee, stdout, _) = start(attempt)?;
+    let long = "y".repeat(5 * LINE_MAX_BYTES + 17);
+    writeln!(out, "{long}")?;
+    writeln!(out, "next")?;
+    drop(out);
+    tee.finish(soon());
+    assert_eq!(stdout.text(), format!("[trainer0]:{long}\n[trainer0]:next\n"));
+    Ok(())
+}
+
+#[test]
+fn a_descendant_that_keeps_the_pipe_does_not_hold_the_launcher() -> Result {
+    let mut config = config(LogDir::Nothing);
+    config.tee = StreamChoice::All(STDOUT);
+    let mut attempt = RunDir::create(&config, "job")?.attempt(0, 1)?;
+    let mut out = writer(attempt.worker(0, 0)?.stdout)?;
+    let (tee, stdout, _) = start(attempt)?;
+    write!(out, "last words")?;
+    let started = Instant::now();
+    tee.finish(soon()); // `out` is still open
+    assert!(started.elapsed() < Duration::from_millis(900), "took {:?}", started.elapsed());
+    assert_eq!(stdout.text(), "[trainer0]:last words");
+    Ok(())
+}
+
+#[test]
+fn a_descendant_that_writes_for_ever_is_cut_off() -> Result {
+    let mut config = config(LogDir::Nothing);
+    config.tee = StreamChoice::All(STDOUT);
+    let mut attempt = RunDir::create(&config, "job")?.attempt(0, 1)?;
+    let mut out = writer(attempt.worker(0, 0)?.stdout)?;
+    let writing = std::thread::spawn(move || while out.write_all(b"still here\n").is_ok() {});
+    let (tee, _, _) = start(attempt)?;
+    let started = Instant::now();
+    tee.finish(soon());
+    assert!(started.elapsed() < Duration::from_secs(8), "took {:?}", started.elapsed());
+    assert!(writing.join().is_ok(), "the pipe is closed");
+    Ok(())
+}
+
+/// Takes nothing until it is let go.
+struct Stuck(std::sync::mpsc::Receiver<()>, Screen);
+
+impl Write for Stuck {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let _ = self.0.recv(); // at once when the sender is gone
+        self.1.write(bytes)
+    }
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn a_stopped_console_does_not_stop_the_workers() -> Result {
+    let (_temp, mut config) = logs_in_temp()?;
+    config.tee = StreamChoice::All(STDOUT);
+    let mut attempt = RunDir::create(&config, "job")?.attempt(0, 1)?;
+    let path = path_of(&attempt)?;
+    let mut out = writer(attempt.worker(0, 0)?.stdout)?;
+    let (let_go, stopped) = std::sync::mpsc::channel();
+    let (screen, stderr) = (Screen::default(), Screen::default());
+    let stall = Duration::from_millis(200);
+    let stuck = Console::start_with("stuck", Box::new(Stuck(stopped, screen.clone())), stall)?;
+    let tee = attempt.start_tee_on([stuck, stderr.console()?])?;
+    let line = [b"z".repeat(1023), b"\n".to_vec()].concat();
+    for _ in 0..30_000 {
+        out.write_all(&line)?; // 30 MB, far beyond what may wait
+    }
+    drop(let_go);
+    screen.wait_for("zzz\n", Duration::from_secs(10));
+    std::thread::sleep(Duration::from_millis(300));
+    writeln!(out, "after")?;
+    drop(out);
+    tee.finish(soon());
+    assert_eq!(fs::metadata(path.join("0/stdout.log"))?.len(), 30_000 * 1024 + 6, "the file is complete");
+    let text = screen.text();
+    assert!(text.contains("bytes of output are missing here: the console took nothing\n"), "it says so");
+    assert!(text.ends_with("[trainer0]:after\n"), "{}", &text[text.len() - 200..]);
+    Ok(())
+}
+
+/// As a pipe whose reader has left.
+struct Broken;
+
+impl Write for Broken {
+    fn write(&mut self, _: &[u8]) -> io::Result<usize> {
+        Err(io::ErrorKind::BrokenPipe.into())
+    }
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn a_broken_stdout_is_told_once_and_files_go_on() -> Result {
+    let (_temp, mut config) = logs_in_temp()?;
+    config.tee = StreamChoice::All(STDOUT);
+    let mut attempt = RunDir::create(&config, "job")?.attempt(0, 1)?;
+    let path = path_of(&attempt)?;
+    let mut out = writer(attempt.worker(0, 0)?.stdout)?;
+    let stderr = Screen::default();
+    let tee = attempt.start_tee_on([Console::start("broken", Box::new(Broken))?, stderr.console()?])?;
+    for line in 0..200 {
+        writeln!(out, "{line}")?;
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    drop(out);
+    tee.finish(soon());
+    assert_eq!(stderr.text(), "convoke: warning: cannot write to stdout: broken pipe; the job goes on\n");
+    assert_eq!(fs::read_to_string(path.join("0/stdout.log"))?.lines().count(), 200);
+    Ok(())
+}
+
+#[test]
+fn a_full_disk_is_told_once_and_the_console_goes_on() -> Result {
+    let mut config = config(LogDir::Nothing);
+    config.tee = StreamChoice::All(STDOUT);
+    let mut attempt = RunDir::create(&config, "job")?.attempt(0, 2)?;
+    let mut outs = [writer(attempt.worker(0, 0)?.stdout)?, writer(attempt.worker(1, 1)?.stdout)?];
+    for source in &mut attempt.sources {
+        source.set_file(OpenOptions::new().write(true).open("/dev/full")?);
+    }
+    let (tee, stdout, stderr) = start(attempt)?;
+    for line in 0..50 {
+        for out in &mut outs {
+            writeln!(out, "{line}")?;
+        }
+    }
+    drop(outs);
+    tee.finish(soon());
+    assert_eq!(stdout.text().lines().count(), 100);
+    let told = stderr.text();
+    assert!(
+        told.starts_with("convoke: warning: cannot write stdout.log of a worker: No space left on device"),
+        "{told}"
+    );
+    assert_eq!(told.lines().count(), 1);
+    Ok(())
+}
+
+#[test]
+fn thousands_of_threads_and_descriptors_are_not_left_behind() -> Result {
+    let open = || names(Path::new("/proc/self/task")).map(|tasks| tasks.len());
+    let mut config = config(LogDir::Nothing);
+    config.tee = StreamChoice::All(STDOUT);
+    let before = open()?;
+    for _ in 0..50 {
+        let mut attempt = RunDir::create(&config, "job")?.attempt(0, 1)?;
+        let out = writer(attempt.worker(0, 0)?.stdout)?;
+        let (tee, _, _) = start(attempt)?;
+        drop(out);
+        tee.finish(soon());
+    }
+    let end = soon();
+    // Other tests have threads of their own, but not 50 more.
+    while open()? > before + 40 && Instant::now() < end {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    assert!(open()? <= before + 40);
+    Ok(())
+}
+
+/// All text of the pieces, and what a reader of whole lines would see.
+fn cut(chunks: &[&[u8]]) -> Vec<(String, bool)> {
+    let mut lines = Lines::default();
+    let mut out = Vec::new();
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    for chunk in chunks {
+        lines.feed(chunk, |piece| out.push((text(piece.line), piece.newline)));
+    }
+    lines.finish(|piece| out.push((text(piece.line), piece.newline)));
+    out
+}
+
+#[test]
+fn carriage_returns_end_lines_too_across_chunks() {
+    let line = |text: &str| (text.to_owned(), true);
+    assert_eq!(cut(&[b"a\r", b"\nb\r", b"c\r\n", b"\n"]), [line("a"), line("b"), line("c"), line("")]);
+    assert_eq!(cut(&[b"a\r\rb", b""]), [line("a"), line(""), ("b".to_owned(), false)]);
+}
+
+#[test]
+fn a_partial_line_is_shown_up_to_its_last_whole_character() {
+    let mut lines = Lines::default();
+    let mut shown = Vec::new();
+    lines.feed(b"caf\xc3", |_| {});
+    lines.show_partial(|piece| shown.push((piece.text.to_vec(), piece.complete)));
+    lines.feed(b"\xa9 ole\n", |piece| shown.push((piece.text.to_vec(), piece.complete)));
+    assert_eq!(shown, [(b"caf".to_vec(), false), (b"\xc3\xa9 ole".to_vec(), true)]);
+    assert!(!lines.has_partial());
+}
+
+proptest! {
+    /// However the bytes are cut into reads, the same lines come out.
+    #[test]
+    fn cuts_do_not_matter(text in "[ab\r\n]{0,60}", cuts in proptest::collection::vec(0usize..60, 0..6)) {
+        let bytes = text.as_bytes();
+        let mut at: Vec<usize> = cuts.into_iter().map(|cut| cut.min(bytes.len())).collect();
+        at.extend([0, bytes.len()]);
+        at.sort_unstable();
+        let chunks: Vec<&[u8]> = at.windows(2).map(|pair| &bytes[pair[0]..pair[1]]).collect();
+        let plain = text.replace("\r\n", "\n").replace('\r', "\n");
+        let wanted: Vec<(String, bool)> = plain
+            .split_inclusive('\n')
+            .map(|line| (line.trim_end_matches('\n').to_owned(), line.ends_with('\n')))
+            .collect();
+        prop_assert_eq!(cut(&chunks), wanted);
+    }
+}
+
+#[test]
+fn the_read_end_reports_what_a_worker_wrote() -> Result {
+    let (ours, theirs) = pipe()?;
+    File::from(theirs).write_all(b"x")?;
+    let mut text = String::new();
+    File::from(ours).read_to_string(&mut text)?;
+    assert_eq!(text, "x");
+    Ok(())
+}
