@@ -169,12 +169,9 @@ fn run_directories_are_private() -> Result {
 fn a_log_dir_that_is_a_file_is_refused() -> Result {
     let temp = tempfile::NamedTempFile::new()?;
     for path in [temp.path().to_owned(), temp.path().join("below")] {
-        let error =
-            RunDir::create(&config(LogDir::Path(path.clone())), "job").map(|_| ()).unwrap_err().to_string();
-        assert_eq!(
-            error,
-            format!("--log-dir={}: not a directory; write --log-dir=DIRECTORY", path.display())
-        );
+        let made = RunDir::create(&config(LogDir::Path(path.clone())), "job");
+        let text = format!("--log-dir={}: not a directory; write --log-dir=DIRECTORY", path.display());
+        assert_eq!(made.map(|_| ()).map_err(|error| error.to_string()), Err(text));
     }
     Ok(())
 }

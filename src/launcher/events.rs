@@ -1,0 +1,303 @@
+//! `--event-log-handler=console`: what happens, as torchrun's JSON lines on stderr.
+
+use std::cell::Cell;
+use std::io::{self, Write};
+use std::time::Instant;
+
+use convoke_env::ExitCause;
+use nix::libc::SIGTERM;
+use serde::Serialize;
+use serde_json::ser::{Formatter, Serializer};
+
+use crate::config::{Config, EventHandler, Rendezvous};
+use crate::rendezvous::Assignment;
+use crate::report::{describe, full_host_name};
+
+/// Writes events, or drops them.
+#[derive(Debug)]
+pub(crate) struct Events {
+    /// `None`: events are dropped.
+    job: Option<Job>,
+    started: Instant,
+    /// When the current rendezvous began: at the start, or when the last worker ended.
+    meeting_since: Cell<Instant>,
+}
+
+/// What is the same in all events.
+#[derive(Debug, Clone)]
+struct Job {
+    run_id: String,
+    role: String,
+    host: String,
+    backend: &'static str,
+    entry_point: String,
+}
+
+#[derive(Debug, Serialize)]
+struct Event<'a> {
+    name: String,
+    source: &'static str,
+    timestamp: u64,
+    metadata: Metadata<'a>,
+}
+
+#[derive(Debug, Serialize)]
+struct Metadata<'a> {
+    run_id: &'a str,
+    global_rank: Option<usize>,
+    group_rank: Option<usize>,
+    worker_id: Option<String>,
+    role: &'a str,
+    hostname: &'a str,
+    state: &'static str,
+    total_run_time: u64,
+    rdzv_backend: &'static str,
+    raw_error: Option<String>,
+    metadata: String,
+    agent_restarts: u32,
+    duration_ms: Option<u64>,
+}
+
+/// JSON in JSON, as torch has it; ranks in lists, since torch wrote a comma too many.
+#[derive(Debug, Serialize)]
+struct Details<'a> {
+    group_world_size: Option<usize>,
+    entry_point: &'a str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    local_rank: Option<[usize; 1]>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    role_rank: Option<[usize; 1]>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    role_world_size: Option<[usize; 1]>,
+}
+
+/// A state, and what is known with it.
+#[derive(Debug, Default)]
+struct Happening<'a> {
+    state: &'static str,
+    assignment: Option<&'a Assignment>,
+    /// Global rank and process.
+    worker: Option<(usize, i32)>,
+    error: Option<String>,
+    restarts: u32,
+    total_s: u64,
+    duration_ms: Option<u64>,
+}
+
+impl Events {
+    /// Events of the job that `config` describes.
+    pub(crate) fn new(config: &Config) -> Self {
+        let job = (config.events == EventHandler::Console).then(|| Job {
+            run_id: config.run_id.clone(),
+            role: config.role.clone(),
+            host: full_host_name(),
+            backend: match &config.rendezvous {
+                Rendezvous::Standalone | Rendezvous::C10d { .. } => "c10d",
+                Rendezvous::Static { .. } => "static",
+                Rendezvous::Etcd { .. } => "etcd",
+            },
+            entry_point: config.program.title.clone(),
+        });
+        let now = Instant::now();
+        Self { job, started: now, meeting_since: Cell::new(now) }
+    }
+
+    /// The nodes have met.
+    pub(crate) fn rendezvous(&self, assignment: &Assignment, restarts: u32) {
+        let took = self.meeting_since.get().elapsed().as_millis();
+        let duration_ms = Some(u64::try_from(took).unwrap_or(u64::MAX));
+        let assignment = Some(assignment);
+        self.write(Happening {
+            state: "RENDEZVOUS",
+            assignment,
+            restarts,
+            duration_ms,
+            ..Happening::default()
+        });
+    }
+
+    /// The workers have ranks.
+    pub(crate) fn assigned(&self, assignment: &Assignment, restarts: u32) {
+        let (assignment, duration_ms) = (Some(assignment), Some(0));
+        self.write(Happening {
+            state: "ASSIGN_WORKER_RANKS",
+            assignment,
+            restarts,
+            duration_ms,
+            ..Happening::default()
+        });
+    }
+
+    /// A worker has been started.
+    pub(crate) fn started(&self, assignment: &Assignment, rank: usize, pid: i32, restarts: u32) {
+        let (assignment, worker) = (Some(assignment), Some((rank, pid)));
+        self.write(Happening { state: "START", assignment, worker, restarts, ..Happening::default() });
+    }
+
+    /// A worker has ended: by exit code 0, by SIGTERM as the launcher stops workers, or by failure.
+    pub(crate) fn ended(
+        &self,
+        assignment: &Assignment,
+        rank: usize,
+        pid: i32,
+        cause: ExitCause,
+        restarts: u32,
+    ) {
+        self.meeting_since.set(Instant::now());
+        let (assignment, worker) = (Some(assignment), Some((rank, pid)));
+        let (state, error) = match cause {
+            ExitCause::Code(0) => ("SUCCEEDED", None),
+            ExitCause::Signal(SIGTERM) => ("TERMINATED", None),
+            ExitCause::Code(_) | ExitCause::Signal(_) => ("FAILED", Some(describe(cause))),
+        };
+        self.write(Happening { state, assignment, worker, error, restarts, ..Happening::default() });
+    }
+
+    /// All is done.
+    pub(crate) fn agent_succeeded(&self, assignment: Option<&Assignment>, restarts: u32) {
+        self.write(Happening { state: "SUCCEEDED", assignment, restarts, ..Happening::default() });
+    }
+
+    /// The job has failed here.
+    pub(crate) fn agent_failed(&self, assignment: Option<&Assignment>, restarts: u32) {
+        self.write(Happening { state: "FAILED", assignment, restarts, ..Happening::default() });
+    }
+
+    fn write(&self, happening: Happening<'_>) {
+        let Some(job) = &self.job else { return };
+        let mut line = line(job, &Happening { total_s: self.started.elapsed().as_secs(), ..happening });
+        line.push('\n');
+        // A closed stderr must not end the job.
+        let _ = io::stderr().lock().write_all(line.as_bytes());
+    }
+}
+
+/// One event as one line, without newline.
+fn line(job: &Job, happening: &Happening<'_>) -> String {
+    let Happening { state, assignment, worker, error, restarts, total_s, duration_ms } = happening;
+    // What a worker has of its own; nothing without an assignment.
+    let own = |of: fn(&Assignment, usize) -> usize| {
+        assignment.zip(*worker).map(|(assignment, (rank, _))| [of(assignment, rank)])
+    };
+    let details = Details {
+        group_world_size: assignment.map(|assignment| assignment.group_world_size),
+        entry_point: &job.entry_point,
+        local_rank: own(|assignment, rank| rank.saturating_sub(assignment.base_rank)),
+        role_rank: own(|assignment, rank| {
+            assignment.base_role_rank + rank.saturating_sub(assignment.base_rank)
+        }),
+        role_world_size: own(|assignment, _| assignment.role_world_size),
+    };
+    let error = error.as_ref().map(|error| python_json(&serde_json::json!({ "message": error })));
+    python_json(&Event {
+        name: format!("torchelastic.worker.status.{state}"),
+        source: if worker.is_some() { "WORKER" } else { "AGENT" },
+        timestamp: 0,
+        metadata: Metadata {
+            run_id: &job.run_id,
+            global_rank: worker.map(|(rank, _)| rank),
+            group_rank: assignment.map(|assignment| assignment.group_rank),
+            worker_id: worker.map(|(_, pid)| pid.to_string()),
+            role: &job.role,
+            hostname: &job.host,
+            state,
+            total_run_time: *total_s,
+            rdzv_backend: job.backend,
+            raw_error: error,
+            metadata: python_json(&details),
+            agent_restarts: *restarts,
+            duration_ms: *duration_ms,
+        },
+    })
+}
+
+/// JSON with Python's `", "` and `": "`.
+fn python_json(value: &impl Serialize) -> String {
+    let mut out = Vec::new();
+    // Only maps with odd keys cannot be written, and there are none.
+    let _ = value.serialize(&mut Serializer::with_formatter(&mut out, Python));
+    String::from_utf8_lossy(&out).into_owned()
+}
+
+struct Python;
+
+impl Formatter for Python {
+    fn begin_array_value<W: Write + ?Sized>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
+        if first { Ok(()) } else { out.write_all(b", ") }
+    }
+
+    fn begin_object_key<W: Write + ?Sized>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
+        if first { Ok(()) } else { out.write_all(b", ") }
+    }
+
+    fn begin_object_value<W: Write + ?Sized>(&mut self, out: &mut W) -> io::Result<()> {
+        out.write_all(b": ")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn job() -> Job {
+        Job {
+            run_id: "ev1".to_owned(),
+            role: "default".to_owned(),
+            host: "node7".to_owned(),
+            backend: "static",
+            entry_point: "train.py".to_owned(),
+        }
+    }
+
+    fn assignment() -> Assignment {
+        Assignment {
+            group_rank: 1,
+            group_world_size: 2,
+            base_rank: 4,
+            world_size: 8,
+            base_role_rank: 2,
+            role_world_size: 6,
+            master_addr: "localhost".to_owned(),
+            master_port: 1,
+            use_agent_store: true,
+            generation: None,
+        }
+    }
+
+    #[test]
+    fn a_worker_event_has_its_ranks() {
+        let (assignment, worker) = (assignment(), Some((5, 321)));
+        let happening =
+            Happening { state: "START", assignment: Some(&assignment), worker, ..Happening::default() };
+        assert_eq!(
+            line(&job(), &happening),
+            r#"{"name": "torchelastic.worker.status.START", "source": "WORKER", "timestamp": 0, "metadata": {"#.to_owned()
+                + r#""run_id": "ev1", "global_rank": 5, "group_rank": 1, "worker_id": "321", "role": "default", "#
+                + r#""hostname": "node7", "state": "START", "total_run_time": 0, "rdzv_backend": "static", "#
+                + r#""raw_error": null, "metadata": "{\"group_world_size\": 2, \"entry_point\": \"train.py\", "#
+                + r#"\"local_rank\": [1], \"role_rank\": [3], \"role_world_size\": [6]}", "#
+                + r#""agent_restarts": 0, "duration_ms": null}}"#
+        );
+    }
+
+    #[test]
+    fn an_agent_event_has_no_worker_even_before_the_first_round() {
+        let happening = Happening { state: "FAILED", restarts: 2, total_s: 7, ..Happening::default() };
+        let line = line(&job(), &happening);
+        assert!(
+            line.contains(r#""source": "AGENT""#)
+                && line.contains(r#""global_rank": null, "group_rank": null"#)
+        );
+        assert!(line.contains(r#""total_run_time": 7"#) && line.contains(r#""agent_restarts": 2"#));
+        assert!(line.contains(r#"{\"group_world_size\": null, \"entry_point\": \"train.py\"}"#), "{line}");
+    }
+
+    #[test]
+    fn an_error_is_json_in_json() {
+        let happening =
+            Happening { state: "FAILED", error: Some("was \"hurt\"".to_owned()), ..Happening::default() };
+        let line = line(&job(), &happening);
+        let value: serde_json::Value = serde_json::from_str(&line).unwrap_or_default();
+        assert_eq!(value["metadata"]["raw_error"], r#"{"message": "was \"hurt\""}"#);
+    }
+}
