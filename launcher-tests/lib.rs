@@ -1,1 +1,1 @@
-//! Placeholder.
+//! Tests of convoke with real processes; see `e2e/`, `conformance/` and `tidy.rs`.

@@ -18,6 +18,17 @@ use crate::vars;
 /// Longest message, in bytes, with its newline.
 pub const MAX_MESSAGE_BYTES: usize = 64 << 10;
 
+/// Longest token that a user may give, in bytes.
+pub const MAX_TOKEN_BYTES: usize = 4096;
+
+/// The token of the user cannot be used.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("token from {source_name}: {what}")]
+pub struct TokenError {
+    source_name: String,
+    what: String,
+}
+
 /// The secret that workers of one job prove to each other. Its value never appears in `Debug`.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Token(Vec<u8>);
@@ -37,6 +48,35 @@ impl Token {
         let mut bytes = vec![0; 32];
         getrandom::fill(&mut bytes).map_err(io::Error::other)?;
         Ok(Self(bytes))
+    }
+
+    /// The token that the user gave by CONVOKE_TOKEN or CONVOKE_TOKEN_FILE (trailing line end removed),
+    /// the first wins; `None` without either.
+    ///
+    /// # Errors
+    /// The file cannot be read, or either is empty or longer than [`MAX_TOKEN_BYTES`].
+    pub fn from_process() -> Result<Option<Self>, TokenError> {
+        use std::os::unix::ffi::OsStringExt;
+        let error = |source: String, what| TokenError { source_name: source, what };
+        let (source, bytes) = if let Some(value) = std::env::var_os(vars::TOKEN) {
+            (vars::TOKEN.to_owned(), value.into_vec())
+        } else if let Some(path) = std::env::var_os(vars::TOKEN_FILE) {
+            let source = format!("{}={}", vars::TOKEN_FILE, path.to_string_lossy());
+            let mut bytes = Vec::new();
+            let read = std::fs::File::open(&path)
+                .and_then(|file| file.take(MAX_TOKEN_BYTES as u64 + 2).read_to_end(&mut bytes));
+            read.map_err(|io| error(source.clone(), io.to_string()))?;
+            let end = bytes.iter().rposition(|byte| !b"\r\n".contains(byte)).map_or(0, |last| last + 1);
+            bytes.truncate(end);
+            (source, bytes)
+        } else {
+            return Ok(None);
+        };
+        match bytes.len() {
+            0 => Err(error(source, "it is empty".to_owned())),
+            1..=MAX_TOKEN_BYTES => Ok(Some(Self(bytes))),
+            _ => Err(error(source, format!("it is longer than {MAX_TOKEN_BYTES} bytes"))),
+        }
     }
 
     /// The secret itself.

@@ -12,6 +12,8 @@ mod generation;
 pub mod vars;
 mod worker_env;
 
-pub use channel::{AgentChannel, ChannelError, ExitCause, MAX_MESSAGE_BYTES, ToWorker, Token};
+pub use channel::{
+    AgentChannel, ChannelError, ExitCause, MAX_MESSAGE_BYTES, MAX_TOKEN_BYTES, ToWorker, Token, TokenError,
+};
 pub use generation::{Generation, ParseGenerationError};
 pub use worker_env::{EnvError, Role, WorkerEnv};

@@ -1,1 +1,57 @@
-//! Placeholder.
+//! The `convoke` launcher: torchrun's command line, workers that never outlive it, failures told as
+//! they happened. `docs/architecture.md` is the map of this crate.
+//!
+//! A library only so that tests can build the binary as their own; [`main`] is all there is to call.
+
+#[cfg(not(target_os = "linux"))]
+compile_error!("convoke runs on Linux only: it relies on subreapers, pidfds and /proc");
+
+mod agent;
+mod cli;
+mod config;
+mod events;
+mod exit;
+mod fault;
+mod guard;
+mod logs;
+#[allow(unsafe_code)]
+mod os;
+mod rendezvous;
+mod report;
+mod supervise;
+
+use std::io::Write;
+use std::process::ExitCode;
+
+use cli::Invocation;
+use os::Forked;
+
+/// The whole program: reads the command line and the environment, runs the job, and returns the exit
+/// code that docs/cli.md states.
+#[must_use]
+pub fn main() -> ExitCode {
+    let config = match cli::parse(std::env::args_os(), &|name| std::env::var_os(name)) {
+        Ok(Invocation::Run(config)) => config,
+        Ok(Invocation::Help(text) | Invocation::Version(text) | Invocation::Completion(text)) => {
+            // A reader that left early (`convoke --help | head`) is no error.
+            let _ = std::io::stdout().write_all(text.as_bytes());
+            return exit::SUCCESS;
+        }
+        Err(error) => {
+            let _ = std::io::stderr().write_all(error.text.as_bytes());
+            return ExitCode::from(error.code);
+        }
+    };
+    for warning in &config.warnings {
+        let _ = writeln!(std::io::stderr(), "convoke: warning: {warning}");
+    }
+    fault::init("launcher");
+    match os::fork_guard() {
+        Ok(Forked::Guard { socket }) => guard::run(socket),
+        Ok(Forked::Launcher { guard, socket }) => agent::run(*config, guard, socket),
+        Err(error) => {
+            let _ = writeln!(std::io::stderr(), "convoke: error: cannot start the guard process: {error}");
+            exit::FAILURE
+        }
+    }
+}

@@ -1,2 +1,5 @@
 //! The `convoke` binary.
-fn main() {}
+
+fn main() -> std::process::ExitCode {
+    convoke::main()
+}

@@ -289,18 +289,13 @@ fn rendezvous(
         "c10d" => {
             check(conf::C10D)?;
             ignored_without_static(given, warnings);
-            later(given, nodes, &conf)?;
             let (host, port) = endpoint(Some(C10D_PORT))?;
             Rendezvous::C10d { host, port }
         }
         "etcd" | "etcd-v2" => {
             check(if backend == "etcd" { conf::ETCD } else { conf::ETCD_V2 })?;
             ignored_without_static(given, warnings);
-            endpoint(Some(ETCD_PORT))?;
-            return Err(CliError::value(format!(
-                "--rdzv-backend={backend}: etcd is not built in yet; use --rdzv-backend=static with --nnodes, --node-rank, \
-                 --master-addr and --master-port"
-            )));
+            Rendezvous::Etcd { endpoints: vec![endpoint(Some(ETCD_PORT))?] }
         }
         other => {
             let example = suggest_choice(other, BACKENDS).map_or_else(|| BACKENDS.join("|"), str::to_owned);
@@ -310,6 +305,7 @@ fn rendezvous(
             return Err(CliError::value(value));
         }
     };
+    not_yet(given, &rendezvous, nodes, &conf)?;
     let run_id = match given.get("rdzv-id") {
         None => "none".to_owned(),
         Some(value) if value.text.is_empty() => u128::from_be_bytes(random_uuid_bytes()?).to_string(),
@@ -394,28 +390,32 @@ fn parse_endpoint(given: &Given, text: &str, default_port: Option<u16>) -> Resul
 }
 
 /// What this version cannot do yet, and what to use instead.
-fn later(given: &Given, nodes: NodeRange, conf: &[(String, String)]) -> Result<(), CliError> {
-    let name = given.get("rdzv-backend").map_or_else(|| "c10d".to_owned(), ToString::to_string);
-    let has = |key: &str, wanted: &str| conf.iter().any(|(k, value)| k == key && value == wanted);
-    if has("store_type", "file") {
-        return Err(CliError::value(format!(
-            "{name}: store_type=file is not built in yet; remove it, or use --standalone"
-        )));
-    }
-    if conf.iter().any(|(key, value)| key == "is_host" && conf::switch(value) == Some(false))
-        && nodes.max == 1
-    {
-        return Err(CliError::value(format!(
-            "{name}: is_host=false, so nobody serves the only node; remove it"
-        )));
-    }
-    if nodes.max > 1 {
-        return Err(CliError::value(format!(
-            "{name}: more than one node is not built in yet; use --rdzv-backend=static with --nnodes, --node-rank, \
-             --master-addr and --master-port"
-        )));
-    }
-    Ok(())
+fn not_yet(
+    given: &Given,
+    rendezvous: &Rendezvous,
+    nodes: NodeRange,
+    conf: &[(String, String)],
+) -> Result<(), CliError> {
+    let is_host = |(key, value): &(String, String)| (key == "is_host").then(|| conf::switch(value)).flatten();
+    let file_store = || conf.iter().any(|(key, value)| key == "store_type" && value == "file");
+    const STATIC: &str =
+        "use --rdzv-backend=static with --nnodes, --node-rank, --master-addr and --master-port";
+    let advice = match rendezvous {
+        Rendezvous::Standalone | Rendezvous::Static { .. } => return Ok(()),
+        Rendezvous::Etcd { .. } => format!("etcd is not built in yet; {STATIC}"),
+        Rendezvous::C10d { .. } if file_store() => {
+            "store_type=file is not built in yet; remove it, or use --standalone".to_owned()
+        }
+        Rendezvous::C10d { .. } if nodes.max > 1 => {
+            format!("more than one node is not built in yet; {STATIC}")
+        }
+        Rendezvous::C10d { .. } if conf.iter().find_map(is_host) == Some(false) => {
+            "is_host=false, so nobody serves the only node; remove it".to_owned()
+        }
+        Rendezvous::C10d { .. } => return Ok(()),
+    };
+    let backend = given.get("rdzv-backend").map_or_else(String::new, ToString::to_string);
+    Err(CliError::value(format!("{backend}: {advice}")))
 }
 
 /// Says which flags a job of one node ignores.

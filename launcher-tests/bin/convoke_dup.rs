@@ -1,0 +1,5 @@
+//! The launcher, with its fault points.
+
+fn main() -> std::process::ExitCode {
+    convoke::main()
+}

@@ -1,0 +1,174 @@
+//! A job: one launcher with its own folder, and a tag by which all its processes are found.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+/// Longest wait for anything that a test waits for.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Environment variable that every process of a job inherits.
+const TAG: &str = "CONVOKE_TEST_TAG";
+
+/// A folder and a tag.
+pub struct Job {
+    pub dir: tempfile::TempDir,
+    tag: String,
+}
+
+/// A running launcher.
+pub struct Launcher {
+    pub child: Child,
+    out: PathBuf,
+    err: PathBuf,
+}
+
+/// How a launcher ended.
+pub struct Ended {
+    pub status: ExitStatus,
+    pub stdout: String,
+    pub stderr: String,
+}
+
+impl Job {
+    pub fn new() -> Self {
+        static COUNTER: AtomicU32 = AtomicU32::new(0);
+        let tag = format!("{}-{}", std::process::id(), COUNTER.fetch_add(1, Ordering::Relaxed));
+        let dir = tempfile::Builder::new().prefix("convoke-e2e-").tempdir().unwrap();
+        fs::create_dir(dir.path().join("tmp")).unwrap();
+        Self { dir, tag }
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    /// Writes a shell script and returns its path.
+    pub fn script(&self, text: &str) -> PathBuf {
+        let path = self.path("worker.sh");
+        fs::write(&path, format!("#!/bin/sh\n{text}")).unwrap();
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+        fs::set_permissions(&path, mode).unwrap();
+        path
+    }
+
+    /// A launcher with these arguments, its output in files, TMPDIR in the job's folder.
+    pub fn command<I: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = I>) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_convoke_dup"));
+        command.args(arguments);
+        for (name, _) in std::env::vars_os() {
+            let name_text = name.to_string_lossy();
+            if ["PET_", "TORCHELASTIC_", "CONVOKE_"].iter().any(|prefix| name_text.starts_with(prefix)) {
+                command.env_remove(&name);
+            }
+        }
+        command.env(TAG, &self.tag).env("TMPDIR", self.path("tmp")).env("JOB", self.dir.path());
+        command.stdin(Stdio::null()).current_dir(self.dir.path());
+        command
+    }
+
+    pub fn start(&self, mut command: Command) -> Launcher {
+        static COUNTER: AtomicU32 = AtomicU32::new(0);
+        let number = COUNTER.fetch_add(1, Ordering::Relaxed);
+        let (out, err) = (self.path(&format!("{number}.out")), self.path(&format!("{number}.err")));
+        command.stdout(fs::File::create(&out).unwrap()).stderr(fs::File::create(&err).unwrap());
+        Launcher { child: command.spawn().unwrap(), out, err }
+    }
+
+    pub fn run<I: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = I>) -> Ended {
+        self.start(self.command(arguments)).wait()
+    }
+
+    /// Pids of all living processes of this job.
+    pub fn processes(&self) -> Vec<i32> {
+        let needle = format!("{TAG}={}", self.tag);
+        let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
+        entries
+            .flatten()
+            .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+            .filter(|pid| {
+                // A zombie has no environment any more.
+                let environ = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+                environ.split(|&byte| byte == 0).any(|variable| variable == needle.as_bytes())
+            })
+            .collect()
+    }
+
+    pub fn wait_for_file(&self, name: &str) -> String {
+        let path = self.path(name);
+        wait_until(&format!("{name} to appear"), || {
+            fs::read_to_string(&path).ok().filter(|text| text.ends_with('\n'))
+        })
+    }
+
+    pub fn wait_until_all_gone(&self, within: Duration) {
+        let end = Instant::now() + within;
+        while !self.processes().is_empty() {
+            let left: Vec<_> = self.processes().into_iter().map(describe).collect();
+            assert!(Instant::now() < end, "still there after {within:?}: {left:?}");
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+}
+
+impl Drop for Job {
+    fn drop(&mut self) {
+        for pid in self.processes() {
+            let _ =
+                nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL);
+        }
+    }
+}
+
+impl Launcher {
+    pub fn pid(&self) -> nix::unistd::Pid {
+        nix::unistd::Pid::from_raw(self.child.id().cast_signed())
+    }
+
+    pub fn signal(&self, signal: nix::sys::signal::Signal) {
+        nix::sys::signal::kill(self.pid(), signal).unwrap();
+    }
+
+    pub fn wait(mut self) -> Ended {
+        let status = wait_until("the launcher to end", || self.child.try_wait().unwrap());
+        let read = |path: &Path| String::from_utf8_lossy(&fs::read(path).unwrap()).into_owned();
+        Ended { status, stdout: read(&self.out), stderr: read(&self.err) }
+    }
+}
+
+impl Drop for Launcher {
+    fn drop(&mut self) {
+        if let Ok(None) = self.child.try_wait() {
+            let _ = self.child.kill();
+            let _ = self.child.wait();
+        }
+    }
+}
+
+impl Ended {
+    pub fn expect(self, code: i32) -> Self {
+        assert_eq!(self.status.code(), Some(code), "{}\n{}\n{}", self.status, self.stdout, self.stderr);
+        self
+    }
+}
+
+/// Polls until `check` gives something; the test fails after [`PATIENCE`].
+pub fn wait_until<T>(what: &str, mut check: impl FnMut() -> Option<T>) -> T {
+    let end = Instant::now() + PATIENCE;
+    loop {
+        if let Some(value) = check() {
+            return value;
+        }
+        assert!(Instant::now() < end, "waited {PATIENCE:?} for {what}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// Pid and command line, for messages.
+pub fn describe(pid: i32) -> String {
+    let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    format!("{pid} {}", String::from_utf8_lossy(&line).replace('\0', " "))
+}

@@ -1,0 +1,115 @@
+//! Whoever kills the launcher or its guard, at whatever moment: nothing is left over.
+
+use std::net::TcpStream;
+use std::os::unix::process::ExitStatusExt;
+use std::time::Duration;
+
+use super::harness::Job;
+
+/// Kills per process; the phases share them.
+const KILLS: u64 = 200;
+/// A stated deadline, with a margin for a busy machine: in practice it takes milliseconds.
+const GONE_WITHIN: Duration = Duration::from_secs(10);
+
+/// Two failing attempts, then a good one. Each worker leaves a process that forked twice and has its own
+/// session; rank 1 ends the attempt while the others would go on.
+const WORKER: &str = r#"
+setsid --fork sh -c 'sleep 1000 & sleep 1000'
+sh -c 'setsid --fork sleep 1000 &'
+echo "$MASTER_ADDR $MASTER_PORT" > "$JOB/master.$TORCHELASTIC_RESTART_COUNT.$$" 
+if [ "$RANK" = 1 ]; then sleep 0.02; [ "$TORCHELASTIC_RESTART_COUNT" = 2 ]; exit $?; fi
+[ "$TORCHELASTIC_RESTART_COUNT" = 2 ] || sleep 1000
+"#;
+
+/// Where the launcher comes along in such a job, and how often.
+const LAUNCHER_POINTS: [(&str, u64); 9] = [
+    ("starting", 1),
+    ("joining", 3),
+    ("spawning", 9),
+    ("running", 3),
+    ("stopping", 4),
+    ("restarting", 2),
+    ("waiting", 1),
+    ("ending", 1),
+    ("starting", 1),
+];
+/// The same for the guard.
+const GUARD_POINTS: [(&str, u64); 5] =
+    [("spawning", 9), ("signalling", 4), ("sweeping", 3), ("leaving", 1), ("spawning", 9)];
+
+fn seed() -> u64 {
+    let seed = std::env::var("CONVOKE_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or(20_261_121);
+    println!("CONVOKE_SEED={seed}");
+    seed
+}
+
+/// One run in which `who` is killed at a moment that `seed` chooses; whether it was hit before the job ended.
+fn killed_once(who: &str, points: &[(&str, u64)], seed: u64) -> bool {
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    let mut random = |bound: u64| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 8) % bound
+    };
+    let (point, times) = points[usize::try_from(random(points.len() as u64)).unwrap()];
+    let (nth, delay_us) = (1 + random(times), if random(4) == 0 { 0 } else { random(30_000) });
+    let plan = format!("{who}:{point}:{nth}:{delay_us}");
+    let job = Job::new();
+    let worker = job.script(WORKER);
+    let shm_before = std::fs::read_dir("/dev/shm").map_or(0, Iterator::count);
+    let mut command =
+        job.command(["--nproc-per-node=3", "--max-restarts=2", "--shutdown-timeout=1", "--log-dir=logs"]);
+    command.arg(&worker).env("CONVOKE_FAULT", &plan);
+    let ended = job.start(command).wait();
+    let context = || format!("plan {plan}: {}\n{}", ended.status, ended.stderr);
+    let hit = match who {
+        "launcher" => ended.status.signal() == Some(9),
+        _ => ended.stderr.contains("guard process"),
+    };
+    if hit && who == "launcher" {
+        job.wait_until_all_gone(GONE_WITHIN);
+    }
+    // A launcher that ends by itself leaves nothing behind from the moment it is gone.
+    let left: Vec<_> = job.processes().into_iter().map(super::harness::describe).collect();
+    assert!(left.is_empty(), "left over: {left:?}; {}", context());
+    if !hit {
+        assert_eq!(ended.status.code(), Some(0), "{}", context());
+    } else if who == "guard" {
+        assert_eq!(ended.status.code(), Some(1), "{}", context());
+    }
+    for entry in std::fs::read_dir(job.dir.path()).unwrap().flatten() {
+        if entry.file_name().to_string_lossy().starts_with("master.") {
+            let text = std::fs::read_to_string(entry.path()).unwrap();
+            if let Some((host, port)) = text.trim().split_once(' ') {
+                let port: u16 = port.parse().unwrap();
+                assert!(
+                    TcpStream::connect((host, port)).is_err(),
+                    "port {port} is still served; {}",
+                    context()
+                );
+            }
+        }
+    }
+    let temporary: Vec<_> = std::fs::read_dir(job.path("tmp")).unwrap().flatten().map(|e| e.path()).collect();
+    assert!(temporary.is_empty(), "temporary files {temporary:?}; {}", context());
+    assert_eq!(std::fs::read_dir("/dev/shm").map_or(0, Iterator::count), shm_before, "{}", context());
+    hit
+}
+
+fn killed_often(who: &str, points: &[(&str, u64)]) {
+    let seed = seed();
+    let hits = (0..KILLS).filter(|round| killed_once(who, points, seed ^ (round + 1))).count();
+    println!("{who} killed in {hits} of {KILLS} jobs");
+    assert!(hits as u64 > KILLS / 2, "the plans hardly ever come true: {hits} of {KILLS}");
+}
+
+#[test]
+fn a_killed_launcher_leaves_nothing() {
+    killed_often("launcher", &LAUNCHER_POINTS);
+}
+
+#[test]
+fn a_killed_guard_leaves_nothing() {
+    killed_often("guard", &GUARD_POINTS);
+}

@@ -1,0 +1,136 @@
+//! Processes that workers leave behind, signals, and programs that cannot be started.
+
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::Signal;
+
+use super::harness::Job;
+
+#[test]
+fn what_outlives_a_successful_worker_is_stopped_and_named() {
+    let job = Job::new();
+    let worker = job.script("setsid --fork sleep 1000\n");
+    let ended = job.run(["--no-python".as_ref(), worker.as_os_str()]).expect(0);
+    assert!(
+        ended.stderr.contains("stopped processes that outlived their workers: sleep (pid "),
+        "{}",
+        ended.stderr
+    );
+    assert_eq!(job.processes(), []);
+}
+
+#[test]
+fn orphans_are_kept_on_request() {
+    let job = Job::new();
+    let worker = job.script("setsid --fork sleep 1000\n");
+    let ended = job.run(["--orphans=keep".as_ref(), worker.as_os_str()]).expect(0);
+    assert_eq!(ended.stderr, "");
+    assert_eq!(job.processes().len(), 1, "the orphan lives on");
+}
+
+#[test]
+fn a_leftover_of_a_failed_attempt_is_gone_before_the_next_starts() {
+    let job = Job::new();
+    let worker = job.script(
+        r#"
+if [ "$TORCHELASTIC_RESTART_COUNT" = 0 ]; then
+    setsid --fork sh -c 'echo $$ > "$JOB/daemon.partial"; mv "$JOB/daemon.partial" "$JOB/daemon"; sleep 1000'
+    while [ ! -e "$JOB/daemon" ]; do sleep 0.01; done
+    exit 1
+fi
+kill -0 $(cat "$JOB/daemon") 2>/dev/null && exit 1
+exit 0
+"#,
+    );
+    job.run(["--max-restarts=1".as_ref(), worker.as_os_str()]).expect(0);
+}
+
+#[test]
+fn the_guard_ignores_signals_that_a_scheduler_sends_to_every_process() {
+    let job = Job::new();
+    let worker = job.script("trap 'echo got > \"$JOB/got.$RANK\"; exit 0' TERM\necho $PPID > \"$JOB/up.$RANK\"\nwhile :; do sleep 0.01; done\n");
+    let launcher = job.start({
+        let mut command = job.command(["--nproc-per-node=2"]);
+        command.arg(&worker);
+        command
+    });
+    let guard: i32 = job.wait_for_file("up.0").trim().parse().unwrap();
+    job.wait_for_file("up.1");
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(guard), Signal::SIGTERM).unwrap();
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(guard), Signal::SIGINT).unwrap();
+    launcher.signal(Signal::SIGTERM);
+    launcher.wait().expect(1);
+    job.wait_for_file("got.0");
+    job.wait_for_file("got.1");
+}
+
+#[test]
+fn a_second_signal_ends_the_patience() {
+    let job = Job::new();
+    let worker = job.script("trap '' TERM\necho > \"$JOB/up\"\nwhile :; do sleep 0.01; done\n");
+    let launcher = job.start({
+        let mut command = job.command(["--shutdown-timeout=600"]);
+        command.arg(&worker);
+        command
+    });
+    job.wait_for_file("up");
+    let start = Instant::now();
+    launcher.signal(Signal::SIGTERM);
+    launcher.signal(Signal::SIGINT);
+    // The two may arrive as one; ask again until the launcher is gone.
+    let again = launcher.pid();
+    let helper = std::thread::spawn(move || {
+        while nix::sys::signal::kill(again, Signal::SIGTERM).is_ok()
+            && start.elapsed() < Duration::from_secs(30)
+        {
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    });
+    launcher.wait().expect(1);
+    assert!(start.elapsed() < Duration::from_secs(30), "took {:?}", start.elapsed());
+    helper.join().unwrap();
+}
+
+#[test]
+fn a_program_that_cannot_be_executed_is_named() {
+    let job = Job::new();
+    std::fs::write(job.path("no-program"), "x").unwrap();
+    for (program, what) in [("/no/such/program", "No such file"), ("./no-program", "Permission denied")] {
+        let ended = job.run(["--no-python", "--nproc-per-node=2", "--max-restarts=3", program]).expect(1);
+        let expected = format!("could not be started: {program}: {what}");
+        assert!(ended.stderr.contains(&expected), "{}", ended.stderr);
+        assert_eq!(
+            ended.stderr.matches("could not be started").count(),
+            1,
+            "once, and no restart: {}",
+            ended.stderr
+        );
+    }
+}
+
+#[test]
+fn a_stopped_worker_is_ended_as_well() {
+    let job = Job::new();
+    let worker = job.script(
+        "echo > \"$JOB/up.$RANK\"\nif [ $RANK = 0 ]; then kill -STOP $$; fi\nwhile :; do sleep 0.01; done\n",
+    );
+    let launcher = job.start({
+        let mut command = job.command(["--nproc-per-node=2"]);
+        command.arg(&worker);
+        command
+    });
+    job.wait_for_file("up.0");
+    job.wait_for_file("up.1");
+    launcher.signal(Signal::SIGTERM);
+    launcher.wait().expect(1);
+    assert_eq!(job.processes(), []);
+}
+
+#[test]
+fn kernels_without_pidfds_will_do() {
+    let job = Job::new();
+    let worker = job.script("[ $TORCHELASTIC_RESTART_COUNT = 1 ]\n");
+    let mut command = job.command(["--nproc-per-node=3", "--max-restarts=1"]);
+    command.arg(&worker).env("CONVOKE_NO_PIDFD", "1");
+    job.start(command).wait().expect(0);
+}

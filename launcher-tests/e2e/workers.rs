@@ -1,0 +1,78 @@
+//! What workers are told.
+
+use super::harness::Job;
+
+fn channel_worker() -> &'static str {
+    env!("CARGO_BIN_EXE_channel_worker")
+}
+
+#[test]
+fn each_worker_gets_the_generation_and_a_token() {
+    let job = Job::new();
+    job.run(["--nproc-per-node=2", channel_worker(), "heard", "1"]).expect(0);
+    for rank in 0..2 {
+        assert_eq!(job.wait_for_file(&format!("heard.{rank}")), "hello same_generation=true token=32\n");
+    }
+}
+
+#[test]
+fn the_users_token_is_handed_on_and_a_bad_one_is_refused() {
+    let job = Job::new();
+    std::fs::write(job.path("secret"), "0123456789\n").unwrap();
+    let mut command = job.command([channel_worker(), "heard", "1"]);
+    command.env("CONVOKE_TOKEN_FILE", "secret");
+    job.start(command).wait().expect(0);
+    assert_eq!(job.wait_for_file("heard.0"), "hello same_generation=true token=10\n");
+
+    let mut command = job.command([channel_worker(), "heard", "1"]);
+    command.env("CONVOKE_TOKEN_FILE", "/no/such/file");
+    let ended = job.start(command).wait().expect(1);
+    assert!(ended.stderr.contains("CONVOKE_TOKEN_FILE=/no/such/file: No such file"), "{}", ended.stderr);
+}
+
+#[test]
+fn the_death_of_a_peer_is_told() {
+    let job = Job::new();
+    // The others ignore the SIGTERM that follows, so that they come to write down what they heard.
+    let worker = job.script(&format!("trap '' TERM\nexec {} heard 2\n", channel_worker()));
+    let mut command = job.command(["--nproc-per-node=3"]);
+    command.arg(&worker).env("DIE_AFTER_HELLO", "1");
+    job.start(command).wait().expect(1);
+    for rank in [0, 2] {
+        let heard = job.wait_for_file(&format!("heard.{rank}"));
+        assert_eq!(heard, "hello same_generation=true token=32\nexit 1 Code(1)\n");
+    }
+}
+
+#[test]
+fn nodes_share_a_generation_and_each_restart_gets_another() {
+    let job = Job::new();
+    let worker = job.script(
+        r#"
+echo $CONVOKE_GENERATION > "$JOB/generation.$RANK.$TORCHELASTIC_RESTART_COUNT"
+[ $TORCHELASTIC_RESTART_COUNT = 1 ]
+"#,
+    );
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string();
+    let node = |rank: &str| {
+        let mut command = job.command(["--nnodes=2", "--master-addr=127.0.0.1", "--max-restarts=1"]);
+        command.args(["--node-rank", rank, "--master-port", &port]).arg(&worker);
+        job.start(command)
+    };
+    let nodes = [node("0"), node("1")];
+    for node in nodes {
+        node.wait().expect(0);
+    }
+    let generation = |rank: u32, restart: u32| job.wait_for_file(&format!("generation.{rank}.{restart}"));
+    assert_eq!(generation(0, 0), generation(1, 0));
+    assert_eq!(generation(0, 1), generation(1, 1));
+    assert_ne!(generation(0, 0), generation(0, 1));
+    assert_eq!(generation(0, 0).trim().len(), 32);
+}
+
+#[test]
+fn workers_start_with_no_signal_blocked() {
+    let job = Job::new();
+    let ended = job.run(["--no-python", "grep", "SigBlk", "/proc/self/status"]).expect(0);
+    assert_eq!(ended.stdout, "SigBlk:\t0000000000000000\n");
+}

@@ -1,0 +1,79 @@
+//! What each worker is told: its variables and its command line. Pure.
+
+use std::ffi::OsString;
+use std::path::Path;
+
+use convoke_env::{Role, WorkerEnv, vars};
+
+use crate::config::{Config, omp_num_threads, substitute, visible_devices};
+use crate::rendezvous::Assignment;
+
+/// Variables that are set for a worker, and those that it must not inherit.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Variables {
+    pub(crate) set: Vec<(OsString, OsString)>,
+    pub(crate) unset: Vec<OsString>,
+}
+
+/// The variables of the worker with this local rank. `parent` reads the launcher's own environment.
+///
+/// # Errors
+/// `--virtual-local-rank` with fewer devices than workers: a line for the user.
+pub(crate) fn variables(
+    config: &Config,
+    assignment: &Assignment,
+    local_rank: usize,
+    restarts: u32,
+    error_file: Option<&Path>,
+    parent: &dyn Fn(&str) -> Option<OsString>,
+) -> Result<Variables, String> {
+    let worker = WorkerEnv {
+        rank: assignment.base_rank + local_rank,
+        world_size: assignment.world_size,
+        local_rank: if config.virtual_local_rank { 0 } else { local_rank },
+        local_world_size: config.nproc_per_node,
+        group_rank: assignment.group_rank,
+        group_world_size: assignment.group_world_size,
+        role: Role {
+            name: config.role.clone(),
+            rank: assignment.base_role_rank + local_rank,
+            world_size: assignment.role_world_size,
+        },
+        master_addr: assignment.master_addr.clone(),
+        master_port: assignment.master_port,
+        restart_count: restarts,
+        max_restarts: config.max_restarts,
+        run_id: config.run_id.clone(),
+        use_agent_store: assignment.use_agent_store,
+        error_file: error_file.map(|path| path.to_string_lossy().into_owned()),
+        generation: assignment.generation,
+    };
+    let mut set: Vec<(OsString, OsString)> =
+        worker.to_vars().into_iter().map(|(name, value)| (name.into(), value.into())).collect();
+    set.push(("TORCHELASTIC_SIGNALS_TO_HANDLE".into(), config.signals_text.clone().into()));
+    if parent("TORCH_NCCL_ASYNC_ERROR_HANDLING").is_none() {
+        set.push(("TORCH_NCCL_ASYNC_ERROR_HANDLING".into(), "1".into()));
+    }
+    if let Some(threads) = omp_num_threads(parent("OMP_NUM_THREADS").is_some(), config.nproc_per_node) {
+        set.push(("OMP_NUM_THREADS".into(), threads.into()));
+    }
+    if config.virtual_local_rank {
+        let text = |name: &str| parent(name).map(|value| value.to_string_lossy().into_owned());
+        let devices = visible_devices(&text, local_rank).map_err(|error| error.to_string())?;
+        set.extend(devices.into_iter().map(|(name, value)| (name.into(), value.into())));
+    }
+    // A launcher that is itself a worker must not pass on the generation that it was told.
+    let unset = if assignment.generation.is_none() { vec![vars::GENERATION.into()] } else { Vec::new() };
+    Ok(Variables { set, unset })
+}
+
+/// The command line of the worker with this local rank, macros replaced.
+pub(crate) fn command_line(config: &Config, local_rank: usize) -> Vec<OsString> {
+    let mut argv: Vec<_> = config.program.argv.iter().map(|word| substitute(word, local_rank)).collect();
+    if let Some(argument) = &config.program.local_rank_argument {
+        let dash = argument.dash.then(|| format!("--local-rank={local_rank}").into());
+        let underscore = argument.underscore.then(|| format!("--local_rank={local_rank}").into());
+        argv.splice(argument.index..argument.index, dash.into_iter().chain(underscore));
+    }
+    argv
+}

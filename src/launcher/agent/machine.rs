@@ -1,0 +1,282 @@
+//! One node's life: which round follows which, and how it ends. Pure: no clock, no handle, no I/O.
+//!
+//! ```text
+//! Joining ─► Running ─► Sweeping ─┬─► Barrier ─► end        all workers succeeded
+//!    ▲                            ├─► end                   stopped, or no restarts left
+//!    └────────────────────────────┘                         a restart
+//! ```
+
+use std::time::Duration;
+
+use nix::sys::signal::Signal;
+
+use crate::supervise::{Failure, Outcome};
+
+/// Decides for one agent.
+#[derive(Debug)]
+pub(crate) struct Agent {
+    state: State,
+    rules: Rules,
+    restarts: u32,
+}
+
+/// What the command line says about restarts and patience.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Rules {
+    /// `--max-restarts`.
+    pub(crate) max_restarts: u32,
+    /// How long what successful workers leave behind may take to end by itself.
+    pub(crate) sweep_patience: Duration,
+    /// How long what is left over may take to end after SIGTERM.
+    pub(crate) sweep_grace: Duration,
+    /// Leave them alone if the workers succeeded (`--orphans=keep`).
+    pub(crate) keep_orphans: bool,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum State {
+    Joining,
+    Running,
+    Sweeping(Outcome),
+    Barrier,
+    Ended,
+}
+
+/// What happens to the agent.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Event {
+    /// The nodes of the round are known.
+    Joined,
+    /// The rendezvous failed.
+    JoinFailed(String),
+    /// All workers of the round have ended.
+    RoundEnded(Outcome),
+    /// Nothing is left of what they had started.
+    Swept,
+    /// All nodes have succeeded, or it is no use to wait for them any longer.
+    BarrierPassed,
+    /// A signal that is to be passed on.
+    Signalled(Signal),
+}
+
+/// What is to be done.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Action {
+    /// Meet the other nodes, for a round with this restart count.
+    Join { restarts: u32 },
+    /// Start the workers.
+    Start,
+    /// Pass the signal on to the workers.
+    Stop(Signal),
+    /// End what the workers left behind: SIGTERM after `patience`, SIGKILL after another `grace`.
+    Sweep { patience: Duration, grace: Duration },
+    /// Wait for the other nodes.
+    Barrier,
+    /// End. The last action.
+    End(End),
+}
+
+/// How the agent ends.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum End {
+    /// All workers of all nodes have succeeded, as far as is known.
+    Success,
+    /// Workers failed and no restart is left.
+    Failed(Vec<Failure>),
+    /// It could not be done: what, and why.
+    Error(String),
+    /// A signal stopped the workers.
+    Stopped(Signal),
+    /// A signal came before there were workers, or after.
+    Interrupted(Signal),
+}
+
+impl Agent {
+    /// A new agent, and the first thing to do.
+    pub(crate) fn new(rules: Rules) -> (Self, Action) {
+        (Self { state: State::Joining, rules, restarts: 0 }, Action::Join { restarts: 0 })
+    }
+
+    /// Takes in `event`; what is to be done, if anything.
+    pub(crate) fn handle(&mut self, event: Event) -> Option<Action> {
+        let (next, action) = match (std::mem::replace(&mut self.state, State::Ended), event) {
+            (State::Ended, _) => (State::Ended, None),
+
+            (State::Joining, Event::Joined) => (State::Running, Some(Action::Start)),
+            (State::Joining, Event::JoinFailed(error)) => end(End::Error(error)),
+            (State::Joining | State::Barrier, Event::Signalled(signal)) => end(End::Interrupted(signal)),
+
+            (State::Running, Event::Signalled(signal)) => (State::Running, Some(Action::Stop(signal))),
+            (State::Running, Event::RoundEnded(Outcome::Succeeded)) if self.rules.keep_orphans => {
+                (State::Barrier, Some(Action::Barrier))
+            }
+            (State::Running, Event::RoundEnded(outcome)) => {
+                let patience = match outcome {
+                    Outcome::Succeeded => self.rules.sweep_patience,
+                    Outcome::Failed(_) | Outcome::NotStarted { .. } | Outcome::Stopped { .. } => {
+                        Duration::ZERO
+                    }
+                };
+                (State::Sweeping(outcome), Some(Action::Sweep { patience, grace: self.rules.sweep_grace }))
+            }
+
+            (State::Sweeping(outcome), Event::Signalled(_)) => {
+                let at_once = Action::Sweep { patience: Duration::ZERO, grace: Duration::ZERO };
+                (State::Sweeping(outcome), Some(at_once))
+            }
+            (State::Sweeping(outcome), Event::Swept) => self.after(outcome),
+
+            (State::Barrier, Event::BarrierPassed) => end(End::Success),
+
+            // Late or repeated news changes nothing.
+            (state, Event::Joined | Event::JoinFailed(_)) => (state, None),
+            (state, Event::RoundEnded(_) | Event::Swept | Event::BarrierPassed) => (state, None),
+        };
+        self.state = next;
+        action
+    }
+
+    fn after(&mut self, outcome: Outcome) -> (State, Option<Action>) {
+        match outcome {
+            Outcome::Succeeded => (State::Barrier, Some(Action::Barrier)),
+            Outcome::Failed(_) if self.restarts < self.rules.max_restarts => {
+                self.restarts += 1;
+                (State::Joining, Some(Action::Join { restarts: self.restarts }))
+            }
+            Outcome::Failed(failures) => end(End::Failed(failures)),
+            Outcome::NotStarted { local_rank, error } => end(End::Error(format!(
+                "the worker of local rank {local_rank} could not be started: {error}"
+            ))),
+            Outcome::Stopped { signal } => end(End::Stopped(signal)),
+        }
+    }
+}
+
+fn end(end: End) -> (State, Option<Action>) {
+    (State::Ended, Some(Action::End(end)))
+}
+
+#[cfg(test)]
+mod tests {
+    use convoke_env::ExitCause;
+
+    use super::*;
+
+    const GRACE: Duration = Duration::from_secs(30);
+    const PATIENCE: Duration = Duration::from_millis(200);
+    const SWEEP: Action = Action::Sweep { patience: Duration::ZERO, grace: GRACE };
+
+    fn agent(max_restarts: u32, keep_orphans: bool) -> Agent {
+        let (agent, action) =
+            Agent::new(Rules { max_restarts, sweep_patience: PATIENCE, sweep_grace: GRACE, keep_orphans });
+        assert_eq!(action, Action::Join { restarts: 0 });
+        agent
+    }
+
+    fn failed() -> Outcome {
+        Outcome::Failed(vec![Failure { local_rank: 0, cause: ExitCause::Code(1), stopped: false }])
+    }
+
+    fn story(agent: &mut Agent, steps: &[(Event, Option<Action>)]) {
+        for (event, expected) in steps {
+            assert_eq!(&agent.handle(event.clone()), expected, "after {event:?}");
+        }
+    }
+
+    #[test]
+    fn a_good_job_sweeps_and_waits_for_the_others() {
+        story(
+            &mut agent(0, false),
+            &[
+                (Event::Joined, Some(Action::Start)),
+                (
+                    Event::RoundEnded(Outcome::Succeeded),
+                    Some(Action::Sweep { patience: PATIENCE, grace: GRACE }),
+                ),
+                (Event::Swept, Some(Action::Barrier)),
+                (Event::BarrierPassed, Some(Action::End(End::Success))),
+            ],
+        );
+    }
+
+    #[test]
+    fn kept_orphans_are_not_swept_after_success_only() {
+        story(
+            &mut agent(1, true),
+            &[
+                (Event::Joined, Some(Action::Start)),
+                (Event::RoundEnded(failed()), Some(SWEEP)),
+                (Event::Swept, Some(Action::Join { restarts: 1 })),
+                (Event::Joined, Some(Action::Start)),
+                (Event::RoundEnded(Outcome::Succeeded), Some(Action::Barrier)),
+            ],
+        );
+    }
+
+    #[test]
+    fn max_restarts_allows_that_many_more_rounds() {
+        let mut agent = agent(2, false);
+        for restarts in 1..=2 {
+            story(
+                &mut agent,
+                &[
+                    (Event::Joined, Some(Action::Start)),
+                    (Event::RoundEnded(failed()), Some(SWEEP)),
+                    (Event::Swept, Some(Action::Join { restarts })),
+                ],
+            );
+        }
+        let Outcome::Failed(failures) = failed() else { unreachable!() };
+        story(
+            &mut agent,
+            &[
+                (Event::Joined, Some(Action::Start)),
+                (Event::RoundEnded(failed()), Some(SWEEP)),
+                (Event::Swept, Some(Action::End(End::Failed(failures)))),
+                (Event::Signalled(Signal::SIGTERM), None),
+            ],
+        );
+    }
+
+    #[test]
+    fn a_signal_never_leads_to_a_restart() {
+        story(
+            &mut agent(5, false),
+            &[
+                (Event::Joined, Some(Action::Start)),
+                (Event::Signalled(Signal::SIGINT), Some(Action::Stop(Signal::SIGINT))),
+                (Event::RoundEnded(Outcome::Stopped { signal: Signal::SIGINT }), Some(SWEEP)),
+                (
+                    Event::Signalled(Signal::SIGINT),
+                    Some(Action::Sweep { patience: Duration::ZERO, grace: Duration::ZERO }),
+                ),
+                (Event::Swept, Some(Action::End(End::Stopped(Signal::SIGINT)))),
+            ],
+        );
+    }
+
+    #[test]
+    fn without_workers_a_signal_ends_the_agent_at_once() {
+        let interrupted = Some(Action::End(End::Interrupted(Signal::SIGTERM)));
+        story(&mut agent(5, false), &[(Event::Signalled(Signal::SIGTERM), interrupted)]);
+    }
+
+    #[test]
+    fn a_failed_rendezvous_and_a_missing_program_are_errors() {
+        let late = "node 1 did not come".to_owned();
+        story(
+            &mut agent(5, false),
+            &[(Event::JoinFailed(late.clone()), Some(Action::End(End::Error(late))))],
+        );
+        let outcome = Outcome::NotStarted { local_rank: 1, error: "not found".to_owned() };
+        let text = "the worker of local rank 1 could not be started: not found".to_owned();
+        story(
+            &mut agent(5, false),
+            &[
+                (Event::Joined, Some(Action::Start)),
+                (Event::RoundEnded(outcome), Some(SWEEP)),
+                (Event::Swept, Some(Action::End(End::Error(text)))),
+            ],
+        );
+    }
+}

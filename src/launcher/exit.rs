@@ -1,0 +1,8 @@
+//! Exit codes, as torchrun's; docs/cli.md lists them for users.
+
+use std::process::ExitCode;
+
+/// All workers of all nodes succeeded.
+pub(crate) const SUCCESS: ExitCode = ExitCode::SUCCESS;
+/// Workers failed or were stopped, or the job could not be run as asked.
+pub(crate) const FAILURE: ExitCode = ExitCode::FAILURE;

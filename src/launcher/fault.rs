@@ -1,0 +1,63 @@
+//! Points at which a test can kill this process. Empty unless built with `fault-injection`.
+//!
+//! CONVOKE_FAULT=`who:point:nth:microseconds`: `who` (launcher, guard) sends itself SIGKILL that long
+//! after it has come to `point` for the nth time (from 1).
+
+#[cfg(not(feature = "fault-injection"))]
+mod points {
+    /// Says which process this is.
+    pub(crate) fn init(_who: &'static str) {}
+    /// A point that has a name.
+    pub(crate) fn point(_name: &str) {}
+}
+
+#[cfg(feature = "fault-injection")]
+mod points {
+    use std::sync::Mutex;
+    use std::time::Duration;
+
+    use nix::sys::signal::{Signal, raise};
+
+    struct Plan {
+        point: String,
+        left: u32,
+        delay: Duration,
+    }
+
+    static PLAN: Mutex<Option<Plan>> = Mutex::new(None);
+
+    /// Reads the plan if it is for `who`.
+    pub(crate) fn init(who: &'static str) {
+        let text = std::env::var("CONVOKE_FAULT").unwrap_or_default();
+        let mut parts = text.split(':');
+        let plan = (parts.next() == Some(who)).then(|| {
+            Some(Plan {
+                point: parts.next()?.to_owned(),
+                left: parts.next()?.parse().ok()?,
+                delay: Duration::from_micros(parts.next()?.parse().ok()?),
+            })
+        });
+        *PLAN.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = plan.flatten();
+    }
+
+    /// Dies here, or a while after, if the plan says so.
+    pub(crate) fn point(name: &str) {
+        let mut plan = PLAN.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let Some(armed) = plan.as_mut().filter(|plan| plan.point == name) else { return };
+        armed.left = armed.left.saturating_sub(1);
+        if armed.left > 0 {
+            return;
+        }
+        let delay = armed.delay;
+        *plan = None;
+        if delay.is_zero() {
+            let _ = raise(Signal::SIGKILL);
+        }
+        std::thread::spawn(move || {
+            std::thread::sleep(delay);
+            let _ = nix::sys::signal::kill(nix::unistd::Pid::this(), Signal::SIGKILL);
+        });
+    }
+}
+
+pub(crate) use points::{init, point};

@@ -1,0 +1,280 @@
+//! The guard: the process between launcher and workers.
+//!
+//! It starts, signals and reaps workers for the launcher, and outlives it for the moment that it takes
+//! to end them all: when the launcher's socket closes, whatever descends from the guard is killed. One
+//! thread, no timers but its own poll; everything it decides is in [`sweep`].
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::io::{self, IoSliceMut, Write};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::process::{Command, ExitCode, Stdio};
+use std::time::{Duration, Instant};
+
+use convoke_env::{ExitCause, vars};
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::signal::{SigSet, Signal, killpg};
+use nix::sys::signalfd::{SfdFlags, SignalFd};
+use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
+use nix::unistd::Pid;
+
+use super::protocol::{Decoder, FromGuard, SpawnRequest, ToGuard, WorkerId, encode};
+use super::sweep::{Sweep, kill_all, reap};
+use crate::fault;
+use crate::os::spawn_worker;
+
+/// Set to skip pidfds, as on kernels before 5.3.
+const NO_PIDFD: &str = "CONVOKE_NO_PIDFD";
+
+/// Runs the guard until its launcher is done or gone.
+pub(crate) fn run(socket: UnixStream) -> ExitCode {
+    fault::init("guard");
+    match Guard::new(socket).and_then(|mut guard| guard.serve()) {
+        Ok(End::Left) => ExitCode::SUCCESS,
+        // No one is there to be told of an error: the sweep is the answer to all of them.
+        Ok(End::LauncherGone) | Err(_) => {
+            kill_all(|_, _| {});
+            ExitCode::FAILURE
+        }
+    }
+}
+
+enum End {
+    /// The launcher said so.
+    Left,
+    /// The launcher's end of the socket is closed.
+    LauncherGone,
+}
+
+struct Guard {
+    socket: UnixStream,
+    signals: SignalFd,
+    decoder: Decoder,
+    /// Descriptors that have arrived and belong to messages that have not been handled.
+    descriptors: VecDeque<OwnedFd>,
+    workers: BTreeMap<i32, WorkerId>,
+    pids: HashMap<WorkerId, i32>,
+    /// One per running worker, where the kernel has them: its death is seen as its own event.
+    pidfds: HashMap<i32, OwnedFd>,
+    use_pidfds: bool,
+    sweep: Option<Sweep>,
+    outbox: VecDeque<u8>,
+}
+
+impl Guard {
+    fn new(socket: UnixStream) -> io::Result<Self> {
+        // Schedulers signal every process of a job (Slurm: also after setsid). Whoever should stop is told
+        // by the launcher; the guard itself only ever leaves on its word or its death.
+        let mut blocked = SigSet::all();
+        for synchronous in [Signal::SIGSEGV, Signal::SIGBUS, Signal::SIGFPE, Signal::SIGILL, Signal::SIGABRT]
+        {
+            blocked.remove(synchronous);
+        }
+        blocked.thread_block()?;
+        let mut child = SigSet::empty();
+        child.add(Signal::SIGCHLD);
+        let signals = SignalFd::with_flags(&child, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)?;
+        nix::sys::prctl::set_child_subreaper(true)?;
+        nix::unistd::setsid()?;
+        socket.set_nonblocking(true)?;
+        Ok(Self {
+            socket,
+            signals,
+            decoder: Decoder::default(),
+            descriptors: VecDeque::new(),
+            workers: BTreeMap::new(),
+            pids: HashMap::new(),
+            pidfds: HashMap::new(),
+            use_pidfds: std::env::var_os(NO_PIDFD).is_none(),
+            sweep: None,
+            outbox: VecDeque::new(),
+        })
+    }
+
+    fn serve(&mut self) -> io::Result<End> {
+        loop {
+            self.wait()?;
+            while let Ok(Some(_)) = self.signals.read_signal() {}
+            self.reap();
+            self.continue_sweep();
+            if !self.receive()? {
+                return Ok(End::LauncherGone);
+            }
+            while let Some(message) = self.decoder.next::<ToGuard>().map_err(io::Error::other)? {
+                match message {
+                    ToGuard::Spawn(request) => self.spawn(request)?,
+                    ToGuard::Signal { id, signal } => self.signal(id, signal),
+                    ToGuard::Sweep { patience_ms, grace_ms } => {
+                        fault::point("sweeping");
+                        let (patience, grace) =
+                            (Duration::from_millis(patience_ms), Duration::from_millis(grace_ms));
+                        self.sweep = Some(Sweep::new(Instant::now(), patience, grace));
+                        self.continue_sweep();
+                    }
+                    ToGuard::Leave => {
+                        fault::point("leaving");
+                        return Ok(End::Left);
+                    }
+                }
+            }
+            if !self.flush()? {
+                return Ok(End::LauncherGone);
+            }
+        }
+    }
+
+    /// Sleeps until something happens.
+    fn wait(&self) -> io::Result<()> {
+        let mut wanted = PollFlags::POLLIN;
+        wanted.set(PollFlags::POLLOUT, !self.outbox.is_empty());
+        let mut fds = vec![
+            PollFd::new(self.socket.as_fd(), wanted),
+            PollFd::new(self.signals.as_fd(), PollFlags::POLLIN),
+        ];
+        fds.extend(self.pidfds.values().map(|fd| PollFd::new(fd.as_fd(), PollFlags::POLLIN)));
+        let now = Instant::now();
+        let timeout = match &self.sweep {
+            None => PollTimeout::NONE,
+            Some(sweep) => {
+                let left = sweep.wake_at(now).saturating_duration_since(now) + Duration::from_millis(1);
+                PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX)
+            }
+        };
+        match poll(&mut fds, timeout) {
+            Ok(_) | Err(Errno::EINTR) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Reads what has come; false if the launcher is gone.
+    fn receive(&mut self) -> io::Result<bool> {
+        let mut bytes = [0; 16 << 10];
+        let mut space = nix::cmsg_space!([std::os::fd::RawFd; 3]);
+        loop {
+            let mut parts = [IoSliceMut::new(&mut bytes)];
+            let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_CMSG_CLOEXEC;
+            let (count, received) =
+                match recvmsg::<()>(self.socket.as_raw_fd(), &mut parts, Some(&mut space), flags) {
+                    Ok(message) => {
+                        let mut received = Vec::new();
+                        for part in message.cmsgs()? {
+                            if let ControlMessageOwned::ScmRights(fds) = part {
+                                received.extend(fds);
+                            }
+                        }
+                        (message.bytes, received)
+                    }
+                    Err(Errno::EAGAIN) => return Ok(true),
+                    Err(Errno::EINTR) => continue,
+                    Err(Errno::ECONNRESET) => return Ok(false),
+                    Err(error) => return Err(error.into()),
+                };
+            self.descriptors.extend(received.into_iter().map(crate::os::own_received));
+            if count == 0 {
+                return Ok(false);
+            }
+            self.decoder.push(&bytes[..count]);
+        }
+    }
+
+    fn spawn(&mut self, request: SpawnRequest) -> io::Result<()> {
+        fault::point("spawning");
+        let id = request.id;
+        let mut next = || {
+            self.descriptors
+                .pop_front()
+                .ok_or_else(|| io::Error::other("a descriptor of a spawn request is missing"))
+        };
+        let channel = next()?;
+        let stdout = request.stdout.then(&mut next).transpose()?;
+        let stderr = request.stderr.then(&mut next).transpose()?;
+        let Some((program, arguments)) = request.argv.split_first() else {
+            return self.send(&FromGuard::SpawnFailed { id, error: "no program".to_owned() });
+        };
+        let mut command = Command::new(program);
+        command.args(arguments);
+        for name in request.unset {
+            command.env_remove(name);
+        }
+        command.envs(request.vars).env(vars::AGENT_FD, channel.as_raw_fd().to_string());
+        command.stdout(stdout.map_or_else(Stdio::inherit, Stdio::from));
+        command.stderr(stderr.map_or_else(Stdio::inherit, Stdio::from));
+        match spawn_worker(&mut command, &channel) {
+            Ok(child) => {
+                let pid = child.id().cast_signed();
+                self.workers.insert(pid, id);
+                self.pids.insert(id, pid);
+                if self.use_pidfds {
+                    self.watch(pid);
+                }
+                self.send(&FromGuard::Spawned { id, pid })
+            }
+            Err(error) => self.send(&FromGuard::SpawnFailed { id, error: error.to_string() }),
+        }
+    }
+
+    /// Opens a pidfd for a worker; without one (old kernel, sandbox) SIGCHLD tells of its end.
+    fn watch(&mut self, pid: i32) {
+        let opened = rustix::process::Pid::from_raw(pid)
+            .and_then(|pid| rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).ok());
+        match opened {
+            Some(fd) => drop(self.pidfds.insert(pid, fd)),
+            None => self.use_pidfds = false,
+        }
+    }
+
+    fn signal(&mut self, id: WorkerId, signal: i32) {
+        let (Some(&pid), Ok(signal)) = (self.pids.get(&id), Signal::try_from(signal)) else { return };
+        fault::point("signalling");
+        // The worker is not reaped, so its number still means its process group and nobody else's.
+        let _ = killpg(Pid::from_raw(pid), signal);
+        if signal != Signal::SIGKILL {
+            let _ = killpg(Pid::from_raw(pid), Signal::SIGCONT);
+        }
+    }
+
+    fn reap(&mut self) {
+        let mut exits = Vec::new();
+        reap(|pid, cause| exits.push((pid, cause)));
+        for (pid, cause) in exits {
+            self.exited(pid, cause);
+        }
+    }
+
+    fn exited(&mut self, pid: i32, cause: ExitCause) {
+        self.pidfds.remove(&pid);
+        if let Some(id) = self.workers.remove(&pid) {
+            self.pids.remove(&id);
+            // An error shows in the next flush.
+            let _ = self.send(&FromGuard::Exited { id, cause });
+        }
+    }
+
+    fn continue_sweep(&mut self) {
+        let swept = self.sweep.as_mut().and_then(|sweep| sweep.step(Instant::now()));
+        if let Some(swept) = swept {
+            self.sweep = None;
+            let _ = self.send(&FromGuard::Swept { stopped: swept.stopped, stuck: swept.stuck });
+        }
+    }
+
+    fn send(&mut self, message: &FromGuard) -> io::Result<()> {
+        self.outbox.extend(encode(message)?);
+        Ok(())
+    }
+
+    /// Writes what the socket takes; false if the launcher is gone.
+    fn flush(&mut self) -> io::Result<bool> {
+        while !self.outbox.is_empty() {
+            match (&self.socket).write(self.outbox.as_slices().0) {
+                Ok(written) => drop(self.outbox.drain(..written)),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::BrokenPipe => return Ok(false),
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(true)
+    }
+}

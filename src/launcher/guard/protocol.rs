@@ -1,0 +1,162 @@
+//! What launcher and guard say to each other: length-prefixed JSON over a unix stream socket.
+//!
+//! Pure: bytes in, messages out. Descriptors travel beside the bytes (SCM_RIGHTS); a message says how
+//! many of them are its own.
+
+use std::ffi::OsString;
+
+use convoke_env::ExitCause;
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+/// Longest message: a command line and its variables (the kernel's own limit is 6 MiB by default).
+pub(crate) const MAX_FRAME_BYTES: usize = 64 << 20;
+
+/// Names one started process; never reused within a launcher's life.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub(crate) struct WorkerId(pub(crate) u64);
+
+/// What the launcher asks of the guard.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum ToGuard {
+    /// Start a worker. Its descriptors: agent channel, then stdout and stderr if they are not inherited.
+    Spawn(SpawnRequest),
+    /// Send a signal to the process group of a worker that has not been reported as exited.
+    Signal { id: WorkerId, signal: i32 },
+    /// End every process that is left once all workers have exited: SIGTERM for who does not leave by
+    /// itself in a moment, SIGKILL after the grace period. Answered by `Swept`.
+    Sweep { patience_ms: u64, grace_ms: u64 },
+    /// Exit and leave alone what may still run.
+    Leave,
+}
+
+/// A worker to start.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct SpawnRequest {
+    pub(crate) id: WorkerId,
+    /// Program (searched in PATH) and arguments.
+    pub(crate) argv: Vec<OsString>,
+    /// Variables set over the launcher's own environment.
+    pub(crate) vars: Vec<(OsString, OsString)>,
+    /// Variables of the launcher's environment that the worker must not see.
+    pub(crate) unset: Vec<OsString>,
+    /// A descriptor for stdout comes along; otherwise it is inherited.
+    pub(crate) stdout: bool,
+    /// The same for stderr.
+    pub(crate) stderr: bool,
+}
+
+impl ToGuard {
+    /// How many descriptors come with this message.
+    pub(crate) fn descriptors(&self) -> usize {
+        match self {
+            Self::Spawn(request) => 1 + usize::from(request.stdout) + usize::from(request.stderr),
+            Self::Signal { .. } | Self::Sweep { .. } | Self::Leave => 0,
+        }
+    }
+}
+
+/// What the guard reports.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum FromGuard {
+    /// The worker runs.
+    Spawned { id: WorkerId, pid: i32 },
+    /// The worker could not be started.
+    SpawnFailed { id: WorkerId, error: String },
+    /// The worker ended and has been reaped.
+    Exited { id: WorkerId, cause: ExitCause },
+    /// Nothing is left of what the workers started.
+    Swept {
+        /// Processes that had to be stopped.
+        stopped: Vec<Leftover>,
+        /// Processes that even SIGKILL did not end in time (uninterruptible sleep).
+        stuck: Vec<Leftover>,
+    },
+}
+
+/// A process that outlived the worker that started it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Leftover {
+    pub(crate) pid: i32,
+    pub(crate) name: String,
+}
+
+/// Message to bytes.
+pub(crate) fn encode(message: &impl Serialize) -> serde_json::Result<Vec<u8>> {
+    let mut frame = vec![0; 4];
+    serde_json::to_writer(&mut frame, message)?;
+    let body = u32::try_from(frame.len() - 4).map_err(serde::ser::Error::custom)?;
+    frame[..4].copy_from_slice(&body.to_le_bytes());
+    Ok(frame)
+}
+
+/// Bytes, as they come, to messages.
+#[derive(Debug, Default)]
+pub(crate) struct Decoder {
+    buffer: Vec<u8>,
+}
+
+impl Decoder {
+    pub(crate) fn push(&mut self, bytes: &[u8]) {
+        self.buffer.extend_from_slice(bytes);
+    }
+
+    /// The next whole message, if there is one.
+    pub(crate) fn next<M: DeserializeOwned>(&mut self) -> Result<Option<M>, String> {
+        let Some(header) = self.buffer.first_chunk::<4>() else { return Ok(None) };
+        let len = u32::from_le_bytes(*header) as usize;
+        if len > MAX_FRAME_BYTES {
+            return Err(format!("a message of {len} bytes (limit {MAX_FRAME_BYTES})"));
+        }
+        if self.buffer.len() < 4 + len {
+            return Ok(None);
+        }
+        let message = serde_json::from_slice(&self.buffer[4..4 + len]).map_err(|error| error.to_string())?;
+        self.buffer.drain(..4 + len);
+        Ok(Some(message))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::ffi::OsStringExt;
+
+    use super::*;
+
+    #[test]
+    fn messages_survive_any_split_and_any_bytes() {
+        let odd = OsString::from_vec(vec![b'a', 0xff, b'\n', b'"']);
+        let spawn = ToGuard::Spawn(SpawnRequest {
+            id: WorkerId(7),
+            argv: vec!["sh".into(), odd.clone()],
+            vars: vec![("K".into(), odd)],
+            unset: vec!["U".into()],
+            stdout: true,
+            stderr: false,
+        });
+        assert_eq!(spawn.descriptors(), 2);
+        let messages = [spawn, ToGuard::Signal { id: WorkerId(7), signal: 15 }, ToGuard::Leave];
+        let bytes: Vec<u8> = messages.iter().flat_map(|message| encode(message).unwrap()).collect();
+        for step in [1, 3, bytes.len()] {
+            let mut decoder = Decoder::default();
+            let mut got = Vec::new();
+            for part in bytes.chunks(step) {
+                decoder.push(part);
+                while let Some(message) = decoder.next::<ToGuard>().unwrap() {
+                    got.push(message);
+                }
+            }
+            assert_eq!(got, messages);
+        }
+    }
+
+    #[test]
+    fn nonsense_is_an_error() {
+        let mut decoder = Decoder::default();
+        decoder.push(&u32::MAX.to_le_bytes());
+        assert!(decoder.next::<ToGuard>().is_err());
+        let mut decoder = Decoder::default();
+        decoder.push(b"\x02\0\0\0{}");
+        assert!(decoder.next::<ToGuard>().is_err());
+    }
+}

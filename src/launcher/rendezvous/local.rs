@@ -1,0 +1,69 @@
+//! One node that needs nobody: each round gets a fresh, empty worker store on this host.
+
+use std::net::{IpAddr, Ipv4Addr, TcpListener};
+
+use convoke_env::Generation;
+use convoke_store::StoreServer;
+
+use super::{Assignment, Rendezvous, RendezvousError};
+use crate::config::Config;
+
+/// See the module's head.
+#[derive(Debug)]
+pub(crate) struct Local {
+    /// What MASTER_ADDR says.
+    host: String,
+    workers: usize,
+    share_store: bool,
+    /// The store of the current round.
+    server: Option<StoreServer>,
+}
+
+impl Local {
+    pub(crate) fn new(config: &Config) -> Self {
+        Self {
+            host: config.local_addr.clone().unwrap_or_else(|| "localhost".to_owned()),
+            workers: config.nproc_per_node,
+            share_store: config.share_store,
+            server: None,
+        }
+    }
+}
+
+impl Rendezvous for Local {
+    fn join(&mut self, _restarts: u32) -> Result<Assignment, RendezvousError> {
+        let system = |what: &str| {
+            let what = what.to_owned();
+            move |source| RendezvousError::System { what, source }
+        };
+        // The old store goes first: what the last round left in it must not reach this one.
+        self.server = None;
+        let port = if self.share_store {
+            let server = super::serve(&self.host, 0)?;
+            let port = server.port();
+            self.server = Some(server);
+            port
+        } else {
+            // Worker rank 0 will serve here; that nobody takes the port until then is likely, not sure.
+            let any = TcpListener::bind((IpAddr::from(Ipv4Addr::UNSPECIFIED), 0))
+                .map_err(system("no free port"))?;
+            any.local_addr().map_err(system("no free port"))?.port()
+        };
+        Ok(Assignment {
+            group_rank: 0,
+            group_world_size: 1,
+            base_rank: 0,
+            world_size: self.workers,
+            base_role_rank: 0,
+            role_world_size: self.workers,
+            master_addr: self.host.clone(),
+            master_port: port,
+            use_agent_store: self.share_store,
+            generation: Some(Generation::random().map_err(system("no random numbers"))?),
+        })
+    }
+
+    fn barrier(&mut self) -> Option<String> {
+        None
+    }
+}

@@ -1,0 +1,121 @@
+//! How the nodes of a job find each other and agree on ranks.
+
+mod fixed;
+mod local;
+mod ranks;
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
+
+use convoke_env::Generation;
+use convoke_store::{ServeError, StoreError, StoreServer};
+
+use crate::config::{Config, Rendezvous as Choice};
+
+pub(crate) use fixed::Fixed;
+pub(crate) use local::Local;
+
+/// What an agent needs to know to start the workers of a round.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Assignment {
+    /// Rank of this node.
+    pub(crate) group_rank: usize,
+    /// Number of nodes.
+    pub(crate) group_world_size: usize,
+    /// Rank of this node's first worker, and number of workers of all nodes.
+    pub(crate) base_rank: usize,
+    pub(crate) world_size: usize,
+    /// The same among the workers of this node's role.
+    pub(crate) base_role_rank: usize,
+    pub(crate) role_world_size: usize,
+    /// The worker store.
+    pub(crate) master_addr: String,
+    pub(crate) master_port: u16,
+    /// An agent serves it.
+    pub(crate) use_agent_store: bool,
+    /// `None` if node 0 is another launcher, which knows no generations.
+    pub(crate) generation: Option<Generation>,
+}
+
+/// Why the nodes did not come together.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum RendezvousError {
+    #[error(
+        "{} of {expected} nodes did not join within {after_s} s\n  waiting at: {endpoint}\n  try: start convoke \
+         on {} with the same --nnodes, --master-addr, --master-port and --rdzv-id; is the port open between the hosts?",
+        missing.len(), nodes(missing)
+    )]
+    Missing { missing: Vec<usize>, expected: usize, after_s: u64, endpoint: String },
+    #[error(
+        "node rank {node_rank} is out of range: --nnodes={expected} allows 0 to {}",
+        expected.saturating_sub(1)
+    )]
+    NodeRank { node_rank: usize, expected: usize },
+    #[error(
+        "node 0 ({endpoint}) assigned no ranks within {after_s} s\n  try: is node 0 running, with the same --nnodes and --rdzv-id?"
+    )]
+    NotAssigned { endpoint: String, after_s: u64 },
+    #[error("node {node} published {key} that makes no sense: {what}")]
+    Malformed { node: usize, key: String, what: String },
+    #[error("{0}")]
+    Store(#[from] StoreError),
+    #[error("{0}")]
+    Serve(#[from] ServeError),
+    #[error("{what}: {source}")]
+    System { what: String, source: std::io::Error },
+}
+
+fn nodes(ranks: &[usize]) -> String {
+    let list: Vec<_> = ranks.iter().take(16).map(ToString::to_string).collect();
+    let more = if ranks.len() > 16 { ", ..." } else { "" };
+    format!("node{} {}{more}", if ranks.len() == 1 { "" } else { "s" }, list.join(", "))
+}
+
+/// One way to meet; all calls block and end by their own deadlines.
+pub(crate) trait Rendezvous: Send + std::fmt::Debug {
+    /// Meets the other nodes for a round.
+    fn join(&mut self, restarts: u32) -> Result<Assignment, RendezvousError>;
+
+    /// Waits until all nodes have succeeded; a warning if that could not be established.
+    fn barrier(&mut self) -> Option<String>;
+}
+
+/// The way that `config` asks for.
+pub(crate) fn choose(config: &Config) -> Box<dyn Rendezvous> {
+    match &config.rendezvous {
+        Choice::Standalone | Choice::C10d { .. } | Choice::Etcd { .. } => Box::new(Local::new(config)),
+        Choice::Static { host, port, node_rank, timeout } => {
+            Box::new(Fixed::new(config, host, *port, *node_rank, *timeout))
+        }
+    }
+}
+
+/// `host:port` as one word.
+fn address(host: &str, port: u16) -> String {
+    if host.contains(':') && !host.starts_with('[') {
+        format!("[{host}]:{port}")
+    } else {
+        format!("{host}:{port}")
+    }
+}
+
+/// Serves a store where workers of this job will look for `host`, and nowhere else if that is known.
+///
+/// An address of this host is bound itself, `localhost` means loopback; a name may mean something else
+/// on other hosts, so it binds all addresses.
+fn serve(host: &str, port: u16) -> Result<StoreServer, RendezvousError> {
+    let loopback: [IpAddr; 2] = [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()];
+    let wanted: Vec<IpAddr> = match host.trim_matches(['[', ']']).parse() {
+        Ok(ip) => vec![ip],
+        Err(_) if host == "localhost" => loopback.to_vec(),
+        Err(_) => Vec::new(),
+    };
+    // An address of another host (behind a forwarder, say), or IPv6 on a host without it.
+    let local = |ip: &IpAddr| TcpListener::bind((*ip, 0)).is_ok();
+    let mut addresses: Vec<_> =
+        wanted.into_iter().filter(local).map(|ip| SocketAddr::new(ip, port)).collect();
+    if addresses.is_empty() {
+        let any: [IpAddr; 2] = [Ipv6Addr::UNSPECIFIED.into(), Ipv4Addr::UNSPECIFIED.into()];
+        addresses.extend(any.into_iter().find(local).map(|ip| SocketAddr::new(ip, port)));
+    }
+    Ok(StoreServer::bind(&addresses)?)
+}

@@ -1,0 +1,224 @@
+use super::*;
+
+const GRACE: Duration = Duration::from_secs(30);
+
+/// A supervisor on virtual time; `does` states what an event must lead to.
+struct Story {
+    supervisor: Supervisor,
+    start: Instant,
+}
+
+impl Story {
+    fn of(count: usize, settle_ms: u64) -> Self {
+        let policy = Policy { settle: Duration::from_millis(settle_ms), failure_grace: GRACE };
+        let mut story = Self { supervisor: Supervisor::new(count, policy), start: Instant::now() };
+        for local_rank in 0..count {
+            story.at(0, Event::Started { local_rank }, &[]);
+        }
+        story
+    }
+
+    fn at(&mut self, ms: u64, event: Event, expected: &[Action]) {
+        let mut out = Vec::new();
+        self.supervisor.handle(self.start + Duration::from_millis(ms), event.clone(), &mut out);
+        assert_eq!(out, expected, "after {event:?}");
+    }
+
+    fn wakes_at(&self, ms: Option<u64>) {
+        assert_eq!(self.supervisor.wake_at(), ms.map(|ms| self.start + Duration::from_millis(ms)));
+    }
+}
+
+fn exit(local_rank: usize, code: i32) -> Event {
+    Event::Exited { local_rank, cause: ExitCause::Code(code) }
+}
+
+fn killed(local_rank: usize, signal: Signal) -> Event {
+    Event::Exited { local_rank, cause: ExitCause::Signal(signal as i32) }
+}
+
+fn signal(local_rank: usize, signal: Signal) -> Action {
+    Action::Signal { local_rank, signal }
+}
+
+fn failure(local_rank: usize, cause: ExitCause, stopped: bool) -> Failure {
+    Failure { local_rank, cause, stopped }
+}
+
+#[test]
+fn a_round_succeeds_when_all_workers_exit_with_0() {
+    let mut story = Story::of(2, 0);
+    story.at(1, exit(1, 0), &[]);
+    story.wakes_at(None);
+    story.at(9, exit(0, 0), &[Action::Finish(Outcome::Succeeded)]);
+}
+
+#[test]
+fn a_failure_stops_the_others_and_keeps_the_order() {
+    let mut story = Story::of(3, 0);
+    story.at(1, exit(0, 0), &[]);
+    story.at(2, exit(2, 3), &[signal(1, Signal::SIGTERM)]);
+    story.wakes_at(Some(30_002));
+    let failures = vec![
+        failure(2, ExitCause::Code(3), false),
+        failure(1, ExitCause::Signal(Signal::SIGTERM as i32), true),
+    ];
+    story.at(3, killed(1, Signal::SIGTERM), &[Action::Finish(Outcome::Failed(failures))]);
+}
+
+#[test]
+fn a_sibling_that_exits_with_0_when_stopped_is_no_failure() {
+    let mut story = Story::of(2, 0);
+    story.at(1, exit(0, 9), &[signal(1, Signal::SIGTERM)]);
+    story.at(2, exit(1, 0), &[Action::Finish(Outcome::Failed(vec![failure(0, ExitCause::Code(9), false)]))]);
+}
+
+#[test]
+fn who_ignores_sigterm_is_killed_after_the_grace_period() {
+    let mut story = Story::of(2, 0);
+    story.at(0, exit(0, 1), &[signal(1, Signal::SIGTERM)]);
+    story.at(29_999, Event::Tick, &[]);
+    story.at(30_000, Event::Tick, &[signal(1, Signal::SIGKILL)]);
+    story.wakes_at(None);
+    let failures = vec![
+        failure(0, ExitCause::Code(1), false),
+        failure(1, ExitCause::Signal(Signal::SIGKILL as i32), true),
+    ];
+    story.at(30_001, killed(1, Signal::SIGKILL), &[Action::Finish(Outcome::Failed(failures))]);
+}
+
+#[test]
+fn failures_within_the_settling_time_are_simultaneous() {
+    let mut story = Story::of(3, 2_000);
+    story.at(0, exit(0, 10), &[]);
+    story.wakes_at(Some(2_000));
+    story.at(50, exit(1, 11), &[]);
+    story.at(2_000, Event::Tick, &[signal(2, Signal::SIGTERM)]);
+    let failures = vec![failure(0, ExitCause::Code(10), false), failure(1, ExitCause::Code(11), false)];
+    story.at(2_010, exit(2, 0), &[Action::Finish(Outcome::Failed(failures))]);
+}
+
+#[test]
+fn settling_ends_when_nobody_is_left() {
+    let mut story = Story::of(2, 2_000);
+    story.at(0, exit(0, 10), &[]);
+    let failures = vec![failure(0, ExitCause::Code(10), false), failure(1, ExitCause::Code(11), false)];
+    story.at(50, exit(1, 11), &[Action::Finish(Outcome::Failed(failures))]);
+}
+
+#[test]
+fn a_signal_is_passed_on_with_its_own_grace_period() {
+    let mut story = Story::of(2, 0);
+    let stop = Event::Stop { signal: Signal::SIGINT, grace: Duration::from_secs(3) };
+    story.at(0, stop, &[signal(0, Signal::SIGINT), signal(1, Signal::SIGINT)]);
+    story.wakes_at(Some(3_000));
+    story.at(1, killed(0, Signal::SIGINT), &[]);
+    story.at(2, exit(1, 0), &[Action::Finish(Outcome::Stopped { signal: Signal::SIGINT })]);
+}
+
+#[test]
+fn a_second_signal_ends_the_patience() {
+    let mut story = Story::of(1, 0);
+    let stop = Event::Stop { signal: Signal::SIGTERM, grace: GRACE };
+    story.at(0, stop.clone(), &[signal(0, Signal::SIGTERM)]);
+    story.at(5, stop.clone(), &[signal(0, Signal::SIGKILL)]);
+    story.at(6, stop, &[]);
+    story.at(7, killed(0, Signal::SIGKILL), &[Action::Finish(Outcome::Stopped { signal: Signal::SIGTERM })]);
+}
+
+#[test]
+fn a_worker_that_starts_late_is_stopped_as_well() {
+    let policy = Policy { settle: Duration::ZERO, failure_grace: GRACE };
+    let mut story = Story { supervisor: Supervisor::new(2, policy), start: Instant::now() };
+    story.at(0, Event::Started { local_rank: 0 }, &[]);
+    story.at(1, exit(0, 1), &[]);
+    story.at(2, Event::Started { local_rank: 1 }, &[signal(1, Signal::SIGTERM)]);
+    let failures = vec![
+        failure(0, ExitCause::Code(1), false),
+        failure(1, ExitCause::Signal(Signal::SIGTERM as i32), true),
+    ];
+    story.at(3, killed(1, Signal::SIGTERM), &[Action::Finish(Outcome::Failed(failures))]);
+}
+
+#[test]
+fn a_program_that_cannot_be_started_ends_the_round() {
+    let policy = Policy { settle: Duration::ZERO, failure_grace: GRACE };
+    let mut story = Story { supervisor: Supervisor::new(2, policy), start: Instant::now() };
+    let not_found = "not found".to_owned();
+    story.at(0, Event::StartFailed { local_rank: 0, error: not_found.clone() }, &[]);
+    let outcome = Outcome::NotStarted { local_rank: 0, error: not_found.clone() };
+    story.at(1, Event::StartFailed { local_rank: 1, error: not_found }, &[Action::Finish(outcome)]);
+}
+
+#[test]
+fn random_rounds_always_finish_once_and_leave_nobody_running() {
+    let seed = std::env::var("CONVOKE_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or(20_261_121);
+    println!("CONVOKE_SEED={seed}");
+    for round in 0..2_000 {
+        random_round(seed ^ round);
+    }
+}
+
+/// One round of random events. Whoever got SIGKILL, or SIGTERM and does not ignore it, dies some time later.
+fn random_round(seed: u64) {
+    let mut state = seed | 1;
+    let mut random = |bound: u64| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state % bound
+    };
+    let count = usize::try_from(1 + random(6)).unwrap();
+    let policy = Policy { settle: Duration::from_millis(random(2) * 500), failure_grace: GRACE };
+    let mut supervisor = Supervisor::new(count, policy);
+    let mut now = Instant::now();
+    let mut started = vec![false; count];
+    let mut alive = vec![true; count];
+    let mut doomed = vec![None; count];
+    let mut outcome = None;
+    for _ in 0..10_000 {
+        now += Duration::from_millis(random(2_000));
+        let who = usize::try_from(random(count as u64)).unwrap();
+        let event = match random(12) {
+            0 => Event::Stop { signal: Signal::SIGINT, grace: GRACE },
+            1..=5 => Event::Tick,
+            _ if !alive[who] => continue,
+            _ if !started[who] && random(30) == 0 => {
+                alive[who] = false;
+                Event::StartFailed { local_rank: who, error: String::new() }
+            }
+            _ if !started[who] => {
+                started[who] = true;
+                Event::Started { local_rank: who }
+            }
+            _ => {
+                let cause = match doomed[who] {
+                    Some(signal) => ExitCause::Signal(signal as i32),
+                    None if random(3) == 0 => ExitCause::Code(i32::try_from(random(2)).unwrap()),
+                    None => continue,
+                };
+                alive[who] = false;
+                Event::Exited { local_rank: who, cause }
+            }
+        };
+        let mut out = Vec::new();
+        supervisor.handle(now, event, &mut out);
+        for action in out {
+            assert!(outcome.is_none(), "seed {seed}: {action:?} after the end");
+            match action {
+                Action::Signal { local_rank, signal } => {
+                    assert!(alive[local_rank] && started[local_rank], "seed {seed}: signal to nobody");
+                    if signal == Signal::SIGKILL || random(2) == 0 {
+                        doomed[local_rank] = Some(signal);
+                    }
+                }
+                Action::Finish(end) => outcome = Some(end),
+            }
+        }
+        if outcome.is_some() {
+            assert!(alive.iter().all(|alive| !alive), "seed {seed}: finished with workers alive");
+            return;
+        }
+    }
+    panic!("seed {seed}: the round does not end");
+}
