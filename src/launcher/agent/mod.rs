@@ -1,8 +1,12 @@
 //! One node's agent: meets the other nodes, runs the workers, restarts them, and tells how it ended.
 
+mod end;
 mod environment;
 mod machine;
 mod run;
+mod setup;
+mod start;
+mod tell;
 mod workers;
 
 pub(crate) use run::run;

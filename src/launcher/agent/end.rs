@@ -1,0 +1,86 @@
+//! The end of the launcher, in peace or after the loss of its guard.
+
+use std::io;
+use std::time::{Duration, Instant};
+
+use super::machine::End;
+use super::run::{Exit, News, Shell};
+use super::tell::say;
+use crate::guard::{ToGuard, kill_all};
+use crate::{exit, fault, report};
+
+/// How long the guard may take to leave.
+const LEAVE_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long output that is already written may take to reach its file or the console.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
+
+impl Shell {
+    pub(super) async fn end(&mut self, end: End) -> Exit {
+        fault::point("ending");
+        self.finish_output();
+        if let Err(error) = self.dismiss_guard().await {
+            say(&format!("warning: guard: {error}"));
+            kill_all(|_, _| {});
+        }
+        match end {
+            End::Success => {
+                self.events
+                    .agent_succeeded(self.round.as_ref().map(|round| &round.assignment), self.restarts);
+                Exit::Code(exit::SUCCESS)
+            }
+            End::Failed(failures) => {
+                self.events.agent_failed(self.round.as_ref().map(|round| &round.assignment), self.restarts);
+                self.report_failures(&failures);
+                Exit::Code(exit::FAILURE)
+            }
+            End::Error(error) => {
+                say(&format!("error: {error}"));
+                Exit::Code(exit::FAILURE)
+            }
+            End::Stopped(signal) => {
+                say(&format!("stopped by {signal}"));
+                Exit::Code(exit::FAILURE)
+            }
+            End::Interrupted(signal) => {
+                say(&format!("{signal} while waiting for other nodes"));
+                Exit::Signal(signal)
+            }
+        }
+    }
+
+    pub(super) fn finish_output(&mut self) {
+        if let Some(tee) = self.round.as_mut().and_then(|round| round.tee.take()) {
+            tee.finish(Instant::now() + DRAIN_TIMEOUT);
+        }
+    }
+
+    /// Tells the guard to leave and waits until it has.
+    async fn dismiss_guard(&mut self) -> io::Result<()> {
+        self.link.send(&ToGuard::Leave, &[])?;
+        let deadline = tokio::time::Instant::now() + LEAVE_TIMEOUT;
+        while self.guard_end.is_none() {
+            tokio::select! {
+                message = self.link.receive() => if message?.is_none() { break },
+                Some(news) = self.news.recv() => if matches!(news, News::ChildEnded) { self.hear(news); },
+                () = tokio::time::sleep_until(deadline) => return Err(io::Error::other("it does not leave")),
+            }
+        }
+        Ok(())
+    }
+
+    /// The guard is gone without our asking. The kernel has killed the workers; the rest falls to us.
+    pub(super) fn guard_lost(&mut self) -> Exit {
+        let guard = self.guard.as_raw();
+        let mut cause = self.guard_end.flatten();
+        // Its socket may have closed a moment before it could be reaped.
+        kill_all(|pid, end| {
+            if pid == guard {
+                cause = Some(end);
+            }
+        });
+        self.finish_output();
+        let how = cause.map_or_else(|| "went away".to_owned(), report::describe);
+        say(&format!("error: the guard process (pid {guard}) {how}; all workers of this node were killed"));
+        Exit::Code(exit::FAILURE)
+    }
+}

@@ -1,0 +1,35 @@
+//! What is settled before the first round: signals and the job's secret.
+
+use convoke_env::Token;
+use nix::sys::signal::Signal;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::mpsc;
+
+use super::run::News;
+use crate::config::{Config, Rendezvous as Choice};
+
+/// Passes signals on to the select loop.
+pub(super) fn watch_signals(config: &Config, tell: &mpsc::UnboundedSender<News>) -> Result<(), String> {
+    let watch = |kind: SignalKind, news: fn(Signal) -> News, name: Signal| {
+        let mut stream = signal(kind).map_err(|error| format!("cannot handle {name}: {error}"))?;
+        let tell = tell.clone();
+        tokio::spawn(async move { while stream.recv().await.is_some() && tell.send(news(name)).is_ok() {} });
+        Ok::<(), String>(())
+    };
+    for &signal in &config.signals {
+        watch(SignalKind::from_raw(signal as i32), News::Signalled, signal)?;
+    }
+    watch(SignalKind::child(), |_| News::ChildEnded, Signal::SIGCHLD)
+}
+
+/// The secret of the job: given by the user, or made here if all workers are ours.
+pub(super) fn token(config: &Config) -> Result<Option<Token>, String> {
+    if let Some(token) = Token::from_process().map_err(|error| error.to_string())? {
+        return Ok(Some(token));
+    }
+    let alone = match &config.rendezvous {
+        Choice::Standalone => true,
+        Choice::Static { .. } | Choice::C10d { .. } | Choice::Etcd { .. } => config.nodes.max == 1,
+    };
+    alone.then(Token::random).transpose().map_err(|error| format!("no random numbers: {error}"))
+}

@@ -1,0 +1,71 @@
+//! The start of a round: everything that the guard needs to know of each worker.
+
+use std::os::fd::AsFd;
+
+use super::environment::{command_line, variables};
+use super::run::{FAILURE_GRACE, Round, Shell};
+use super::workers::Workers;
+use crate::fault;
+use crate::guard::{SpawnRequest, ToGuard};
+use crate::logs::{AttemptDir, StdioTarget};
+use crate::rendezvous::Assignment;
+use crate::supervise::{Policy, Supervisor};
+
+impl Shell {
+    /// Everything for a round but its workers.
+    pub(super) fn prepare(&mut self, assignment: Assignment) -> Result<Round, String> {
+        self.events.rendezvous(&assignment, self.restarts);
+        self.events.assigned(&assignment, self.restarts);
+        let policy =
+            Policy { settle: self.config.monitor_interval.unwrap_or_default(), failure_grace: FAILURE_GRACE };
+        let supervisor = Supervisor::new(self.config.nproc_per_node, policy);
+        let workers = Workers::new(self.next_worker_id, assignment.base_rank, assignment.generation);
+        Ok(Round { assignment, supervisor, workers, tee: None })
+    }
+
+    /// Asks the guard for all workers of the round.
+    pub(super) fn start(&mut self) -> Result<(), String> {
+        let Some(round) = self.round.as_mut() else { return Ok(()) };
+        let config = &self.config;
+        let parent = |name: &str| std::env::var_os(name);
+        let mut attempt: AttemptDir =
+            self.run_dir.attempt(self.restarts, config.nproc_per_node).map_err(|error| error.to_string())?;
+        for local_rank in 0..config.nproc_per_node {
+            fault::point("spawning");
+            let rank = round.workers.rank(local_rank);
+            let stdio = attempt.worker(local_rank, rank).map_err(|error| error.to_string())?;
+            let error_file = stdio.error_file.clone();
+            let variables = variables(
+                config,
+                &round.assignment,
+                local_rank,
+                self.restarts,
+                error_file.as_deref(),
+                &parent,
+            )?;
+            let added = round.workers.add(self.token.as_ref(), error_file);
+            let (id, channel) = added.map_err(|error| format!("no channel to a worker: {error}"))?;
+            let mut descriptors = vec![channel.as_fd()];
+            let given = |target: &StdioTarget| target.as_fd().is_some();
+            let (stdout, stderr) = (given(&stdio.stdout), given(&stdio.stderr));
+            descriptors.extend(stdio.stdout.as_fd());
+            descriptors.extend(stdio.stderr.as_fd());
+            let request = ToGuard::Spawn(SpawnRequest {
+                id,
+                argv: command_line(config, local_rank),
+                vars: variables.set,
+                unset: variables.unset,
+                stdout,
+                stderr,
+            });
+            if self.link.send(&request, &descriptors).is_err() {
+                self.guard_end = Some(None);
+                return Ok(());
+            }
+        }
+        round.tee = attempt.start_tee().map_err(|error| error.to_string())?;
+        self.next_worker_id = round.workers.next_id();
+        fault::point("running");
+        Ok(())
+    }
+}
