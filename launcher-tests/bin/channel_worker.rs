@@ -1,11 +1,14 @@
 //! `channel_worker FILE COUNT`: writes COUNT messages of the agent channel to FILE.RANK, one a line.
-//! The worker whose rank is DIE_AFTER_HELLO exits with 1 after the first.
+//! The worker whose rank is DIE_AFTER_HELLO exits with 1 once all have had
+//! their first message.
 
 use std::error::Error;
 use std::io::Write;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use convoke_env::{AgentChannel, ToWorker, WorkerEnv};
+
+const PATIENCE: Duration = Duration::from_secs(30);
 
 fn main() -> Result<(), Box<dyn Error>> {
     let arguments: Vec<String> = std::env::args().collect();
@@ -16,7 +19,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut channel = AgentChannel::inherited()?.ok_or("no agent channel")?;
     let mut file = std::fs::File::create(format!("{path}.{}", worker.rank))?;
     for _ in 0..count.parse::<usize>()? {
-        let line = match channel.receive(Duration::from_secs(30))? {
+        let line = match channel.receive(PATIENCE)? {
             ToWorker::Hello { generation, token } => {
                 let same = Some(generation) == worker.generation;
                 format!(
@@ -29,7 +32,22 @@ fn main() -> Result<(), Box<dyn Error>> {
         };
         writeln!(file, "{line}")?;
         if std::env::var("DIE_AFTER_HELLO").ok().as_deref() == Some(&worker.rank.to_string()) {
+            wait_for_hellos(path, &worker)?;
             return Err("told to".into());
+        }
+    }
+    Ok(())
+}
+
+/// Waits until all other workers have written down their hello: they must be up before one dies.
+fn wait_for_hellos(path: &str, me: &WorkerEnv) -> Result<(), Box<dyn Error>> {
+    let deadline = Instant::now() + PATIENCE;
+    for rank in (0..me.world_size).filter(|&rank| rank != me.rank) {
+        while !std::fs::read_to_string(format!("{path}.{rank}")).is_ok_and(|text| text.ends_with('\n')) {
+            if Instant::now() > deadline {
+                return Err(format!("rank {rank} heard nothing").into());
+            }
+            std::thread::sleep(Duration::from_millis(2));
         }
     }
     Ok(())
