@@ -1,7 +1,8 @@
 //! Key-value stores through which the processes of a job find each other.
 //!
 //! [`Store`] is what the rest of convoke uses; behind it stand the c10d TCPStore protocol of
-//! torch.distributed ([`StoreServer`], [`TcpStore`]), a map in memory ([`MemoryStore`]), and prefixes over any of them
+//! torch.distributed ([`StoreServer`], [`TcpStore`]), a file on a shared file system
+//! ([`FileStore`]), a map in memory ([`MemoryStore`]), and prefixes over any of them
 //! ([`PrefixStore`]).
 //!
 //! `wire`, `state` and `answer` decide and are pure; `server`, `client` and `file` do the I/O.
@@ -12,6 +13,7 @@ compile_error!("convoke runs on Linux only");
 mod answer;
 mod client;
 mod error;
+mod file;
 mod hub;
 mod keys;
 mod memory;
@@ -23,6 +25,7 @@ mod wire;
 
 pub use client::{TcpOptions, TcpStore};
 pub use error::StoreError;
+pub use file::FileStore;
 pub use keys::KeyStyle;
 pub use memory::MemoryStore;
 pub use prefix::PrefixStore;

@@ -1,0 +1,363 @@
+//! A store in one file, for processes that share a file system; byte for byte torch's FileStore.
+
+mod log;
+
+use std::borrow::Cow;
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::error::StoreError;
+use crate::keys::{KeyStyle, check_value, printable};
+use crate::state::leading_number;
+use crate::store::Store;
+use log::{Log, deletion, record};
+
+/// Between two looks at the file while waiting; torch's interval.
+const POLL: Duration = Duration::from_millis(10);
+/// Between two tries to lock the file, which others hold for moments only.
+const LOCK_POLL: Duration = Duration::from_millis(1);
+/// How long dropping a store tries to sign off.
+const SIGN_OFF_TIME: Duration = Duration::from_secs(2);
+/// Counts who has the store open.
+const OPEN_KEY: &[u8] = b"refcount/";
+/// Counts who has closed it.
+const CLOSED_KEY: &[u8] = b"cleanup/";
+
+/// A store in a file; torch's FileStore reads and writes the same one.
+///
+/// The file is a log that only grows, kept in step by `flock`. Waiting is looking every 10 ms. It has
+/// no queues. The last of the announced workers to close it deletes the file.
+#[derive(Debug)]
+pub struct FileStore {
+    path: PathBuf,
+    worker_count: Option<usize>,
+    log: Mutex<Log>,
+}
+
+impl FileStore {
+    /// Opens or creates the store in the file `path`. With a `worker_count`, the file is deleted when
+    /// that many have closed it and nobody has it open.
+    ///
+    /// # Errors
+    /// [`StoreError::Lost`] if the file cannot be opened, [`StoreError::Protocol`] if it is damaged,
+    /// [`StoreError::Timeout`] if others hold its lock.
+    pub fn open(
+        path: impl AsRef<Path>,
+        worker_count: Option<usize>,
+        deadline: Instant,
+    ) -> Result<FileStore, StoreError> {
+        let store = FileStore { path: path.as_ref().to_owned(), worker_count, log: Mutex::default() };
+        store.add_raw("open", OPEN_KEY, 1, deadline)?;
+        Ok(store)
+    }
+
+    /// Locks the file, replays what is new and lets `work` look at it.
+    fn read<R>(
+        &self,
+        operation: &'static str,
+        deadline: Instant,
+        work: impl FnOnce(&Log) -> R,
+    ) -> Result<R, StoreError> {
+        let mut log = self.lock_log();
+        let mut file = self.open_file(operation)?;
+        self.lock_file(operation, deadline, || file.try_lock_shared())?;
+        self.replay(operation, &mut file, &mut log)?;
+        Ok(work(&log))
+    }
+
+    /// As [`read`](FileStore::read), but nobody else has the file meanwhile; the records that `work`
+    /// leaves are appended.
+    fn write<R>(
+        &self,
+        operation: &'static str,
+        deadline: Instant,
+        work: impl FnOnce(&Log, &mut Vec<u8>) -> Result<R, StoreError>,
+    ) -> Result<R, StoreError> {
+        let mut log = self.lock_log();
+        let mut file = self.open_file(operation)?;
+        self.lock_file(operation, deadline, || file.try_lock())?;
+        self.replay(operation, &mut file, &mut log)?;
+        let mut records = Vec::new();
+        let result = work(&log, &mut records)?;
+        let append = |file: &mut File| {
+            if file.metadata()?.len() > log.replayed_bytes {
+                // A writer died in the middle of a record.
+                file.set_len(log.replayed_bytes)?;
+            }
+            file.seek(SeekFrom::Start(log.replayed_bytes))?;
+            file.write_all(&records)
+        };
+        append(&mut file).map_err(|source| self.lost(operation, source))?;
+        // Cannot fail: these are our own records.
+        log.replay(&records).map_err(|damaged| self.damaged(&damaged))?;
+        Ok(result)
+    }
+
+    fn lock_log(&self) -> MutexGuard<'_, Log> {
+        self.log.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Opened anew each time, as torch does: the file may have been replaced.
+    fn open_file(&self, operation: &'static str) -> Result<File, StoreError> {
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).create(true).truncate(false);
+        options.open(&self.path).map_err(|source| self.lost(operation, source))
+    }
+
+    /// The lock ends when the file is closed.
+    fn lock_file(
+        &self,
+        operation: &'static str,
+        deadline: Instant,
+        try_lock: impl Fn() -> Result<(), TryLockError>,
+    ) -> Result<(), StoreError> {
+        let started = Instant::now();
+        loop {
+            match try_lock() {
+                Ok(()) => return Ok(()),
+                Err(TryLockError::Error(source)) => return Err(self.lost(operation, source)),
+                Err(TryLockError::WouldBlock) if Instant::now() >= deadline => {
+                    return Err(self.timeout(operation, vec!["the file's lock".into()], started));
+                }
+                Err(TryLockError::WouldBlock) => thread::sleep(LOCK_POLL),
+            }
+        }
+    }
+
+    fn replay(&self, operation: &'static str, file: &mut File, log: &mut Log) -> Result<(), StoreError> {
+        let lost = |source| self.lost(operation, source);
+        let length = file.metadata().map_err(lost)?.len();
+        if length < log.replayed_bytes {
+            let what = format!("the file shrank from {} to {length} bytes", log.replayed_bytes);
+            return Err(StoreError::Protocol { store: self.name(), what });
+        }
+        if length > log.replayed_bytes {
+            let mut bytes = Vec::new();
+            file.seek(SeekFrom::Start(log.replayed_bytes)).map_err(lost)?;
+            file.read_to_end(&mut bytes).map_err(lost)?;
+            log.replay(&bytes).map_err(|damaged| self.damaged(&damaged))?;
+        }
+        Ok(())
+    }
+
+    /// Looks every 10 ms until `look` finds something.
+    fn poll<R>(
+        &self,
+        operation: &'static str,
+        keys: &[&[u8]],
+        deadline: Instant,
+        look: impl Fn(&Log) -> Option<R>,
+    ) -> Result<R, StoreError> {
+        let started = Instant::now();
+        loop {
+            let found = self.read(operation, deadline, |log| {
+                look(log).ok_or_else(|| {
+                    let missing = keys.iter().filter(|key| name(key).is_ok_and(|name| !log.has(&name)));
+                    printable(missing.copied())
+                })
+            })?;
+            let missing = match found {
+                Ok(found) => return Ok(found),
+                Err(missing) => missing,
+            };
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                let all = || printable(keys.iter().copied());
+                return Err(self.timeout(
+                    operation,
+                    if missing.is_empty() { all() } else { missing },
+                    started,
+                ));
+            }
+            thread::sleep(POLL.min(left));
+        }
+    }
+
+    /// Adds to a key as it stands in the file.
+    fn add_raw(
+        &self,
+        operation: &'static str,
+        key: &[u8],
+        delta: i64,
+        deadline: Instant,
+    ) -> Result<i64, StoreError> {
+        self.write(operation, deadline, |log, out| {
+            let old = match log.get(key) {
+                None => 0,
+                Some(text) => leading_number(text).ok_or_else(|| StoreError::Invalid {
+                    what: format!("the value of {} is not a number", printable([key]).concat()),
+                })?,
+            };
+            let sum = old.wrapping_add(delta);
+            record(out, key, sum.to_string().as_bytes());
+            Ok(sum)
+        })
+    }
+
+    fn name(&self) -> String {
+        self.path.display().to_string()
+    }
+
+    fn lost(&self, operation: &'static str, source: io::Error) -> StoreError {
+        StoreError::Lost { store: self.name(), operation, source }
+    }
+
+    fn damaged(&self, damaged: &log::Damaged) -> StoreError {
+        let log::Damaged { at_byte, length } = damaged;
+        let what = format!("not a file store, or damaged: a length of {length} bytes at byte {at_byte}");
+        StoreError::Protocol { store: self.name(), what }
+    }
+
+    fn timeout(&self, operation: &'static str, keys: Vec<String>, started: Instant) -> StoreError {
+        StoreError::Timeout { store: self.name(), operation, after: started.elapsed(), keys }
+    }
+}
+
+impl Drop for FileStore {
+    fn drop(&mut self) {
+        if !self.path.exists() {
+            return;
+        }
+        let deadline = Instant::now() + SIGN_OFF_TIME;
+        let closed = self.add_raw("close", CLOSED_KEY, 1, deadline);
+        let open = self.add_raw("close", OPEN_KEY, -1, deadline);
+        let (Ok(closed), Ok(0), Some(workers)) = (closed, open, self.worker_count) else { return };
+        if closed >= i64::try_from(workers).unwrap_or(i64::MAX) {
+            // At worst the file stays.
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
+}
+
+/// The user's `key` as it stands in the file.
+fn name(key: &[u8]) -> Result<Cow<'_, [u8]>, StoreError> {
+    KeyStyle::Slash.outer(key)
+}
+
+impl Store for FileStore {
+    fn set(&self, key: &[u8], value: &[u8], deadline: Instant) -> Result<(), StoreError> {
+        self.multi_set(&[(key, value)], deadline)
+    }
+
+    fn get(&self, key: &[u8], deadline: Instant) -> Result<Vec<u8>, StoreError> {
+        let name = name(key)?;
+        self.poll("get", &[key], deadline, |log| log.get(&name).map(<[u8]>::to_vec))
+    }
+
+    fn try_get(&self, key: &[u8], deadline: Instant) -> Result<Option<Vec<u8>>, StoreError> {
+        let name = name(key)?;
+        self.read("get", deadline, |log| log.get(&name).map(<[u8]>::to_vec))
+    }
+
+    fn compare_set(
+        &self,
+        key: &[u8],
+        expected: &[u8],
+        desired: &[u8],
+        deadline: Instant,
+    ) -> Result<Vec<u8>, StoreError> {
+        check_value(desired)?;
+        let name = name(key)?;
+        self.write("compare_set", deadline, |log, out| {
+            let current = log.get(&name);
+            if current.unwrap_or_default() == expected {
+                record(out, &name, desired);
+                return Ok(desired.to_vec());
+            }
+            Ok(current.unwrap_or(expected).to_vec())
+        })
+    }
+
+    fn add(&self, key: &[u8], delta: i64, deadline: Instant) -> Result<i64, StoreError> {
+        self.add_raw("add", &name(key)?, delta, deadline)
+    }
+
+    fn append(&self, key: &[u8], value: &[u8], deadline: Instant) -> Result<(), StoreError> {
+        check_value(value)?;
+        let name = name(key)?;
+        self.write("append", deadline, |log, out| {
+            let whole = [log.get(&name).unwrap_or_default(), value].concat();
+            if whole.len() > log::MAX_FIELD_BYTES {
+                return Err(StoreError::Invalid {
+                    what: format!("a value of {} bytes by appending", whole.len()),
+                });
+            }
+            record(out, &name, &whole);
+            Ok(())
+        })
+    }
+
+    fn check(&self, keys: &[&[u8]], deadline: Instant) -> Result<bool, StoreError> {
+        let names = KeyStyle::Slash.outer_all(keys)?;
+        self.read("check", deadline, |log| names.iter().all(|name| log.has(name)))
+    }
+
+    fn wait(&self, keys: &[&[u8]], deadline: Instant) -> Result<(), StoreError> {
+        let names = KeyStyle::Slash.outer_all(keys)?;
+        self.poll("wait", keys, deadline, |log| names.iter().all(|name| log.has(name)).then_some(()))
+    }
+
+    fn multi_get(&self, keys: &[&[u8]], deadline: Instant) -> Result<Vec<Vec<u8>>, StoreError> {
+        let names = KeyStyle::Slash.outer_all(keys)?;
+        self.poll("multi_get", keys, deadline, |log| {
+            names.iter().map(|name| log.get(name).map(<[u8]>::to_vec)).collect()
+        })
+    }
+
+    fn multi_set(&self, pairs: &[(&[u8], &[u8])], deadline: Instant) -> Result<(), StoreError> {
+        pairs.iter().try_for_each(|(_, value)| check_value(value))?;
+        let keys: Vec<&[u8]> = pairs.iter().map(|(key, _)| *key).collect();
+        let names = KeyStyle::Slash.outer_all(&keys)?;
+        self.write("set", deadline, |_, out| {
+            names.iter().zip(pairs).for_each(|(name, (_, value))| record(out, name, value));
+            Ok(())
+        })
+    }
+
+    fn delete(&self, key: &[u8], deadline: Instant) -> Result<bool, StoreError> {
+        let name = name(key)?;
+        self.write("delete", deadline, |log, out| {
+            deletion(out, &name);
+            Ok(log.has(&name))
+        })
+    }
+
+    fn num_keys(&self, deadline: Instant) -> Result<u64, StoreError> {
+        self.read("num_keys", deadline, |log| log.len() as u64)
+    }
+
+    fn list_keys(&self, deadline: Instant) -> Result<Vec<Vec<u8>>, StoreError> {
+        self.read("list_keys", deadline, |log| {
+            log.keys().filter_map(|key| KeyStyle::Slash.inner(key)).map(<[u8]>::to_vec).collect()
+        })
+    }
+
+    fn queue_push(&self, _key: &[u8], _value: &[u8], _deadline: Instant) -> Result<(), StoreError> {
+        Err(StoreError::Unsupported { store: "file store", operation: "queue_push" })
+    }
+
+    fn queue_pop(&self, _key: &[u8], _deadline: Instant) -> Result<Vec<u8>, StoreError> {
+        Err(StoreError::Unsupported { store: "file store", operation: "queue_pop" })
+    }
+
+    fn try_queue_pop(&self, _key: &[u8], _deadline: Instant) -> Result<Option<Vec<u8>>, StoreError> {
+        Err(StoreError::Unsupported { store: "file store", operation: "queue_pop" })
+    }
+
+    fn queue_len(&self, _key: &[u8], _deadline: Instant) -> Result<u64, StoreError> {
+        Err(StoreError::Unsupported { store: "file store", operation: "queue_len" })
+    }
+
+    fn barrier(&self, key: &[u8], world_size: usize, deadline: Instant) -> Result<(), StoreError> {
+        let name = name(key)?;
+        self.add_raw("barrier", &name, 1, deadline)?;
+        let world_size = i64::try_from(world_size).unwrap_or(i64::MAX);
+        self.poll("barrier", &[key], deadline, |log| {
+            log.get(&name).and_then(leading_number).is_some_and(|came| came >= world_size).then_some(())
+        })
+    }
+}

@@ -1,0 +1,128 @@
+//! The records of a file store. Pure.
+//!
+//! A record is `u32 key_length, key, u32 value_length, value`, little-endian. The last record of a
+//! key wins; a key `-` + `/key` with an empty value deletes `/key`.
+
+use std::collections::HashMap;
+
+/// Longest key or value that is believed; a longer one means that the file is damaged. Records in the
+/// format's own terms could be 4 GiB long.
+pub(super) const MAX_FIELD_BYTES: usize = 256 << 20;
+
+/// Put before a key to delete it.
+const DELETE: u8 = b'-';
+/// Before every user's key.
+const USER: u8 = b'/';
+
+/// What the records so far say.
+#[derive(Debug, Default)]
+pub(super) struct Log {
+    values: HashMap<Vec<u8>, Vec<u8>>,
+    /// Bytes of the file that have been replayed; always the end of a record.
+    pub(super) replayed_bytes: u64,
+}
+
+/// A length that no record can have.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Damaged {
+    pub(super) at_byte: u64,
+    pub(super) length: u32,
+}
+
+impl Log {
+    /// Replays the whole records at the front of `bytes`, which follow what was replayed before. A
+    /// record that ends early is left: its writer died, and the next one cuts it off.
+    pub(super) fn replay(&mut self, mut bytes: &[u8]) -> Result<(), Damaged> {
+        loop {
+            let mut rest = bytes;
+            let Some(key) = self.field(bytes, &mut rest)? else { return Ok(()) };
+            let Some(value) = self.field(bytes, &mut rest)? else { return Ok(()) };
+            match key.strip_prefix(&[DELETE]) {
+                Some(deleted) if deleted.starts_with(&[USER]) => drop(self.values.remove(deleted)),
+                Some(_) | None => drop(self.values.insert(key.to_vec(), value.to_vec())),
+            }
+            self.replayed_bytes += (bytes.len() - rest.len()) as u64;
+            bytes = rest;
+        }
+    }
+
+    fn field<'a>(&self, record: &[u8], rest: &mut &'a [u8]) -> Result<Option<&'a [u8]>, Damaged> {
+        let Some((length, after)) = rest.split_first_chunk::<4>() else { return Ok(None) };
+        let length = u32::from_le_bytes(*length);
+        if length as usize > MAX_FIELD_BYTES {
+            return Err(Damaged {
+                at_byte: self.replayed_bytes + (record.len() - rest.len()) as u64,
+                length,
+            });
+        }
+        let Some((field, after)) = after.split_at_checked(length as usize) else { return Ok(None) };
+        *rest = after;
+        Ok(Some(field))
+    }
+
+    pub(super) fn get(&self, key: &[u8]) -> Option<&[u8]> {
+        self.values.get(key).map(Vec::as_slice)
+    }
+
+    pub(super) fn has(&self, key: &[u8]) -> bool {
+        self.values.contains_key(key)
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.values.len()
+    }
+
+    pub(super) fn keys(&self) -> impl Iterator<Item = &[u8]> {
+        self.values.keys().map(Vec::as_slice)
+    }
+}
+
+/// Appends one record.
+pub(super) fn record(out: &mut Vec<u8>, key: &[u8], value: &[u8]) {
+    for field in [key, value] {
+        out.extend_from_slice(&(field.len() as u32).to_le_bytes());
+        out.extend_from_slice(field);
+    }
+}
+
+/// Appends the record that deletes `key`.
+pub(super) fn deletion(out: &mut Vec<u8>, key: &[u8]) {
+    record(out, &[&[DELETE], key].concat(), b"");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn records_may_come_in_any_pieces() {
+        let mut bytes = Vec::new();
+        record(&mut bytes, b"/k", b"v1");
+        record(&mut bytes, b"/n", b"5");
+        deletion(&mut bytes, b"/k");
+        record(&mut bytes, b"/-x", b"-");
+        for step in 1..bytes.len() {
+            let mut log = Log::default();
+            let mut end = 0;
+            while end < bytes.len() {
+                end = (end + step).min(bytes.len());
+                log.replay(&bytes[log.replayed_bytes as usize..end]).unwrap();
+            }
+            assert_eq!(log.replayed_bytes, bytes.len() as u64);
+            assert_eq!(
+                (log.get(b"/k"), log.get(b"/n"), log.get(b"/-x")),
+                (None, Some(&b"5"[..]), Some(&b"-"[..]))
+            );
+        }
+    }
+
+    #[test]
+    fn an_impossible_length_is_damage() {
+        let mut bytes = Vec::new();
+        record(&mut bytes, b"/k", b"v");
+        bytes.extend_from_slice(&[0xff; 8]);
+        let mut log = Log::default();
+        assert_eq!(log.replay(&bytes), Err(Damaged { at_byte: 11, length: u32::MAX }));
+        assert_eq!(log.get(b"/k"), Some(&b"v"[..]), "what came before stays");
+    }
+}
