@@ -33,6 +33,12 @@ impl CallKind {
     }
 }
 
+impl fmt::Display for CallKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
 /// What one rank called, as its peers see it.
 ///
 /// It travels in the header of every transfer (16 bytes) and is compared before any data is touched.

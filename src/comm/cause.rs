@@ -56,7 +56,8 @@ impl Report {
 
     /// Reads a report; the error says what is wrong with it.
     pub(crate) fn decode(bytes: &[u8]) -> Result<Self, String> {
-        let report: Self = serde_json::from_slice(bytes).map_err(|error| format!("malformed report: {error}"))?;
+        let report: Self =
+            serde_json::from_slice(bytes).map_err(|error| format!("malformed report: {error}"))?;
         Ok(Self::new(report.by, report.cause))
     }
 
@@ -64,9 +65,7 @@ impl Report {
     pub(crate) fn error(&self, place: Place, address: impl Fn(usize) -> String) -> CommError {
         let place = Box::new(place);
         match self.cause.clone() {
-            Cause::PeerLost { rank, how } => {
-                CommError::PeerLost { rank, address: address(rank), how, place }
-            }
+            Cause::PeerLost { rank, how } => CommError::PeerLost { rank, address: address(rank), how, place },
             Cause::Timeout { missing, after_ms } => {
                 CommError::Timeout { missing, after: Duration::from_millis(after_ms), place }
             }

@@ -42,7 +42,9 @@ pub enum CommError {
         place: Box<Place>,
     },
     /// Two ranks made different calls where all must make the same.
-    #[error("rank {rank} called {theirs} as call {theirs_seq} of the group, rank {by} called {ours} as call {ours_seq}; {place}")]
+    #[error(
+        "rank {rank} called {theirs} as call {theirs_seq} of the group, rank {by} called {ours} as call {ours_seq}; {place}"
+    )]
     Mismatch {
         /// The rank whose call differs from that of `by`.
         rank: usize,

@@ -9,11 +9,12 @@ pub(crate) struct Random {
 
 impl Random {
     pub(crate) fn new(test: &'static str) -> Self {
-        let seed = std::env::var("CONVOKE_SEED").ok().and_then(|text| text.parse().ok()).unwrap_or_else(|| {
-            let mut bytes = [0; 8];
-            getrandom::fill(&mut bytes).unwrap();
-            u64::from_ne_bytes(bytes)
-        });
+        let seed =
+            std::env::var("CONVOKE_SEED").ok().and_then(|text| text.parse().ok()).unwrap_or_else(|| {
+                let mut bytes = [0; 8];
+                getrandom::fill(&mut bytes).unwrap();
+                u64::from_ne_bytes(bytes)
+            });
         Self { state: seed, seed, test }
     }
 

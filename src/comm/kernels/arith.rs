@@ -87,6 +87,7 @@ macro_rules! floats {
             }
             // Ranks are below 2^24, so the conversion is exact.
             #[inline(always)]
+            #[allow(clippy::cast_lossless)]
             fn divided_by(self, divisor: u32) -> Self {
                 self / divisor as Self
             }

@@ -2,6 +2,7 @@
 
 use std::io::{self, IoSlice};
 use std::os::fd::BorrowedFd;
+use std::time::Duration;
 
 use super::Link;
 
@@ -43,8 +44,17 @@ impl Conn {
         Self { link, ahead: Vec::new(), start: 0, end: 0 }
     }
 
+    /// A connection that is closed from the start, to stand where one was taken away.
+    pub(crate) fn closed() -> Self {
+        Self::new(Box::new(super::Closed))
+    }
+
     pub(crate) fn pollable(&self) -> Option<BorrowedFd<'_>> {
         self.link.pollable()
+    }
+
+    pub(crate) fn watch_path(&self, bound: Duration) -> io::Result<()> {
+        self.link.watch_path(bound)
     }
 
     pub(crate) fn close_write(&mut self) {
@@ -75,7 +85,7 @@ impl Conn {
         if limit <= unread {
             return Ok(0);
         }
-        let room = if limit <= SMALL_BYTES { SMALL_BYTES } else { QUANTUM_BYTES };
+        let room = limit.next_power_of_two().max(SMALL_BYTES);
         if self.ahead.len() < room {
             self.ahead.resize(room, 0);
         }

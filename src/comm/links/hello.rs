@@ -118,8 +118,9 @@ impl Welcome {
 
     /// Reads a payload; the error says what is wrong.
     pub(crate) fn decode(bytes: &[u8]) -> Result<Self, String> {
-        let bytes: &[u8; WELCOME_BYTES] =
-            bytes.try_into().map_err(|_| format!("a welcome has {WELCOME_BYTES} bytes, not {}", bytes.len()))?;
+        let bytes: &[u8; WELCOME_BYTES] = bytes
+            .try_into()
+            .map_err(|_| format!("a welcome has {WELCOME_BYTES} bytes, not {}", bytes.len()))?;
         if bytes[0] != SUITE_PLAIN {
             return Err(format!("unknown security suite {}", bytes[0]));
         }

@@ -9,6 +9,7 @@ pub(crate) mod tcp;
 use std::fmt;
 use std::io::{self, IoSlice};
 use std::os::fd::BorrowedFd;
+use std::time::Duration;
 
 /// One ordered, reliable, two-way flow of bytes to a peer.
 ///
@@ -27,6 +28,37 @@ pub(crate) trait Link: fmt::Debug + Send {
     /// Whether the peer's side has got everything that was sent.
     fn is_flushed(&self) -> bool;
 
+    /// Asks the system to notice a dead peer host or path within `bound` though nothing is sent.
+    fn watch_path(&self, bound: Duration) -> io::Result<()>;
+
     /// What to poll; `None` if the link has no descriptor.
     fn pollable(&self) -> Option<BorrowedFd<'_>>;
+}
+
+/// A link that is closed from the start.
+#[derive(Debug)]
+pub(crate) struct Closed;
+
+impl Link for Closed {
+    fn try_send(&mut self, _: &[IoSlice<'_>]) -> io::Result<usize> {
+        Err(io::ErrorKind::BrokenPipe.into())
+    }
+
+    fn try_recv(&mut self, _: &mut [u8]) -> io::Result<usize> {
+        Ok(0)
+    }
+
+    fn close_write(&mut self) {}
+
+    fn is_flushed(&self) -> bool {
+        true
+    }
+
+    fn watch_path(&self, _: Duration) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn pollable(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
 }

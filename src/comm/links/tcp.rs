@@ -50,18 +50,6 @@ impl Tcp {
             Err(error) => Err(error),
         }
     }
-
-    /// Lets the kernel notice a dead host or path within `bound`, also while nothing is sent.
-    ///
-    /// For control connections only: on a data lane the same settings would end a peer that is alive
-    /// but slow to read.
-    pub(crate) fn watch_path(&self, bound: Duration) -> io::Result<()> {
-        let probe = Duration::from_secs(1);
-        let probes = bound.as_secs().clamp(2, 120) as u32 - 1;
-        let keepalive = TcpKeepalive::new().with_time(probe).with_interval(probe).with_retries(probes);
-        self.socket.set_tcp_keepalive(&keepalive)?;
-        self.socket.set_tcp_user_timeout(Some(bound))
-    }
 }
 
 impl Link for Tcp {
@@ -79,6 +67,16 @@ impl Link for Tcp {
 
     fn is_flushed(&self) -> bool {
         unsent(&self.socket) == 0
+    }
+
+    /// For control connections only: on a data lane the same settings would end a peer that is alive
+    /// but slow to read.
+    fn watch_path(&self, bound: Duration) -> io::Result<()> {
+        let probe = Duration::from_secs(1);
+        let probes = bound.as_secs().clamp(2, 120) as u32 - 1;
+        let keepalive = TcpKeepalive::new().with_time(probe).with_interval(probe).with_retries(probes);
+        self.socket.set_tcp_keepalive(&keepalive)?;
+        self.socket.set_tcp_user_timeout(Some(bound))
     }
 
     fn pollable(&self) -> Option<BorrowedFd<'_>> {

@@ -12,7 +12,7 @@ pub(super) fn broadcast(rank: usize, world: usize, count: usize, root: usize) ->
     let before = (rank + world - 1) % world;
     let got = (place > 0).then(|| plan.push(Stream::recv(before, [(0..count, Apply::Copy)])));
     if place + 1 < world {
-        plan.push(Stream::send((rank + 1) % world, [0..count]).after(got, 0));
+        plan.push(Stream::send((rank + 1) % world, Some(0..count)).after(got, 0));
     }
     plan
 }

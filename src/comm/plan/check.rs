@@ -50,7 +50,11 @@ pub(crate) fn all_reduce_is_right(world: usize, count: usize, plan: impl Fn(usiz
     let finished = world > 1;
     for element in 0..count {
         let first = end[0][element];
-        assert_eq!((first.ranks, first.finished), ((1 << world) - 1, finished), "world {world} count {count}");
+        assert_eq!(
+            (first.ranks, first.finished),
+            ((1 << world) - 1, finished),
+            "world {world} count {count}"
+        );
         for values in &end {
             assert_eq!(values[element], first, "world {world} count {count}: ranks differ");
         }
@@ -75,7 +79,10 @@ pub(crate) fn barrier_is_right(world: usize, rounds: usize, plan: impl Fn(usize)
         for (rank, plan) in plans.iter().enumerate() {
             let recv = &plan.streams[2 * round + 1];
             assert_eq!(recv.direction, Direction::Recv);
-            assert_eq!(plan.streams[2 * round].gate.map(|gate| gate.stream), (round > 0).then(|| 2 * round - 1));
+            assert_eq!(
+                plan.streams[2 * round].gate.map(|gate| gate.stream),
+                (round > 0).then(|| 2 * round - 1)
+            );
             heard[rank] |= before[recv.peer];
         }
     }

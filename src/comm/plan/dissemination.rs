@@ -19,8 +19,8 @@ pub(super) fn barrier(rank: usize, world: usize) -> Plan {
     for round in 0..rounds(world) {
         let distance = 1 << round;
         let (to, from) = ((rank + distance) % world, (rank + world - distance) % world);
-        plan.push(Stream::send(to, std::iter::once(round..round + 1)).after(heard, 0));
-        let segment = std::iter::once((round..round + 1, Apply::Copy));
+        plan.push(Stream::send(to, Some(round..round + 1)).after(heard, 0));
+        let segment = Some((round..round + 1, Apply::Copy));
         heard = Some(plan.push(Stream::recv(from, segment)));
     }
     plan

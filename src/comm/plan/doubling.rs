@@ -30,8 +30,7 @@ pub(super) fn all_reduce(rank: usize, world: usize, count: usize) -> Plan {
         return plan;
     }
     let folded = (rank + power < world).then_some(rank + power);
-    let mut before =
-        folded.map(|extra| plan.push(Stream::recv(extra, [(whole.clone(), Apply::Reduce)])));
+    let mut before = folded.map(|extra| plan.push(Stream::recv(extra, [(whole.clone(), Apply::Reduce)])));
     for round in 0..power.ilog2() {
         let partner = rank ^ (1 << round);
         let apply = if round + 1 == power.ilog2() { Apply::ReduceLast } else { Apply::Reduce };

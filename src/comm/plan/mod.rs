@@ -157,7 +157,10 @@ mod tests {
         for blocks in 1..20 {
             for count in 0..50 {
                 let parts: Vec<_> = (0..blocks).map(|i| block(i, blocks, count)).collect();
-                assert_eq!(parts.iter().flat_map(Clone::clone).collect::<Vec<_>>(), (0..count).collect::<Vec<_>>());
+                assert_eq!(
+                    parts.iter().flat_map(Clone::clone).collect::<Vec<_>>(),
+                    (0..count).collect::<Vec<_>>()
+                );
                 let sizes = parts.iter().map(ExactSizeIterator::len);
                 assert!(sizes.clone().max().unwrap() - sizes.min().unwrap() <= 1);
             }

@@ -23,7 +23,7 @@ pub(super) fn broadcast(rank: usize, world: usize, count: usize, root: usize) ->
     for bit in (0..reach.ilog2()).rev() {
         let child = place + (1 << bit);
         if child < world {
-            plan.push(Stream::send(real(child), [0..count]).after(got, 0));
+            plan.push(Stream::send(real(child), Some(0..count)).after(got, 0));
         }
     }
     plan

@@ -56,9 +56,8 @@ impl Tuning {
     pub(crate) fn parse(text: &str) -> Result<Self, String> {
         let mut tuning = Self::default();
         for entry in text.split(',').map(str::trim).filter(|entry| !entry.is_empty()) {
-            let (collective, algorithm) = entry
-                .split_once(':')
-                .ok_or_else(|| format!("{entry:?} is not COLLECTIVE:ALGORITHM"))?;
+            let (collective, algorithm) =
+                entry.split_once(':').ok_or_else(|| format!("{entry:?} is not COLLECTIVE:ALGORITHM"))?;
             let (slot, known): (_, &[Algorithm]) = match collective.trim() {
                 "all_reduce" => (&mut tuning.all_reduce, &ALL_REDUCE),
                 "broadcast" => (&mut tuning.broadcast, &BROADCAST),

@@ -76,8 +76,9 @@ fn sums_are_right_and_equal_whatever_the_links_do() {
         for algorithm in [Algorithm::Ring, Algorithm::Direct, Algorithm::Doubling] {
             for script in scripts(&mut random) {
                 let count = random.below(400);
-                let mut memory: Vec<Vec<f32>> =
-                    (0..world).map(|rank| (0..count).map(|i| (i * 7 + rank) as f32 * 0.37).collect()).collect();
+                let mut memory: Vec<Vec<f32>> = (0..world)
+                    .map(|rank| (0..count).map(|i| (i * 7 + rank) as f32 * 0.37).collect())
+                    .collect();
                 let want: Vec<f64> =
                     (0..count).map(|i| (0..world).map(|rank| f64::from(memory[rank][i])).sum()).collect();
                 let mut lanes = mesh(world, &script);
@@ -112,7 +113,7 @@ fn broadcasts_arrive_whatever_the_links_do() {
             for script in scripts(&mut random) {
                 let (count, root) = (random.below(5000), random.below(world));
                 let mut memory: Vec<Vec<f32>> =
-                    (0..world).map(|rank| vec![(rank == root) as u8 as f32 + 2.0; count]).collect();
+                    (0..world).map(|rank| vec![if rank == root { 3.0 } else { 2.0 }; count]).collect();
                 let call = Call { kind: CallKind::Broadcast, op: None, ..all_reduce_call(count) };
                 let mut lanes = mesh(world, &script);
                 let mut runs: Vec<_> = (memory.iter_mut().enumerate())

@@ -1,0 +1,379 @@
+//! From a store to connected ranks.
+//!
+//! Each rank leaves a record under the generation; rank 0 gathers them into one table that all read: n
+//! writes, n reads by rank 0, one read by each other rank. Then connections are made, and when rank 0
+//! is connected to everybody it removes the keys, so that nobody can be misled by them later.
+//!
+//! If no launcher gave a generation, rank 0 draws one and announces it. What a rank reads as the
+//! announcement may be left over from a round that crashed, so it reads again until rank 0 has
+//! confirmed the generation in a handshake.
+
+mod address;
+mod record;
+
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use convoke_env::{AgentChannel, Generation};
+use convoke_store::{Store, StoreError};
+use socket2::Socket;
+
+use crate::engine::{Engine, Settings};
+use crate::error::{CommError, Loss, Place, Ranks};
+use crate::frame::VERSION;
+use crate::links::hello::{Credentials, Lane};
+use crate::links::tcp;
+use crate::options::GroupOptions;
+use crate::plan::Tuning;
+use record::{Announcement, Record};
+
+/// Groups up to this size open all connections at once; larger ones the usual ones, others on demand.
+const FULL_MESH_RANKS: usize = 16;
+/// How long to wait before looking whether rank 0 has announced another generation.
+const RECHECK: Duration = Duration::from_millis(250);
+/// How long nobody may listen at a published address before that rank is given up.
+const REFUSAL: Duration = Duration::from_millis(700);
+/// How long the removal of keys may take; nothing depends on it.
+const CLEAN_UP: Duration = Duration::from_secs(2);
+/// Most records that are looked up one by one to name who is missing.
+const LOOKED_UP: usize = 1024;
+
+/// Everything that the ranks find together with.
+#[derive(Debug)]
+pub(crate) struct Invitation {
+    pub(crate) store: Arc<dyn Store>,
+    /// The rank in whose process the store lives, if it lives in one.
+    pub(crate) store_rank: Option<usize>,
+    pub(crate) rank: usize,
+    pub(crate) size: usize,
+    pub(crate) options: GroupOptions,
+    pub(crate) tuning: Tuning,
+    pub(crate) agent: Option<(Arc<Mutex<AgentChannel>>, Generation)>,
+}
+
+/// Connects the ranks; also tells the generation that they agreed on.
+pub(crate) fn connect(invitation: &Invitation) -> Result<(Engine, Generation), CommError> {
+    let deadline = Instant::now() + invitation.options.init_timeout;
+    let listener = listen(invitation)?;
+    let ours = Ours { invitation, record: invitation.record(&listener)?, listener, deadline };
+    let mut generation = ours.first_generation()?;
+    loop {
+        match ours.round(generation)? {
+            Outcome::Connected(engine) => return Ok((*engine, generation)),
+            Outcome::Stale(announced) => generation = announced,
+        }
+    }
+}
+
+fn listen(invitation: &Invitation) -> Result<Socket, CommError> {
+    let address = address::address(&invitation.options.listen)?;
+    tcp::listen(SocketAddr::new(address, 0))
+        .map_err(|error| CommError::system(&format!("cannot listen at {address}"), error))
+}
+
+impl Invitation {
+    fn record(&self, listener: &Socket) -> Result<Record, CommError> {
+        let address = listener.local_addr().map_err(|error| CommError::system("no local address", error))?;
+        let address =
+            address.as_socket().ok_or_else(|| CommError::Unsupported("not an IP socket".to_owned()))?;
+        Ok(Record {
+            version: VERSION,
+            rank: self.rank,
+            size: self.size,
+            address,
+            host: record::host_key(),
+            pid: std::process::id(),
+            tuning: self.tuning.to_string(),
+            token: self.options.token.is_some(),
+        })
+    }
+}
+
+/// This rank while it looks for the others.
+struct Ours<'a> {
+    invitation: &'a Invitation,
+    record: Record,
+    listener: Socket,
+    deadline: Instant,
+}
+
+enum Outcome {
+    Connected(Box<Engine>),
+    /// Rank 0 has announced another generation.
+    Stale(Generation),
+}
+
+impl Ours<'_> {
+    fn store(&self) -> &dyn Store {
+        &*self.invitation.store
+    }
+
+    fn name(&self) -> &str {
+        &self.invitation.options.name
+    }
+
+    fn announcement_key(&self) -> Vec<u8> {
+        format!("{}/generation", self.name()).into_bytes()
+    }
+
+    fn key(&self, generation: Generation, what: &str) -> Vec<u8> {
+        format!("{}/{generation}/{what}", self.name()).into_bytes()
+    }
+
+    fn record_key(&self, generation: Generation, rank: usize) -> Vec<u8> {
+        self.key(generation, &format!("rank/{rank}"))
+    }
+
+    fn failed(&self, what: String, mut ranks: Vec<usize>) -> CommError {
+        ranks.truncate(crate::cause::NAMED_RANKS);
+        CommError::Bootstrap { group: self.name().to_owned(), what, ranks }
+    }
+
+    /// The given generation, or that which rank 0 draws, or what it seems to have announced.
+    fn first_generation(&self) -> Result<Generation, CommError> {
+        let given = self.invitation.options.generation;
+        if self.invitation.rank == 0 {
+            let generation = match given {
+                Some(given) => given,
+                None => {
+                    Generation::random().map_err(|error| CommError::system("no random numbers", error))?
+                }
+            };
+            let announcement = Announcement { generation: generation.to_string(), given: given.is_some() };
+            let bytes = serde_json::to_vec(&announcement).unwrap_or_default();
+            self.store().set(&self.announcement_key(), &bytes, self.deadline)?;
+            return Ok(generation);
+        }
+        if let Some(given) = given {
+            return Ok(given);
+        }
+        loop {
+            let announced = match self.store().get(&self.announcement_key(), self.deadline) {
+                Ok(announced) => announced,
+                Err(StoreError::Timeout { .. }) => {
+                    return Err(self.failed("rank 0 did not come".to_owned(), vec![0]));
+                }
+                Err(error) => return Err(error.into()),
+            };
+            if let Some((generation, _)) = Announcement::decode(&announced) {
+                return Ok(generation);
+            }
+            self.pause()?;
+        }
+    }
+
+    /// Another generation than `current` that rank 0 has announced since.
+    fn announced(&self, current: Generation) -> Result<Option<Generation>, CommError> {
+        if self.invitation.rank == 0 {
+            return Ok(None);
+        }
+        let announced = self.store().try_get(&self.announcement_key(), self.deadline)?;
+        let announced = announced.as_deref().and_then(Announcement::decode);
+        Ok(announced.and_then(|(generation, given)| {
+            // Two launchers' generations that differ are two rounds, and ours is not the old one:
+            // wait for rank 0 of ours. But rank 0 without a launcher of ours draws its own.
+            let foreign = given && self.invitation.options.generation.is_some();
+            (generation != current && !foreign).then_some(generation)
+        }))
+    }
+
+    /// Tries to connect under `generation`.
+    fn round(&self, generation: Generation) -> Result<Outcome, CommError> {
+        let own = serde_json::to_vec(&self.record).unwrap_or_default();
+        let own_key = self.record_key(generation, self.invitation.rank);
+        self.store().set(&own_key, &own, self.deadline)?;
+        let table = match self.table(generation)? {
+            Ok(table) => table,
+            Err(announced) => {
+                let _ = self.store().delete(&own_key, self.deadline);
+                return Ok(Outcome::Stale(announced));
+            }
+        };
+        let outcome = self.meet(generation, &table)?;
+        let soon = Instant::now() + CLEAN_UP;
+        let _ = self.store().delete(&own_key, soon);
+        if self.invitation.rank == 0 && matches!(outcome, Outcome::Connected(_)) {
+            let _ = self.store().delete(&self.announcement_key(), soon);
+            let _ = self.store().delete(&self.key(generation, "table"), soon);
+        }
+        Ok(outcome)
+    }
+
+    /// All ranks' records; or the generation that rank 0 has announced meanwhile.
+    fn table(&self, generation: Generation) -> Result<Result<Vec<Record>, Generation>, CommError> {
+        let key = self.key(generation, "table");
+        if self.invitation.rank == 0 {
+            let values = self.gather(generation)?;
+            let table = record::decode_all(&values).and_then(|table| record::compare(&table).map(|()| table));
+            // Wrong records as well: the others shall see the same error, not wait.
+            let texts: Vec<_> = values.iter().map(|value| String::from_utf8_lossy(value)).collect();
+            let bytes = serde_json::to_vec(&texts).unwrap_or_default();
+            self.store().set(&key, &bytes, self.deadline)?;
+            return table.map(Ok).map_err(|(what, ranks)| self.failed(what, ranks));
+        }
+        let mut slice = RECHECK;
+        loop {
+            let until = (Instant::now() + slice).min(self.deadline);
+            slice = (slice * 2).min(Duration::from_secs(2));
+            match self.store().get(&key, until) {
+                Ok(bytes) => {
+                    let texts: Vec<String> = serde_json::from_slice(&bytes)
+                        .map_err(|error| self.failed(format!("malformed table: {error}"), vec![0]))?;
+                    let table =
+                        record::decode_all(&texts).and_then(|table| record::compare(&table).map(|()| table));
+                    let table = table.map_err(|(what, ranks)| self.failed(what, ranks))?;
+                    if table.get(self.invitation.rank) == Some(&self.record) {
+                        return Ok(Ok(table));
+                    }
+                    // The table of an earlier process that had our rank.
+                    self.pause()?;
+                }
+                Err(StoreError::Timeout { .. }) if Instant::now() < self.deadline => {}
+                Err(StoreError::Timeout { .. }) => return Err(self.missing(generation)),
+                Err(error) => return Err(error.into()),
+            }
+            if let Some(announced) = self.announced(generation)? {
+                return Ok(Err(announced));
+            }
+        }
+    }
+
+    fn gather(&self, generation: Generation) -> Result<Vec<Vec<u8>>, CommError> {
+        let keys: Vec<_> = (0..self.invitation.size).map(|rank| self.record_key(generation, rank)).collect();
+        let keys: Vec<&[u8]> = keys.iter().map(Vec::as_slice).collect();
+        match self.store().multi_get(&keys, self.deadline) {
+            Err(StoreError::Timeout { .. }) => Err(self.missing(generation)),
+            other => Ok(other?),
+        }
+    }
+
+    /// The error that names who left no record.
+    fn missing(&self, generation: Generation) -> CommError {
+        let soon = Instant::now() + CLEAN_UP;
+        let absent = |&rank: &usize| {
+            let found = self.store().try_get(&self.record_key(generation, rank), soon);
+            matches!(found, Ok(None))
+        };
+        let missing: Vec<_> = (0..self.invitation.size).take(LOOKED_UP).filter(absent).collect();
+        let waited = self.invitation.options.init_timeout.as_millis();
+        let what = format!(
+            "rank(s) {} of {} did not come within {waited} ms",
+            Ranks(&missing),
+            self.invitation.size
+        );
+        self.failed(what, missing)
+    }
+
+    fn pause(&self) -> Result<(), CommError> {
+        if Instant::now() >= self.deadline {
+            return Err(self.failed("rank 0 did not come".to_owned(), vec![0]));
+        }
+        std::thread::sleep(Duration::from_millis(10));
+        Ok(())
+    }
+
+    /// Connects to the ranks in `table`.
+    fn meet(&self, generation: Generation, table: &[Record]) -> Result<Outcome, CommError> {
+        let Invitation { rank, size, ref options, .. } = *self.invitation;
+        let listener = self.listener.try_clone();
+        let local = table.iter().filter(|record| record.host == self.record.host).count();
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let settings = Settings {
+            name: options.name.clone(),
+            me: rank,
+            size,
+            credentials: Credentials::new(options.token.as_ref(), generation, 0),
+            addresses: table.iter().map(|record| record.address).collect(),
+            listener: listener.map_err(|error| CommError::system("cannot duplicate a socket", error))?,
+            store: Arc::clone(&self.invitation.store),
+            abort_key: self.key(generation, "abort"),
+            store_rank: self.invitation.store_rank,
+            agent: self.invitation.agent.clone(),
+            peer_timeout: options.peer_timeout,
+            crowded: local > cores,
+        };
+        let mut engine = Engine::new(settings)?;
+        let lanes = lanes(rank, size);
+        loop {
+            let now = Instant::now();
+            if engine.connect(&lanes, (now + RECHECK).min(self.deadline))? {
+                return Ok(Outcome::Connected(Box::new(engine)));
+            }
+            let confirmed = rank == 0 || engine.is_connected(0);
+            if !confirmed && let Some(announced) = self.announced(generation)? {
+                return Ok(Outcome::Stale(announced));
+            }
+            if let Some(report) = self.store().try_get(&self.key(generation, "abort"), self.deadline)? {
+                return Err(engine.aborted(&report));
+            }
+            let certain = confirmed || options.generation == Some(generation);
+            let given_up = engine.door().refusing(REFUSAL, now).next().filter(|_| certain);
+            if let Some(gone) = given_up {
+                return Err(self.gone(gone, table));
+            }
+            if now >= self.deadline {
+                let mut ranks: Vec<_> = engine.unconnected(&lanes).collect();
+                ranks.sort_unstable();
+                ranks.dedup();
+                let what = format!(
+                    "no connection with rank(s) {} after {} ms ({})",
+                    Ranks(&ranks),
+                    options.init_timeout.as_millis(),
+                    engine.door().notes().join("; ")
+                );
+                return Err(self.failed(what, ranks));
+            }
+        }
+    }
+
+    fn gone(&self, rank: usize, table: &[Record]) -> CommError {
+        let place = Place {
+            group: self.name().to_owned(),
+            call: None,
+            seq: 0,
+            received_bytes: 0,
+            expected_bytes: 0,
+            reported_by: self.invitation.rank,
+            confirmed: false,
+        };
+        let address = table.get(rank).map_or_else(String::new, |record| record.address.to_string());
+        let what = "nobody listens where it did".to_owned();
+        CommError::PeerLost { rank, address, how: Loss::Unreachable { what }, place: Box::new(place) }
+    }
+}
+
+/// Lanes that are opened from the start: control to all; data to all in small groups, else to the
+/// neighbours at powers of two, which rings, trees and exchanges use.
+fn lanes(rank: usize, size: usize) -> Vec<(usize, Lane)> {
+    let others = (0..size).filter(|&peer| peer != rank);
+    let near = |peer: usize| {
+        let ahead = (peer + size - rank) % size;
+        ahead.is_power_of_two() || (size - ahead).is_power_of_two() || (rank ^ peer).is_power_of_two()
+    };
+    let all = size <= FULL_MESH_RANKS;
+    others
+        .flat_map(|peer| Lane::ALL.map(|lane| (peer, lane)))
+        .filter(|&(peer, lane)| match lane {
+            Lane::Control => true,
+            Lane::Collective => all || near(peer),
+            Lane::Message => all,
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_ends_expect_the_same_lanes() {
+        for size in 1..40 {
+            for rank in 0..size {
+                for (peer, lane) in lanes(rank, size) {
+                    assert!(lanes(peer, size).contains(&(rank, lane)), "{rank} {peer} of {size}");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,162 @@
+//! What each rank says about itself in the store, and the comparison of it all.
+
+use std::net::SocketAddr;
+
+use convoke_env::Generation;
+use serde::{Deserialize, Serialize};
+
+use crate::cause::NAMED_RANKS;
+use crate::error::Ranks;
+use crate::frame::VERSION;
+
+/// One rank.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Record {
+    /// Protocol version; the other fields may change with it.
+    pub(super) version: u8,
+    pub(super) rank: usize,
+    pub(super) size: usize,
+    /// Where it listens.
+    pub(super) address: SocketAddr,
+    /// Equal for ranks that could share memory.
+    pub(super) host: String,
+    pub(super) pid: u32,
+    /// Everything that chooses algorithms.
+    pub(super) tuning: String,
+    /// Whether it knows a token (not which).
+    pub(super) token: bool,
+}
+
+/// The generation that rank 0 announces.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Announcement {
+    pub(super) generation: String,
+    /// A launcher gave it to all ranks.
+    pub(super) given: bool,
+}
+
+impl Announcement {
+    pub(super) fn decode(bytes: &[u8]) -> Option<(Generation, bool)> {
+        let announcement: Self = serde_json::from_slice(bytes).ok()?;
+        Some((announcement.generation.parse().ok()?, announcement.given))
+    }
+}
+
+/// Reads all ranks' records; the error says what is wrong, and with which ranks.
+pub(super) fn decode_all(values: &[impl AsRef<[u8]>]) -> Result<Vec<Record>, (String, Vec<usize>)> {
+    let mut records = Vec::with_capacity(values.len());
+    for (rank, value) in values.iter().enumerate() {
+        // The version comes first: another version may have other fields.
+        let version = serde_json::from_slice::<serde_json::Value>(value.as_ref())
+            .ok()
+            .and_then(|value| value.get("version")?.as_u64());
+        let wrong = |what: String| Err((what, vec![rank]));
+        match version {
+            Some(version) if version == u64::from(VERSION) => {}
+            Some(version) => {
+                return wrong(format!("rank {rank} speaks version {version}, this rank {VERSION}"));
+            }
+            None => return wrong(format!("rank {rank} left a record that is none")),
+        }
+        match serde_json::from_slice::<Record>(value.as_ref()) {
+            Ok(record) if record.rank == rank => records.push(record),
+            Ok(record) => return wrong(format!("rank {rank} calls itself rank {}", record.rank)),
+            Err(error) => return wrong(format!("rank {rank} left a malformed record: {error}")),
+        }
+    }
+    Ok(records)
+}
+
+/// Whether all ranks would decide alike.
+pub(super) fn compare(records: &[Record]) -> Result<(), (String, Vec<usize>)> {
+    same(records, "the choice of algorithms (CONVOKE_ALGO, build)", |record| record.tuning.clone())?;
+    same(records, "the number of ranks (WORLD_SIZE)", |record| record.size.to_string())?;
+    same(records, "whether there is a token (CONVOKE_TOKEN)", |record| record.token.to_string())
+}
+
+fn same(
+    records: &[Record],
+    what: &str,
+    value: impl Fn(&Record) -> String,
+) -> Result<(), (String, Vec<usize>)> {
+    let Some(first) = records.first().map(&value) else { return Ok(()) };
+    let Some(other) = records.iter().map(&value).find(|other| *other != first) else { return Ok(()) };
+    let with = |wanted: &String| -> Vec<usize> {
+        let ranks = records.iter().filter(|record| value(record) == *wanted).map(|record| record.rank);
+        ranks.take(NAMED_RANKS).collect()
+    };
+    let (here, there) = (with(&first), with(&other));
+    let text = format!(
+        "{what} differs: {first:?} on rank(s) {}, {other:?} on rank(s) {}",
+        Ranks(&here),
+        Ranks(&there)
+    );
+    Err((text, there))
+}
+
+/// A name for this host that is equal in two processes only if they could share memory: the boot, the
+/// namespaces and the user. Empty if the system does not say.
+pub(super) fn host_key() -> String {
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    let namespaces = ["net", "ipc", "pid", "user"].map(|name| {
+        std::fs::read_link(format!("/proc/self/ns/{name}"))
+            .map_or_else(|_| String::new(), |link| link.display().to_string())
+    });
+    format!("{}/{}", boot.trim(), namespaces.join("/"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record(rank: usize) -> Record {
+        Record {
+            version: VERSION,
+            rank,
+            size: 3,
+            address: SocketAddr::from(([127, 0, 0, 1], 1000 + rank as u16)),
+            host: host_key(),
+            pid: 1,
+            tuning: "table".to_owned(),
+            token: false,
+        }
+    }
+
+    fn encode(records: &[Record]) -> Vec<Vec<u8>> {
+        records.iter().map(|record| serde_json::to_vec(record).unwrap()).collect()
+    }
+
+    #[test]
+    fn records_round_trip() {
+        let records: Vec<_> = (0..3).map(record).collect();
+        assert_eq!(decode_all(&encode(&records)), Ok(records.clone()));
+        assert_eq!(compare(&records), Ok(()));
+    }
+
+    #[test]
+    fn differences_name_setting_and_ranks() {
+        let mut records: Vec<_> = (0..3).map(record).collect();
+        records[2].tuning = "ring".to_owned();
+        let (text, ranks) = compare(&records).unwrap_err();
+        assert_eq!(ranks, [2]);
+        assert!(text.contains("CONVOKE_ALGO") && text.contains("\"ring\" on rank(s) 2"), "{text}");
+        records[2] = Record { size: 4, ..record(2) };
+        assert!(compare(&records).unwrap_err().0.contains("WORLD_SIZE"));
+    }
+
+    #[test]
+    fn malformed_records_name_their_rank() {
+        let good = encode(&[record(0), record(1)]);
+        let bad = [
+            b"{\"version\": 9}".to_vec(),
+            b"{}".to_vec(),
+            b"\xFF".to_vec(),
+            b"{\"version\": 1, \"rank\": 1}".to_vec(),
+            good[0].clone(),
+        ];
+        for bytes in bad {
+            let (text, ranks) = decode_all(&[good[0].clone(), bytes]).unwrap_err();
+            assert_eq!(ranks, [1], "{text}");
+        }
+    }
+}

@@ -1,0 +1,421 @@
+//! Connections that are being made: calling peers, answering the listener, and turning strangers away.
+//!
+//! On each pair the rank with the higher number connects, so no two connections can cross; the other
+//! asks it to with an Open frame if it wants one first.
+//!
+//! Whoever connects is a stranger until it has proven itself. Strangers get little: [`STRANGERS`] at a
+//! time, [`STRANGER_TIME`] each, memory for one small frame. What is not convoke is closed without an
+//! answer; what is convoke but not ours hears why.
+
+use std::io::{self, IoSlice};
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use convoke_env::Generation;
+use socket2::Socket;
+
+use super::poller::{Poller, Source};
+use crate::frame::{Frame, FrameError, HEADER_BYTES, Kind};
+use crate::links::conn::Conn;
+use crate::links::hello::{CAPABILITIES, Credentials, HELLO_BYTES, Hello, Lane, Role, SUITE_PLAIN, Welcome};
+use crate::links::tcp::Tcp;
+
+/// Most connections that have not said a valid hello.
+const STRANGERS: usize = 64;
+/// How long a connection may take for its hello.
+const STRANGER_TIME: Duration = Duration::from_secs(5);
+/// How long a connection with a valid hello may take for its proof: its process may be stopped.
+const GREETED_TIME: Duration = Duration::from_secs(300);
+/// Connections taken from the listener in one go, so that a flood does not hold up everything else.
+const ACCEPTS: usize = 128;
+/// First and longest pause between two attempts to connect.
+const PAUSE: Duration = Duration::from_millis(5);
+const LONGEST_PAUSE: Duration = Duration::from_millis(200);
+/// Longest wait for an answer to a hello before the call is made anew. The peer answers only when it
+/// is in a call itself, so this is long.
+const ANSWER_TIME: Duration = Duration::from_secs(300);
+/// Notes on refused connections that are kept for error messages.
+const NOTES: usize = 4;
+/// Largest frame of a handshake.
+const HANDSHAKE_BYTES: usize = HEADER_BYTES + 512;
+
+/// What came of it.
+#[derive(Debug)]
+pub(crate) enum DoorEvent {
+    /// The connection is there and proven. It is still registered as [`Source::Door`].
+    Opened { peer: usize, lane: Lane, conn: Conn },
+    /// The peer at a published address does not know the secret.
+    Unauthorized { from: String, what: String },
+}
+
+#[derive(Debug)]
+pub(crate) struct Door {
+    me: usize,
+    size: usize,
+    credentials: Credentials,
+    listener: Socket,
+    inbound: Vec<Inbound>,
+    dials: Vec<Dial>,
+    notes: Vec<String>,
+    /// Connections turned away, for tests and curiosity.
+    pub(crate) turned_away: u64,
+}
+
+#[derive(Debug)]
+struct Inbound {
+    conn: Conn,
+    from: String,
+    since: Instant,
+    /// Its hello and our nonce, once it has said a valid one.
+    greeted: Option<(Hello, [u8; 32])>,
+}
+
+#[derive(Debug)]
+struct Dial {
+    peer: usize,
+    lane: Lane,
+    address: SocketAddr,
+    step: Step,
+    pause: Duration,
+    last: String,
+    /// Since when nobody listens there.
+    refused_since: Option<Instant>,
+}
+
+#[derive(Debug)]
+enum Step {
+    Pausing { until: Instant },
+    Connecting { tcp: Tcp, since: Instant },
+    Greeting { conn: Conn, hello: Hello, since: Instant },
+    Done,
+}
+
+impl Door {
+    pub(crate) fn new(me: usize, size: usize, credentials: Credentials, listener: Socket) -> Self {
+        let (inbound, dials, notes) = (Vec::new(), Vec::new(), Vec::new());
+        Self { me, size, credentials, listener, inbound, dials, notes, turned_away: 0 }
+    }
+
+    /// Begins to connect, unless that is under way.
+    pub(crate) fn dial(&mut self, peer: usize, lane: Lane, address: SocketAddr, now: Instant) {
+        if !self.dials.iter().any(|dial| dial.peer == peer && dial.lane == lane) {
+            let step = Step::Pausing { until: now };
+            let last = "not tried yet".to_owned();
+            self.dials.push(Dial { peer, lane, address, step, pause: PAUSE, last, refused_since: None });
+        }
+    }
+
+    /// When it wants a turn though no descriptor is ready.
+    pub(crate) fn wake_at(&self) -> Option<Instant> {
+        let dials = self.dials.iter().filter_map(|dial| match dial.step {
+            Step::Pausing { until } => Some(until),
+            Step::Connecting { since, .. } => Some(since + STRANGER_TIME),
+            Step::Greeting { since, .. } => Some(since + ANSWER_TIME),
+            Step::Done => None,
+        });
+        let inbound = self.inbound.iter().map(Inbound::expires);
+        dials.chain(inbound).min()
+    }
+
+    /// What went wrong with connections so far, for an error message.
+    pub(crate) fn notes(&self) -> Vec<String> {
+        let dials =
+            self.dials.iter().map(|dial| format!("rank {} at {}: {}", dial.peer, dial.address, dial.last));
+        dials.take(NOTES).chain(self.notes.iter().cloned()).collect()
+    }
+
+    /// Peers where nobody has been listening for at least `time`.
+    pub(crate) fn refusing(&self, time: Duration, now: Instant) -> impl Iterator<Item = usize> + '_ {
+        let long =
+            move |dial: &&Dial| dial.refused_since.is_some_and(|since| now.duration_since(since) >= time);
+        self.dials.iter().filter(long).map(|dial| dial.peer)
+    }
+
+    /// Takes every connection a step further.
+    pub(crate) fn turn(&mut self, poller: &Poller, now: Instant, out: &mut Vec<DoorEvent>) {
+        self.accept(poller, now);
+        let mut index = 0;
+        while index < self.inbound.len() {
+            match self.answer(index, now) {
+                Ok(None) => index += 1,
+                Ok(Some(event)) => {
+                    self.inbound.swap_remove(index);
+                    out.push(event);
+                }
+                Err(why) => {
+                    let closed = self.inbound.swap_remove(index);
+                    self.turned_away += 1;
+                    if let Some(why) = why {
+                        self.notes.truncate(NOTES - 1);
+                        self.notes.insert(0, format!("turned {} away: {why}", closed.from));
+                    }
+                }
+            }
+        }
+        for dial in &mut self.dials {
+            if let Some(event) = dial.turn(self.me, &self.credentials, poller, now) {
+                out.push(event);
+            }
+        }
+        self.dials.retain(|dial| !matches!(dial.step, Step::Done));
+    }
+
+    fn accept(&mut self, poller: &Poller, now: Instant) {
+        for _ in 0..ACCEPTS {
+            let Ok((socket, from)) = self.listener.accept() else { return };
+            let Ok(tcp) = Tcp::new(socket) else { continue };
+            let from = from.as_socket().map_or_else(|| "?".to_owned(), |from| from.to_string());
+            let conn = Conn::new(Box::new(tcp));
+            if conn.pollable().is_none_or(|fd| poller.add(fd, Source::Door, false).is_err()) {
+                continue;
+            }
+            self.inbound.push(Inbound { conn, from, since: now, greeted: None });
+            let strangers = || self.inbound.iter().filter(|inbound| inbound.greeted.is_none());
+            if strangers().count() > STRANGERS {
+                // A real peer says hello at once, so the oldest is the least likely to be one.
+                if let Some(oldest) = self.inbound.iter().position(|inbound| inbound.greeted.is_none()) {
+                    self.inbound.remove(oldest);
+                    self.turned_away += 1;
+                }
+            }
+        }
+    }
+
+    /// One step with whoever connected. The error closes the connection; its text is worth a note.
+    fn answer(&mut self, index: usize, now: Instant) -> Result<Option<DoorEvent>, Option<String>> {
+        let inbound = &mut self.inbound[index];
+        if inbound.conn.fill(HANDSHAKE_BYTES).is_err() {
+            let greeted = inbound.greeted.map(|(hello, _)| {
+                format!("rank {} closed after our answer: has it another token?", hello.source)
+            });
+            return Err(greeted);
+        }
+        if now >= inbound.expires() {
+            return Err(None);
+        }
+        let (generation, group) = (self.credentials.generation, self.credentials.group);
+        let (frame, payload) = match handshake_frame(&inbound.conn) {
+            Ok(None) => return Ok(None),
+            Ok(Some(frame)) => frame,
+            Err(FrameError::Magic(_)) => return Err(None),
+            Err(error) => return Err(Some(refuse(&mut inbound.conn, generation, group, error.to_string()))),
+        };
+        let no = |conn: &mut Conn, why: String| Err(Some(refuse(conn, generation, group, why)));
+        if (frame.generation, frame.group) != (generation, group) {
+            let why = format!(
+                "generation {}, group {} is not the {generation}, {group} of this rank",
+                frame.generation, frame.group
+            );
+            return no(&mut inbound.conn, why);
+        }
+        inbound.conn.consume(HEADER_BYTES + payload.len());
+        match (frame.kind, inbound.greeted) {
+            (Kind::Hello, None) => {
+                let hello = match Hello::decode(&payload) {
+                    Ok(hello) => hello,
+                    Err(why) => return no(&mut inbound.conn, why),
+                };
+                if let Err(why) = check(&hello, self.me, self.size) {
+                    return no(&mut inbound.conn, why);
+                }
+                let nonce = nonce().map_err(|error| Some(error.to_string()))?;
+                let proof = self.credentials.prove(Role::Acceptor, &hello, CAPABILITIES, &nonce);
+                let welcome = Welcome { suite: SUITE_PLAIN, capabilities: CAPABILITIES, nonce, proof };
+                send(&mut inbound.conn, Kind::Welcome, generation, group, &welcome.encode())
+                    .map_err(|_| None)?;
+                inbound.greeted = Some((hello, nonce));
+                Ok(None)
+            }
+            (Kind::Proof, Some((hello, nonce))) => {
+                if !self.credentials.verify(Role::Connector, &hello, CAPABILITIES, &nonce, &payload) {
+                    return no(&mut inbound.conn, format!("rank {} has another token", hello.source));
+                }
+                let conn = std::mem::replace(&mut inbound.conn, Conn::closed());
+                Ok(Some(DoorEvent::Opened { peer: hello.source as usize, lane: hello.lane, conn }))
+            }
+            (kind, _) => no(&mut inbound.conn, format!("a {kind:?} frame before the proof")),
+        }
+    }
+}
+
+impl Inbound {
+    fn expires(&self) -> Instant {
+        self.since + if self.greeted.is_some() { GREETED_TIME } else { STRANGER_TIME }
+    }
+}
+
+impl Dial {
+    fn turn(&mut self, me: usize, ours: &Credentials, poller: &Poller, now: Instant) -> Option<DoorEvent> {
+        match std::mem::replace(&mut self.step, Step::Done) {
+            Step::Pausing { until } if now < until => self.step = Step::Pausing { until },
+            Step::Pausing { .. } => self.connect(poller, now),
+            Step::Connecting { tcp, since } => match tcp.connected() {
+                Ok(true) => self.greet(tcp, me, ours, poller, now),
+                Ok(false) if now < since + STRANGER_TIME => self.step = Step::Connecting { tcp, since },
+                Ok(false) => self.again("no answer".to_owned(), now),
+                Err(error) => self.failed(&error, now),
+            },
+            Step::Greeting { mut conn, hello, since } => {
+                if let Err(broken) = conn.fill(HANDSHAKE_BYTES) {
+                    self.again(format!("{broken} before it answered"), now);
+                    return None;
+                }
+                match handshake_frame(&conn) {
+                    Ok(None) if now < since + ANSWER_TIME => {
+                        self.step = Step::Greeting { conn, hello, since };
+                    }
+                    Ok(None) => self.again("does not answer".to_owned(), now),
+                    Ok(Some((frame, payload))) => {
+                        conn.consume(HEADER_BYTES + payload.len());
+                        return self.prove(conn, &frame, &payload, &hello, ours, now);
+                    }
+                    Err(error) => self.again(error.to_string(), now),
+                }
+            }
+            Step::Done => {}
+        }
+        None
+    }
+
+    fn connect(&mut self, poller: &Poller, now: Instant) {
+        match Tcp::connect(self.address, None) {
+            Ok(tcp) => {
+                let added = crate::links::Link::pollable(&tcp).map(|fd| poller.add(fd, Source::Door, true));
+                match added {
+                    Some(Ok(())) => self.step = Step::Connecting { tcp, since: now },
+                    Some(Err(error)) => self.failed(&error, now),
+                    None => self.again("no descriptor".to_owned(), now),
+                }
+            }
+            Err(error) => self.failed(&error, now),
+        }
+    }
+
+    fn greet(&mut self, tcp: Tcp, me: usize, ours: &Credentials, poller: &Poller, now: Instant) {
+        self.refused_since = None;
+        let mut conn = Conn::new(Box::new(tcp));
+        if let Some(fd) = conn.pollable() {
+            let _ = poller.change(fd, Source::Door, false);
+        }
+        let word = |rank: usize| u32::try_from(rank).unwrap_or(u32::MAX);
+        let sent = nonce().and_then(|nonce| {
+            let (source, destination) = (word(me), word(self.peer));
+            let lane = self.lane;
+            let hello =
+                Hello { suite: SUITE_PLAIN, lane, capabilities: CAPABILITIES, source, destination, nonce };
+            send(&mut conn, Kind::Hello, ours.generation, ours.group, &hello.encode())?;
+            Ok(hello)
+        });
+        match sent {
+            Ok(hello) => self.step = Step::Greeting { conn, hello, since: now },
+            Err(error) => self.failed(&error, now),
+        }
+    }
+
+    /// Checks the peer's proof and sends ours.
+    fn prove(
+        &mut self,
+        mut conn: Conn,
+        frame: &Frame,
+        payload: &[u8],
+        hello: &Hello,
+        ours: &Credentials,
+        now: Instant,
+    ) -> Option<DoorEvent> {
+        let unauthorized = |what: String| {
+            let from = format!("rank {} at {}", self.peer, self.address);
+            Some(DoorEvent::Unauthorized { from, what })
+        };
+        let welcome = match frame.kind {
+            Kind::Welcome => Welcome::decode(payload),
+            Kind::Refuse => {
+                let text: String = String::from_utf8_lossy(payload).chars().take(200).collect();
+                self.again(format!("it refused: {text}"), now);
+                return None;
+            }
+            kind => Err(format!("a {kind:?} frame in answer to a hello")),
+        };
+        let welcome = match welcome {
+            Ok(welcome) => welcome,
+            Err(what) => return unauthorized(what),
+        };
+        let (caps, nonce) = (welcome.capabilities, &welcome.nonce);
+        if !ours.verify(Role::Acceptor, hello, caps, nonce, &welcome.proof) {
+            return unauthorized("its proof is wrong: has it another token?".to_owned());
+        }
+        let proof = ours.prove(Role::Connector, hello, caps, nonce);
+        if let Err(error) = send(&mut conn, Kind::Proof, ours.generation, ours.group, &proof) {
+            self.failed(&error, now);
+            return None;
+        }
+        Some(DoorEvent::Opened { peer: self.peer, lane: self.lane, conn })
+    }
+
+    fn failed(&mut self, error: &io::Error, now: Instant) {
+        if error.kind() == io::ErrorKind::ConnectionRefused {
+            self.refused_since.get_or_insert(now);
+        }
+        self.again(error.to_string(), now);
+    }
+
+    fn again(&mut self, why: String, now: Instant) {
+        self.last = why;
+        self.step = Step::Pausing { until: now + self.pause };
+        self.pause = (self.pause * 2).min(LONGEST_PAUSE);
+    }
+}
+
+fn check(hello: &Hello, me: usize, size: usize) -> Result<(), String> {
+    let (source, destination) = (hello.source as usize, hello.destination as usize);
+    match (source, destination) {
+        _ if destination != me => Err(format!("this is rank {me}, not rank {destination}")),
+        _ if source >= size => Err(format!("there is no rank {source} in a group of {size}")),
+        _ if source <= me => Err(format!("rank {source} does not connect to rank {me}: the higher one does")),
+        _ => Ok(()),
+    }
+}
+
+/// The first whole frame of a handshake that was read ahead, with its payload.
+fn handshake_frame(conn: &Conn) -> Result<Option<(Frame, Vec<u8>)>, FrameError> {
+    let unread = conn.unread();
+    let Some(header) = unread.first_chunk::<HEADER_BYTES>() else {
+        // Garbage need not be as long as a header to be recognised.
+        return match unread.first_chunk::<4>() {
+            Some(&magic) if magic != crate::frame::MAGIC => Err(FrameError::Magic(magic)),
+            _ => Ok(None),
+        };
+    };
+    let frame = Frame::decode(header)?;
+    if frame.len > (HANDSHAKE_BYTES - HEADER_BYTES) as u64 {
+        return Err(FrameError::Length { kind: frame.kind, len: frame.len });
+    }
+    let end = HEADER_BYTES + frame.len as usize;
+    Ok(unread.get(HEADER_BYTES..end).map(|payload| (frame, payload.to_vec())))
+}
+
+/// Sends a small frame whole; the buffer of a fresh connection holds it.
+fn send(conn: &mut Conn, kind: Kind, generation: Generation, group: u64, payload: &[u8]) -> io::Result<()> {
+    debug_assert!(payload.len() <= HELLO_BYTES.max(200));
+    let frame = Frame { kind, generation, group, seq: 0, call: [0; 16], len: payload.len() as u64 };
+    let header = frame.encode();
+    match conn.send(&[IoSlice::new(&header), IoSlice::new(payload)]) {
+        Ok(sent) if sent == header.len() + payload.len() => Ok(()),
+        Ok(_) => Err(io::ErrorKind::WriteZero.into()),
+        Err(broken) => Err(io::Error::other(broken.to_string())),
+    }
+}
+
+/// Tells a convoke process why it is turned away, and returns that.
+fn refuse(conn: &mut Conn, generation: Generation, group: u64, why: String) -> String {
+    let text: String = why.chars().take(150).collect();
+    let _ = send(conn, Kind::Refuse, generation, group, &text.as_bytes()[..text.len().min(200)]);
+    conn.close_write();
+    conn.discard();
+    why
+}
+
+fn nonce() -> io::Result<[u8; 32]> {
+    let mut nonce = [0; 32];
+    getrandom::fill(&mut nonce).map_err(io::Error::other)?;
+    Ok(nonce)
+}

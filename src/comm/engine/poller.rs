@@ -1,0 +1,117 @@
+//! Sleeping until something happens on one of many descriptors.
+//!
+//! What seldom speaks (control, messages, the listener, the launcher, the doorbell) stays registered
+//! in an epoll set. The few connections that a collective waits for come and go with every call and
+//! are polled beside that set, so that a call registers nothing.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::time::Duration;
+
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout};
+use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
+
+/// Most events taken at once.
+const EVENTS: usize = 64;
+
+/// What a registered descriptor belongs to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Source {
+    Doorbell,
+    Listener,
+    /// A connection whose other end is not proven yet.
+    Door,
+    Agent,
+    Control(usize),
+    Message(usize),
+}
+
+impl Source {
+    fn to_data(self) -> u64 {
+        let (kind, rank) = match self {
+            Self::Doorbell => (0, 0),
+            Self::Listener => (1, 0),
+            Self::Door => (2, 0),
+            Self::Agent => (3, 0),
+            Self::Control(rank) => (4, rank),
+            Self::Message(rank) => (5, rank),
+        };
+        kind << 56 | rank as u64
+    }
+
+    fn from_data(data: u64) -> Self {
+        let rank = (data & ((1 << 56) - 1)) as usize;
+        match data >> 56 {
+            0 => Self::Doorbell,
+            1 => Self::Listener,
+            2 => Self::Door,
+            3 => Self::Agent,
+            4 => Self::Control(rank),
+            _ => Self::Message(rank),
+        }
+    }
+}
+
+#[derive(Debug)]
+pub(crate) struct Poller {
+    epoll: Epoll,
+}
+
+impl Poller {
+    pub(crate) fn new() -> io::Result<Self> {
+        Ok(Self { epoll: Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)? })
+    }
+
+    /// Watches `fd` for something to read, and if `write` for room to write.
+    pub(crate) fn add(&self, fd: BorrowedFd<'_>, source: Source, write: bool) -> io::Result<()> {
+        Ok(self.epoll.add(fd, event(source, write))?)
+    }
+
+    pub(crate) fn change(&self, fd: BorrowedFd<'_>, source: Source, write: bool) -> io::Result<()> {
+        Ok(self.epoll.modify(fd, &mut event(source, write))?)
+    }
+
+    pub(crate) fn remove(&self, fd: BorrowedFd<'_>) {
+        let _ = self.epoll.delete(fd);
+    }
+
+    /// What is ready now among the registered, at most 64 of it.
+    pub(crate) fn ready(&self) -> impl Iterator<Item = Source> + use<> {
+        let mut events = [EpollEvent::empty(); EVENTS];
+        let count = self.epoll.wait(&mut events, EpollTimeout::ZERO).unwrap_or(0);
+        events.into_iter().take(count).map(|event| Source::from_data(event.data()))
+    }
+
+    /// Sleeps until something registered or one of `others` is ready, at most `timeout`; whether
+    /// something registered is.
+    pub(crate) fn sleep(&self, others: &[(BorrowedFd<'_>, PollFlags)], timeout: Duration) -> bool {
+        let mut fds = Vec::with_capacity(others.len() + 1);
+        fds.push(PollFd::new(self.epoll.0.as_fd(), PollFlags::POLLIN));
+        fds.extend(others.iter().map(|&(fd, flags)| PollFd::new(fd, flags)));
+        // Rounded up: waking before the time only to sleep again would spin.
+        let millis = timeout.as_micros().div_ceil(1000).min(60_000) as u16;
+        match nix::poll::poll(&mut fds, PollTimeout::from(millis)) {
+            Ok(0) | Err(Errno::EINTR) => false,
+            Ok(_) => fds[0].any().unwrap_or(true),
+            Err(_) => true,
+        }
+    }
+}
+
+fn event(source: Source, write: bool) -> EpollEvent {
+    let flags = if write { EpollFlags::EPOLLIN | EpollFlags::EPOLLOUT } else { EpollFlags::EPOLLIN };
+    EpollEvent::new(flags, source.to_data())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sources_round_trip() {
+        for source in [Source::Doorbell, Source::Agent, Source::Control(77), Source::Message(1 << 40)] {
+            assert_eq!(Source::from_data(source.to_data()), source);
+        }
+    }
+}

@@ -1,0 +1,227 @@
+//! Every operation over real connections, ranks as threads.
+
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+mod common;
+
+use common::{Group, GroupOptions, ReduceOp, ranks, with_options};
+use convoke_comm::{CommError, Element};
+
+/// Values whose sums are exact in every order, so that any order of adding gives the same.
+fn value(rank: usize, index: usize) -> i64 {
+    ((rank + 1) * (index % 13 + 1)) as i64 % 6 - 2
+}
+
+fn reduced(op: ReduceOp, world: usize, index: usize) -> i64 {
+    let values = (0..world).map(|rank| value(rank, index));
+    match op {
+        ReduceOp::Min => values.min().unwrap(),
+        ReduceOp::Max => values.max().unwrap(),
+        ReduceOp::Product => values.product(),
+        _ => values.sum(),
+    }
+}
+
+fn check<T: Element + PartialEq + std::fmt::Debug>(group: &Group, count: usize, from: impl Fn(i64) -> T) {
+    for op in [ReduceOp::Sum, ReduceOp::Min, ReduceOp::Max, ReduceOp::Product] {
+        let mut buf: Vec<T> = (0..count).map(|i| from(value(group.rank(), i))).collect();
+        group.all_reduce(&mut buf, op).unwrap();
+        let want: Vec<T> = (0..count).map(|i| from(reduced(op, group.size(), i))).collect();
+        assert!(buf == want, "{op} of {count} {} on rank {} of {}", T::DTYPE, group.rank(), group.size());
+    }
+    for root in [0, group.size() - 1] {
+        let mut buf: Vec<T> = (0..count).map(|i| from(value(group.rank(), i))).collect();
+        group.broadcast(&mut buf, root).unwrap();
+        let want: Vec<T> = (0..count).map(|i| from(value(root, i))).collect();
+        assert!(buf == want, "broadcast of {count} {} from {root}", T::DTYPE);
+    }
+}
+
+/// Sizes in elements around every threshold of the tuning table, for 4-byte elements.
+const COUNTS: [usize; 14] = [0, 1, 2, 3, 5, 1000, 2047, 2048, 2049, 16_384, 16_385, 32_769, 65_536, 65_537];
+
+#[test]
+fn every_type_operation_size_and_number_of_ranks() {
+    for world in 1..=5 {
+        ranks(world, |group| {
+            for count in COUNTS {
+                check::<f32>(&group, count, |v| v as f32);
+                if count < 3000 || count == 65_537 {
+                    check::<f64>(&group, count, |v| v as f64);
+                    check::<i32>(&group, count, |v| v as i32);
+                    check::<i64>(&group, count, |v| v);
+                    check::<i8>(&group, count, |v| v as i8);
+                }
+            }
+            check::<f32>(&group, 3_000_001, |v| v as f32);
+            group.barrier().unwrap();
+        });
+    }
+}
+
+#[test]
+fn inexact_sums_are_equal_to_the_last_bit_on_all_ranks_and_on_a_rerun() {
+    for algorithm in ["", "all_reduce:ring", "all_reduce:direct", "all_reduce:doubling"] {
+        for world in [2, 3, 5] {
+            let run = || {
+                with_options(world, GroupOptions::default().algorithms(algorithm), |group| {
+                    let mut all = Vec::new();
+                    for count in [1, 77, 5000, 100_003] {
+                        for op in [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Product] {
+                            let mut buf: Vec<f32> = (0..count)
+                                .map(|i| ((i * 31 + group.rank() * 17) as f32).sin() * 1.7)
+                                .collect();
+                            group.all_reduce(&mut buf, op).unwrap();
+                            all.extend(buf.iter().map(|x| x.to_bits()));
+                        }
+                    }
+                    all
+                })
+            };
+            let first = run();
+            assert!(first.iter().all(|bits| *bits == first[0]), "{algorithm} {world}: ranks differ");
+            assert!(first == run(), "{algorithm} {world}: runs differ");
+        }
+    }
+}
+
+#[test]
+fn averages_divide_the_sum() {
+    for algorithm in ["all_reduce:ring", "all_reduce:direct", "all_reduce:doubling"] {
+        with_options(3, GroupOptions::default().algorithms(algorithm), |group| {
+            let mut buf = vec![(group.rank() * 3) as f64; 1001];
+            group.all_reduce(&mut buf, ReduceOp::Avg).unwrap();
+            assert!(buf.iter().all(|&x| x == 3.0));
+            let mut nan = [f32::NAN, -0.0, group.rank() as f32];
+            if group.rank() > 0 {
+                nan[0] = 1.0;
+                nan[1] = 0.0;
+            }
+            let mut least = nan;
+            group.all_reduce(&mut least, ReduceOp::Min).unwrap();
+            group.all_reduce(&mut nan, ReduceOp::Max).unwrap();
+            assert!(least[0].is_nan() && nan[0].is_nan());
+            assert_eq!((least[1].to_bits(), nan[1].to_bits()), ((-0.0_f32).to_bits(), 0));
+            assert_eq!((least[2], nan[2]), (0.0, 2.0));
+        });
+    }
+}
+
+#[test]
+fn messages_arrive_in_order_for_each_tag_whatever_their_size() {
+    ranks(3, |group| {
+        let (me, world) = (group.rank(), group.size());
+        for count in [0_usize, 1, 100, 16_384, 16_385, 1_000_000] {
+            // Around the ring; even ranks send first, so that large ones cannot wait for each other.
+            let (to, from) = ((me + 1) % world, (me + world - 1) % world);
+            let sent: Vec<f32> = (0..count).map(|i| (i + me) as f32).collect();
+            let mut got = vec![0.0_f32; count];
+            if me == 0 {
+                group.send(&sent, to, 7).unwrap();
+                group.recv(&mut got, from, 7).unwrap();
+            } else {
+                group.recv(&mut got, from, 7).unwrap();
+                group.send(&sent, to, 7).unwrap();
+            }
+            assert!(got.iter().enumerate().all(|(i, &x)| x == (i + from) as f32));
+        }
+        // Tags out of order, more than there is credit for, and a wanted tag behind all that.
+        if me == 0 {
+            for i in 0..40_u8 {
+                group.send(&vec![i; 60_000], 1, u32::from(i % 2)).unwrap_or_else(|error| panic!("{error}"));
+                if i == 12 {
+                    group.send(&[9_i64], 1, 99).unwrap();
+                }
+            }
+        } else if me == 1 {
+            let mut wanted = [0_i64];
+            group.recv(&mut wanted, 0, 99).unwrap();
+            assert_eq!(wanted, [9]);
+            for parity in [1_u8, 0] {
+                for i in (0..40).filter(|i| i % 2 == parity) {
+                    if parity == 1 {
+                        continue;
+                    }
+                    let mut got = vec![0_u8; 60_000];
+                    group.recv(&mut got, 0, u32::from(parity)).unwrap();
+                    assert!(got.iter().all(|&x| x == i));
+                    if i + 1 < 40 {
+                        group.recv(&mut got, 0, 1).unwrap();
+                        assert!(got.iter().all(|&x| x == i + 1));
+                    }
+                }
+            }
+        }
+        group.barrier().unwrap();
+    });
+}
+
+#[test]
+fn threads_of_one_rank_share_a_group() {
+    ranks(3, |group| {
+        std::thread::scope(|scope| {
+            // Each thread has a tag of its own; the collectives have one thread.
+            for thread in 0..4_u32 {
+                let group = &group;
+                scope.spawn(move || {
+                    let (me, world) = (group.rank(), group.size());
+                    for round in 0..50_u32 {
+                        group.send(&[round + thread], (me + 1) % world, thread).unwrap();
+                        let mut got = [0];
+                        group.recv(&mut got, (me + world - 1) % world, thread).unwrap();
+                        assert_eq!(got, [round + thread]);
+                    }
+                });
+            }
+            for _ in 0..50 {
+                let mut one = [1];
+                group.all_reduce(&mut one, ReduceOp::Sum).unwrap();
+                assert_eq!(one, [3]);
+            }
+        });
+    });
+}
+
+#[test]
+fn arguments_without_meaning_are_refused_and_the_group_goes_on() {
+    ranks(2, |group| {
+        let refused = |result: Result<(), CommError>| matches!(result, Err(CommError::InvalidArgument(_)));
+        assert!(refused(group.all_reduce(&mut [1_i32], ReduceOp::Avg)));
+        assert!(refused(group.broadcast(&mut [1_i32], 2)));
+        assert!(refused(group.send(&[1], 2, 0)));
+        assert!(refused(group.send(&[1], group.rank(), 0)));
+        assert!(refused(group.recv(&mut [1], group.rank(), 0)));
+        group.barrier().unwrap();
+    });
+}
+
+#[test]
+fn a_group_of_one_needs_nobody() {
+    ranks(1, |group| {
+        let mut buf = [1.5_f32];
+        group.all_reduce(&mut buf, ReduceOp::Avg).unwrap();
+        group.broadcast(&mut buf, 0).unwrap();
+        group.barrier().unwrap();
+        assert_eq!(buf, [1.5]);
+    });
+}
+
+#[test]
+fn large_groups_open_connections_when_they_are_needed() {
+    ranks(20, |group| {
+        let mut sum = vec![1_i32; 100];
+        group.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
+        assert!(sum.iter().all(|&x| x == 20));
+        for root in 0..20 {
+            let mut buf = [group.rank() as i32];
+            group.broadcast(&mut buf, root).unwrap();
+            assert_eq!(buf, [root as i32]);
+        }
+        let across = (group.rank() + 10) % 20;
+        group.send(&[group.rank()].map(|rank| rank as u64), across, 1).unwrap();
+        let mut got = [0_u64];
+        group.recv(&mut got, across, 1).unwrap();
+        assert_eq!(got, [across as u64]);
+        group.barrier().unwrap();
+    });
+}
