@@ -183,7 +183,8 @@ enum Found {
 /// The flag of this name or unique prefix.
 ///
 /// Both spellings of a flag are candidates of their own, as in argparse: `--nproc` is ambiguous between
-/// `--nproc-per-node` and `--nproc_per_node`. Prefixes of torchrun's flags mean those, never ours.
+/// `--nproc-per-node` and `--nproc_per_node`. Prefixes of torchrun's flags mean those, never ours, and ours
+/// are not ambiguous with themselves.
 fn lookup(name: &[u8]) -> Found {
     let Ok(name) = std::str::from_utf8(name) else { return Found::None };
     for torchrun in [true, false] {
@@ -193,7 +194,12 @@ fn lookup(name: &[u8]) -> Found {
                 if spelling == name {
                     return Found::One(flag);
                 }
-                if flag.torchrun == torchrun && spelling.starts_with(name) && !name.is_empty() {
+                let found_before = !torchrun && found.last().is_some_and(|(_, last)| *last == flag);
+                if flag.torchrun == torchrun
+                    && spelling.starts_with(name)
+                    && !name.is_empty()
+                    && !found_before
+                {
                     found.push((format!("--{spelling}"), flag));
                 }
             }
@@ -227,13 +233,10 @@ fn is_negative_number(bytes: &[u8]) -> bool {
 fn ambiguous(word: &OsStr, candidates: &[String]) -> String {
     let word = word.to_string_lossy();
     let name = word.split('=').next().unwrap_or(&word);
-    let mut dashed: Vec<&str> =
+    let dashed: Vec<&str> =
         candidates.iter().map(String::as_str).filter(|name| !name.contains('_')).collect();
-    dashed.dedup();
     match dashed.as_slice() {
-        [only] => format!(
-            "{name} is cut too short, since {only} may also be written with underscores; write {only}"
-        ),
+        [only] => format!("{name} is ambiguous between {}; write {only}", candidates.join(" and ")),
         several => format!("{name} is ambiguous; write one of {}", several.join(", ")),
     }
 }
@@ -264,7 +267,7 @@ fn no_script(taken: Option<(&Flag, OsString)>) -> String {
     match taken {
         Some((flag, value)) if looks_like_program(&value) => {
             format!(
-                "no SCRIPT: `{}` was taken as the value of {}; write {1}=VALUE SCRIPT",
+                "no SCRIPT: `{0}` was taken as the value of {1}; write {1}=VALUE {0}",
                 value.display(),
                 flag.dashed()
             )

@@ -1,1 +1,323 @@
-//! Tests of the command line.
+//! The grammar: which words mean which settings.
+
+mod malformed;
+
+use std::ffi::{OsStr, OsString};
+use std::fs;
+use std::os::unix::ffi::OsStringExt;
+use std::os::unix::fs::PermissionsExt;
+use std::path::PathBuf;
+use std::sync::LazyLock;
+use std::time::Duration;
+
+use nix::sys::signal::Signal;
+use proptest::prelude::*;
+
+use super::*;
+use crate::config::{EventHandler, LogDir, NodeRange, Orphans, Rendezvous, StreamChoice, Streams};
+
+/// A PATH with one `python` and one `tool`, and nothing else.
+static BIN: LazyLock<tempfile::TempDir> = LazyLock::new(|| {
+    let bin = tempfile::tempdir().expect("a directory");
+    for name in ["python", "tool"] {
+        let path = bin.path().join(name);
+        fs::write(&path, "#!/bin/sh\n").expect("a file");
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("executable");
+    }
+    bin
+});
+
+/// A machine with three CPUs and no devices.
+fn here() -> Machine {
+    Machine { root: PathBuf::from("/no/such/machine"), cpu_count: 3 }
+}
+
+fn parse_words(
+    words: &[&OsStr],
+    variables: &[(&str, &str)],
+    machine: &Machine,
+) -> Result<Invocation, CliError> {
+    let env = |name: &str| {
+        let given =
+            variables.iter().find(|(known, _)| *known == name).map(|(_, value)| OsString::from(value));
+        given.or_else(|| (name == "PATH").then(|| BIN.path().into()))
+    };
+    let words =
+        std::iter::once(OsStr::new("/usr/bin/convoke")).chain(words.iter().copied()).map(OsString::from);
+    parse_on(words, &env, machine)
+}
+
+fn parse_line(line: &str, variables: &[(&str, &str)], machine: &Machine) -> Result<Invocation, CliError> {
+    let words: Vec<&OsStr> = line.split_whitespace().map(OsStr::new).collect();
+    parse_words(&words, variables, machine)
+}
+
+fn config_with(line: &str, variables: &[(&str, &str)]) -> Config {
+    match parse_line(line, variables, &here()) {
+        Ok(Invocation::Run(config)) => *config,
+        other => panic!("{line}: {other:?}"),
+    }
+}
+
+fn config(line: &str) -> Config {
+    config_with(line, &[])
+}
+
+/// The command without the interpreter's directory.
+fn argv(config: &Config) -> Vec<String> {
+    let bin = format!("{}/", BIN.path().display());
+    config.program.argv.iter().map(|word| word.to_string_lossy().replace(&bin, "")).collect()
+}
+
+#[test]
+fn no_flags_is_one_worker_that_needs_nobody() {
+    let config = config("train.py --lr 1");
+    assert_eq!(config.nodes, NodeRange { min: 1, max: 1 });
+    assert_eq!((config.nproc_per_node, config.max_restarts), (1, 0));
+    assert_eq!(config.rendezvous, Rendezvous::Standalone);
+    assert_eq!(config.run_id.len(), 36);
+    assert_eq!((config.role.as_str(), config.local_addr), ("default", None));
+    assert_eq!((config.monitor_interval, config.shutdown_timeout), (None, Duration::from_secs(30)));
+    assert_eq!(
+        (config.events, config.orphans, config.share_store),
+        (EventHandler::Null, Orphans::Stop, true)
+    );
+    assert_eq!(config.signals, [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGQUIT]);
+    assert_eq!(config.signals_text, "SIGTERM,SIGINT,SIGHUP,SIGQUIT");
+    assert_eq!(config.logs.dir, LogDir::Temporary);
+    assert_eq!(config.logs.tee, StreamChoice::All(Streams::default()));
+    assert_eq!(config.logs.prefix_template, "[${role_name}${local_rank}]:");
+    assert_eq!(config.warnings, [""; 0]);
+    assert_eq!(config.program.title, "train.py");
+}
+
+#[test]
+fn all_spellings_of_a_flag_are_one() {
+    for line in [
+        "--max-restarts=3 x.py",
+        "--max_restarts=3 x.py",
+        "--max-restarts 3 x.py",
+        "--max_restarts 3 x.py",
+        "--max-r=3 x.py",
+        "--max_r 3 x.py",
+        "--max-restarts=9 --max_restarts=3 x.py",
+        "--max-restarts=+3 x.py",
+        "--max-restarts=0_3 x.py",
+    ] {
+        assert_eq!(config(line).max_restarts, 3, "{line}");
+    }
+    for line in ["-t3 x.py", "-t 3 x.py", "-t=3 x.py", "--tee=3 x.py", "--te 3 x.py", "-t1 -t3 x.py"] {
+        assert_eq!(
+            config(line).logs.tee,
+            StreamChoice::All(Streams { stdout: true, stderr: true }),
+            "{line}"
+        );
+    }
+    for line in ["-m x", "--module x", "--modu x", "-mt0 x", "-mm x"] {
+        assert_eq!(argv(&config(line)), ["python", "-u", "-m", "x"], "{line}");
+    }
+}
+
+#[test]
+fn a_prefix_means_torchruns_flags_first() {
+    // --orphans, --version, --use-env and --pass-local-rank are ours; they make nothing ambiguous.
+    assert!(parse_line("--print-c=zsh", &[], &here()).is_ok());
+    assert_eq!(config("--o=keep x.py").orphans, Orphans::Keep);
+    assert!(config("--pass x.py").program.local_rank_argument.is_some());
+    let names: Vec<&str> = flags::all().filter(|flag| flag.torchrun).map(|flag| flag.name).collect();
+    for (at, flag) in names.iter().enumerate() {
+        // Unique among torchrun's: must be unique here.
+        for end in 1..flag.len() {
+            let prefix = &flag[..end];
+            let spellings = |name: &str| if name.contains('-') { 2 } else { 1 };
+            let hits: usize = names
+                .iter()
+                .map(|name| match (name.starts_with(prefix), prefix.contains('-')) {
+                    (false, _) => 0,
+                    (true, true) => 1,
+                    (true, false) => spellings(name),
+                })
+                .sum();
+            let read = grammar::read([OsString::from(format!("--{prefix}"))].into_iter());
+            let ambiguous = matches!(&read, Err(message) if message.contains("is ambiguous"));
+            assert_eq!(ambiguous, hits > 1, "--{prefix} of {}", names[at]);
+        }
+    }
+}
+
+#[test]
+fn all_words_after_the_script_are_its_own() {
+    let words = ["x.py", "--", "-t", "3", "--help", "", "a b", "--nnodes=x", "é"].map(OsStr::new);
+    let Ok(Invocation::Run(config)) = parse_words(&words, &[], &here()) else { panic!() };
+    assert_eq!(
+        argv(&config),
+        ["python", "-u", "x.py", "--", "-t", "3", "--help", "", "a b", "--nnodes=x", "é"]
+    );
+    assert_eq!(argv(&self::config("-- --odd.py --version")), ["python", "-u", "--odd.py", "--version"]);
+    assert_eq!(argv(&self::config("-5 x")), ["python", "-u", "-5", "x"], "no flag looks like a number");
+    assert_eq!(argv(&self::config("- x")), ["python", "-u", "-", "x"]);
+}
+
+#[test]
+fn words_that_are_not_utf8_reach_the_script() {
+    let odd = OsString::from_vec(b"caf\xe9".to_vec());
+    let words = [OsStr::new("x.py"), &odd];
+    let Ok(Invocation::Run(config)) = parse_words(&words, &[], &here()) else { panic!() };
+    assert_eq!(config.program.argv.last(), Some(&odd));
+    let flag = OsString::from_vec(b"--log-dir=caf\xe9".to_vec());
+    let Ok(Invocation::Run(config)) = parse_words(&[&flag, OsStr::new("x.py")], &[], &here()) else {
+        panic!()
+    };
+    assert_eq!(config.logs.dir, LogDir::Path(PathBuf::from(&odd)));
+    let flag = OsString::from_vec(b"--role=caf\xe9".to_vec());
+    let error = parse_words(&[&flag, OsStr::new("x.py")], &[], &here()).expect_err("role");
+    assert_eq!((error.text.as_str(), error.code), ("error: --role=caf\u{fffd}: not valid UTF-8\n", 1));
+}
+
+#[test]
+fn values_may_look_odd_if_they_do_not_look_like_flags() {
+    assert_eq!(config("--nnodes=2 --rdzv-id - x.py").run_id, "-");
+    let words = ["--rdzv-id", "-a b", "--master-port=1", "x.py"].map(OsStr::new);
+    let Ok(Invocation::Run(config)) = parse_words(&words, &[], &here()) else { panic!() };
+    assert_eq!(config.run_id, "-a b", "argparse takes words with a blank as values");
+    let error = parse_line("--max-restarts -1 x.py", &[], &here()).expect_err("negative");
+    assert_eq!(error.code, 1, "-1 is a value, but a bad one");
+}
+
+#[test]
+fn variables_are_defaults_of_flags() {
+    let variables =
+        [("PET_NPROC_PER_NODE", "2"), ("PET_MAX_RESTARTS", "4"), ("PET_ROLE", "pet"), ("PET_TEE", "1")];
+    let config = config_with("--max-restarts=1 x.py", &variables);
+    assert_eq!((config.nproc_per_node, config.max_restarts, config.role.as_str()), (2, 1, "pet"));
+    assert_eq!(config.logs.tee, StreamChoice::All(Streams { stdout: true, stderr: false }));
+    assert_eq!(config.logs.role, "pet");
+}
+
+#[test]
+fn switches_by_variable_are_integers() {
+    for (value, on) in [("1", true), ("-7", true), (" 1 ", true), ("0", false), ("00", false)] {
+        let config = config_with("tool x", &[("PET_NO_PYTHON", value)]);
+        assert_eq!(argv(&config), ["tool", "x"], "a program in PATH either way");
+        let module = config_with("thing", &[("PET_MODULE", value)]);
+        assert_eq!(argv(&module).contains(&"-m".to_owned()), on, "{value}");
+    }
+    let config = config_with("--module thing", &[("PET_MODULE", "0")]);
+    assert!(argv(&config).contains(&"-m".to_owned()), "the command line cannot be turned off");
+}
+
+#[test]
+fn some_flags_have_no_variable() {
+    for name in ["PET_NUMA_BINDING", "PET_LOGS_SPECS", "PET_USE_ENV", "PET_HELP", "PET_PRINT_COMPLETION"] {
+        config_with("x.py", &[(name, "x")]);
+    }
+}
+
+#[test]
+fn help_comes_before_later_errors() {
+    for line in
+        ["--help", "-h", "--h", "--nnodes=7 -h --bogus", "-mh", "--unknown --help", "--max-restarts=x --help"]
+    {
+        let parsed = parse_line(line, &[("PET_NO_PYTHON", "yes")], &here());
+        assert!(matches!(parsed, Ok(Invocation::Help(_))), "{line}: {parsed:?}");
+    }
+    assert!(matches!(parse_line("--version", &[], &here()), Ok(Invocation::Version(_))));
+    assert!(matches!(parse_line("x.py --help", &[], &here()), Ok(Invocation::Run(_))));
+}
+
+#[test]
+fn help_names_every_flag_default_and_variable() {
+    let Ok(Invocation::Help(text)) = parse_line("--help", &[], &here()) else { panic!() };
+    for flag in flags::all() {
+        let line = text.lines().find(|line| {
+            line.contains(&format!("{} ", flag.dashed())) || line.contains(&format!("{}[", flag.dashed()))
+        });
+        let line = line.unwrap_or_else(|| panic!("--{}", flag.name));
+        assert!(line.contains(flag.help), "{line}");
+        assert!(flag.default.is_empty() || line.contains(&format!("[default: {}]", flag.default)), "{line}");
+        assert_eq!(line.contains("[PET_"), flag.pet, "{line}");
+        assert!(flag.variable().is_none_or(|name| line.contains(&format!("[{name}]"))), "{line}");
+    }
+    for heading in GROUP_HEADINGS {
+        assert!(text.contains(&format!("\n{heading}:\n")), "{heading}");
+    }
+    assert!(text.contains("Usage: convoke [FLAGS] SCRIPT [ARGUMENTS]...\n"), "{text}");
+}
+
+const GROUP_HEADINGS: [&str; 6] =
+    ["Nodes and workers", "Rendezvous", "Program", "Output", "Watching and stopping", "Help"];
+
+#[test]
+fn called_torchrun_it_is_torchrun() {
+    let words = ["/opt/bin/torchrun", "--help"].map(OsString::from);
+    let Ok(Invocation::Help(text)) = parse_on(words.into_iter(), &|_| None, &here()) else { panic!() };
+    assert!(text.contains("Usage: torchrun [FLAGS] SCRIPT"), "{text}");
+}
+
+#[test]
+fn every_shell_has_completions() {
+    for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
+        let Ok(Invocation::Completion(text)) =
+            parse_line(&format!("--print-completion={shell}"), &[], &here())
+        else {
+            panic!("{shell}")
+        };
+        assert!(text.contains("nproc-per-node"), "{shell}");
+    }
+}
+
+#[test]
+fn the_flags_of_tutorials_work_as_they_stand() {
+    let one = config("--nproc_per_node 2 --nnodes=1 --node_rank=0 train.py");
+    assert_eq!((one.nproc_per_node, one.rendezvous), (2, Rendezvous::Standalone));
+    let two = config(
+        "--nproc_per_node=8 --nnodes=2 --node_rank=1 --master_addr 10.0.0.1 --master_port 1234 train.py",
+    );
+    let timeout = Duration::from_secs(900);
+    let wanted = Rendezvous::Static { host: "10.0.0.1".to_owned(), port: 1234, node_rank: 1, timeout };
+    assert_eq!((two.rendezvous, two.run_id.as_str()), (wanted, "none"));
+    let legacy = config("--pass-local-rank=both --nproc-per-node 2 train.py --lr 1");
+    assert_eq!(argv(&legacy), ["python", "-u", "train.py", "--lr", "1"]);
+    let argument = legacy.program.local_rank_argument.expect("an argument");
+    assert_eq!((argument.index, argument.dash, argument.underscore), (3, true, true));
+    for line in
+        ["--use-env --pass-local-rank x.py", "--use_env=True --pass_local_rank=dash x.py", "--use-env x.py"]
+    {
+        assert_eq!(config(line).program.local_rank_argument, None, "{line}");
+    }
+    assert!(config("--pass-local-rank --use-env=False x.py").program.local_rank_argument.is_some());
+}
+
+proptest! {
+    /// No words make it panic, and every refusal is one line that begins and ends as it should.
+    #[test]
+    fn any_words_are_read_or_refused(words in proptest::collection::vec(any_word(), 0..6)) {
+        let words: Vec<&OsStr> = words.iter().map(OsString::as_os_str).collect();
+        if let Err(error) = parse_words(&words, &[], &here()) {
+            prop_assert!(error.text.starts_with("error: ") && error.text.ends_with('\n'));
+            prop_assert!(error.code == 1 || error.code == 2);
+        }
+    }
+
+    /// Whatever precedes SCRIPT, the words after it stay as they are.
+    #[test]
+    fn arguments_are_never_touched(arguments in proptest::collection::vec(any_word(), 0..6)) {
+        let words: Vec<&OsStr> = ["--max-restarts=1", "-t", "3", "x.py"].map(OsStr::new).into_iter()
+            .chain(arguments.iter().map(OsString::as_os_str)).collect();
+        let Ok(Invocation::Run(config)) = parse_words(&words, &[], &here()) else { panic!() };
+        prop_assert_eq!(&config.program.argv[3..], &arguments[..]);
+    }
+}
+
+/// Words as they come up, and some that do not.
+fn any_word() -> impl Strategy<Value = OsString> {
+    let known = flags::all().map(|flag| flag.dashed()).collect::<Vec<_>>();
+    let with_value = known.clone();
+    prop_oneof![
+        proptest::sample::select(known).prop_map(OsString::from),
+        (proptest::sample::select(with_value), "[a-z0-9:,=._-]{0,6}")
+            .prop_map(|(flag, value)| format!("{flag}={value}").into()),
+        "-{0,2}[a-z0-9_=-]{0,8}".prop_map(OsString::from),
+        proptest::collection::vec(1u8..=255, 0..8).prop_map(OsString::from_vec),
+    ]
+}

@@ -255,8 +255,7 @@ fn rendezvous(
     let endpoint_text = given.text("rdzv-endpoint")?.trim();
     let conf_value = given.get("rdzv-conf");
     let conf = conf::split(given.text("rdzv-conf")?).map_err(|what| {
-        let value = conf_value.map_or_else(String::new, ToString::to_string);
-        CliError::value(format!("{value}: {what}; write --rdzv-conf=KEY=VALUE,KEY=VALUE"))
+        CliError::value(conf_value.map_or(what.clone(), |value| value.wrong(&what, "KEY=VALUE,KEY=VALUE")))
     })?;
     let check = |known| {
         conf::check(&conf, known).map_err(|what| {

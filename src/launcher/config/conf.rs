@@ -85,19 +85,19 @@ pub(crate) const STATIC: &[(&str, Kind)] = &[("timeout", Kind::Positive)];
 pub(crate) fn check(conf: &[(String, String)], known: &[(&str, Kind)]) -> Result<(), String> {
     for (key, value) in conf {
         let Some((_, kind)) = known.iter().find(|(name, _)| name == key) else { continue };
-        let wanted = match kind {
+        let (wanted, example) = match kind {
             Kind::Positive if integer(value).is_some_and(|number| number > 0) => continue,
             Kind::Seconds if float(value).is_some_and(|number| number >= 0.0 && number.is_finite()) => {
                 continue;
             }
             Kind::Switch if switch(value).is_some() => continue,
             Kind::Choice(choices) if choices.contains(&value.as_str()) => continue,
-            Kind::Positive => "a whole number above 0".to_owned(),
-            Kind::Seconds => "a number of seconds, 0 or more".to_owned(),
-            Kind::Switch => "true or false".to_owned(),
-            Kind::Choice(choices) => choices.join(" or "),
+            Kind::Positive => ("a whole number above 0".to_owned(), "60"),
+            Kind::Seconds => ("a number of seconds, 0 or more".to_owned(), "0.5"),
+            Kind::Switch => ("true or false".to_owned(), "true"),
+            Kind::Choice(choices) => (choices.join(" or "), *choices.first().unwrap_or(&"")),
         };
-        return Err(format!("{key}={value}: must be {wanted}"));
+        return Err(format!("{key}={value} must be {wanted}; write {key}={example}"));
     }
     Ok(())
 }

@@ -2,7 +2,7 @@
 
 /// The parent's list of devices is shorter than the workers are many.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{variable}={value} names {count} of them, none for local rank {local_rank}")]
+#[error("{variable}={value} has no device for local rank {local_rank} (entries: {count})")]
 pub(crate) struct TooFewDevices {
     variable: &'static str,
     value: String,

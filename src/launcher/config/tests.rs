@@ -1,1 +1,409 @@
-//! Tests.
+//! What values mean, and what this machine adds to them.
+
+use std::ffi::{OsStr, OsString};
+use std::fs;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+
+use proptest::prelude::*;
+
+use super::machine::{FileKind, Vendor, file_kind, in_path};
+use super::*;
+use crate::cli::{Invocation, float, integer, parse, streams, substrings};
+
+fn none(_: &str) -> Option<OsString> {
+    None
+}
+
+/// A configuration on this machine, with an interpreter that need not exist.
+fn config_with(words: &[&str], variables: &[(&str, &str)]) -> Config {
+    let env = |name: &str| {
+        let given =
+            variables.iter().find(|(known, _)| *known == name).map(|(_, value)| OsString::from(value));
+        given.or_else(|| (name == "PYTHON_EXEC").then(|| "py".into()))
+    };
+    match parse(std::iter::once("convoke").chain(words.iter().copied()).map(OsString::from), &env) {
+        Ok(Invocation::Run(config)) => *config,
+        other => panic!("{words:?}: {other:?}"),
+    }
+}
+
+fn config(words: &[&str]) -> Config {
+    config_with(words, &[])
+}
+
+fn argv(config: &Config) -> Vec<String> {
+    config.program.argv.iter().map(|word| word.to_string_lossy().into_owned()).collect()
+}
+
+#[test]
+fn integers_are_pythons() {
+    for (text, number) in [
+        ("7", 7),
+        (" 7 ", 7),
+        ("+7", 7),
+        ("-7", -7),
+        ("007", 7),
+        ("1_000", 1000),
+        ("9".repeat(99).as_str(), 10i128.pow(36)),
+    ] {
+        assert_eq!(integer(text), Some(number), "{text}");
+    }
+    for text in ["", " ", "x", "1.0", "1e3", "_1", "1_", "1__0", "- 1", "--1", "0x10", "+"] {
+        assert_eq!(integer(text), None, "{text}");
+    }
+}
+
+#[test]
+fn floats_are_pythons() {
+    for (text, number) in
+        [("0.1", 0.1), (" 2 ", 2.0), ("1e-1", 0.1), ("1_0.5", 10.5), (".5", 0.5), ("-1", -1.0)]
+    {
+        assert_eq!(float(text), Some(number), "{text}");
+    }
+    assert!(float("nan").is_some_and(f64::is_nan) && float("-inf") == Some(f64::NEG_INFINITY));
+    for text in ["", "x", "1,5", "_1", "1_", "1._5", "0x1"] {
+        assert_eq!(float(text), None, "{text}");
+    }
+}
+
+#[test]
+fn streams_are_a_digit_or_a_list() {
+    let both = Streams { stdout: true, stderr: true };
+    assert_eq!(streams("0"), Some(StreamChoice::All(Streams::default())));
+    assert_eq!(streams("3"), Some(StreamChoice::All(both)));
+    let Some(StreamChoice::Some(of_rank)) = streams("0:1,9:2,0:3") else { panic!() };
+    assert_eq!(
+        of_rank.into_iter().collect::<Vec<_>>(),
+        [(0, both), (9, Streams { stdout: false, stderr: true })]
+    );
+    for text in ["", "4", "-1", "00", "0:", ":1", "0:4", "10:1", "0:1,", "0:1;1:2", "0:1, 1:2", " 1", "all"] {
+        assert_eq!(streams(text), None, "{text}");
+    }
+}
+
+#[test]
+fn a_double_comma_is_a_comma() {
+    assert_eq!(substrings("apple,a,,b"), ["apple", "a,b"]);
+    assert_eq!(substrings(""), [""; 0]);
+    assert_eq!(substrings(",,"), [","]);
+    assert_eq!(substrings("a,,,b"), ["a,", "b"]);
+    assert_eq!(substrings(",a,"), ["a"]);
+}
+
+#[test]
+fn macros_are_pythons_templates() {
+    for (text, wanted) in [
+        ("--x=${local_rank}", "--x=3"),
+        ("$local_rank", "3"),
+        ("$$local_rank", "$local_rank"),
+        ("$$$local_rank", "$3"),
+        ("${other} $5", "${other} $5"),
+        ("$local_rank_x ${local_rank}x", "$local_rank_x 3x"),
+        ("${local_rank", "${local_rank"),
+        ("${ local_rank }", "${ local_rank }"),
+        ("$LOCAL_RANK", "$LOCAL_RANK"),
+        ("$", "$"),
+        ("cost: 5$", "cost: 5$"),
+        ("", ""),
+    ] {
+        assert_eq!(substitute(OsStr::new(text), 3), wanted, "{text}");
+    }
+    let odd = OsString::from_vec(b"\xff$local_rank\xff".to_vec());
+    assert_eq!(substitute(&odd, 3).as_bytes(), b"\xff3\xff");
+}
+
+proptest! {
+    #[test]
+    fn bytes_without_dollar_are_never_touched(bytes in proptest::collection::vec(any::<u8>(), 0..40)) {
+        let bytes: Vec<u8> = bytes.into_iter().filter(|byte| *byte != b'$').collect();
+        let word = OsString::from_vec(bytes);
+        prop_assert_eq!(substitute(&word, 7), word);
+    }
+}
+
+#[test]
+fn each_worker_sees_one_device() {
+    let env = |list: &'static [(&str, &str)]| {
+        move |name: &str| list.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned())
+    };
+    let pair = |name: &str, value: &str| (name.to_owned(), value.to_owned());
+    let cuda = |value| vec![pair("CUDA_VISIBLE_DEVICES", value)];
+    assert_eq!(visible_devices(&env(&[]), 1), Ok(cuda("1")));
+    assert_eq!(visible_devices(&env(&[("CUDA_VISIBLE_DEVICES", "5, 7")]), 1), Ok(cuda("7")));
+    assert_eq!(visible_devices(&env(&[("CUDA_VISIBLE_DEVICES", "GPU-a,MIG-b")]), 0), Ok(cuda("GPU-a")));
+    assert_eq!(
+        visible_devices(&env(&[("CUDA_VISIBLE_DEVICES", "")]), 0),
+        Ok(cuda("")),
+        "hidden stays hidden"
+    );
+    let hip = [("HIP_VISIBLE_DEVICES", "4,6"), ("CUDA_VISIBLE_DEVICES", "0,1")].as_slice();
+    let both = vec![pair("CUDA_VISIBLE_DEVICES", "6"), pair("HIP_VISIBLE_DEVICES", "6")];
+    assert_eq!(visible_devices(&env(Box::leak(hip.to_vec().into_boxed_slice())), 1), Ok(both));
+    assert_eq!(
+        visible_devices(&env(&[("HIP_VISIBLE_DEVICES", ""), ("CUDA_VISIBLE_DEVICES", "3")]), 0),
+        Ok(cuda("3"))
+    );
+    let error = visible_devices(&env(&[("CUDA_VISIBLE_DEVICES", "5")]), 1).expect_err("too short");
+    assert_eq!(error.to_string(), "CUDA_VISIBLE_DEVICES=5 has no device for local rank 1 (entries: 1)");
+}
+
+#[test]
+fn omp_num_threads_is_one_among_several() {
+    assert_eq!(omp_num_threads(false, 2), Some("1"));
+    assert_eq!((omp_num_threads(false, 1), omp_num_threads(true, 8)), (None, None));
+    let warned = |words: &[&str], variables| {
+        config_with(words, variables).warnings.concat().contains("Setting OMP_NUM_THREADS")
+    };
+    assert!(warned(&["--nproc-per-node=2", "x"], &[]));
+    assert!(!warned(&["--nproc-per-node=2", "x"], &[("OMP_NUM_THREADS", "4")]) && !warned(&["x"], &[]));
+}
+
+/// A machine with these device nodes; names that end in a vendor get a sysfs entry.
+fn machine(nodes: &[&str], vendors: &[(&str, &str)]) -> (tempfile::TempDir, Machine) {
+    let root = tempfile::tempdir().expect("a directory");
+    for node in nodes {
+        let path = root.path().join("dev").join(node);
+        fs::create_dir_all(path.parent().expect("a parent")).expect("a directory");
+        fs::write(path, "").expect("a file");
+    }
+    for (node, vendor) in vendors {
+        let dir = root.path().join("sys/class/drm").join(node).join("device");
+        fs::create_dir_all(&dir).expect("a directory");
+        fs::write(dir.join("vendor"), format!("{vendor}\n")).expect("a file");
+    }
+    let machine = Machine { root: root.path().to_owned(), cpu_count: 3 };
+    (root, machine)
+}
+
+#[test]
+fn devices_are_counted_by_their_nodes() {
+    let (_root, nvidia) =
+        machine(&["nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm", "nvidia"], &[]);
+    assert_eq!(nvidia.devices(Vendor::Nvidia, &none), 3);
+    assert_eq!((nvidia.devices(Vendor::Amd, &none), nvidia.devices(Vendor::Intel, &none)), (0, 0));
+    let nodes = ["kfd", "dri/renderD128", "dri/renderD129", "dri/card0"];
+    let (_root, mixed) = machine(&nodes, &[("renderD128", "0x1002"), ("renderD129", "0x8086")]);
+    assert_eq!((mixed.devices(Vendor::Amd, &none), mixed.devices(Vendor::Intel, &none)), (1, 1));
+    let (_root, intel) = machine(&["dri/renderD128"], &[("renderD128", "0x8086")]);
+    assert_eq!((intel.devices(Vendor::Amd, &none), intel.devices(Vendor::Intel, &none)), (0, 1));
+}
+
+#[test]
+fn hidden_devices_do_not_count() {
+    let (_root, machine) = machine(&["nvidia0", "nvidia1", "nvidia2", "nvidia3"], &[]);
+    for (list, count) in [
+        ("", 0),
+        ("0", 1),
+        ("3, 1", 2),
+        ("-1", 0),
+        ("0,-1,1", 1),
+        ("0,9,1", 1), // the driver stops at the first that is none
+        ("GPU-6ff3,GPU-77aa", 2),
+        ("NoDevFiles", 1),
+        ("0,1,2,3,0,1", 4),
+    ] {
+        let env = |name: &str| (name == "CUDA_VISIBLE_DEVICES").then(|| OsString::from(list));
+        assert_eq!(machine.devices(Vendor::Nvidia, &env), count, "{list:?}");
+    }
+}
+
+#[test]
+fn programs_are_told_from_scripts() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let file = |name: &str, bytes: &[u8], mode: u32| {
+        let path = dir.path().join(name);
+        fs::write(&path, bytes).expect("a file");
+        fs::set_permissions(&path, fs::Permissions::from_mode(mode)).expect("a mode");
+        path.to_string_lossy().into_owned()
+    };
+    let elf = file("worker", b"\x7fELF\x02\x01\x01", 0o755);
+    let shell = file("run.sh", b"#!/bin/sh\n", 0o755);
+    let plain = file("plain.sh", b"#!/bin/sh\n", 0o644);
+    let script = file("train.py", b"#!/usr/bin/env python\n", 0o755);
+    let text = file("train", b"import torch\n", 0o644);
+    let empty = file("empty", b"", 0o755);
+    for direct in [&elf, &shell] {
+        assert_eq!(argv(&config(&[direct, "a"])), [direct, "a"]);
+    }
+    for python in [&plain, &script, &text, &empty, &"/no/such/file.py".to_owned()] {
+        assert_eq!(argv(&config(&[python, "a"])), ["py", "-u", python, "a"]);
+    }
+    assert_eq!(argv(&config(&["-m", &elf])), ["py", "-u", "-m", &elf], "-m means Python");
+    assert_eq!(file_kind(dir.path()), FileKind::Other, "a folder may hold a __main__.py");
+    assert_eq!(file_kind(Path::new("/no/such")), FileKind::Absent);
+    let env = |name: &str| (name == "PATH").then(|| dir.path().into());
+    assert_eq!(in_path(OsStr::new("run.sh"), &env), Some(dir.path().join("run.sh")));
+    assert_eq!(in_path(OsStr::new("plain.sh"), &env), None, "not executable");
+    assert_eq!(in_path(OsStr::new("./run.sh"), &env), None, "has a slash");
+    assert_eq!(in_path(OsStr::new(""), &env), None);
+    let path = dir.path().to_string_lossy().into_owned();
+    let found = config_with(&["run.sh", "a"], &[("PATH", &path)]);
+    assert_eq!((argv(&found), found.program.title.as_str()), (vec!["run.sh".into(), "a".into()], "run.sh"));
+}
+
+#[test]
+fn commands_are_torchruns() {
+    assert_eq!(argv(&config(&["x.py", "a"])), ["py", "-u", "x.py", "a"]);
+    assert_eq!(argv(&config(&["-m", "pkg.mod", "a"])), ["py", "-u", "-m", "pkg.mod", "a"]);
+    assert_eq!(argv(&config(&["--no-python", "x.py", "a"])), ["x.py", "a"]);
+    let run_path = argv(&config(&["--run-path", "--no-python", "x.py", "a"]));
+    assert_eq!(
+        (&run_path[..3], &run_path[4..]),
+        (&["py", "-u", "-c"].map(String::from)[..], &["x.py".into(), "a".into()][..])
+    );
+    assert!(run_path[3].contains("runpy.run_path"), "--run-path wins over --no-python");
+    let title = |words: &[&str]| config(words).program.title;
+    assert_eq!(title(&["x.py"]), "py", "PYTHON_EXEC is set");
+    assert_eq!(
+        (title(&["--no-python", "tool"]).as_str(), title(&["--run-path", "x.py"]).as_str()),
+        ("tool", "x.py")
+    );
+}
+
+#[test]
+fn without_python_one_line_says_what_to_do() {
+    let env = |name: &str| (name == "PATH").then(|| OsString::from("/no/such/bin"));
+    let error = parse(["convoke", "x.py"].map(OsString::from).into_iter(), &env).expect_err("no python");
+    assert_eq!(error.code, 1);
+    assert!(error.text.contains("PYTHON_EXEC") && error.text.contains("--no-python"), "{}", error.text);
+    assert!(parse(["convoke", "--no-python", "x"].map(OsString::from).into_iter(), &env).is_ok());
+}
+
+#[test]
+fn backends_are_selected_as_torchrun_does() {
+    let standalone = |words: &[&str]| config(words).rendezvous == Rendezvous::Standalone;
+    assert!(standalone(&["--standalone", "--rdzv-backend=static", "--rdzv-endpoint=127.0.0.1:1", "x"]));
+    assert!(standalone(&["--rdzv-id=mine", "x"]) && standalone(&["--master-addr=10.0.0.1", "x"]));
+    assert!(standalone(&["--standalone", "--nnodes=1:4", "x"]));
+    let fixed = |words: &[&str]| match config(words).rendezvous {
+        Rendezvous::Static { host, port, node_rank, timeout } => (host, port, node_rank, timeout.as_secs()),
+        other => panic!("{words:?}: {other:?}"),
+    };
+    let local = "127.0.0.1".to_owned();
+    assert_eq!(fixed(&["--master-port=7", "x"]), (local.clone(), 7, 0, 900));
+    assert_eq!(fixed(&["--nnodes=2", "x"]), (local.clone(), 29500, 0, 900));
+    assert_eq!(fixed(&["--nnodes=2", "--node-rank=1", "--rdzv-conf=timeout=3", "x"]), (local, 29500, 1, 3));
+    let addr = fixed(&["--nnodes=2", "--rdzv-endpoint=[fe80::1]:9", "--master-port=8", "x"]);
+    assert_eq!(addr, ("fe80::1".to_owned(), 9, 0, 900));
+    assert_eq!(fixed(&["--nnodes=2", "--master-addr=[::1]", "x"]).0, "::1");
+    assert_eq!(fixed(&["--nnodes=2", "--master-addr=::1", "x"]).0, "::1");
+    let c10d = |endpoint: &str| match config(&["--rdzv-backend=c10d", "--rdzv-endpoint", endpoint, "x"])
+        .rendezvous
+    {
+        Rendezvous::C10d { host, port } => (host, port),
+        other => panic!("{endpoint}: {other:?}"),
+    };
+    assert_eq!(c10d(""), ("localhost".to_owned(), 29400));
+    assert_eq!(c10d("host"), ("host".to_owned(), 29400));
+    assert_eq!(c10d("localhost:0"), ("localhost".to_owned(), 0));
+    assert_eq!(c10d("[::1]"), ("::1".to_owned(), 29400));
+    assert_eq!(c10d("::1:29500"), ("::1".to_owned(), 29500), "the last colon separates");
+}
+
+#[test]
+fn ids_are_as_given_where_the_backend_keeps_them() {
+    let id = |words: &[&str]| config(words).run_id;
+    assert_eq!(id(&["--master-port=1", "x"]), "none");
+    assert_eq!(id(&["--master-port=1", "--rdzv-id=job", "x"]), "job");
+    let random = id(&["--master-port=1", "--rdzv-id=", "x"]);
+    assert!(random.len() > 30 && random.bytes().all(|byte| byte.is_ascii_digit()), "{random}");
+    let uuid = id(&["--standalone", "--rdzv-id=job", "x"]);
+    assert_eq!(uuid.split('-').map(str::len).collect::<Vec<_>>(), [8, 4, 4, 4, 12]);
+    assert_eq!((&uuid[14..15], id(&["x"]) == uuid), ("4", false));
+}
+
+#[test]
+fn what_is_ignored_is_said() {
+    let warnings = |words: &[&str]| config(words).warnings;
+    assert_eq!(
+        warnings(&["--rdzv-id=mine", "--node-rank=1", "x"]),
+        [
+            "--rdzv-id=mine is ignored: one node without --rdzv-endpoint or --master-port",
+            "--node-rank=1 is ignored: one node without --rdzv-endpoint or --master-port",
+        ]
+    );
+    assert_eq!(warnings(&["--node-rank=0", "--nnodes=1", "x"]), [""; 0], "the tutorials' line");
+    assert_eq!(
+        warnings(&["--standalone", "--master-port=1", "x"]),
+        ["--master-port=1 is ignored: --standalone"]
+    );
+    assert_eq!(
+        warnings(&["--rdzv-backend=c10d", "--node-rank=0", "x"]),
+        ["--node-rank=0 is ignored: only the static backend reads it"]
+    );
+    assert_eq!(
+        warnings(&["-r", "5:1", "x"]),
+        ["--redirects=5:1 names local rank 5, but this node has 1 worker"]
+    );
+    assert_eq!(config_with(&["--rdzv-id=mine", "x"], &[("LOGLEVEL", "ERROR")]).warnings, [""; 0]);
+    assert_eq!(
+        config_with(&["x"], &[("PET_NODE_RANK", "1")]).warnings,
+        [""; 0],
+        "set for all jobs by some schedulers"
+    );
+}
+
+#[test]
+fn signals_replace_the_set_and_unknown_ones_are_told() {
+    use nix::sys::signal::Signal;
+    let config = config(&["--signals-to-handle=SIGUSR1, SIGTERM,SIGUSR1,TERM,SIGFOO,SIGKILL", "x"]);
+    assert_eq!(config.signals, [Signal::SIGUSR1, Signal::SIGTERM]);
+    assert_eq!(config.signals_text, "SIGUSR1, SIGTERM,SIGUSR1,TERM,SIGFOO,SIGKILL");
+    assert_eq!(
+        config.warnings,
+        [
+            "--signals-to-handle: no signal is called TERM; it is left out; did you mean SIGTERM?",
+            "--signals-to-handle: no signal is called SIGFOO; it is left out",
+            "--signals-to-handle: SIGKILL cannot be handled; it is left out",
+        ]
+    );
+    assert_eq!(self::config(&["--signals-to-handle=", "x"]).signals, []);
+}
+
+#[test]
+fn prefix_template_falls_back_to_its_variable_then_to_the_default() {
+    const NAME: &str = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE";
+    let template =
+        |words: &[&str], variables: &[(&str, &str)]| config_with(words, variables).logs.prefix_template;
+    assert_eq!(template(&["--log-line-prefix-template=F", "x"], &[(NAME, "E")]), "F");
+    assert_eq!(template(&["--log-line-prefix-template=", "x"], &[(NAME, "E")]), "E");
+    assert_eq!(template(&["x"], &[(NAME, "")]), "[${role_name}${local_rank}]:");
+}
+
+#[test]
+fn other_variables_are_read() {
+    let variables = [
+        ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "2"),
+        ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"),
+        ("LOGLEVEL", "warning"),
+    ];
+    let config = config_with(&["--event-log-handler=console", "x"], &variables);
+    assert_eq!((config.shutdown_timeout.as_secs(), config.share_store), (2, false));
+    assert_eq!(config.events, EventHandler::Null, "LOGLEVEL is above INFO");
+    assert_eq!(self::config(&["--event-log-handler=console", "x"]).events, EventHandler::Console);
+    assert_eq!(config_with(&["--shutdown-timeout=0", "x"], &variables).shutdown_timeout.as_secs(), 0);
+}
+
+#[test]
+fn rdzv_conf_is_split_at_commas_and_trimmed() {
+    let conf = config(&["--rdzv-conf= join_timeout = 60 ,x=a=b,join_timeout=61", "x"]).rendezvous_conf;
+    assert_eq!(conf, [("join_timeout".to_owned(), "61".to_owned()), ("x".to_owned(), "a=b".to_owned())]);
+    assert_eq!(config(&["--rdzv-conf= ", "x"]).rendezvous_conf, []);
+    config(&["--nnodes=2", "--rdzv-conf=join_timeout=soon", "x"]); // static does not know that key
+}
+
+#[test]
+fn logs_are_as_asked_for() {
+    let logs = config(&[
+        "--log-dir=/dev/null",
+        "--local-ranks-filter= 0,00",
+        "--duplicate-stdout-filters=a,,b",
+        "x",
+    ])
+    .logs;
+    assert_eq!((logs.dir, logs.local_ranks_filter), (LogDir::Nothing, Some([0].into())));
+    assert_eq!(logs.duplicate_stdout, ["a,b"]);
+    assert_eq!(config(&["--log-dir=", "--local-ranks-filter=", "x"]).logs.local_ranks_filter, None);
+}
