@@ -6,6 +6,8 @@ mod devices;
 mod endpoint;
 mod machine;
 mod macros;
+mod meeting;
+mod output;
 mod program;
 #[cfg(test)]
 mod tests;

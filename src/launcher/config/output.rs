@@ -1,0 +1,128 @@
+//! Where output goes: log files, tee, filters, events.
+
+use std::collections::BTreeSet;
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use super::build::{count, role};
+use super::{EventHandler, LogConfig, LogDir, StreamChoice, Streams};
+use crate::cli::{CliError, Given, Value, integer, streams, substrings};
+
+type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
+
+const PREFIX_TEMPLATE: &str = "[${role_name}${local_rank}]:";
+
+/// Everything about logs.
+///
+/// # Errors
+/// A value that makes no sense: exit code 1.
+pub(super) fn logs(
+    given: &Given,
+    env: Env<'_>,
+    nproc_per_node: usize,
+    warnings: &mut Vec<String>,
+) -> Result<LogConfig, CliError> {
+    let redirects = stream_choice(given, "redirects", nproc_per_node, warnings)?;
+    let tee = stream_choice(given, "tee", nproc_per_node, warnings)?;
+    let dir = match given.get("log-dir").map(|value| &value.text) {
+        None => LogDir::Temporary,
+        Some(text) if text.is_empty() => LogDir::Temporary,
+        Some(text) if text == "/dev/null" => LogDir::Nothing,
+        Some(text) => LogDir::Path(PathBuf::from(text)),
+    };
+    let template = |text: OsString| text.to_string_lossy().into_owned();
+    let from_flag = given.get("log-line-prefix-template").map(|value| template(value.text.clone()));
+    let from_variable = || env("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE").map(template);
+    let prefix_template =
+        from_flag.filter(|text| !text.is_empty()).or_else(from_variable).filter(|text| !text.is_empty());
+    Ok(LogConfig {
+        role: role(given)?,
+        dir,
+        redirects,
+        tee,
+        prefix_template: prefix_template.unwrap_or_else(|| PREFIX_TEMPLATE.to_owned()),
+        local_ranks_filter: local_ranks_filter(given, nproc_per_node, warnings)?,
+        duplicate_stdout: substrings(given.text("duplicate-stdout-filters")?),
+        duplicate_stderr: substrings(given.text("duplicate-stderr-filters")?),
+    })
+}
+
+fn stream_choice(
+    given: &Given,
+    name: &str,
+    nproc_per_node: usize,
+    warnings: &mut Vec<String>,
+) -> Result<StreamChoice, CliError> {
+    let Some(value) = given.get(name) else { return Ok(StreamChoice::All(Streams::default())) };
+    let choice = streams(value.as_str()?).ok_or_else(|| {
+        CliError::value(value.wrong(
+            "neither 0 (none), 1 (stdout), 2 (stderr) or 3 (both), nor a list of rank:digit with ranks 0 to 9",
+            "3, or 0:3,1:2",
+        ))
+    })?;
+    if let StreamChoice::Some(of_rank) = &choice {
+        warn_of_absent_ranks(value, of_rank.keys().copied(), nproc_per_node, warnings);
+    }
+    Ok(choice)
+}
+
+fn local_ranks_filter(
+    given: &Given,
+    nproc_per_node: usize,
+    warnings: &mut Vec<String>,
+) -> Result<Option<BTreeSet<usize>>, CliError> {
+    let Some(value) = given.get("local-ranks-filter").filter(|value| !value.text.is_empty()) else {
+        return Ok(None);
+    };
+    let rank = |text: &str| integer(text).and_then(|number| usize::try_from(number).ok());
+    let ranks: Option<BTreeSet<usize>> = value.as_str()?.split(',').map(rank).collect();
+    let ranks = ranks.ok_or_else(|| CliError::value(value.wrong("not a list of local ranks", "0,2")))?;
+    warn_of_absent_ranks(value, ranks.iter().copied(), nproc_per_node, warnings);
+    Ok(Some(ranks))
+}
+
+fn warn_of_absent_ranks(
+    value: &Value,
+    ranks: impl Iterator<Item = usize>,
+    nproc_per_node: usize,
+    warnings: &mut Vec<String>,
+) {
+    if let Some(rank) = ranks.into_iter().find(|&rank| rank >= nproc_per_node) {
+        let workers = count(nproc_per_node, "worker");
+        warnings.push(format!("{value} names local rank {rank}, but this node has {workers}"));
+    }
+}
+
+/// `--event-log-handler`, and LOGLEVEL.
+///
+/// # Errors
+/// No such handler: exit code 1.
+pub(super) fn events(given: &Given, env: Env<'_>) -> Result<EventHandler, CliError> {
+    const INFO: i128 = 20;
+    let Some(value) = given.get("event-log-handler") else { return Ok(EventHandler::Null) };
+    match value.text.to_str() {
+        Some("null") => Ok(EventHandler::Null),
+        // Unlike other messages, events are shown unless LOGLEVEL asks for less.
+        Some("console") if env("LOGLEVEL").is_some() && log_level(env) > INFO => Ok(EventHandler::Null),
+        Some("console") => Ok(EventHandler::Console),
+        _ => Err(CliError::value(value.wrong("no such handler", "console"))),
+    }
+}
+
+/// The default of LOGLEVEL.
+pub(super) const WARNING: i128 = 30;
+
+/// LOGLEVEL as Python's logging numbers it; WARNING by default.
+pub(super) fn log_level(env: Env<'_>) -> i128 {
+    let Some(text) = env("LOGLEVEL") else { return WARNING };
+    let text = text.to_string_lossy().to_uppercase();
+    match text.trim() {
+        "CRITICAL" | "FATAL" => 50,
+        "ERROR" => 40,
+        "WARNING" | "WARN" => WARNING,
+        "INFO" => 20,
+        "DEBUG" => 10,
+        "NOTSET" => 0,
+        other => integer(other).unwrap_or(WARNING),
+    }
+}
