@@ -1,5 +1,7 @@
 //! One suite over every backend: what `Store` promises holds for all of them.
 
+#![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout, clippy::print_stderr)] // in a test a broken expectation ends it
+
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use std::{fmt, thread};
@@ -153,7 +155,8 @@ fn get_waits_for_the_key() {
 fn a_wait_ends_with_its_last_key_however_it_appears() {
     each(|backend| {
         backend.two.set(b"here", b"", soon()).unwrap();
-        let appear: Vec<(&[u8], Box<dyn Fn()>)> = vec![
+        type Appear<'a> = (&'a [u8], Box<dyn Fn() + 'a>);
+        let appear: Vec<Appear<'_>> = vec![
             (b"w-set", Box::new(|| backend.two.set(b"w-set", b"", soon()).unwrap())),
             (b"w-add", Box::new(|| assert!(backend.two.add(b"w-add", 1, soon()).is_ok()))),
             (b"w-append", Box::new(|| backend.two.append(b"w-append", b"a", soon()).unwrap())),

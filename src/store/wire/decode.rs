@@ -112,12 +112,6 @@ impl Decoder {
             self.fields += 1;
         }
     }
-
-    /// Whether bytes of an unfinished request have been looked at.
-    #[cfg(test)]
-    pub(super) fn is_inside_request(&self) -> bool {
-        self.seen_bytes > 0
-    }
 }
 
 /// The field with this index in a request of this kind.

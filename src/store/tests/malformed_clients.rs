@@ -1,0 +1,266 @@
+//! Clients that break the protocol, or keep to it in the worst way: theirs is the only connection that ends.
+
+#![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout, clippy::print_stderr)] // in a test a broken expectation ends it
+
+mod support;
+
+use std::io::{ErrorKind, Write};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use convoke_store::Store;
+use support::{
+    ADD, APPEND, BARRIER, CANCEL_WAIT, CHECK, COMPARE_SET, DELETE, GET, HELLO, HELLO_REPLY, MULTI_GET,
+    MULTI_SET, PING, QUEUE_PUSH, SET, WAIT, blob, client, counted, greeted, is_served, raw, read,
+    read_to_close, request, serve, status_field, stays_silent, word,
+};
+
+/// What the server does with a connection that sent this.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Then {
+    Closes,
+    WaitsForMore,
+}
+use Then::{Closes, WaitsForMore};
+
+#[test]
+fn garbage_ends_its_own_connection_and_no_other() {
+    let (huge, minus) = (word(u64::MAX), word(i64::MIN.cast_unsigned()));
+    let long_key = vec![b'k'; 8193];
+    let hello_and = |bytes: &[u8]| [&HELLO[..], bytes].concat();
+    let with = |parts: &[&[u8]]| hello_and(&parts.concat());
+    let cases: Vec<(&str, Vec<u8>, Then)> = vec![
+        // The handshake.
+        ("nothing", vec![], WaitsForMore),
+        ("half a magic", HELLO[..3].to_vec(), WaitsForMore),
+        ("a wrong magic", vec![0, 0xce, 0xf7, 0x85, 0x3d], Closes),
+        ("a magic of zeros", vec![0; 5], Closes),
+        ("a magic in the other byte order", vec![0, 0x3c, 0x85, 0xf7, 0xce], Closes),
+        ("PING before VALIDATE", vec![PING, 0x44, 0x44, 0, 0], Closes),
+        ("SET before VALIDATE", request(SET, &[b"/k", b"v"]), Closes),
+        ("HTTP", b"GET / HTTP/1.1\r\nHost: store\r\n\r\n".to_vec(), Closes),
+        ("a TLS hello", vec![0x16, 3, 1, 2, 0, 1, 0, 1, 0xfc, 3, 3], Closes),
+        ("half a PING", HELLO[..7].to_vec(), WaitsForMore),
+        ("VALIDATE twice", with(&[&HELLO[..5]]), Closes),
+        // Types.
+        ("type 19", hello_and(&[19]), Closes),
+        ("type 0x40, set aside", hello_and(&[0x40]), Closes),
+        ("type 255", hello_and(&[255]), Closes),
+        ("text", hello_and(b"hello store\n"), Closes),
+        // Lengths and counts.
+        ("a key of 8193 bytes", hello_and(&request(GET, &[&long_key])), Closes),
+        ("a key of 2^64-1 bytes", with(&[&[GET], &huge]), Closes),
+        ("a key of 2^63 bytes", with(&[&[DELETE], &minus]), Closes),
+        ("a value of 8 MiB + 1", with(&[&[SET], &blob(b"/k"), &word((8 << 20) + 1)]), Closes),
+        ("a value of 2^64-1 bytes", with(&[&[APPEND], &blob(b"/k"), &huge]), Closes),
+        ("an expected value of 2^64-1 bytes", with(&[&[COMPARE_SET], &blob(b"/k"), &huge]), Closes),
+        ("a desired value of 2^64-1 bytes", with(&[&[COMPARE_SET], &blob(b"/k"), &blob(b""), &huge]), Closes),
+        ("an item of 2^64-1 bytes", with(&[&[QUEUE_PUSH], &blob(b"/k"), &huge]), Closes),
+        ("131,073 keys in CHECK", with(&[&[CHECK], &word(131_073)]), Closes),
+        ("131,073 keys in WAIT", with(&[&[WAIT], &word(131_073)]), Closes),
+        ("2^64-1 keys in MULTI_GET", with(&[&[MULTI_GET], &huge]), Closes),
+        ("2^64-1 pairs in MULTI_SET", with(&[&[MULTI_SET], &huge]), Closes),
+        ("2^63 pairs in MULTI_SET", with(&[&[MULTI_SET], &minus]), Closes),
+        ("a good key and a bad one", with(&[&[WAIT], &word(2), &blob(b"/k"), &huge]), Closes),
+        ("a good pair and a bad one", with(&[&counted(MULTI_SET, 2, &[b"/half", b"v"]), &huge]), Closes),
+        // Requests that cannot be carried out.
+        ("ADD on text", with(&[&request(SET, &[b"/t", b"abc"]), &request(ADD, &[b"/t"]), &word(1)]), Closes),
+        ("ADD on nothing", with(&[&request(SET, &[b"/t", b""]), &request(ADD, &[b"/t"]), &word(1)]), Closes),
+        (
+            "BARRIER on text",
+            with(&[&request(SET, &[b"/t", b"abc"]), &request(BARRIER, &[b"/t"]), &word(1)]),
+            Closes,
+        ),
+        ("1025 waits at once", hello_and(&counted(WAIT, 1, &[b"/never"]).repeat(1025)), Closes),
+        // Requests that end early.
+        ("a type alone", hello_and(&[SET]), WaitsForMore),
+        ("half a length", hello_and(&[SET, 2, 0, 0]), WaitsForMore),
+        ("a key without its end", with(&[&[GET], &word(8192), &[b'k'; 8000]]), WaitsForMore),
+        ("a key without a value", hello_and(&request(SET, &[b"/k"])), WaitsForMore),
+        (
+            "a value without its end",
+            with(&[&request(SET, &[b"/k"]), &word(8 << 20), &[0; 1000]]),
+            WaitsForMore,
+        ),
+        ("half a number", with(&[&request(ADD, &[b"/n"]), &[1, 0, 0]]), WaitsForMore),
+        ("131,072 keys announced, one sent", hello_and(&counted(WAIT, 131_072, &[b"/k"])), WaitsForMore),
+        ("half a MULTI_SET", hello_and(&counted(MULTI_SET, 2, &[b"/m1", b"1", b"/m2"])), WaitsForMore),
+    ];
+    assert!(cases.len() >= 40, "{}", cases.len());
+    let server = serve();
+    let witness = client(&server);
+    let waiting = client(&server);
+    thread::scope(|scope| {
+        let waiter =
+            scope.spawn(|| waiting.wait(&[b"all cases done"], Instant::now() + Duration::from_secs(60)));
+        for (name, bytes, then) in &cases {
+            println!("case: {name}");
+            let mut stream = raw(server.addresses()[0]);
+            let greeted = bytes.starts_with(&HELLO);
+            // The server may have closed before the last byte is out.
+            let sent = stream.write_all(bytes);
+            assert!(sent.is_ok() || *then == Closes, "{sent:?}");
+            match then {
+                Closes => drop(read_to_close(&mut stream)),
+                WaitsForMore => {
+                    if greeted {
+                        assert_eq!(read(&mut stream, 4), HELLO_REPLY);
+                    }
+                    stays_silent(&mut stream);
+                    is_served(&witness);
+                    // It goes away in the middle.
+                    drop(stream);
+                }
+            }
+            is_served(&witness);
+        }
+        witness.set(b"all cases done", b"", support::soon()).unwrap();
+        waiter.join().unwrap().unwrap();
+    });
+    assert!(server.take_trouble().is_none());
+}
+
+#[test]
+fn replies_due_before_the_garbage_are_still_sent() {
+    let server = serve();
+    let mut stream = raw(server.addresses()[0]);
+    let bytes = [&HELLO[..], &request(SET, &[b"/k", b"v1"]), &request(GET, &[b"/k"]), &[0xff]].concat();
+    stream.write_all(&bytes).unwrap();
+    assert_eq!(read_to_close(&mut stream), [&HELLO_REPLY[..], &blob(b"v1")].concat());
+}
+
+#[test]
+fn requests_sent_byte_by_byte_are_carried_out() {
+    let server = serve();
+    let witness = client(&server);
+    let mut stream = raw(server.addresses()[0]);
+    let key = vec![b'k'; 300];
+    let bytes = [&HELLO[..], &request(SET, &[&key, b"slow"]), &request(GET, &[&key])].concat();
+    for (count, byte) in bytes.iter().enumerate() {
+        stream.write_all(&[*byte]).unwrap();
+        if count % 100 == 0 {
+            is_served(&witness);
+        }
+    }
+    assert_eq!(read(&mut stream, 4), HELLO_REPLY);
+    assert_eq!(read(&mut stream, 12), blob(b"slow"));
+}
+
+#[test]
+fn floods_of_garbage_from_many_connections_disturb_nobody() {
+    let server = serve();
+    let witness = client(&server);
+    thread::scope(|scope| {
+        for seed in 1..=8_u64 {
+            let address = server.addresses()[0];
+            scope.spawn(move || {
+                let mut state = seed;
+                for round in 0..20 {
+                    let mut stream = if round % 2 == 0 { raw(address) } else { greeted(address) };
+                    let garbage: Vec<u8> = (0..100_000)
+                        .map(|_| {
+                            state = state
+                                .wrapping_mul(6_364_136_223_846_793_005)
+                                .wrapping_add(1_442_695_040_888_963_407);
+                            (state >> 56) as u8 | 0x20
+                        })
+                        .collect();
+                    // It ends when the server closes.
+                    let _ = stream.write_all(&garbage);
+                    read_to_close(&mut stream);
+                }
+            });
+        }
+        for _ in 0..50 {
+            is_served(&witness);
+        }
+    });
+    is_served(&witness);
+}
+
+#[test]
+fn a_client_that_does_not_read_costs_little_and_is_served_when_it_does() {
+    const REQUESTS: usize = 300;
+    let server = serve();
+    let witness = client(&server);
+    let value = vec![7; 8 << 20];
+    witness.set(b"large", &value, support::soon()).unwrap();
+    let before = status_field(std::process::id(), "VmRSS");
+    let mut stream = greeted(server.addresses()[0]);
+    // 2.4 GiB of replies.
+    stream.write_all(&request(GET, &[b"/large"]).repeat(REQUESTS)).unwrap();
+    for _ in 0..20 {
+        is_served(&witness);
+        thread::sleep(Duration::from_millis(5));
+    }
+    let grown = status_field(std::process::id(), "VmRSS").saturating_sub(before);
+    assert!(grown < 100 << 10, "{grown} KiB");
+    for _ in 0..20 {
+        assert_eq!(read(&mut stream, 8), word(8 << 20));
+        assert!(read(&mut stream, 8 << 20) == value);
+    }
+    is_served(&witness);
+}
+
+#[test]
+fn a_client_that_does_not_read_is_not_read_from_for_ever() {
+    let server = serve();
+    let witness = client(&server);
+    witness.set(b"k", &[1; 1000], support::soon()).unwrap();
+    let mut stream = greeted(server.addresses()[0]);
+    stream.set_write_timeout(Some(Duration::from_millis(300))).unwrap();
+    let flood = request(GET, &[b"/k"]).repeat(1000);
+    let mut sent = 0_usize;
+    let stuck = loop {
+        match stream.write(&flood) {
+            Ok(count) => sent += count,
+            Err(error) => break error,
+        }
+        assert!(sent < 1 << 30, "a gibibyte of requests was taken");
+    };
+    assert!(matches!(stuck.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut), "{stuck}");
+    is_served(&witness);
+}
+
+#[test]
+fn waits_and_items_of_clients_that_vanish_are_released() {
+    let server = serve();
+    let witness = client(&server);
+    // The first in the queue is woken and gone; the item must reach the second.
+    let mut gone = greeted(server.addresses()[0]);
+    gone.write_all(&counted(WAIT, 1, &[b"/q"])).unwrap();
+    stays_silent(&mut gone);
+    let mut next = greeted(server.addresses()[0]);
+    next.write_all(&counted(WAIT, 1, &[b"/q"])).unwrap();
+    stays_silent(&mut next);
+    witness.queue_push(b"q", b"item", support::soon()).unwrap();
+    assert_eq!(read(&mut gone, 1), [0]);
+    drop(gone);
+    assert_eq!(read(&mut next, 1), [0]);
+}
+
+#[test]
+fn a_cancel_is_answered_after_the_wake_up_it_crossed_and_without_a_wait() {
+    let server = serve();
+    let witness = client(&server);
+    let mut stream = greeted(server.addresses()[0]);
+    stream.write_all(&[CANCEL_WAIT]).unwrap();
+    assert_eq!(read(&mut stream, 1), [1]);
+    stream.write_all(&counted(WAIT, 1, &[b"/late"])).unwrap();
+    stays_silent(&mut stream);
+    witness.set(b"late", b"", support::soon()).unwrap();
+    stream.write_all(&[CANCEL_WAIT]).unwrap();
+    assert_eq!(read(&mut stream, 2), [0, 1]);
+}
+
+#[test]
+fn a_client_that_has_ended_its_side_still_gets_its_replies() {
+    let server = serve();
+    let witness = client(&server);
+    witness.set(b"large", &vec![9; 8 << 20], support::soon()).unwrap();
+    let mut stream = greeted(server.addresses()[0]);
+    stream.write_all(&request(GET, &[b"/large"])).unwrap();
+    stream.shutdown(std::net::Shutdown::Write).unwrap();
+    thread::sleep(Duration::from_millis(50));
+    assert_eq!(read_to_close(&mut stream).len(), 8 + (8 << 20));
+}

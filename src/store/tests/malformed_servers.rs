@@ -1,0 +1,242 @@
+//! Servers that are none, or answer wrongly: the client says so by its deadline, and never hangs.
+
+#![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout, clippy::print_stderr)] // in a test a broken expectation ends it
+
+mod support;
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use convoke_store::{Store, StoreError, TcpStore};
+use support::{blob, serve, soon, word};
+
+/// A server of which each connection is handled by `talk`; it lives until the test ends.
+fn fake(talk: impl Fn(TcpStream) + Send + Sync + Clone + 'static) -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    thread::spawn(move || {
+        for stream in listener.incoming() {
+            let (stream, talk) = (stream.unwrap(), talk.clone());
+            thread::spawn(move || talk(stream));
+        }
+    });
+    address
+}
+
+/// A server that shakes hands and answers the first request, whatever it is, with `reply`.
+fn answering(reply: Vec<u8>) -> SocketAddr {
+    fake(move |mut stream| {
+        let mut hello = [0; 10];
+        stream.read_exact(&mut hello).unwrap();
+        stream.write_all(&hello[6..]).unwrap();
+        let mut request = [0; 4096];
+        let _ = stream.read(&mut request);
+        // The client may have gone.
+        let _ = stream.write_all(&reply);
+        // Stays open until the client goes.
+        while stream.read(&mut request).is_ok_and(|count| count > 0) {}
+    })
+}
+
+fn within(limit: Duration, work: impl FnOnce()) {
+    let started = Instant::now();
+    work();
+    assert!(started.elapsed() < limit, "{:?}", started.elapsed());
+}
+
+fn deadline(milliseconds: u64) -> Instant {
+    Instant::now() + Duration::from_millis(milliseconds)
+}
+
+#[test]
+fn what_does_not_shake_hands_is_unreachable_by_the_deadline() {
+    let servers: Vec<(&str, &str, SocketAddr)> = vec![
+        ("nobody listens", "refused", {
+            let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+            listener.local_addr().unwrap()
+        }),
+        (
+            "accepts and says nothing",
+            "does not answer as a store",
+            fake(|mut stream| drop(stream.read(&mut [0; 1000]).and_then(|_| stream.read(&mut [0; 1])))),
+        ),
+        ("closes at once", "", fake(drop)),
+        ("closes after the handshake", "", fake(|mut stream| drop(stream.read(&mut [0; 10])))),
+        (
+            "answers with another nonce",
+            "not a store",
+            fake(|mut stream| {
+                let _ = stream.read(&mut [0; 10]);
+                let _ = stream.write_all(b"HTTP/1.1 400 Bad Request\r\n");
+            }),
+        ),
+        (
+            "answers with half a nonce",
+            "",
+            fake(|mut stream| {
+                let mut hello = [0; 10];
+                let _ = stream.read(&mut hello);
+                let _ = stream.write_all(&hello[6..8]);
+            }),
+        ),
+    ];
+    for (name, expected, address) in servers {
+        println!("server: {name}");
+        within(Duration::from_secs(5), || match TcpStore::connect(&address.to_string(), deadline(300)) {
+            Err(StoreError::Unreachable { store, attempts, last, .. }) => {
+                assert_eq!(store, address.to_string());
+                assert!(attempts >= 1 && last.contains(expected), "{attempts}: {last}");
+            }
+            other => panic!("{other:?}"),
+        });
+    }
+}
+
+#[test]
+fn names_that_cannot_be_looked_up_are_unreachable() {
+    within(Duration::from_secs(30), || {
+        let error = TcpStore::connect("no-such-host.invalid:29500", deadline(200)).unwrap_err();
+        assert!(matches!(error, StoreError::Unreachable { .. }), "{error}");
+    });
+    let error = TcpStore::connect("localhost", deadline(200)).unwrap_err();
+    assert!(matches!(error, StoreError::Invalid { .. }), "{error}");
+}
+
+#[test]
+fn a_server_that_comes_late_is_found() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    drop(listener);
+    thread::scope(|scope| {
+        let connecting = scope.spawn(|| TcpStore::connect(&address.to_string(), soon()).unwrap());
+        thread::sleep(Duration::from_millis(200));
+        let _server = convoke_store::StoreServer::bind(&[address]).unwrap();
+        connecting.join().unwrap().set(b"k", b"v", soon()).unwrap();
+    });
+}
+
+type Call = fn(&TcpStore, Instant) -> Result<(), StoreError>;
+
+const CALLS: [(&str, Call); 18] = [
+    ("set", |store, deadline| store.set(b"k", b"v", deadline)),
+    ("get", |store, deadline| store.get(b"k", deadline).map(drop)),
+    ("try_get", |store, deadline| store.try_get(b"k", deadline).map(drop)),
+    ("compare_set", |store, deadline| store.compare_set(b"k", b"", b"v", deadline).map(drop)),
+    ("add", |store, deadline| store.add(b"k", 1, deadline).map(drop)),
+    ("append", |store, deadline| store.append(b"k", b"v", deadline)),
+    ("check", |store, deadline| store.check(&[b"k"], deadline).map(drop)),
+    ("wait", |store, deadline| store.wait(&[b"k", b"l"], deadline)),
+    ("multi_get", |store, deadline| store.multi_get(&[b"k"], deadline).map(drop)),
+    ("multi_set", |store, deadline| store.multi_set(&[(b"k", b"v")], deadline)),
+    ("delete", |store, deadline| store.delete(b"k", deadline).map(drop)),
+    ("num_keys", |store, deadline| store.num_keys(deadline).map(drop)),
+    ("list_keys", |store, deadline| store.list_keys(deadline).map(drop)),
+    ("queue_push", |store, deadline| store.queue_push(b"k", b"v", deadline)),
+    ("queue_pop", |store, deadline| store.queue_pop(b"k", deadline).map(drop)),
+    ("queue_len", |store, deadline| store.queue_len(b"k", deadline).map(drop)),
+    ("barrier", |store, deadline| store.barrier(b"k", 2, deadline)),
+    ("wait_for_workers", |store, deadline| store.wait_for_workers(2, deadline)),
+];
+
+#[test]
+fn a_server_that_never_answers_is_a_timeout_of_every_call() {
+    let address = answering(vec![]);
+    for (name, call) in CALLS {
+        println!("call: {name}");
+        let store = TcpStore::connect(&address.to_string(), soon()).unwrap();
+        within(Duration::from_secs(3), || {
+            let result = call(&store, deadline(30));
+            assert!(matches!(result, Err(StoreError::Timeout { .. })), "{result:?}");
+        });
+    }
+}
+
+#[test]
+fn a_server_that_hangs_up_is_a_loss_of_every_call_and_the_next_finds_nobody() {
+    thread::scope(|scope| {
+        for (name, call) in CALLS {
+            scope.spawn(move || {
+                let server = serve();
+                let store = TcpStore::connect(&server.addresses()[0].to_string(), soon()).unwrap();
+                drop(server);
+                within(Duration::from_secs(5), || {
+                    let result = call(&store, soon());
+                    assert!(matches!(result, Err(StoreError::Lost { .. })), "{name}: {result:?}");
+                    let result = call(&store, soon());
+                    assert!(matches!(result, Err(StoreError::Unreachable { .. })), "{name}: {result:?}");
+                });
+            });
+        }
+    });
+}
+
+#[test]
+fn a_client_in_a_wait_learns_of_the_servers_end() {
+    let server = serve();
+    let store = TcpStore::connect(&server.addresses()[0].to_string(), soon()).unwrap();
+    thread::scope(|scope| {
+        let waiting = scope.spawn(|| store.get(b"never", soon()));
+        thread::sleep(Duration::from_millis(50));
+        server.shutdown();
+        let result = waiting.join().unwrap();
+        assert!(matches!(result, Err(StoreError::Lost { operation: "get", .. })), "{result:?}");
+    });
+}
+
+#[test]
+fn impossible_replies_are_protocol_errors() {
+    let huge = word(u64::MAX);
+    let cases: Vec<(&str, &str, Vec<u8>)> = vec![
+        ("get", "a wait ends with 7", vec![7]),
+        ("get", "a value of 2^64-1 bytes", [&[0][..], &huge].concat()),
+        ("get", "a value of 1 TiB", [&[0][..], &word(1 << 40)].concat()),
+        ("compare_set", "a value of 2^64-1 bytes", huge.clone()),
+        ("multi_get", "a value of 2^64-1 bytes", [&[0][..], &huge].concat()),
+        ("list_keys", "a negative count", huge.clone()),
+        ("list_keys", "2^62 keys", word(1 << 62)),
+        ("list_keys", "a key of 2^64-1 bytes", [word(1), huge.clone()].concat()),
+        ("queue_pop", "an item of 2^64-1 bytes", [&[0][..], &word(1), &huge].concat()),
+        ("check", "neither yes nor no", vec![9]),
+        ("try_get", "neither yes nor no", vec![255]),
+        ("set", "another nonce", vec![0; 4]),
+        ("barrier", "a barrier ends with 1", vec![1]),
+    ];
+    for (call_name, what, reply) in cases {
+        println!("{call_name}: {what}");
+        let call = CALLS.iter().find(|(name, _)| *name == call_name).unwrap().1;
+        let address = answering(reply);
+        let store = TcpStore::connect(&address.to_string(), soon()).unwrap();
+        within(Duration::from_secs(5), || match call(&store, deadline(2000)) {
+            Err(StoreError::Protocol { store, what }) => {
+                assert_eq!(store, address.to_string());
+                assert!(what.starts_with(if call_name == "try_get" { "get" } else { call_name }), "{what}");
+            }
+            other => panic!("{other:?}"),
+        });
+    }
+}
+
+#[test]
+fn a_reply_that_stops_in_the_middle_is_a_timeout_and_takes_no_memory() {
+    // Announces 200 MiB, sends 3 bytes.
+    let address = answering([&[0][..], &word(200 << 20), b"abc"].concat());
+    let store = TcpStore::connect(&address.to_string(), soon()).unwrap();
+    let before = support::status_field(std::process::id(), "VmSize");
+    let result = store.get(b"k", deadline(50));
+    assert!(matches!(result, Err(StoreError::Timeout { .. })), "{result:?}");
+    let grown = support::status_field(std::process::id(), "VmSize").saturating_sub(before);
+    assert!(grown < 150 << 10, "{grown} KiB");
+}
+
+#[test]
+fn unasked_bytes_do_not_reach_the_next_call() {
+    let extra = [&[0][..], &blob(b"v"), b"surplus"].concat();
+    let address = answering(extra.clone());
+    let store = TcpStore::connect(&address.to_string(), soon()).unwrap();
+    // The wait is answered, and the value with it; whatever the surplus is taken for, no call hangs.
+    for _ in 0..3 {
+        let _ = store.get(b"k", deadline(200));
+    }
+}

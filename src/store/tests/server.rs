@@ -1,0 +1,273 @@
+//! The server as its owner sees it.
+
+#![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout, clippy::print_stderr)] // in a test a broken expectation ends it
+
+mod support;
+
+use std::io::{BufRead, BufReader, Lines, Write};
+use std::net::{SocketAddr, TcpListener};
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use convoke_store::{
+    KeyStyle, ServeError, Store, StoreError, StoreServer, TcpOptions, TcpStore, raise_descriptor_limit,
+};
+use nix::sys::resource::{Resource, UsageWho, getrusage, setrlimit};
+use nix::sys::time::TimeValLike;
+use support::{
+    ADD, HELLO, WAIT, client, counted, greeted, is_served, raw, read, read_to_close, request, serve, soon,
+    status_field, word,
+};
+
+fn addresses(texts: &[&str]) -> Vec<SocketAddr> {
+    texts.iter().map(|text| text.parse().unwrap()).collect()
+}
+
+#[test]
+fn several_addresses_share_keys_and_a_port() {
+    let asked = addresses(&["127.0.0.1:0", "127.0.0.2:0", "127.0.0.3:0"]);
+    let server = StoreServer::bind(&asked).unwrap();
+    assert_ne!(server.port(), 0);
+    for (address, asked) in server.addresses().iter().zip(&asked) {
+        assert_eq!((address.ip(), address.port()), (asked.ip(), server.port()));
+        let store = TcpStore::connect(&address.to_string(), soon()).unwrap();
+        store.add(b"n", 1, soon()).unwrap();
+    }
+    assert_eq!(server.store().get(b"n", soon()).unwrap(), b"3");
+}
+
+#[test]
+fn everywhere_means_ipv4_as_well() {
+    for asked in [&["[::]:0"][..], &["0.0.0.0:0"], &["[::]:0", "0.0.0.0:0"]] {
+        let server = StoreServer::bind(&addresses(asked)).unwrap();
+        TcpStore::connect(&format!("127.0.0.1:{}", server.port()), soon()).unwrap();
+        TcpStore::connect(&format!("localhost:{}", server.port()), soon()).unwrap();
+    }
+}
+
+#[test]
+fn an_address_in_use_is_named() {
+    let first = serve();
+    let error =
+        StoreServer::bind(&addresses(&["127.0.0.2:0", &first.addresses()[0].to_string()])).unwrap_err();
+    assert!(matches!(error, ServeError::InUse { address } if address == first.addresses()[0]), "{error}");
+    assert!(error.to_string().contains(&first.addresses()[0].to_string()), "{error}");
+    let error = StoreServer::bind(&addresses(&["192.0.2.1:0"])).unwrap_err();
+    assert!(matches!(error, ServeError::Listen { .. }) && error.to_string().contains("192.0.2.1"), "{error}");
+    assert!(matches!(StoreServer::bind(&[]), Err(ServeError::NoAddress)));
+}
+
+#[test]
+fn a_listening_socket_can_be_handed_over() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let server = StoreServer::serve(vec![listener]).unwrap();
+    assert_eq!(server.addresses(), [address]);
+    is_served(&client(&server));
+}
+
+#[test]
+fn the_port_is_free_again_after_the_end() {
+    let server = serve();
+    let address = server.addresses()[0];
+    let mut idle = greeted(address);
+    server.shutdown();
+    read_to_close(&mut idle);
+    let again = StoreServer::bind(&[address]).unwrap();
+    assert_eq!(client(&again).num_keys(soon()).unwrap(), 0, "nothing survives");
+}
+
+#[test]
+fn the_view_of_a_server_fails_after_its_end_and_wakes_who_waits() {
+    let server = serve();
+    let view = server.store();
+    thread::scope(|scope| {
+        let waiting = scope.spawn(|| view.get(b"never", soon()));
+        thread::sleep(Duration::from_millis(30));
+        drop(server);
+        let result = waiting.join().unwrap();
+        assert!(matches!(result, Err(StoreError::Lost { .. })), "{result:?}");
+    });
+    assert!(matches!(view.set(b"k", b"", soon()), Err(StoreError::Lost { .. })));
+}
+
+#[test]
+fn what_is_due_is_sent_before_the_end() {
+    let server = serve();
+    let mut waiting = greeted(server.addresses()[0]);
+    waiting.write_all(&counted(WAIT, 1, &[b"/k"])).unwrap();
+    support::stays_silent(&mut waiting);
+    server.store().set(b"k", b"", soon()).unwrap();
+    server.shutdown();
+    assert_eq!(read_to_close(&mut waiting), [0]);
+}
+
+#[test]
+fn an_end_with_a_client_that_does_not_read_comes_soon() {
+    let server = serve();
+    let witness = client(&server);
+    witness.set(b"large", &vec![1; 8 << 20], soon()).unwrap();
+    let mut stuck = greeted(server.addresses()[0]);
+    stuck.write_all(&request(support::GET, &[b"/large"]).repeat(4)).unwrap();
+    is_served(&witness);
+    let started = Instant::now();
+    server.shutdown();
+    assert!(started.elapsed() < Duration::from_secs(3), "{:?}", started.elapsed());
+}
+
+#[test]
+fn retain_keeps_what_has_a_prefix_on_the_wire() {
+    let server = serve();
+    let store = client(&server);
+    store.announce_worker(soon()).unwrap();
+    store.multi_set(&[(b"torchelastic/a", b"1"), (b"old", b"2")], soon()).unwrap();
+    store.queue_push(b"old-queue", b"x", soon()).unwrap();
+    assert_eq!(server.retain(&[b"/torchelastic/"]), 3);
+    assert_eq!(store.list_keys(soon()).unwrap(), [b"torchelastic/a"]);
+    assert_eq!(store.num_keys(soon()).unwrap(), 1);
+    assert_eq!(store.queue_len(b"old-queue", soon()).unwrap(), 0);
+}
+
+#[test]
+fn workers_are_counted_as_torch_does() {
+    let server = serve();
+    let (one, two) = (client(&server), client(&server));
+    assert_eq!(one.announce_worker(soon()).unwrap(), 1);
+    let error = one.wait_for_workers(2, Instant::now() + Duration::from_millis(50)).unwrap_err();
+    assert!(error.to_string().contains("1 of 2 workers came"), "{error}");
+    thread::scope(|scope| {
+        let waiting = scope.spawn(|| one.wait_for_workers(2, soon()));
+        assert_eq!(two.announce_worker(soon()).unwrap(), 2);
+        waiting.join().unwrap().unwrap();
+    });
+    let plain = TcpOptions::default().keys(KeyStyle::Plain);
+    let plain = TcpStore::connect_with(&server.addresses()[0].to_string(), plain, soon()).unwrap();
+    assert_eq!(plain.get(b"init/", soon()).unwrap(), b"2");
+    assert_eq!(plain.list_keys(soon()).unwrap(), [b"init/"]);
+    assert!(one.list_keys(soon()).unwrap().is_empty());
+}
+
+#[test]
+fn more_threads_than_connections_take_turns() {
+    let server = serve();
+    let store = client(&server);
+    thread::scope(|scope| {
+        for _ in 0..60 {
+            scope.spawn(|| {
+                for _ in 0..20 {
+                    store.add(b"n", 1, soon()).unwrap();
+                }
+            });
+        }
+    });
+    assert_eq!(server.store().add(b"n", 0, soon()).unwrap(), 1200);
+}
+
+/// Tests of what is limited for a process run in one of their own: this program again, one test of it.
+fn another_process(test: &str, input: Stdio) -> Child {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", test, "--ignored", "--nocapture"]);
+    command.stdin(input).stdout(Stdio::piped()).spawn().unwrap()
+}
+
+#[test]
+fn without_descriptors_it_goes_on_serving_those_it_has() {
+    let output =
+        another_process("in_another_process_descriptors_run_out", Stdio::null()).wait_with_output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+}
+
+#[test]
+#[ignore = "run by without_descriptors_it_goes_on_serving_those_it_has, in a process of its own"]
+fn in_another_process_descriptors_run_out() {
+    // Opening a file would need a descriptor.
+    let cpu_time = || {
+        let usage = getrusage(UsageWho::RUSAGE_SELF).unwrap();
+        (usage.user_time() + usage.system_time()).num_milliseconds()
+    };
+    setrlimit(Resource::RLIMIT_NOFILE, 64, 64).unwrap();
+    let server = serve();
+    let witness = client(&server);
+    let address = server.addresses()[0];
+    // All descriptors are taken but one, and that is the client's own end: the kernel completes the
+    // connection, and nobody can accept it.
+    let mut files = Vec::new();
+    while let Ok(file) = std::fs::File::open("/dev/null") {
+        files.push(file);
+    }
+    files.pop();
+    let mut late = raw(address);
+    late.write_all(&HELLO).unwrap();
+    let before = cpu_time();
+    for _ in 0..30 {
+        is_served(&witness);
+        thread::sleep(Duration::from_millis(20));
+    }
+    let used = cpu_time() - before;
+    assert!(used < 300, "{used} ms in 600 ms: it spins");
+    let trouble = server.take_trouble().expect("it says that it cannot accept");
+    assert!(trouble.contains("cannot accept"), "{trouble}");
+    files.clear();
+    assert_eq!(read(&mut late, 4), HELLO[6..], "served as soon as there are descriptors again");
+}
+
+const CLIENTS: usize = 10_000;
+
+#[test]
+fn ten_thousand_clients_wait_for_one_key() {
+    let (_, hard) = raise_descriptor_limit().unwrap();
+    let clients = CLIENTS.min(usize::try_from(hard).unwrap_or(usize::MAX).saturating_sub(200));
+    if clients < CLIENTS {
+        eprintln!(
+            "WARNING: ONLY {clients} CLIENTS TESTED, NOT {CLIENTS}: the hard limit of descriptors is {hard}"
+        );
+    }
+    let mut server = another_process("in_another_process_a_server_runs", Stdio::piped());
+    let (address, _output) = announced_address(&mut server);
+    let witness = TcpStore::connect(&address.to_string(), soon()).unwrap();
+    let before = status_field(server.id(), "VmRSS");
+    let mut streams: Vec<_> = (0..clients).map(|_| greeted(address)).collect();
+    let grown = status_field(server.id(), "VmRSS").saturating_sub(before);
+    assert!(grown * 1024 < 1000 * clients as u64, "{grown} KiB for {clients} idle clients");
+    let wait = counted(WAIT, 1, &[b"/release"]);
+    streams.iter_mut().for_each(|stream| stream.write_all(&wait).unwrap());
+    is_served(&witness);
+    let started = Instant::now();
+    witness.set(b"release", b"", soon()).unwrap();
+    for stream in &mut streams {
+        assert_eq!(read(stream, 1), [0]);
+    }
+    println!("{clients} clients released in {:?}", started.elapsed());
+    // All at once, each with an answer of its own.
+    let add = [request(ADD, &[b"/n"]), word(1)].concat();
+    streams.iter_mut().for_each(|stream| stream.write_all(&add).unwrap());
+    let sums: u64 =
+        streams.iter_mut().map(|stream| u64::from_le_bytes(read(stream, 8).try_into().unwrap())).sum();
+    let clients = clients as u64;
+    assert_eq!(sums, clients * (clients + 1) / 2);
+    drop(streams);
+    is_served(&witness);
+    drop(server.stdin.take());
+    assert!(server.wait().unwrap().success());
+}
+
+/// Where the other process listens: it prints that. The rest of its output must not be closed.
+fn announced_address(server: &mut Child) -> (SocketAddr, Lines<BufReader<ChildStdout>>) {
+    let mut lines = BufReader::new(server.stdout.take().unwrap()).lines();
+    loop {
+        if let Some(address) = lines.next().unwrap().unwrap().strip_prefix("listening on ") {
+            return (address.parse().unwrap(), lines);
+        }
+    }
+}
+
+#[test]
+#[ignore = "run by ten_thousand_clients_wait_for_one_key, in a process of its own"]
+fn in_another_process_a_server_runs() {
+    let server = serve();
+    println!("\nlistening on {}", server.addresses()[0]);
+    // Until the parent closes the pipe, or dies.
+    std::io::copy(&mut std::io::stdin(), &mut std::io::sink()).unwrap();
+    drop(server);
+}

@@ -1,0 +1,128 @@
+//! Raw peers that say whatever a test wants.
+#![allow(dead_code, reason = "each test file uses its part")]
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::time::{Duration, Instant};
+
+use convoke_store::{Store, StoreServer, TcpStore};
+
+/// The handshake: VALIDATE and PING.
+pub(crate) const HELLO: [u8; 10] = [0x00, 0xce, 0xf7, 0x85, 0x3c, 0x0d, 0x44, 0x44, 0x00, 0x00];
+/// What a server answers to it.
+pub(crate) const HELLO_REPLY: [u8; 4] = [0x44, 0x44, 0x00, 0x00];
+
+pub(crate) const SET: u8 = 1;
+pub(crate) const COMPARE_SET: u8 = 2;
+pub(crate) const GET: u8 = 3;
+pub(crate) const ADD: u8 = 4;
+pub(crate) const CHECK: u8 = 5;
+pub(crate) const WAIT: u8 = 6;
+pub(crate) const DELETE: u8 = 8;
+pub(crate) const APPEND: u8 = 9;
+pub(crate) const MULTI_GET: u8 = 10;
+pub(crate) const MULTI_SET: u8 = 11;
+pub(crate) const CANCEL_WAIT: u8 = 12;
+pub(crate) const PING: u8 = 13;
+pub(crate) const QUEUE_PUSH: u8 = 14;
+pub(crate) const BARRIER: u8 = 18;
+
+/// Far enough for anything that should happen at once.
+pub(crate) fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(20)
+}
+
+pub(crate) fn serve() -> StoreServer {
+    StoreServer::bind(&["127.0.0.1:0".parse().unwrap()]).unwrap()
+}
+
+pub(crate) fn client(server: &StoreServer) -> TcpStore {
+    TcpStore::connect(&server.addresses()[0].to_string(), soon()).unwrap()
+}
+
+/// A length or count.
+pub(crate) fn word(value: u64) -> Vec<u8> {
+    value.to_le_bytes().to_vec()
+}
+
+pub(crate) fn blob(bytes: &[u8]) -> Vec<u8> {
+    [&word(bytes.len() as u64), bytes].concat()
+}
+
+/// A request of blobs.
+pub(crate) fn request(kind: u8, blobs: &[&[u8]]) -> Vec<u8> {
+    let mut out = vec![kind];
+    blobs.iter().for_each(|bytes| out.extend(blob(bytes)));
+    out
+}
+
+/// A request of a count and blobs.
+pub(crate) fn counted(kind: u8, count: u64, blobs: &[&[u8]]) -> Vec<u8> {
+    let mut out = vec![kind];
+    out.extend(word(count));
+    blobs.iter().for_each(|bytes| out.extend(blob(bytes)));
+    out
+}
+
+/// A connection that has said nothing yet.
+pub(crate) fn raw(address: SocketAddr) -> TcpStream {
+    let stream = TcpStream::connect(address).unwrap();
+    stream.set_nodelay(true).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    stream.set_write_timeout(Some(Duration::from_secs(20))).unwrap();
+    stream
+}
+
+/// A connection that has shaken hands.
+pub(crate) fn greeted(address: SocketAddr) -> TcpStream {
+    let mut stream = raw(address);
+    stream.write_all(&HELLO).unwrap();
+    assert_eq!(read(&mut stream, 4), HELLO_REPLY);
+    stream
+}
+
+pub(crate) fn read(stream: &mut TcpStream, count: usize) -> Vec<u8> {
+    let mut bytes = vec![0; count];
+    stream.read_exact(&mut bytes).unwrap();
+    bytes
+}
+
+/// Reads until the peer has closed; fails if it does not. What it sent is returned.
+pub(crate) fn read_to_close(stream: &mut TcpStream) -> Vec<u8> {
+    let mut all = Vec::new();
+    let mut bytes = [0; 65536];
+    loop {
+        match stream.read(&mut bytes) {
+            Ok(0) => return all,
+            Ok(count) => all.extend_from_slice(&bytes[..count]),
+            // The peer closed with bytes of ours unread.
+            Err(error) if error.kind() == ErrorKind::ConnectionReset => return all,
+            Err(error) => panic!("not closed: {error}"),
+        }
+    }
+}
+
+/// Checks that nothing comes for a moment and that the connection stays.
+pub(crate) fn stays_silent(stream: &mut TcpStream) {
+    stream.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
+    let got = stream.read(&mut [0; 1]);
+    let silent =
+        matches!(&got, Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut));
+    assert!(silent, "expected silence: {got:?}");
+    stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+}
+
+/// Checks that a well-behaved client is served.
+pub(crate) fn is_served(witness: &TcpStore) {
+    let started = Instant::now();
+    witness.set(b"witness", b"served", soon()).unwrap();
+    assert_eq!(witness.get(b"witness", soon()).unwrap(), b"served");
+    assert!(started.elapsed() < Duration::from_secs(5), "served, but after {:?}", started.elapsed());
+}
+
+/// A field of `/proc/PID/status`, in KiB where it is a size.
+pub(crate) fn status_field(pid: u32, name: &str) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let line = status.lines().find(|line| line.starts_with(name)).unwrap();
+    line.split_whitespace().nth(1).unwrap().parse().unwrap()
+}
