@@ -3,11 +3,11 @@
 #![allow(clippy::unwrap_used)] // in a test a broken expectation ends it
 
 use std::fs;
-use std::net::TcpListener;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::thread;
 
+use convoke_store::StoreServer;
 use tempfile::TempDir;
 
 /// One process of each job's ranks, run to the end; `outputs[rank]` is what it said.
@@ -31,12 +31,12 @@ impl Drop for Worker {
 /// Runs `digits ARGUMENTS` on `world` ranks; `attempt` is what TORCHELASTIC_RESTART_COUNT says.
 fn run(world: usize, attempt: u32, arguments: &[&str]) -> Job {
     let folder = tempfile::tempdir().unwrap();
-    // Rank 0 serves the store there. Nobody else binds below the ephemeral range by chance.
-    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    // As an agent does: a store that outlives any rank.
+    let store = StoreServer::bind(&["127.0.0.1:0".parse().unwrap()]).unwrap();
     let workers: Vec<Worker> = (0..world)
         .map(|rank| {
             let mut command = Command::new(env!("CARGO_BIN_EXE_digits"));
-            for name in convoke_env_names() {
+            for name in inherited() {
                 command.env_remove(name);
             }
             command
@@ -46,7 +46,8 @@ fn run(world: usize, attempt: u32, arguments: &[&str]) -> Job {
                 .env("LOCAL_RANK", rank.to_string())
                 .env("LOCAL_WORLD_SIZE", world.to_string())
                 .env("MASTER_ADDR", "127.0.0.1")
-                .env("MASTER_PORT", port.to_string())
+                .env("MASTER_PORT", store.port().to_string())
+                .env("TORCHELASTIC_USE_AGENT_STORE", "True")
                 .env("TORCHELASTIC_RESTART_COUNT", attempt.to_string())
                 .env("TORCHELASTIC_ERROR_FILE", error_file(&folder, rank))
                 .stdin(Stdio::null())
@@ -63,15 +64,14 @@ fn run(world: usize, attempt: u32, arguments: &[&str]) -> Job {
     Job { outputs: waiting.into_iter().map(|thread| thread.join().unwrap()).collect(), folder }
 }
 
-fn convoke_env_names() -> impl Iterator<Item = String> {
-    std::env::vars().map(|(name, _)| name).filter(|name| {
-        name.starts_with("TORCHELASTIC_")
-            || (name.starts_with("CONVOKE_") && name != "CONVOKE_CHECK_RUN")
-            || name.ends_with("RANK")
-    })
+/// Variables of a job that this test may itself run in, but for the gate's mark on its processes.
+fn inherited() -> impl Iterator<Item = String> {
+    let of_a_job =
+        |name: &String| ["TORCHELASTIC_", "CONVOKE_"].iter().any(|prefix| name.starts_with(prefix));
+    std::env::vars().map(|(name, _)| name).filter(move |name| of_a_job(name) && name != "CONVOKE_CHECK_RUN")
 }
 
-fn error_file(folder: &TempDir, rank: usize) -> std::path::PathBuf {
+fn error_file(folder: &TempDir, rank: usize) -> PathBuf {
     folder.path().join(format!("error-{rank}.json"))
 }
 
