@@ -1,12 +1,13 @@
 //! The fence: every system call of the launcher that Rust cannot prove safe.
 
+use std::ffi::{CString, OsString};
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStringExt;
 use std::os::unix::net::UnixStream;
-use std::os::unix::process::CommandExt;
-use std::process::{Child, Command};
 
-use nix::fcntl::{FcntlArg, FdFlag, fcntl};
+use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, FdFlag, OFlag, fcntl};
 use nix::sys::signal::{SigHandler, SigSet, Signal, raise, signal};
 use nix::unistd::{ForkResult, Pid};
 
@@ -37,32 +38,94 @@ pub(crate) fn fork_guard() -> io::Result<Forked> {
     }
 }
 
-/// Starts `command` as a worker: own session, killed when the calling thread's process dies, `channel`
-/// inherited under its own number.
+/// A program with everything that its start needs, made ready before the fork.
+#[derive(Debug)]
+pub(crate) struct Prepared {
+    argv: Vec<CString>,
+    environment: Vec<CString>,
+}
+
+/// A process that has been forked and is on its way to its program.
+#[derive(Debug)]
+pub(crate) struct Starting {
+    pub(crate) pid: i32,
+    /// Closes when the program runs; before that it carries the errno if it cannot be executed.
+    pub(crate) status: OwnedFd,
+}
+
+impl Prepared {
+    /// # Errors
+    /// A word or variable with a NUL in it, or no program.
+    pub(crate) fn new(argv: Vec<OsString>, environment: Vec<(OsString, OsString)>) -> io::Result<Self> {
+        if argv.is_empty() {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "no program"));
+        }
+        let c = |text: OsString| CString::new(text.into_vec()).map_err(io::Error::from);
+        let pair = |(mut name, value): (OsString, OsString)| {
+            name.push("=");
+            name.push(value);
+            c(name)
+        };
+        Ok(Self {
+            argv: argv.into_iter().map(c).collect::<io::Result<_>>()?,
+            environment: environment.into_iter().map(pair).collect::<io::Result<_>>()?,
+        })
+    }
+}
+
+/// Forks a worker: own session, killed when this process dies, `channel` inherited under its own
+/// number. Does not wait for it to come to its program, so that several start side by side.
+///
+/// To be called by the only thread of the guard.
 ///
 /// # Errors
-/// The program cannot be executed, or the system refuses a process.
-pub(crate) fn spawn_worker(command: &mut Command, channel: &OwnedFd) -> io::Result<Child> {
-    let parent = Pid::this();
-    let channel = channel.as_raw_fd();
-    let prepare = move || {
-        // The guard blocks nearly all signals, and a mask survives exec.
+/// The system refuses a pipe or a process.
+pub(crate) fn start_worker(
+    program: &Prepared,
+    channel: &OwnedFd,
+    stdout: Option<&OwnedFd>,
+    stderr: Option<&OwnedFd>,
+) -> io::Result<Starting> {
+    let guard = Pid::this();
+    let (status, report) = nix::unistd::pipe2(OFlag::O_CLOEXEC)?;
+    // SAFETY: the guard has one thread, so the child is a whole copy of it and may do anything. (A test
+    // that makes the guard die later adds a thread that only sleeps and holds no lock.)
+    match unsafe { nix::unistd::fork() }? {
+        ForkResult::Parent { child } => Ok(Starting { pid: child.as_raw(), status }),
+        ForkResult::Child => {
+            let error = become_worker(program, guard, channel, stdout, stderr);
+            let _ = nix::unistd::write(&report, &(error as i32).to_le_bytes());
+            // SAFETY: always sound; `exit` would run what the guard has registered for its own end.
+            unsafe { nix::libc::_exit(127) }
+        }
+    }
+}
+
+/// The child's way to its program; returns only if it cannot get there.
+fn become_worker(
+    program: &Prepared,
+    guard: Pid,
+    channel: &OwnedFd,
+    stdout: Option<&OwnedFd>,
+    stderr: Option<&OwnedFd>,
+) -> Errno {
+    let result = (|| {
+        // The guard blocks nearly all signals and Rust ignores SIGPIPE; both survive exec.
         SigSet::empty().thread_set_mask()?;
+        // SAFETY: SIG_DFL runs no code of ours.
+        unsafe { signal(Signal::SIGPIPE, SigHandler::SigDfl) }?;
         nix::unistd::setsid()?;
         nix::sys::prctl::set_pdeathsig(Signal::SIGKILL)?;
-        if Pid::parent() != parent {
-            // The guard died before the line above could see it.
-            return Err(nix::errno::Errno::ESRCH.into());
+        if Pid::parent() != guard {
+            // It died before the line above could see it.
+            return Err(Errno::ESRCH);
         }
-        // SAFETY: `channel` is open: the caller's borrow of it lasts until the child has executed.
-        let channel = unsafe { std::os::fd::BorrowedFd::borrow_raw(channel) };
+        stdout.map(nix::unistd::dup2_stdout).transpose()?;
+        stderr.map(nix::unistd::dup2_stderr).transpose()?;
         fcntl(channel, FcntlArg::F_SETFD(FdFlag::empty()))?;
-        Ok(())
-    };
-    // SAFETY: `prepare` only makes system calls that are async-signal-safe (sigprocmask, setsid,
-    // prctl, getppid, fcntl) and converts an errno into an `io::Error`, which does not allocate.
-    unsafe { command.pre_exec(prepare) };
-    command.spawn()
+        nix::unistd::execvpe(&program.argv[0], &program.argv, &program.environment)
+    })();
+    result.err().unwrap_or(Errno::UnknownErrno)
 }
 
 /// Ends this process by `signal`, as if it had never been caught; returns only if that fails.

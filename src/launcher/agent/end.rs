@@ -58,9 +58,11 @@ impl Shell {
     async fn dismiss_guard(&mut self) -> io::Result<()> {
         self.link.send(&ToGuard::Leave, &[])?;
         let deadline = tokio::time::Instant::now() + LEAVE_TIMEOUT;
+        let mut closed = false;
+        // Its socket closes a moment before it is gone: only its reaping says that nothing is left.
         while self.guard_end.is_none() {
             tokio::select! {
-                message = self.link.receive() => if message?.is_none() { break },
+                message = self.link.receive(), if !closed => closed = message?.is_none(),
                 Some(news) = self.news.recv() => if matches!(news, News::ChildEnded) { self.hear(news); },
                 () = tokio::time::sleep_until(deadline) => return Err(io::Error::other("it does not leave")),
             }

@@ -5,10 +5,11 @@
 //! thread, no timers but its own poll; everything it decides is in [`sweep`].
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::ffi::OsString;
 use std::io::{self, IoSliceMut, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::process::{Command, ExitCode, Stdio};
+use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use convoke_env::{ExitCause, vars};
@@ -22,7 +23,7 @@ use nix::unistd::Pid;
 use super::protocol::{Decoder, FromGuard, SpawnRequest, ToGuard, WorkerId, encode};
 use super::sweep::{Sweep, kill_all, reap};
 use crate::fault;
-use crate::os::spawn_worker;
+use crate::os::{Prepared, Starting, start_worker};
 
 /// Set to skip pidfds, as on kernels before 5.3.
 const NO_PIDFD: &str = "CONVOKE_NO_PIDFD";
@@ -55,6 +56,8 @@ struct Guard {
     descriptors: VecDeque<OwnedFd>,
     workers: BTreeMap<i32, WorkerId>,
     pids: HashMap<WorkerId, i32>,
+    /// Workers that have been forked and are not known to have come to their program.
+    starting: HashMap<i32, OwnedFd>,
     /// One per running worker, where the kernel has them: its death is seen as its own event.
     pidfds: HashMap<i32, OwnedFd>,
     use_pidfds: bool,
@@ -85,6 +88,7 @@ impl Guard {
             descriptors: VecDeque::new(),
             workers: BTreeMap::new(),
             pids: HashMap::new(),
+            starting: HashMap::new(),
             pidfds: HashMap::new(),
             use_pidfds: std::env::var_os(NO_PIDFD).is_none(),
             sweep: None,
@@ -96,6 +100,7 @@ impl Guard {
         loop {
             self.wait()?;
             while let Ok(Some(_)) = self.signals.read_signal() {}
+            self.tell_started()?;
             self.reap();
             self.continue_sweep();
             if !self.receive()? {
@@ -132,7 +137,8 @@ impl Guard {
             PollFd::new(self.socket.as_fd(), wanted),
             PollFd::new(self.signals.as_fd(), PollFlags::POLLIN),
         ];
-        fds.extend(self.pidfds.values().map(|fd| PollFd::new(fd.as_fd(), PollFlags::POLLIN)));
+        let watched = self.pidfds.values().chain(self.starting.values());
+        fds.extend(watched.map(|fd| PollFd::new(fd.as_fd(), PollFlags::POLLIN)));
         let now = Instant::now();
         let timeout = match &self.sweep {
             None => PollTimeout::NONE,
@@ -189,29 +195,52 @@ impl Guard {
         let channel = next()?;
         let stdout = request.stdout.then(&mut next).transpose()?;
         let stderr = request.stderr.then(&mut next).transpose()?;
-        let Some((program, arguments)) = request.argv.split_first() else {
-            return self.send(&FromGuard::SpawnFailed { id, error: "no program".to_owned() });
-        };
-        let mut command = Command::new(program);
-        command.args(arguments);
-        for name in request.unset {
-            command.env_remove(name);
-        }
-        command.envs(request.vars).env(vars::AGENT_FD, channel.as_raw_fd().to_string());
-        command.stdout(stdout.map_or_else(Stdio::inherit, Stdio::from));
-        command.stderr(stderr.map_or_else(Stdio::inherit, Stdio::from));
-        match spawn_worker(&mut command, &channel) {
-            Ok(child) => {
-                let pid = child.id().cast_signed();
+        let environment = environment(&request, &channel);
+        let started = Prepared::new(request.argv, environment)
+            .and_then(|program| start_worker(&program, &channel, stdout.as_ref(), stderr.as_ref()));
+        match started {
+            Ok(Starting { pid, status }) => {
                 self.workers.insert(pid, id);
                 self.pids.insert(id, pid);
+                self.starting.insert(pid, status);
                 if self.use_pidfds {
                     self.watch(pid);
                 }
-                self.send(&FromGuard::Spawned { id, pid })
+                Ok(())
             }
             Err(error) => self.send(&FromGuard::SpawnFailed { id, error: error.to_string() }),
         }
+    }
+
+    /// Tells of a worker that has come to its program, or has failed to; `pid` may be reaped already.
+    fn started(&mut self, pid: i32) -> io::Result<()> {
+        let (Some(status), Some(&id)) = (self.starting.remove(&pid), self.workers.get(&pid)) else {
+            return Ok(());
+        };
+        let mut errno = [0; 4];
+        match nix::unistd::read(&status, &mut errno) {
+            Ok(4) => {
+                // What is left of it will be reaped as nobody's child.
+                self.workers.remove(&pid);
+                self.pids.remove(&id);
+                let error = io::Error::from_raw_os_error(i32::from_le_bytes(errno)).to_string();
+                self.send(&FromGuard::SpawnFailed { id, error })
+            }
+            Ok(_) | Err(_) => self.send(&FromGuard::Spawned { id, pid }),
+        }
+    }
+
+    /// Tells of all workers whose start is decided.
+    fn tell_started(&mut self) -> io::Result<()> {
+        let pids: Vec<i32> = self.starting.keys().copied().collect();
+        for pid in pids {
+            let Some(status) = self.starting.get(&pid) else { continue };
+            let mut fds = [PollFd::new(status.as_fd(), PollFlags::POLLIN)];
+            if poll(&mut fds, PollTimeout::ZERO).is_ok_and(|ready| ready > 0) {
+                self.started(pid)?;
+            }
+        }
+        Ok(())
     }
 
     /// Opens a pidfd for a worker; without one (old kernel, sandbox) SIGCHLD tells of its end.
@@ -244,9 +273,10 @@ impl Guard {
 
     fn exited(&mut self, pid: i32, cause: ExitCause) {
         self.pidfds.remove(&pid);
+        // Its start comes first, also if both are seen at once. An error shows in the next flush.
+        let _ = self.started(pid);
         if let Some(id) = self.workers.remove(&pid) {
             self.pids.remove(&id);
-            // An error shows in the next flush.
             let _ = self.send(&FromGuard::Exited { id, cause });
         }
     }
@@ -277,4 +307,15 @@ impl Guard {
         }
         Ok(true)
     }
+}
+
+/// The guard's own variables, which are the launcher's, with those of the worker over them.
+fn environment(request: &SpawnRequest, channel: &OwnedFd) -> Vec<(OsString, OsString)> {
+    let mut all: BTreeMap<OsString, OsString> = std::env::vars_os().collect();
+    for name in &request.unset {
+        all.remove(name);
+    }
+    all.extend(request.vars.iter().cloned());
+    all.insert(vars::AGENT_FD.into(), channel.as_raw_fd().to_string().into());
+    all.into_iter().collect()
 }
