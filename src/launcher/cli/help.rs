@@ -20,6 +20,7 @@ pub(crate) fn command(name: &'static str) -> Command {
         )
         .arg(
             Arg::new("script")
+                .display_order(0)
                 .value_name("SCRIPT")
                 .required(true)
                 .help("Python script, module (-m) or program")
@@ -27,6 +28,7 @@ pub(crate) fn command(name: &'static str) -> Command {
         )
         .arg(
             Arg::new("arguments")
+                .display_order(1)
                 .value_name("ARGUMENTS")
                 .num_args(0..)
                 .trailing_var_arg(true)

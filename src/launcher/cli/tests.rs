@@ -321,3 +321,17 @@ fn any_word() -> impl Strategy<Value = OsString> {
         proptest::collection::vec(1u8..=255, 0..8).prop_map(OsString::from_vec),
     ]
 }
+
+#[test]
+fn the_manual_has_every_flag_with_its_default() {
+    let manual = include_str!("../../../docs/cli.md");
+    for flag in flags::all() {
+        let short = flag.short.map_or(String::new(), |letter| format!("`-{letter}`, "));
+        let start = format!("| {short}`{}` |", flag.dashed());
+        let line = manual.lines().find(|line| line.starts_with(&start)).unwrap_or_else(|| panic!("{start}"));
+        let (plain, code) = (format!(" {} |", flag.default), format!(" `{}` |", flag.default));
+        let shown = flag.default.is_empty() || line.contains(&plain) || line.contains(&code);
+        assert!(shown, "{line}");
+        assert_eq!(line.contains("ours |"), !flag.torchrun, "{line}");
+    }
+}
