@@ -11,7 +11,13 @@ use std::time::{Duration, Instant};
 const PENDING_MAX_BYTES: usize = 8 << 20;
 /// A console that takes nothing at all for this long is left behind: a stopped terminal must not stop the job.
 const STALL: Duration = Duration::from_secs(10);
-const WRITE_BYTES: usize = 64 << 10;
+/// A console that has written something within this time moves.
+const MOVING: Duration = Duration::from_secs(2);
+/// How much longer than asked for a slow console that moves is waited for at the end.
+const SLOW_MAX: Duration = Duration::from_secs(60);
+const ASK_AGAIN: Duration = Duration::from_millis(100);
+/// What is written at a time: small enough that a slow console still shows progress.
+const WRITE_BYTES: usize = 16 << 10;
 
 /// The side that lines are handed to. Used by one thread.
 #[derive(Debug)]
@@ -133,25 +139,62 @@ impl Console {
         None
     }
 
-    /// Waits until all is written, the stream is broken, or the deadline has passed.
-    pub(super) fn finish(mut self, deadline: Instant) {
+    /// Hands over the rest and waits until all is written or the stream is broken, as long as `patience` lasts.
+    pub(super) fn finish(mut self, patience: &mut Patience) {
         self.hand_over();
         let mut state = self.shared.lock();
         state.closed = true;
         self.shared.changed.notify_all();
         while state.broken.is_none() && (state.writing || !state.pending.is_empty()) {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return; // the thread ends with the process
-            }
+            let Some(left) = patience.left(self.shared.writes.load(Ordering::Relaxed)) else { return }; // the thread ends with the process
             state = self.shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
+    }
+
+    /// How often something was written: a sign of life.
+    pub(super) fn writes(&self) -> Writes {
+        Writes(Arc::clone(&self.shared))
     }
 
     fn close_line(&mut self) {
         if self.open.take().is_some() {
             self.batch.push(b'\n');
         }
+    }
+}
+
+/// Counts the writes of a console.
+#[derive(Debug, Clone)]
+pub(super) struct Writes(Arc<Shared>);
+
+impl Writes {
+    pub(super) fn count(&self) -> u64 {
+        self.0.writes.load(Ordering::Relaxed)
+    }
+}
+
+/// How long to wait for consoles: until a deadline, and beyond it while they move.
+#[derive(Debug)]
+pub(super) struct Patience {
+    until: Instant,
+    latest: Instant,
+    seen: u64,
+}
+
+impl Patience {
+    pub(super) fn new(deadline: Instant) -> Self {
+        Self { until: deadline, latest: deadline + SLOW_MAX, seen: 0 }
+    }
+
+    /// How long to wait before asking again; `None` when it is over.
+    pub(super) fn left(&mut self, writes: u64) -> Option<Duration> {
+        let now = Instant::now();
+        if writes != self.seen {
+            self.seen = writes;
+            self.until = self.until.max(now + MOVING).min(self.latest);
+        }
+        let left = self.until.saturating_duration_since(now);
+        (!left.is_zero()).then(|| left.min(ASK_AGAIN))
     }
 }
 

@@ -14,7 +14,7 @@ use memchr::memmem::Finder;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
-use super::console::Console;
+use super::console::{Console, Patience, Writes};
 use super::lines::{Lines, Piece};
 use crate::config::Streams;
 
@@ -87,6 +87,7 @@ pub(crate) struct Tee {
     finish: EventFd,
     done: mpsc::Receiver<()>,
     until: mpsc::Sender<Instant>,
+    writes: [Writes; 2],
 }
 
 impl Tee {
@@ -100,6 +101,7 @@ impl Tee {
         let wake = finish.as_fd().try_clone_to_owned()?;
         let (tell_done, done) = mpsc::channel();
         let (until, deadline) = mpsc::channel();
+        let writes = [consoles[0].writes(), consoles[1].writes()];
         let outputs = Outputs { filtered, filters, consoles };
         let copier = Copier { sources: sources.into_iter().enumerate().collect(), outputs, told: [false; 3] };
         thread::Builder::new().name("tee".to_owned()).spawn(move || {
@@ -107,17 +109,24 @@ impl Tee {
             // Nobody may wait any more.
             let _ = tell_done.send(());
         })?;
-        Ok(Self { finish, done, until })
+        Ok(Self { finish, done, until, writes })
     }
 
-    /// All workers have ended: copies what they left, and waits for that, but not beyond the deadline.
+    /// All workers have ended: copies what they left, and waits for that, but beyond the deadline only for a slow
+    /// console that still takes something.
     ///
     /// From then on, processes that still hold such a pipe cannot write to it any more.
     pub(crate) fn finish(self, deadline: Instant) {
         // The thread may have ended by itself, when the last pipe was closed.
         let _ = self.until.send(deadline);
         let _ = self.finish.write(1);
-        let _ = self.done.recv_timeout(deadline.saturating_duration_since(Instant::now()));
+        let mut patience = Patience::new(deadline);
+        while let Some(left) = patience.left(self.writes.iter().map(Writes::count).sum()) {
+            match self.done.recv_timeout(left) {
+                Err(mpsc::RecvTimeoutError::Timeout) => {}
+                Ok(()) | Err(mpsc::RecvTimeoutError::Disconnected) => return,
+            }
+        }
     }
 }
 
@@ -180,7 +189,7 @@ impl Copier {
         // Nobody finishes us if the pipes were closed before the workers ended: then all time is ours.
         let until = deadline.recv().unwrap_or_else(|_| Instant::now() + DRAIN_MAX);
         for console in self.outputs.consoles {
-            console.finish(until);
+            console.finish(&mut Patience::new(until));
         }
     }
 

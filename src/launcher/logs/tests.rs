@@ -474,6 +474,56 @@ fn a_stopped_console_does_not_stop_the_workers() -> Result {
     Ok(())
 }
 
+/// Takes its time.
+struct Slow(Screen);
+
+impl Write for Slow {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        std::thread::sleep(Duration::from_millis(20));
+        self.0.write(bytes)
+    }
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn a_slow_console_gets_everything_even_beyond_the_deadline() -> Result {
+    let mut config = config(LogDir::Nothing);
+    config.tee = StreamChoice::All(STDOUT);
+    let mut attempt = RunDir::create(&config, "job")?.attempt(0, 1)?;
+    let mut out = writer(attempt.worker(0, 0)?.stdout)?;
+    let (screen, stderr) = (Screen::default(), Screen::default());
+    let tee =
+        attempt.start_tee_on([Console::start("slow", Box::new(Slow(screen.clone())))?, stderr.console()?])?;
+    for line in 0..20_000 {
+        writeln!(out, "{line} {}", "s".repeat(100))?;
+    }
+    drop(out);
+    let started = Instant::now();
+    tee.finish(started + Duration::from_millis(100));
+    assert!(started.elapsed() > Duration::from_millis(200), "it was slow enough");
+    assert_eq!(screen.text().lines().count(), 20_000);
+    Ok(())
+}
+
+#[test]
+fn a_stopped_console_does_not_hold_the_end() -> Result {
+    let mut config = config(LogDir::Nothing);
+    config.tee = StreamChoice::All(STDOUT);
+    let mut attempt = RunDir::create(&config, "job")?.attempt(0, 1)?;
+    let mut out = writer(attempt.worker(0, 0)?.stdout)?;
+    let (_let_go, stopped) = std::sync::mpsc::channel();
+    let stuck = Console::start("stuck", Box::new(Stuck(stopped, Screen::default())))?;
+    let tee = attempt.start_tee_on([stuck, Screen::default().console()?])?;
+    writeln!(out, "never seen")?;
+    drop(out);
+    let started = Instant::now();
+    tee.finish(started + Duration::from_millis(300));
+    assert!(started.elapsed() < Duration::from_secs(2), "took {:?}", started.elapsed());
+    Ok(())
+}
+
 /// As a pipe whose reader has left.
 struct Broken;
 
