@@ -9,7 +9,7 @@ pub(crate) struct Flag {
     pub(crate) short: Option<char>,
     /// Whether it takes a value.
     pub(crate) takes: Takes,
-    /// Whether PET_<NAME> is its default.
+    /// Whether `PET_<NAME>` is its default.
     pub(crate) pet: bool,
     /// Whether torchrun has it. A prefix means torchrun's flags first, so that ours make none ambiguous.
     pub(crate) torchrun: bool,
