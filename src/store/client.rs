@@ -3,6 +3,7 @@
 mod connect;
 mod connection;
 mod pool;
+mod will;
 
 use std::borrow::Cow;
 use std::fmt;
@@ -18,6 +19,7 @@ use crate::wire::{Kind, MAX_REPLY_BYTES, encode};
 use connect::{Address, random};
 use connection::{Connection, Failure, Waited};
 use pool::Pool;
+pub use will::{Watch, Will};
 
 /// The key under which torch counts workers; alone among keys it has no slash.
 const WORKERS_KEY: &[u8] = b"init/";

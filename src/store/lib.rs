@@ -12,6 +12,7 @@ compile_error!("convoke runs on Linux only");
 
 mod answer;
 mod client;
+mod close_watch;
 mod error;
 mod file;
 mod hub;
@@ -23,7 +24,7 @@ mod state;
 mod store;
 mod wire;
 
-pub use client::{TcpOptions, TcpStore};
+pub use client::{TcpOptions, TcpStore, Watch, Will};
 pub use error::StoreError;
 pub use file::FileStore;
 pub use keys::KeyStyle;

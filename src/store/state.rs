@@ -34,6 +34,13 @@ pub(crate) enum Refusal {
     TooManyWaits,
 }
 
+/// A key, and what to store there if it is absent when its caller is gone.
+#[derive(Debug)]
+struct LastWill {
+    key: Box<[u8]>,
+    value: Box<[u8]>,
+}
+
 /// All that one store holds.
 #[derive(Debug, Default)]
 pub(crate) struct State {
@@ -41,6 +48,7 @@ pub(crate) struct State {
     /// Never holds an empty queue.
     queues: Map<Box<[u8]>, VecDeque<Box<[u8]>>>,
     waits: Waits,
+    wills: Map<Caller, LastWill>,
 }
 
 impl State {
@@ -185,13 +193,30 @@ impl State {
         Ok(false)
     }
 
-    /// Ends all waits of the caller, or its life. An item it was woken for and has not taken is
+    /// Ends all waits of the caller. An item it was woken for and has not taken is
     /// offered to the next who waits, so that none lies there unseen.
     pub(crate) fn cancel(&mut self, caller: Caller, woken: &mut Woken) {
         if let Some(key) = self.waits.cancel(caller)
             && self.queues.contains_key(&*key)
         {
             self.waits.item_appeared(&key, woken);
+        }
+    }
+
+    /// Remembers what to store when the caller is gone; an empty value forgets it.
+    pub(crate) fn make_will(&mut self, caller: Caller, key: &[u8], value: &[u8]) {
+        if value.is_empty() {
+            self.wills.remove(&caller);
+        } else {
+            self.wills.insert(caller, LastWill { key: key.into(), value: value.into() });
+        }
+    }
+
+    /// The caller is gone: ends its waits and carries out its will.
+    pub(crate) fn bury(&mut self, caller: Caller, woken: &mut Woken) {
+        self.cancel(caller, woken);
+        if let Some(LastWill { key, value }) = self.wills.remove(&caller) {
+            self.compare_set(&key, b"", &value, woken);
         }
     }
 

@@ -51,10 +51,12 @@ pub(crate) enum Kind {
     QueueLen = 16,
     ListKeys = 17,
     Barrier = 18,
+    /// Convoke's own, see [`Request::Will`].
+    Will = 0x40,
 }
 
 impl Kind {
-    /// Types from 0x40 are set aside for convoke's own requests; so far there are none.
+    /// Types from 0x40 are convoke's own requests, which torch's servers do not know.
     pub(crate) fn from_byte(byte: u8) -> Option<Kind> {
         const KINDS: [Kind; 19] = [
             Kind::Validate,
@@ -77,6 +79,9 @@ impl Kind {
             Kind::ListKeys,
             Kind::Barrier,
         ];
+        if byte == Kind::Will as u8 {
+            return Some(Kind::Will);
+        }
         KINDS.get(usize::from(byte)).copied()
     }
 }
@@ -141,6 +146,12 @@ pub(crate) enum Request<'a> {
     Barrier {
         key: &'a [u8],
         world_size: i64,
+    },
+    /// When this connection closes, `value` is stored under `key` if that is absent. A later will of
+    /// the same connection replaces this one; an empty value leaves none. No reply.
+    Will {
+        key: &'a [u8],
+        value: &'a [u8],
     },
 }
 

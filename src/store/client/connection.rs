@@ -64,6 +64,10 @@ impl Connection {
         Ok(connection)
     }
 
+    pub(super) fn stream(&self) -> &TcpStream {
+        &self.stream
+    }
+
     /// The buffer for the next requests, empty.
     pub(super) fn request(&mut self) -> &mut Vec<u8> {
         self.outbox.clear();

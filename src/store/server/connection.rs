@@ -5,9 +5,10 @@ use std::net::{Shutdown, TcpStream};
 use std::sync::Arc;
 
 use crate::answer::answer;
+use crate::close_watch::watch_closely;
 use crate::hub::{Hub, Shared};
 use crate::state::{Caller, Woken};
-use crate::wire::Decoder;
+use crate::wire::{Decoder, Request};
 
 /// No request is begun while more than this many bytes of replies wait to be sent. With the longest
 /// reply on top this bounds what a client that does not read can make the server hold.
@@ -168,6 +169,9 @@ impl Connection {
             let Some((request, length)) = self.decoder.next(&bytes[used..]).map_err(|_| Over)? else {
                 return Ok((used, false));
             };
+            if matches!(request, Request::Will { .. }) {
+                watch_closely(&self.stream).map_err(|_| Over)?;
+            }
             answer(&mut shared.state, caller, request, replies, &mut shared.woken).map_err(|_| Over)?;
             used += length;
         }
