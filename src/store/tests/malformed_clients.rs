@@ -44,7 +44,7 @@ fn garbage_ends_its_own_connection_and_no_other() {
         ("VALIDATE twice", with(&[&HELLO[..5]]), Closes),
         // Types.
         ("type 19", hello_and(&[19]), Closes),
-        ("type 0x40, set aside", hello_and(&[0x40]), Closes),
+        ("type 0x41, set aside", hello_and(&[0x41]), Closes),
         ("type 255", hello_and(&[255]), Closes),
         ("text", hello_and(b"hello store\n"), Closes),
         // Lengths and counts.
