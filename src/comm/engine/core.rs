@@ -28,9 +28,12 @@ use crate::plan::Direction;
 
 /// Turns between two looks at control connections and clock while data keeps moving.
 const TURNS_BETWEEN_LOOKS: u32 = 64;
-/// Turns without progress that only spin, then those that yield the core, before sleeping.
-const SPINS: u32 = 200;
-const YIELDS: u32 = 8;
+/// Turns without progress before sleeping: first some that only spin, then some that yield the core.
+/// Yielding costs little where nobody else wants the core, and much is gained where somebody does.
+const SPINS: u32 = 20;
+const YIELDS: u32 = 100;
+/// The same with more ranks than cores: whoever is waited for needs the core.
+const CROWDED_YIELDS: u32 = 8;
 /// Calls that are remembered to compare with what others say they are waiting in.
 const HISTORY: usize = 64;
 
@@ -186,11 +189,16 @@ impl Engine {
     /// Drives all tasks until that of `ticket` is done.
     pub(super) fn drive(&mut self, ticket: &Ticket) {
         let (mut idle, mut turns) = (0, 0_u32);
-        let spins = if self.settings.crowded { 0 } else { SPINS };
+        let (spins, yields) = if self.settings.crowded { (0, CROWDED_YIELDS) } else { (SPINS, YIELDS) };
         loop {
             self.collect();
             let moved = self.turn();
             if ticket.is_done() {
+                return;
+            }
+            if let Some(failure) = &self.failure {
+                // Nothing is in the engine after a failure, so nobody else would complete it.
+                ticket.complete(Err(self.error(failure, None, 0, (0, 0))));
                 return;
             }
             turns = turns.wrapping_add(1);
@@ -205,7 +213,7 @@ impl Engine {
             idle += 1;
             if idle <= spins {
                 std::hint::spin_loop();
-            } else if idle <= spins + YIELDS {
+            } else if idle <= spins + yields {
                 std::thread::yield_now();
             } else {
                 self.sleep();

@@ -176,7 +176,10 @@ impl Mailbox {
         let waiting = |early: &Early| early.call.root == call.root && early.claimed.is_none();
         if let Some(index) = self.early.iter().position(waiting) {
             let early = &mut self.early[index];
-            check(early.call, call, early.seq)?;
+            if let Err(error) = check(early.call, call, early.seq) {
+                self.recvs.push(recv);
+                return Err(error);
+            }
             if early.bytes.is_none() {
                 recv.matched = Some(Match::Large(early.seq));
                 let seq = early.seq;

@@ -6,7 +6,7 @@ use super::{Apply, Plan, Stream, block};
 ///
 /// Small enough that a block is still in the cache when it is sent on, large enough that the first
 /// block of each turn, which needs nothing from anybody, covers the round trip of a fast network.
-const BLOCK_BYTES: usize = 1 << 20;
+const BLOCK_BYTES: usize = 128 << 10;
 
 /// Elements in one turn of the ring.
 pub(super) fn chunk_elements(world: usize, element_bytes: usize) -> usize {
