@@ -352,12 +352,14 @@ impl Store for FileStore {
         Err(StoreError::Unsupported { store: "file store", operation: "queue_len" })
     }
 
+    /// Of two keys, as torch's stores without a barrier of their own have it.
     fn barrier(&self, key: &[u8], world_size: usize, deadline: Instant) -> Result<(), StoreError> {
-        let name = name(key)?;
-        self.add_raw("barrier", &name, 1, deadline)?;
         let world_size = i64::try_from(world_size).unwrap_or(i64::MAX);
-        self.poll("barrier", &[key], deadline, |log| {
-            log.get(&name).and_then(leading_number).is_some_and(|came| came >= world_size).then_some(())
-        })
+        let last = [key, b"/last_member"].concat();
+        if self.add(&[key, b"/num_members"].concat(), 1, deadline)? >= world_size {
+            return self.set(&last, b"1", deadline);
+        }
+        let last = name(&last)?;
+        self.poll("barrier", &[key], deadline, |log| log.has(&last).then_some(()))
     }
 }

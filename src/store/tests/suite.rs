@@ -165,6 +165,9 @@ fn a_wait_ends_with_its_last_key_however_it_appears() {
             (b"w-barrier", Box::new(|| backend.two.barrier(b"w-barrier", 1, soon()).unwrap())),
         ];
         for (key, appear) in appear {
+            if key == b"w-barrier" && !backend.has_queues {
+                continue;
+            }
             // Asked for twice: the same key counts once.
             let waited = while_waiting(|| backend.one.wait(&[b"here", key, key], soon()), appear);
             waited.unwrap_or_else(|error| panic!("{}: {error}", key.escape_ascii()));
@@ -361,7 +364,9 @@ fn barriers_open_when_all_came_and_work_once() {
         let late = || backend.two.barrier(b"b", 2, soon()).unwrap();
         while_waiting(|| backend.one.barrier(b"b", 2, soon()), late).unwrap();
         backend.one.barrier(b"b", 2, short()).expect("a used barrier is open");
-        assert_eq!(backend.two.get(b"b", soon()).unwrap(), b"3");
+        if backend.has_queues {
+            assert_eq!(backend.two.get(b"b", soon()).unwrap(), b"3", "the server's own barrier is a number");
+        }
         backend.one.barrier(b"none", 0, soon()).unwrap();
     });
 }
