@@ -288,7 +288,7 @@ impl Engine {
     }
 
     /// Moves what can be moved now in the first collective and all messages.
-    fn turn(&mut self) -> bool {
+    pub(super) fn turn(&mut self) -> bool {
         let mut moved = false;
         if let Some(first) = self.collectives.front_mut() {
             match first.run.turn(&mut Collectives(&mut self.peers)) {

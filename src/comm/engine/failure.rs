@@ -17,6 +17,8 @@ const CONFIRM: Duration = Duration::from_millis(100);
 const VERDICT: Duration = Duration::from_millis(60);
 /// How long a control connection may take to explain why a data connection ended.
 const EXPLAIN: Duration = Duration::from_millis(500);
+/// Most turns that calls get to use what has already arrived when the group fails.
+const LAST_TURNS: u32 = 64;
 /// How long data that is already here may keep a dead peer from being noticed.
 const SILENCE: Duration = Duration::from_millis(50);
 
@@ -50,6 +52,8 @@ impl Engine {
         self.tell_all(&abort, &report.encode());
         let failure = self.confirm(report);
         self.failure = Some(failure.clone());
+        // A call whose data is all here has succeeded, though the news of a later failure overtook it.
+        let _ = (0..LAST_TURNS).find(|_| !self.turn());
         for (call, seq, received, ticket) in self.end_everything() {
             ticket.complete(Err(self.error(&failure, Some(call), seq, received)));
         }

@@ -192,6 +192,7 @@ fn an_abort_reaches_everybody_also_in_the_middle_of_a_call() {
 #[test]
 fn a_failed_group_stays_failed_with_the_same_cause() {
     ranks(2, |group| {
+        group.barrier().unwrap();
         if group.rank() == 0 {
             group.abort("first");
             group.abort("second");
