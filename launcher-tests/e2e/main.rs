@@ -11,5 +11,6 @@
 
 mod harness;
 mod kill;
+mod nodes;
 mod processes;
 mod workers;

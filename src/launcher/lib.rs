@@ -18,6 +18,7 @@ mod logs;
 mod os;
 mod rendezvous;
 mod report;
+mod say;
 mod supervise;
 
 use std::io::Write;

@@ -61,6 +61,7 @@ enum Why {
     Failure,
     Launch { local_rank: usize, error: String },
     Signal(Signal),
+    Abort,
 }
 
 /// What happens to the workers.
@@ -74,6 +75,8 @@ pub(crate) enum Event {
     Exited { local_rank: usize, cause: ExitCause },
     /// A signal to the launcher: pass it on, and end the round within `grace`.
     Stop { signal: Signal, grace: Duration },
+    /// The job is over for reasons of other nodes: stop the workers, nobody here is to blame.
+    Abort,
     /// Time has passed.
     Tick,
 }
@@ -83,6 +86,8 @@ pub(crate) enum Event {
 pub(crate) enum Action {
     /// Send `signal` to the worker's process group.
     Signal { local_rank: usize, signal: Signal },
+    /// This failure, the first, ends the round.
+    Failing { local_rank: usize, cause: ExitCause },
     /// No worker is left. The last action of a round.
     Finish(Outcome),
 }
@@ -98,6 +103,8 @@ pub(crate) enum Outcome {
     NotStarted { local_rank: usize, error: String },
     /// A signal to the launcher ended it.
     Stopped { signal: Signal },
+    /// Other nodes ended it.
+    Aborted,
 }
 
 /// A worker that ended otherwise than by exit code 0.
@@ -155,6 +162,12 @@ impl Supervisor {
                 Phase::Stopping { .. } => self.kill(Some(Why::Signal(signal)), out),
                 Phase::Killing { .. } | Phase::Done => {}
             },
+            Event::Abort => match self.phase {
+                Phase::Running | Phase::Settling { .. } => {
+                    self.stop(now, Signal::SIGTERM, self.policy.failure_grace, Why::Abort, out);
+                }
+                Phase::Stopping { .. } | Phase::Killing { .. } | Phase::Done => {}
+            },
             Event::Tick => match self.phase {
                 Phase::Settling { until } if now >= until => {
                     self.stop(now, Signal::SIGTERM, self.policy.failure_grace, Why::Failure, out);
@@ -184,6 +197,9 @@ impl Supervisor {
         self.workers[local_rank] = Worker::Ended;
         if cause == ExitCause::Code(0) {
             return;
+        }
+        if self.failures.is_empty() && !self.is_stopping() {
+            out.push(Action::Failing { local_rank, cause });
         }
         self.failures.push(Failure { local_rank, cause, stopped: self.is_stopping() });
         match self.phase {
@@ -231,6 +247,7 @@ impl Supervisor {
             }
             Phase::Stopping { why: Why::Signal(signal), .. }
             | Phase::Killing { why: Why::Signal(signal) } => Outcome::Stopped { signal },
+            Phase::Stopping { why: Why::Abort, .. } | Phase::Killing { why: Why::Abort } => Outcome::Aborted,
             Phase::Stopping { why: Why::Failure, .. } | Phase::Killing { why: Why::Failure } => {
                 Outcome::Failed(failures)
             }

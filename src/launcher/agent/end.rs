@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use super::machine::End;
 use super::run::{Exit, News, Shell};
-use super::tell::say;
 use crate::guard::{ToGuard, kill_all};
+use crate::say::say;
 use crate::{exit, fault, report};
 
 /// How long the guard may take to leave.
@@ -22,6 +22,10 @@ impl Shell {
             say(&format!("warning: guard: {error}"));
             kill_all(|_, _| {});
         }
+        self.leave_court(&end);
+        if let Some(verdict) = &self.verdict {
+            say(&format!("error: {verdict}; so this node ends as well"));
+        }
         match end {
             End::Success => {
                 self.events
@@ -30,7 +34,10 @@ impl Shell {
             }
             End::Failed(failures) => {
                 self.events.agent_failed(self.round.as_ref().map(|round| &round.assignment), self.restarts);
-                self.report_failures(&failures);
+                // Of what other nodes caused, their report tells.
+                if self.verdict.is_none() {
+                    self.report_failures(&failures);
+                }
                 Exit::Code(exit::FAILURE)
             }
             End::Error(error) => {
@@ -39,6 +46,10 @@ impl Shell {
             }
             End::Stopped(signal) => {
                 say(&format!("stopped by {signal}"));
+                Exit::Code(exit::FAILURE)
+            }
+            End::Aborted => {
+                self.events.agent_failed(self.round.as_ref().map(|round| &round.assignment), self.restarts);
                 Exit::Code(exit::FAILURE)
             }
             End::Interrupted(signal) => {

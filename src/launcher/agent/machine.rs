@@ -57,6 +57,8 @@ pub(crate) enum Event {
     BarrierPassed,
     /// A signal that is to be passed on.
     Signalled(Signal),
+    /// The job is over on all nodes.
+    Verdict,
 }
 
 /// What is to be done.
@@ -68,6 +70,8 @@ pub(crate) enum Action {
     Start,
     /// Pass the signal on to the workers.
     Stop(Signal),
+    /// Stop the workers: there is nothing left for them to do.
+    Abort,
     /// End what the workers left behind: SIGTERM after `patience`, SIGKILL after another `grace`.
     Sweep { patience: Duration, grace: Duration },
     /// Wait for the other nodes.
@@ -89,6 +93,8 @@ pub(crate) enum End {
     Stopped(Signal),
     /// A signal came before there were workers, or after.
     Interrupted(Signal),
+    /// Another node ended the job.
+    Aborted,
 }
 
 impl Agent {
@@ -106,6 +112,17 @@ impl Agent {
             (State::Joining, Event::JoinFailed(error)) => end(End::Error(error)),
             (State::Joining | State::Barrier, Event::Signalled(signal)) => end(End::Interrupted(signal)),
 
+            (State::Joining | State::Barrier, Event::Verdict) => end(End::Aborted),
+            (State::Running, Event::Verdict) => (State::Running, Some(Action::Abort)),
+            (State::Sweeping(outcome), Event::Verdict) => {
+                let goes_on = match &outcome {
+                    Outcome::Succeeded => true,
+                    Outcome::Failed(_) => self.restarts_left() > 0,
+                    Outcome::NotStarted { .. } | Outcome::Stopped { .. } | Outcome::Aborted => false,
+                };
+                (State::Sweeping(if goes_on { Outcome::Aborted } else { outcome }), None)
+            }
+
             (State::Running, Event::Signalled(signal)) => (State::Running, Some(Action::Stop(signal))),
             (State::Running, Event::RoundEnded(Outcome::Succeeded)) if self.rules.keep_orphans => {
                 (State::Barrier, Some(Action::Barrier))
@@ -113,9 +130,10 @@ impl Agent {
             (State::Running, Event::RoundEnded(outcome)) => {
                 let patience = match outcome {
                     Outcome::Succeeded => self.rules.sweep_patience,
-                    Outcome::Failed(_) | Outcome::NotStarted { .. } | Outcome::Stopped { .. } => {
-                        Duration::ZERO
-                    }
+                    Outcome::Failed(_)
+                    | Outcome::NotStarted { .. }
+                    | Outcome::Stopped { .. }
+                    | Outcome::Aborted => Duration::ZERO,
                 };
                 (State::Sweeping(outcome), Some(Action::Sweep { patience, grace: self.rules.sweep_grace }))
             }
@@ -136,10 +154,15 @@ impl Agent {
         action
     }
 
+    /// How many failures this agent can still answer with a restart.
+    pub(crate) fn restarts_left(&self) -> u32 {
+        self.rules.max_restarts - self.restarts
+    }
+
     fn after(&mut self, outcome: Outcome) -> (State, Option<Action>) {
         match outcome {
             Outcome::Succeeded => (State::Barrier, Some(Action::Barrier)),
-            Outcome::Failed(_) if self.restarts < self.rules.max_restarts => {
+            Outcome::Failed(_) if self.restarts_left() > 0 => {
                 self.restarts += 1;
                 (State::Joining, Some(Action::Join { restarts: self.restarts }))
             }
@@ -148,6 +171,7 @@ impl Agent {
                 "the worker of local rank {local_rank} could not be started: {error}"
             ))),
             Outcome::Stopped { signal } => end(End::Stopped(signal)),
+            Outcome::Aborted => end(End::Aborted),
         }
     }
 }
@@ -259,6 +283,52 @@ mod tests {
     fn without_workers_a_signal_ends_the_agent_at_once() {
         let interrupted = Some(Action::End(End::Interrupted(Signal::SIGTERM)));
         story(&mut agent(5, false), &[(Event::Signalled(Signal::SIGTERM), interrupted)]);
+    }
+
+    #[test]
+    fn a_verdict_ends_every_state_and_outranks_a_restart() {
+        let aborted = Some(Action::End(End::Aborted));
+        story(&mut agent(5, false), &[(Event::Verdict, aborted.clone())]);
+        story(
+            &mut agent(5, false),
+            &[
+                (Event::Joined, Some(Action::Start)),
+                (Event::Verdict, Some(Action::Abort)),
+                (Event::RoundEnded(Outcome::Aborted), Some(SWEEP)),
+                (Event::Swept, aborted.clone()),
+            ],
+        );
+        story(
+            &mut agent(5, false),
+            &[
+                (Event::Joined, Some(Action::Start)),
+                (Event::RoundEnded(failed()), Some(SWEEP)),
+                (Event::Verdict, None),
+                (Event::Swept, aborted.clone()),
+            ],
+        );
+        story(
+            &mut agent(5, true),
+            &[
+                (Event::Joined, Some(Action::Start)),
+                (Event::RoundEnded(Outcome::Succeeded), Some(Action::Barrier)),
+                (Event::Verdict, aborted),
+            ],
+        );
+    }
+
+    #[test]
+    fn a_final_failure_of_our_own_stays_ours() {
+        let Outcome::Failed(failures) = failed() else { unreachable!() };
+        story(
+            &mut agent(0, false),
+            &[
+                (Event::Joined, Some(Action::Start)),
+                (Event::RoundEnded(failed()), Some(SWEEP)),
+                (Event::Verdict, None),
+                (Event::Swept, Some(Action::End(End::Failed(failures)))),
+            ],
+        );
     }
 
     #[test]

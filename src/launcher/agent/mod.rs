@@ -7,6 +7,7 @@ mod run;
 mod setup;
 mod start;
 mod tell;
+mod trial;
 mod workers;
 
 pub(crate) use run::run;

@@ -12,13 +12,14 @@ use tokio::sync::mpsc;
 
 use super::machine::{Action, Agent, End, Event, Rules};
 use super::setup::{token, watch_signals};
-use super::tell::say;
+use super::trial::start_thread;
 use super::workers::Workers;
 use crate::config::{Config, Orphans};
 use crate::events::Events;
 use crate::guard::{FromGuard, GuardLink, ToGuard, reap};
 use crate::logs::{RunDir, Tee};
-use crate::rendezvous::{self, Assignment, Rendezvous};
+use crate::rendezvous::{self, Assignment, Court, Rendezvous, Verdict};
+use crate::say::say;
 use crate::supervise::{self, Supervisor};
 use crate::{exit, fault};
 
@@ -66,7 +67,8 @@ pub(super) enum Exit {
 /// What comes from threads and signal handlers.
 #[derive(Debug)]
 pub(super) enum News {
-    Joined(Result<Assignment, String>),
+    Joined(Result<(Assignment, Option<Arc<Court>>), String>),
+    Verdict(Verdict),
     BarrierPassed(Option<String>),
     Signalled(Signal),
     ChildEnded,
@@ -80,6 +82,10 @@ pub(super) struct Shell {
     pub(super) tell: mpsc::UnboundedSender<News>,
     pub(super) agent: Agent,
     pub(super) rendezvous: Arc<Mutex<Box<dyn Rendezvous>>>,
+    /// Once this node has joined others that can hear it.
+    pub(super) court: Option<Arc<Court>>,
+    /// How the job ended, as far as it is known.
+    pub(super) verdict: Option<Verdict>,
     pub(super) token: Option<Token>,
     pub(super) run_dir: RunDir,
     pub(super) events: Events,
@@ -119,6 +125,8 @@ impl Shell {
         Ok(Self {
             token: token(&config)?,
             rendezvous: Arc::new(Mutex::new(rendezvous::choose(&config))),
+            court: None,
+            verdict: None,
             config: Arc::new(config),
             guard,
             link,
@@ -166,7 +174,8 @@ impl Shell {
 
     pub(super) fn hear(&mut self, news: News) -> Option<End> {
         match news {
-            News::Joined(Ok(assignment)) => {
+            News::Joined(Ok((assignment, court))) => {
+                self.enter_court(court);
                 let round = self.prepare(assignment);
                 match round {
                     Ok(round) => {
@@ -183,7 +192,16 @@ impl Shell {
                 }
                 self.decide(Event::BarrierPassed)
             }
-            News::Signalled(signal) => self.decide(Event::Signalled(signal)),
+            News::Verdict(verdict) => {
+                // What this node said itself is already being acted on.
+                let mine = self.court.as_ref().is_some_and(|court| court.is_mine(&verdict));
+                self.verdict.get_or_insert(verdict);
+                if mine { None } else { self.decide(Event::Verdict) }
+            }
+            News::Signalled(signal) => {
+                self.declare_stop(signal);
+                self.decide(Event::Signalled(signal))
+            }
             News::ChildEnded => {
                 // The guard, or strangers that we adopted as subreaper or as PID 1 of a container.
                 let guard = self.guard.as_raw();
@@ -238,6 +256,7 @@ impl Shell {
                     let id = self.round.as_ref()?.workers.id(local_rank);
                     self.tell_guard(&ToGuard::Signal { id, signal: signal as i32 });
                 }
+                supervise::Action::Failing { local_rank, cause } => self.declare_failure(local_rank, cause),
                 supervise::Action::Finish(outcome) => {
                     self.finish_output();
                     self.tell_outcome(&outcome);
@@ -262,6 +281,7 @@ impl Shell {
                 let grace = self.config.shutdown_timeout;
                 self.supervise(supervise::Event::Stop { signal, grace })
             }
+            Action::Abort => self.supervise(supervise::Event::Abort),
             Action::Sweep { patience, grace } => {
                 let ms = |duration: Duration| u64::try_from(duration.as_millis()).unwrap_or(u64::MAX);
                 let sweep = ToGuard::Sweep { patience_ms: ms(patience), grace_ms: ms(grace) };
@@ -287,7 +307,8 @@ impl Shell {
     fn join(&self, restarts: u32) {
         fault::point("joining");
         self.in_thread(move |rendezvous| {
-            News::Joined(rendezvous.join(restarts).map_err(|error| error.to_string()))
+            let joined = rendezvous.join(restarts).map_err(|error| error.to_string());
+            News::Joined(joined.map(|assignment| (assignment, rendezvous.court())))
         });
     }
 
@@ -295,7 +316,7 @@ impl Shell {
     fn in_thread(&self, work: impl FnOnce(&mut dyn Rendezvous) -> News + Send + 'static) {
         let rendezvous = Arc::clone(&self.rendezvous);
         let tell = self.tell.clone();
-        std::thread::spawn(move || {
+        start_thread("rendezvous", move || {
             let mut rendezvous = rendezvous.lock().unwrap_or_else(PoisonError::into_inner);
             let news = work(rendezvous.as_mut());
             // Nobody listens any more if the launcher is just ending.

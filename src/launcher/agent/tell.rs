@@ -1,6 +1,5 @@
 //! What the launcher says, all of it on stderr.
 
-use std::io::{self, Write};
 use std::time::SystemTime;
 
 use convoke_env::vars;
@@ -8,6 +7,7 @@ use convoke_env::vars;
 use super::run::Shell;
 use crate::guard::Leftover;
 use crate::report::{self, Failure};
+use crate::say::{say, say_raw};
 use crate::supervise;
 
 /// How many leftover processes a message names.
@@ -84,14 +84,4 @@ impl Shell {
             Err(error) => say(&format!("error: {error}")),
         }
     }
-}
-
-/// One line of the launcher's own, on stderr.
-pub(super) fn say(line: &str) {
-    say_raw(&format!("convoke: {line}\n"));
-}
-
-/// Text on stderr in one piece. A closed stderr must not end the job.
-fn say_raw(text: &str) {
-    let _ = io::stderr().lock().write_all(text.as_bytes());
 }

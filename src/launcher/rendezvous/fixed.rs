@@ -1,30 +1,45 @@
 //! `static`: node ranks are given, node 0 serves the store, and the keys are those of torchrun, so that
 //! nodes under torchrun and nodes under convoke can form one job.
 
-use std::io::Write;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use convoke_env::Generation;
 use convoke_store::{PrefixStore, Store, StoreError, StoreServer, TcpStore};
 
+use serde::{Deserialize, Serialize};
+
 use super::ranks::{Ranks, RoleInfo, assign, encode};
-use super::{Assignment, Rendezvous, RendezvousError};
+use super::{Assignment, Court, Rendezvous, RendezvousError, What};
 use crate::config::Config;
+use crate::report::full_host_name;
+use crate::say::say;
 
 /// How long nodes that are done wait for the others.
 const BARRIER_TIMEOUT: Duration = Duration::from_secs(300);
 /// Longest single operation on a store that answers.
 const OPERATION_TIMEOUT: Duration = Duration::from_secs(60);
 /// How often to look whether the set of missing nodes has changed, for the message about it.
-const PROGRESS_INTERVAL: Duration = Duration::from_secs(2);
+const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
 
 const ROLE_INFO: &str = "torchelastic/role_info/";
 const ASSIGNED_RANKS: &str = "torchelastic/assigned_ranks/";
 const MEMBERS: &[u8] = b"torchelastic/agent/terminal_state/num_members";
 const LAST_MEMBER: &[u8] = b"torchelastic/agent/terminal_state/last_member";
+/// Who has which node rank; ours, next to torchrun's keys.
+const NODE: &str = "convoke/node/";
+const VERSION: &str = env!("CARGO_PKG_VERSION");
 /// Generation of the nth round; ours, next to torchrun's keys.
 const GENERATION: &str = "convoke/generation/";
+
+/// What a convoke agent says of itself.
+#[derive(Debug, Serialize, Deserialize)]
+struct Registration {
+    version: String,
+    host: String,
+    pid: u32,
+    nodes: usize,
+}
 
 /// See the module's head.
 #[derive(Debug)]
@@ -47,7 +62,8 @@ struct Joined {
     _server: Option<StoreServer>,
     /// The whole store, and the part of this job.
     store: Arc<dyn Store>,
-    job: PrefixStore,
+    job: Arc<dyn Store>,
+    court: Option<Arc<Court>>,
     assignment: Assignment,
     /// Number of the round that `assignment.generation` belongs to.
     round: u64,
@@ -81,11 +97,12 @@ impl Fixed {
         if let Some(server) = &server {
             self.port = server.port();
         }
-        let store = TcpStore::connect(&super::address(&self.host, self.port), deadline)?;
+        let tcp = Arc::new(self.reach(deadline)?);
         // torch's agents count themselves here, and its node 0 waits for the sum.
-        store.announce_worker(deadline)?;
-        let store: Arc<dyn Store> = Arc::new(store);
-        let job = PrefixStore::new(&self.run_id, Arc::clone(&store));
+        tcp.announce_worker(deadline)?;
+        let store: Arc<dyn Store> = Arc::clone(&tcp) as Arc<dyn Store>;
+        let job: Arc<dyn Store> = Arc::new(PrefixStore::new(&self.run_id, Arc::clone(&store)));
+        let court = self.register(&tcp, &job, deadline)?.map(Arc::new);
         let info = RoleInfo { role: self.role.clone(), rank: self.node, local_world_size: self.workers };
         let generation = (self.node == 0).then(Generation::random).transpose().map_err(no_random)?;
         if let Some(generation) = generation {
@@ -93,13 +110,13 @@ impl Fixed {
         }
         job.set(format!("{ROLE_INFO}{}", self.node).as_bytes(), encode(&info).as_bytes(), deadline)?;
         if self.node == 0 {
-            self.assign_all(&job, deadline)?;
+            self.assign_all(job.as_ref(), court.as_deref(), deadline)?;
         }
-        let ranks = self.read_ranks(&job, deadline)?;
+        let ranks = self.read_ranks(job.as_ref(), court.as_deref(), deadline)?;
         // Node 0 wrote it before the ranks; if it is not there now, node 0 is another launcher.
         let generation = match generation {
             Some(generation) => Some(generation),
-            None => self.read_generation(&job, 0)?,
+            None => self.read_generation(job.as_ref(), 0)?,
         };
         let assignment = Assignment {
             group_rank: self.node,
@@ -113,14 +130,95 @@ impl Fixed {
             use_agent_store: true,
             generation,
         };
-        Ok(Joined { _server: server, store, job, assignment, round: 0 })
+        Ok(Joined { _server: server, store, job, court, assignment, round: 0 })
+    }
+
+    /// Connects to node 0's store, and says once per change why it cannot yet.
+    fn reach(&self, deadline: Instant) -> Result<TcpStore, RendezvousError> {
+        let address = super::address(&self.host, self.port);
+        let mut told = String::new();
+        loop {
+            let until = deadline.min(Instant::now() + PROGRESS_INTERVAL);
+            match TcpStore::connect(&address, until) {
+                Ok(store) => return Ok(store),
+                Err(StoreError::Unreachable { last, .. }) if until < deadline => {
+                    if last != told {
+                        let left = deadline.saturating_duration_since(Instant::now()).as_secs();
+                        say(&format!("waiting for node 0 at {address}: {last} ({left} s left)"));
+                        told = last;
+                    }
+                }
+                Err(StoreError::Unreachable { store, attempts, last, .. }) => {
+                    let after = self.timeout;
+                    return Err(StoreError::Unreachable { store, after, attempts, last }.into());
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    /// Takes this node's place, and holds what it was told against what node 0 was told. `None` if
+    /// node 0 is another launcher.
+    fn register(
+        &self,
+        tcp: &TcpStore,
+        job: &Arc<dyn Store>,
+        deadline: Instant,
+    ) -> Result<Option<Court>, RendezvousError> {
+        if self.nodes == 1 {
+            return Ok(None);
+        }
+        let host = full_host_name();
+        let me =
+            Registration { version: VERSION.to_owned(), host, pid: std::process::id(), nodes: self.nodes };
+        let mine = encode(&me);
+        let key = format!("{NODE}{}", self.node);
+        let there = job.compare_set(key.as_bytes(), b"", mine.as_bytes(), deadline)?;
+        if there != mine.as_bytes() {
+            let other = self.parse(&key, &there)?;
+            let other = format!("pid {} on {}", other.pid, other.host);
+            return Err(RendezvousError::Taken { node: self.node, nodes: self.nodes, other });
+        }
+        let (seat, hosts) = ((self.node, self.nodes), (me.host, self.host.clone()));
+        let court = Court::enter(tcp, Arc::clone(job), &self.run_id, seat, hosts, deadline)?;
+        if court.is_none() {
+            return Ok(None);
+        }
+        let key = format!("{NODE}0");
+        let first = self.parse(&key, &job.get(key.as_bytes(), deadline)?)?;
+        if first.nodes != self.nodes {
+            let (node, mine, theirs) = (self.node, self.nodes, first.nodes);
+            let error = RendezvousError::Nodes { node, mine, theirs, host: first.host };
+            if let Some(court) = court {
+                court.declare(What::Error { text: error.to_string() });
+                court.leave();
+            }
+            return Err(error);
+        }
+        if first.version != VERSION {
+            say(&format!("warning: convoke {VERSION} here, {} on node 0 ({})", first.version, first.host));
+        }
+        Ok(court)
+    }
+
+    fn parse(&self, key: &str, text: &[u8]) -> Result<Registration, RendezvousError> {
+        serde_json::from_slice(text).map_err(|error| RendezvousError::Malformed {
+            node: self.node,
+            key: key.to_owned(),
+            what: error.to_string(),
+        })
     }
 
     /// Node 0: waits for every node's role info and answers all of them.
-    fn assign_all(&self, job: &dyn Store, deadline: Instant) -> Result<(), RendezvousError> {
+    fn assign_all(
+        &self,
+        job: &dyn Store,
+        court: Option<&Court>,
+        deadline: Instant,
+    ) -> Result<(), RendezvousError> {
         let keys: Vec<String> = (0..self.nodes).map(|node| format!("{ROLE_INFO}{node}")).collect();
         let keys: Vec<&[u8]> = keys.iter().map(String::as_bytes).collect();
-        self.wait_for_nodes(job, &keys, deadline)?;
+        self.wait_for_nodes(job, court, &keys, deadline)?;
         let mut infos = Vec::with_capacity(self.nodes);
         for (node, text) in job.multi_get(&keys, deadline)?.into_iter().enumerate() {
             let key = format!("{ROLE_INFO}{node}");
@@ -146,6 +244,7 @@ impl Fixed {
     fn wait_for_nodes(
         &self,
         job: &dyn Store,
+        court: Option<&Court>,
         keys: &[&[u8]],
         deadline: Instant,
     ) -> Result<(), RendezvousError> {
@@ -154,7 +253,7 @@ impl Fixed {
             let until = deadline.min(Instant::now() + PROGRESS_INTERVAL);
             match job.wait(keys, until) {
                 Ok(()) => return Ok(()),
-                Err(StoreError::Timeout { .. }) => {}
+                Err(StoreError::Timeout { .. }) => not_over(court)?,
                 Err(error) => return Err(error.into()),
             }
             let grace = Instant::now() + OPERATION_TIMEOUT;
@@ -176,26 +275,33 @@ impl Fixed {
             if missing != told {
                 let left = deadline.saturating_duration_since(now).as_secs();
                 let here = self.nodes - missing.len();
-                let mut stderr = std::io::stderr().lock();
-                let _ = writeln!(
-                    stderr,
-                    "convoke: {here} of {} nodes are here, waiting for {} ({left} s left)",
-                    self.nodes,
-                    super::nodes(&missing)
-                );
+                let missing_text = super::nodes(&missing);
+                say(&format!(
+                    "{here} of {} nodes are here, waiting for {missing_text} ({left} s left)",
+                    self.nodes
+                ));
                 told = missing;
             }
         }
     }
 
-    fn read_ranks(&self, job: &dyn Store, deadline: Instant) -> Result<Ranks, RendezvousError> {
+    fn read_ranks(
+        &self,
+        job: &dyn Store,
+        court: Option<&Court>,
+        deadline: Instant,
+    ) -> Result<Ranks, RendezvousError> {
         let key = format!("{ASSIGNED_RANKS}{}", self.node);
-        let text = match job.get(key.as_bytes(), deadline) {
-            Err(StoreError::Timeout { .. }) => {
-                let after_s = self.timeout.as_secs();
-                return Err(RendezvousError::NotAssigned { endpoint: self.endpoint(), after_s });
+        let text = loop {
+            match job.get(key.as_bytes(), deadline.min(Instant::now() + PROGRESS_INTERVAL)) {
+                Ok(text) => break text,
+                Err(StoreError::Timeout { .. }) if Instant::now() < deadline => not_over(court)?,
+                Err(StoreError::Timeout { .. }) => {
+                    let after_s = self.timeout.as_secs();
+                    return Err(RendezvousError::NotAssigned { endpoint: self.endpoint(), after_s });
+                }
+                Err(error) => return Err(error.into()),
             }
-            other => other?,
         };
         let malformed = |what: String| RendezvousError::Malformed { node: 0, key: key.clone(), what };
         let ranks: Ranks = serde_json::from_slice(&text).map_err(|error| malformed(error.to_string()))?;
@@ -227,7 +333,7 @@ impl Fixed {
             return Ok(());
         }
         let mut newest = None;
-        while let Some(generation) = self.read_generation(&joined.job, joined.round + 1)? {
+        while let Some(generation) = self.read_generation(joined.job.as_ref(), joined.round + 1)? {
             newest = Some(generation);
             joined.round += 1;
         }
@@ -242,7 +348,7 @@ impl Fixed {
                 newest = Some(mine);
                 self.delete_worker_keys(joined)?;
             } else {
-                newest = self.read_generation(&joined.job, joined.round)?;
+                newest = self.read_generation(joined.job.as_ref(), joined.round)?;
             }
         }
         joined.assignment.generation = newest;
@@ -276,6 +382,10 @@ impl Rendezvous for Fixed {
         assignment.ok_or(RendezvousError::NotAssigned { endpoint: self.endpoint(), after_s: 0 })
     }
 
+    fn court(&self) -> Option<Arc<Court>> {
+        self.joined.as_ref()?.court.clone()
+    }
+
     fn barrier(&mut self) -> Option<String> {
         let joined = self.joined.as_ref()?;
         if self.nodes == 1 {
@@ -300,4 +410,9 @@ fn generation_key(round: u64) -> String {
 
 fn no_random(source: std::io::Error) -> RendezvousError {
     RendezvousError::System { what: "no random numbers".to_owned(), source }
+}
+
+/// An error if another node has ended the job meanwhile.
+fn not_over(court: Option<&Court>) -> Result<(), RendezvousError> {
+    court.and_then(Court::standing).map_or(Ok(()), |verdict| Err(RendezvousError::Over(verdict)))
 }

@@ -1,16 +1,19 @@
 //! How the nodes of a job find each other and agree on ranks.
 
+mod court;
 mod fixed;
 mod local;
 mod ranks;
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
+use std::sync::Arc;
 
 use convoke_env::Generation;
 use convoke_store::{ServeError, StoreError, StoreServer};
 
 use crate::config::{Config, Rendezvous as Choice};
 
+pub(crate) use court::{Court, Verdict, What};
 pub(crate) use fixed::Fixed;
 pub(crate) use local::Local;
 
@@ -56,6 +59,17 @@ pub(crate) enum RendezvousError {
     NotAssigned { endpoint: String, after_s: u64 },
     #[error("node {node} published {key} that makes no sense: {what}")]
     Malformed { node: usize, key: String, what: String },
+    #[error(
+        "node rank {node} is taken: {other} joined with it before\n  try: give each node its own --node-rank, 0 to {}",
+        nodes.saturating_sub(1)
+    )]
+    Taken { node: usize, nodes: usize, other: String },
+    #[error(
+        "--nnodes is {mine} here (node {node}) and {theirs} on node 0 ({host})\n  try: the same --nnodes on all nodes"
+    )]
+    Nodes { node: usize, mine: usize, theirs: usize, host: String },
+    #[error("{0}; so this node ends as well")]
+    Over(Verdict),
     #[error("{0}")]
     Store(#[from] StoreError),
     #[error("{0}")]
@@ -77,6 +91,11 @@ pub(crate) trait Rendezvous: Send + std::fmt::Debug {
 
     /// Waits until all nodes have succeeded; a warning if that could not be established.
     fn barrier(&mut self) -> Option<String>;
+
+    /// Where nodes that have joined learn of each other's end, if they can.
+    fn court(&self) -> Option<Arc<Court>> {
+        None
+    }
 }
 
 /// The way that `config` asks for.

@@ -41,6 +41,10 @@ fn signal(local_rank: usize, signal: Signal) -> Action {
     Action::Signal { local_rank, signal }
 }
 
+fn failing(local_rank: usize, code: i32) -> Action {
+    Action::Failing { local_rank, cause: ExitCause::Code(code) }
+}
+
 fn failure(local_rank: usize, cause: ExitCause, stopped: bool) -> Failure {
     Failure { local_rank, cause, stopped }
 }
@@ -57,7 +61,7 @@ fn a_round_succeeds_when_all_workers_exit_with_0() {
 fn a_failure_stops_the_others_and_keeps_the_order() {
     let mut story = Story::of(3, 0);
     story.at(1, exit(0, 0), &[]);
-    story.at(2, exit(2, 3), &[signal(1, Signal::SIGTERM)]);
+    story.at(2, exit(2, 3), &[failing(2, 3), signal(1, Signal::SIGTERM)]);
     story.wakes_at(Some(30_002));
     let failures = vec![
         failure(2, ExitCause::Code(3), false),
@@ -69,14 +73,14 @@ fn a_failure_stops_the_others_and_keeps_the_order() {
 #[test]
 fn a_sibling_that_exits_with_0_when_stopped_is_no_failure() {
     let mut story = Story::of(2, 0);
-    story.at(1, exit(0, 9), &[signal(1, Signal::SIGTERM)]);
+    story.at(1, exit(0, 9), &[failing(0, 9), signal(1, Signal::SIGTERM)]);
     story.at(2, exit(1, 0), &[Action::Finish(Outcome::Failed(vec![failure(0, ExitCause::Code(9), false)]))]);
 }
 
 #[test]
 fn who_ignores_sigterm_is_killed_after_the_grace_period() {
     let mut story = Story::of(2, 0);
-    story.at(0, exit(0, 1), &[signal(1, Signal::SIGTERM)]);
+    story.at(0, exit(0, 1), &[failing(0, 1), signal(1, Signal::SIGTERM)]);
     story.at(29_999, Event::Tick, &[]);
     story.at(30_000, Event::Tick, &[signal(1, Signal::SIGKILL)]);
     story.wakes_at(None);
@@ -90,7 +94,7 @@ fn who_ignores_sigterm_is_killed_after_the_grace_period() {
 #[test]
 fn failures_within_the_settling_time_are_simultaneous() {
     let mut story = Story::of(3, 2_000);
-    story.at(0, exit(0, 10), &[]);
+    story.at(0, exit(0, 10), &[failing(0, 10)]);
     story.wakes_at(Some(2_000));
     story.at(50, exit(1, 11), &[]);
     story.at(2_000, Event::Tick, &[signal(2, Signal::SIGTERM)]);
@@ -101,7 +105,7 @@ fn failures_within_the_settling_time_are_simultaneous() {
 #[test]
 fn settling_ends_when_nobody_is_left() {
     let mut story = Story::of(2, 2_000);
-    story.at(0, exit(0, 10), &[]);
+    story.at(0, exit(0, 10), &[failing(0, 10)]);
     let failures = vec![failure(0, ExitCause::Code(10), false), failure(1, ExitCause::Code(11), false)];
     story.at(50, exit(1, 11), &[Action::Finish(Outcome::Failed(failures))]);
 }
@@ -131,13 +135,21 @@ fn a_worker_that_starts_late_is_stopped_as_well() {
     let policy = Policy { settle: Duration::ZERO, failure_grace: GRACE };
     let mut story = Story { supervisor: Supervisor::new(2, policy), start: Instant::now() };
     story.at(0, Event::Started { local_rank: 0 }, &[]);
-    story.at(1, exit(0, 1), &[]);
+    story.at(1, exit(0, 1), &[failing(0, 1)]);
     story.at(2, Event::Started { local_rank: 1 }, &[signal(1, Signal::SIGTERM)]);
     let failures = vec![
         failure(0, ExitCause::Code(1), false),
         failure(1, ExitCause::Signal(Signal::SIGTERM as i32), true),
     ];
     story.at(3, killed(1, Signal::SIGTERM), &[Action::Finish(Outcome::Failed(failures))]);
+}
+
+#[test]
+fn an_abort_stops_the_workers_and_blames_nobody() {
+    let mut story = Story::of(2, 0);
+    story.at(0, Event::Abort, &[signal(0, Signal::SIGTERM), signal(1, Signal::SIGTERM)]);
+    story.at(1, killed(0, Signal::SIGTERM), &[]);
+    story.at(2, killed(1, Signal::SIGTERM), &[Action::Finish(Outcome::Aborted)]);
 }
 
 #[test]
@@ -176,10 +188,12 @@ fn random_round(seed: u64) {
     let mut alive = vec![true; count];
     let mut doomed = vec![None; count];
     let mut outcome = None;
+    let mut failed = false;
     for _ in 0..10_000 {
         now += Duration::from_millis(random(2_000));
         let who = usize::try_from(random(count as u64)).unwrap();
         let event = match random(12) {
+            0 if random(2) == 0 => Event::Abort,
             0 => Event::Stop { signal: Signal::SIGINT, grace: GRACE },
             1..=5 => Event::Tick,
             _ if !alive[who] => continue,
@@ -211,6 +225,9 @@ fn random_round(seed: u64) {
                     if signal == Signal::SIGKILL || random(2) == 0 {
                         doomed[local_rank] = Some(signal);
                     }
+                }
+                Action::Failing { local_rank, .. } => {
+                    assert!(!alive[local_rank] && !std::mem::replace(&mut failed, true), "seed {seed}");
                 }
                 Action::Finish(end) => outcome = Some(end),
             }

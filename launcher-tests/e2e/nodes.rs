@@ -1,0 +1,172 @@
+//! Static jobs of several nodes: one end for all, one cause, and mistakes between nodes named at once.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::Signal;
+
+use super::harness::{Job, Launcher, PATIENCE};
+
+/// From the end of one node to that of the others: a stated second, with a margin for a busy machine.
+const TOGETHER: Duration = Duration::from_secs(6);
+
+fn free_port() -> String {
+    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string()
+}
+
+fn node(job: &Job, port: &str, nodes: u32, rank: u32, worker: &Path) -> Launcher {
+    let mut command = job.command(["--master-addr=127.0.0.1", "--master-port", port]);
+    command.arg(format!("--nnodes={nodes}")).arg(format!("--node-rank={rank}")).arg(worker);
+    command.env("PET_SHUTDOWN_TIMEOUT", "5");
+    job.start(command)
+}
+
+/// Three nodes whose workers wait for ever, but for what `extra` does on the rank `WHO`.
+fn three(job: &Job, extra: &str) -> [Launcher; 3] {
+    let worker = job.script(&format!("echo $PPID > \"$JOB/up.$RANK\"\n{extra}\nexec sleep 1000\n"));
+    let port = free_port();
+    let nodes = [0, 1, 2].map(|rank| node(job, &port, 3, rank, &worker));
+    for rank in 0..3 {
+        job.wait_for_file(&format!("up.{rank}"));
+    }
+    nodes
+}
+
+#[test]
+fn a_final_failure_ends_all_nodes_with_one_cause() {
+    for culprit in 0..3 {
+        let job = Job::new();
+        let fail = "while [ ! -e \"$JOB/go\" ]; do sleep 0.01; done\n[ $RANK = CULPRIT ] && exit 3\n";
+        let nodes = three(&job, &fail.replace("CULPRIT", &culprit.to_string()));
+        std::fs::write(job.path("go"), "").unwrap();
+        let start = Instant::now();
+        for (rank, node) in nodes.into_iter().enumerate() {
+            let ended = node.wait().expect(1);
+            if rank == culprit {
+                assert!(ended.stderr.contains("exitcode  : 3 (pid: "), "{}", ended.stderr);
+            } else {
+                let cause = format!("failed: rank {culprit} (local_rank 0) exited with code 3");
+                assert!(ended.stderr.contains(&cause), "node {rank}: {}", ended.stderr);
+                assert!(ended.stderr.contains(&format!("node {culprit} (")), "node {rank}: {}", ended.stderr);
+            }
+        }
+        assert!(start.elapsed() < TOGETHER, "took {:?}", start.elapsed());
+        assert_eq!(job.processes(), []);
+    }
+}
+
+#[test]
+fn a_killed_launcher_ends_all_nodes_and_is_named() {
+    for culprit in 0..3 {
+        let job = Job::new();
+        let nodes = three(&job, "");
+        nodes[culprit].signal(Signal::SIGKILL);
+        let start = Instant::now();
+        for (rank, node) in nodes.into_iter().enumerate() {
+            let ended = node.wait();
+            if rank != culprit {
+                assert!(ended.stderr.contains(&format!("node {culprit} (")), "node {rank}: {}", ended.stderr);
+                assert!(ended.stderr.contains("is lost"), "node {rank}: {}", ended.stderr);
+                assert_eq!(ended.status.code(), Some(1));
+            }
+        }
+        assert!(start.elapsed() < TOGETHER, "took {:?}", start.elapsed());
+        job.wait_until_all_gone(PATIENCE);
+    }
+}
+
+#[test]
+fn a_signal_to_one_node_ends_all() {
+    let job = Job::new();
+    let nodes = three(&job, "");
+    nodes[1].signal(Signal::SIGTERM);
+    let start = Instant::now();
+    for (rank, node) in nodes.into_iter().enumerate() {
+        let ended = node.wait().expect(1);
+        let said = if rank == 1 { "stopped by SIGTERM" } else { "was stopped by SIGTERM" };
+        assert!(ended.stderr.contains(said), "node {rank}: {}", ended.stderr);
+    }
+    assert!(start.elapsed() < TOGETHER, "took {:?}", start.elapsed());
+}
+
+#[test]
+fn nodes_that_end_well_end_quietly_in_any_order() {
+    let job = Job::new();
+    let worker = job.script("sleep 0.0$RANK\n");
+    for _ in 0..10 {
+        let port = free_port();
+        let nodes = [0, 1, 2].map(|rank| node(&job, &port, 3, rank, &worker));
+        for node in nodes {
+            assert_eq!(node.wait().expect(0).stderr, "");
+        }
+    }
+}
+
+#[test]
+fn a_node_rank_that_is_taken_is_refused_and_disturbs_nobody() {
+    let job = Job::new();
+    let worker = job.script("exit 0\n");
+    let port = free_port();
+    // Two of three are there for certain once one of them is refused.
+    let first = node(&job, &port, 3, 0, &worker);
+    let [one, other] = [node(&job, &port, 3, 1, &worker), node(&job, &port, 3, 1, &worker)];
+    let mut both = [Some(one), Some(other)];
+    let refused = super::harness::wait_until("one of the two to be refused", || {
+        let at =
+            both.iter_mut().flatten().position(|launcher| launcher.child.try_wait().unwrap().is_some())?;
+        both[at].take()
+    });
+    let refused = refused.wait().expect(1);
+    assert!(refused.stderr.contains("node rank 1 is taken: pid "), "{}", refused.stderr);
+    let last = node(&job, &port, 3, 2, &worker);
+    first.wait().expect(0);
+    last.wait().expect(0);
+    both.into_iter().flatten().for_each(|accepted| drop(accepted.wait().expect(0)));
+}
+
+#[test]
+fn different_nnodes_are_named_on_both_sides() {
+    let job = Job::new();
+    let worker = job.script("exit 0\n");
+    let port = free_port();
+    let first = node(&job, &port, 2, 0, &worker);
+    let second = node(&job, &port, 3, 1, &worker);
+    for node in [first, second] {
+        let ended = node.wait().expect(1);
+        assert!(ended.stderr.contains("--nnodes is 3 here (node 1) and 2 on node 0"), "{}", ended.stderr);
+    }
+}
+
+#[test]
+fn who_is_missing_is_named() {
+    let job = Job::new();
+    let worker = job.script("exit 0\n");
+    let port = free_port();
+    let start = |rank: u32| {
+        let mut command = job.command(["--nnodes=4", "--master-addr=127.0.0.1", "--rdzv-conf=timeout=3"]);
+        command.arg("--master-port").arg(&port).arg(format!("--node-rank={rank}")).arg(&worker);
+        job.start(command)
+    };
+    let nodes = [start(0), start(2)];
+    let [first, third] = nodes.map(|node| node.wait().expect(1));
+    assert!(first.stderr.contains("2 of 4 nodes did not join within 3 s"), "{}", first.stderr);
+    assert!(first.stderr.contains("start convoke on nodes 1, 3 with"), "{}", first.stderr);
+    assert!(third.stderr.contains("error: "), "{}", third.stderr);
+}
+
+#[test]
+fn a_master_that_is_not_there_is_named_while_waiting_and_at_the_end() {
+    let job = Job::new();
+    let mut command =
+        job.command(["--nnodes=2", "--node-rank=1", "--master-addr=127.0.0.1", "--rdzv-conf=timeout=3"]);
+    let port = free_port();
+    command.args(["--master-port", &port, "true"]);
+    let ended = job.start(command).wait().expect(1);
+    let waiting = format!("waiting for node 0 at 127.0.0.1:{port}: 127.0.0.1:{port}: Connection refused");
+    assert_eq!(ended.stderr.matches(&waiting).count(), 1, "{}", ended.stderr);
+    assert!(
+        ended.stderr.contains(&format!("no store at 127.0.0.1:{port} after 3000 ms")),
+        "{}",
+        ended.stderr
+    );
+}

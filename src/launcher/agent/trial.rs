@@ -1,0 +1,84 @@
+//! The job's end on all nodes: hearing the verdict, declaring one, leaving when it is read.
+
+use std::sync::Arc;
+use std::sync::mpsc::RecvTimeoutError;
+use std::time::Duration;
+
+use convoke_env::ExitCause;
+use nix::sys::signal::Signal;
+
+use super::machine::End;
+use super::run::{News, Shell};
+use crate::rendezvous::{Court, What};
+use crate::report;
+use crate::say::say;
+
+/// Longest wait for the court at the very end.
+const COURT_TIMEOUT: Duration = Duration::from_secs(3);
+
+impl Shell {
+    /// Takes this node's seat, once.
+    pub(super) fn enter_court(&mut self, court: Option<Arc<Court>>) {
+        let (None, Some(court)) = (&self.court, court) else { return };
+        self.court = Some(Arc::clone(&court));
+        let tell = self.tell.clone();
+        start_thread("verdict", move || {
+            if let Some(verdict) = court.await_verdict() {
+                // Nobody listens any more if the launcher is just ending.
+                let _ = tell.send(News::Verdict(verdict));
+            }
+        });
+    }
+
+    /// The first failure of a round: if no restart is left it is the end of the job, on all nodes at once.
+    pub(super) fn declare_failure(&self, local_rank: usize, cause: ExitCause) {
+        let (Some(court), Some(round)) = (&self.court, &self.round) else { return };
+        if self.agent.restarts_left() == 0 {
+            let rank = round.workers.rank(local_rank);
+            let summary = format!("rank {rank} (local_rank {local_rank}) {}", report::describe(cause));
+            let (court, tell) = (Arc::clone(court), self.tell.clone());
+            start_thread("declare", move || {
+                let _ = tell.send(News::Verdict(court.declare(What::Failed { summary })));
+            });
+        }
+    }
+
+    /// The same for what ends this agent without a failed worker.
+    pub(super) fn declare_stop(&self, signal: Signal) {
+        if let Some(court) = self.court.clone() {
+            start_thread("declare", move || drop(court.declare(What::Stopped { signal: signal as i32 })));
+        }
+    }
+
+    /// The last word with the other nodes; who ended the job, if it was another node.
+    pub(super) fn leave_court(&mut self, end: &End) {
+        let Some(court) = self.court.take() else { return };
+        let what = match end {
+            End::Success => None,
+            // Declared when it happened; if that is still under way, the first word stands.
+            End::Failed(_) => None,
+            End::Aborted => None,
+            End::Error(text) => Some(What::Error { text: text.clone() }),
+            End::Stopped(signal) | End::Interrupted(signal) => Some(What::Stopped { signal: *signal as i32 }),
+        };
+        let (done, wait) = std::sync::mpsc::channel();
+        start_thread("leave", move || {
+            let standing = what.map(|what| court.declare(what));
+            court.leave();
+            let _ = done.send((standing, court));
+        });
+        match wait.recv_timeout(COURT_TIMEOUT) {
+            Ok((standing, court)) => {
+                self.verdict = self.verdict.take().or(standing).filter(|verdict| !court.is_mine(verdict));
+            }
+            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {}
+        }
+    }
+}
+
+/// A thread that ends by itself; without one its work is not done, and that is said.
+pub(super) fn start_thread(name: &str, work: impl FnOnce() + Send + 'static) {
+    if let Err(error) = std::thread::Builder::new().name(format!("convoke-{name}")).spawn(work) {
+        say(&format!("warning: no thread to {name}: {error}"));
+    }
+}

@@ -1,0 +1,200 @@
+//! How a static job ends on all nodes at once, with one cause: the first verdict in the store stands.
+//!
+//! Each agent leaves a will with node 0's store ("node 2 is lost") and watches the verdict. Who fails for
+//! good declares it; who vanishes is declared by its will; if node 0 itself vanishes, all others see
+//! their watch break. Only between convoke agents: torchrun's store knows no wills.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use convoke_store::{Store, StoreError, TcpStore, Watch, Will};
+use nix::sys::signal::Signal;
+use serde::{Deserialize, Serialize};
+
+/// Where the verdict stands, below the run id.
+const VERDICT: &str = "convoke/verdict";
+/// Counts nodes other than 0 that need the store no longer.
+const DONE: &[u8] = b"convoke/done";
+/// Longest wait for an operation of the court.
+const OPERATION_TIMEOUT: Duration = Duration::from_secs(2);
+/// How long node 0 serves on so that the others can read the verdict.
+const LINGER: Duration = Duration::from_millis(500);
+const LINGER_POLL: Duration = Duration::from_millis(2);
+/// A watch is renewed this often; it costs nothing.
+const WATCH_PERIOD: Duration = Duration::from_secs(3600);
+
+/// Why the job ends.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Verdict {
+    version: u32,
+    /// The node that it is about.
+    pub(crate) node: usize,
+    /// Its host name.
+    pub(crate) host: String,
+    pub(crate) what: What,
+}
+
+/// What became of the node.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum What {
+    /// A worker failed and no restart is left.
+    Failed {
+        /// One line: which rank, how.
+        summary: String,
+    },
+    /// Its launcher could not go on.
+    Error {
+        /// Why.
+        text: String,
+    },
+    /// A signal ended its launcher.
+    Stopped {
+        /// Its number.
+        signal: i32,
+    },
+    /// Its launcher is gone without a word, or its host.
+    Lost,
+}
+
+impl fmt::Display for Verdict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "node {} ({}) ", self.node, self.host)?;
+        match &self.what {
+            What::Failed { summary } => write!(f, "failed: {summary}"),
+            What::Error { text } => write!(f, "could not go on: {text}"),
+            What::Stopped { signal } => match Signal::try_from(*signal) {
+                Ok(signal) => write!(f, "was stopped by {signal}"),
+                Err(_) => write!(f, "was stopped by signal {signal}"),
+            },
+            What::Lost => f.write_str("is lost: its launcher was killed, or its host or the network is down"),
+        }
+    }
+}
+
+/// One node's seat in the court.
+#[derive(Debug)]
+pub(crate) struct Court {
+    job: Arc<dyn Store>,
+    node: usize,
+    host: String,
+    nodes: usize,
+    master_host: String,
+    will: Mutex<Option<Will>>,
+    watch: Mutex<Option<Watch>>,
+}
+
+impl Court {
+    /// Leaves this node's will; `None` if node 0 is another launcher.
+    pub(crate) fn enter(
+        store: &TcpStore,
+        job: Arc<dyn Store>,
+        run_id: &str,
+        (node, nodes): (usize, usize),
+        (host, master_host): (String, String),
+        deadline: Instant,
+    ) -> Result<Option<Self>, StoreError> {
+        let lost = encode(&Verdict { version: 1, node, host: host.clone(), what: What::Lost });
+        match store.leave_will(format!("{run_id}/{VERDICT}").as_bytes(), &lost, deadline) {
+            Ok((will, watch)) => Ok(Some(Self {
+                job,
+                node,
+                host,
+                nodes,
+                master_host,
+                will: Mutex::new(Some(will)),
+                watch: Mutex::new(Some(watch)),
+            })),
+            Err(StoreError::Lost { .. }) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Blocks until there is a verdict; `None` once this node has left in peace. To be called once.
+    pub(crate) fn await_verdict(&self) -> Option<Verdict> {
+        let mut watch = self.watch.lock().unwrap_or_else(PoisonError::into_inner).take()?;
+        loop {
+            match watch.wait(Instant::now() + WATCH_PERIOD) {
+                Ok(None) => {}
+                Ok(Some(text)) => {
+                    self.done();
+                    return Some(self.decode(&text));
+                }
+                // The will is taken out before it is withdrawn.
+                Err(_) if lock(&self.will).is_none() => return None,
+                Err(_) => return Some(self.master_lost()),
+            }
+        }
+    }
+
+    /// The verdict, if there is one already.
+    pub(crate) fn standing(&self) -> Option<Verdict> {
+        let text = self.job.try_get(VERDICT.as_bytes(), Instant::now() + OPERATION_TIMEOUT).ok()??;
+        Some(self.decode(&text))
+    }
+
+    /// Declares what became of this node; the verdict that stands, which may be an earlier one.
+    pub(crate) fn declare(&self, what: What) -> Verdict {
+        let mine = Verdict { version: 1, node: self.node, host: self.host.clone(), what };
+        let deadline = Instant::now() + OPERATION_TIMEOUT;
+        match self.job.compare_set(VERDICT.as_bytes(), b"", &encode(&mine), deadline) {
+            Ok(standing) => self.decode(&standing),
+            Err(_) => mine,
+        }
+    }
+
+    /// Leaves: the end of this process is no news any more. Node 0 stays for a moment as long as others
+    /// may still need its store.
+    pub(crate) fn leave(&self) {
+        if let Some(will) = lock(&self.will).take() {
+            will.withdraw();
+        }
+        if self.node != 0 {
+            self.done();
+            return;
+        }
+        let until = Instant::now() + LINGER;
+        let others = i64::try_from(self.nodes - 1).unwrap_or(i64::MAX);
+        while Instant::now() < until {
+            let count = self.job.add(DONE, 0, until).unwrap_or(others);
+            if count >= others {
+                return;
+            }
+            std::thread::sleep(LINGER_POLL);
+        }
+    }
+
+    /// Whether `verdict` is about this node.
+    pub(crate) fn is_mine(&self, verdict: &Verdict) -> bool {
+        verdict.node == self.node
+    }
+
+    fn done(&self) {
+        if self.node != 0 {
+            // If the store is gone there is nobody to wait for us.
+            let _ = self.job.add(DONE, 1, Instant::now() + OPERATION_TIMEOUT);
+        }
+    }
+
+    fn master_lost(&self) -> Verdict {
+        Verdict { version: 1, node: 0, host: self.master_host.clone(), what: What::Lost }
+    }
+
+    fn decode(&self, text: &[u8]) -> Verdict {
+        serde_json::from_slice(text).unwrap_or_else(|error| Verdict {
+            version: 1,
+            node: self.node,
+            host: self.host.clone(),
+            what: What::Error { text: format!("a verdict that makes no sense: {error}") },
+        })
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn encode(verdict: &Verdict) -> Vec<u8> {
+    serde_json::to_vec(verdict).unwrap_or_default()
+}
