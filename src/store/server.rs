@@ -2,6 +2,7 @@
 
 mod connection;
 mod event_loop;
+mod fan_out;
 mod limits;
 mod listen;
 
@@ -50,7 +51,8 @@ pub enum ServeError {
 
 /// A running TCPStore server; dropping it ends it.
 ///
-/// Serves torch's and convoke's clients from one thread, ten thousand of them and more. A connection
+/// Serves torch's and convoke's clients from one thread, ten thousand of them and more; only when
+/// thousands are to be woken at once do up to three others help for that moment. A connection
 /// that sends garbage is closed and no other; one that does not read its replies is not read from
 /// until it does. The store lives and dies with this value.
 pub struct StoreServer {

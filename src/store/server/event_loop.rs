@@ -11,6 +11,7 @@ use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTime
 
 use super::Control;
 use super::connection::{Connection, Desk, Interest, Over};
+use super::fan_out;
 use super::listen::set_options;
 use crate::state::Caller;
 use crate::wire::encode::byte;
@@ -150,12 +151,17 @@ impl EventLoop {
     fn tell_woken(&mut self) {
         while !self.desk.woken.is_empty() {
             let mut woken = std::mem::take(&mut self.desk.woken);
+            if woken.len() >= fan_out::MANY {
+                let streams = self.connections.free_to_send(&mut woken);
+                woken.extend(fan_out::tell(&streams));
+            }
             for &caller in &woken {
                 let Some(connection) = self.connections.get_mut(caller) else { continue };
                 let result = connection.send(&[byte::READY]);
                 self.settle(caller, result);
             }
             woken.clear();
+            woken.shrink_to(fan_out::MANY);
             // Closing one may have woken others.
             if self.desk.woken.is_empty() {
                 self.desk.woken = woken;
@@ -308,6 +314,23 @@ impl Slots {
     fn slot(&mut self, caller: Caller) -> Option<&mut Slot> {
         let slot = self.slots.get_mut(caller.0 as u32 as usize)?;
         (u64::from(slot.uses) == caller.0 >> 32).then_some(slot)
+    }
+
+    /// The sockets of those of `callers` who have nothing to be sent before; they are removed from it.
+    fn free_to_send(&self, callers: &mut Vec<Caller>) -> Vec<(Caller, &TcpStream)> {
+        let mut streams = Vec::with_capacity(callers.len());
+        callers.retain(|&caller| {
+            let slot = self.slots.get(caller.0 as u32 as usize);
+            let connection = slot
+                .filter(|slot| u64::from(slot.uses) == caller.0 >> 32)
+                .and_then(|slot| slot.connection.as_ref())
+                .filter(|connection| connection.unsent_bytes() == 0);
+            if let Some(connection) = connection {
+                streams.push((caller, &connection.stream));
+            }
+            connection.is_none()
+        });
+        streams
     }
 
     fn iter_mut(&mut self) -> impl Iterator<Item = (Caller, &mut Connection)> {
