@@ -151,7 +151,8 @@ fn who_is_missing_is_named() {
     let [first, third] = nodes.map(|node| node.wait().expect(1));
     assert!(first.stderr.contains("2 of 4 nodes did not join within 3 s"), "{}", first.stderr);
     assert!(first.stderr.contains("start convoke on nodes 1, 3 with"), "{}", first.stderr);
-    assert!(third.stderr.contains("error: "), "{}", third.stderr);
+    assert!(third.stderr.contains("node 0 ("), "{}", third.stderr);
+    assert!(third.stderr.contains("2 of 4 nodes did not join within 3 s"), "{}", third.stderr);
 }
 
 #[test]

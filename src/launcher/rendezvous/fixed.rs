@@ -19,6 +19,10 @@ use crate::say::say;
 const BARRIER_TIMEOUT: Duration = Duration::from_secs(300);
 /// Longest single operation on a store that answers.
 const OPERATION_TIMEOUT: Duration = Duration::from_secs(60);
+/// How often nodes that wait for their ranks look for a verdict; node 0 serves on for longer than that.
+const VERDICT_POLL: Duration = Duration::from_millis(100);
+/// How much longer other nodes wait for their ranks than node 0 for them.
+const LATER_THAN_NODE_0: Duration = Duration::from_secs(5);
 /// How often to look whether the set of missing nodes has changed, for the message about it.
 const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
 
@@ -103,6 +107,25 @@ impl Fixed {
         let store: Arc<dyn Store> = Arc::clone(&tcp) as Arc<dyn Store>;
         let job: Arc<dyn Store> = Arc::new(PrefixStore::new(&self.run_id, Arc::clone(&store)));
         let court = self.register(&tcp, &job, deadline)?.map(Arc::new);
+        match self.meet(job.as_ref(), court.as_deref(), deadline) {
+            Ok(assignment) => Ok(Joined { _server: server, store, job, court, assignment, round: 0 }),
+            Err(error) => {
+                if let Some(court) = court {
+                    court.declare(What::Error { text: error.to_string() });
+                    court.leave();
+                }
+                Err(error)
+            }
+        }
+    }
+
+    /// Agrees on ranks and generation with nodes that have come to the same store.
+    fn meet(
+        &self,
+        job: &dyn Store,
+        court: Option<&Court>,
+        deadline: Instant,
+    ) -> Result<Assignment, RendezvousError> {
         let info = RoleInfo { role: self.role.clone(), rank: self.node, local_world_size: self.workers };
         let generation = (self.node == 0).then(Generation::random).transpose().map_err(no_random)?;
         if let Some(generation) = generation {
@@ -110,15 +133,16 @@ impl Fixed {
         }
         job.set(format!("{ROLE_INFO}{}", self.node).as_bytes(), encode(&info).as_bytes(), deadline)?;
         if self.node == 0 {
-            self.assign_all(job.as_ref(), court.as_deref(), deadline)?;
+            self.assign_all(job, court, deadline)?;
         }
-        let ranks = self.read_ranks(job.as_ref(), court.as_deref(), deadline)?;
+        // Only node 0 knows who is missing: it is given the time to say so.
+        let ranks = self.read_ranks(job, court, deadline + LATER_THAN_NODE_0)?;
         // Node 0 wrote it before the ranks; if it is not there now, node 0 is another launcher.
         let generation = match generation {
             Some(generation) => Some(generation),
-            None => self.read_generation(job.as_ref(), 0)?,
+            None => self.read_generation(job, 0)?,
         };
-        let assignment = Assignment {
+        Ok(Assignment {
             group_rank: self.node,
             group_world_size: self.nodes,
             base_rank: ranks.0,
@@ -129,8 +153,7 @@ impl Fixed {
             master_port: self.port,
             use_agent_store: true,
             generation,
-        };
-        Ok(Joined { _server: server, store, job, court, assignment, round: 0 })
+        })
     }
 
     /// Connects to node 0's store, and says once per change why it cannot yet.
@@ -293,7 +316,7 @@ impl Fixed {
     ) -> Result<Ranks, RendezvousError> {
         let key = format!("{ASSIGNED_RANKS}{}", self.node);
         let text = loop {
-            match job.get(key.as_bytes(), deadline.min(Instant::now() + PROGRESS_INTERVAL)) {
+            match job.get(key.as_bytes(), deadline.min(Instant::now() + VERDICT_POLL)) {
                 Ok(text) => break text,
                 Err(StoreError::Timeout { .. }) if Instant::now() < deadline => not_over(court)?,
                 Err(StoreError::Timeout { .. }) => {
