@@ -190,9 +190,10 @@ impl Ours<'_> {
                 return Ok(Outcome::Stale(announced));
             }
         };
+        // The record has served. Later the store may be gone: rank 0 may serve it, and leave.
+        let _ = self.store().delete(&own_key, Instant::now() + CLEAN_UP);
         let outcome = self.meet(generation, &table)?;
         let soon = Instant::now() + CLEAN_UP;
-        let _ = self.store().delete(&own_key, soon);
         if self.invitation.rank == 0 && matches!(outcome, Outcome::Connected(_)) {
             let _ = self.store().delete(&self.announcement_key(), soon);
             let _ = self.store().delete(&self.key(generation, "table"), soon);
@@ -304,7 +305,7 @@ impl Ours<'_> {
             if !confirmed && let Some(announced) = self.announced(generation)? {
                 return Ok(Outcome::Stale(announced));
             }
-            if let Some(report) = self.store().try_get(&self.key(generation, "abort"), self.deadline)? {
+            if let Ok(Some(report)) = self.store().try_get(&self.key(generation, "abort"), now + RECHECK) {
                 return Err(engine.aborted(&report));
             }
             let certain = confirmed || options.generation == Some(generation);

@@ -59,40 +59,34 @@ impl Engine {
 
     /// Reads and obeys what a peer says on its control connection.
     pub(super) fn read_control(&mut self, peer: usize) {
-        if self.peers[peer].silent.is_some() {
-            return;
-        }
-        let Some(mut control) = self.peers[peer].control.take() else { return };
-        let ended = loop {
-            let unread = control.unread();
-            let frame = match unread.first_chunk::<HEADER_BYTES>().map(Frame::decode) {
+        loop {
+            // The connection stays in its place while a frame is obeyed: the peer may have to be told.
+            let place = &mut self.peers[peer];
+            let Some(control) = place.control.as_mut().filter(|_| place.silent.is_none()) else { return };
+            let frame = match control.unread().first_chunk::<HEADER_BYTES>().map(Frame::decode) {
                 Some(Ok(frame)) => Some(frame),
-                Some(Err(error)) => {
-                    self.fail_by(peer, error.to_string());
-                    break None;
-                }
+                Some(Err(error)) => return self.fail_by(peer, error.to_string()),
                 None => None,
             };
             let end = HEADER_BYTES + frame.map_or(0, |frame| frame.len as usize);
-            if let Some((frame, payload)) = frame.zip(unread.get(HEADER_BYTES..end)) {
+            if let Some((frame, payload)) = frame.zip(control.unread().get(HEADER_BYTES..end)) {
                 let payload = payload.to_vec();
                 control.consume(end);
                 self.obey(peer, &frame, &payload);
                 continue;
             }
             match control.fill(HEADER_BYTES + CONTROL_PAYLOAD_BYTES) {
-                Ok(0) => break None,
+                Ok(0) => return,
                 Ok(_) => {}
-                Err(broken) => break Some(broken),
+                Err(broken) => {
+                    if let Some(fd) = control.pollable() {
+                        self.poller.remove(fd);
+                    }
+                    place.silent = Some((Instant::now(), broken));
+                    return;
+                }
             }
-        };
-        if let Some(broken) = ended {
-            if let Some(fd) = control.pollable() {
-                self.poller.remove(fd);
-            }
-            self.peers[peer].silent = Some((Instant::now(), broken));
         }
-        self.peers[peer].control = Some(control);
     }
 
     fn fail_by(&mut self, peer: usize, what: String) {

@@ -77,6 +77,8 @@ pub(crate) struct Engine {
     pub(super) still_since: Option<Instant>,
     agent_registered: bool,
     pub(super) left: bool,
+    /// Turns so far: looking around must not wait for a call that is long enough.
+    turns: u32,
 }
 
 /// Everything about one other rank.
@@ -169,6 +171,7 @@ impl Engine {
             still_since: None,
             agent_registered: false,
             left: false,
+            turns: 0,
             settings,
         };
         engine.register_agent();
@@ -188,7 +191,7 @@ impl Engine {
 
     /// Drives all tasks until that of `ticket` is done.
     pub(super) fn drive(&mut self, ticket: &Ticket) {
-        let (mut idle, mut turns) = (0, 0_u32);
+        let mut idle = 0;
         let (spins, yields) = if self.settings.crowded { (0, CROWDED_YIELDS) } else { (SPINS, YIELDS) };
         loop {
             self.collect();
@@ -201,11 +204,11 @@ impl Engine {
                 ticket.complete(Err(self.error(failure, None, 0, (0, 0))));
                 return;
             }
-            turns = turns.wrapping_add(1);
+            self.turns = self.turns.wrapping_add(1);
             if moved {
                 idle = 0;
                 self.still_since = None;
-                if turns.is_multiple_of(TURNS_BETWEEN_LOOKS) {
+                if self.turns.is_multiple_of(TURNS_BETWEEN_LOOKS) {
                     self.look_around(Instant::now());
                 }
                 continue;
@@ -231,9 +234,11 @@ impl Engine {
         if let Some(reason) = abort {
             self.fail(Report::new(self.settings.me, Cause::Aborted { reason }));
         }
+        // Starting one may have ended the group before the next was in.
+        self.answer_everybody();
     }
 
-    fn start(&mut self, task: Task) {
+    pub(super) fn start(&mut self, task: Task) {
         let Task { work, ticket } = task;
         if let Some(failure) = &self.failure {
             let call = work.call();
@@ -467,6 +472,7 @@ impl Engine {
             }
             let now = Instant::now();
             self.look_around(now);
+            self.look_for_losses(now);
             if let Some(failure) = &self.failure {
                 return Err(self.error(failure, None, 0, (0, 0)));
             }

@@ -51,9 +51,15 @@ impl Engine {
         let abort = self.frame(Kind::Abort, 0);
         self.tell_all(&abort, &report.encode());
         let failure = self.confirm(report);
-        self.failure = Some(failure.clone());
+        self.failure = Some(failure);
         // A call whose data is all here has succeeded, though the news of a later failure overtook it.
         let _ = (0..LAST_TURNS).find(|_| !self.turn());
+        self.answer_everybody();
+    }
+
+    /// Ends all calls if the group has failed.
+    pub(super) fn answer_everybody(&mut self) {
+        let Some(failure) = self.failure.clone() else { return };
         for (call, seq, received, ticket) in self.end_everything() {
             ticket.complete(Err(self.error(&failure, Some(call), seq, received)));
         }
@@ -78,15 +84,17 @@ impl Engine {
     pub(super) fn forget_everything(&mut self) {
         let me = self.settings.me;
         let cause = Cause::Aborted { reason: format!("a thread of rank {me} panicked inside a call") };
-        self.mailbox.collect();
-        self.fail(Report::new(me, cause));
-        // If it panicked while failing.
-        let failure = self.failure.clone();
-        for (call, seq, received, ticket) in self.end_everything() {
-            if let Some(failure) = &failure {
-                ticket.complete(Err(self.error(failure, Some(call), seq, received)));
-            }
+        let report = Report::new(me, cause);
+        if self.failure.is_none() {
+            self.failure = Some(Failure::new(report.clone()));
         }
+        let tasks = self.mailbox.collect().map(|(tasks, _)| tasks);
+        self.answer_everybody();
+        for task in tasks.into_iter().flatten() {
+            self.start(task);
+        }
+        let abort = self.frame(Kind::Abort, 0);
+        self.tell_all(&abort, &report.encode());
     }
 
     /// Takes all tasks out of the engine and closes the data lanes.

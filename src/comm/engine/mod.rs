@@ -13,6 +13,8 @@ mod leave;
 mod messages;
 mod poller;
 pub(crate) mod run;
+#[cfg(test)]
+mod tests;
 mod ticket;
 
 use std::os::fd::AsFd;

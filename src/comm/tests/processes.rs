@@ -2,7 +2,7 @@
 //!
 //! The test binary starts itself as the workers (`worker` below) and acts as their launcher.
 
-#![allow(clippy::unwrap_used, clippy::panic)]
+#![allow(clippy::unwrap_used, clippy::panic, clippy::print_stderr)]
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener};
