@@ -20,6 +20,7 @@ const UNSAFE_FENCE: &[&str] = &[
     "src/comm/engine/buffer.rs",
     "src/comm/engine/mod.rs",
     "src/comm/engine/run/tests.rs",
+    "src/comm/tests/processes.rs",
     // An ioctl.
     "src/comm/links/tcp.rs",
     // fork, exec and what else happens between the two.
