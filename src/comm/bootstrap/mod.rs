@@ -19,8 +19,9 @@ use convoke_env::{AgentChannel, Generation};
 use convoke_store::{Store, StoreError};
 use socket2::Socket;
 
+use crate::cause::{Cause, Report};
 use crate::engine::{Engine, Settings};
-use crate::error::{CommError, Loss, Place, Ranks};
+use crate::error::{CommError, Loss, Ranks};
 use crate::frame::VERSION;
 use crate::links::hello::{Credentials, Lane};
 use crate::links::tcp;
@@ -258,6 +259,9 @@ impl Ours<'_> {
         };
         let missing: Vec<_> = (0..self.invitation.size).take(LOOKED_UP).filter(absent).collect();
         let waited = self.invitation.options.init_timeout.as_millis();
+        if missing.is_empty() {
+            return self.failed(format!("rank 0 gathered nobody within {waited} ms: did it die?"), vec![0]);
+        }
         let what = format!(
             "rank(s) {} of {} did not come within {waited} ms",
             Ranks(&missing),
@@ -295,15 +299,33 @@ impl Ours<'_> {
             crowded: local > cores,
         };
         let mut engine = Engine::new(settings)?;
+        match self.connect_all(&mut engine, generation) {
+            Ok(None) => Ok(Outcome::Connected(Box::new(engine))),
+            Ok(Some(announced)) => Ok(Outcome::Stale(announced)),
+            Err(error) => {
+                // With a word to those who are there: or they would take this rank for the culprit.
+                engine.leave();
+                Err(error)
+            }
+        }
+    }
+
+    /// Connects to everybody; or finds that rank 0 has announced another generation.
+    fn connect_all(
+        &self,
+        engine: &mut Engine,
+        generation: Generation,
+    ) -> Result<Option<Generation>, CommError> {
+        let Invitation { rank, size, ref options, .. } = *self.invitation;
         let lanes = lanes(rank, size);
         loop {
             let now = Instant::now();
             if engine.connect(&lanes, (now + RECHECK).min(self.deadline))? {
-                return Ok(Outcome::Connected(Box::new(engine)));
+                return Ok(None);
             }
             let confirmed = rank == 0 || engine.is_connected(0);
             if !confirmed && let Some(announced) = self.announced(generation)? {
-                return Ok(Outcome::Stale(announced));
+                return Ok(Some(announced));
             }
             if let Ok(Some(report)) = self.store().try_get(&self.key(generation, "abort"), now + RECHECK) {
                 return Err(engine.aborted(&report));
@@ -311,7 +333,8 @@ impl Ours<'_> {
             let certain = confirmed || options.generation == Some(generation);
             let given_up = engine.door().refusing(REFUSAL, now).next().filter(|_| certain);
             if let Some(gone) = given_up {
-                return Err(self.gone(gone, table));
+                let how = Loss::Unreachable { what: "nobody listens where it did".to_owned() };
+                return Err(engine.give_up(Report::new(rank, Cause::PeerLost { rank: gone, how })));
             }
             if now >= self.deadline {
                 let mut ranks: Vec<_> = engine.unconnected(&lanes).collect();
@@ -323,24 +346,11 @@ impl Ours<'_> {
                     options.init_timeout.as_millis(),
                     engine.door().notes().join("; ")
                 );
+                let after_ms = options.init_timeout.as_millis() as u64;
+                engine.give_up(Report::new(rank, Cause::Timeout { missing: ranks.clone(), after_ms }));
                 return Err(self.failed(what, ranks));
             }
         }
-    }
-
-    fn gone(&self, rank: usize, table: &[Record]) -> CommError {
-        let place = Place {
-            group: self.name().to_owned(),
-            call: None,
-            seq: 0,
-            received_bytes: 0,
-            expected_bytes: 0,
-            reported_by: self.invitation.rank,
-            confirmed: false,
-        };
-        let address = table.get(rank).map_or_else(String::new, |record| record.address.to_string());
-        let what = "nobody listens where it did".to_owned();
-        CommError::PeerLost { rank, address, how: Loss::Unreachable { what }, place: Box::new(place) }
     }
 }
 

@@ -499,9 +499,14 @@ impl Engine {
 
     /// Ends the group for what another rank left in the store.
     pub(crate) fn aborted(&mut self, report: &[u8]) -> CommError {
-        let me = self.settings.me;
-        let report =
-            Report::decode(report).unwrap_or_else(|what| Report::new(me, Cause::Aborted { reason: what }));
+        match Report::decode(report) {
+            Ok(report) => self.give_up(report),
+            Err(reason) => self.give_up(Report::new(self.settings.me, Cause::Aborted { reason })),
+        }
+    }
+
+    /// Ends the group before it was whole, and tells those who are there.
+    pub(crate) fn give_up(&mut self, report: Report) -> CommError {
         self.fail(report.clone());
         let failure = self.failure.clone().unwrap_or(Failure::new(report));
         self.error(&failure, None, 0, (0, 0))

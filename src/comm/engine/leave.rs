@@ -17,7 +17,7 @@ impl Engine {
     /// Closing a connection that holds unread bytes resets it, and a reset discards what the peer's
     /// kernel has not accepted yet. So: say that nothing more comes, read away what comes, wait until
     /// all that was sent is accepted (not until it is read), then close.
-    pub(super) fn leave(&mut self) {
+    pub(crate) fn leave(&mut self) {
         if std::mem::replace(&mut self.left, true) {
             return;
         }

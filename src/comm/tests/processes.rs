@@ -88,6 +88,10 @@ fn act(scenario: &str, session: &mut Session, world: World) -> Result<(), CommEr
             say("held");
             world.recv(&mut memory, (world.rank() + 1) % world.size(), 0)
         }
+        "variables" => {
+            assert_eq!((world.local_rank(), world.local_world_size(), world.restart_count()), (1, 2, 3));
+            Ok(())
+        }
         "two rounds" => two_rounds(session, world),
         other => panic!("no scenario {other}"),
     }
@@ -124,7 +128,7 @@ fn hold_in_a_fork() {
     if let nix::unistd::ForkResult::Child = unsafe { nix::unistd::fork() }.unwrap() {
         // SAFETY: sleep and _exit touch nothing of ours. It ends by itself soon after the test.
         unsafe {
-            nix::libc::sleep(5);
+            nix::libc::sleep(2);
             nix::libc::_exit(0);
         }
     }
@@ -137,11 +141,13 @@ fn two_rounds(session: &mut Session, world: World) -> Result<(), CommError> {
     drop(world);
     let again = session.next_round()?;
     assert_ne!(again.generation(), generation);
-    again.barrier()?;
+    // The abort may overtake the barrier on ranks that are not through yet.
+    let through = again.barrier();
     if again.rank() == 0 {
         again.abort("try a third");
     }
-    assert!(matches!(again.barrier(), Err(CommError::Aborted { by: 0, .. })));
+    let error = through.and_then(|()| again.barrier()).unwrap_err();
+    assert!(matches!(error, CommError::Aborted { by: 0, .. }), "{error}");
     drop(again);
     session.next_round()?.barrier()
 }
@@ -299,6 +305,30 @@ fn watch(rank: usize, child: &mut Child, events: Sender<(usize, String, Instant)
             }
         }
     })
+}
+
+#[test]
+fn without_variables_it_is_a_world_of_one_and_with_some_an_error_that_names_the_others() {
+    let run = |vars: &[(&str, &str)]| {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["worker", "--exact", "--nocapture"]).env("CONVOKE_TEST_INIT_MS", "1000");
+        for name in ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"] {
+            command.env_remove(name);
+        }
+        command.env("CONVOKE_TEST_SCENARIO", if vars.is_empty() { "late" } else { "variables" });
+        command.envs(vars.iter().copied()).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        child.stdin.take().unwrap().write_all(b"\n").unwrap();
+        String::from_utf8(child.wait_with_output().unwrap().stdout).unwrap()
+    };
+    let said = run(&[]);
+    assert!(said.contains("@ joined") && said.contains("@ done"), "{said}");
+    let said = run(&[("RANK", "0"), ("MASTER_PORT", "1")]);
+    assert!(said.contains("RANK, MASTER_PORT set, but not WORLD_SIZE, MASTER_ADDR"), "{said}");
+    let alone = [("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1")];
+    let rest = [("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2"), ("TORCHELASTIC_RESTART_COUNT", "3")];
+    let said = run(&[&alone[..], &rest].concat());
+    assert!(said.contains("@ done"), "{said}");
 }
 
 /// Moments from now on, spread over a few calls.
