@@ -171,3 +171,14 @@ fn a_master_that_is_not_there_is_named_while_waiting_and_at_the_end() {
         ended.stderr
     );
 }
+
+#[test]
+fn who_holds_the_port_is_named() {
+    let job = Job::new();
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port().to_string();
+    let ended = job.run(["--master-port", &port, "true"]).expect(1);
+    let me = std::process::id();
+    assert!(ended.stderr.contains(&format!("127.0.0.1:{port} is in use by ")), "{}", ended.stderr);
+    assert!(ended.stderr.contains(&format!("(pid {me})")), "{}", ended.stderr);
+}

@@ -2,6 +2,7 @@
 
 mod court;
 mod fixed;
+mod holder;
 mod local;
 mod ranks;
 
@@ -72,8 +73,13 @@ pub(crate) enum RendezvousError {
     Over(Verdict),
     #[error("{0}")]
     Store(#[from] StoreError),
+    #[error(
+        "{address} is in use{}\n  try: another --master-port, or 0 on one node; or end what listens there",
+        holder.as_ref().map(|holder| format!(" by {holder}")).unwrap_or_default()
+    )]
+    InUse { address: SocketAddr, holder: Option<String> },
     #[error("{0}")]
-    Serve(#[from] ServeError),
+    Serve(ServeError),
     #[error("{what}: {source}")]
     System { what: String, source: std::io::Error },
 }
@@ -136,5 +142,10 @@ fn serve(host: &str, port: u16) -> Result<StoreServer, RendezvousError> {
         let any: [IpAddr; 2] = [Ipv6Addr::UNSPECIFIED.into(), Ipv4Addr::UNSPECIFIED.into()];
         addresses.extend(any.into_iter().find(local).map(|ip| SocketAddr::new(ip, port)));
     }
-    Ok(StoreServer::bind(&addresses)?)
+    StoreServer::bind(&addresses).map_err(|error| match error {
+        ServeError::InUse { address } => {
+            RendezvousError::InUse { address, holder: holder::holder(address.port()) }
+        }
+        other => RendezvousError::Serve(other),
+    })
 }
