@@ -60,6 +60,10 @@ pub(crate) struct Config {
     pub(crate) numa_binding: Option<NumaBinding>,
     /// `--orphans`: what happens to processes that outlive a successful worker.
     pub(crate) orphans: Orphans,
+    /// `--report-file`: where the report goes as JSON.
+    pub(crate) report_file: Option<PathBuf>,
+    /// `--stderr-tail`: lines of a failed worker's stderr in the report.
+    pub(crate) stderr_lines: usize,
     /// Serve one store for the agents and the workers; off with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
     pub(crate) share_store: bool,
     /// Warnings to print before anything starts, one line each (`--node-rank` without static, unknown signal, ...).
@@ -191,6 +195,9 @@ pub(crate) struct LogConfig {
     pub(crate) prefix_template: String,
     /// `--local-ranks-filter`: the only local ranks on the console; `None` is all.
     pub(crate) local_ranks_filter: Option<std::collections::BTreeSet<usize>>,
+    /// Let stderr pass through our hands where it would go to the console; off with `--stderr-tail=0`, and with
+    /// `--orphans=keep`, since it then has to outlive us.
+    pub(crate) keep_stderr_tail: bool,
     /// `--duplicate-stdout-filters`; empty is off.
     pub(crate) duplicate_stdout: Vec<String>,
     /// `--duplicate-stderr-filters`; empty is off.

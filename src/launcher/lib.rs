@@ -7,6 +7,7 @@
 compile_error!("convoke runs on Linux only: it relies on subreapers, pidfds and /proc");
 
 mod agent;
+mod cause;
 mod cli;
 mod config;
 mod events;

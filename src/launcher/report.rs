@@ -1,39 +1,83 @@
-//! The report of a failed job: torchrun's layout, root cause last.
+//! The report of a failed job: which worker failed first and why, as text in torchrun's layout and as JSON.
 //!
-//! A failure's own account, its error file, wins over what the launcher saw: its time decides who
-//! was first, its traceback is shown.
+//! ```text
+//! what the agent saw, error files, stderr ─► build ─► Report ─► text, JSON
+//! ```
+//!
+//! A failure's own account, its error file, wins over what the launcher saw: its traceback is shown,
+//! and its time counts where it can be compared.
 
 mod error_file;
 mod host;
+mod model;
 #[cfg(test)]
 mod tests;
 mod text;
 
+use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use convoke_env::ExitCause;
 use jiff::tz::TimeZone;
 use nix::sys::signal::Signal;
 
+use crate::cause::{Class, Evidence, Facts, Findings, Verdict, decide, lines, shown};
 use error_file::Account;
 pub(crate) use host::{full_host_name, host_name};
+pub(crate) use model::{Failure, Outcome, Report};
+use model::{SignalName, VERSION, root_of};
 
-/// A worker that failed, or ended otherwise than well when it was stopped.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Failure {
-    /// Index on this node.
+/// How far a time in an error file may lie outside of the attempt and still count as told by this host's clock.
+const CLOCK_SLACK: Duration = Duration::from_secs(5);
+/// Lines of stderr that a report keeps by default.
+pub(crate) const STDERR_LINES: usize = 64;
+/// Bytes of these lines.
+const STDERR_MAX_BYTES: usize = 16 << 10;
+
+/// The launcher and its job.
+#[derive(Debug, Clone)]
+pub(crate) struct Job {
+    /// What the report calls the program.
+    pub(crate) title: String,
+    pub(crate) run_id: String,
+    pub(crate) node: Option<usize>,
+    pub(crate) nodes: Option<usize>,
+    pub(crate) restarts: u32,
+    pub(crate) max_restarts: u32,
+    /// When the workers of the attempt were started.
+    pub(crate) began: SystemTime,
+    /// Most lines of stderr to keep per worker.
+    pub(crate) stderr_lines: usize,
+}
+
+/// A worker that has ended, or could not be started.
+#[derive(Debug, Clone)]
+pub(crate) struct Ended {
+    /// Index on this node, and global rank.
     pub(crate) local_rank: usize,
-    /// Global rank.
     pub(crate) rank: usize,
-    /// Its process.
-    pub(crate) pid: i32,
-    /// How it ended.
-    pub(crate) cause: ExitCause,
+    /// `None` if it never ran.
+    pub(crate) pid: Option<i32>,
+    pub(crate) how: How,
     /// When its end was noticed.
     pub(crate) time: SystemTime,
+    /// We had already told it to stop.
+    pub(crate) stopped: bool,
     /// Where it may have written why; the file need not exist.
     pub(crate) error_file: Option<PathBuf>,
+    /// The last bytes of its stderr, and whether others came before them.
+    pub(crate) stderr: (Vec<u8>, bool),
+    pub(crate) evidence: Evidence,
+}
+
+/// How a worker ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum How {
+    Exited(ExitCause),
+    /// It could not be started: why.
+    NotStarted(String),
 }
 
 /// How a process ended, as a verb: `exited with code 3`, `was killed by SIGSEGV`.
@@ -47,58 +91,217 @@ pub(crate) fn describe(cause: ExitCause) -> String {
     }
 }
 
-/// The report as it goes to stderr. `failures` stand in the order of their detection.
-///
-/// Reads the workers' error files and the names of this host.
-///
-/// # Errors
-/// An error file cannot be understood: a line that names it, and the report without it.
-pub(crate) fn render(title: &str, failures: &[Failure]) -> Result<String, String> {
-    let (accounts, wrong) = accounts(failures);
-    let report = text::report(title, failures, &accounts, &full_host_name(), &TimeZone::system());
-    match wrong {
-        None => Ok(report),
-        Some(wrong) => Err(format!("{wrong}; the report without it:\n{report}")),
+/// A report without failures: the job succeeded, was stopped, or the launcher could not go on.
+pub(crate) fn without_failures(job: &Job, outcome: Outcome, message: Option<String>) -> Report {
+    Report {
+        version: VERSION,
+        outcome,
+        title: job.title.clone(),
+        run_id: job.run_id.clone(),
+        node: job.node,
+        nodes: job.nodes,
+        host: full_host_name(),
+        restarts: job.restarts,
+        max_restarts: job.max_restarts,
+        time_unix_ms: unix_ms(SystemTime::now()),
+        message,
+        failures: Vec::new(),
+        root_cause: None,
+        failures_left_out: 0,
     }
 }
 
-/// Index of the root cause: the earliest by the second, then by detection. `None` if nothing failed.
+/// The report of an attempt in which workers failed.
 ///
-/// The time is the one of the error file, where there is one.
-pub(crate) fn root_cause(failures: &[Failure]) -> Option<usize> {
-    first(failures, &accounts(failures).0)
+/// `ended` are all workers of this node that have ended, in the order in which that was noticed, also those
+/// with exit code 0: one that left too early may be the root cause of all. Reads error files and the
+/// names of this host. The second value is a line about the first error file that cannot be understood.
+pub(crate) fn build(job: &Job, ended: &[Ended]) -> (Report, Option<String>) {
+    let failed: Vec<&Ended> =
+        ended.iter().filter(|worker| worker.how != How::Exited(ExitCause::Code(0))).collect();
+    let (accounts, wrong) = accounts(&failed);
+    let times = times(job, &failed, &accounts);
+    let mut report = without_failures(job, Outcome::Failed, None);
+    for ((worker, account), time_unix_ms) in failed.iter().zip(&accounts).zip(times) {
+        report.failures.push(failure(job, &report.host, worker, account.as_ref(), time_unix_ms));
+    }
+    if let Some(early) = early_exit(ended, &report.failures) {
+        let mut failure = failure(job, &report.host, early, None, unix_ms(early.time));
+        let verdict = Verdict::new(
+            Class::EarlyExit,
+            "exited with code 0 while the others went on, which then lost their connections",
+        )
+        .advise("does this rank leave its loop earlier than the others: other data, other step count, an early return?");
+        (failure.class, failure.explanation, failure.advice) =
+            (verdict.class, verdict.explanation, verdict.advice);
+        report.failures.insert(0, failure);
+    }
+    report.root_cause = root_of(&report.failures);
+    (report, wrong)
+}
+
+/// The report as it goes to stderr.
+pub(crate) fn render(report: &Report) -> String {
+    text::report(report, &TimeZone::system())
+}
+
+/// Writes the report to `path` in one step.
+///
+/// # Errors
+/// A line for the user.
+pub(crate) fn write(report: &Report, path: &Path) -> Result<(), String> {
+    // A device or a pipe is written to; a file appears whole.
+    let special = fs::metadata(path).is_ok_and(|metadata| !metadata.is_file() && !metadata.is_dir());
+    let bytes = report.to_pretty_json();
+    let written: io::Result<()> =
+        if special { fs::write(path, bytes) } else { error_file::replace(path, bytes.as_bytes()) };
+    written.map_err(|error| format!("cannot write the report to {}: {error}", path.display()))
 }
 
 /// Hands the error file of the root cause on to whoever started the launcher: writes it to `target`
 /// (the launcher's own TORCHELASTIC_ERROR_FILE), with the exit code added as `message.errorCode`.
 ///
-/// Does nothing if the root cause wrote none.
+/// Does nothing if the root cause wrote none, or is on another node.
 ///
 /// # Errors
 /// A line for the user: the file cannot be read or written.
-pub(crate) fn hand_on(failures: &[Failure], target: &Path) -> Result<(), String> {
-    let Some(failure) = root_cause(failures).and_then(|at| failures.get(at)) else { return Ok(()) };
-    let Some(file) = failure.error_file.as_deref() else { return Ok(()) };
-    error_file::hand_on(file, exit_code(failure.cause), target)
+pub(crate) fn hand_on(report: &Report, ended: &[Ended], target: &Path) -> Result<(), String> {
+    let Some(root) = report.root() else { return Ok(()) };
+    let Some(worker) = ended.iter().find(|worker| (worker.rank, worker.pid) == (root.rank, Some(root.pid)))
+    else {
+        return Ok(());
+    };
+    let Some(file) = worker.error_file.as_deref() else { return Ok(()) };
+    error_file::hand_on(file, root.exitcode.unwrap_or(1), target)
 }
 
 /// What the error files say, and the first that cannot be understood.
-fn accounts(failures: &[Failure]) -> (Vec<Option<Account>>, Option<String>) {
+fn accounts(failed: &[&Ended]) -> (Vec<Option<Account>>, Option<String>) {
     let mut wrong = None;
-    let read = |failure: &Failure| match failure.error_file.as_deref().map(error_file::read) {
+    let read = |worker: &&Ended| match worker.error_file.as_deref().map(error_file::read) {
         None | Some(Ok(None)) => None,
         Some(Ok(Some(account))) => Some(account),
         Some(Err(what)) => {
-            wrong.get_or_insert(format!("rank {}: {what}", failure.rank));
+            wrong.get_or_insert(format!("rank {}: {what}", worker.rank));
             None
         }
     };
-    let accounts = failures.iter().map(read).collect();
+    let accounts = failed.iter().map(read).collect();
     (accounts, wrong)
 }
 
-fn first(failures: &[Failure], accounts: &[Option<Account>]) -> Option<usize> {
-    (0..failures.len()).min_by_key(|&at| text::seconds(&failures[at], accounts[at].as_ref()))
+/// When each failed: by its own account, if these can be compared, else when its end was noticed.
+///
+/// Times within the attempt are told by this host's clock. Others are not, so they count only if nobody
+/// can be compared with that clock.
+fn times(job: &Job, failed: &[&Ended], accounts: &[Option<Account>]) -> Vec<i64> {
+    let own = |at: usize| accounts[at].as_ref().and_then(|account| account.seconds);
+    let by_our_clock = |at: usize| {
+        let (first, last) = (job.began - CLOCK_SLACK, failed[at].time + CLOCK_SLACK);
+        own(at)
+            .is_some_and(|seconds| (unix_ms(first)..=unix_ms(last)).contains(&(seconds.saturating_mul(1000))))
+    };
+    let all_foreign =
+        (0..failed.len()).filter(|&at| !failed[at].stopped).all(|at| own(at).is_some() && !by_our_clock(at));
+    let time = |at: usize| match own(at) {
+        Some(seconds) if all_foreign || by_our_clock(at) => seconds.saturating_mul(1000),
+        Some(_) | None => unix_ms(failed[at].time),
+    };
+    (0..failed.len()).map(time).collect()
+}
+
+fn failure(job: &Job, host: &str, worker: &Ended, account: Option<&Account>, time_unix_ms: i64) -> Failure {
+    let (bytes, cut) = &worker.stderr;
+    let mut stderr = lines(bytes, *cut);
+    let mut findings = Findings::in_lines(&stderr);
+    let told = account.map(|account| account.traceback.as_str()).filter(|text| !text.is_empty());
+    let picked = findings.shown.clone().map(|range| (shown(&stderr, &range), range));
+    if let Some(text) = told {
+        findings = findings.or(Findings::in_lines(&lines(text.as_bytes(), false)));
+    }
+    let verdict = match &worker.how {
+        How::Exited(cause) => {
+            let (stopped, evidence) = (worker.stopped, &worker.evidence);
+            decide(&Facts { cause: *cause, stopped, evidence, findings: &findings })
+        }
+        How::NotStarted(why) => not_started(why),
+    };
+    if let Some((_, range)) = &picked {
+        stderr.drain(range.clone());
+    }
+    last(&mut stderr, job.stderr_lines);
+    let (exitcode, signal) = match &worker.how {
+        How::Exited(cause @ ExitCause::Code(_)) => (Some(exit_code(*cause)), None),
+        How::Exited(cause @ ExitCause::Signal(number)) => {
+            let name = signal_name(*number).map(str::to_owned);
+            (Some(exit_code(*cause)), Some(SignalName { number: *number, name }))
+        }
+        How::NotStarted(_) => (None, None),
+    };
+    Failure {
+        rank: worker.rank,
+        local_rank: worker.local_rank,
+        node: job.node.unwrap_or(0),
+        host: host.to_owned(),
+        pid: worker.pid.unwrap_or(0),
+        exitcode,
+        signal,
+        time_unix_ms,
+        class: verdict.class,
+        explanation: verdict.explanation,
+        advice: verdict.advice,
+        blames: verdict.blames,
+        error_file: worker
+            .error_file
+            .as_ref()
+            .filter(|_| account.is_some())
+            .map(|path| path.display().to_string()),
+        traceback: told.map(str::to_owned).or(picked.map(|(text, _)| text)),
+        stderr_tail: stderr,
+        core_dumped: worker.evidence.core_dumped,
+        stopped_by_us: worker.stopped,
+    }
+}
+
+fn not_started(why: &str) -> Verdict {
+    if why.contains("Permission denied") || why.contains("Exec format error") {
+        Verdict::new(Class::NotExecutable, format!("could not be started: {why}"))
+            .advise("chmod +x, the #! line, or a file system mounted noexec")
+    } else {
+        Verdict::new(Class::MissingProgram, format!("could not be started: {why}"))
+            .advise("is it installed on this node, and in PATH?")
+    }
+}
+
+/// A worker that exited with 0 before others failed for want of it.
+fn early_exit<'a>(ended: &'a [Ended], failures: &[Failure]) -> Option<&'a Ended> {
+    let lost = |failure: &&Failure| failure.class == Class::PeerLost && !failure.stopped_by_us;
+    let mut others = failures.iter().filter(|failure| !failure.stopped_by_us);
+    if failures.is_empty() || !others.all(|failure| lost(&failure)) {
+        return None;
+    }
+    let first_lost = ended.iter().position(|worker| worker.how != How::Exited(ExitCause::Code(0)))?;
+    let named: Vec<usize> = failures.iter().filter(lost).filter_map(|failure| failure.blames).collect();
+    ended[..first_lost].iter().find(|worker| named.is_empty() || named.contains(&worker.rank))
+}
+
+/// Keeps the last lines.
+fn last(lines: &mut Vec<String>, count: usize) {
+    let mut bytes = 0;
+    let kept = lines.iter().rev().take(count).take_while(|line| {
+        bytes += line.len() + 1;
+        bytes <= STDERR_MAX_BYTES
+    });
+    let kept = kept.count();
+    lines.drain(..lines.len() - kept);
+}
+
+/// Milliseconds since 1970.
+fn unix_ms(time: SystemTime) -> i64 {
+    match time.duration_since(SystemTime::UNIX_EPOCH) {
+        Ok(since) => i64::try_from(since.as_millis()).unwrap_or(i64::MAX),
+        Err(_) => 0,
+    }
 }
 
 /// The exit code as Python shows it: negative for signals.

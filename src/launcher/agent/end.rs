@@ -17,7 +17,7 @@ const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 impl Shell {
     pub(super) async fn end(&mut self, end: End) -> Exit {
         fault::point("ending");
-        self.finish_output();
+        self.close_output();
         if let Err(error) = self.dismiss_guard().await {
             say(&format!("warning: guard: {error}"));
             kill_all(|_, _| {});
@@ -26,7 +26,8 @@ impl Shell {
         if let Some(verdict) = &self.verdict {
             say(&format!("error: {verdict}; so this node ends as well"));
         }
-        match end {
+        let mut report = None;
+        let exit = match &end {
             End::Success => {
                 self.events
                     .agent_succeeded(self.round.as_ref().map(|round| &round.assignment), self.restarts);
@@ -36,7 +37,7 @@ impl Shell {
                 self.events.agent_failed(self.round.as_ref().map(|round| &round.assignment), self.restarts);
                 // Of what other nodes caused, their report tells.
                 if self.verdict.is_none() {
-                    self.report_failures(&failures);
+                    report = Some(self.report_failures(failures));
                 }
                 Exit::Code(exit::FAILURE)
             }
@@ -54,12 +55,22 @@ impl Shell {
             }
             End::Interrupted(signal) => {
                 say(&format!("{signal} while waiting for other nodes"));
-                Exit::Signal(signal)
+                Exit::Signal(*signal)
             }
+        };
+        self.write_report(&end, report);
+        exit
+    }
+
+    /// All workers have ended: brings what they have written to its end. What they left behind may go on writing.
+    pub(super) fn finish_output(&mut self) {
+        if let Some(tee) = self.round.as_ref().and_then(|round| round.tee.as_ref()) {
+            tee.drain(Instant::now() + DRAIN_TIMEOUT);
         }
     }
 
-    pub(super) fn finish_output(&mut self) {
+    /// The same for the last time.
+    fn close_output(&mut self) {
         if let Some(tee) = self.round.as_mut().and_then(|round| round.tee.take()) {
             tee.finish(Instant::now() + DRAIN_TIMEOUT);
         }
@@ -91,7 +102,7 @@ impl Shell {
                 cause = Some(end);
             }
         });
-        self.finish_output();
+        self.close_output();
         let how = cause.map_or_else(|| "went away".to_owned(), report::describe);
         say(&format!("error: the guard process (pid {guard}) {how}; all workers of this node were killed"));
         Exit::Code(exit::FAILURE)

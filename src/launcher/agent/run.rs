@@ -231,9 +231,9 @@ impl Shell {
                 let error = format!("{}: {error}", program.to_string_lossy());
                 self.supervise(supervise::Event::StartFailed { local_rank, error })
             }
-            FromGuard::Exited { id, cause } => {
+            FromGuard::Exited { id, cause, evidence } => {
                 let local_rank = rank_of(id)?;
-                self.round.as_mut()?.workers.ended(local_rank, SystemTime::now(), cause);
+                self.round.as_mut()?.workers.ended(local_rank, SystemTime::now(), cause, evidence);
                 self.supervise(supervise::Event::Exited { local_rank, cause })
             }
             FromGuard::Swept { stopped, stuck } => {

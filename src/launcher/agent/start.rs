@@ -43,7 +43,7 @@ impl Shell {
                 error_file.as_deref(),
                 &parent,
             )?;
-            let added = round.workers.add(self.token.as_ref(), error_file);
+            let added = round.workers.add(self.token.as_ref(), error_file, stdio.stderr_tail.clone());
             let (id, channel) = added.map_err(|error| format!("no channel to a worker: {error}"))?;
             let mut descriptors = vec![channel.as_fd()];
             let given = |target: &StdioTarget| target.as_fd().is_some();

@@ -4,9 +4,11 @@ use std::time::SystemTime;
 
 use convoke_env::vars;
 
+use super::machine::End;
 use super::run::Shell;
+use crate::cause::{Class, Evidence};
 use crate::guard::Leftover;
-use crate::report::{self, Failure};
+use crate::report::{self, Ended, How, Outcome, Report};
 use crate::say::{say, say_raw};
 use crate::supervise;
 
@@ -29,14 +31,26 @@ impl Shell {
                 );
             }
         }
+        if let supervise::Outcome::NotStarted { local_rank, error } = outcome {
+            if let Some(round) = &mut self.round {
+                round.workers.not_started = Some((*local_rank, error.clone()));
+            }
+            return;
+        }
         let supervise::Outcome::Failed(failures) = outcome else { return };
         let left = self.config.max_restarts.saturating_sub(self.restarts);
-        if let Some(first) = failures.first().filter(|_| left > 0) {
-            let rank = round.workers.rank(first.local_rank);
+        if left == 0 {
+            return;
+        }
+        let (report, ..) = self.report(failures);
+        if let Some(root) = report.root() {
+            // A bare exit code explains itself.
+            let why = if root.class == Class::Exit { String::new() } else { format!(" ({})", root.class) };
             say(&format!(
-                "warning: rank {rank} (local_rank {}) {}; restarting all {} workers of this node ({left} of {} restarts left)",
-                first.local_rank,
-                report::describe(first.cause),
+                "warning: rank {} (local_rank {}) {}{why}; restarting all {} workers of this node ({left} of {} restarts left)",
+                root.rank,
+                root.local_rank,
+                root.describe(),
                 self.config.nproc_per_node,
                 self.config.max_restarts
             ));
@@ -59,29 +73,100 @@ impl Shell {
         }
     }
 
-    pub(super) fn report_failures(&self, failures: &[supervise::Failure]) {
-        let Some(round) = &self.round else { return };
-        let failures: Vec<Failure> = failures
-            .iter()
-            .map(|failure| {
-                let worker = round.workers.get(failure.local_rank);
-                Failure {
-                    local_rank: failure.local_rank,
-                    rank: round.workers.rank(failure.local_rank),
-                    pid: worker.pid.unwrap_or_default(),
-                    cause: failure.cause,
-                    time: worker.ended.map_or_else(SystemTime::now, |(time, _)| time),
-                    error_file: worker.error_file.clone(),
-                }
-            })
-            .collect();
+    /// Says who failed and why, here and in the files that were asked for.
+    pub(super) fn report_failures(&self, failures: &[supervise::Failure]) -> Report {
+        let (report, ended, wrong) = self.report(failures);
         let target = std::env::var_os(vars::ERROR_FILE).filter(|path| !path.is_empty());
-        if let Some(Err(error)) = target.map(|target| report::hand_on(&failures, target.as_ref())) {
+        if let Some(Err(error)) = target.map(|target| report::hand_on(&report, &ended, target.as_ref())) {
             say(&format!("warning: {error}"));
         }
-        match report::render(&self.config.program.title, &failures) {
-            Ok(text) => say_raw(&text),
-            Err(error) => say(&format!("error: {error}")),
+        match wrong {
+            None => say_raw(&report::render(&report)),
+            Some(wrong) => {
+                say(&format!("error: {wrong}; the report without it:\n{}", report::render(&report)))
+            }
+        }
+        report
+    }
+
+    /// The report of the current round, what it was made from, and what is wrong with an error file.
+    ///
+    /// Complete once the output of the workers is ([`Shell::finish_output`]); it may be asked for more than once.
+    pub(super) fn report(&self, failures: &[supervise::Failure]) -> (Report, Vec<Ended>, Option<String>) {
+        let job = self.job();
+        let Some(round) = &self.round else {
+            return (report::without_failures(&job, Outcome::Failed, None), Vec::new(), None);
+        };
+        let ended = |&local_rank: &usize| {
+            let worker = round.workers.get(local_rank);
+            let (time, cause) = worker.ended?;
+            Some(Ended {
+                local_rank,
+                rank: round.workers.rank(local_rank),
+                pid: worker.pid,
+                how: How::Exited(cause),
+                time,
+                stopped: failures.iter().any(|failure| failure.local_rank == local_rank && failure.stopped),
+                error_file: worker.error_file.clone(),
+                stderr: worker.stderr.read(),
+                evidence: worker.evidence.clone(),
+            })
+        };
+        let mut all: Vec<Ended> = round.workers.in_order_of_end().iter().filter_map(ended).collect();
+        if let Some((local_rank, why)) = round.workers.not_started.clone() {
+            let first = Ended {
+                local_rank,
+                rank: round.workers.rank(local_rank),
+                pid: None,
+                how: How::NotStarted(why),
+                time: SystemTime::now(),
+                stopped: false,
+                error_file: None,
+                stderr: (Vec::new(), false),
+                evidence: Evidence::default(),
+            };
+            all.iter_mut().for_each(|worker| worker.stopped = true);
+            all.insert(0, first);
+        }
+        let (report, wrong) = report::build(&job, &all);
+        (report, all, wrong)
+    }
+
+    /// How the job ended, for `--report-file`; `report` is there if workers failed.
+    pub(super) fn write_report(&self, end: &End, report: Option<Report>) {
+        let Some(path) = &self.config.report_file else { return };
+        let bare = |outcome, message| report::without_failures(&self.job(), outcome, message);
+        let verdict = self.verdict.as_ref().map(ToString::to_string);
+        let mut report = report.unwrap_or_else(|| match end {
+            End::Success => bare(Outcome::Succeeded, None),
+            End::Failed(failures) => self.report(failures).0,
+            End::Error(_) if self.round.as_ref().is_some_and(|round| round.workers.not_started.is_some()) => {
+                self.report(&[]).0
+            }
+            End::Error(error) => bare(Outcome::Error, Some(error.clone())),
+            End::Stopped(signal) => bare(Outcome::Stopped, Some(format!("stopped by {signal}"))),
+            End::Interrupted(signal) => {
+                bare(Outcome::Stopped, Some(format!("{signal} while waiting for other nodes")))
+            }
+            End::Aborted => bare(Outcome::Failed, None),
+        });
+        report.message = report.message.or(verdict);
+        if let Err(error) = report::write(&report, path) {
+            say(&format!("warning: {error}"));
+        }
+    }
+
+    fn job(&self) -> report::Job {
+        let assignment = self.round.as_ref().map(|round| &round.assignment);
+        report::Job {
+            title: self.config.program.title.clone(),
+            run_id: self.config.run_id.clone(),
+            node: assignment.map(|assignment| assignment.group_rank),
+            nodes: assignment.map(|assignment| assignment.group_world_size),
+            restarts: self.restarts,
+            max_restarts: self.config.max_restarts,
+            began: self.round.as_ref().map_or_else(SystemTime::now, |round| round.workers.began),
+            stderr_lines: self.config.stderr_lines,
         }
     }
 }

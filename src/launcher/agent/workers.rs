@@ -7,7 +7,9 @@ use std::time::SystemTime;
 
 use convoke_env::{ExitCause, Generation, ToWorker, Token};
 
+use crate::cause::Evidence;
 use crate::guard::WorkerId;
+use crate::logs::StderrTail;
 
 /// The workers of one round, by local rank.
 #[derive(Debug)]
@@ -17,6 +19,12 @@ pub(crate) struct Workers {
     base_rank: usize,
     generation: Option<Generation>,
     list: Vec<Worker>,
+    /// When the first was asked for.
+    pub(crate) began: SystemTime,
+    /// Local ranks in the order in which their ends were noticed.
+    ended: Vec<usize>,
+    /// Who could not be started, and why.
+    pub(crate) not_started: Option<(usize, String)>,
 }
 
 /// One worker.
@@ -28,12 +36,16 @@ pub(crate) struct Worker {
     pub(crate) error_file: Option<PathBuf>,
     /// When its end was noticed, and how it ended.
     pub(crate) ended: Option<(SystemTime, ExitCause)>,
+    pub(crate) evidence: Evidence,
+    /// The end of its stderr.
+    pub(crate) stderr: StderrTail,
 }
 
 impl Workers {
     /// No workers yet; the first will be `first_id`.
     pub(crate) fn new(first_id: u64, base_rank: usize, generation: Option<Generation>) -> Self {
-        Self { first_id, base_rank, generation, list: Vec::new() }
+        let (began, list) = (SystemTime::now(), Vec::new());
+        Self { first_id, base_rank, generation, list, began, ended: Vec::new(), not_started: None }
     }
 
     /// Adds the next local rank; the descriptor is its end of the channel, with the hello in it.
@@ -41,6 +53,7 @@ impl Workers {
         &mut self,
         token: Option<&Token>,
         error_file: Option<PathBuf>,
+        stderr: StderrTail,
     ) -> std::io::Result<(WorkerId, UnixStream)> {
         let (ours, theirs) = UnixStream::pair()?;
         ours.set_nonblocking(true)?;
@@ -48,7 +61,8 @@ impl Workers {
             (&ours).write_all(&ToWorker::Hello { generation, token: token.cloned() }.encode())?;
         }
         let id = self.id(self.list.len());
-        self.list.push(Worker { channel: ours, pid: None, error_file, ended: None });
+        let (ended, evidence) = (None, Evidence::default());
+        self.list.push(Worker { channel: ours, pid: None, error_file, ended, evidence, stderr });
         Ok((id, theirs))
     }
 
@@ -79,9 +93,16 @@ impl Workers {
         self.list[local_rank].pid = Some(pid);
     }
 
+    /// Local ranks of those that have ended, the first first.
+    pub(crate) fn in_order_of_end(&self) -> &[usize] {
+        &self.ended
+    }
+
     /// Notes the end of a worker and tells the others.
-    pub(crate) fn ended(&mut self, local_rank: usize, now: SystemTime, cause: ExitCause) {
+    pub(crate) fn ended(&mut self, local_rank: usize, now: SystemTime, cause: ExitCause, evidence: Evidence) {
         self.list[local_rank].ended = Some((now, cause));
+        self.list[local_rank].evidence = evidence;
+        self.ended.push(local_rank);
         let Some(generation) = self.generation else { return };
         let message = ToWorker::PeerExit { generation, rank: self.rank(local_rank), cause }.encode();
         for (other, worker) in self.list.iter().enumerate() {

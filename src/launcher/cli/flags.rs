@@ -217,6 +217,14 @@ pub(crate) const GROUPS: &[Group] = &[
                 "Teed stderr lines with such a text also go to filtered_stderr.log",
                 "",
             ),
+            flag("report-file", Value("FILE"), "How the job ended, as JSON: causes, tracebacks, last lines", "").ours(),
+            flag(
+                "stderr-tail",
+                Value("LINES"),
+                "Last lines of a failed worker's stderr in the report; 0: stderr does not pass through convoke",
+                "64",
+            )
+            .ours(),
             flag(
                 "event-log-handler",
                 Value("NAME"),

@@ -1,6 +1,7 @@
 //! From flags to [`Config`]: all checks of values.
 
 use std::ffi::OsString;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use nix::sys::signal::Signal;
@@ -8,6 +9,7 @@ use nix::sys::signal::Signal;
 use super::machine::{Machine, Vendor};
 use super::{Config, NodeRange, NumaBinding, Orphans, devices, meeting, output, program};
 use crate::cli::{CliError, Given, Value, integer, suggest_choice};
+use crate::report::STDERR_LINES;
 
 type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 
@@ -28,7 +30,9 @@ pub(crate) fn config(given: &Given, env: Env<'_>, machine: &Machine) -> Result<C
     let monitor_interval = monitor_interval(given, numbers.monitor_interval)?;
     let shutdown_timeout = shutdown_timeout(given, numbers.shutdown_timeout, env)?;
     let nproc_per_node = nproc_per_node(given, env, machine)?;
-    let logs = output::logs(given, env, nproc_per_node, &mut warnings)?;
+    let mut logs = output::logs(given, env, nproc_per_node, &mut warnings)?;
+    let stderr_lines = stderr_lines(given, numbers.stderr_tail)?;
+    logs.keep_stderr_tail = stderr_lines > 0 && orphans(given)? == Orphans::Stop;
     let events = output::events(given, env)?;
     let program = program::program(given, env)?;
     let (rendezvous, run_id, nodes, rendezvous_conf) =
@@ -85,6 +89,11 @@ pub(crate) fn config(given: &Given, env: Env<'_>, machine: &Machine) -> Result<C
         virtual_local_rank,
         numa_binding,
         orphans: orphans(given)?,
+        report_file: given
+            .get("report-file")
+            .map(|value| PathBuf::from(&value.text))
+            .filter(|path| !path.as_os_str().is_empty()),
+        stderr_lines,
         share_store: env("TORCH_DISABLE_SHARE_RDZV_TCP_STORE").is_none_or(|value| value != "1"),
         warnings,
     })
@@ -96,6 +105,7 @@ pub(super) struct Numbers {
     pub(super) node_rank: Option<i128>,
     pub(super) master_port: Option<i128>,
     shutdown_timeout: Option<i128>,
+    stderr_tail: Option<i128>,
     monitor_interval: Option<f64>,
 }
 
@@ -108,6 +118,7 @@ impl Numbers {
             node_rank: integer("node-rank", "0")?,
             master_port: integer("master-port", "29500")?,
             shutdown_timeout: integer("shutdown-timeout", "30")?,
+            stderr_tail: integer("stderr-tail", "64")?,
             monitor_interval: given.get("monitor-interval").map(|value| value.float("0.1")).transpose()?,
         };
         choice(given, "start-method", &["spawn", "fork", "forkserver"])?;
@@ -231,6 +242,17 @@ fn shutdown_timeout(given: &Given, number: Option<i128>, env: Env<'_>) -> Result
         ))),
     }
 }
+fn stderr_lines(given: &Given, number: Option<i128>) -> Result<usize, CliError> {
+    const MAX: usize = 1000;
+    match at_least_zero::<usize>(given, "stderr-tail", number, "64")? {
+        None => Ok(STDERR_LINES),
+        Some(lines) if lines <= MAX => Ok(lines),
+        Some(lines) => {
+            Err(CliError::value(format!("--stderr-tail={lines}: too large; write --stderr-tail={MAX}")))
+        }
+    }
+}
+
 /// `1 node`, `2 nodes`.
 pub(super) fn count(number: usize, noun: &str) -> String {
     if number == 1 { format!("1 {noun}") } else { format!("{number} {noun}s") }

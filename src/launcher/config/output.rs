@@ -42,6 +42,7 @@ pub(super) fn logs(
         tee,
         prefix_template: prefix_template.unwrap_or_else(|| PREFIX_TEMPLATE.to_owned()),
         local_ranks_filter: local_ranks_filter(given, nproc_per_node, warnings)?,
+        keep_stderr_tail: true,
         duplicate_stdout: substrings(given.text("duplicate-stdout-filters")?),
         duplicate_stderr: substrings(given.text("duplicate-stderr-filters")?),
     })

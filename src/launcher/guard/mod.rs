@@ -10,6 +10,7 @@
 //! survive.
 
 mod link;
+mod memory;
 mod process;
 mod procfs;
 mod protocol;

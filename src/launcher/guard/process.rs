@@ -20,8 +20,10 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
 use nix::unistd::Pid;
 
+use super::memory::Memory;
 use super::protocol::{Decoder, FromGuard, SpawnRequest, ToGuard, WorkerId, encode};
-use super::sweep::{Sweep, kill_all, reap};
+use super::sweep::{Sweep, kill_all, reap_with_core};
+use crate::cause::Evidence;
 use crate::fault;
 use crate::os::{Prepared, Starting, start_worker};
 
@@ -62,6 +64,7 @@ struct Guard {
     pidfds: HashMap<i32, OwnedFd>,
     use_pidfds: bool,
     sweep: Option<Sweep>,
+    memory: Memory,
     outbox: VecDeque<u8>,
 }
 
@@ -92,6 +95,7 @@ impl Guard {
             pidfds: HashMap::new(),
             use_pidfds: std::env::var_os(NO_PIDFD).is_none(),
             sweep: None,
+            memory: Memory::default(),
             outbox: VecDeque::new(),
         })
     }
@@ -196,6 +200,7 @@ impl Guard {
         let stdout = request.stdout.then(&mut next).transpose()?;
         let stderr = request.stderr.then(&mut next).transpose()?;
         let environment = environment(&request, &channel);
+        self.memory.starting(id.0);
         let started = Prepared::new(request.argv, environment)
             .and_then(|program| start_worker(&program, &channel, stdout.as_ref(), stderr.as_ref()));
         match started {
@@ -265,19 +270,21 @@ impl Guard {
 
     fn reap(&mut self) {
         let mut exits = Vec::new();
-        reap(|pid, cause| exits.push((pid, cause)));
-        for (pid, cause) in exits {
-            self.exited(pid, cause);
+        reap_with_core(|pid, cause, core_dumped| exits.push((pid, cause, core_dumped)));
+        for (pid, cause, core_dumped) in exits {
+            self.exited(pid, cause, core_dumped);
         }
     }
 
-    fn exited(&mut self, pid: i32, cause: ExitCause) {
+    fn exited(&mut self, pid: i32, cause: ExitCause, core_dumped: bool) {
         self.pidfds.remove(&pid);
         // Its start comes first, also if both are seen at once. An error shows in the next flush.
         let _ = self.started(pid);
         if let Some(id) = self.workers.remove(&pid) {
             self.pids.remove(&id);
-            let _ = self.send(&FromGuard::Exited { id, cause });
+            let oom = if cause == ExitCause::Code(0) { None } else { self.memory.kills(id.0, cause) };
+            self.memory.forget(id.0);
+            let _ = self.send(&FromGuard::Exited { id, cause, evidence: Evidence { core_dumped, oom } });
         }
     }
 

@@ -9,6 +9,8 @@ use convoke_env::ExitCause;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use crate::cause::Evidence;
+
 /// Longest message: a command line and its variables (the kernel's own limit is 6 MiB by default).
 pub(crate) const MAX_FRAME_BYTES: usize = 64 << 20;
 
@@ -64,7 +66,7 @@ pub(crate) enum FromGuard {
     /// The worker could not be started.
     SpawnFailed { id: WorkerId, error: String },
     /// The worker ended and has been reaped.
-    Exited { id: WorkerId, cause: ExitCause },
+    Exited { id: WorkerId, cause: ExitCause, evidence: Evidence },
     /// Nothing is left of what the workers started.
     Swept {
         /// Processes that had to be stopped.

@@ -86,14 +86,21 @@ impl Sweep {
 
 /// Reaps every child that has ended; `on_exit` gets each pid with how it ended.
 pub(crate) fn reap(mut on_exit: impl FnMut(i32, ExitCause)) {
+    reap_with_core(|pid, cause, _| on_exit(pid, cause));
+}
+
+/// The same; the last value says whether the kernel wrote a core file.
+pub(super) fn reap_with_core(mut on_exit: impl FnMut(i32, ExitCause, bool)) {
+    /// Of the status that wait(2) gives.
+    const CORE_DUMPED: i32 = 0x80;
     loop {
         match rustix::process::wait(WaitOptions::NOHANG) {
             Ok(Some((pid, status))) => {
                 let pid = pid.as_raw_nonzero().get();
                 if let Some(code) = status.exit_status() {
-                    on_exit(pid, ExitCause::Code(code));
+                    on_exit(pid, ExitCause::Code(code), false);
                 } else if let Some(signal) = status.terminating_signal() {
-                    on_exit(pid, ExitCause::Signal(signal));
+                    on_exit(pid, ExitCause::Signal(signal), status.as_raw() & CORE_DUMPED != 0);
                 }
             }
             Err(rustix::io::Errno::INTR) => {}

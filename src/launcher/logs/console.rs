@@ -1,6 +1,7 @@
 //! One of the launcher's own streams, written by a thread of its own, so that a slow terminal does not
 //! keep files and other streams waiting.
 
+use std::fmt;
 use std::io::{self, Write};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -23,13 +24,28 @@ const WRITE_BYTES: usize = 16 << 10;
 #[derive(Debug)]
 pub(super) struct Console {
     shared: Arc<Shared>,
+    /// What the thread will need; it starts with the first bytes.
+    unstarted: Option<Unstarted>,
     /// Whose line is on the console without its newline.
     open: Option<usize>,
+    /// That line was passed through as it came.
+    open_raw: bool,
     /// Collected lines, not yet handed over.
     batch: Vec<u8>,
     /// Bytes that were dropped since the console stalled.
     dropped: Option<u64>,
     stall: Duration,
+}
+
+struct Unstarted {
+    name: String,
+    stream: Box<dyn Write + Send>,
+}
+
+impl fmt::Debug for Unstarted {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Unstarted").field("name", &self.name).finish_non_exhaustive()
+    }
 }
 
 #[derive(Debug, Default)]
@@ -58,16 +74,27 @@ impl Shared {
 }
 
 impl Console {
-    /// Starts the thread that writes to `stream`.
-    pub(super) fn start(name: &str, stream: Box<dyn Write + Send>) -> io::Result<Self> {
-        Self::start_with(name, stream, STALL)
+    /// A console that a thread of this name writes to `stream`, from the first bytes on.
+    pub(super) fn new(name: &str, stream: Box<dyn Write + Send>) -> Self {
+        Self::with_stall(name, stream, STALL)
     }
 
-    pub(super) fn start_with(name: &str, stream: Box<dyn Write + Send>, stall: Duration) -> io::Result<Self> {
-        let shared = Arc::new(Shared::default());
-        let theirs = Arc::clone(&shared);
-        thread::Builder::new().name(name.to_owned()).spawn(move || write(&theirs, stream))?;
-        Ok(Self { shared, open: None, batch: Vec::new(), dropped: None, stall })
+    pub(super) fn with_stall(name: &str, stream: Box<dyn Write + Send>, stall: Duration) -> Self {
+        Self {
+            shared: Arc::new(Shared::default()),
+            unstarted: Some(Unstarted { name: name.to_owned(), stream }),
+            open: None,
+            open_raw: false,
+            batch: Vec::new(),
+            dropped: None,
+            stall,
+        }
+    }
+
+    fn start(&mut self) -> io::Result<()> {
+        let Some(Unstarted { name, stream }) = self.unstarted.take() else { return Ok(()) };
+        let theirs = Arc::clone(&self.shared);
+        thread::Builder::new().name(name).spawn(move || write(&theirs, stream)).map(drop)
     }
 
     /// Adds a piece of a line of `source`, and its newline if it is over.
@@ -83,9 +110,22 @@ impl Console {
         }
         self.batch.extend_from_slice(String::from_utf8_lossy(text).as_bytes());
         self.open = (!newline).then_some(source);
+        self.open_raw = false;
         if newline {
             self.batch.push(b'\n');
         }
+    }
+
+    /// Adds bytes of `source` as they came. Lines of others that are not over stay so, as if each wrote by itself.
+    pub(super) fn pass_through(&mut self, source: usize, parts: [&[u8]; 2]) {
+        if self.open.is_some() && !self.open_raw {
+            self.close_line();
+        }
+        for bytes in parts {
+            self.batch.extend_from_slice(bytes);
+        }
+        self.open = (self.batch.last() != Some(&b'\n')).then_some(source);
+        self.open_raw = true;
     }
 
     /// Adds a line of the launcher itself.
@@ -100,6 +140,9 @@ impl Console {
     pub(super) fn hand_over(&mut self) -> Option<io::ErrorKind> {
         if self.batch.is_empty() {
             return None;
+        }
+        if let Err(error) = self.start() {
+            self.shared.lock().broken = Some(error.kind());
         }
         let shared = Arc::clone(&self.shared);
         let mut state = shared.lock();
@@ -142,9 +185,14 @@ impl Console {
     /// Hands over the rest and waits until all is written or the stream is broken, as long as `patience` lasts.
     pub(super) fn finish(mut self, patience: &mut Patience) {
         self.hand_over();
-        let mut state = self.shared.lock();
-        state.closed = true;
+        self.shared.lock().closed = true;
         self.shared.changed.notify_all();
+        self.settle(patience);
+    }
+
+    /// Waits until all that was handed over is written or the stream is broken, as long as `patience` lasts.
+    pub(super) fn settle(&self, patience: &mut Patience) {
+        let mut state = self.shared.lock();
         while state.broken.is_none() && (state.writing || !state.pending.is_empty()) {
             let Some(left) = patience.left(self.shared.writes.load(Ordering::Relaxed)) else { return }; // the thread ends with the process
             state = self.shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;

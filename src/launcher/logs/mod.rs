@@ -2,19 +2,21 @@
 //!
 //! [`RunDir`] is one launcher's directory, [`AttemptDir`] the directory of one attempt, which hands out
 //! the descriptors of each worker. Files without tee are given to the worker itself; a teed stream is a
-//! pipe that [`Tee`] reads.
+//! pipe that [`Tee`] reads. So is a stderr that goes to the console, unless that is a terminal: its last
+//! lines are wanted if the worker fails.
 //!
 //! Logs serve the job: but for a `--log-dir` that cannot be one, what goes wrong here is told once, and
 //! the job goes on without files.
 
 mod console;
 mod lines;
+mod tail;
 mod tee;
 #[cfg(test)]
 mod tests;
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
-use std::io::{self, Write};
+use std::io::{self, IsTerminal, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
@@ -26,6 +28,8 @@ use memchr::memmem::Finder;
 use crate::config::{LogConfig, LogDir, StreamChoice, Streams, expand};
 use crate::report::host_name;
 use console::Console;
+pub(crate) use tail::StderrTail;
+use tail::Tail;
 pub(crate) use tee::Tee;
 use tee::{Source, Stream};
 
@@ -66,6 +70,8 @@ pub(crate) struct RunDir {
 struct Settings {
     config: LogConfig,
     host: String,
+    /// Our own stderr is one: colours and progress bars work only if the workers have it themselves.
+    terminal: bool,
     /// Trouble with files is told once.
     told: AtomicBool,
 }
@@ -88,6 +94,8 @@ pub(crate) struct WorkerStdio {
     pub(crate) stderr: StdioTarget,
     /// TORCHELASTIC_ERROR_FILE; `None` if there are no files.
     pub(crate) error_file: Option<PathBuf>,
+    /// The end of its standard error.
+    pub(crate) stderr_tail: StderrTail,
 }
 
 /// Where one stream of a worker goes.
@@ -119,8 +127,16 @@ impl RunDir {
     /// # Errors
     /// [`LogError::NotADirectory`]: `--log-dir` is a file. Other trouble is told, and there will be no files.
     pub(crate) fn create(config: &LogConfig, run_id: &str) -> Result<Self, LogError> {
-        let settings =
-            Arc::new(Settings { config: config.clone(), host: host_name(), told: AtomicBool::new(false) });
+        Self::create_on(config, run_id, io::stderr().is_terminal())
+    }
+
+    fn create_on(config: &LogConfig, run_id: &str, terminal: bool) -> Result<Self, LogError> {
+        let settings = Arc::new(Settings {
+            config: config.clone(),
+            host: host_name(),
+            terminal,
+            told: AtomicBool::new(false),
+        });
         let made = match &config.dir {
             LogDir::Nothing => return Ok(Self { settings, path: None }),
             LogDir::Temporary => {
@@ -224,11 +240,10 @@ impl AttemptDir {
     /// # Errors
     /// [`LogError::System`]: no pipe, no /dev/null.
     pub(crate) fn worker(&mut self, local_rank: usize, rank: usize) -> Result<WorkerStdio, LogError> {
-        Ok(WorkerStdio {
-            stdout: self.target(Stream::Stdout, local_rank, rank)?,
-            stderr: self.target(Stream::Stderr, local_rank, rank)?,
-            error_file: self.dir(local_rank).map(|dir| dir.join("error.json")),
-        })
+        let (stdout, _) = self.target(Stream::Stdout, local_rank, rank)?;
+        let (stderr, stderr_tail) = self.target(Stream::Stderr, local_rank, rank)?;
+        let error_file = self.dir(local_rank).map(|dir| dir.join("error.json"));
+        Ok(WorkerStdio { stdout, stderr, error_file, stderr_tail })
     }
 
     /// Starts to copy the output of teed streams; `None` if there are none.
@@ -254,32 +269,51 @@ impl AttemptDir {
         self.path.as_ref().map(|path| path.join(local_rank.to_string()))
     }
 
-    fn target(&mut self, stream: Stream, local_rank: usize, rank: usize) -> Result<StdioTarget, LogError> {
+    fn target(
+        &mut self,
+        stream: Stream,
+        local_rank: usize,
+        rank: usize,
+    ) -> Result<(StdioTarget, StderrTail), LogError> {
         let settings = Arc::clone(&self.settings);
         let config = &settings.config;
         let chosen = |choice: &StreamChoice| stream.of(streams_of(choice, local_rank));
         let on_console = config.local_ranks_filter.as_ref().is_none_or(|ranks| ranks.contains(&local_rank));
         let (teed, redirected) = (chosen(&config.tee), chosen(&config.redirects));
-        let file = match self.dir(local_rank) {
-            Some(dir) if teed || redirected => self.open(&dir.join(stream.file_name())),
-            _ => None,
-        };
+        let path = self.dir(local_rank).map(|dir| dir.join(stream.file_name()));
+        let file = path.as_ref().filter(|_| teed || redirected).and_then(|path| self.open(path));
+        let tail_wanted = stream == Stream::Stderr && config.keep_stderr_tail;
         if teed {
             let (ours, theirs) = pipe()?;
             let prefix = prefix(config, &settings.host, local_rank, rank);
-            self.sources.push(Source::new(stream, ours, file, prefix, on_console));
-            return Ok(StdioTarget::Pipe(theirs));
-        }
-        let wanted_nowhere = redirected && config.dir == LogDir::Nothing;
-        match file {
-            Some(file) => Ok(StdioTarget::File(file.into())),
-            // Better on the console than lost, if there could be no file.
-            None if on_console && !wanted_nowhere => Ok(StdioTarget::Inherit),
-            None => {
-                let null = OpenOptions::new().read(true).write(true).open("/dev/null");
-                null.map(|file| StdioTarget::Null(file.into())).map_err(system("/dev/null"))
+            let mut source = Source::new(stream, ours, file, prefix, on_console);
+            let mut tail = StderrTail::Unknown;
+            if tail_wanted {
+                let kept = Tail::default();
+                source = source.with_tail(kept.clone());
+                tail = kept.into();
             }
+            self.sources.push(source);
+            return Ok((StdioTarget::Pipe(theirs), tail));
         }
+        if let (Some(file), Some(path)) = (file, path) {
+            return Ok((StdioTarget::File(file.into()), StderrTail::File(path)));
+        }
+        // Better on the console than lost, if there could be no file.
+        let inherit = on_console && !(redirected && config.dir == LogDir::Nothing);
+        let nowhere = redirected && !inherit;
+        if tail_wanted && !nowhere && !(inherit && settings.terminal) {
+            let (ours, theirs) = pipe()?;
+            let tail = Tail::default();
+            self.sources.push(Source::raw(ours, on_console).with_tail(tail.clone()));
+            return Ok((StdioTarget::Pipe(theirs), tail.into()));
+        }
+        if inherit {
+            return Ok((StdioTarget::Inherit, StderrTail::Unknown));
+        }
+        let null = OpenOptions::new().read(true).write(true).open("/dev/null");
+        let null = null.map(|file| StdioTarget::Null(file.into())).map_err(system("/dev/null"))?;
+        Ok((null, StderrTail::Unknown))
     }
 
     fn open(&self, path: &Path) -> Option<File> {

@@ -2,7 +2,11 @@
 //!
 //! One thread reads all pipes of an attempt. The file gets the bytes as they are; the console gets whole
 //! lines with prefix. A line that stays without its newline is shown after a while all the same.
+//!
+//! A stderr that is neither redirected nor teed passes through here as well, so that its last lines are known when
+//! its worker fails: byte for byte, without prefix, whole lines at once.
 
+use std::cell::Cell;
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
@@ -11,16 +15,21 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use memchr::memmem::Finder;
+use memchr::memrchr2;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
 use super::console::{Console, Patience, Writes};
-use super::lines::{Lines, Piece};
+use super::lines::{LINE_MAX_BYTES, Lines, Piece};
+use super::tail::Tail;
 use crate::config::Streams;
 
 const READ_BYTES: usize = 64 << 10;
 /// How long a line may stay without its newline before it is shown.
 const PARTIAL_AFTER: Duration = Duration::from_secs(2);
+/// The same for what passes through unchanged: long enough for the rest of a line that was written in pieces, too short
+/// to be seen.
+const RAW_PARTIAL_AFTER: Duration = Duration::from_millis(30);
 /// How long is read on, once all workers are gone, from pipes that their descendants go on writing to.
 const DRAIN_MAX: Duration = Duration::from_secs(1);
 
@@ -47,7 +56,7 @@ impl Stream {
     }
 }
 
-/// One teed stream of one worker.
+/// One stream of one worker.
 #[derive(Debug)]
 pub(super) struct Source {
     stream: Stream,
@@ -57,9 +66,20 @@ pub(super) struct Source {
     prefix: Vec<u8>,
     /// Shown on the console and to the duplicate filters.
     on_console: bool,
-    lines: Lines,
+    form: Form,
+    /// Where its last bytes are kept.
+    tail: Option<Tail>,
     /// When its last bytes came.
     read_at: Instant,
+}
+
+/// How a stream reaches the console.
+#[derive(Debug)]
+enum Form {
+    /// Line by line, with prefix.
+    Lines(Lines),
+    /// As it is. Holds the line that is not over, until `since` is too long ago.
+    Raw { held: Vec<u8>, since: Instant },
 }
 
 impl Source {
@@ -70,8 +90,27 @@ impl Source {
         prefix: Vec<u8>,
         on_console: bool,
     ) -> Self {
-        let pipe = File::from(pipe);
-        Self { stream, pipe, file, prefix, on_console, lines: Lines::default(), read_at: Instant::now() }
+        let (pipe, form) = (File::from(pipe), Form::Lines(Lines::default()));
+        Self { stream, pipe, file, prefix, on_console, form, tail: None, read_at: Instant::now() }
+    }
+
+    /// A stderr that passes through unchanged.
+    pub(super) fn raw(pipe: OwnedFd, on_console: bool) -> Self {
+        let form = Form::Raw { held: Vec::new(), since: Instant::now() };
+        Self { form, ..Self::new(Stream::Stderr, pipe, None, Vec::new(), on_console) }
+    }
+
+    /// Keeps the last bytes in `tail`.
+    pub(super) fn with_tail(self, tail: Tail) -> Self {
+        Self { tail: Some(tail), ..self }
+    }
+
+    /// When what is there of a line is to be shown; `None` if nothing waits.
+    fn partial_at(&self) -> Option<Instant> {
+        match &self.form {
+            Form::Lines(lines) => lines.has_partial().then(|| self.read_at + PARTIAL_AFTER),
+            Form::Raw { held, since } => (!held.is_empty()).then(|| *since + RAW_PARTIAL_AFTER),
+        }
     }
 
     #[cfg(test)]
@@ -83,11 +122,22 @@ impl Source {
 /// The thread that copies. Dropping it lets the thread go on until all pipes are closed.
 #[derive(Debug)]
 pub(crate) struct Tee {
-    /// Written to when all workers have ended.
-    finish: EventFd,
-    done: mpsc::Receiver<()>,
-    until: mpsc::Sender<Instant>,
+    /// Written to after each request.
+    wake: EventFd,
+    requests: mpsc::Sender<Request>,
+    /// One answer to each [`Request::Drain`]; closed when all is done.
+    answers: mpsc::Receiver<u64>,
+    asked: Cell<u64>,
     writes: [Writes; 2],
+}
+
+/// What the thread is asked for.
+#[derive(Debug, Clone, Copy)]
+enum Request {
+    /// Copy what is there, answer with this number, and go on.
+    Drain(u64, Instant),
+    /// Copy what is there, and end.
+    Finish(Instant),
 }
 
 impl Tee {
@@ -97,43 +147,59 @@ impl Tee {
         filters: [Vec<Finder<'static>>; 2],
         consoles: [Console; 2],
     ) -> io::Result<Self> {
-        let finish = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
-        let wake = finish.as_fd().try_clone_to_owned()?;
-        let (tell_done, done) = mpsc::channel();
-        let (until, deadline) = mpsc::channel();
+        let wake = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
+        let theirs = File::from(wake.as_fd().try_clone_to_owned()?);
+        let (answer, answers) = mpsc::channel();
+        let (requests, asked) = mpsc::channel();
         let writes = [consoles[0].writes(), consoles[1].writes()];
         let outputs = Outputs { filtered, filters, consoles };
         let copier = Copier { sources: sources.into_iter().enumerate().collect(), outputs, told: [false; 3] };
-        thread::Builder::new().name("tee".to_owned()).spawn(move || {
-            copier.run(&wake, &deadline);
-            // Nobody may wait any more.
-            let _ = tell_done.send(());
-        })?;
-        Ok(Self { finish, done, until, writes })
+        // Its end closes `answer`.
+        thread::Builder::new().name("tee".to_owned()).spawn(move || copier.run(theirs, &asked, &answer))?;
+        Ok(Self { wake, requests, answers, asked: Cell::new(0), writes })
     }
 
-    /// All workers have ended: copies what they left, and waits for that, but beyond the deadline only for a slow
-    /// console that still takes something.
-    ///
-    /// From then on, processes that still hold such a pipe cannot write to it any more.
-    pub(crate) fn finish(self, deadline: Instant) {
-        // The thread may have ended by itself, when the last pipe was closed.
-        let _ = self.until.send(deadline);
-        let _ = self.finish.write(1);
+    /// All workers have ended: copies what they have written, and waits for that, but beyond the deadline only for a
+    /// slow console that still takes something. What their descendants write is copied afterwards as well.
+    pub(crate) fn drain(&self, deadline: Instant) {
+        let number = self.asked.get() + 1;
+        self.asked.set(number);
+        self.ask(Request::Drain(number, deadline));
         let mut patience = Patience::new(deadline);
         while let Some(left) = patience.left(self.writes.iter().map(Writes::count).sum()) {
-            match self.done.recv_timeout(left) {
-                Err(mpsc::RecvTimeoutError::Timeout) => {}
-                Ok(()) | Err(mpsc::RecvTimeoutError::Disconnected) => return,
+            match self.answers.recv_timeout(left) {
+                Ok(answered) if answered == number => return,
+                // An answer may be left of a `drain` that lost its patience.
+                Ok(_) | Err(mpsc::RecvTimeoutError::Timeout) => {}
+                Err(mpsc::RecvTimeoutError::Disconnected) => return,
             }
         }
+    }
+
+    /// As [`Tee::drain`], for the last time: from then on, processes that still hold such a pipe cannot write to it
+    /// any more.
+    pub(crate) fn finish(self, deadline: Instant) {
+        self.ask(Request::Finish(deadline));
+        let mut patience = Patience::new(deadline);
+        while let Some(left) = patience.left(self.writes.iter().map(Writes::count).sum()) {
+            match self.answers.recv_timeout(left) {
+                Ok(_) | Err(mpsc::RecvTimeoutError::Timeout) => {}
+                Err(mpsc::RecvTimeoutError::Disconnected) => return,
+            }
+        }
+    }
+
+    fn ask(&self, request: Request) {
+        // The thread may have broken off: then `answers` is closed.
+        let _ = self.requests.send(request);
+        let _ = self.wake.write(1);
     }
 }
 
 /// The launcher's own stdout and stderr.
 pub(super) fn consoles() -> io::Result<[Console; 2]> {
     let stdout = File::from(io::stdout().as_fd().try_clone_to_owned()?);
-    Ok([Console::start("stdout", Box::new(stdout))?, Console::start("stderr", Box::new(LockedStderr))?])
+    Ok([Console::new("stdout", Box::new(stdout)), Console::new("stderr", Box::new(LockedStderr))])
 }
 
 /// Holds the lock while a chunk is written, so that the launcher's own lines do not fall into ours.
@@ -163,38 +229,72 @@ struct Copier {
 }
 
 impl Copier {
-    fn run(mut self, wake: &OwnedFd, deadline: &mpsc::Receiver<Instant>) {
+    fn run(mut self, mut wake: File, requests: &mpsc::Receiver<Request>, answer: &mpsc::Sender<u64>) {
         let mut buffer = vec![0; READ_BYTES];
-        let mut drain_until = None;
+        // What is being answered, and how long is read on for it.
+        let mut current = None;
+        let mut finish = None;
         while !self.sources.is_empty() {
-            let timeout = if drain_until.is_some() { Some(Duration::ZERO) } else { self.next_partial() };
-            let Ok((finish, readable)) = self.wait(wake, timeout) else { break };
-            if drain_until.is_some_and(|until| Instant::now() >= until || readable.is_empty()) {
-                break;
+            if current.is_none() {
+                current = requests.try_recv().ok().map(|request| (request, Instant::now() + DRAIN_MAX));
             }
-            if finish && drain_until.is_none() {
-                drain_until = Some(Instant::now() + DRAIN_MAX);
+            let timeout = if current.is_some() { Some(Duration::ZERO) } else { self.next_partial() };
+            let Ok((woken, readable)) = self.wait(&wake, timeout) else { break };
+            match current {
+                Some((_, until)) if Instant::now() < until && !readable.is_empty() => {}
+                Some((Request::Finish(deadline), _)) => {
+                    finish = Some(deadline);
+                    break;
+                }
+                Some((Request::Drain(number, deadline), _)) => {
+                    self.settle(deadline);
+                    let _ = answer.send(number);
+                    current = None;
+                }
+                None if woken => drop(wake.read(&mut [0; 8])),
+                None => {}
             }
             // From the back, so that removing one does not move those that follow.
             for at in readable.into_iter().rev() {
                 self.read(at, &mut buffer);
             }
-            self.show_partials();
+            self.show_partials(Instant::now());
             self.hand_over();
         }
         while let Some((number, mut source)) = self.sources.pop() {
             self.finish_source(number, &mut source);
         }
         self.hand_over();
-        // Nobody finishes us if the pipes were closed before the workers ended: then all time is ours.
-        let until = deadline.recv().unwrap_or_else(|_| Instant::now() + DRAIN_MAX);
+        let mut request = current.map(|(request, _)| request);
+        // All pipes may have been closed before the workers ended: then all time is ours.
+        let until = finish.unwrap_or_else(|| {
+            loop {
+                match request.take().map_or_else(|| requests.recv(), Ok) {
+                    Ok(Request::Drain(number, deadline)) => {
+                        self.settle(deadline);
+                        let _ = answer.send(number);
+                    }
+                    Ok(Request::Finish(deadline)) => return deadline,
+                    Err(_) => return Instant::now() + DRAIN_MAX,
+                }
+            }
+        });
         for console in self.outputs.consoles {
             console.finish(&mut Patience::new(until));
         }
     }
 
+    /// Shows all that is there, and waits for the consoles.
+    fn settle(&mut self, deadline: Instant) {
+        self.show_partials(Instant::now() + RAW_PARTIAL_AFTER);
+        self.hand_over();
+        for console in &self.outputs.consoles {
+            console.settle(&mut Patience::new(deadline));
+        }
+    }
+
     /// Waits for bytes; returns whether the workers have ended, and which sources have some.
-    fn wait(&self, wake: &OwnedFd, timeout: Option<Duration>) -> nix::Result<(bool, Vec<usize>)> {
+    fn wait(&self, wake: &File, timeout: Option<Duration>) -> nix::Result<(bool, Vec<usize>)> {
         let timeout = match timeout {
             None => PollTimeout::NONE,
             // Rounded up, else the last millisecond is spent in a loop.
@@ -242,30 +342,76 @@ impl Copier {
             );
             tell(&mut self.told[0], &mut self.outputs.consoles[1], &line);
         }
-        if source.on_console {
-            let mut sink = self.outputs.sink(number, source.stream, &source.prefix);
-            source.lines.feed(bytes, |piece| sink.pass(piece));
+        if let Some(tail) = &source.tail {
+            tail.push(bytes);
+        }
+        if !source.on_console {
+            return;
+        }
+        match &mut source.form {
+            Form::Lines(lines) => {
+                let mut sink = self.outputs.sink(number, source.stream, &source.prefix);
+                lines.feed(bytes, |piece| sink.pass(piece));
+            }
+            Form::Raw { held, since } => {
+                let console = &mut self.outputs.consoles[1];
+                let rest = match memrchr2(b'\n', b'\r', bytes) {
+                    Some(end) => {
+                        console.pass_through(number, [held, &bytes[..=end]]);
+                        held.clear();
+                        &bytes[end + 1..]
+                    }
+                    None => bytes,
+                };
+                if held.is_empty() {
+                    *since = source.read_at;
+                }
+                held.extend_from_slice(rest);
+                if held.len() >= LINE_MAX_BYTES {
+                    console.pass_through(number, [held, &[]]);
+                    held.clear();
+                }
+            }
         }
     }
 
     fn finish_source(&mut self, number: usize, source: &mut Source) {
-        let mut sink = self.outputs.sink(number, source.stream, &source.prefix);
-        source.lines.finish(|piece| sink.pass(piece));
+        match &mut source.form {
+            Form::Lines(lines) => {
+                let mut sink = self.outputs.sink(number, source.stream, &source.prefix);
+                lines.finish(|piece| sink.pass(piece));
+            }
+            Form::Raw { held, .. } => {
+                if !held.is_empty() {
+                    self.outputs.consoles[1].pass_through(number, [held, &[]]);
+                    held.clear();
+                }
+            }
+        }
     }
 
     /// How long until the next line without newline is to be shown.
     fn next_partial(&self) -> Option<Duration> {
-        let partial = self.sources.iter().filter(|(_, source)| source.lines.has_partial());
-        partial.map(|(_, source)| PARTIAL_AFTER.saturating_sub(source.read_at.elapsed())).min()
+        let first = self.sources.iter().filter_map(|(_, source)| source.partial_at()).min()?;
+        Some(first.saturating_duration_since(Instant::now()))
     }
 
-    fn show_partials(&mut self) {
+    fn show_partials(&mut self, now: Instant) {
         for (number, source) in &mut self.sources {
-            if source.lines.has_partial() && source.read_at.elapsed() >= PARTIAL_AFTER {
-                let mut sink = self.outputs.sink(*number, source.stream, &source.prefix);
-                source.lines.show_partial(|piece| sink.pass(piece));
-                // A character that is not whole is shown with the rest, not waited for in a loop.
-                source.read_at = Instant::now();
+            if source.partial_at().is_none_or(|at| now < at) {
+                continue;
+            }
+            match &mut source.form {
+                Form::Lines(lines) => {
+                    let mut sink = self.outputs.sink(*number, source.stream, &source.prefix);
+                    lines.show_partial(|piece| sink.pass(piece));
+                    // A character that is not whole is shown with the rest, not waited for in a loop.
+                    source.read_at = now;
+                }
+                Form::Raw { held, .. } => {
+                    self.outputs.consoles[1].pass_through(*number, [held, &[]]);
+                    held.clear();
+                }
             }
         }
     }

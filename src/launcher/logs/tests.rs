@@ -28,6 +28,7 @@ fn config(dir: LogDir) -> LogConfig {
         tee: StreamChoice::All(Streams::default()),
         prefix_template: "[${role_name}${local_rank}]:".to_owned(),
         local_ranks_filter: None,
+        keep_stderr_tail: false,
         duplicate_stdout: Vec::new(),
         duplicate_stderr: Vec::new(),
     }
@@ -60,7 +61,7 @@ impl Screen {
     }
 
     fn console(&self) -> Result<Console> {
-        Ok(Console::start("screen", Box::new(self.clone()))?)
+        Ok(Console::new("screen", Box::new(self.clone())))
     }
 
     /// Waits until the text is there; the last text if it never comes.
@@ -455,7 +456,7 @@ fn a_stopped_console_does_not_stop_the_workers() -> Result {
     let (let_go, stopped) = std::sync::mpsc::channel();
     let (screen, stderr) = (Screen::default(), Screen::default());
     let stall = Duration::from_millis(200);
-    let stuck = Console::start_with("stuck", Box::new(Stuck(stopped, screen.clone())), stall)?;
+    let stuck = Console::with_stall("stuck", Box::new(Stuck(stopped, screen.clone())), stall);
     let tee = attempt.start_tee_on([stuck, stderr.console()?])?;
     let line = [b"z".repeat(1023), b"\n".to_vec()].concat();
     for _ in 0..30_000 {
@@ -495,7 +496,7 @@ fn a_slow_console_gets_everything_even_beyond_the_deadline() -> Result {
     let mut out = writer(attempt.worker(0, 0)?.stdout)?;
     let (screen, stderr) = (Screen::default(), Screen::default());
     let tee =
-        attempt.start_tee_on([Console::start("slow", Box::new(Slow(screen.clone())))?, stderr.console()?])?;
+        attempt.start_tee_on([Console::new("slow", Box::new(Slow(screen.clone()))), stderr.console()?])?;
     for line in 0..20_000 {
         writeln!(out, "{line} {}", "s".repeat(100))?;
     }
@@ -514,7 +515,7 @@ fn a_stopped_console_does_not_hold_the_end() -> Result {
     let mut attempt = RunDir::create(&config, "job")?.attempt(0, 1)?;
     let mut out = writer(attempt.worker(0, 0)?.stdout)?;
     let (_let_go, stopped) = std::sync::mpsc::channel();
-    let stuck = Console::start("stuck", Box::new(Stuck(stopped, Screen::default())))?;
+    let stuck = Console::new("stuck", Box::new(Stuck(stopped, Screen::default())));
     let tee = attempt.start_tee_on([stuck, Screen::default().console()?])?;
     writeln!(out, "never seen")?;
     drop(out);
@@ -544,7 +545,7 @@ fn a_broken_stdout_is_told_once_and_files_go_on() -> Result {
     let path = path_of(&attempt)?;
     let mut out = writer(attempt.worker(0, 0)?.stdout)?;
     let stderr = Screen::default();
-    let tee = attempt.start_tee_on([Console::start("broken", Box::new(Broken))?, stderr.console()?])?;
+    let tee = attempt.start_tee_on([Console::new("broken", Box::new(Broken)), stderr.console()?])?;
     for line in 0..200 {
         writeln!(out, "{line}")?;
         std::thread::sleep(Duration::from_millis(1));
@@ -660,5 +661,114 @@ fn the_read_end_reports_what_a_worker_wrote() -> Result {
     let mut text = String::new();
     File::from(ours).read_to_string(&mut text)?;
     assert_eq!(text, "x");
+    Ok(())
+}
+
+/// A run whose workers' stderr passes through, as without a terminal.
+fn passing_through(
+    terminal: bool,
+    change: impl FnOnce(&mut LogConfig),
+) -> Result<(tempfile::TempDir, RunDir)> {
+    let (temp, mut config) = logs_in_temp()?;
+    config.keep_stderr_tail = true;
+    change(&mut config);
+    let run = RunDir::create_on(&config, "job", terminal)?;
+    Ok((temp, run))
+}
+
+#[test]
+fn stderr_passes_through_unless_it_is_a_terminal_or_goes_elsewhere() -> Result {
+    let redirect = |config: &mut LogConfig| config.redirects = StreamChoice::All(BOTH);
+    let filter = |config: &mut LogConfig| config.local_ranks_filter = Some(BTreeSet::from([7]));
+    let kinds = |run: &RunDir| {
+        let stdio = run.attempt(0, 1)?.worker(0, 0)?;
+        Result::Ok((kind(&stdio.stdout), kind(&stdio.stderr)))
+    };
+    let (_temp, run) = passing_through(false, |_| {})?;
+    assert_eq!(kinds(&run)?, ("inherit", "pipe"));
+    let (_temp, run) = passing_through(true, |_| {})?;
+    assert_eq!(kinds(&run)?, ("inherit", "inherit"));
+    let (_temp, run) = passing_through(false, redirect)?;
+    assert_eq!(kinds(&run)?, ("file", "file"));
+    let (_temp, run) = passing_through(true, filter)?;
+    assert_eq!(kinds(&run)?, ("null", "pipe"), "shown nowhere, but known");
+    let nowhere = |config: &mut LogConfig| {
+        redirect(config);
+        config.dir = LogDir::Nothing;
+    };
+    let (_temp, run) = passing_through(false, nowhere)?;
+    assert_eq!(kinds(&run)?, ("null", "null"));
+    Ok(())
+}
+
+#[test]
+fn what_passes_through_is_unchanged_and_prompt() -> Result {
+    let (_temp, run) = passing_through(false, |_| {})?;
+    let mut attempt = run.attempt(0, 1)?;
+    let stdio = attempt.worker(0, 0)?;
+    let (tee, _, stderr) = start(attempt)?;
+    let mut worker = writer(stdio.stderr)?;
+    worker.write_all(b"50 %\r")?;
+    assert_eq!(stderr.wait_for("50 %\r", Duration::from_secs(20)), "50 %\r");
+    worker.write_all(b"no newline, \xff\x1b[1m \r\n")?;
+    worker.write_all(b"prompt> ")?;
+    assert!(stderr.wait_for("prompt> ", Duration::from_secs(20)).ends_with("prompt> "));
+    worker.write_all(b"end")?;
+    tee.drain(soon());
+    let raw = || stderr.0.lock().map(|bytes| bytes.clone()).unwrap_or_default();
+    assert_eq!(raw(), b"50 %\rno newline, \xff\x1b[1m \r\nprompt> end");
+    // A child of the worker goes on.
+    worker.write_all(b", and more\n")?;
+    assert!(stderr.wait_for("and more\n", Duration::from_secs(20)).ends_with("end, and more\n"));
+    assert!(stdio.stderr_tail.read().0.ends_with(b"prompt> end, and more\n"));
+    tee.finish(soon());
+    assert!(worker.write_all(b"x").is_err(), "closed");
+    Ok(())
+}
+
+#[test]
+fn lines_that_pass_through_stay_whole_at_full_speed() -> Result {
+    const WORKERS: usize = 8;
+    const LINES: usize = 20_000;
+    let (_temp, run) = passing_through(false, |_| {})?;
+    let mut attempt = run.attempt(0, WORKERS)?;
+    let mut writers = Vec::new();
+    let mut tails = Vec::new();
+    for rank in 0..WORKERS {
+        let stdio = attempt.worker(rank, rank)?;
+        tails.push(stdio.stderr_tail);
+        writers.push(writer(stdio.stderr)?);
+    }
+    let (tee, _, stderr) = start(attempt)?;
+    let threads: Vec<_> = writers
+        .into_iter()
+        .enumerate()
+        .map(|(rank, mut worker)| {
+            std::thread::spawn(move || {
+                let line = |line| format!("{rank} {line} {}\n", "x".repeat(line % 97));
+                let lines: Vec<String> = (0..LINES).map(line).collect();
+                lines.chunks(17).try_for_each(|lines| worker.write_all(lines.concat().as_bytes()))
+            })
+        })
+        .collect();
+    for thread in threads {
+        thread.join().map_err(|_| "a writer panicked")??;
+    }
+    tee.finish(soon());
+    let text = stderr.text();
+    let mut next = [0; WORKERS];
+    for line in text.lines() {
+        let mut words = line.split(' ');
+        let mut number = || words.next().and_then(|word| word.parse::<usize>().ok());
+        let (rank, at) = number().zip(number()).ok_or_else(|| line.to_owned())?;
+        assert_eq!((at, words.next().map(str::len)), (next[rank], Some(at % 97)), "{line}");
+        next[rank] += 1;
+    }
+    assert_eq!(next, [LINES; WORKERS]);
+    for (rank, tail) in tails.iter().enumerate() {
+        let (bytes, cut) = tail.read();
+        let last = format!("\n{rank} {} {}\n", LINES - 1, "x".repeat((LINES - 1) % 97));
+        assert!(cut && bytes.ends_with(last.as_bytes()));
+    }
     Ok(())
 }

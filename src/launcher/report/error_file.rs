@@ -75,7 +75,7 @@ pub(super) fn hand_on(path: &Path, exit_code: i32, target: &Path) -> Result<(), 
 }
 
 /// Writes in one step, so that a reader never sees half a file.
-fn replace(target: &Path, bytes: &[u8]) -> io::Result<()> {
+pub(super) fn replace(target: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut temporary = target.as_os_str().to_owned();
     temporary.push(format!(".partial.{}", std::process::id()));
     fs::write(&temporary, bytes)?;

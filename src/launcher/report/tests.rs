@@ -12,20 +12,58 @@ type Result<T = ()> = std::result::Result<T, Box<dyn std::error::Error>>;
 
 const AT: u64 = 1_795_249_985; // 2026-11-21 08:33:05 UTC
 
-fn failure(local_rank: usize, cause: ExitCause) -> Failure {
-    let time = SystemTime::UNIX_EPOCH + Duration::from_secs(AT);
-    Failure { local_rank, rank: local_rank + 4, pid: 100 + local_rank as i32, cause, time, error_file: None }
+fn at(seconds: u64) -> SystemTime {
+    SystemTime::UNIX_EPOCH + Duration::from_secs(seconds)
 }
 
-/// The report on host `node7`, in UTC.
-fn text(title: &str, failures: &[Failure]) -> String {
-    let (accounts, _) = accounts(failures);
-    text::report(title, failures, &accounts, "node7", &TimeZone::UTC)
+fn failure(local_rank: usize, cause: ExitCause) -> Ended {
+    Ended {
+        local_rank,
+        rank: local_rank + 4,
+        pid: Some(100 + local_rank as i32),
+        how: How::Exited(cause),
+        time: at(AT),
+        stopped: false,
+        error_file: None,
+        stderr: (Vec::new(), false),
+        evidence: Evidence::default(),
+    }
+}
+
+fn job(title: &str) -> Job {
+    Job {
+        title: title.to_owned(),
+        run_id: "job7".to_owned(),
+        node: Some(1),
+        nodes: Some(2),
+        restarts: 0,
+        max_restarts: 0,
+        began: at(AT - 60),
+        stderr_lines: STDERR_LINES,
+    }
+}
+
+/// The report on host `node7`.
+fn made(title: &str, failures: &[Ended]) -> Report {
+    let (mut report, _) = build(&job(title), failures);
+    report.host = "node7".to_owned();
+    report.failures.iter_mut().for_each(|failure| failure.host = "node7".to_owned());
+    report
+}
+
+/// The same as text, in UTC.
+fn text(title: &str, failures: &[Ended]) -> String {
+    text::report(&made(title, failures), &TimeZone::UTC)
+}
+
+fn root_cause(failures: &[Ended]) -> Option<usize> {
+    made("x", failures).root_cause
 }
 
 #[test]
 fn the_layout_is_torchruns() {
-    let failures = [failure(1, ExitCause::Code(3)), failure(0, ExitCause::Signal(15))];
+    let stopped = Ended { stopped: true, ..failure(0, ExitCause::Signal(15)) };
+    let failures = [failure(1, ExitCause::Code(3)), stopped];
     let wanted = "
 ============================================================
 train.py FAILED
@@ -38,6 +76,7 @@ Failures:
   exitcode  : -15 (pid: 100)  (SIGTERM)
   error_file: <N/A>
   traceback : Signal 15 (SIGTERM) received by PID 100
+  cause     : stopped: by the launcher, after another worker had failed (SIGTERM)
 ------------------------------------------------------------
 Root Cause (first observed failure):
 [0]:
@@ -53,10 +92,12 @@ Root Cause (first observed failure):
 
 #[test]
 fn borders_are_as_wide_as_the_longest_line_up_to_sixty() -> Result {
-    let report = text("x", &[failure(0, ExitCause::Signal(11))]);
-    let longest = report.lines().map(|line| line.chars().count()).max();
-    assert_eq!(longest, Some("  traceback : Signal 11 (SIGSEGV) received by PID 100".len()));
-    assert_eq!(report.lines().nth(1), Some("=".repeat(longest.unwrap_or(0)).as_str()));
+    let (_dir, failures) = with_files(&[r#"{"message": "short"}"#])?;
+    let mut report = made("x", &failures);
+    report.failures[0].error_file = None;
+    let report = text::report(&report, &TimeZone::UTC);
+    let longest = "  time      : 2026-11-21_08:33:05".len();
+    assert_eq!(report.lines().nth(1), Some("=".repeat(longest).as_str()));
     assert!(report.contains("Failures:\n  <NO_OTHER_FAILURES>\n"));
     let long = text(&"y".repeat(200), &[failure(0, ExitCause::Code(1))]);
     assert_eq!(long.lines().nth(1), Some("=".repeat(60).as_str()));
@@ -67,7 +108,7 @@ fn borders_are_as_wide_as_the_longest_line_up_to_sixty() -> Result {
 fn the_time_is_local() {
     let zone = TimeZone::fixed(jiff::tz::offset(2));
     let failures = [failure(0, ExitCause::Code(1))];
-    let report = text::report("x", &failures, &[None], "h", &zone);
+    let report = text::report(&made("x", &failures), &zone);
     assert!(report.contains("  time      : 2026-11-21_10:33:05\n"), "{report}");
 }
 
@@ -90,13 +131,13 @@ fn the_earliest_second_is_to_blame_then_detection() {
 }
 
 /// Failures with error files of this content.
-fn with_files(contents: &[&str]) -> Result<(tempfile::TempDir, Vec<Failure>)> {
+fn with_files(contents: &[&str]) -> Result<(tempfile::TempDir, Vec<Ended>)> {
     let dir = tempfile::tempdir()?;
     let mut failures = Vec::new();
     for (rank, content) in contents.iter().enumerate() {
         let path = dir.path().join(format!("{rank}.json"));
         fs::write(&path, content)?;
-        failures.push(Failure { error_file: Some(path), ..failure(rank, ExitCause::Code(10 + rank as i32)) });
+        failures.push(Ended { error_file: Some(path), ..failure(rank, ExitCause::Code(10 + rank as i32)) });
     }
     Ok((dir, failures))
 }
@@ -133,14 +174,10 @@ fn odd_error_files_are_shown_as_far_as_they_go() -> Result {
         ),
     ] {
         let (_dir, failures) = with_files(&[content])?;
-        let report = render("x", &failures)?;
+        let report = made("x", &failures);
+        assert_eq!(report.failures[0].time_unix_ms, 1000 * AT as i64, "{content}: time of detection");
+        let report = render(&report);
         assert!(report.contains(&format!("  traceback : {traceback}\n")), "{content}: {report}");
-        let (accounts, _) = accounts(&failures);
-        assert_eq!(
-            text::seconds(&failures[0], accounts[0].as_ref()),
-            AT as i64,
-            "{content}: time of detection"
-        );
     }
     Ok(())
 }
@@ -149,8 +186,13 @@ fn odd_error_files_are_shown_as_far_as_they_go() -> Result {
 fn an_error_file_that_is_no_json_is_named_and_the_report_still_there() -> Result {
     for content in ["", "{", "not json", r#"{"msg": 1}"#, "[]", "\u{0}"] {
         let (dir, failures) = with_files(&[content, RECORDED])?;
-        let text = render("x", &failures).expect_err(content);
-        assert!(text.starts_with(&format!("rank 4: error file {}/0.json ", dir.path().display())), "{text}");
+        let (report, wrong) = build(&job("x"), &failures);
+        let wrong = wrong.ok_or(content)?;
+        assert!(
+            wrong.starts_with(&format!("rank 4: error file {}/0.json ", dir.path().display())),
+            "{wrong}"
+        );
+        let text = render(&report);
         assert!(text.contains("x FAILED\n") && text.contains("Traceback\n    line two"), "{text}");
     }
     Ok(())
@@ -159,7 +201,7 @@ fn an_error_file_that_is_no_json_is_named_and_the_report_still_there() -> Result
 #[test]
 fn a_huge_error_file_is_not_read_whole() -> Result {
     let (_dir, failures) = with_files(&[&format!(r#"{{"message": "{}"}}"#, "x".repeat(3 << 20))])?;
-    let report = render("x", &failures)?;
+    let report = text("x", &failures);
     assert!(report.len() < 2000 && report.contains("longer than 1024 KiB"), "{report}");
     Ok(())
 }
@@ -169,9 +211,8 @@ fn what_is_no_file_is_no_error_file() -> Result {
     let dir = tempfile::tempdir()?;
     nix::unistd::mkfifo(&dir.path().join("fifo"), nix::sys::stat::Mode::S_IRWXU)?;
     for name in ["fifo", ".", "absent"] {
-        let failures =
-            [Failure { error_file: Some(dir.path().join(name)), ..failure(0, ExitCause::Code(1)) }];
-        assert!(render("x", &failures)?.contains("  error_file: <N/A>\n"), "{name}");
+        let failures = [Ended { error_file: Some(dir.path().join(name)), ..failure(0, ExitCause::Code(1)) }];
+        assert!(text("x", &failures).contains("  error_file: <N/A>\n"), "{name}");
     }
     Ok(())
 }
@@ -180,15 +221,15 @@ fn what_is_no_file_is_no_error_file() -> Result {
 fn the_root_cause_is_handed_on_with_its_exit_code() -> Result {
     let (dir, mut failures) = with_files(&[r#"{"message": "later", "timestamp": 1700000100}"#, RECORDED])?;
     let target = dir.path().join("parent.json");
-    hand_on(&failures, &target)?;
+    hand_on(&made("x", &failures), &failures, &target)?;
     let value: serde_json::Value = serde_json::from_slice(&fs::read(&target)?)?;
     assert_eq!(
         value,
         serde_json::json!({"message": {"message": "ValueError: bad", "errorCode": 11,
             "extraInfo": {"py_callstack": "Traceback\n  line two", "timestamp": "1700000000"}}})
     );
-    failures[1].cause = ExitCause::Signal(11);
-    hand_on(&failures, &target)?;
+    failures[1].how = How::Exited(ExitCause::Signal(11));
+    hand_on(&made("x", &failures), &failures, &target)?;
     assert!(fs::read_to_string(&target)?.contains(r#""errorCode":-11"#), "negative for signals");
     assert_eq!(fs::read_dir(dir.path())?.count(), 3, "no temporary file is left");
     Ok(())
@@ -198,13 +239,17 @@ fn the_root_cause_is_handed_on_with_its_exit_code() -> Result {
 fn the_plain_form_is_handed_on_as_it_is_and_nothing_if_there_is_nothing() -> Result {
     let (dir, failures) = with_files(&[r#"{"message": "plain", "timestamp": 5}"#])?;
     let target = dir.path().join("parent.json");
-    hand_on(&failures, &target)?;
+    hand_on(&made("x", &failures), &failures, &target)?;
     assert!(!fs::read_to_string(&target)?.contains("errorCode"));
     let target = dir.path().join("other.json");
-    hand_on(&[failure(0, ExitCause::Code(1))], &target)?;
-    hand_on(&[], &target)?;
+    {
+        let failures = [failure(0, ExitCause::Code(1))];
+        hand_on(&made("x", &failures), &failures, &target)
+    }?;
+    hand_on(&made("x", &[]), &[], &target)?;
     assert!(!target.exists());
-    let error = hand_on(&failures, &dir.path().join("no/such/dir.json")).expect_err("no directory");
+    let error = hand_on(&made("x", &failures), &failures, &dir.path().join("no/such/dir.json"))
+        .expect_err("no directory");
     assert!(error.starts_with("cannot write "), "{error}");
     Ok(())
 }
@@ -230,8 +275,8 @@ proptest! {
     fn any_error_file_is_survived(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
         let file = tempfile::NamedTempFile::new().expect("a file");
         fs::write(file.path(), bytes).expect("written");
-        let failures = [Failure { error_file: Some(file.path().to_owned()), ..failure(0, ExitCause::Code(1)) }];
-        let text = render("x", &failures).unwrap_or_else(|text| text);
+        let failures = [Ended { error_file: Some(file.path().to_owned()), ..failure(0, ExitCause::Code(1)) }];
+        let text = text("x", &failures);
         prop_assert!(text.contains("x FAILED"));
     }
 
@@ -240,7 +285,7 @@ proptest! {
     fn any_timestamp_is_survived(seconds in any::<f64>()) {
         let file = tempfile::NamedTempFile::new().expect("a file");
         fs::write(file.path(), serde_json::json!({"message": "m", "timestamp": seconds}).to_string()).expect("written");
-        let failures = [Failure { error_file: Some(file.path().to_owned()), ..failure(0, ExitCause::Code(1)) }];
-        prop_assert!(render("x", &failures).is_ok());
+        let failures = [Ended { error_file: Some(file.path().to_owned()), ..failure(0, ExitCause::Code(1)) }];
+        prop_assert!(text("x", &failures).contains("x FAILED"));
     }
 }

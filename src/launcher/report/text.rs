@@ -1,34 +1,28 @@
-//! The layout of the report. Pure.
+//! The layout of the report, torchrun's with lines of our own at the end of a block. Pure.
 
-use std::time::SystemTime;
-
-use convoke_env::ExitCause;
 use jiff::Timestamp;
 use jiff::tz::TimeZone;
 
-use super::error_file::Account;
-use super::{Failure, exit_code, first, signal_name};
+use super::model::{Failure, Report};
+use crate::cause::Class;
 
 /// Borders are as long as the longest line, but not longer than this.
 const WIDTH_MAX_CHARS: usize = 60;
+/// Lines of stderr that are shown; the JSON report has more.
+const STDERR_SHOWN_LINES: usize = 12;
+/// The longest of them.
+const STDERR_SHOWN_CHARS: usize = 240;
 const NO_TRACEBACK: &str = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html";
 
 /// The whole report, with an empty line around it and a newline at its end.
-pub(super) fn report(
-    title: &str,
-    failures: &[Failure],
-    accounts: &[Option<Account>],
-    host: &str,
-    zone: &TimeZone,
-) -> String {
-    let root = first(failures, accounts);
-    let blocks: Vec<String> = failures
+pub(super) fn report(report: &Report, zone: &TimeZone) -> String {
+    let blocks: Vec<String> = report
+        .failures
         .iter()
-        .zip(accounts)
         .enumerate()
-        .map(|(index, (failure, account))| block(index, failure, account.as_ref(), host, zone))
+        .map(|(index, failure)| block(index, failure, report.root_cause == Some(index), zone))
         .collect();
-    let title = format!("{title} FAILED");
+    let title = format!("{} FAILED", report.title);
     let longest = blocks
         .iter()
         .flat_map(|block| block.lines())
@@ -38,9 +32,12 @@ pub(super) fn report(
     let (border, section) = ("=".repeat(width), "-".repeat(width));
     let (mut others, mut root_cause) = (String::new(), String::new());
     for (index, block) in blocks.iter().enumerate() {
-        let part = if Some(index) == root { &mut root_cause } else { &mut others };
+        let part = if Some(index) == report.root_cause { &mut root_cause } else { &mut others };
         part.push_str(block);
         part.push('\n');
+    }
+    if report.failures_left_out > 0 {
+        others.push_str(&format!("  ... and {} more\n", report.failures_left_out));
     }
     if others.is_empty() {
         others.push_str("  <NO_OTHER_FAILURES>\n");
@@ -51,39 +48,55 @@ pub(super) fn report(
     )
 }
 
-fn block(index: usize, failure: &Failure, account: Option<&Account>, host: &str, zone: &TimeZone) -> String {
-    let Failure { local_rank, rank, pid, cause, error_file, .. } = failure;
-    let time = local_time(seconds(failure, account), zone);
-    let code = exit_code(*cause);
-    let signal = match cause {
-        ExitCause::Code(_) => String::new(),
-        ExitCause::Signal(signal) => format!(" ({})", signal_name(*signal).unwrap_or("<N/A>")),
+fn block(index: usize, failure: &Failure, root: bool, zone: &TimeZone) -> String {
+    let Failure { local_rank, rank, pid, host, .. } = failure;
+    let time = local_time(failure.time_unix_ms.div_euclid(1000), zone);
+    let code = failure.exitcode.map_or_else(|| "<N/A>".to_owned(), |code| code.to_string());
+    let signal = failure.signal.as_ref().map(|signal| signal.name.as_deref().unwrap_or("<N/A>"));
+    let shown_signal = signal.map_or_else(String::new, |name| format!(" ({name})"));
+    let file = failure.error_file.as_deref().unwrap_or("<N/A>");
+    let traceback = match (failure.traceback.as_deref(), &failure.signal) {
+        (Some(text), Some(_)) if failure.error_file.is_none() => format!("{}\n{text}", received(failure)),
+        (Some(text), _) => text.to_owned(),
+        (None, None) => NO_TRACEBACK.to_owned(),
+        (None, Some(_)) => received(failure),
     };
-    let file = match (account, error_file) {
-        (Some(_), Some(path)) => path.display().to_string(),
-        _ => "<N/A>".to_owned(),
-    };
-    let told = account.map(|account| account.traceback.as_str()).filter(|text| !text.is_empty());
-    let traceback = match (told, cause) {
-        (Some(text), _) => text.replace('\n', "\n  "),
-        (None, ExitCause::Code(_)) => NO_TRACEBACK.to_owned(),
-        (None, ExitCause::Signal(number)) => {
-            format!("Signal {number} ({}) received by PID {pid}", signal_name(*number).unwrap_or("<N/A>"))
-        }
-    };
-    format!(
+    let traceback = traceback.replace('\n', "\n  ");
+    let mut out = format!(
         "[{index}]:\n  time      : {time}\n  host      : {host}\n  rank      : {rank} (local_rank: {local_rank})\n  \
-         exitcode  : {code} (pid: {pid}) {signal}\n  error_file: {file}\n  traceback : {traceback}"
-    )
+         exitcode  : {code} (pid: {pid}) {shown_signal}\n  error_file: {file}\n  traceback : {traceback}"
+    );
+    // A plain exit code without a word on stderr says no more than what stands there already.
+    let says_more = failure.class != Class::Exit || !failure.stderr_tail.is_empty();
+    if says_more {
+        let core = if failure.core_dumped { " (core dumped)" } else { "" };
+        let explanation = failure.explanation.replace('\n', "\n    ");
+        out.push_str(&format!("\n  cause     : {}: {explanation}{core}", failure.class));
+    }
+    if let Some(advice) = failure.advice.as_deref().filter(|_| root) {
+        out.push_str(&format!("\n  advice    : {advice}"));
+    }
+    if root && !failure.stderr_tail.is_empty() {
+        let tail = &failure.stderr_tail;
+        let skipped = tail.len().saturating_sub(STDERR_SHOWN_LINES);
+        let which = if failure.traceback.is_some() && failure.error_file.is_none() {
+            "else on stderr"
+        } else {
+            "last lines"
+        };
+        out.push_str(&format!("\n  stderr    : {which}:"));
+        for line in &tail[skipped..] {
+            let line: String = line.chars().take(STDERR_SHOWN_CHARS).collect();
+            out.push_str(format!("\n    {line}").trim_end_matches(' '));
+        }
+    }
+    out
 }
 
-/// When a worker failed, in seconds since 1970: by its own account, else when its end was noticed.
-pub(super) fn seconds(failure: &Failure, account: Option<&Account>) -> i64 {
-    let noticed = || match failure.time.duration_since(SystemTime::UNIX_EPOCH) {
-        Ok(since) => i64::try_from(since.as_secs()).unwrap_or(i64::MAX),
-        Err(_) => 0,
-    };
-    account.and_then(|account| account.seconds).unwrap_or_else(noticed)
+fn received(failure: &Failure) -> String {
+    let number = failure.signal.as_ref().map_or(0, |signal| signal.number);
+    let name = failure.signal.as_ref().and_then(|signal| signal.name.as_deref()).unwrap_or("<N/A>");
+    format!("Signal {number} ({name}) received by PID {}", failure.pid)
 }
 
 /// `2026-11-21_08:13:05`, local time.

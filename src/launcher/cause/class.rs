@@ -1,0 +1,154 @@
+//! The classes of causes. Pure. docs/failure-model.md lists them for users; a test compares the two.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// What kind of end it was.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Class {
+    Exception,
+    Panic,
+    Abort,
+    Segfault,
+    BusError,
+    IllegalInstruction,
+    ArithmeticError,
+    OutOfMemory,
+    DeviceOutOfMemory,
+    Killed,
+    Terminated,
+    CpuLimit,
+    FileSizeLimit,
+    DiskFull,
+    MissingLibrary,
+    ImportError,
+    MissingProgram,
+    NotExecutable,
+    UsageError,
+    AddressInUse,
+    EarlyExit,
+    Signal,
+    Exit,
+    Timeout,
+    PeerLost,
+    Stopped,
+    /// From a launcher of another version.
+    #[serde(other)]
+    Unknown,
+}
+
+/// How well a class explains the end of a job.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Weight {
+    /// It happened in this process.
+    Own,
+    /// It most likely follows from what happened in another.
+    Consequence,
+    /// We did it.
+    Ours,
+}
+
+impl Class {
+    /// All that this version gives.
+    #[cfg(test)]
+    pub(crate) const ALL: [Self; 26] = [
+        Self::Exception,
+        Self::Panic,
+        Self::Abort,
+        Self::Segfault,
+        Self::BusError,
+        Self::IllegalInstruction,
+        Self::ArithmeticError,
+        Self::OutOfMemory,
+        Self::DeviceOutOfMemory,
+        Self::Killed,
+        Self::Terminated,
+        Self::CpuLimit,
+        Self::FileSizeLimit,
+        Self::DiskFull,
+        Self::MissingLibrary,
+        Self::ImportError,
+        Self::MissingProgram,
+        Self::NotExecutable,
+        Self::UsageError,
+        Self::AddressInUse,
+        Self::EarlyExit,
+        Self::Signal,
+        Self::Exit,
+        Self::Timeout,
+        Self::PeerLost,
+        Self::Stopped,
+    ];
+
+    /// As in the JSON report.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Exception => "exception",
+            Self::Panic => "panic",
+            Self::Abort => "abort",
+            Self::Segfault => "segfault",
+            Self::BusError => "bus-error",
+            Self::IllegalInstruction => "illegal-instruction",
+            Self::ArithmeticError => "arithmetic-error",
+            Self::OutOfMemory => "out-of-memory",
+            Self::DeviceOutOfMemory => "device-out-of-memory",
+            Self::Killed => "killed",
+            Self::Terminated => "terminated",
+            Self::CpuLimit => "cpu-limit",
+            Self::FileSizeLimit => "file-size-limit",
+            Self::DiskFull => "disk-full",
+            Self::MissingLibrary => "missing-library",
+            Self::ImportError => "import-error",
+            Self::MissingProgram => "missing-program",
+            Self::NotExecutable => "not-executable",
+            Self::UsageError => "usage-error",
+            Self::AddressInUse => "address-in-use",
+            Self::EarlyExit => "early-exit",
+            Self::Signal => "signal",
+            Self::Exit => "exit",
+            Self::Timeout => "timeout",
+            Self::PeerLost => "peer-lost",
+            Self::Stopped => "stopped",
+            Self::Unknown => "unknown",
+        }
+    }
+
+    pub(crate) fn weight(self) -> Weight {
+        match self {
+            Self::Exception
+            | Self::Panic
+            | Self::Abort
+            | Self::Segfault
+            | Self::BusError
+            | Self::IllegalInstruction
+            | Self::ArithmeticError
+            | Self::OutOfMemory
+            | Self::DeviceOutOfMemory
+            | Self::Killed
+            | Self::Terminated
+            | Self::CpuLimit
+            | Self::FileSizeLimit
+            | Self::DiskFull
+            | Self::MissingLibrary
+            | Self::ImportError
+            | Self::MissingProgram
+            | Self::NotExecutable
+            | Self::UsageError
+            | Self::AddressInUse
+            | Self::EarlyExit
+            | Self::Signal
+            | Self::Exit
+            | Self::Unknown => Weight::Own,
+            Self::Timeout | Self::PeerLost => Weight::Consequence,
+            Self::Stopped => Weight::Ours,
+        }
+    }
+}
+
+impl fmt::Display for Class {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}

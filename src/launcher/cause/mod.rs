@@ -1,0 +1,45 @@
+//! Why a worker ended: from its exit status, the end of its stderr and what the kernel counted, to a
+//! class, a sentence and advice. Pure.
+//!
+//! ```text
+//! stderr ─► text ─► findings ─┐
+//! status, evidence ───────────┴─► decide ─► Verdict ─► elect: which of them came first
+//! ```
+
+mod class;
+mod decide;
+mod elect;
+mod findings;
+#[cfg(test)]
+mod tests;
+mod text;
+
+use serde::{Deserialize, Serialize};
+
+pub(crate) use class::Class;
+pub(crate) use decide::{Facts, Verdict, decide};
+pub(crate) use elect::{Candidate, elect};
+pub(crate) use findings::{Findings, shown};
+pub(crate) use text::lines;
+
+/// What is known of a death beside its status; gathered by the guard.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Evidence {
+    /// The kernel wrote a core file, or gave it to a handler.
+    pub(crate) core_dumped: bool,
+    /// Processes that the kernel killed for want of memory while the worker ran.
+    pub(crate) oom: Option<OomKills>,
+}
+
+/// The counter `oom_kill` rose.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct OomKills {
+    /// By how much since the worker started, less what earlier deaths account for.
+    pub(crate) count: u64,
+    /// The cgroup whose counter it is; `None` if only the machine's counter could be read.
+    pub(crate) cgroup: Option<String>,
+    /// The cgroup's limit, if it has one.
+    pub(crate) limit_bytes: Option<u64>,
+    /// The most that the cgroup ever used.
+    pub(crate) peak_bytes: Option<u64>,
+}

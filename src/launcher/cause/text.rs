@@ -1,0 +1,69 @@
+//! From the last bytes of a stream to lines that can be shown and searched. Pure.
+
+/// Longest line that is kept; of a longer one its start and its end.
+const LINE_MAX_CHARS: usize = 1000;
+
+/// The lines of `bytes`, oldest first. The first is left out if `cut` says that bytes before it are gone and
+/// there are others.
+///
+/// Of a line that was overwritten by `\r` the last state counts, as on a terminal. Escape sequences are
+/// removed, other control characters and what is no UTF-8 become `\u{fffd}`: what is shown must not steer a terminal.
+pub(crate) fn lines(bytes: &[u8], cut: bool) -> Vec<String> {
+    let text = String::from_utf8_lossy(bytes);
+    let mut lines: Vec<String> = text.split('\n').map(clean).collect();
+    if lines.last().is_some_and(String::is_empty) {
+        lines.pop();
+    }
+    if cut && lines.len() > 1 {
+        lines.remove(0);
+    }
+    lines
+}
+
+fn clean(line: &str) -> String {
+    let line = line.trim_end_matches('\r');
+    let line = line.rsplit('\r').next().unwrap_or(line);
+    let mut out = String::with_capacity(line.len());
+    let mut chars = line.chars().peekable();
+    while let Some(c) = chars.next() {
+        match c {
+            '\u{1b}' => skip_escape(&mut chars),
+            '\t' => out.push(c),
+            c if c.is_control() => out.push('\u{fffd}'),
+            c => out.push(c),
+        }
+    }
+    shorten(out)
+}
+
+/// Skips the rest of `ESC [ parameters final`, `ESC ] text BEL` or `ESC c`.
+fn skip_escape(chars: &mut std::iter::Peekable<std::str::Chars<'_>>) {
+    match chars.next() {
+        Some('[') => {
+            for c in chars.by_ref() {
+                if ('@'..='~').contains(&c) {
+                    break;
+                }
+            }
+        }
+        Some(']') => {
+            while let Some(c) = chars.next() {
+                if c == '\u{7}' || (c == '\u{1b}' && chars.next_if_eq(&'\\').is_some()) {
+                    break;
+                }
+            }
+        }
+        Some(_) | None => {}
+    }
+}
+
+fn shorten(line: String) -> String {
+    let count = line.chars().count();
+    if count <= LINE_MAX_CHARS {
+        return line;
+    }
+    let half = LINE_MAX_CHARS / 2;
+    let (start, end): (String, String) =
+        (line.chars().take(half).collect(), line.chars().skip(count - half).collect());
+    format!("{start} [... {} characters ...] {end}", count - 2 * half)
+}

@@ -1,0 +1,118 @@
+//! The last bytes of a stream, for the report of a failure.
+
+use std::fs::File;
+use std::io::{self, Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// How many bytes are kept of each worker's stderr: enough for a long traceback with something after it.
+pub(super) const TAIL_BYTES: usize = 32 << 10;
+
+/// The last bytes of a stream that passes through our hands; clones share them.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Tail(Arc<Mutex<Kept>>);
+
+#[derive(Debug, Default)]
+struct Kept {
+    bytes: Vec<u8>,
+    /// Others came before them.
+    cut: bool,
+}
+
+impl Tail {
+    /// Adds what just passed.
+    pub(super) fn push(&self, bytes: &[u8]) {
+        let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if bytes.len() >= TAIL_BYTES {
+            kept.cut |= bytes.len() > TAIL_BYTES || !kept.bytes.is_empty();
+            kept.bytes.clear();
+            kept.bytes.extend_from_slice(&bytes[bytes.len() - TAIL_BYTES..]);
+            return;
+        }
+        // Moved once in a while only, so that each byte costs one copy more.
+        if kept.bytes.len() + bytes.len() > 2 * TAIL_BYTES {
+            let gone = kept.bytes.len() + bytes.len() - TAIL_BYTES;
+            kept.bytes.drain(..gone);
+            kept.cut = true;
+        }
+        kept.bytes.extend_from_slice(bytes);
+    }
+
+    fn get(&self) -> (Vec<u8>, bool) {
+        let kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let start = kept.bytes.len().saturating_sub(TAIL_BYTES);
+        (kept.bytes[start..].to_vec(), kept.cut || start > 0)
+    }
+}
+
+/// Where the last lines of a worker's stderr can be had.
+#[derive(Debug, Clone)]
+pub(crate) enum StderrTail {
+    /// Nowhere: it has the terminal itself, or nobody wants it.
+    Unknown,
+    /// It passed through our hands.
+    Stream(TailHandle),
+    /// The worker's own file.
+    File(PathBuf),
+}
+
+/// A stream's last bytes.
+#[derive(Debug, Clone)]
+pub(crate) struct TailHandle(Tail);
+
+impl From<Tail> for StderrTail {
+    fn from(tail: Tail) -> Self {
+        Self::Stream(TailHandle(tail))
+    }
+}
+
+impl StderrTail {
+    /// The last bytes, and whether others came before them. Whatever cannot be read is left out.
+    pub(crate) fn read(&self) -> (Vec<u8>, bool) {
+        match self {
+            Self::Unknown => (Vec::new(), false),
+            Self::Stream(TailHandle(tail)) => tail.get(),
+            Self::File(path) => end_of_file(path).unwrap_or_default(),
+        }
+    }
+}
+
+fn end_of_file(path: &Path) -> io::Result<(Vec<u8>, bool)> {
+    let mut file = File::open(path)?;
+    let len = file.metadata()?.len();
+    let start = len.saturating_sub(TAIL_BYTES as u64);
+    file.seek(SeekFrom::Start(start))?;
+    let mut bytes = Vec::new();
+    file.take(TAIL_BYTES as u64).read_to_end(&mut bytes)?;
+    Ok((bytes, start > 0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_bytes_stay_however_they_come() {
+        for step in [1, 7, 1000, TAIL_BYTES - 1, TAIL_BYTES, 3 * TAIL_BYTES] {
+            let all: Vec<u8> = (0..5 * TAIL_BYTES + 13).map(|at| (at % 251) as u8).collect();
+            let tail = Tail::default();
+            for part in all.chunks(step) {
+                tail.push(part);
+            }
+            let (kept, cut) = tail.get();
+            assert_eq!((kept.as_slice(), cut), (&all[all.len() - TAIL_BYTES..], true), "in steps of {step}");
+        }
+        let tail = Tail::default();
+        tail.push(b"short");
+        assert_eq!(tail.get(), (b"short".to_vec(), false));
+    }
+
+    #[test]
+    fn of_a_file_the_end_is_read() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), [vec![b'a'; 10], vec![b'b'; TAIL_BYTES]].concat()).unwrap();
+        assert_eq!(StderrTail::File(file.path().to_owned()).read(), (vec![b'b'; TAIL_BYTES], true));
+        assert_eq!(StderrTail::File("/no/such/file".into()).read(), (Vec::new(), false));
+        assert_eq!(StderrTail::Unknown.read(), (Vec::new(), false));
+    }
+}

@@ -1,0 +1,275 @@
+//! The report as data: what `--report-file` holds and what agents tell each other. Pure.
+//!
+//! Fields may be added within a version; readers ignore those that they do not know.
+
+use convoke_env::ExitCause;
+use serde::{Deserialize, Serialize};
+
+use crate::cause::{Candidate, Class, elect};
+
+/// Version of the JSON form.
+pub(crate) const VERSION: u32 = 1;
+/// Longest JSON form that is handed to other agents.
+#[allow(dead_code)] // agents do not hand theirs on yet
+pub(crate) const MESSAGE_MAX_BYTES: usize = 64 << 10;
+
+/// How the job ended on one node.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Report {
+    pub(crate) version: u32,
+    pub(crate) outcome: Outcome,
+    /// What was to be executed, as the user wrote it.
+    pub(crate) title: String,
+    pub(crate) run_id: String,
+    /// Rank of the node, and how many there are; `None` before they have met.
+    pub(crate) node: Option<usize>,
+    pub(crate) nodes: Option<usize>,
+    pub(crate) host: String,
+    /// Restarts before this end.
+    pub(crate) restarts: u32,
+    pub(crate) max_restarts: u32,
+    /// When the report was made, in milliseconds since 1970.
+    pub(crate) time_unix_ms: i64,
+    /// What the launcher itself has to say, if it was not a worker that failed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) message: Option<String>,
+    /// Workers that failed or were stopped, in the order in which it was noticed.
+    #[serde(default)]
+    pub(crate) failures: Vec<Failure>,
+    /// Index in `failures`.
+    #[serde(default)]
+    pub(crate) root_cause: Option<usize>,
+    /// How many failures were left out to keep it short.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub(crate) failures_left_out: usize,
+}
+
+/// How the job ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Outcome {
+    Succeeded,
+    /// A worker failed.
+    Failed,
+    /// A signal to the launcher ended it.
+    Stopped,
+    /// The launcher could not go on: no rendezvous, no guard, ...
+    Error,
+    #[serde(other)]
+    Unknown,
+}
+
+/// A worker that failed, or that we stopped.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Failure {
+    pub(crate) rank: usize,
+    pub(crate) local_rank: usize,
+    pub(crate) node: usize,
+    pub(crate) host: String,
+    /// 0 if it never ran.
+    pub(crate) pid: i32,
+    /// As Python has it, negative for signals; `None` if it never ran.
+    pub(crate) exitcode: Option<i32>,
+    pub(crate) signal: Option<SignalName>,
+    /// By its own account, else when its end was noticed.
+    pub(crate) time_unix_ms: i64,
+    pub(crate) class: Class,
+    pub(crate) explanation: String,
+    pub(crate) advice: Option<String>,
+    /// The rank that it names as lost.
+    #[serde(default)]
+    pub(crate) blames: Option<usize>,
+    /// Its error file, if it wrote one.
+    pub(crate) error_file: Option<String>,
+    /// Of its error file, else picked out of its stderr.
+    pub(crate) traceback: Option<String>,
+    /// The last lines of its stderr, oldest first, without the traceback.
+    #[serde(default)]
+    pub(crate) stderr_tail: Vec<String>,
+    #[serde(default)]
+    pub(crate) core_dumped: bool,
+    /// It had been told to stop before it ended.
+    #[serde(default)]
+    pub(crate) stopped_by_us: bool,
+}
+
+/// A signal.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct SignalName {
+    pub(crate) number: i32,
+    /// `None` for real-time signals.
+    pub(crate) name: Option<String>,
+}
+
+fn is_zero(number: &usize) -> bool {
+    *number == 0
+}
+
+/// How much of each text a short form keeps.
+#[allow(dead_code)] // as above
+#[derive(Debug, Clone, Copy)]
+struct Limits {
+    failures: usize,
+    root_bytes: usize,
+    other_bytes: usize,
+}
+
+#[allow(dead_code)] // as above
+impl Report {
+    /// The whole report for people and programs, with a newline at its end.
+    pub(crate) fn to_pretty_json(&self) -> String {
+        serde_json::to_string_pretty(self).unwrap_or_default() + "\n"
+    }
+
+    /// The report in at most [`MESSAGE_MAX_BYTES`]: long texts and many failures are cut, the root cause last.
+    pub(crate) fn to_json(&self) -> String {
+        let mut limits = Limits { failures: 4096, root_bytes: 1 << 20, other_bytes: 1 << 20 };
+        loop {
+            let json = serde_json::to_string(&self.cut(limits)).unwrap_or_default();
+            if json.len() <= MESSAGE_MAX_BYTES {
+                return json;
+            }
+            // The texts of others go first, then some of the others, then the root cause's own.
+            if limits.other_bytes > 256 {
+                limits.other_bytes /= 2;
+            } else if limits.failures > 8 {
+                limits.failures /= 2;
+            } else if limits.root_bytes > 512 {
+                limits.root_bytes /= 2;
+            } else if limits.failures > 1 {
+                limits.failures /= 2;
+            } else {
+                limits.root_bytes /= 2;
+                limits.other_bytes /= 2;
+            }
+        }
+    }
+
+    /// # Errors
+    /// What is wrong with the text.
+    pub(crate) fn from_json(json: &str) -> Result<Self, String> {
+        let report: Self = serde_json::from_str(json).map_err(|error| error.to_string())?;
+        match report.root_cause {
+            Some(at) if at >= report.failures.len() => Err(format!("no failure {at}")),
+            Some(_) | None => Ok(report),
+        }
+    }
+
+    /// The failure that came first.
+    pub(crate) fn root(&self) -> Option<&Failure> {
+        self.root_cause.and_then(|at| self.failures.get(at))
+    }
+
+    /// This report with the failures of `other` in it that it does not have, and the root cause of both
+    /// together: by weight of the classes first, since the clocks of two hosts differ.
+    pub(crate) fn join(mut self, other: &Self) -> Self {
+        for failure in &other.failures {
+            let known = |mine: &Failure| {
+                (mine.node, mine.rank, mine.pid) == (failure.node, failure.rank, failure.pid)
+            };
+            if !self.failures.iter().any(known) {
+                self.failures.push(failure.clone());
+            }
+        }
+        self.failures_left_out += other.failures_left_out;
+        self.root_cause = root_of(&self.failures);
+        self
+    }
+
+    /// This report with the root cause of `other`, the failure that all nodes agreed on, as its own.
+    pub(crate) fn with_root_of(mut self, other: &Self) -> Self {
+        let Some(root) = other.root() else { return self };
+        let same = |mine: &Failure| (mine.node, mine.rank, mine.pid) == (root.node, root.rank, root.pid);
+        let at = self.failures.iter().position(same).unwrap_or_else(|| {
+            self.failures.push(root.clone());
+            self.failures.len() - 1
+        });
+        self.root_cause = Some(at);
+        self
+    }
+
+    fn cut(&self, limits: Limits) -> Self {
+        let mut report = Self { failures: Vec::new(), root_cause: None, ..self.clone() };
+        for (at, failure) in self.failures.iter().enumerate() {
+            let root = self.root_cause == Some(at);
+            // One place is kept for the root cause.
+            let root_to_come = self.root_cause.is_some_and(|root| root > at);
+            if !root && report.failures.len() + usize::from(root_to_come) >= limits.failures {
+                report.failures_left_out += 1;
+                continue;
+            }
+            if root {
+                report.root_cause = Some(report.failures.len());
+            }
+            let bytes = if root { limits.root_bytes } else { limits.other_bytes };
+            report.failures.push(failure.cut(bytes));
+        }
+        let short = limits.root_bytes.min(4096);
+        for text in [&mut report.title, &mut report.run_id, &mut report.host] {
+            shorten(text, short);
+        }
+        if let Some(message) = &mut report.message {
+            shorten(message, limits.root_bytes);
+        }
+        report
+    }
+}
+
+impl Failure {
+    /// How it ended, as a verb.
+    pub(crate) fn describe(&self) -> String {
+        match (&self.signal, self.exitcode) {
+            (Some(signal), _) => super::describe(ExitCause::Signal(signal.number)),
+            (None, Some(code)) => super::describe(ExitCause::Code(code)),
+            (None, None) => "could not be started".to_owned(),
+        }
+    }
+
+    #[allow(dead_code)] // as above
+    fn cut(&self, bytes: usize) -> Self {
+        let mut failure = self.clone();
+        let lines = &mut failure.stderr_tail;
+        let mut left = bytes;
+        let kept = lines.iter().rev().take_while(|line| {
+            let fits = line.len() < left;
+            left = left.saturating_sub(line.len() + 1);
+            fits
+        });
+        let kept = kept.count();
+        lines.drain(..lines.len() - kept);
+        for text in [&mut failure.host, &mut failure.explanation] {
+            shorten(text, bytes);
+        }
+        for text in
+            [&mut failure.advice, &mut failure.error_file, &mut failure.traceback].into_iter().flatten()
+        {
+            shorten(text, bytes);
+        }
+        failure
+    }
+}
+
+#[allow(dead_code)] // as above
+/// Keeps start and end of `text`, `bytes` of it together.
+fn shorten(text: &mut String, bytes: usize) {
+    if text.len() <= bytes {
+        return;
+    }
+    let half = bytes / 2;
+    let start = (0..=half).rev().find(|&at| text.is_char_boundary(at)).unwrap_or(0);
+    let end = (text.len() - half..text.len()).find(|&at| text.is_char_boundary(at)).unwrap_or(text.len());
+    *text = format!("{} [... {} bytes ...] {}", &text[..start], end - start, &text[end..]);
+}
+
+/// Index of the root cause among failures of any nodes.
+pub(crate) fn root_of(failures: &[Failure]) -> Option<usize> {
+    let candidate = |failure: &Failure| Candidate {
+        rank: failure.rank,
+        class: failure.class,
+        stopped: failure.stopped_by_us,
+        blames: failure.blames,
+        // Error files tell seconds.
+        time: failure.time_unix_ms.div_euclid(1000),
+    };
+    elect(&failures.iter().map(candidate).collect::<Vec<_>>())
+}
