@@ -3,11 +3,8 @@
 mod malformed;
 
 use std::ffi::{OsStr, OsString};
-use std::fs;
 use std::os::unix::ffi::OsStringExt;
-use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
-use std::sync::LazyLock;
 use std::time::Duration;
 
 use nix::sys::signal::Signal;
@@ -17,15 +14,7 @@ use super::*;
 use crate::config::{EventHandler, LogDir, NodeRange, Orphans, Rendezvous, StreamChoice, Streams};
 
 /// A PATH with one `python` and one `tool`, and nothing else.
-static BIN: LazyLock<tempfile::TempDir> = LazyLock::new(|| {
-    let bin = tempfile::tempdir().expect("a directory");
-    for name in ["python", "tool"] {
-        let path = bin.path().join(name);
-        fs::write(&path, "#!/bin/sh\n").expect("a file");
-        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("executable");
-    }
-    bin
-});
+const BIN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/cli/tests/bin");
 
 /// A machine with three CPUs and no devices.
 fn here() -> Machine {
@@ -40,7 +29,7 @@ fn parse_words(
     let env = |name: &str| {
         let given =
             variables.iter().find(|(known, _)| *known == name).map(|(_, value)| OsString::from(value));
-        given.or_else(|| (name == "PATH").then(|| BIN.path().into()))
+        given.or_else(|| (name == "PATH").then(|| BIN.into()))
     };
     let words =
         std::iter::once(OsStr::new("/usr/bin/convoke")).chain(words.iter().copied()).map(OsString::from);
@@ -65,7 +54,7 @@ fn config(line: &str) -> Config {
 
 /// The command without the interpreter's directory.
 fn argv(config: &Config) -> Vec<String> {
-    let bin = format!("{}/", BIN.path().display());
+    let bin = format!("{BIN}/");
     config.program.argv.iter().map(|word| word.to_string_lossy().replace(&bin, "")).collect()
 }
 
