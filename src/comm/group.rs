@@ -306,9 +306,10 @@ impl Inner {
 impl Drop for Inner {
     fn drop(&mut self) {
         if self.is_forked() {
-            // Closing our copies of the descriptors disturbs nobody. A farewell would; and what we keep
-            // may wait for threads that a forked child does not have.
-            std::mem::forget(self.keep.take());
+            // A farewell would not be ours to say. The sockets were closed when the process forked
+            // (`links::fork`), and must not be closed again; what we keep may wait for threads that a
+            // forked child does not have.
+            std::mem::forget((self.shared.take(), self.keep.take()));
         } else if let Some(shared) = &self.shared {
             shared.leave();
         }

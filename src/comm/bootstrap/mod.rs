@@ -17,14 +17,13 @@ use std::time::{Duration, Instant};
 
 use convoke_env::{AgentChannel, Generation};
 use convoke_store::{Store, StoreError};
-use socket2::Socket;
 
 use crate::cause::{Cause, Report};
 use crate::engine::{Engine, Settings};
 use crate::error::{CommError, Loss, Ranks};
 use crate::frame::VERSION;
 use crate::links::hello::{Credentials, Lane};
-use crate::links::tcp;
+use crate::links::tcp::{self, Listener};
 use crate::options::GroupOptions;
 use crate::plan::Tuning;
 use record::{Announcement, Record};
@@ -67,17 +66,15 @@ pub(crate) fn connect(invitation: &Invitation) -> Result<(Engine, Generation), C
     }
 }
 
-fn listen(invitation: &Invitation) -> Result<Socket, CommError> {
+fn listen(invitation: &Invitation) -> Result<Listener, CommError> {
     let address = address::address(&invitation.options.listen)?;
     tcp::listen(SocketAddr::new(address, 0))
         .map_err(|error| CommError::system(&format!("cannot listen at {address}"), error))
 }
 
 impl Invitation {
-    fn record(&self, listener: &Socket) -> Result<Record, CommError> {
-        let address = listener.local_addr().map_err(|error| CommError::system("no local address", error))?;
-        let address =
-            address.as_socket().ok_or_else(|| CommError::Unsupported("not an IP socket".to_owned()))?;
+    fn record(&self, listener: &Listener) -> Result<Record, CommError> {
+        let address = listener.address().map_err(|error| CommError::system("no local address", error))?;
         Ok(Record {
             version: VERSION,
             rank: self.rank,
@@ -95,7 +92,7 @@ impl Invitation {
 struct Ours<'a> {
     invitation: &'a Invitation,
     record: Record,
-    listener: Socket,
+    listener: Listener,
     deadline: Instant,
 }
 

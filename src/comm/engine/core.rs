@@ -2,14 +2,12 @@
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
-use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use convoke_env::{AgentChannel, Generation};
 use convoke_store::Store;
 use nix::poll::PollFlags;
-use socket2::Socket;
 
 use super::door::{Door, DoorEvent};
 use super::failure::Failure;
@@ -24,6 +22,7 @@ use crate::error::CommError;
 use crate::frame::Kind;
 use crate::links::conn::{Broken, Conn};
 use crate::links::hello::{Credentials, Lane};
+use crate::links::tcp::Listener;
 use crate::plan::Direction;
 
 /// Turns between two looks at control connections and clock while data keeps moving.
@@ -47,7 +46,7 @@ pub(crate) struct Settings {
     pub(crate) credentials: Credentials,
     /// Where each rank listens.
     pub(crate) addresses: Vec<SocketAddr>,
-    pub(crate) listener: Socket,
+    pub(crate) listener: Listener,
     /// Where the ranks agree on the cause of a failure, and under which key.
     pub(crate) store: Arc<dyn Store>,
     pub(crate) abort_key: Vec<u8>,
@@ -157,7 +156,9 @@ impl Engine {
         let Settings { me, size, .. } = settings;
         let listener =
             settings.listener.try_clone().map_err(system("cannot duplicate the listening socket"))?;
-        poller.add(listener.as_fd(), Source::Listener, false).map_err(system("cannot watch the listener"))?;
+        poller
+            .add(listener.pollable(), Source::Listener, false)
+            .map_err(system("cannot watch the listener"))?;
         let door = Door::new(me, size, settings.credentials.clone(), listener);
         let mut engine = Self {
             peers: (0..size).map(|_| Peer::new()).collect(),

@@ -12,13 +12,12 @@ use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use convoke_env::Generation;
-use socket2::Socket;
 
 use super::poller::{Poller, Source};
 use crate::frame::{Frame, FrameError, HEADER_BYTES, Kind};
 use crate::links::conn::Conn;
 use crate::links::hello::{CAPABILITIES, Credentials, HELLO_BYTES, Hello, Lane, Role, SUITE_PLAIN, Welcome};
-use crate::links::tcp::Tcp;
+use crate::links::tcp::{Listener, Tcp};
 
 /// Most connections that have not said a valid hello.
 const STRANGERS: usize = 64;
@@ -53,7 +52,7 @@ pub(crate) struct Door {
     me: usize,
     size: usize,
     credentials: Credentials,
-    listener: Socket,
+    listener: Listener,
     inbound: Vec<Inbound>,
     dials: Vec<Dial>,
     notes: Vec<String>,
@@ -91,7 +90,7 @@ enum Step {
 }
 
 impl Door {
-    pub(crate) fn new(me: usize, size: usize, credentials: Credentials, listener: Socket) -> Self {
+    pub(crate) fn new(me: usize, size: usize, credentials: Credentials, listener: Listener) -> Self {
         let (inbound, dials, notes) = (Vec::new(), Vec::new(), Vec::new());
         Self { me, size, credentials, listener, inbound, dials, notes, turned_away: 0 }
     }
@@ -162,9 +161,7 @@ impl Door {
 
     fn accept(&mut self, poller: &Poller, now: Instant) {
         for _ in 0..ACCEPTS {
-            let Ok((socket, from)) = self.listener.accept() else { return };
-            let Ok(tcp) = Tcp::new(socket) else { continue };
-            let from = from.as_socket().map_or_else(|| "?".to_owned(), |from| from.to_string());
+            let Ok((tcp, from)) = self.listener.accept() else { return };
             let conn = Conn::new(Box::new(tcp));
             if conn.pollable().is_none_or(|fd| poller.add(fd, Source::Door, false).is_err()) {
                 continue;

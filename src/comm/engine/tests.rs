@@ -40,14 +40,14 @@ fn credentials() -> Credentials {
 struct Siege {
     store: Arc<dyn Store>,
     addresses: Vec<SocketAddr>,
-    listener: socket2::Socket,
+    listener: tcp::Listener,
 }
 
 /// Starts ranks 0 and 1 with `body` in threads, and `attack` beside them.
 fn siege<R: Send>(body: impl Fn(Result<Group, CommError>) -> R + Sync, attack: impl FnOnce(Siege)) -> Vec<R> {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
     let listener = tcp::listen(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
-    let address = listener.local_addr().unwrap().as_socket().unwrap();
+    let address = listener.address().unwrap();
     let prefix = format!("convoke/default/{}", generation());
     let record = format!(
         "{{\"version\":1,\"rank\":2,\"size\":3,\"address\":\"{address}\",\"host\":\"\",\"pid\":1,\"tuning\":\"{}\",\

@@ -3,6 +3,7 @@
 pub(crate) mod conn;
 #[cfg(test)]
 pub(crate) mod fake;
+pub(crate) mod fork;
 pub(crate) mod hello;
 pub(crate) mod tcp;
 

@@ -9,6 +9,7 @@ use nix::libc;
 use socket2::{Domain, Protocol, Socket, TcpKeepalive, Type};
 
 use super::Link;
+use super::fork::NotForForks;
 
 /// Connections that the kernel holds for a listener that is not in a call.
 const BACKLOG: i32 = 4096;
@@ -16,6 +17,8 @@ const BACKLOG: i32 = 4096;
 /// A connected, nonblocking TCP socket.
 #[derive(Debug)]
 pub(crate) struct Tcp {
+    /// Before the socket, so that it is dropped first.
+    _not_for_forks: NotForForks,
     socket: Socket,
 }
 
@@ -23,7 +26,7 @@ impl Tcp {
     pub(crate) fn new(socket: Socket) -> io::Result<Self> {
         socket.set_nonblocking(true)?;
         socket.set_tcp_nodelay(true)?;
-        Ok(Self { socket })
+        Ok(Self { _not_for_forks: NotForForks::new(socket.as_fd()), socket })
     }
 
     /// Begins a connection; [`connected`] says when it is there.
@@ -95,11 +98,45 @@ fn unsent(socket: &Socket) -> libc::c_int {
     if result == 0 { bytes } else { 0 }
 }
 
-/// A nonblocking listener at `address`.
-pub(crate) fn listen(address: SocketAddr) -> io::Result<Socket> {
+/// A nonblocking listening socket.
+#[derive(Debug)]
+pub(crate) struct Listener {
+    /// Before the socket, so that it is dropped first.
+    _not_for_forks: NotForForks,
+    socket: Socket,
+}
+
+impl Listener {
+    pub(crate) fn address(&self) -> io::Result<SocketAddr> {
+        let address = self.socket.local_addr()?.as_socket();
+        address.ok_or_else(|| io::ErrorKind::AddrNotAvailable.into())
+    }
+
+    pub(crate) fn try_clone(&self) -> io::Result<Self> {
+        Ok(Self::of(self.socket.try_clone()?))
+    }
+
+    /// The next connection that waits, and who makes it.
+    pub(crate) fn accept(&self) -> io::Result<(Tcp, String)> {
+        let (socket, from) = self.socket.accept()?;
+        let from = from.as_socket().map_or_else(|| "?".to_owned(), |from| from.to_string());
+        Ok((Tcp::new(socket)?, from))
+    }
+
+    pub(crate) fn pollable(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+
+    fn of(socket: Socket) -> Self {
+        Self { _not_for_forks: NotForForks::new(socket.as_fd()), socket }
+    }
+}
+
+/// Listens at `address`.
+pub(crate) fn listen(address: SocketAddr) -> io::Result<Listener> {
     let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
     socket.set_nonblocking(true)?;
     socket.bind(&address.into())?;
     socket.listen(BACKLOG)?;
-    Ok(socket)
+    Ok(Listener::of(socket))
 }

@@ -1,0 +1,85 @@
+//! Sockets that a forked child must not keep.
+//!
+//! A child that holds copies of our sockets hides our death: the kernel tells nobody that a connection
+//! has ended while a copy is open. Close-on-exec covers children that execute a program; this covers
+//! those that go on as copies of us, such as workers that load data. A fork handler closes in the child
+//! what is registered here. The objects that own these descriptors are never dropped in the child (groups
+//! check the process), so nothing is closed twice.
+
+use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
+use std::sync::Once;
+use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering};
+
+use nix::libc;
+
+/// Most sockets that are covered; further ones work, but are kept by forked children.
+const SLOTS: usize = 1 << 14;
+/// Descriptors plus one; 0 is free. Atomics, since a fork handler may not lock anything.
+static OPEN: [AtomicI32; SLOTS] = [const { AtomicI32::new(0) }; SLOTS];
+/// Where to look for a free slot first.
+static HINT: AtomicUsize = AtomicUsize::new(0);
+
+/// A registered descriptor. Drop it before the descriptor is closed: the other way round a fork
+/// in between would close in the child whatever has got the number since.
+#[derive(Debug)]
+pub(crate) struct NotForForks {
+    slot: Option<usize>,
+}
+
+impl NotForForks {
+    pub(crate) fn new(fd: BorrowedFd<'_>) -> Self {
+        install();
+        let fd: RawFd = fd.as_raw_fd();
+        let start = HINT.fetch_add(1, Ordering::Relaxed);
+        let slot = (0..SLOTS).map(|offset| (start + offset) % SLOTS).find(|&slot| {
+            OPEN[slot].compare_exchange(0, fd + 1, Ordering::Relaxed, Ordering::Relaxed).is_ok()
+        });
+        Self { slot }
+    }
+}
+
+impl Drop for NotForForks {
+    fn drop(&mut self) {
+        if let Some(slot) = self.slot {
+            OPEN[slot].store(0, Ordering::SeqCst);
+        }
+    }
+}
+
+#[allow(unsafe_code)]
+fn install() {
+    static INSTALLED: Once = Once::new();
+    // SAFETY: `close_all` lives as long as the process and only does what a handler in the child of
+    // a multi-threaded process may do: atomics and close(2). If there is no memory for the
+    // handler, children keep copies, as without it.
+    INSTALLED.call_once(|| {
+        let _ = unsafe { libc::pthread_atfork(None, None, Some(close_all)) };
+    });
+}
+
+#[allow(unsafe_code)]
+unsafe extern "C" fn close_all() {
+    for slot in &OPEN {
+        let fd = slot.swap(0, Ordering::Relaxed) - 1;
+        if fd >= 0 {
+            // SAFETY: the child's copy of a descriptor that was registered when the process forked;
+            // its owner is never dropped in the child (module docs).
+            unsafe { libc::close(fd) };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+
+    use super::*;
+
+    #[test]
+    fn slots_are_used_again() {
+        let file = std::fs::File::open("/dev/null").unwrap();
+        for _ in 0..3 * SLOTS {
+            assert!(NotForForks::new(file.as_fd()).slot.is_some());
+        }
+    }
+}
