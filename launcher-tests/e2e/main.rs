@@ -9,6 +9,7 @@
     missing_debug_implementations
 )]
 
+mod causes;
 mod harness;
 mod kill;
 mod nodes;

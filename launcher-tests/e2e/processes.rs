@@ -16,7 +16,7 @@ fn what_outlives_a_successful_worker_is_stopped_and_named() {
         "{}",
         ended.stderr
     );
-    assert_eq!(job.processes(), []);
+    assert_eq!(job.processes(), [0; 0]);
 }
 
 #[test]
@@ -124,7 +124,7 @@ fn a_stopped_worker_is_ended_as_well() {
     job.wait_for_file("up.1");
     launcher.signal(Signal::SIGTERM);
     launcher.wait().expect(1);
-    assert_eq!(job.processes(), []);
+    assert_eq!(job.processes(), [0; 0]);
 }
 
 #[test]

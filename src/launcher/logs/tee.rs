@@ -27,9 +27,11 @@ use crate::config::Streams;
 const READ_BYTES: usize = 64 << 10;
 /// How long a line may stay without its newline before it is shown.
 const PARTIAL_AFTER: Duration = Duration::from_secs(2);
-/// The same for what passes through unchanged: long enough for the rest of a line that was written in pieces, too short
-/// to be seen.
+/// The same for what passes through unchanged, counted from when anything was shown: long enough for the rest of a line
+/// that was written in pieces, too short to be seen.
 const RAW_PARTIAL_AFTER: Duration = Duration::from_millis(30);
+/// The same while others write all the time.
+const RAW_PARTIAL_MAX: Duration = Duration::from_secs(1);
 /// How long is read on, once all workers are gone, from pipes that their descendants go on writing to.
 const DRAIN_MAX: Duration = Duration::from_secs(1);
 
@@ -106,10 +108,13 @@ impl Source {
     }
 
     /// When what is there of a line is to be shown; `None` if nothing waits.
-    fn partial_at(&self) -> Option<Instant> {
+    fn partial_at(&self, shown_at: Instant) -> Option<Instant> {
         match &self.form {
             Form::Lines(lines) => lines.has_partial().then(|| self.read_at + PARTIAL_AFTER),
-            Form::Raw { held, since } => (!held.is_empty()).then(|| *since + RAW_PARTIAL_AFTER),
+            Form::Raw { held, since } => {
+                let quiet = shown_at.max(*since) + RAW_PARTIAL_AFTER;
+                (!held.is_empty()).then(|| quiet.min(*since + RAW_PARTIAL_MAX))
+            }
         }
     }
 
@@ -153,7 +158,12 @@ impl Tee {
         let (requests, asked) = mpsc::channel();
         let writes = [consoles[0].writes(), consoles[1].writes()];
         let outputs = Outputs { filtered, filters, consoles };
-        let copier = Copier { sources: sources.into_iter().enumerate().collect(), outputs, told: [false; 3] };
+        let copier = Copier {
+            sources: sources.into_iter().enumerate().collect(),
+            outputs,
+            told: [false; 3],
+            shown_at: Instant::now(),
+        };
         // Its end closes `answer`.
         thread::Builder::new().name("tee".to_owned()).spawn(move || copier.run(theirs, &asked, &answer))?;
         Ok(Self { wake, requests, answers, asked: Cell::new(0), writes })
@@ -226,6 +236,8 @@ struct Copier {
     outputs: Outputs,
     /// What was told already: trouble with files, with stdout, with stderr.
     told: [bool; 3],
+    /// When something last passed through to the console.
+    shown_at: Instant,
 }
 
 impl Copier {
@@ -286,7 +298,7 @@ impl Copier {
 
     /// Shows all that is there, and waits for the consoles.
     fn settle(&mut self, deadline: Instant) {
-        self.show_partials(Instant::now() + RAW_PARTIAL_AFTER);
+        self.show_partials(Instant::now() + RAW_PARTIAL_MAX);
         self.hand_over();
         for console in &self.outputs.consoles {
             console.settle(&mut Patience::new(deadline));
@@ -358,6 +370,7 @@ impl Copier {
                 let rest = match memrchr2(b'\n', b'\r', bytes) {
                     Some(end) => {
                         console.pass_through(number, [held, &bytes[..=end]]);
+                        self.shown_at = source.read_at;
                         held.clear();
                         &bytes[end + 1..]
                     }
@@ -392,13 +405,13 @@ impl Copier {
 
     /// How long until the next line without newline is to be shown.
     fn next_partial(&self) -> Option<Duration> {
-        let first = self.sources.iter().filter_map(|(_, source)| source.partial_at()).min()?;
+        let first = self.sources.iter().filter_map(|(_, source)| source.partial_at(self.shown_at)).min()?;
         Some(first.saturating_duration_since(Instant::now()))
     }
 
     fn show_partials(&mut self, now: Instant) {
         for (number, source) in &mut self.sources {
-            if source.partial_at().is_none_or(|at| now < at) {
+            if source.partial_at(self.shown_at).is_none_or(|at| now < at) {
                 continue;
             }
             match &mut source.form {

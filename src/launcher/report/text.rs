@@ -86,11 +86,22 @@ fn block(index: usize, failure: &Failure, root: bool, zone: &TimeZone) -> String
         };
         out.push_str(&format!("\n  stderr    : {which}:"));
         for line in &tail[skipped..] {
-            let line: String = line.chars().take(STDERR_SHOWN_CHARS).collect();
-            out.push_str(format!("\n    {line}").trim_end_matches(' '));
+            out.push_str(format!("\n    {}", shorten(line)).trim_end_matches(' '));
         }
     }
     out
+}
+
+/// Start and end of a line that is too long.
+fn shorten(line: &str) -> String {
+    let count = line.chars().count();
+    if count <= STDERR_SHOWN_CHARS {
+        return line.to_owned();
+    }
+    let half = STDERR_SHOWN_CHARS / 2;
+    let (start, end): (String, String) =
+        (line.chars().take(half).collect(), line.chars().skip(count - half).collect());
+    format!("{start} [...] {end}")
 }
 
 fn received(failure: &Failure) -> String {

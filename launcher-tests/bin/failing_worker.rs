@@ -1,0 +1,37 @@
+//! `failing_worker HOW`: fails as Rust programs do, if RANK is FAILING_RANK; else sleeps until it is stopped.
+
+#![allow(clippy::print_stdout)] // what it prints is nobody's business
+
+use std::error::Error;
+use std::time::Duration;
+
+fn main() -> Result<(), Box<dyn Error>> {
+    if std::env::var("RANK") != std::env::var("FAILING_RANK") {
+        std::thread::sleep(Duration::from_secs(1000));
+    }
+    match std::env::args().nth(1).as_deref() {
+        Some("panic") => panics(&[1, 2, 3], 7),
+        Some("thread") => {
+            let thread = std::thread::Builder::new().name("loader".to_owned()).spawn(|| panics(&[], 1))?;
+            thread.join().map_err(|_| "the loader is gone")?
+        }
+        Some("overflow") => {
+            println!("{}", overflow(1));
+            Ok(())
+        }
+        Some("error") => Err("the data set is empty".into()),
+        other => Err(format!("how? {other:?}")),
+    }?;
+    Ok(())
+}
+
+fn panics(list: &[i32], at: usize) -> Result<(), String> {
+    println!("{}", list[at]);
+    Ok(())
+}
+
+#[allow(unconditional_recursion)] // that is the point
+fn overflow(depth: u64) -> u64 {
+    let room = std::hint::black_box([depth; 512]);
+    overflow(depth + 1) + room[usize::try_from(depth % 512).unwrap_or(0)]
+}

@@ -1,0 +1,442 @@
+//! A corpus of failures: the report names the right rank and class in all of them.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Mutex;
+
+use serde_json::Value;
+
+use super::harness::{Ended, Job, wait_until};
+
+/// One way to fail.
+struct Case {
+    name: &'static str,
+    /// What runs as every worker; its first line is `sh` or `py`.
+    script: &'static str,
+    /// Flags before SCRIPT.
+    flags: &'static [&'static str],
+    /// What runs instead of the script, and its arguments.
+    run: &'static [&'static str],
+    rank: usize,
+    class: &'static str,
+    /// What the report on the terminal says.
+    says: &'static [&'static str],
+}
+
+const fn case(name: &'static str, rank: usize, class: &'static str, script: &'static str) -> Case {
+    Case { name, script, flags: &[], run: &[], rank, class, says: &[] }
+}
+
+impl Case {
+    const fn flags(mut self, flags: &'static [&'static str]) -> Self {
+        self.flags = flags;
+        self
+    }
+    const fn run(mut self, run: &'static [&'static str]) -> Self {
+        self.run = run;
+        self
+    }
+    const fn says(mut self, says: &'static [&'static str]) -> Self {
+        self.says = says;
+        self
+    }
+}
+
+/// What scripts begin with.
+const SH: &str = r#"only() { [ "$RANK" = "$1" ] || exec sleep 1000; }
+await() { while [ ! -e "$JOB/$1" ]; do sleep 0.01; done; }
+"#;
+const PY: &str = "\
+import ctypes, json, os, signal, socket, sys, time
+RANK, JOB = int(os.environ['RANK']), os.environ['JOB']
+def only(rank):
+    if RANK != rank:
+        time.sleep(1000)
+def touch(name, text=''):
+    with open(f'{JOB}/{name}.partial', 'w') as f:
+        f.write(text)
+    os.rename(f'{JOB}/{name}.partial', f'{JOB}/{name}')
+def wait_for(name):
+    while not os.path.exists(f'{JOB}/{name}'):
+        time.sleep(0.01)
+    return open(f'{JOB}/{name}').read()
+def account(message, stamp):
+    text = {'message': {'message': message, 'extraInfo': {'py_callstack': message, 'timestamp': str(int(stamp))}}}
+    with open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w') as f:
+        json.dump(text, f)
+";
+
+/// Two ranks with a connection: rank 0 has `peer`, rank 1 too.
+const CONNECTED: &str = "
+if RANK == 0:
+    server = socket.create_server(('127.0.0.1', 0))
+    touch('port', str(server.getsockname()[1]))
+    peer = server.accept()[0]
+else:
+    peer = socket.create_connection(('127.0.0.1', int(wait_for('port'))))
+    peer.sendall(b'x')
+";
+
+const CASES: &[Case] = &[
+    // Python
+    case("exception", 1, "exception", "py\nonly(1)\nprint('noise', file=sys.stderr)\nraise ValueError('bad thing')").says(&[
+        "rank      : 1 (local_rank: 1)\n",
+        "traceback : Traceback (most recent call last):\n",
+        "  ValueError: bad thing\n",
+        "cause     : exception: ValueError: bad thing\n",
+        "    noise\n",
+        "cause     : stopped: by the launcher",
+    ]),
+    case("chained exception", 2, "exception", "py\nonly(2)\ntry:\n    {}['k']\nexcept KeyError as e:\n    raise RuntimeError('outer') from e")
+        .says(&["KeyError: 'k'\n", "direct cause", "cause     : exception: RuntimeError: outer"]),
+    case("syntax error", 0, "exception", "py\ndef f(:\n").says(&["SyntaxError: invalid syntax"]),
+    case("import error", 1, "import-error", "py\nonly(1)\nimport no_such_module").says(&["No module named 'no_such_module'"]),
+    case("missing module", 0, "import-error", "").flags(&["-m"]).run(&["no.such.module"]),
+    case("missing script", 0, "missing-program", "").run(&["no-such-script.py"]).says(&["can't open file"]),
+    case("exit code", 2, "exit", "py\nonly(2)\nsys.exit(3)").says(&["exitcode  : 3 (pid: "]),
+    case("os.abort", 1, "abort", "py\nonly(1)\nos.abort()").says(&["exitcode  : -6", "(SIGABRT)"]),
+    case("faulthandler", 1, "segfault", "py\nonly(1)\nimport faulthandler\nfaulthandler.enable()\nctypes.string_at(0)")
+        .says(&["Signal 11 (SIGSEGV) received by PID", "Fatal Python error: Segmentation fault"]),
+    case("MemoryError", 1, "out-of-memory", "py\nonly(1)\nimport resource\nresource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))\nbytearray(2 << 30)")
+        .says(&["cause     : out-of-memory: host memory: MemoryError"]),
+    case("device memory", 1, "device-out-of-memory", "py\nonly(1)\nclass OutOfMemoryError(RuntimeError): pass\nraise OutOfMemoryError('CUDA out of memory. Tried to allocate 2 GiB')"),
+    case("disk full", 1, "disk-full", "py\nonly(1)\nwith open('/dev/full', 'w') as f: f.write('x')").says(&["No space left on device", "df -h"]),
+    case("address in use", 1, "address-in-use", "py\nonly(1)\na = socket.create_server(('127.0.0.1', 0))\nsocket.create_server(a.getsockname())"),
+    case("error file", 1, "exception", "py\nonly(1)\naccount('Traceback (most recent call last):\\n  File \"x\", line 1\\nOSError: from the file', time.time())\nsys.exit(1)")
+        .says(&["cause     : exception: OSError: from the file"]),
+    case("split traceback", 1, "exception", "py\nonly(1)\nfor c in 'Traceback (most recent call last):\\n  File \"x\", line 1\\nValueError: in pieces\\n': os.write(2, c.encode())\nos._exit(1)"),
+    case("megabyte line", 1, "exception", "py\nonly(1)\nsys.stderr.write('x' * (1 << 20) + '\\n')\nraise ValueError('after much')"),
+    case("megabyte line last", 1, "exit", "py\nonly(1)\nsys.stderr.write('x' * (1 << 20))\nsys.stderr.flush()\nos._exit(4)").says(&["xxx [...] xxx"]),
+    case("garbage", 1, "exit", "py\nonly(1)\nos.write(2, bytes(range(256)) * 300)\nos._exit(5)").says(&["exitcode  : 5"]),
+    case("nothing but tracebacks that were handled", 1, "segfault", "py\nonly(1)\nimport traceback\ntry: 1/0\nexcept Exception: traceback.print_exc()\nos.kill(os.getpid(), 11)"),
+    // Who was first
+    case(
+        "skewed clock in an error file", 0, "exit",
+        "py\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nif RANK == 0:\n    wait_for('ready')\n    sys.exit(7)\ntouch('ready')\n\
+         while os.getppid() and not os.path.exists(f'{JOB}/late'):\n    time.sleep(0.3)\n    touch('late')\naccount('KeyError: late', 978307200)\nsys.exit(1)",
+    )
+    .flags(&["--nproc-per-node=2", "--monitor-interval=5"]),
+    case(
+        "skewed clocks on both sides", 1, "exit",
+        "py\naccount(f'rank {RANK}', 978307200 - RANK)\ntouch(f'told{RANK}')\nwait_for('told0'), wait_for('told1')\nsys.exit(1)",
+    )
+    .flags(&["--nproc-per-node=2", "--monitor-interval=1"]),
+    case("exit 0 too early", 0, "early-exit", "py\nconnected()\nif RANK == 0: peer.close(); sys.exit(0)\ntime.sleep(0.2)\npeer.recv(1)\npeer.sendall(b'x')\npeer.recv(1)")
+        .flags(&["--nproc-per-node=2"])
+        .says(&["exited with code 0 while the others went on"]),
+    case(
+        "a consequence that is seen first", 0, "exception",
+        "py\nconnected()\nif RANK == 0:\n    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n    touch('deaf')\n    peer.close()\n    pid = int(wait_for('lost'))\n    while os.path.exists(f'/proc/{pid}'): time.sleep(0.01)\n    raise ValueError('the reason')\n\
+         wait_for('deaf')\ntry:\n    peer.recv(1)\n    peer.sendall(b'x')\n    peer.recv(1)\nfinally:\n    touch('lost', str(os.getpid()))",
+    )
+    .flags(&["--nproc-per-node=2"])
+    .says(&["cause     : peer-lost: a consequence of another's end: ", "cause     : exception: ValueError: the reason"]),
+    case(
+        "a peer's loss as the runtime tells it", 1, "exit",
+        "sh\n[ $RANK = 0 ] && exec sleep 1000\nif [ $RANK = 1 ]; then await lost; exit 9; fi\n\
+         echo 'Error: rank 1 at 127.0.0.1:4000 exited with code 9; group world, call 4 all_reduce, 0 of 8 bytes received, reported by rank 2' >&2\n: > \"$JOB/lost\"; exit 1",
+    )
+    .flags(&["--nproc-per-node=3", "--monitor-interval=2"])
+    .says(&["peer-lost"]),
+    // Signals
+    case("segfault", 2, "segfault", "sh\nonly 2\nkill -SEGV $$").says(&["exitcode  : -11", "(SIGSEGV)"]),
+    case("bus error", 1, "bus-error", "sh\nonly 1\nkill -BUS $$").says(&["/dev/shm"]),
+    case("illegal instruction", 1, "illegal-instruction", "sh\nonly 1\nkill -ILL $$"),
+    case("arithmetic error", 1, "arithmetic-error", "sh\nonly 1\nkill -FPE $$"),
+    case("assertion", 0, "abort", "sh\nonly 0\necho \"w: w.c:3: main: Assertion \\`x == 1' failed.\" >&2\nkill -ABRT $$").says(&["Assertion `x == 1' failed."]),
+    case("kill -9", 1, "killed", "sh\nonly 1\nkill -KILL $$").says(&["cause     : killed: SIGKILL from outside"]),
+    case("kill -9 behind a wrapper", 1, "killed", "sh\nonly 1\nsh -c 'kill -KILL $$'\nexit $?").says(&["exit code 137 = 128 + 9"]),
+    case("a hang, then SIGTERM from outside", 1, "terminated", "sh\nonly 1\n(sleep 0.2; kill -TERM $$) &\nwhile :; do sleep 1000; done").says(&["SIGTERM from outside"]),
+    case("CPU limit", 1, "cpu-limit", "sh\nonly 1\nulimit -S -t 1\nwhile :; do :; done").says(&["ulimit -t"]),
+    case("file size limit", 1, "file-size-limit", "sh\nonly 1\nulimit -f 1\nexec dd if=/dev/zero of=\"$JOB/large\" bs=65536 count=10").says(&["ulimit -f"]),
+    // Programs
+    case("command not found", 1, "missing-program", "sh\nonly 1\nno-such-command").says(&["not found"]),
+    case("not executable", 1, "not-executable", "sh\nonly 1\n: > \"$JOB/data\"\n\"$JOB/data\"").says(&["Permission denied"]),
+    case("no such program", 0, "missing-program", "").flags(&["--no-python"]).run(&["/no/such/program"]).says(&["could not be started"]),
+    case("no program", 0, "not-executable", "").flags(&["--no-python"]).run(&["/etc"]).says(&["could not be started"]),
+    case("unknown --local-rank", 0, "usage-error", "py\nimport argparse\nargparse.ArgumentParser().parse_args()")
+        .flags(&["--pass-local-rank"])
+        .says(&["unrecognized arguments: --local-rank=0", "--use-env"]),
+    case("unknown --local_rank", 0, "usage-error", "py\nimport argparse\nargparse.ArgumentParser().parse_args()")
+        .flags(&["--pass-local-rank=underscore"])
+        .says(&["unrecognized arguments: --local_rank=0", "--pass-local-rank=dash"]),
+    case("usage", 1, "usage-error", "sh\nonly 1\necho 'usage: w [-x]' >&2\nexit 2"),
+    // Rust
+    case("panic", 1, "panic", "").run(&["failing_worker", "panic"]).says(&["index out of bounds: the len is 3 but the index is 7", "failing_worker.rs:"]),
+    case("panic of a thread", 1, "panic", "").run(&["failing_worker", "thread"]).says(&["thread 'loader'", "index out of bounds"]),
+    case("stack overflow", 1, "abort", "").run(&["failing_worker", "overflow"]).says(&["has overflowed its stack"]),
+    case("error from main", 1, "exit", "").run(&["failing_worker", "error"]).says(&["the data set is empty"]),
+    // Where stderr goes does not matter
+    case("redirected", 1, "exception", "py\nonly(1)\nraise ValueError('in a file')").flags(&["--nproc-per-node=3", "-r3"]).says(&["cause     : exception: ValueError: in a file"]),
+    case("teed", 1, "exception", "py\nonly(1)\nraise ValueError('twice')").flags(&["--nproc-per-node=3", "-t3"]).says(&["[default1]:ValueError: twice"]),
+    case("filtered", 1, "exception", "py\nonly(1)\nraise ValueError('unseen')").flags(&["--nproc-per-node=3", "--local-ranks-filter=0"]).says(&["cause     : exception: ValueError: unseen"]),
+];
+
+/// Writes the worker of `case` and returns what to launch.
+fn program(job: &Job, case: &Case) -> Vec<PathBuf> {
+    if let ["failing_worker", how] = case.run {
+        return vec![env!("CARGO_BIN_EXE_failing_worker").into(), how.into()];
+    }
+    if !case.run.is_empty() {
+        return case.run.iter().map(PathBuf::from).collect();
+    }
+    if let Some(script) = case.script.strip_prefix("sh\n") {
+        return vec![job.script(&format!("{SH}{script}\n"))];
+    }
+    let script = case.script.strip_prefix("py\n").unwrap_or(case.script).replace("connected()", CONNECTED);
+    let path = job.path("worker.py");
+    std::fs::write(&path, format!("{PY}\n{script}\n")).unwrap();
+    vec![path]
+}
+
+/// The launcher for `case`, three workers unless it says otherwise.
+fn launcher(job: &Job, case: &Case) -> Command {
+    let mut command = job.command(["--report-file=report.json"]);
+    if case.rank > 0 && !case.flags.iter().any(|flag| flag.starts_with("--nproc-per-node")) {
+        command.arg("--nproc-per-node=3");
+    }
+    command.args(case.flags).args(program(job, case));
+    command.env("FAILING_RANK", case.rank.to_string()).env("PYTHONDONTWRITEBYTECODE", "1");
+    command.env_remove("RUST_BACKTRACE");
+    command
+}
+
+fn report(path: &Path) -> Value {
+    serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
+}
+
+/// What is wrong with how `case` was told.
+fn complaint(case: &Case, ended: &Ended, report: &Value) -> Option<String> {
+    let root = report["root_cause"].as_u64().map(|at| &report["failures"][at as usize]);
+    let told =
+        root.map(|root| (root["rank"].as_u64().unwrap_or(99) as usize, root["class"].as_str().unwrap_or("")));
+    let missing = case.says.iter().find(|text| !ended.stderr.contains(**text));
+    let control = ended
+        .stderr
+        .split("FAILED\n")
+        .nth(1)
+        .unwrap_or("")
+        .chars()
+        .find(|c| c.is_control() && !"\n\t".contains(*c));
+    let what = match (ended.status.code(), told, missing, control) {
+        (Some(1), told, None, None) if told == Some((case.rank, case.class)) => return None,
+        (Some(1), told, _, None) if told != Some((case.rank, case.class)) => format!("told {told:?}"),
+        (Some(1), _, Some(text), None) => format!("does not say {text:?}"),
+        (Some(1), _, _, Some(c)) => format!("shows {c:?}"),
+        _ => format!("ended with {}", ended.status),
+    };
+    let shown: String = ended.stderr.chars().rev().take(3000).collect::<Vec<_>>().into_iter().rev().collect();
+    Some(format!("{}: {what}, wanted ({}, {:?})\n{shown}\n{report:#}", case.name, case.rank, case.class))
+}
+
+#[test]
+fn every_cause_is_told() {
+    let next = Mutex::new(CASES.iter());
+    let complaints = Mutex::new(Vec::new());
+    // They mostly wait for processes.
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                loop {
+                    let Some(case) = next.lock().unwrap().next() else { return };
+                    let job = Job::new();
+                    let ended = job.start(launcher(&job, case)).wait();
+                    complaints.lock().unwrap().extend(complaint(
+                        case,
+                        &ended,
+                        &report(&job.path("report.json")),
+                    ));
+                }
+            });
+        }
+    });
+    let complaints = complaints.into_inner().unwrap();
+    assert!(CASES.len() >= 30);
+    assert!(complaints.is_empty(), "{} of {}:\n{}", complaints.len(), CASES.len(), complaints.join("\n\n"));
+}
+
+/// Two static nodes; each is given by its workers' script.
+fn two_nodes(job: &Job, scripts: [&Path; 2]) -> [(Ended, Value); 2] {
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string();
+    let nodes = [0, 1].map(|rank| {
+        let mut command = job.command(["--nnodes=2", "--nproc-per-node=2", "--master-addr=127.0.0.1"]);
+        command.args([format!("--node-rank={rank}"), format!("--report-file=report{rank}.json")]);
+        command.args(["--master-port", &port]).arg(scripts[rank]);
+        job.start(command)
+    });
+    let mut rank = 0;
+    nodes.map(|node| {
+        let ended = node.wait().expect(1);
+        rank += 1;
+        (ended, report(&job.path(&format!("report{}.json", rank - 1))))
+    })
+}
+
+#[test]
+fn a_bad_import_on_one_of_two_nodes_is_told_there() {
+    let job = Job::new();
+    let [good, bad] = [("good.py", "time.sleep(1000)"), ("bad.py", "only(3)\nimport only_on_the_other_node")]
+        .map(|(name, script)| {
+            let path = job.path(name);
+            std::fs::write(&path, format!("{PY}\n{script}\n")).unwrap();
+            path
+        });
+    let [(zero, zero_report), (one, one_report)] = two_nodes(&job, [&good, &bad]);
+    let root = &one_report["failures"][one_report["root_cause"].as_u64().unwrap() as usize];
+    assert_eq!((&root["rank"], &root["local_rank"], &root["node"]), (&3.into(), &1.into(), &1.into()));
+    assert_eq!(root["class"], "import-error", "{}", one.stderr);
+    assert_eq!(zero_report["outcome"], "failed");
+    assert!(zero.stderr.contains("rank 3"), "{}", zero.stderr);
+}
+
+#[test]
+fn a_segfault_on_the_second_node_is_told_by_both() {
+    let job = Job::new();
+    let worker = job.script(&format!("{SH}only 2\nkill -SEGV $$\n"));
+    let [(zero, _), (one, one_report)] = two_nodes(&job, [&worker, &worker]);
+    let root = &one_report["failures"][one_report["root_cause"].as_u64().unwrap() as usize];
+    assert_eq!((&root["rank"], &root["class"]), (&2.into(), &"segfault".into()), "{}", one.stderr);
+    assert!(zero.stderr.contains("rank 2"), "{}", zero.stderr);
+}
+
+#[test]
+fn a_missing_library_is_named() {
+    let job = Job::new();
+    let compile = |arguments: &[&str]| {
+        let mut cc = Command::new("cc");
+        cc.args(arguments).current_dir(job.dir.path());
+        cc.status().is_ok_and(|status| status.success())
+    };
+    std::fs::write(job.path("lib.c"), "int f(void) { return 0; }\n").unwrap();
+    std::fs::write(job.path("main.c"), "int f(void);\nint main(void) { return f(); }\n").unwrap();
+    if !compile(&["-shared", "-fPIC", "-o", "libgone.so", "lib.c"])
+        || !compile(&["-o", "needs-it", "main.c", "-L.", "-lgone"])
+    {
+        eprintln!("SKIPPED: a_missing_library_is_named: no C compiler");
+        return;
+    }
+    std::fs::remove_file(job.path("libgone.so")).unwrap();
+    let case =
+        case("missing library", 0, "missing-library", "").run(&["./needs-it"]).says(&["libgone.so", "ldd"]);
+    let ended = job.start(launcher(&job, &case)).wait();
+    assert_eq!(complaint(&case, &ended, &report(&job.path("report.json"))), None);
+}
+
+/// A memory cgroup of version 1, removed when it is dropped.
+struct Cgroup(PathBuf);
+
+impl Cgroup {
+    fn with_limit(name: &str, bytes: u64) -> std::io::Result<Self> {
+        let group =
+            Self(Path::new("/sys/fs/cgroup/memory").join(format!("convoke-{name}-{}", std::process::id())));
+        std::fs::create_dir(&group.0)?;
+        std::fs::write(group.0.join("memory.limit_in_bytes"), bytes.to_string())?;
+        // Without swap accounting there is no such file, and without swap no need.
+        let _ = std::fs::write(group.0.join("memory.memsw.limit_in_bytes"), bytes.to_string());
+        Ok(group)
+    }
+}
+
+impl Drop for Cgroup {
+    fn drop(&mut self) {
+        // The last of its processes may still be on its way out.
+        wait_until("the cgroup to be empty", || std::fs::remove_dir(&self.0).ok());
+    }
+}
+
+#[test]
+fn a_worker_that_the_kernel_kills_for_want_of_memory_is_told_with_numbers() {
+    let cgroup = match Cgroup::with_limit("oom", 96 << 20) {
+        Ok(cgroup) => cgroup,
+        Err(error) => {
+            eprintln!(
+                "SKIPPED: out of memory in a cgroup: no memory cgroup of version 1 can be made: {error}"
+            );
+            return;
+        }
+    };
+    let job = Job::new();
+    let case = case(
+        "out of memory",
+        1,
+        "out-of-memory",
+        "py\nonly(1)\nx = bytearray(512 << 20)\nx[::4096] = b'x' * len(x[::4096])\n",
+    )
+    .says(&["out of memory, likely: SIGKILL", "ended 1 process(es)", "limit 96 MiB"]);
+    let launched = launcher(&job, &case);
+    let mut command = job.command([""; 0]);
+    let mut inside = Command::new("sh");
+    inside.args(["-c", "echo $$ > \"$0\" && exec \"$@\""]).arg(cgroup.0.join("cgroup.procs"));
+    inside.arg(launched.get_program()).args(launched.get_args());
+    for (name, value) in command.get_envs().chain(launched.get_envs()) {
+        match value {
+            Some(value) => inside.env(name, value),
+            None => inside.env_remove(name),
+        };
+    }
+    inside.current_dir(job.dir.path());
+    command = inside;
+    let ended = job.start(command).wait();
+    assert_eq!(complaint(&case, &ended, &report(&job.path("report.json"))), None);
+}
+
+#[test]
+fn a_job_that_succeeds_or_is_stopped_has_a_report_too() {
+    let job = Job::new();
+    let worker = job.script("exit 0\n");
+    let run = |flag: &str| job.run([flag.as_ref(), worker.as_os_str()]).expect(0);
+    assert_eq!(run("--report-file=r.json").stderr, "");
+    let told = report(&job.path("r.json"));
+    assert_eq!(
+        (&told["version"], &told["outcome"], &told["failures"]),
+        (&1.into(), &"succeeded".into(), &Value::Array(vec![]))
+    );
+    let ended = run("--report-file=no/such/folder/r.json");
+    assert!(
+        ended.stderr.contains("warning: cannot write the report to no/such/folder/r.json: No such file"),
+        "{}",
+        ended.stderr
+    );
+
+    let worker = job.script("echo > \"$JOB/up\"\nexec sleep 1000\n");
+    let mut command = job.command([""; 0]);
+    command.env("PET_REPORT_FILE", "stopped.json").arg(&worker);
+    let launcher = job.start(command);
+    job.wait_for_file("up");
+    launcher.signal(nix::sys::signal::Signal::SIGTERM);
+    launcher.wait().expect(1);
+    let told = report(&job.path("stopped.json"));
+    assert_eq!((&told["outcome"], &told["message"]), (&"stopped".into(), &"stopped by SIGTERM".into()));
+}
+
+#[test]
+fn a_restart_says_why() {
+    let job = Job::new();
+    let worker = job.script("[ $TORCHELASTIC_RESTART_COUNT = 1 ] && exit 0\nkill -SEGV $$\n");
+    let ended = job.run(["--max-restarts=1".as_ref(), worker.as_os_str()]).expect(0);
+    assert!(
+        ended.stderr.contains("rank 0 (local_rank 0) was killed by SIGSEGV (segfault); restarting"),
+        "{}",
+        ended.stderr
+    );
+}
+
+#[test]
+fn stderr_comes_whole_and_unchanged_and_can_be_left_alone() {
+    let job = Job::new();
+    // 64 MiB of what is no text, by two workers at once.
+    let worker = job.script("yes \"rank $RANK \u{1b}[1m\" | head -c 33554432 >&2\n");
+    let ended = job.run(["--nproc-per-node=2".as_ref(), worker.as_os_str()]).expect(0);
+    // `head` writes blocks that end within lines, and where it has to wait the other's line may come between.
+    let count = |rank| ended.stderr.matches(&format!("rank {rank} \u{1b}[1m\n")).count();
+    let whole = 33_554_432 / "rank 0 \u{1b}[1m\n".len();
+    assert!(count(0) > whole - 1000 && count(1) > whole - 1000, "{} and {} of {whole}", count(0), count(1));
+    let own = ended.stderr.lines().find(|line| line.contains("convoke: ")).map_or(0, |line| line.len() + 1);
+    assert_eq!(ended.stderr.len(), 2 * 33_554_432 + own);
+
+    let worker = job.script("readlink /proc/self/fd/2\n");
+    let kind = |flag: &str| job.run([flag.as_ref(), worker.as_os_str()]).expect(0).stdout;
+    assert!(kind("--stderr-tail=1").starts_with("pipe:"));
+    assert!(kind("--stderr-tail=0").ends_with(".err\n"));
+    assert!(kind("--orphans=keep").ends_with(".err\n"));
+}
