@@ -123,7 +123,7 @@ impl Report {
 
     /// The report in at most [`MESSAGE_MAX_BYTES`]: long texts and many failures are cut, the root cause last.
     pub(crate) fn to_json(&self) -> String {
-        let mut limits = Limits { failures: 4096, root_bytes: 1 << 20, other_bytes: 1 << 20 };
+        let mut limits = Limits { failures: 256, root_bytes: MESSAGE_MAX_BYTES, other_bytes: 16 << 10 };
         loop {
             let json = serde_json::to_string(&self.cut(limits)).unwrap_or_default();
             if json.len() <= MESSAGE_MAX_BYTES {
@@ -153,6 +153,13 @@ impl Report {
             Some(at) if at >= report.failures.len() => Err(format!("no failure {at}")),
             Some(_) | None => Ok(report),
         }
+    }
+
+    /// This report with the root cause alone, for nodes that have their own to say about the rest.
+    pub(crate) fn root_only(&self) -> Self {
+        let failures: Vec<Failure> = self.root().cloned().into_iter().collect();
+        let root_cause = (!failures.is_empty()).then_some(0);
+        Self { failures_left_out: 0, failures, root_cause, ..self.clone() }
     }
 
     /// The failure that came first.

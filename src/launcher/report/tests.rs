@@ -289,3 +289,133 @@ proptest! {
         prop_assert!(text("x", &failures).contains("x FAILED"));
     }
 }
+
+/// The traceback of an exception on stderr.
+fn raised(worker: Ended, message: &str) -> Ended {
+    let text =
+        format!("before\nTraceback (most recent call last):\n  File \"t.py\", line 1\n{message}\nafter\n");
+    Ended { stderr: (text.into_bytes(), false), ..worker }
+}
+
+#[test]
+fn the_cause_stands_below_what_torchrun_shows() {
+    let failures = [raised(failure(0, ExitCause::Code(1)), "ValueError: bad")];
+    let report = text("x", &failures);
+    let wanted = "  traceback : Traceback (most recent call last):
+    File \"t.py\", line 1
+  ValueError: bad
+  after
+  cause     : exception: ValueError: bad
+  stderr    : else on stderr:
+    before
+=";
+    assert!(report.contains(wanted), "{report}");
+}
+
+#[test]
+fn times_of_another_clock_do_not_decide_against_times_of_ours() -> Result {
+    let told = |seconds: u64| format!(r#"{{"message": "m", "timestamp": {seconds}}}"#);
+    // Noticed a moment later, with a clock that is years behind.
+    let (_dir, mut failures) = with_files(&["", &told(978_307_200)])?;
+    failures[0].error_file = None;
+    failures[1].time += Duration::from_secs(1);
+    assert_eq!(root_cause(&failures), Some(0));
+    // Within the attempt, an error file tells more exactly than our notice.
+    let (_dir, mut failures) = with_files(&["", &told(AT - 3)])?;
+    failures[0].error_file = None;
+    failures[1].time += Duration::from_secs(1);
+    assert_eq!(root_cause(&failures), Some(1));
+    Ok(())
+}
+
+#[test]
+fn who_left_too_early_is_to_blame_only_if_the_others_merely_lost_it() {
+    let lost = |rank| raised(failure(rank, ExitCause::Code(1)), "ConnectionResetError: reset by peer");
+    let left = failure(0, ExitCause::Code(0));
+    let report = made("x", &[left.clone(), lost(1), lost(2)]);
+    let root = report.root().map(|root| (root.rank, root.class, root.exitcode));
+    assert_eq!(root, Some((4, Class::EarlyExit, Some(0))));
+    assert_eq!(report.failures.len(), 3);
+    let own = raised(failure(2, ExitCause::Code(1)), "ValueError: x");
+    let report = made("x", &[left.clone(), lost(1), own]);
+    assert_eq!(report.root().map(|root| root.rank), Some(6));
+    assert_eq!(report.failures.len(), 2, "no failure");
+    assert_eq!(made("x", &[lost(1), left]).root().map(|root| root.rank), Some(5), "it left afterwards");
+}
+
+#[test]
+fn a_worker_that_could_not_be_started_is_a_failure_without_a_process() {
+    let how = How::NotStarted("./x: Permission denied (os error 13)".to_owned());
+    let report = made("x", &[Ended { pid: None, how, ..failure(0, ExitCause::Code(0)) }]);
+    let root = report.root().map(|root| (root.class, root.exitcode, root.describe()));
+    assert_eq!(root, Some((Class::NotExecutable, None, "could not be started".to_owned())));
+    assert!(render(&report).contains("  exitcode  : <N/A> (pid: 0) \n"));
+}
+
+#[test]
+fn a_report_is_the_same_after_its_way_to_another_node() -> Result {
+    let (_dir, mut failures) = with_files(&[RECORDED, r#"{"message": "b"}"#])?;
+    failures.push(raised(failure(2, ExitCause::Signal(40)), "ValueError: x"));
+    let report = made("train.py", &failures);
+    let there = Report::from_json(&report.to_json())?;
+    assert_eq!(there, report);
+    assert_eq!(render(&there), render(&report));
+    let newer =
+        report.to_json().replacen('{', r#"{"news": [1], "#, 1).replace("\"exit\"", "\"from-the-future\"");
+    assert_eq!(Report::from_json(&newer)?.failures.len(), 3);
+    for nonsense in ["", "{}", "[]", &report.to_json().replace("\"root_cause\":0", "\"root_cause\":9")] {
+        assert!(Report::from_json(nonsense).is_err(), "{nonsense}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_report_on_its_way_is_short_and_keeps_the_root_cause() -> Result {
+    let noise: String = (0..4000).map(|line| format!("line {line} \u{7} \"quoted\" äöü\n")).collect();
+    let loud =
+        |rank| Ended { stderr: (noise.clone().into_bytes(), true), ..failure(rank, ExitCause::Code(1)) };
+    let mut failures: Vec<Ended> = (0..500).map(loud).collect();
+    failures[400] = raised(loud(400), &format!("ValueError: {}", "long ".repeat(30_000)));
+    failures[400].time -= Duration::from_secs(9);
+    let mut report = made(&"title".repeat(9999), &failures);
+    report.failures[400].traceback = Some("\u{1}".repeat(1 << 20));
+    assert_eq!(report.root_cause, Some(400));
+    let json = report.to_json();
+    assert!(json.len() <= model::MESSAGE_MAX_BYTES, "{}", json.len());
+    let there = Report::from_json(&json)?;
+    assert_eq!(there.root().map(|root| (root.rank, root.pid)), Some((404, 500)));
+    assert_eq!(there.failures.len() + there.failures_left_out, 500);
+    assert!(render(&there).contains("more\n"));
+    Ok(())
+}
+
+#[test]
+fn reports_of_two_nodes_have_one_root_cause() {
+    let lost = raised(failure(0, ExitCause::Code(1)), "ConnectionResetError: reset by peer");
+    let here = made("x", &[lost]);
+    let mut there = made("x", &[failure(3, ExitCause::Signal(11))]);
+    // Its clock is ahead.
+    there.failures[0].time_unix_ms += 3_600_000;
+    there.failures[0].node = 2;
+    let both = here.clone().join(&there);
+    assert_eq!(both.root().map(|root| (root.node, root.class)), Some((2, Class::Segfault)));
+    assert_eq!(both.clone().join(&there), both, "said twice is not two failures");
+    let agreed = here.clone().with_root_of(&there.root_only());
+    assert_eq!(agreed, both);
+    assert!(render(&agreed).contains("Root Cause (first observed failure):\n[1]:\n"));
+    assert_eq!(here.clone().with_root_of(&without_failures(&job("x"), Outcome::Failed, None)), here);
+}
+
+#[test]
+fn a_report_file_appears_whole_or_not_at_all() -> Result {
+    let dir = tempfile::tempdir()?;
+    let path = dir.path().join("report.json");
+    let report = made("x", &[failure(0, ExitCause::Code(1))]);
+    write(&report, &path)?;
+    write(&report, &path)?;
+    assert_eq!(Report::from_json(&fs::read_to_string(&path)?)?, report);
+    assert_eq!(fs::read_dir(dir.path())?.count(), 1, "no temporary file is left");
+    assert!(write(&report, dir.path()).is_err() && fs::read_dir(dir.path())?.count() == 1);
+    write(&report, Path::new("/dev/null"))?;
+    Ok(())
+}
