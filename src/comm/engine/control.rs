@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 
 use convoke_env::{ExitCause, ToWorker};
 
-use super::core::{Engine, PeerState};
+use super::core::Engine;
+use super::state::PeerState;
 use crate::call::Call;
 use crate::cause::{Cause, NAMED_RANKS, Report};
 use crate::error::Loss;

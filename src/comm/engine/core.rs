@@ -1,29 +1,22 @@
-//! The engine's state and its loop: move what can be moved; look around now and then; sleep.
+//! The engine and its loop: move what can be moved; look around now and then; sleep.
 
 use std::collections::VecDeque;
-use std::net::SocketAddr;
-use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::time::Instant;
 
-use convoke_env::{AgentChannel, Generation};
-use convoke_store::Store;
-use nix::poll::PollFlags;
-
-use super::door::{Door, DoorEvent};
+use super::door::Door;
 use super::failure::Failure;
-use super::messages::{Mailbox as Messages, MessageError};
+use super::messages::MessageError;
 use super::poller::{Poller, Source};
-use super::run::{Lanes, Run, RunError};
+use super::run::{Run, RunError};
+use super::state::{Collective, Collectives, Peer, Settings};
 use super::ticket::Ticket;
 use super::{Mailbox, Task, Work};
 use crate::call::Call;
 use crate::cause::{Cause, Report};
 use crate::error::CommError;
 use crate::frame::Kind;
-use crate::links::conn::{Broken, Conn};
-use crate::links::hello::{Credentials, Lane};
-use crate::links::tcp::Listener;
-use crate::plan::Direction;
+use crate::links::hello::Lane;
 
 /// Turns between two looks at control connections and clock while data keeps moving.
 const TURNS_BETWEEN_LOOKS: u32 = 64;
@@ -35,30 +28,6 @@ const YIELDS: u32 = 100;
 const CROWDED_YIELDS: u32 = 8;
 /// Calls that are remembered to compare with what others say they are waiting in.
 const HISTORY: usize = 64;
-
-/// What an engine needs to know from the start.
-#[derive(Debug)]
-pub(crate) struct Settings {
-    /// Name of the group, for messages.
-    pub(crate) name: String,
-    pub(crate) me: usize,
-    pub(crate) size: usize,
-    pub(crate) credentials: Credentials,
-    /// Where each rank listens.
-    pub(crate) addresses: Vec<SocketAddr>,
-    pub(crate) listener: Listener,
-    /// Where the ranks agree on the cause of a failure, and under which key.
-    pub(crate) store: Arc<dyn Store>,
-    pub(crate) abort_key: Vec<u8>,
-    /// The rank in whose process the store lives, if it lives in one.
-    pub(crate) store_rank: Option<usize>,
-    /// The launcher's news of deaths, and the generation it knows this round by.
-    pub(crate) agent: Option<(Arc<Mutex<AgentChannel>>, Generation)>,
-    /// Bound for noticing a dead host or path.
-    pub(crate) peer_timeout: Duration,
-    /// More ranks on this host than cores: do not spin.
-    pub(crate) crowded: bool,
-}
 
 #[derive(Debug)]
 pub(crate) struct Engine {
@@ -74,77 +43,10 @@ pub(crate) struct Engine {
     pub(super) failure: Option<Failure>,
     /// Since when nothing moved in the first collective.
     pub(super) still_since: Option<Instant>,
-    agent_registered: bool,
+    pub(super) agent_registered: bool,
     pub(super) left: bool,
     /// Turns so far: looking around must not wait for a call that is long enough.
     turns: u32,
-}
-
-/// Everything about one other rank.
-#[derive(Debug)]
-pub(super) struct Peer {
-    pub(super) control: Option<Conn>,
-    /// Control bytes that the connection has not taken yet.
-    pub(super) control_out: Vec<u8>,
-    pub(super) collective: Option<Conn>,
-    pub(super) messages: Messages,
-    /// It said goodbye.
-    pub(super) left: bool,
-    /// Its control connection has ended: when, and how.
-    pub(super) silent: Option<(Instant, Broken)>,
-    /// A data connection ended: until when its control connection must say why.
-    pub(super) suspect: Option<(Instant, String)>,
-    /// What it last said it waits in, and for whom.
-    pub(super) state: Option<PeerState>,
-    /// Lanes that it was asked to open.
-    asked: [bool; 3],
-}
-
-#[derive(Debug)]
-pub(super) struct PeerState {
-    pub(super) seq: u64,
-    pub(super) call: Call,
-    pub(super) awaits: Vec<usize>,
-}
-
-#[derive(Debug)]
-pub(super) struct Collective {
-    pub(super) run: Run,
-    pub(super) ticket: Arc<Ticket>,
-    /// Ranks it waited for when it last told the others.
-    pub(super) told: Option<Vec<usize>>,
-}
-
-impl Peer {
-    fn new() -> Self {
-        Self {
-            control: None,
-            control_out: Vec::new(),
-            collective: None,
-            messages: Messages::new(),
-            left: false,
-            silent: None,
-            suspect: None,
-            state: None,
-            asked: [false; 3],
-        }
-    }
-
-    fn is_open(&self, lane: Lane) -> bool {
-        match lane {
-            Lane::Control => self.control.is_some(),
-            Lane::Collective => self.collective.is_some(),
-            Lane::Message => self.messages.conn.is_some(),
-        }
-    }
-}
-
-struct Collectives<'a>(&'a mut [Peer]);
-
-impl Lanes for Collectives<'_> {
-    fn lane(&mut self, peer: usize) -> Option<&mut Conn> {
-        self.0.get_mut(peer)?.collective.as_mut()
-    }
 }
 
 impl Engine {
@@ -177,13 +79,6 @@ impl Engine {
         };
         engine.register_agent();
         Ok(engine)
-    }
-
-    fn register_agent(&mut self) {
-        if let Some((agent, _)) = &self.settings.agent {
-            let agent = agent.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-            self.agent_registered = self.poller.add(agent.as_fd(), Source::Agent, false).is_ok();
-        }
     }
 
     pub(crate) fn mailbox(&self) -> &Arc<Mailbox> {
@@ -361,168 +256,6 @@ impl Engine {
 
     fn close_messages(&mut self, peer: usize) {
         self.peers[peer].messages.conn = None;
-    }
-
-    /// Looks at everything that is not the data in progress: registered descriptors, door, clock.
-    pub(super) fn look_around(&mut self, now: Instant) {
-        self.look_at_ready();
-        self.look_at_door(now);
-        self.look_at_clock(now);
-    }
-
-    fn look_at_ready(&mut self) {
-        for source in self.poller.ready() {
-            match source {
-                Source::Doorbell => drop(self.mailbox.bell.read()),
-                Source::Listener | Source::Door => {}
-                Source::Agent => self.look_at_agent(),
-                Source::Control(peer) => self.read_control(peer),
-                Source::Message(peer) => drop(self.turn_messages(peer)),
-            }
-        }
-    }
-
-    pub(super) fn look_at_door(&mut self, now: Instant) {
-        let mut events = Vec::new();
-        self.door.turn(&self.poller, now, &mut events);
-        for event in events {
-            match event {
-                DoorEvent::Opened { peer, lane, conn } => self.opened(peer, lane, conn),
-                DoorEvent::Unauthorized { from, what } => {
-                    self.fail(Report::new(self.settings.me, Cause::Unauthorized { from, what }));
-                }
-            }
-        }
-    }
-
-    fn opened(&mut self, peer: usize, lane: Lane, conn: Conn) {
-        if self.peers[peer].is_open(lane) {
-            return;
-        }
-        let source = match lane {
-            Lane::Control => Some(Source::Control(peer)),
-            Lane::Message => Some(Source::Message(peer)),
-            Lane::Collective => None,
-        };
-        if let Some(fd) = conn.pollable() {
-            match source {
-                Some(source) => drop(self.poller.change(fd, source, false)),
-                None => self.poller.remove(fd),
-            }
-        }
-        match lane {
-            Lane::Control => {
-                let _ = conn.watch_path(self.settings.peer_timeout);
-                self.peers[peer].control = Some(conn);
-                self.flush_control(peer);
-                // It may have spoken right behind its proof: no event will tell.
-                self.read_control(peer);
-            }
-            Lane::Collective => self.peers[peer].collective = Some(conn),
-            Lane::Message => {
-                self.peers[peer].messages.conn = Some(conn);
-                self.turn_messages(peer);
-            }
-        }
-    }
-
-    /// Sleeps until something can move or time has come, then looks around.
-    fn sleep(&mut self) {
-        let now = Instant::now();
-        self.still_since.get_or_insert(now);
-        self.look_for_losses(now);
-        if self.failure.is_some() {
-            return;
-        }
-        let timeout = self.wake_at(now).saturating_duration_since(now);
-        if self.mailbox.fall_asleep() {
-            let mut others = Vec::new();
-            if let Some(first) = self.collectives.front() {
-                for (peer, direction) in first.run.blocked() {
-                    let flags = match direction {
-                        Direction::Send => PollFlags::POLLOUT,
-                        Direction::Recv => PollFlags::POLLIN,
-                    };
-                    let lane = self.peers[peer].collective.as_ref();
-                    others.extend(lane.and_then(Conn::pollable).map(|fd| (fd, flags)));
-                }
-            }
-            for peer in &self.peers {
-                let control = peer.control.as_ref().filter(|_| !peer.control_out.is_empty());
-                let messages = peer.messages.conn.as_ref().filter(|_| peer.messages.full);
-                let full = control.into_iter().chain(messages).filter_map(Conn::pollable);
-                others.extend(full.map(|fd| (fd, PollFlags::POLLOUT)));
-            }
-            self.poller.sleep(&others, timeout);
-        }
-        self.mailbox.wake();
-        for peer in 0..self.peers.len() {
-            self.flush_control(peer);
-        }
-        self.look_around(Instant::now());
-    }
-
-    /// Opens control connections to all ranks and the lanes in `lanes`; whether all are there by
-    /// `until`. For the bootstrap, before anybody else uses the engine.
-    pub(crate) fn connect(&mut self, lanes: &[(usize, Lane)], until: Instant) -> Result<bool, CommError> {
-        loop {
-            for &(peer, lane) in lanes {
-                if self.settings.me > peer && !self.peers[peer].is_open(lane) {
-                    self.door.dial(peer, lane, self.settings.addresses[peer], Instant::now());
-                }
-            }
-            let now = Instant::now();
-            self.look_around(now);
-            self.look_for_losses(now);
-            if let Some(failure) = &self.failure {
-                return Err(self.error(failure, None, 0, (0, 0)));
-            }
-            if self.unconnected(lanes).next().is_none() {
-                return Ok(true);
-            }
-            if now >= until {
-                return Ok(false);
-            }
-            let wake = self.wake_at(now).min(until);
-            self.poller.sleep(&[], wake.saturating_duration_since(now));
-        }
-    }
-
-    /// Ranks to which not all of `lanes` are open.
-    pub(crate) fn unconnected(&self, lanes: &[(usize, Lane)]) -> impl Iterator<Item = usize> {
-        lanes.iter().filter(|&&(peer, lane)| !self.peers[peer].is_open(lane)).map(|&(peer, _)| peer)
-    }
-
-    /// Whether `peer` has proven itself.
-    pub(crate) fn is_connected(&self, peer: usize) -> bool {
-        self.peers[peer].control.is_some()
-    }
-
-    /// Ends the group for what another rank left in the store.
-    pub(crate) fn aborted(&mut self, report: &[u8]) -> CommError {
-        match Report::decode(report) {
-            Ok(report) => self.give_up(report),
-            Err(reason) => self.give_up(Report::new(self.settings.me, Cause::Aborted { reason })),
-        }
-    }
-
-    /// Ends the group before it was whole, and tells those who are there.
-    pub(crate) fn give_up(&mut self, report: Report) -> CommError {
-        self.fail(report.clone());
-        let failure = self.failure.clone().unwrap_or(Failure::new(report));
-        self.error(&failure, None, 0, (0, 0))
-    }
-
-    pub(crate) fn door(&self) -> &Door {
-        &self.door
-    }
-
-    pub(crate) fn unregister_agent(&mut self) {
-        if let Some((agent, _)) = self.settings.agent.as_ref().filter(|_| self.agent_registered) {
-            let agent = agent.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-            self.poller.remove(agent.as_fd());
-            self.agent_registered = false;
-        }
     }
 }
 

@@ -157,7 +157,7 @@ impl Engine {
 
     /// Nothing moves: is it because somebody is gone?
     pub(super) fn look_for_losses(&mut self, now: Instant) {
-        let gone = |peer: &super::core::Peer| peer.silent.is_some() && !peer.left;
+        let gone = |peer: &super::state::Peer| peer.silent.is_some() && !peer.left;
         if let Some(rank) = self.peers.iter().position(gone) {
             self.wait_for_verdict(rank, now + VERDICT);
             let how = match &self.peers[rank].silent {
@@ -197,7 +197,7 @@ impl Engine {
 
     /// Whose time is over?
     pub(super) fn look_for_overdue(&mut self, now: Instant) {
-        let silent = |peer: &super::core::Peer| {
+        let silent = |peer: &super::state::Peer| {
             peer.silent.as_ref().is_some_and(|(since, _)| now >= *since + SILENCE && !peer.left)
         };
         if self.tickets().next().is_some() && self.peers.iter().any(silent) {

@@ -5,14 +5,17 @@
 //! seat is free. There is no thread of our own, and nothing happens while no call is in progress.
 
 pub(crate) mod buffer;
+mod connect;
 mod control;
 mod core;
 mod door;
 mod failure;
 mod leave;
+mod look;
 mod messages;
 mod poller;
 pub(crate) mod run;
+mod state;
 #[cfg(test)]
 mod tests;
 mod ticket;
@@ -31,7 +34,8 @@ use crate::error::CommError;
 use crate::kernels::Kernel;
 use crate::plan::Plan;
 use buffer::Lent;
-pub(crate) use core::{Engine, Settings};
+pub(crate) use core::Engine;
+pub(crate) use state::Settings;
 use ticket::Ticket;
 
 /// An operation with its memory.

@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 use convoke_env::{Generation, Token};
 use convoke_store::{MemoryStore, Store};
 
-use super::core::{Engine, Settings};
+use super::core::Engine;
+use super::state::Settings;
 use crate::call::{Call, CallKind};
 use crate::dtype::{Dtype, ReduceOp};
 use crate::error::CommError;

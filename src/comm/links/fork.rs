@@ -49,10 +49,10 @@ impl Drop for NotForForks {
 #[allow(unsafe_code)]
 fn install() {
     static INSTALLED: Once = Once::new();
-    // SAFETY: `close_all` lives as long as the process and only does what a handler in the child of
-    // a multi-threaded process may do: atomics and close(2). If there is no memory for the
-    // handler, children keep copies, as without it.
     INSTALLED.call_once(|| {
+        // SAFETY: `close_all` lives as long as the process and only does what a handler in the child
+        // of a multi-threaded process may do: atomics and close(2). If there is no memory for the
+        // handler, children keep copies, as without it.
         let _ = unsafe { libc::pthread_atfork(None, None, Some(close_all)) };
     });
 }

@@ -1,0 +1,114 @@
+//! Looking around: whatever is not the data in progress. And sleeping until something happens.
+
+use std::time::Instant;
+
+use nix::poll::PollFlags;
+
+use super::core::Engine;
+use super::door::DoorEvent;
+use super::poller::Source;
+use crate::cause::{Cause, Report};
+use crate::links::conn::Conn;
+use crate::links::hello::Lane;
+use crate::plan::Direction;
+
+impl Engine {
+    /// Looks at everything that is not the data in progress: registered descriptors, door, clock.
+    pub(super) fn look_around(&mut self, now: Instant) {
+        self.look_at_ready();
+        self.look_at_door(now);
+        self.look_at_clock(now);
+    }
+
+    fn look_at_ready(&mut self) {
+        for source in self.poller.ready() {
+            match source {
+                Source::Doorbell => drop(self.mailbox.bell.read()),
+                Source::Listener | Source::Door => {}
+                Source::Agent => self.look_at_agent(),
+                Source::Control(peer) => self.read_control(peer),
+                Source::Message(peer) => drop(self.turn_messages(peer)),
+            }
+        }
+    }
+
+    pub(super) fn look_at_door(&mut self, now: Instant) {
+        let mut events = Vec::new();
+        self.door.turn(&self.poller, now, &mut events);
+        for event in events {
+            match event {
+                DoorEvent::Opened { peer, lane, conn } => self.opened(peer, lane, conn),
+                DoorEvent::Unauthorized { from, what } => {
+                    self.fail(Report::new(self.settings.me, Cause::Unauthorized { from, what }));
+                }
+            }
+        }
+    }
+
+    fn opened(&mut self, peer: usize, lane: Lane, conn: Conn) {
+        if self.peers[peer].is_open(lane) {
+            return;
+        }
+        let source = match lane {
+            Lane::Control => Some(Source::Control(peer)),
+            Lane::Message => Some(Source::Message(peer)),
+            Lane::Collective => None,
+        };
+        if let Some(fd) = conn.pollable() {
+            match source {
+                Some(source) => drop(self.poller.change(fd, source, false)),
+                None => self.poller.remove(fd),
+            }
+        }
+        match lane {
+            Lane::Control => {
+                let _ = conn.watch_path(self.settings.peer_timeout);
+                self.peers[peer].control = Some(conn);
+                self.flush_control(peer);
+                // It may have spoken right behind its proof: no event will tell.
+                self.read_control(peer);
+            }
+            Lane::Collective => self.peers[peer].collective = Some(conn),
+            Lane::Message => {
+                self.peers[peer].messages.conn = Some(conn);
+                self.turn_messages(peer);
+            }
+        }
+    }
+
+    /// Sleeps until something can move or time has come, then looks around.
+    pub(super) fn sleep(&mut self) {
+        let now = Instant::now();
+        self.still_since.get_or_insert(now);
+        self.look_for_losses(now);
+        if self.failure.is_some() {
+            return;
+        }
+        let timeout = self.wake_at(now).saturating_duration_since(now);
+        if self.mailbox.fall_asleep() {
+            let mut others = Vec::new();
+            if let Some(first) = self.collectives.front() {
+                for (peer, direction) in first.run.blocked() {
+                    let flags = match direction {
+                        Direction::Send => PollFlags::POLLOUT,
+                        Direction::Recv => PollFlags::POLLIN,
+                    };
+                    let lane = self.peers[peer].collective.as_ref();
+                    others.extend(lane.and_then(Conn::pollable).map(|fd| (fd, flags)));
+                }
+            }
+            for peer in &self.peers {
+                let control = peer.control.as_ref().filter(|_| !peer.control_out.is_empty());
+                let messages = peer.messages.conn.as_ref().filter(|_| peer.messages.full);
+                let full = control.into_iter().chain(messages).filter_map(Conn::pollable);
+                others.extend(full.map(|fd| (fd, PollFlags::POLLOUT)));
+            }
+            self.poller.sleep(&others, timeout);
+        }
+        self.mailbox.wake();
+        for peer in 0..self.peers.len() {
+            self.flush_control(peer);
+        }
+        self.look_around(Instant::now());
+    }
+}

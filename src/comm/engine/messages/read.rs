@@ -1,0 +1,197 @@
+//! The reading side of messages.
+
+use super::{
+    ANNOUNCEMENTS, CREDIT_BYTES, EAGER_BYTES, Early, Mailbox, Match, MessageError, Reading, Receiving, bare,
+    check,
+};
+use crate::call::Call;
+use crate::frame::{Frame, HEADER_BYTES, Kind};
+use crate::links::conn::{Conn, QUANTUM_BYTES};
+use crate::links::hello::Credentials;
+
+impl Mailbox {
+    /// Reads what is there, at most one request to the system; whether anything moved.
+    pub(super) fn read(&mut self, ours: &Credentials, conn: &mut Conn) -> Result<bool, MessageError> {
+        let mut any = false;
+        let mut asked = false;
+        loop {
+            let stepped = self.read_step(ours, conn)?;
+            any |= stepped;
+            if stepped {
+                continue;
+            }
+            if asked {
+                return Ok(any);
+            }
+            asked = true;
+            let got = match self.direct_target(conn) {
+                Some(target) => {
+                    let index = target.0;
+                    let recv = &mut self.recvs[index];
+                    let range = recv.done..recv.done + target.1;
+                    let got = conn.recv(recv.lent.bytes_mut(range)).map_err(MessageError::Broken)?;
+                    recv.done += got;
+                    got
+                }
+                None => conn.fill(EAGER_BYTES).map_err(MessageError::Broken)?,
+            };
+            any |= got > 0;
+        }
+    }
+
+    /// Where a large piece can be received without reading ahead: index of the receive, bytes.
+    fn direct_target(&self, conn: &Conn) -> Option<(usize, usize)> {
+        let Reading::Posted { id, .. } = self.reading else { return None };
+        let index = self.recvs.iter().position(|recv| recv.id == id)?;
+        let left = self.recvs[index].lent.len() - self.recvs[index].done;
+        (left >= 4096 && conn.unread().is_empty()).then_some((index, left.min(QUANTUM_BYTES)))
+    }
+
+    /// Uses what was read ahead; whether anything could be done.
+    fn read_step(&mut self, ours: &Credentials, conn: &mut Conn) -> Result<bool, MessageError> {
+        match self.reading {
+            Reading::Header => {
+                let Some(bytes) = conn.unread().first_chunk::<HEADER_BYTES>() else { return Ok(false) };
+                let frame =
+                    Frame::decode(bytes).map_err(|error| MessageError::Protocol(error.to_string()))?;
+                conn.consume(HEADER_BYTES);
+                self.header(ours, &frame)?;
+                Ok(true)
+            }
+            Reading::Early { total, id } => {
+                let Some(early) = self.early.iter_mut().find(|early| early.id == id) else {
+                    return Err(MessageError::Protocol("a message without a place".to_owned()));
+                };
+                let bytes = early.bytes.get_or_insert_default();
+                let take = conn.unread().len().min(total - bytes.len());
+                bytes.extend_from_slice(&conn.unread()[..take]);
+                conn.consume(take);
+                if bytes.len() < total {
+                    return Ok(take > 0);
+                }
+                early.complete = true;
+                self.reading = Reading::Header;
+                if let Some(claimed) = early.claimed {
+                    self.hand_over(ours, id, claimed);
+                }
+                Ok(true)
+            }
+            Reading::Posted { id, eager } => {
+                let Some(index) = self.recvs.iter().position(|recv| recv.id == id) else {
+                    return Err(MessageError::Protocol("a message without a receiver".to_owned()));
+                };
+                let recv = &mut self.recvs[index];
+                let take = conn.unread().len().min(recv.lent.len() - recv.done);
+                let range = recv.done..recv.done + take;
+                recv.lent.bytes_mut(range).copy_from_slice(&conn.unread()[..take]);
+                conn.consume(take);
+                recv.done += take;
+                if recv.done < recv.lent.len() {
+                    return Ok(take > 0);
+                }
+                let recv = self.recvs.remove(index);
+                self.reading = Reading::Header;
+                if eager {
+                    self.owe(ours, recv.lent.len());
+                }
+                recv.ticket.complete(Ok(()));
+                Ok(true)
+            }
+        }
+    }
+
+    /// Gives a message that was read early to the receive that claimed it meanwhile.
+    fn hand_over(&mut self, ours: &Credentials, early: u64, recv: u64) {
+        let early = self.early.iter().position(|message| message.id == early);
+        let bytes = early.and_then(|index| self.early.remove(index)).and_then(|early| early.bytes);
+        let recv = self.recvs.iter().position(|waiting| waiting.id == recv);
+        if let (Some(bytes), Some(index)) = (bytes, recv) {
+            let mut recv = self.recvs.remove(index);
+            recv.lent.bytes_mut(0..bytes.len()).copy_from_slice(&bytes);
+            self.owe(ours, bytes.len());
+            recv.ticket.complete(Ok(()));
+        }
+    }
+
+    fn header(&mut self, ours: &Credentials, frame: &Frame) -> Result<(), MessageError> {
+        let protocol = |what: String| Err(MessageError::Protocol(what));
+        if (frame.generation, frame.group) != (ours.generation, ours.group) {
+            return protocol(format!("a message of generation {}, group {}", frame.generation, frame.group));
+        }
+        match frame.kind {
+            Kind::Eager | Kind::Rts => self.arrival(ours, frame),
+            Kind::Cts => {
+                let Some(send) = self.sends.iter().find(|send| send.seq == frame.seq) else {
+                    return protocol(format!("it asks for message {}, which does not wait", frame.seq));
+                };
+                let (len, call) = (send.lent.len() as u64, send.call.encode());
+                let queued = self.out.iter().any(|out| out.body == Some(frame.seq));
+                if queued {
+                    return protocol(format!("it asks twice for message {}", frame.seq));
+                }
+                let header = Frame { len, call, ..bare(ours, Kind::Message, frame.seq) };
+                self.push(ours, header, Some(frame.seq));
+                Ok(())
+            }
+            Kind::Message => {
+                let asked = |recv: &&Receiving| recv.matched == Some(Match::Large(frame.seq));
+                let Some(recv) = self.recvs.iter().find(asked) else {
+                    return protocol(format!("message {} was not asked for", frame.seq));
+                };
+                if frame.len != recv.lent.len() as u64 {
+                    return protocol(format!("message {} has {} bytes", frame.seq, frame.len));
+                }
+                self.reading = Reading::Posted { id: recv.id, eager: false };
+                Ok(())
+            }
+            Kind::Credit => {
+                let credit = usize::try_from(frame.seq).unwrap_or(usize::MAX).saturating_add(self.credit);
+                if credit > CREDIT_BYTES {
+                    return protocol(format!("it credits {} bytes that it never got", frame.seq));
+                }
+                self.credit = credit;
+                Ok(())
+            }
+            kind @ (Kind::Hello | Kind::Welcome | Kind::Proof | Kind::Refuse | Kind::Data | Kind::Open)
+            | kind @ (Kind::State | Kind::Abort | Kind::Goodbye) => {
+                protocol(format!("a {kind:?} frame among messages"))
+            }
+        }
+    }
+
+    /// A message or its announcement.
+    fn arrival(&mut self, ours: &Credentials, frame: &Frame) -> Result<(), MessageError> {
+        let call = Call::decode(frame.call).map_err(MessageError::Protocol)?;
+        let (seq, eager) = (frame.seq, frame.kind == Kind::Eager);
+        let expected = if eager { call.bytes() } else { 0 };
+        if frame.len != expected || eager && call.bytes() > EAGER_BYTES as u64 {
+            return Err(MessageError::Protocol(format!("{} bytes for {call}", frame.len)));
+        }
+        let wanted = |recv: &&mut Receiving| recv.matched.is_none() && recv.call.root == call.root;
+        if let Some(recv) = self.recvs.iter_mut().find(wanted) {
+            check(call, recv.call, seq)?;
+            recv.matched = Some(if eager { Match::Eager } else { Match::Large(seq) });
+            if eager {
+                self.reading = Reading::Posted { id: recv.id, eager: true };
+            } else {
+                self.push(ours, bare(ours, Kind::Cts, seq), None);
+            }
+            return Ok(());
+        }
+        let kept =
+            |early: &Early| early.bytes.is_some().then_some(early.call.bytes() as usize + HEADER_BYTES);
+        let kept: usize = self.early.iter().filter_map(kept).sum();
+        let total = frame.len as usize;
+        if eager && kept + total + HEADER_BYTES > CREDIT_BYTES || self.early.len() >= ANNOUNCEMENTS {
+            return Err(MessageError::Protocol("it sends more than it has credit for".to_owned()));
+        }
+        let id = self.next_id;
+        self.next_id += 1;
+        let bytes = eager.then(|| Vec::with_capacity(total));
+        self.early.push_back(Early { id, seq, call, bytes, complete: !eager || total == 0, claimed: None });
+        if eager && total > 0 {
+            self.reading = Reading::Early { total, id };
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,158 @@
+//! Messages over links that are as awkward as they can be, both ranks in one thread.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use convoke_env::Generation;
+
+use super::*;
+use crate::call::CallKind;
+use crate::dtype::Dtype;
+use crate::links::fake::{self, Script};
+use crate::testing::Random;
+
+fn credentials() -> Credentials {
+    Credentials::new(None, Generation::from_bytes([4; 16]), 0)
+}
+
+fn call(len: usize, tag: u32) -> Call {
+    Call { kind: CallKind::PointToPoint, dtype: Dtype::U8, op: None, root: tag, count: len as u64 }
+}
+
+fn ticket() -> Arc<Ticket> {
+    Arc::new(Ticket::new(Duration::from_secs(60)))
+}
+
+/// A message on its way: its memory at both ends, and who waits for it.
+struct Message {
+    tag: u32,
+    sent: Vec<u8>,
+    got: Vec<u8>,
+    sending: Option<Arc<Ticket>>,
+    receiving: Option<Arc<Ticket>>,
+}
+
+#[allow(unsafe_code)]
+impl Message {
+    fn send(&mut self, from: &mut Mailbox) {
+        // SAFETY: the test keeps all messages, and does not change `sent`, until both mailboxes are gone.
+        let lent = unsafe { Lent::read_only(self.sent.as_ptr(), self.sent.len()) };
+        let ticket = self.sending.insert(ticket());
+        from.post_send(&credentials(), call(self.sent.len(), self.tag), lent, Arc::clone(ticket));
+    }
+
+    fn recv(&mut self, at: &mut Mailbox) {
+        // SAFETY: as above; `got` is looked at only when its ticket is done.
+        let lent = unsafe { Lent::new(self.got.as_mut_ptr(), self.got.len()) };
+        let ticket = self.receiving.insert(ticket());
+        at.post_recv(&credentials(), call(self.got.len(), self.tag), lent, Arc::clone(ticket)).unwrap();
+    }
+}
+
+/// Random sends and receives in random order: for each tag, what is received is what was sent, in order.
+#[test]
+fn random_messages_arrive_in_order_for_each_tag() {
+    let mut random = Random::new("random_messages_arrive_in_order_for_each_tag");
+    for round in 0..60 {
+        let script = match round % 3 {
+            0 => Script::default(),
+            1 => Script { step: 3000, capacity: 5000, refuse: 4, interrupt: 6, ..Script::default() },
+            _ => Script { step: 7, capacity: 16, ..Script::default() },
+        };
+        let small = round % 3 == 2;
+        let (a, b) = fake::pair(Script { seed: random.next(), ..script });
+        let (mut left, mut right) = (Mailbox::new(), Mailbox::new());
+        (left.conn, right.conn) = (Some(Conn::new(Box::new(a))), Some(Conn::new(Box::new(b))));
+        let mut messages: Vec<Message> = (0..if small { 12 } else { 80 })
+            .map(|index| {
+                let len = match random.below(4) {
+                    0 => random.below(40),
+                    1 if !small => EAGER_BYTES + random.below(50_000),
+                    _ if small => random.below(300),
+                    _ => random.below(EAGER_BYTES + 1),
+                };
+                let sent = vec![index as u8 + 1; len];
+                let tag = random.below(4) as u32;
+                Message { tag, got: vec![0; len], sent, sending: None, receiving: None }
+            })
+            .collect();
+        // The order of sends is that of the list; receives keep it for each tag only.
+        let mut sends = 0;
+        let mut recvs: HashMap<u32, VecDeque<usize>> = HashMap::new();
+        for (index, message) in messages.iter().enumerate() {
+            recvs.entry(message.tag).or_default().push_back(index);
+        }
+        let mut idle = 0;
+        while messages
+            .iter()
+            .any(|message| !message.receiving.as_ref().is_some_and(|ticket| ticket.is_done()))
+        {
+            match random.below(12) {
+                0 if sends < messages.len() => {
+                    messages[sends].send(&mut left);
+                    sends += 1;
+                }
+                1 => {
+                    let tag = random.below(4) as u32;
+                    if let Some(index) = recvs.get_mut(&tag).and_then(VecDeque::pop_front) {
+                        messages[index].recv(&mut right);
+                    }
+                }
+                side => {
+                    let mailbox = if side % 2 == 0 { &mut left } else { &mut right };
+                    let moved = mailbox.turn(&credentials()).unwrap();
+                    idle = if moved { 0 } else { idle + 1 };
+                    assert!(idle < 200_000, "nothing moves any more");
+                }
+            }
+        }
+        // Credit that is still on its way.
+        while left.turn(&credentials()).unwrap() | right.turn(&credentials()).unwrap() {}
+        assert!(
+            messages.iter().all(|message| message.sending.as_ref().is_some_and(|ticket| ticket.is_done()))
+        );
+        assert!(right.early.is_empty() && right.recvs.is_empty() && left.sends.is_empty());
+        assert_eq!(left.credit + right.owed, CREDIT_BYTES, "credit is lost or made");
+        for message in &messages {
+            assert!(message.got == message.sent);
+        }
+    }
+}
+
+/// Whatever a peer sends: an error or nothing, never harm.
+#[test]
+fn random_frames_never_do_harm() {
+    let mut random = Random::new("random_frames_never_do_harm");
+    for _ in 0..3000 {
+        let (mut stranger, ours) = fake::pair(Script::default());
+        let mut mailbox = Mailbox::new();
+        mailbox.conn = Some(Conn::new(Box::new(ours)));
+        let mut message =
+            Message { tag: 1, sent: Vec::new(), got: vec![0; 100], sending: None, receiving: None };
+        message.recv(&mut mailbox);
+        let mut bytes = Vec::new();
+        for _ in 0..1 + random.below(5) {
+            let kinds = [Kind::Eager, Kind::Rts, Kind::Cts, Kind::Message, Kind::Credit, Kind::Data];
+            let (kind, len) = (kinds[random.below(6)], random.below(3) * 50);
+            let about = call(if random.below(2) == 0 { 100 } else { len }, random.below(3) as u32);
+            let header = Frame {
+                len: len as u64,
+                call: about.encode(),
+                ..bare(&credentials(), kind, random.below(3) as u64)
+            };
+            let mut frame = header.encode().to_vec();
+            frame.extend((0..len).map(|_| random.next() as u8));
+            if random.below(3) == 0 {
+                let at = random.below(frame.len());
+                frame[at] = random.next() as u8;
+            }
+            bytes.extend(frame);
+        }
+        crate::links::Link::try_send(&mut stranger, &[IoSlice::new(&bytes)]).unwrap();
+        for _ in 0..20 {
+            if mailbox.turn(&credentials()).is_err() {
+                break;
+            }
+        }
+    }
+}
