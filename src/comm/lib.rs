@@ -1,4 +1,29 @@
 //! Process groups and collectives for distributed programs.
+//!
+//! ```
+//! use convoke_comm::ReduceOp;
+//!
+//! # fn main() -> Result<(), convoke_comm::CommError> {
+//! let world = convoke_comm::init()?; // what the launcher says; alone: a world of one
+//! let mut gradients = vec![world.rank() as f32; 1000];
+//! world.all_reduce(&mut gradients, ReduceOp::Avg)?;
+//! if world.rank() == 0 {
+//!     println!("{} ranks, average {}", world.size(), gradients[0]);
+//! }
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! - [`init`] and [`Session`]: from the variables of `convoke` or `torchrun` to the [`World`].
+//! - [`Group`]: what ranks do together; [`Group::new`] needs a store and no environment.
+//! - [`CommError`]: who, what and how far. One cause for all ranks.
+//!
+//! Calls block, and the caller's own thread does the work: there is no background thread, and nothing
+//! happens while no call is in progress. `docs/collectives.md` tells how it works inside.
+//!
+//! Inside, each layer knows only those before it: `kernels` (arithmetic), `plan` (who sends what
+//! when), `frame` and `links` (bytes), `engine` (carries out plans, notices failures), `bootstrap`
+//! (from a store to connections), `group` and `session` (the public face).
 
 mod bootstrap;
 mod call;
@@ -17,6 +42,8 @@ mod session;
 mod testing;
 
 pub use call::{Call, CallKind};
+pub use convoke_env::{Generation, Token};
+pub use convoke_store::Store;
 pub use dtype::{Dtype, Element, ReduceOp};
 pub use error::{CommError, Loss, Place};
 pub use group::Group;

@@ -1,4 +1,5 @@
-//! A dropped group leaves nothing behind. One test: it counts what the whole process holds.
+//! A dropped group leaves nothing behind, and a waiting one uses no CPU. One test: it looks at what the
+//! whole process holds and uses.
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 
@@ -9,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use common::{Group, ReduceOp};
 use convoke_store::{MemoryStore, Store};
+use nix::sys::time::TimeValLike;
 
 /// Cycles of making, using and dropping a group of three; CONVOKE_CYCLES sets another number.
 const CYCLES: usize = 200;
@@ -26,10 +28,32 @@ fn settles(what: &str, before: usize) {
     }
 }
 
+/// CPU time of this process so far.
+fn cpu_time() -> Duration {
+    let usage = nix::sys::resource::getrusage(nix::sys::resource::UsageWho::RUSAGE_SELF).unwrap();
+    let sum = usage.user_time() + usage.system_time();
+    Duration::from_micros(u64::try_from(sum.num_microseconds()).unwrap())
+}
+
+/// Two ranks that wait for a third which computes, here: sleeps.
+fn a_long_wait_uses_no_cpu() {
+    common::ranks(3, |group| {
+        group.barrier().unwrap();
+        let before = cpu_time();
+        if group.rank() == 0 {
+            std::thread::sleep(Duration::from_millis(500));
+        }
+        group.barrier().unwrap();
+        let used = cpu_time() - before;
+        assert!(used < Duration::from_millis(50), "{used:?}");
+    });
+}
+
 #[test]
-fn a_dropped_group_leaves_no_descriptor_no_thread_and_no_key() {
+fn a_dropped_group_leaves_no_descriptor_no_thread_and_no_key_and_a_waiting_one_uses_no_cpu() {
     let cycles = std::env::var("CONVOKE_CYCLES").map_or(CYCLES, |text| text.parse().unwrap());
     let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
+    a_long_wait_uses_no_cpu();
     let (fds, threads) = (count("fd"), count("task"));
     for cycle in 0..cycles {
         let (made, used) = (Barrier::new(4), Barrier::new(4));
