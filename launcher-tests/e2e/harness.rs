@@ -167,6 +167,21 @@ pub fn wait_until<T>(what: &str, mut check: impl FnMut() -> Option<T>) -> T {
     }
 }
 
+/// A port that nobody uses, and that neither another test of this process nor the system will pick: below
+/// the range of ephemeral ports, and each given out once.
+pub fn free_port() -> String {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    const FIRST: u32 = 12_000;
+    const COUNT: u32 = 20_000;
+    let start = std::process::id().wrapping_mul(97);
+    loop {
+        let port = FIRST + start.wrapping_add(NEXT.fetch_add(1, Ordering::Relaxed)) % COUNT;
+        if std::net::TcpListener::bind(format!("127.0.0.1:{port}")).is_ok() {
+            return port.to_string();
+        }
+    }
+}
+
 /// Pid and command line, for messages.
 pub fn describe(pid: i32) -> String {
     let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();

@@ -5,14 +5,10 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
 
-use super::harness::{Job, Launcher, PATIENCE};
+use super::harness::{Job, Launcher, PATIENCE, free_port};
 
 /// From the end of one node to that of the others: a stated second, with a margin for a busy machine.
 const TOGETHER: Duration = Duration::from_secs(6);
-
-fn free_port() -> String {
-    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string()
-}
 
 fn node(job: &Job, port: &str, nodes: u32, rank: u32, worker: &Path) -> Launcher {
     let mut command = job.command(["--master-addr=127.0.0.1", "--master-port", port]);

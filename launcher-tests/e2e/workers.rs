@@ -1,6 +1,6 @@
 //! What workers are told.
 
-use super::harness::Job;
+use super::harness::{Job, free_port};
 
 fn channel_worker() -> &'static str {
     env!("CARGO_BIN_EXE_channel_worker")
@@ -53,7 +53,7 @@ echo $CONVOKE_GENERATION > "$JOB/generation.$RANK.$TORCHELASTIC_RESTART_COUNT"
 [ $TORCHELASTIC_RESTART_COUNT = 1 ]
 "#,
     );
-    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string();
+    let port = free_port();
     let node = |rank: &str| {
         let mut command = job.command(["--nnodes=2", "--master-addr=127.0.0.1", "--max-restarts=1"]);
         command.args(["--node-rank", rank, "--master-port", &port]).arg(&worker);

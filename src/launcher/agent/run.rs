@@ -18,7 +18,7 @@ use crate::config::{Config, Orphans};
 use crate::events::Events;
 use crate::guard::{FromGuard, GuardLink, ToGuard, reap};
 use crate::logs::{RunDir, Tee};
-use crate::rendezvous::{self, Assignment, Court, Rendezvous, Verdict};
+use crate::rendezvous::{self, Assignment, Court, Rendezvous, Verdict, What};
 use crate::say::say;
 use crate::supervise::{self, Supervisor};
 use crate::{exit, fault};
@@ -84,6 +84,8 @@ pub(super) struct Shell {
     pub(super) rendezvous: Arc<Mutex<Box<dyn Rendezvous>>>,
     /// Once this node has joined others that can hear it.
     pub(super) court: Option<Arc<Court>>,
+    /// What this node has said of its own failure, or is about to.
+    pub(super) declared: Option<What>,
     /// How the job ended, as far as it is known.
     pub(super) verdict: Option<Verdict>,
     pub(super) token: Option<Token>,
@@ -126,6 +128,7 @@ impl Shell {
             token: token(&config)?,
             rendezvous: Arc::new(Mutex::new(rendezvous::choose(&config))),
             court: None,
+            declared: None,
             verdict: None,
             config: Arc::new(config),
             guard,

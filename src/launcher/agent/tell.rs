@@ -1,6 +1,6 @@
 //! What the launcher says, all of it on stderr.
 
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use convoke_env::vars;
 
@@ -14,6 +14,8 @@ use crate::supervise;
 
 /// How many leftover processes a message names.
 const NAMED_LEFTOVERS: usize = 8;
+/// How long the last lines of a worker may take to be read before its failure is told to others.
+const GLANCE_TIMEOUT: Duration = Duration::from_millis(100);
 
 impl Shell {
     pub(super) fn tell_outcome(&mut self, outcome: &supervise::Outcome) {
@@ -87,6 +89,16 @@ impl Shell {
             }
         }
         report
+    }
+
+    /// The report while the first failure of a round is being dealt with: the others are not stopped yet, and what was
+    /// read so far of the failed worker's stderr must do. Short of the final one only in what comes later.
+    #[allow(dead_code)] // agents do not hand theirs on yet
+    pub(super) fn first_report(&self) -> Report {
+        if let Some(tee) = self.round.as_ref().and_then(|round| round.tee.as_ref()) {
+            tee.glance(GLANCE_TIMEOUT);
+        }
+        self.report(&[]).0
     }
 
     /// The report of the current round, what it was made from, and what is wrong with an error file.

@@ -31,12 +31,13 @@ impl Shell {
     }
 
     /// The first failure of a round: if no restart is left it is the end of the job, on all nodes at once.
-    pub(super) fn declare_failure(&self, local_rank: usize, cause: ExitCause) {
+    pub(super) fn declare_failure(&mut self, local_rank: usize, cause: ExitCause) {
         let (Some(court), Some(round)) = (&self.court, &self.round) else { return };
         if self.agent.restarts_left() == 0 {
             let rank = round.workers.rank(local_rank);
             let summary = format!("rank {rank} (local_rank {local_rank}) {}", report::describe(cause));
             let (court, tell) = (Arc::clone(court), self.tell.clone());
+            self.declared = Some(What::Failed { summary: summary.clone() });
             start_thread("declare", move || {
                 let _ = tell.send(News::Verdict(court.declare(What::Failed { summary })));
             });
@@ -54,10 +55,9 @@ impl Shell {
     pub(super) fn leave_court(&mut self, end: &End) {
         let Some(court) = self.court.take() else { return };
         let what = match end {
-            End::Success => None,
-            // Declared when it happened; if that is still under way, the first word stands.
-            End::Failed(_) => None,
-            End::Aborted => None,
+            End::Success | End::Aborted => None,
+            // Declared when it happened; but that thread may not have come to it yet.
+            End::Failed(_) => self.declared.take(),
             End::Error(text) => Some(What::Error { text: text.clone() }),
             End::Stopped(signal) | End::Interrupted(signal) => Some(What::Stopped { signal: *signal as i32 }),
         };
