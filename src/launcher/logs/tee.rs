@@ -19,12 +19,15 @@ use memchr::memrchr2;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
+use super::PIPE_BYTES;
 use super::console::{Console, Patience, Writes};
 use super::lines::{LINE_MAX_BYTES, Lines, Piece};
 use super::tail::Tail;
 use crate::config::Streams;
 
 const READ_BYTES: usize = 64 << 10;
+/// After so many reads, whatever a pipe held before them has been read.
+const GLANCE_ROUNDS: usize = PIPE_BYTES as usize / READ_BYTES + 1;
 /// How long a line may stay without its newline before it is shown.
 const PARTIAL_AFTER: Duration = Duration::from_secs(2);
 /// The same for what passes through unchanged, counted from when anything was shown: long enough for the rest of a line
@@ -130,7 +133,7 @@ pub(crate) struct Tee {
     /// Written to after each request.
     wake: EventFd,
     requests: mpsc::Sender<Request>,
-    /// One answer to each [`Request::Drain`]; closed when all is done.
+    /// One answer to each [`Request::Glance`] and [`Request::Drain`]; closed when all is done.
     answers: mpsc::Receiver<u64>,
     asked: Cell<u64>,
     writes: [Writes; 2],
@@ -139,6 +142,8 @@ pub(crate) struct Tee {
 /// What the thread is asked for.
 #[derive(Debug, Clone, Copy)]
 enum Request {
+    /// Read what any pipe can hold by now, answer with this number, and go on.
+    Glance(u64),
     /// Copy what is there, answer with this number, and go on.
     Drain(u64, Instant),
     /// Copy what is there, and end.
@@ -172,8 +177,7 @@ impl Tee {
     /// All workers have ended: copies what they have written, and waits for that, but beyond the deadline only for a
     /// slow console that still takes something. What their descendants write is copied afterwards as well.
     pub(crate) fn drain(&self, deadline: Instant) {
-        let number = self.asked.get() + 1;
-        self.asked.set(number);
+        let number = self.next_number();
         self.ask(Request::Drain(number, deadline));
         let mut patience = Patience::new(deadline);
         while let Some(left) = patience.left(self.writes.iter().map(Writes::count).sum()) {
@@ -184,6 +188,25 @@ impl Tee {
                 Err(mpsc::RecvTimeoutError::Disconnected) => return,
             }
         }
+    }
+
+    /// A worker has ended while others go on: its last lines are read if that is possible within `limit`. Waits for no
+    /// console.
+    pub(crate) fn glance(&self, limit: Duration) {
+        let number = self.next_number();
+        self.ask(Request::Glance(number));
+        let deadline = Instant::now() + limit;
+        while let Ok(answered) = self.answers.recv_timeout(deadline.saturating_duration_since(Instant::now()))
+        {
+            if answered == number {
+                return;
+            }
+        }
+    }
+
+    fn next_number(&self) -> u64 {
+        self.asked.set(self.asked.get() + 1);
+        self.asked.get()
     }
 
     /// As [`Tee::drain`], for the last time: from then on, processes that still hold such a pipe cannot write to it
@@ -246,13 +269,21 @@ impl Copier {
         // What is being answered, and how long is read on for it.
         let mut current = None;
         let mut finish = None;
+        let mut rounds = 0;
         while !self.sources.is_empty() {
+            rounds += 1;
             if current.is_none() {
                 current = requests.try_recv().ok().map(|request| (request, Instant::now() + DRAIN_MAX));
+                rounds = 0;
             }
             let timeout = if current.is_some() { Some(Duration::ZERO) } else { self.next_partial() };
             let Ok((woken, readable)) = self.wait(&wake, timeout) else { break };
             match current {
+                Some((Request::Glance(number), _)) if rounds >= GLANCE_ROUNDS || readable.is_empty() => {
+                    let _ = answer.send(number);
+                    current = None;
+                }
+                Some((Request::Glance(_), _)) => {}
                 Some((_, until)) if Instant::now() < until && !readable.is_empty() => {}
                 Some((Request::Finish(deadline), _)) => {
                     finish = Some(deadline);
@@ -286,6 +317,8 @@ impl Copier {
                         self.settle(deadline);
                         let _ = answer.send(number);
                     }
+                    // All has been read.
+                    Ok(Request::Glance(number)) => drop(answer.send(number)),
                     Ok(Request::Finish(deadline)) => return deadline,
                     Err(_) => return Instant::now() + DRAIN_MAX,
                 }

@@ -772,3 +772,26 @@ fn lines_that_pass_through_stay_whole_at_full_speed() -> Result {
     }
     Ok(())
 }
+
+#[test]
+fn at_a_glance_the_last_lines_of_one_are_known_while_another_writes_without_end() -> Result {
+    let (_temp, run) = passing_through(false, |_| {})?;
+    let mut attempt = run.attempt(0, 2)?;
+    let (dead, noisy) = (attempt.worker(0, 0)?, attempt.worker(1, 1)?);
+    let (tee, _, _) = start(attempt)?;
+    let mut endless = writer(noisy.stderr)?;
+    // Ends when the pipe is closed.
+    let noise = std::thread::spawn(move || while endless.write_all(&[b'n'; 4096]).is_ok() {});
+    let mut last = writer(dead.stderr)?;
+    for round in 0..50 {
+        last.write_all(format!("{}last {round}\n", "x".repeat(50_000)).as_bytes())?;
+        tee.glance(Duration::from_secs(20));
+        let wanted = format!("xlast {round}\n");
+        assert!(dead.stderr_tail.read().0.ends_with(wanted.as_bytes()));
+    }
+    drop(last);
+    tee.drain(soon());
+    tee.finish(soon());
+    noise.join().map_err(|_| "the writer panicked")?;
+    Ok(())
+}
