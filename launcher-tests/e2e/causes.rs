@@ -6,7 +6,7 @@ use std::sync::Mutex;
 
 use serde_json::Value;
 
-use super::harness::{Ended, Job, wait_until};
+use super::harness::{Ended, Job, free_port, wait_until};
 
 /// One way to fail.
 struct Case {
@@ -257,7 +257,7 @@ fn every_cause_is_told() {
 
 /// Two static nodes; each is given by its workers' script.
 fn two_nodes(job: &Job, scripts: [&Path; 2]) -> [(Ended, Value); 2] {
-    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string();
+    let port = free_port();
     let nodes = [0, 1].map(|rank| {
         let mut command = job.command(["--nnodes=2", "--nproc-per-node=2", "--master-addr=127.0.0.1"]);
         command.args([format!("--node-rank={rank}"), format!("--report-file=report{rank}.json")]);
