@@ -21,6 +21,8 @@ const UNSAFE_FENCE: &[&str] = &[
     "src/comm/engine/mod.rs",
     // An ioctl.
     "src/comm/links/tcp.rs",
+    // Registration of a fork handler, and the closing of descriptors in it.
+    "src/comm/links/fork.rs",
     // fork, exec and what else happens between the two.
     "src/launcher/os.rs",
 ];
