@@ -166,7 +166,11 @@ impl Bench {
             Collective::Barrier | Collective::SendRecv => return Ok(()),
         };
         let right = got[..count].iter().enumerate().all(|(index, &x)| x == factor as f32 * base(index));
-        if right { Ok(()) } else { Err(PerfError::Wrong { collective: collective.name(), bytes, root, rank }) }
+        if right {
+            Ok(())
+        } else {
+            Err(PerfError::Wrong { collective: collective.name(), bytes, root, rank })
+        }
     }
 
     fn measure(&mut self, flags: &Flags, collective: Collective, bytes: usize) -> Result<(), PerfError> {
