@@ -166,7 +166,11 @@ impl Ours<'_> {
         if self.invitation.rank == 0 {
             return Ok(None);
         }
-        let announced = self.store().try_get(&self.announcement_key(), self.deadline)?;
+        let announced = match self.store().try_get(&self.announcement_key(), self.deadline) {
+            // That the time is over is for the caller to say, who knows what it waits for.
+            Err(StoreError::Timeout { .. }) => None,
+            other => other?,
+        };
         let announced = announced.as_deref().and_then(Announcement::decode);
         Ok(announced.and_then(|(generation, given)| {
             // Two launchers' generations that differ are two rounds, and ours is not the old one:
@@ -317,8 +321,19 @@ impl Ours<'_> {
         let lanes = lanes(rank, size);
         loop {
             let now = Instant::now();
-            if engine.connect(&lanes, (now + RECHECK).min(self.deadline))? {
-                return Ok(None);
+            match engine.connect(&lanes, (now + RECHECK).min(self.deadline)) {
+                Ok(true) => return Ok(None),
+                Ok(false) => {}
+                // Another rank's patience ended before ours.
+                Err(CommError::Timeout { missing, after, .. }) => {
+                    let what = format!(
+                        "no connection with rank(s) {} after {} ms",
+                        Ranks(&missing),
+                        after.as_millis()
+                    );
+                    return Err(self.failed(what, missing));
+                }
+                Err(error) => return Err(error),
             }
             let confirmed = rank == 0 || engine.is_connected(0);
             if !confirmed && let Some(announced) = self.announced(generation)? {

@@ -13,7 +13,7 @@ use super::state::Settings;
 use crate::call::{Call, CallKind};
 use crate::dtype::{Dtype, ReduceOp};
 use crate::error::CommError;
-use crate::frame::{Frame, HEADER_BYTES, Kind};
+use crate::frame::{CONTROL_PAYLOAD_BYTES, Frame, HEADER_BYTES, Kind};
 use crate::group::Group;
 use crate::links::conn::Conn;
 use crate::links::hello::{Credentials, Hello, Lane, Role, SUITE_PLAIN, Welcome};
@@ -358,14 +358,19 @@ fn send_all(conn: &mut Conn, bytes: &[u8]) {
     }
 }
 
-/// Whether a peer has said Abort or closed.
+/// Whether a peer has said Abort or closed. What it says before, such as what it waits in, is skipped.
 fn has_ended(engine: &mut Engine, peer: usize) -> bool {
     let Some(control) = engine.peers[peer].control.as_mut() else { return true };
-    match control.fill(HEADER_BYTES) {
-        Err(_) => true,
-        Ok(_) => {
-            let header = control.unread().first_chunk::<HEADER_BYTES>();
-            header.is_some_and(|header| Frame::decode(header).is_ok_and(|frame| frame.kind == Kind::Abort))
+    let closed = control.fill(HEADER_BYTES + CONTROL_PAYLOAD_BYTES).is_err();
+    while let Some(Ok(frame)) = control.unread().first_chunk::<HEADER_BYTES>().map(Frame::decode) {
+        let end = HEADER_BYTES + frame.len as usize;
+        if frame.kind == Kind::Abort {
+            return true;
         }
+        if control.unread().len() < end {
+            break;
+        }
+        control.consume(end);
     }
+    closed
 }
