@@ -38,9 +38,10 @@ fn a_final_failure_ends_all_nodes_with_one_cause() {
         let start = Instant::now();
         for (rank, node) in nodes.into_iter().enumerate() {
             let ended = node.wait().expect(1);
-            if rank == culprit {
-                assert!(ended.stderr.contains("exitcode  : 3 (pid: "), "{}", ended.stderr);
-            } else {
+            let root = ended.stderr.split("Root Cause").nth(1).unwrap_or_default();
+            assert!(root.contains("exitcode  : 3 (pid: "), "node {rank}: {}", ended.stderr);
+            assert!(root.contains(&format!("rank      : {culprit} (local_rank: 0)")), "{}", ended.stderr);
+            if rank != culprit {
                 let cause = format!("failed: rank {culprit} (local_rank 0) exited with code 3");
                 assert!(ended.stderr.contains(&cause), "node {rank}: {}", ended.stderr);
                 assert!(ended.stderr.contains(&format!("node {culprit} (")), "node {rank}: {}", ended.stderr);

@@ -5,8 +5,9 @@ use std::time::{Duration, Instant};
 
 use super::machine::End;
 use super::run::{Exit, News, Shell};
+use super::trial::told_by;
 use crate::guard::{ToGuard, kill_all};
-use crate::say::say;
+use crate::say::{say, say_raw};
 use crate::{exit, fault, report};
 
 /// How long the guard may take to leave.
@@ -23,10 +24,17 @@ impl Shell {
             kill_all(|_, _| {});
         }
         self.leave_court(&end);
+        let mut report = None;
         if let Some(verdict) = &self.verdict {
             say(&format!("error: {verdict}; so this node ends as well"));
+            report = told_by(&verdict.what).map(|theirs| match &end {
+                End::Failed(failures) => self.report(failures).0.with_root_of(&theirs),
+                End::Success | End::Error(_) | End::Stopped(_) | End::Interrupted(_) | End::Aborted => theirs,
+            });
+            if let Some(report) = &report {
+                say_raw(&report::render(report));
+            }
         }
-        let mut report = None;
         let exit = match &end {
             End::Success => {
                 self.events

@@ -93,7 +93,6 @@ impl Shell {
 
     /// The report while the first failure of a round is being dealt with: the others are not stopped yet, and what was
     /// read so far of the failed worker's stderr must do. Short of the final one only in what comes later.
-    #[allow(dead_code)] // agents do not hand theirs on yet
     pub(super) fn first_report(&self) -> Report {
         if let Some(tee) = self.round.as_ref().and_then(|round| round.tee.as_ref()) {
             tee.glance(GLANCE_TIMEOUT);

@@ -9,12 +9,15 @@ use nix::sys::signal::Signal;
 
 use super::machine::End;
 use super::run::{News, Shell};
+use crate::cause::Weight;
 use crate::rendezvous::{Court, What};
-use crate::report;
+use crate::report::{self, Report};
 use crate::say::say;
 
 /// Longest wait for the court at the very end.
 const COURT_TIMEOUT: Duration = Duration::from_secs(3);
+/// How long a node whose worker only lost a peer lets that peer's node speak first.
+const CONSEQUENCE_PATIENCE: Duration = Duration::from_millis(500);
 
 impl Shell {
     /// Takes this node's seat, once.
@@ -33,15 +36,21 @@ impl Shell {
     /// The first failure of a round: if no restart is left it is the end of the job, on all nodes at once.
     pub(super) fn declare_failure(&mut self, local_rank: usize, cause: ExitCause) {
         let (Some(court), Some(round)) = (&self.court, &self.round) else { return };
-        if self.agent.restarts_left() == 0 {
-            let rank = round.workers.rank(local_rank);
-            let summary = format!("rank {rank} (local_rank {local_rank}) {}", report::describe(cause));
-            let (court, tell) = (Arc::clone(court), self.tell.clone());
-            self.declared = Some(What::Failed { summary: summary.clone() });
-            start_thread("declare", move || {
-                let _ = tell.send(News::Verdict(court.declare(What::Failed { summary })));
-            });
+        if self.agent.restarts_left() > 0 {
+            return;
         }
+        let rank = round.workers.rank(local_rank);
+        let summary = format!("rank {rank} (local_rank {local_rank}) {}", report::describe(cause));
+        let first = self.first_report();
+        // A worker that lost its peer is not to blame if the peer's node has something to say.
+        let consequence = first.root().is_some_and(|root| root.class.weight() != Weight::Own);
+        let patience = if consequence { CONSEQUENCE_PATIENCE } else { Duration::ZERO };
+        let what = What::Failed { summary, report: first.root_only().to_json() };
+        let (court, tell) = (Arc::clone(court), self.tell.clone());
+        self.declared = Some(what.clone());
+        start_thread("declare", move || {
+            let _ = tell.send(News::Verdict(court.declare_after(patience, what)));
+        });
     }
 
     /// The same for what ends this agent without a failed worker.
@@ -73,6 +82,14 @@ impl Shell {
             }
             Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {}
         }
+    }
+}
+
+/// The report that came with another node's verdict, if it can be read.
+pub(super) fn told_by(what: &What) -> Option<Report> {
+    match what {
+        What::Failed { report, .. } => Report::from_json(report).ok(),
+        What::Error { .. } | What::Stopped { .. } | What::Lost => None,
     }
 }
 

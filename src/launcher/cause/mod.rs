@@ -16,7 +16,7 @@ mod text;
 
 use serde::{Deserialize, Serialize};
 
-pub(crate) use class::Class;
+pub(crate) use class::{Class, Weight};
 pub(crate) use decide::{Facts, Verdict, decide};
 pub(crate) use elect::{Candidate, elect};
 pub(crate) use findings::{Findings, shown};

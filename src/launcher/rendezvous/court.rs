@@ -43,6 +43,8 @@ pub(crate) enum What {
     Failed {
         /// One line: which rank, how.
         summary: String,
+        /// The report on that failure, as JSON, so that all nodes can print it.
+        report: String,
     },
     /// Its launcher could not go on.
     Error {
@@ -62,7 +64,7 @@ impl fmt::Display for Verdict {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "node {} ({}) ", self.node, self.host)?;
         match &self.what {
-            What::Failed { summary } => write!(f, "failed: {summary}"),
+            What::Failed { summary, .. } => write!(f, "failed: {summary}"),
             What::Error { text } => write!(f, "could not go on: {text}"),
             What::Stopped { signal } => match Signal::try_from(*signal) {
                 Ok(signal) => write!(f, "was stopped by {signal}"),
@@ -132,6 +134,19 @@ impl Court {
     pub(crate) fn standing(&self) -> Option<Verdict> {
         let text = self.job.try_get(VERDICT.as_bytes(), Instant::now() + OPERATION_TIMEOUT).ok()??;
         Some(self.decode(&text))
+    }
+
+    /// As [`declare`](Self::declare), for what may only be the consequence of what happened on another
+    /// node: that one is given `patience` to speak first.
+    pub(crate) fn declare_after(&self, patience: Duration, what: What) -> Verdict {
+        let until = Instant::now() + patience;
+        while Instant::now() < until {
+            if let Some(standing) = self.standing() {
+                return standing;
+            }
+            std::thread::sleep(LINGER_POLL);
+        }
+        self.declare(what)
     }
 
     /// Declares what became of this node; the verdict that stands, which may be an earlier one.

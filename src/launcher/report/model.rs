@@ -10,7 +10,6 @@ use crate::cause::{Candidate, Class, elect};
 /// Version of the JSON form.
 pub(crate) const VERSION: u32 = 1;
 /// Longest JSON form that is handed to other agents.
-#[allow(dead_code)] // agents do not hand theirs on yet
 pub(crate) const MESSAGE_MAX_BYTES: usize = 64 << 10;
 
 /// How the job ended on one node.
@@ -106,7 +105,6 @@ fn is_zero(number: &usize) -> bool {
 }
 
 /// How much of each text a short form keeps.
-#[allow(dead_code)] // as above
 #[derive(Debug, Clone, Copy)]
 struct Limits {
     failures: usize,
@@ -114,7 +112,6 @@ struct Limits {
     other_bytes: usize,
 }
 
-#[allow(dead_code)] // as above
 impl Report {
     /// The whole report for people and programs, with a newline at its end.
     pub(crate) fn to_pretty_json(&self) -> String {
@@ -167,22 +164,6 @@ impl Report {
         self.root_cause.and_then(|at| self.failures.get(at))
     }
 
-    /// This report with the failures of `other` in it that it does not have, and the root cause of both
-    /// together: by weight of the classes first, since the clocks of two hosts differ.
-    pub(crate) fn join(mut self, other: &Self) -> Self {
-        for failure in &other.failures {
-            let known = |mine: &Failure| {
-                (mine.node, mine.rank, mine.pid) == (failure.node, failure.rank, failure.pid)
-            };
-            if !self.failures.iter().any(known) {
-                self.failures.push(failure.clone());
-            }
-        }
-        self.failures_left_out += other.failures_left_out;
-        self.root_cause = root_of(&self.failures);
-        self
-    }
-
     /// This report with the root cause of `other`, the failure that all nodes agreed on, as its own.
     pub(crate) fn with_root_of(mut self, other: &Self) -> Self {
         let Some(root) = other.root() else { return self };
@@ -232,7 +213,6 @@ impl Failure {
         }
     }
 
-    #[allow(dead_code)] // as above
     fn cut(&self, bytes: usize) -> Self {
         let mut failure = self.clone();
         let lines = &mut failure.stderr_tail;
@@ -256,7 +236,6 @@ impl Failure {
     }
 }
 
-#[allow(dead_code)] // as above
 /// Keeps start and end of `text`, `bytes` of it together.
 fn shorten(text: &mut String, bytes: usize) {
     if text.len() <= bytes {

@@ -397,11 +397,10 @@ fn reports_of_two_nodes_have_one_root_cause() {
     // Its clock is ahead.
     there.failures[0].time_unix_ms += 3_600_000;
     there.failures[0].node = 2;
-    let both = here.clone().join(&there);
-    assert_eq!(both.root().map(|root| (root.node, root.class)), Some((2, Class::Segfault)));
-    assert_eq!(both.clone().join(&there), both, "said twice is not two failures");
     let agreed = here.clone().with_root_of(&there.root_only());
-    assert_eq!(agreed, both);
+    assert_eq!(agreed.root().map(|root| (root.node, root.class)), Some((2, Class::Segfault)));
+    assert_eq!(agreed.failures.len(), 2);
+    assert_eq!(agreed.clone().with_root_of(&there), agreed, "said twice is not two failures");
     assert!(render(&agreed).contains("Root Cause (first observed failure):\n[1]:\n"));
     assert_eq!(here.clone().with_root_of(&without_failures(&job("x"), Outcome::Failed, None)), here);
 }
