@@ -3,11 +3,25 @@
 use std::fs;
 
 use nix::unistd::Pid;
+use rustix::io::Errno;
+use rustix::process::{WaitId, WaitIdOptions, waitid};
 
 use super::protocol::Leftover;
 
 /// All children of this process, adopted ones and zombies included.
+///
+/// The kernel promises its list of children only while nothing changes, so an empty one is believed only
+/// if there is nobody to wait for either.
 pub(crate) fn children() -> Vec<i32> {
+    let listed = children_by_list();
+    let nobody = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+    if listed.is_empty() && !matches!(waitid(WaitId::All, nobody), Err(Errno::CHILD)) {
+        return children_by_scan();
+    }
+    listed
+}
+
+fn children_by_list() -> Vec<i32> {
     let Ok(tasks) = fs::read_dir("/proc/self/task") else { return Vec::new() };
     let mut found = Vec::new();
     for task in tasks.flatten() {
