@@ -182,8 +182,10 @@ pub fn free_port() -> String {
     }
 }
 
-/// Pid and command line, for messages.
+/// Pid, parent and command line, for messages.
 pub fn describe(pid: i32) -> String {
     let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-    format!("{pid} {}", String::from_utf8_lossy(&line).replace('\0', " "))
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let parent = status.lines().find_map(|line| line.strip_prefix("PPid:")).unwrap_or_default().trim();
+    format!("{pid} (child of {parent}) {}", String::from_utf8_lossy(&line).replace('\0', " "))
 }

@@ -63,6 +63,7 @@ fn killed_once(who: &str, points: &[(&str, u64)], seed: u64) -> bool {
     command.arg(&worker).env("CONVOKE_FAULT", &plan);
     let ended = job.start(command).wait();
     let context = || format!("plan {plan}: {}\n{}", ended.status, ended.stderr);
+    println!("{}", context());
     let hit = match who {
         "launcher" => ended.status.signal() == Some(9),
         _ => ended.stderr.contains("guard process"),
