@@ -110,8 +110,6 @@ pub(super) struct Round {
 
 impl Shell {
     fn new(config: Config, guard: Pid, socket: UnixStream) -> Result<Self, String> {
-        nix::sys::prctl::set_child_subreaper(true)
-            .map_err(|error| format!("cannot become a subreaper: {error}"))?;
         let link = GuardLink::new(socket).map_err(|error| format!("guard: {error}"))?;
         let (tell, news) = mpsc::unbounded_channel();
         watch_signals(&config, &tell)?;
