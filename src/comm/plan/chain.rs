@@ -19,17 +19,8 @@ pub(super) fn broadcast(rank: usize, world: usize, count: usize, root: usize) ->
 
 #[cfg(test)]
 mod tests {
-    use super::*;
-    use crate::plan::check::broadcast_is_right;
-
     #[test]
     fn everyone_gets_what_the_root_has() {
-        for world in 1..=33 {
-            for root in [0, world / 2, world - 1] {
-                for count in [0, 1, 7] {
-                    broadcast_is_right(world, count, root, |rank| broadcast(rank, world, count, root));
-                }
-            }
-        }
+        crate::plan::check::broadcast_is_right(super::broadcast);
     }
 }

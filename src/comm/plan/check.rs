@@ -39,12 +39,23 @@ fn mix(mut x: u64) -> u64 {
     x ^ (x >> 31)
 }
 
+const LARGEST_WORLD: usize = 33;
+
 /// Counts around the numbers where blocks change: none, fewer than ranks, odd ones.
-pub(crate) fn counts(world: usize) -> [usize; 5] {
+fn counts(world: usize) -> [usize; 5] {
     [0, 1, world.saturating_sub(1), world + 1, 3 * world + 2]
 }
 
-pub(crate) fn all_reduce_is_right(world: usize, count: usize, plan: impl Fn(usize) -> Plan) {
+/// Checks `plan(rank, world, count)` for worlds up to [`LARGEST_WORLD`] and counts around them.
+pub(crate) fn all_reduce_is_right(plan: impl Fn(usize, usize, usize) -> Plan) {
+    for world in 1..=LARGEST_WORLD {
+        for count in counts(world) {
+            all_reduce_of(world, count, |rank| plan(rank, world, count));
+        }
+    }
+}
+
+fn all_reduce_of(world: usize, count: usize, plan: impl Fn(usize) -> Plan) {
     let start: Vec<_> = (0..world).map(|rank| vec![Value::of(rank); count]).collect();
     let end = simulate(&plans(world, plan), start);
     let finished = world > 1;
@@ -61,7 +72,18 @@ pub(crate) fn all_reduce_is_right(world: usize, count: usize, plan: impl Fn(usiz
     }
 }
 
-pub(crate) fn broadcast_is_right(world: usize, count: usize, root: usize, plan: impl Fn(usize) -> Plan) {
+/// Checks `plan(rank, world, count, root)` for worlds up to [`LARGEST_WORLD`].
+pub(crate) fn broadcast_is_right(plan: impl Fn(usize, usize, usize, usize) -> Plan) {
+    for world in 1..=LARGEST_WORLD {
+        for root in [0, world / 2, world - 1] {
+            for count in [0, 1, 7] {
+                broadcast_of(world, count, root, |rank| plan(rank, world, count, root));
+            }
+        }
+    }
+}
+
+fn broadcast_of(world: usize, count: usize, root: usize, plan: impl Fn(usize) -> Plan) {
     let start: Vec<_> = (0..world).map(|rank| vec![Value::of(rank); count]).collect();
     let end = simulate(&plans(world, plan), start);
     assert!(end.iter().flatten().all(|&value| value == Value::of(root)), "world {world} root {root}");

@@ -32,15 +32,8 @@ pub(super) fn all_reduce(rank: usize, world: usize, count: usize) -> Plan {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
-    use crate::plan::check::{all_reduce_is_right, counts};
-
     #[test]
     fn every_rank_counts_once_in_every_element() {
-        for world in 1..=33 {
-            for count in counts(world) {
-                all_reduce_is_right(world, count, |rank| all_reduce(rank, world, count));
-            }
-        }
+        crate::plan::check::all_reduce_is_right(super::all_reduce);
     }
 }

@@ -76,16 +76,12 @@ fn even_chunk(world: usize, count: usize, chunk: usize) -> usize {
 mod tests {
     use super::*;
     use crate::plan::Direction;
-    use crate::plan::check::{all_reduce_is_right, counts};
+    use crate::plan::check::all_reduce_is_right;
 
     #[test]
     fn every_rank_counts_once_in_every_element() {
-        for world in 1..=33 {
-            for count in counts(world) {
-                for chunk in [1, 4 * world, usize::MAX] {
-                    all_reduce_is_right(world, count, |rank| all_reduce(rank, world, count, chunk));
-                }
-            }
+        for chunk in [|_| 1, |world| 4 * world, |_| usize::MAX] {
+            all_reduce_is_right(|rank, world, count| all_reduce(rank, world, count, chunk(world)));
         }
     }
 

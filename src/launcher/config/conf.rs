@@ -41,8 +41,10 @@ pub(crate) enum Kind {
     Choice(&'static [&'static str]),
 }
 
-/// Keys of the built-in rendezvous.
-pub(crate) const C10D: &[(&str, Kind)] = &[
+/// Keys that a backend knows, in parts.
+pub(crate) type Known = [&'static [(&'static str, Kind)]];
+
+const DYNAMIC: &[(&str, Kind)] = &[
     ("join_timeout", Kind::Positive),
     ("last_call_timeout", Kind::Positive),
     ("close_timeout", Kind::Positive),
@@ -51,40 +53,30 @@ pub(crate) const C10D: &[(&str, Kind)] = &[
     ("keep_alive_max_attempt", Kind::Positive),
     ("cas_backoff_max_seconds", Kind::Seconds),
     ("read_timeout", Kind::Positive),
-    ("is_host", Kind::Switch),
-    ("store_type", Kind::Choice(&["tcp", "file"])),
 ];
+const PROTOCOL: (&str, Kind) = ("protocol", Kind::Choice(&["http", "https"]));
+
+/// Keys of the built-in rendezvous.
+pub(crate) const C10D: &Known =
+    &[DYNAMIC, &[("is_host", Kind::Switch), ("store_type", Kind::Choice(&["tcp", "file"]))]];
 
 /// Keys of `etcd-v2`.
-pub(crate) const ETCD_V2: &[(&str, Kind)] = &[
-    ("join_timeout", Kind::Positive),
-    ("last_call_timeout", Kind::Positive),
-    ("close_timeout", Kind::Positive),
-    ("heartbeat_timeout", Kind::Positive),
-    ("keep_alive_interval", Kind::Positive),
-    ("keep_alive_max_attempt", Kind::Positive),
-    ("cas_backoff_max_seconds", Kind::Seconds),
-    ("read_timeout", Kind::Positive),
-    ("protocol", Kind::Choice(&["http", "https"])),
-];
+pub(crate) const ETCD_V2: &Known = &[DYNAMIC, &[PROTOCOL]];
 
 /// Keys of `etcd`.
-pub(crate) const ETCD: &[(&str, Kind)] = &[
-    ("last_call_timeout", Kind::Positive),
-    ("timeout", Kind::Positive),
-    ("protocol", Kind::Choice(&["http", "https"])),
-];
+pub(crate) const ETCD: &Known =
+    &[&[("last_call_timeout", Kind::Positive), ("timeout", Kind::Positive), PROTOCOL]];
 
 /// Keys of `static`.
-pub(crate) const STATIC: &[(&str, Kind)] = &[("timeout", Kind::Positive)];
+pub(crate) const STATIC: &Known = &[&[("timeout", Kind::Positive)]];
 
 /// Checks the values of the keys that `known` lists; others are nobody's business.
 ///
 /// # Errors
 /// What is wrong, and what to write.
-pub(crate) fn check(conf: &[(String, String)], known: &[(&str, Kind)]) -> Result<(), String> {
+pub(crate) fn check(conf: &[(String, String)], known: &Known) -> Result<(), String> {
     for (key, value) in conf {
-        let Some((_, kind)) = known.iter().find(|(name, _)| name == key) else { continue };
+        let Some((_, kind)) = known.iter().copied().flatten().find(|(name, _)| name == key) else { continue };
         let (wanted, example) = match kind {
             Kind::Positive if integer(value).is_some_and(|number| number > 0) => continue,
             Kind::Seconds if float(value).is_some_and(|number| number >= 0.0 && number.is_finite()) => {

@@ -31,7 +31,7 @@ pub(super) fn meeting(
     let conf = conf::split(given.text("rdzv-conf")?).map_err(|what| {
         CliError::value(conf_value.map_or(what.clone(), |value| value.wrong(&what, "KEY=VALUE,KEY=VALUE")))
     })?;
-    let check = |known| {
+    let check = |known: &conf::Known| {
         conf::check(&conf, known).map_err(|what| {
             CliError::value(format!(
                 "{}: {what}",
