@@ -87,6 +87,10 @@ impl Shell {
     /// Tells the guard to leave and waits until it has.
     async fn dismiss_guard(&mut self) -> io::Result<()> {
         self.link.send(&ToGuard::Leave, &[])?;
+        // Meanwhile.
+        if let Ok(mut rendezvous) = self.rendezvous.try_lock() {
+            rendezvous.close();
+        }
         let deadline = tokio::time::Instant::now() + LEAVE_TIMEOUT;
         let mut closed = false;
         // Its socket closes a moment before it is gone: only its reaping says that nothing is left.

@@ -106,6 +106,8 @@ pub(super) struct Round {
     pub(super) supervisor: Supervisor,
     pub(super) workers: Workers,
     pub(super) tee: Option<Tee>,
+    /// The worker that ended last left no process behind.
+    pub(super) nothing_left: bool,
 }
 
 impl Shell {
@@ -232,9 +234,11 @@ impl Shell {
                 let error = format!("{}: {error}", program.to_string_lossy());
                 self.supervise(supervise::Event::StartFailed { local_rank, error })
             }
-            FromGuard::Exited { id, cause, evidence } => {
+            FromGuard::Exited { id, cause, evidence, last } => {
                 let local_rank = rank_of(id)?;
-                self.round.as_mut()?.workers.ended(local_rank, SystemTime::now(), cause, evidence);
+                let round = self.round.as_mut()?;
+                round.nothing_left = last;
+                round.workers.ended(local_rank, SystemTime::now(), cause, evidence);
                 self.supervise(supervise::Event::Exited { local_rank, cause })
             }
             FromGuard::Swept { stopped, stuck } => {
@@ -283,6 +287,9 @@ impl Shell {
                 self.supervise(supervise::Event::Stop { signal, grace })
             }
             Action::Abort => self.supervise(supervise::Event::Abort),
+            Action::Sweep { .. } if self.round.as_ref().is_some_and(|round| round.nothing_left) => {
+                self.decide(Event::Swept)
+            }
             Action::Sweep { patience, grace } => {
                 let ms = |duration: Duration| u64::try_from(duration.as_millis()).unwrap_or(u64::MAX);
                 let sweep = ToGuard::Sweep { patience_ms: ms(patience), grace_ms: ms(grace) };
@@ -291,7 +298,7 @@ impl Shell {
             }
             Action::Barrier => {
                 fault::point("waiting");
-                self.in_thread(|rendezvous| News::BarrierPassed(rendezvous.barrier()));
+                self.meet(|rendezvous| News::BarrierPassed(rendezvous.barrier()));
                 None
             }
             Action::End(end) => Some(end),
@@ -307,21 +314,28 @@ impl Shell {
 
     fn join(&self, restarts: u32) {
         fault::point("joining");
-        self.in_thread(move |rendezvous| {
+        self.meet(move |rendezvous| {
             let joined = rendezvous.join(restarts).map_err(|error| error.to_string());
             News::Joined(joined.map(|assignment| (assignment, rendezvous.court())))
         });
     }
 
-    /// Runs something that blocks; its news comes through the select loop.
-    fn in_thread(&self, work: impl FnOnce(&mut dyn Rendezvous) -> News + Send + 'static) {
-        let rendezvous = Arc::clone(&self.rendezvous);
+    /// Asks the rendezvous; its news comes through the select loop.
+    fn meet(&self, work: impl FnOnce(&mut dyn Rendezvous) -> News + Send + 'static) {
+        // Nobody listens any more if the launcher is just ending.
         let tell = self.tell.clone();
+        let tell = move |news| drop(tell.send(news));
+        // A thread that waits for other nodes keeps it locked, and is the only one that asks it.
+        if let Ok(mut rendezvous) = self.rendezvous.try_lock()
+            && !rendezvous.waits()
+        {
+            tell(work(rendezvous.as_mut()));
+            return;
+        }
+        let rendezvous = Arc::clone(&self.rendezvous);
         start_thread("rendezvous", move || {
             let mut rendezvous = rendezvous.lock().unwrap_or_else(PoisonError::into_inner);
-            let news = work(rendezvous.as_mut());
-            // Nobody listens any more if the launcher is just ending.
-            let _ = tell.send(news);
+            tell(work(rendezvous.as_mut()));
         });
     }
 }

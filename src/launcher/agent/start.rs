@@ -20,7 +20,7 @@ impl Shell {
             Policy { settle: self.config.monitor_interval.unwrap_or_default(), failure_grace: FAILURE_GRACE };
         let supervisor = Supervisor::new(self.config.nproc_per_node, policy);
         let workers = Workers::new(self.next_worker_id, assignment.base_rank, assignment.generation);
-        Ok(Round { assignment, supervisor, workers, tee: None })
+        Ok(Round { assignment, supervisor, workers, tee: None, nothing_left: false })
     }
 
     /// Asks the guard for all workers of the round.

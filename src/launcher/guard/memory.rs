@@ -1,6 +1,6 @@
 //! How often the kernel killed for want of memory: the counters of the workers' cgroup, or of the machine.
 //!
-//! Workers inherit the guard's cgroup. The counters are read when a worker starts and after it ended: a
+//! Workers inherit the guard's cgroup. The counters are read when workers start and after one ended: a
 //! dead process has no cgroup any more (v1), and the kernel counts before it kills.
 
 use std::collections::HashMap;
@@ -41,11 +41,14 @@ struct Group {
 }
 
 impl Memory {
-    /// A worker is about to start.
-    pub(super) fn starting(&mut self, worker: u64) {
+    /// Workers have been started together, a moment ago: looking costs the first of them no time.
+    pub(super) fn started(&mut self, workers: &[u64]) {
+        if workers.is_empty() {
+            return;
+        }
         let source = self.source.get_or_insert_with(Source::of_this_process);
         if let Some(count) = source.count() {
-            self.at_start.insert(worker, count);
+            self.at_start.extend(workers.iter().map(|&worker| (worker, count)));
         }
     }
 
@@ -210,9 +213,7 @@ mod tests {
         let group = Group { name: "/g".to_owned(), folder: folder.path().to_owned() };
         let mut memory = Memory { source: Some(Source::V2(group)), ..Memory::default() };
         count(4);
-        for worker in 0..3 {
-            memory.starting(worker);
-        }
+        memory.started(&[0, 1, 2]);
         assert_eq!(memory.kills(0, ExitCause::Signal(9)), None, "an old kill is no evidence");
         count(6);
         // Who is not killed may tell of it, but uses none up.

@@ -65,6 +65,8 @@ struct Guard {
     use_pidfds: bool,
     sweep: Option<Sweep>,
     memory: Memory,
+    /// Workers that the memory's watch does not know yet.
+    just_started: Vec<u64>,
     outbox: VecDeque<u8>,
 }
 
@@ -96,6 +98,7 @@ impl Guard {
             use_pidfds: std::env::var_os(NO_PIDFD).is_none(),
             sweep: None,
             memory: Memory::default(),
+            just_started: Vec::new(),
             outbox: VecDeque::new(),
         })
     }
@@ -127,6 +130,7 @@ impl Guard {
                     }
                 }
             }
+            self.memory.started(&std::mem::take(&mut self.just_started));
             if !self.flush()? {
                 return Ok(End::LauncherGone);
             }
@@ -200,7 +204,6 @@ impl Guard {
         let stdout = request.stdout.then(&mut next).transpose()?;
         let stderr = request.stderr.then(&mut next).transpose()?;
         let environment = environment(&request, &channel);
-        self.memory.starting(id.0);
         let started = Prepared::new(request.argv, environment)
             .and_then(|program| start_worker(&program, &channel, stdout.as_ref(), stderr.as_ref()));
         match started {
@@ -208,6 +211,7 @@ impl Guard {
                 self.workers.insert(pid, id);
                 self.pids.insert(id, pid);
                 self.starting.insert(pid, status);
+                self.just_started.push(id.0);
                 if self.use_pidfds {
                     self.watch(pid);
                 }
@@ -270,13 +274,13 @@ impl Guard {
 
     fn reap(&mut self) {
         let mut exits = Vec::new();
-        reap_with_core(|pid, cause, core_dumped| exits.push((pid, cause, core_dumped)));
+        let last = reap_with_core(|pid, cause, core_dumped| exits.push((pid, cause, core_dumped)));
         for (pid, cause, core_dumped) in exits {
-            self.exited(pid, cause, core_dumped);
+            self.exited(pid, cause, core_dumped, last);
         }
     }
 
-    fn exited(&mut self, pid: i32, cause: ExitCause, core_dumped: bool) {
+    fn exited(&mut self, pid: i32, cause: ExitCause, core_dumped: bool, last: bool) {
         self.pidfds.remove(&pid);
         // Its start comes first, also if both are seen at once. An error shows in the next flush.
         let _ = self.started(pid);
@@ -284,7 +288,8 @@ impl Guard {
             self.pids.remove(&id);
             let oom = if cause == ExitCause::Code(0) { None } else { self.memory.kills(id.0, cause) };
             self.memory.forget(id.0);
-            let _ = self.send(&FromGuard::Exited { id, cause, evidence: Evidence { core_dumped, oom } });
+            let evidence = Evidence { core_dumped, oom };
+            let _ = self.send(&FromGuard::Exited { id, cause, evidence, last });
         }
     }
 

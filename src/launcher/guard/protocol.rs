@@ -65,8 +65,8 @@ pub(crate) enum FromGuard {
     Spawned { id: WorkerId, pid: i32 },
     /// The worker could not be started.
     SpawnFailed { id: WorkerId, error: String },
-    /// The worker ended and has been reaped.
-    Exited { id: WorkerId, cause: ExitCause, evidence: Evidence },
+    /// The worker ended and has been reaped; `last` if nothing is left that descends from any worker.
+    Exited { id: WorkerId, cause: ExitCause, evidence: Evidence, last: bool },
     /// Nothing is left of what the workers started.
     Swept {
         /// Processes that had to be stopped.

@@ -86,11 +86,11 @@ impl Sweep {
 
 /// Reaps every child that has ended; `on_exit` gets each pid with how it ended.
 pub(crate) fn reap(mut on_exit: impl FnMut(i32, ExitCause)) {
-    reap_with_core(|pid, cause, _| on_exit(pid, cause));
+    let _ = reap_with_core(|pid, cause, _| on_exit(pid, cause));
 }
 
-/// The same; the last value says whether the kernel wrote a core file.
-pub(super) fn reap_with_core(mut on_exit: impl FnMut(i32, ExitCause, bool)) {
+/// The same; the last value says whether the kernel wrote a core file. Whether no child is left.
+pub(super) fn reap_with_core(mut on_exit: impl FnMut(i32, ExitCause, bool)) -> bool {
     /// Of the status that wait(2) gives.
     const CORE_DUMPED: i32 = 0x80;
     loop {
@@ -104,7 +104,8 @@ pub(super) fn reap_with_core(mut on_exit: impl FnMut(i32, ExitCause, bool)) {
                 }
             }
             Err(rustix::io::Errno::INTR) => {}
-            Ok(None) | Err(_) => return,
+            Ok(None) => return false,
+            Err(error) => return error == rustix::io::Errno::CHILD,
         }
     }
 }

@@ -101,12 +101,18 @@ impl Fixed {
         if let Some(server) = &server {
             self.port = server.port();
         }
-        let tcp = Arc::new(self.reach(deadline)?);
-        // torch's agents count themselves here, and its node 0 waits for the sum.
-        tcp.announce_worker(deadline)?;
-        let store: Arc<dyn Store> = Arc::clone(&tcp) as Arc<dyn Store>;
+        let (store, tcp): (Arc<dyn Store>, _) = match &server {
+            // Nobody else will come.
+            Some(server) if self.nodes == 1 => (server.store(), None),
+            _ => {
+                let tcp = Arc::new(self.reach(deadline)?);
+                // torch's agents count themselves here, and its node 0 waits for the sum.
+                tcp.announce_worker(deadline)?;
+                (Arc::clone(&tcp) as Arc<dyn Store>, Some(tcp))
+            }
+        };
         let job: Arc<dyn Store> = Arc::new(PrefixStore::new(&self.run_id, Arc::clone(&store)));
-        let court = self.register(&tcp, &job, deadline)?.map(Arc::new);
+        let court = tcp.map(|tcp| self.register(&tcp, &job, deadline)).transpose()?.flatten().map(Arc::new);
         match self.meet(job.as_ref(), court.as_deref(), deadline) {
             Ok(assignment) => Ok(Joined { _server: server, store, job, court, assignment, round: 0 }),
             Err(error) => {
@@ -188,9 +194,6 @@ impl Fixed {
         job: &Arc<dyn Store>,
         deadline: Instant,
     ) -> Result<Option<Court>, RendezvousError> {
-        if self.nodes == 1 {
-            return Ok(None);
-        }
         let host = full_host_name();
         let me =
             Registration { version: VERSION.to_owned(), host, pid: std::process::id(), nodes: self.nodes };
@@ -403,6 +406,10 @@ impl Rendezvous for Fixed {
         }
         let assignment = self.joined.as_ref().map(|joined| joined.assignment.clone());
         assignment.ok_or(RendezvousError::NotAssigned { endpoint: self.endpoint(), after_s: 0 })
+    }
+
+    fn waits(&self) -> bool {
+        self.nodes > 1
     }
 
     fn court(&self) -> Option<Arc<Court>> {

@@ -90,13 +90,21 @@ fn nodes(ranks: &[usize]) -> String {
     format!("node{} {}{more}", if ranks.len() == 1 { "" } else { "s" }, list.join(", "))
 }
 
-/// One way to meet; all calls block and end by their own deadlines.
+/// One way to meet; calls may block, and end by their own deadlines.
 pub(crate) trait Rendezvous: Send + std::fmt::Debug {
     /// Meets the other nodes for a round.
     fn join(&mut self, restarts: u32) -> Result<Assignment, RendezvousError>;
 
     /// Waits until all nodes have succeeded; a warning if that could not be established.
     fn barrier(&mut self) -> Option<String>;
+
+    /// The workers have ended and none will be started again.
+    fn close(&mut self) {}
+
+    /// Whether it may have to wait for other nodes. If not, its calls take less time than a thread.
+    fn waits(&self) -> bool {
+        true
+    }
 
     /// Where nodes that have joined learn of each other's end, if they can.
     fn court(&self) -> Option<Arc<Court>> {
