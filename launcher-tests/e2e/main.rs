@@ -14,4 +14,5 @@ mod harness;
 mod kill;
 mod nodes;
 mod processes;
+mod terminal;
 mod workers;

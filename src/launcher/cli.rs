@@ -18,6 +18,7 @@ use std::path::Path;
 use crate::config::{Config, Machine, build};
 pub(crate) use given::{Given, Value};
 use grammar::Request;
+pub(crate) use help::VERSION;
 pub(crate) use suggest::choice as suggest_choice;
 pub(crate) use values::{float, integer, streams, substrings};
 
@@ -28,8 +29,10 @@ pub(crate) enum Invocation {
     Help(String),
     /// `--version`: likewise.
     Version(String),
-    /// `--print-completion`: likewise.
-    Completion(String),
+    /// `--print-completion`, `--print-man`: likewise.
+    Printed(String),
+    /// `--dry-run`: to say what would be run.
+    DryRun(Box<Config>),
     /// To run a program.
     Run(Box<Config>),
 }
@@ -79,10 +82,12 @@ fn parse_on(
         Request::Help => return Ok(Invocation::Help(help::text(name))),
         Request::Version => return Ok(Invocation::Version(help::version(name))),
         Request::Completion(shell) => return completion(name, &shell),
+        Request::Man => return Ok(Invocation::Printed(help::man(name))),
         Request::Run(words) => words,
     };
     let given = Given::new(words, env)?;
-    build::config(&given, env, machine).map(|config| Invocation::Run(Box::new(config)))
+    let config = Box::new(build::config(&given, env, machine)?);
+    Ok(if given.is_on("dry-run") { Invocation::DryRun(config) } else { Invocation::Run(config) })
 }
 
 /// What help and completions call the program: `torchrun` if called so, else `convoke`.
@@ -92,12 +97,10 @@ fn program_name(word: Option<&OsStr>) -> &'static str {
 }
 
 fn completion(name: &'static str, shell: &OsStr) -> Result<Invocation, CliError> {
-    shell.to_str().and_then(|shell| help::completion(name, shell)).map(Invocation::Completion).ok_or_else(
-        || {
-            let shell = shell.display();
-            CliError::usage(format!(
-                "--print-completion={shell}: no such shell; write bash, zsh, fish, elvish or powershell"
-            ))
-        },
-    )
+    shell.to_str().and_then(|shell| help::completion(name, shell)).map(Invocation::Printed).ok_or_else(|| {
+        let shell = shell.display();
+        CliError::usage(format!(
+            "--print-completion={shell}: no such shell; write bash, zsh, fish, elvish or powershell"
+        ))
+    })
 }

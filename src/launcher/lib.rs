@@ -10,6 +10,7 @@ mod agent;
 mod cause;
 mod cli;
 mod config;
+mod dry_run;
 mod events;
 mod exit;
 mod fault;
@@ -34,19 +35,19 @@ use os::Forked;
 pub fn main() -> ExitCode {
     let config = match cli::parse(std::env::args_os(), &|name| std::env::var_os(name)) {
         Ok(Invocation::Run(config)) => config,
-        Ok(Invocation::Help(text) | Invocation::Version(text) | Invocation::Completion(text)) => {
-            // A reader that left early (`convoke --help | head`) is no error.
-            let _ = std::io::stdout().write_all(text.as_bytes());
-            return exit::SUCCESS;
+        Ok(Invocation::DryRun(config)) => {
+            warn(&config.warnings);
+            return print(&dry_run::text(&config, &|name| std::env::var_os(name)));
+        }
+        Ok(Invocation::Help(text) | Invocation::Version(text) | Invocation::Printed(text)) => {
+            return print(&text);
         }
         Err(error) => {
             let _ = std::io::stderr().write_all(error.text.as_bytes());
             return ExitCode::from(error.code);
         }
     };
-    for warning in &config.warnings {
-        let _ = writeln!(std::io::stderr(), "convoke: warning: {warning}");
-    }
+    warn(&config.warnings);
     fault::init("launcher");
     match os::fork_guard() {
         Ok(Forked::Guard { socket }) => guard::run(socket),
@@ -55,5 +56,17 @@ pub fn main() -> ExitCode {
             let _ = writeln!(std::io::stderr(), "convoke: error: cannot start the guard process: {error}");
             exit::FAILURE
         }
+    }
+}
+
+fn print(text: &str) -> ExitCode {
+    // A reader that left early (`convoke --help | head`) is no error.
+    let _ = std::io::stdout().write_all(text.as_bytes());
+    exit::SUCCESS
+}
+
+fn warn(warnings: &[String]) {
+    for warning in warnings {
+        let _ = writeln!(std::io::stderr(), "convoke: warning: {warning}");
     }
 }

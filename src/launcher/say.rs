@@ -1,6 +1,14 @@
 //! What the launcher says goes to stderr, never to stdout.
 
-use std::io::{self, Write};
+use std::io::{self, IsTerminal, StderrLock, Write};
+use std::sync::Mutex;
+use std::sync::PoisonError;
+use std::time::Instant;
+
+/// Moves to the start of a terminal's line and clears it.
+const CLEAR: &str = "\r\x1b[2K";
+/// The terminal's last line is one of [`Progress`], to be cleared before anything else is written.
+static LIVE: Mutex<bool> = Mutex::new(false);
 
 /// One line of the launcher's own, on stderr.
 pub(crate) fn say(line: &str) {
@@ -9,5 +17,79 @@ pub(crate) fn say(line: &str) {
 
 /// Text on stderr in one piece. A closed stderr must not end the job.
 pub(crate) fn say_raw(text: &str) {
-    let _ = io::stderr().lock().write_all(text.as_bytes());
+    write(text, false);
+}
+
+fn write(text: &str, live: bool) {
+    let mut was_live = LIVE.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut stderr: StderrLock<'_> = io::stderr().lock();
+    let clear = if *was_live { CLEAR } else { "" };
+    let _ = stderr.write_all(format!("{clear}{text}").as_bytes());
+    *was_live = live;
+}
+
+/// A wait for something that comes in steps: a terminal shows one line that is kept up to date, anything
+/// else gets a line for each change. The terminal's line is gone when this is dropped.
+#[derive(Debug)]
+pub(crate) struct Progress {
+    terminal: bool,
+    until: Instant,
+    told: String,
+}
+
+impl Progress {
+    /// For a wait that ends at `until`.
+    pub(crate) fn new(until: Instant) -> Self {
+        let dumb = std::env::var_os("TERM").is_none_or(|term| term.is_empty() || term == "dumb");
+        Self { terminal: !dumb && io::stderr().is_terminal(), until, told: String::new() }
+    }
+
+    /// What is waited for now. To be called every second or so.
+    pub(crate) fn show(&mut self, what: &str) {
+        let left = self.until.saturating_duration_since(Instant::now()).as_secs();
+        let line = format!("convoke: {what} ({left} s left)");
+        if self.terminal {
+            write(&cut(&line, columns()), true);
+        } else if what != self.told {
+            say_raw(&format!("{line}\n"));
+        }
+        what.clone_into(&mut self.told);
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        if self.terminal {
+            say_raw("");
+        }
+    }
+}
+
+/// Width of the terminal; a longer line would go on in the next, which is not cleared.
+fn columns() -> usize {
+    rustix::termios::tcgetwinsize(io::stderr()).map_or(80, |size| match size.ws_col {
+        0 => 80,
+        columns => usize::from(columns),
+    })
+}
+
+fn cut(line: &str, columns: usize) -> String {
+    if line.chars().count() < columns {
+        return line.to_owned();
+    }
+    let mut out: String = line.chars().take(columns.saturating_sub(2)).collect();
+    out.push('…');
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_long_line_leaves_the_last_column_free() {
+        assert_eq!(cut("waiting", 8), "waiting");
+        assert_eq!(cut("waiting", 7), "waiti…");
+        assert_eq!(cut("wärme", 5), "wär…");
+    }
 }

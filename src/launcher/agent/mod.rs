@@ -10,4 +10,5 @@ mod tell;
 mod trial;
 mod workers;
 
+pub(crate) use environment::{Variables, command_line, variables};
 pub(crate) use run::run;

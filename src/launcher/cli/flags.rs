@@ -272,6 +272,10 @@ pub(crate) const GROUPS: &[Group] = &[
                 "",
             )
             .no_variable(),
+            flag("print-man", Nothing, "The manual page, for man -l -", "").no_variable().ours(),
+            flag("dry-run", Nothing, "Show what would be started, with which variables, and start nothing", "")
+                .no_variable()
+                .ours(),
         ],
     },
 ];

@@ -27,6 +27,8 @@ pub(crate) enum Request {
     Version,
     /// `--print-completion SHELL`.
     Completion(OsString),
+    /// `--print-man`.
+    Man,
     /// To run something.
     Run(Words),
 }
@@ -125,6 +127,7 @@ fn immediate(flag: &Flag, value: Option<&OsStr>) -> Option<Request> {
     match flag.name {
         "help" => Some(Request::Help),
         "version" => Some(Request::Version),
+        "print-man" => Some(Request::Man),
         "print-completion" => value.map(|shell| Request::Completion(shell.to_owned())),
         _ => None,
     }

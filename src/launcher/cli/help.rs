@@ -85,8 +85,19 @@ pub(crate) fn completion(name: &'static str, shell: &str) -> Option<String> {
     Some(String::from_utf8_lossy(&out).into_owned())
 }
 
+/// The manual page, in the language of man(7).
+pub(crate) fn man(name: &'static str) -> String {
+    let mut out = Vec::new();
+    // Writing to memory does not fail.
+    let _ = clap_mangen::Man::new(command(name).version(VERSION)).render(&mut out);
+    String::from_utf8_lossy(&out).into_owned()
+}
+
+/// Version, commit and target, from build.rs.
+pub(crate) const VERSION: &str =
+    concat!(env!("CARGO_PKG_VERSION"), " (", env!("CONVOKE_COMMIT"), ", ", env!("CONVOKE_TARGET"), ")");
+
 /// `convoke 0.1.0 (commit, target)`.
 pub(crate) fn version(name: &str) -> String {
-    let commit = option_env!("CONVOKE_COMMIT").unwrap_or("unknown commit");
-    format!("{name} {} ({commit}, {}-linux)\n", env!("CARGO_PKG_VERSION"), std::env::consts::ARCH)
+    format!("{name} {VERSION}\n")
 }

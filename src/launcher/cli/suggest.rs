@@ -42,7 +42,7 @@ pub(crate) fn flag(name: &str) -> Option<String> {
         flags::all().map(|flag| (distance(wanted, flag.name), flag)).min_by_key(|(distance, _)| *distance)?;
     // A longer name may be further off; a name that continues or is continued by the flag is close in any case.
     let continued = wanted.starts_with(flag.name) || flag.name.starts_with(wanted);
-    (distance <= (wanted.len() / 4).max(1) || continued && distance <= 4)
+    (distance <= wanted.len() / 3 || continued && distance <= 4)
         .then(|| format!("did you mean {}?", flag.dashed()))
 }
 

@@ -246,8 +246,7 @@ fn called_torchrun_it_is_torchrun() {
 #[test]
 fn every_shell_has_completions() {
     for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
-        let Ok(Invocation::Completion(text)) =
-            parse_line(&format!("--print-completion={shell}"), &[], &here())
+        let Ok(Invocation::Printed(text)) = parse_line(&format!("--print-completion={shell}"), &[], &here())
         else {
             panic!("{shell}")
         };

@@ -13,7 +13,7 @@ use super::ranks::{Ranks, RoleInfo, assign, encode};
 use super::{Assignment, Court, Rendezvous, RendezvousError, What};
 use crate::config::Config;
 use crate::report::full_host_name;
-use crate::say::say;
+use crate::say::{Progress, say};
 
 /// How long nodes that are done wait for the others.
 const BARRIER_TIMEOUT: Duration = Duration::from_secs(300);
@@ -165,17 +165,13 @@ impl Fixed {
     /// Connects to node 0's store, and says once per change why it cannot yet.
     fn reach(&self, deadline: Instant) -> Result<TcpStore, RendezvousError> {
         let address = super::address(&self.host, self.port);
-        let mut told = String::new();
+        let mut progress = Progress::new(deadline);
         loop {
             let until = deadline.min(Instant::now() + PROGRESS_INTERVAL);
             match TcpStore::connect(&address, until) {
                 Ok(store) => return Ok(store),
                 Err(StoreError::Unreachable { last, .. }) if until < deadline => {
-                    if last != told {
-                        let left = deadline.saturating_duration_since(Instant::now()).as_secs();
-                        say(&format!("waiting for node 0 at {address}: {last} ({left} s left)"));
-                        told = last;
-                    }
+                    progress.show(&format!("waiting for node 0 at {address}: {last}"));
                 }
                 Err(StoreError::Unreachable { store, attempts, last, .. }) => {
                     let after = self.timeout;
@@ -274,7 +270,7 @@ impl Fixed {
         keys: &[&[u8]],
         deadline: Instant,
     ) -> Result<(), RendezvousError> {
-        let mut told = Vec::new();
+        let mut progress = Progress::new(deadline);
         loop {
             let until = deadline.min(Instant::now() + PROGRESS_INTERVAL);
             match job.wait(keys, until) {
@@ -298,16 +294,9 @@ impl Fixed {
                 let endpoint = self.endpoint();
                 return Err(RendezvousError::Missing { missing, expected: self.nodes, after_s, endpoint });
             }
-            if missing != told {
-                let left = deadline.saturating_duration_since(now).as_secs();
-                let here = self.nodes - missing.len();
-                let missing_text = super::nodes(&missing);
-                say(&format!(
-                    "{here} of {} nodes are here, waiting for {missing_text} ({left} s left)",
-                    self.nodes
-                ));
-                told = missing;
-            }
+            let here = self.nodes - missing.len();
+            let missing = super::nodes(&missing);
+            progress.show(&format!("{here} of {} nodes are here, waiting for {missing}", self.nodes));
         }
     }
 
@@ -318,10 +307,19 @@ impl Fixed {
         deadline: Instant,
     ) -> Result<Ranks, RendezvousError> {
         let key = format!("{ASSIGNED_RANKS}{}", self.node);
+        // Node 0 knows who is missing, and has the last word.
+        let mut progress = Progress::new(deadline - LATER_THAN_NODE_0);
+        let mut show_at = Instant::now() + PROGRESS_INTERVAL;
         let text = loop {
             match job.get(key.as_bytes(), deadline.min(Instant::now() + VERDICT_POLL)) {
                 Ok(text) => break text,
-                Err(StoreError::Timeout { .. }) if Instant::now() < deadline => not_over(court)?,
+                Err(StoreError::Timeout { .. }) if Instant::now() < deadline => {
+                    not_over(court)?;
+                    if Instant::now() >= show_at {
+                        progress.show("node 0 is here, waiting for other nodes");
+                        show_at += PROGRESS_INTERVAL;
+                    }
+                }
                 Err(StoreError::Timeout { .. }) => {
                     let after_s = self.timeout.as_secs();
                     return Err(RendezvousError::NotAssigned { endpoint: self.endpoint(), after_s });

@@ -119,6 +119,7 @@ const MALFORMED: &[(&str, &str, u8, &str)] = &[
     ("--nproc-per-node=2 --virtual-local-rank x.py", "CUDA_VISIBLE_DEVICES=5", 1, "--virtual-local-rank: CUDA_VISIBLE_DEVICES=5 has no device for local rank 1 (entries: 1); lower --nproc-per-node or extend the list"),
     ("-nnodes=2 x.py", "", 2, "unknown flag -nnodes; write --nnodes"),
     ("--Nnodes=2 x.py", "", 2, "unknown flag --Nnodes; write --nnodes"),
+    ("--master-adress=h x.py", "", 2, "unknown flag --master-adress; did you mean --master-addr?"),
     ("--rdzv-endpiont=h:1 x.py", "", 2, "unknown flag --rdzv-endpiont; did you mean --rdzv-endpoint?"),
     ("--tee", "", 2, "--tee needs a value; write --tee=STREAMS"),
     ("--=x x.py", "", 2, "unknown flag --; see --help (flags of the script go behind SCRIPT)"),

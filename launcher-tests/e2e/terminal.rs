@@ -1,0 +1,48 @@
+//! What a person at a terminal sees, and what a log gets instead.
+
+use std::fs::File;
+use std::io::Read;
+use std::process::Command;
+
+use super::harness::{Job, free_port};
+
+/// Runs `command` with a terminal as stderr; all that it wrote there.
+fn on_a_terminal(job: &Job, mut command: Command) -> String {
+    let pty = nix::pty::openpty(None, None).unwrap();
+    command.env("TERM", "xterm").stderr(pty.slave);
+    let mut child = command.stdout(File::create(job.path("out")).unwrap()).spawn().unwrap();
+    drop(command);
+    let mut seen = Vec::new();
+    // Ends with EIO when the last process has closed its end.
+    let _ = File::from(pty.master).read_to_end(&mut seen);
+    child.wait().unwrap();
+    String::from_utf8_lossy(&seen).into_owned()
+}
+
+/// Node 0 of two, the other of which never comes.
+fn alone(job: &Job) -> Command {
+    let mut command =
+        job.command(["--nnodes=2", "--node-rank=0", "--master-addr=127.0.0.1", "--master-port"]);
+    command.args([&free_port(), "--rdzv-conf=timeout=3", "true"]);
+    command
+}
+
+const WAITING: &str = "1 of 2 nodes are here, waiting for node 1";
+
+#[test]
+fn a_terminal_shows_one_live_line_while_nodes_are_awaited() {
+    let job = Job::new();
+    let seen = on_a_terminal(&job, alone(&job));
+    let (live, rest) = seen.rsplit_once("\r\x1b[2K").expect(&seen);
+    assert!(live.matches(WAITING).count() >= 2, "kept up to date: {seen:?}");
+    assert!(!live.contains('\n'), "one line: {seen:?}");
+    assert!(rest.starts_with("convoke: error: 1 of 2 nodes did not join within 3 s"), "{seen:?}");
+}
+
+#[test]
+fn a_log_gets_one_line_per_change() {
+    let job = Job::new();
+    let ended = job.start(alone(&job)).wait().expect(1);
+    assert_eq!(ended.stderr.matches(WAITING).count(), 1, "{}", ended.stderr);
+    assert!(!ended.stderr.contains(['\r', '\x1b']), "{:?}", ended.stderr);
+}

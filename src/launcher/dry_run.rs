@@ -1,0 +1,261 @@
+//! `--dry-run`: what would be started where, and with which variables. Pure, but for the names of this host.
+
+use std::ffi::{OsStr, OsString};
+use std::fmt::Write;
+
+use convoke_env::vars;
+
+use crate::agent::{Variables, command_line, variables};
+use crate::cli::VERSION;
+use crate::config::{Config, LogDir, Orphans, Rendezvous, StreamChoice};
+use crate::rendezvous::Assignment;
+use crate::report::full_host_name;
+
+type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
+
+/// Variables that are known only when the job runs, and what to show for them.
+const LATER: &[(&str, &str)] =
+    &[(vars::GENERATION, "<new for each round>"), (vars::ERROR_FILE, "<the worker's log folder>/error.json")];
+
+/// The whole text.
+pub(crate) fn text(config: &Config, env: Env<'_>) -> String {
+    let mut out = format!("convoke {VERSION}, dry run: nothing is started\n\n");
+    let (assignment, port_is_known) = assignment(config);
+    let line = |out: &mut String, name: &str, value: &str| {
+        let _ = writeln!(out, "{name:<10} {value}");
+    };
+    line(&mut out, "job", &job(config));
+    line(&mut out, "node", &node(config, &assignment));
+    line(&mut out, "workers", &workers(config, &assignment));
+    line(&mut out, "output", &output(config));
+    line(&mut out, "restarts", &format!("at most {}", config.max_restarts));
+    line(&mut out, "signals", &signals(config));
+    let mut each = Vec::new();
+    for local_rank in 0..config.nproc_per_node {
+        match variables(config, &assignment, local_rank, 0, None, env) {
+            Ok(variables) => {
+                each.push((shown(config, variables, port_is_known), command(config, local_rank)))
+            }
+            Err(error) => {
+                line(&mut out, "error", &error);
+                return out;
+            }
+        }
+    }
+    let Some((first, command)) = each.first() else { return out };
+    let shared: Vec<_> =
+        first.iter().filter(|variable| each.iter().all(|(mine, _)| mine.contains(variable))).collect();
+    let one_command = each.iter().all(|(_, other)| other == command);
+    if one_command {
+        line(&mut out, "command", command);
+    }
+    let _ = writeln!(out, "\nAll workers get the variables of this shell, and");
+    for (name, value) in &shared {
+        let _ = writeln!(out, "  {name}={value}");
+    }
+    for (local_rank, (variables, command)) in each.iter().enumerate() {
+        let own: Vec<_> = variables.iter().filter(|variable| !shared.contains(variable)).collect();
+        let own: Vec<_> = own.iter().map(|(name, value)| format!("{name}={value}")).collect();
+        let command = if one_command { String::new() } else { format!("\n  {command}") };
+        if own.is_empty() && command.is_empty() {
+            continue;
+        }
+        let _ = writeln!(out, "\nlocal rank {local_rank}\n  {}{command}", own.join(" "));
+    }
+    out
+}
+
+/// What this node would be told if all nodes came and started as many workers as this one; and whether
+/// the store's port is known now.
+fn assignment(config: &Config) -> (Assignment, bool) {
+    let nodes = config.nodes.max;
+    let alone = config.local_addr.clone().unwrap_or_else(|| "localhost".to_owned());
+    let (node, host, port) = match &config.rendezvous {
+        Rendezvous::Static { host, port, node_rank, .. } => (*node_rank, host.clone(), *port),
+        Rendezvous::Standalone | Rendezvous::C10d { .. } | Rendezvous::Etcd { .. } => (0, alone, 0),
+    };
+    let (base, world) = (node * config.nproc_per_node, nodes * config.nproc_per_node);
+    let assignment = Assignment {
+        group_rank: node,
+        group_world_size: nodes,
+        base_rank: base,
+        world_size: world,
+        base_role_rank: base,
+        role_world_size: world,
+        master_addr: host,
+        master_port: port,
+        use_agent_store: config.share_store,
+        generation: None,
+    };
+    (assignment, port != 0)
+}
+
+fn job(config: &Config) -> String {
+    let how = match &config.rendezvous {
+        Rendezvous::Standalone => "standalone: its store gets a free port of this host".to_owned(),
+        Rendezvous::Static { host, port, timeout, .. } => format!(
+            "static, {}: node 0 serves the store at {host}:{port}; the nodes wait {} s for each other",
+            nodes(config),
+            timeout.as_secs()
+        ),
+        Rendezvous::C10d { host, port } => format!("c10d, {}: they meet at {host}:{port}", nodes(config)),
+        Rendezvous::Etcd { endpoints } => {
+            let endpoints: Vec<_> = endpoints.iter().map(|(host, port)| format!("{host}:{port}")).collect();
+            format!("etcd, {}: they meet at {}", nodes(config), endpoints.join(", "))
+        }
+    };
+    format!("run id \"{}\", {how}", config.run_id)
+}
+
+fn nodes(config: &Config) -> String {
+    let (min, max) = (config.nodes.min, config.nodes.max);
+    match (min == max, max) {
+        (true, 1) => "1 node".to_owned(),
+        (true, _) => format!("{max} nodes"),
+        (false, _) => format!("{min} to {max} nodes"),
+    }
+}
+
+fn node(config: &Config, assignment: &Assignment) -> String {
+    let given = match &config.rendezvous {
+        Rendezvous::Standalone | Rendezvous::Static { .. } => "",
+        Rendezvous::C10d { .. } | Rendezvous::Etcd { .. } => {
+            " (if it comes first: ranks are given when the nodes meet)"
+        }
+    };
+    format!("{} of {}, on {}{given}", assignment.group_rank, assignment.group_world_size, full_host_name())
+}
+
+fn workers(config: &Config, assignment: &Assignment) -> String {
+    let (base, count, world) = (assignment.base_rank, config.nproc_per_node, assignment.world_size);
+    let ranks =
+        if count == 1 { format!("rank {base}") } else { format!("ranks {base} to {}", base + count - 1) };
+    let others = if config.nodes.max > 1 { ", if each node starts as many" } else { "" };
+    format!("{count} of {world}{others}: {ranks}")
+}
+
+fn output(config: &Config) -> String {
+    let logs = &config.logs;
+    let some = |choice: &StreamChoice| match choice {
+        StreamChoice::All(streams) => streams.stdout || streams.stderr,
+        StreamChoice::Some(_) => true,
+    };
+    let streams = match (some(&logs.redirects), some(&logs.tee)) {
+        (false, false) => "to the console",
+        (true, false) => "redirected to files as --redirects says, else to the console",
+        (false, true) => "to files and the console as --tee says, else to the console",
+        (true, true) => "to files and the console as --redirects and --tee say",
+    };
+    let folder = match &logs.dir {
+        LogDir::Temporary => {
+            format!("log folder: a new one in {}", std::env::temp_dir().display())
+        }
+        LogDir::Path(path) => format!("log folder: a new one in {}", path.display()),
+        LogDir::Nothing => "no log folder".to_owned(),
+    };
+    format!("{streams}; {folder}")
+}
+
+fn signals(config: &Config) -> String {
+    let names: Vec<_> = config.signals.iter().map(|signal| signal.as_str()).collect();
+    let list = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
+    let orphans = match config.orphans {
+        Orphans::Stop => "what outlives the workers is stopped",
+        Orphans::Keep => "what outlives successful workers is left alone",
+    };
+    format!("{list} go to the workers, SIGKILL after {} s; {orphans}", config.shutdown_timeout.as_secs())
+}
+
+/// The variables as text, those that are not known yet by a word for them.
+fn shown(config: &Config, variables: Variables, port_is_known: bool) -> Vec<(String, String)> {
+    let mut set: Vec<(OsString, OsString)> = variables.set;
+    if config.logs.dir != LogDir::Nothing {
+        set.push((vars::ERROR_FILE.into(), OsString::new()));
+    }
+    set.push((vars::GENERATION.into(), OsString::new()));
+    let mut out: Vec<_> = set
+        .into_iter()
+        .map(|(name, value)| {
+            let name = name.to_string_lossy().into_owned();
+            let later = LATER.iter().find(|(later, _)| *later == name).map(|(_, text)| *text);
+            let value = match later {
+                Some(text) => text.to_owned(),
+                None if name == vars::MASTER_PORT && !port_is_known => "<a free port>".to_owned(),
+                None => quoted(&value),
+            };
+            (name, value)
+        })
+        .collect();
+    out.sort();
+    out.dedup();
+    out
+}
+
+fn command(config: &Config, local_rank: usize) -> String {
+    command_line(config, local_rank).iter().map(|word| quoted(word)).collect::<Vec<_>>().join(" ")
+}
+
+/// A word as a shell would have to be given it.
+fn quoted(word: &OsStr) -> String {
+    let text = word.to_string_lossy();
+    let plain = |c: char| c.is_ascii_alphanumeric() || "_@%+=:,./-".contains(c);
+    if !text.is_empty() && text.chars().all(plain) {
+        text.into_owned()
+    } else {
+        format!("'{}'", text.replace('\'', r"'\''"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::{Invocation, parse};
+
+    fn dry(line: &str) -> String {
+        let words = ["convoke", "--dry-run"].into_iter().chain(line.split(' ')).map(OsString::from);
+        match parse(words, &|name| (name == "PATH").then(|| "/bin:/usr/bin".into())) {
+            Ok(Invocation::DryRun(config)) => text(&config, &|_| None),
+            other => panic!("{line}: {other:?}"),
+        }
+    }
+
+    fn assert_shows(text: &str, lines: &[&str]) {
+        for wanted in lines {
+            assert!(text.lines().any(|line| line.trim_end() == *wanted), "no line {wanted:?} in:\n{text}");
+        }
+    }
+
+    #[test]
+    fn a_standalone_job_shows_what_is_not_known_yet() {
+        let text = dry("--nproc-per-node=2 --no-python echo rank ${local_rank}");
+        assert_shows(
+            &text,
+            &[
+                "workers    2 of 2: ranks 0 to 1",
+                "  MASTER_ADDR=localhost",
+                "  MASTER_PORT=<a free port>",
+                "  WORLD_SIZE=2",
+                "  LOCAL_RANK=1 RANK=1 ROLE_RANK=1",
+                "  echo rank 1",
+            ],
+        );
+    }
+
+    #[test]
+    fn a_static_node_shows_its_ranks_among_all() {
+        let text = dry(
+            "--nnodes=3 --node-rank=1 --nproc-per-node=4 --master-addr=10.0.0.1 --master-port=29501 --no-python ./run it's",
+        );
+        assert_shows(
+            &text,
+            &[
+                "workers    4 of 12, if each node starts as many: ranks 4 to 7",
+                r"command    ./run 'it'\''s'",
+                "  MASTER_PORT=29501",
+                "  GROUP_RANK=1",
+                "  GROUP_WORLD_SIZE=3",
+            ],
+        );
+        assert!(!text.contains("echo"), "{text}");
+    }
+}
