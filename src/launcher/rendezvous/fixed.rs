@@ -10,6 +10,7 @@ use convoke_store::{PrefixStore, Store, StoreError, StoreServer, TcpStore};
 use serde::{Deserialize, Serialize};
 
 use super::ranks::{Ranks, RoleInfo, assign, encode};
+use super::reach::reach;
 use super::{Assignment, Court, Rendezvous, RendezvousError, What};
 use crate::config::Config;
 use crate::report::full_host_name;
@@ -105,7 +106,7 @@ impl Fixed {
             // Nobody else will come.
             Some(server) if self.nodes == 1 => (server.store(), None),
             _ => {
-                let tcp = Arc::new(self.reach(deadline)?);
+                let tcp = Arc::new(reach(&self.host, self.port, self.node == 0, deadline)?);
                 // torch's agents count themselves here, and its node 0 waits for the sum.
                 tcp.announce_worker(deadline)?;
                 (Arc::clone(&tcp) as Arc<dyn Store>, Some(tcp))
@@ -160,26 +161,6 @@ impl Fixed {
             use_agent_store: true,
             generation,
         })
-    }
-
-    /// Connects to node 0's store, and says once per change why it cannot yet.
-    fn reach(&self, deadline: Instant) -> Result<TcpStore, RendezvousError> {
-        let address = super::address(&self.host, self.port);
-        let mut progress = Progress::new(deadline);
-        loop {
-            let until = deadline.min(Instant::now() + PROGRESS_INTERVAL);
-            match TcpStore::connect(&address, until) {
-                Ok(store) => return Ok(store),
-                Err(StoreError::Unreachable { last, .. }) if until < deadline => {
-                    progress.show(&format!("waiting for node 0 at {address}: {last}"));
-                }
-                Err(StoreError::Unreachable { store, attempts, last, .. }) => {
-                    let after = self.timeout;
-                    return Err(StoreError::Unreachable { store, after, attempts, last }.into());
-                }
-                Err(error) => return Err(error.into()),
-            }
-        }
     }
 
     /// Takes this node's place, and holds what it was told against what node 0 was told. `None` if

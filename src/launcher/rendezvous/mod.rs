@@ -5,6 +5,7 @@ mod fixed;
 mod holder;
 mod local;
 mod ranks;
+mod reach;
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::sync::Arc;
@@ -58,6 +59,8 @@ pub(crate) enum RendezvousError {
         "node 0 ({endpoint}) assigned no ranks within {after_s} s\n  try: is node 0 running, with the same --nnodes and --rdzv-id?"
     )]
     NotAssigned { endpoint: String, after_s: u64 },
+    #[error("node 0 cannot be reached at {address} within {after_s} s: {last}\n  try: {advice}")]
+    Unreachable { address: String, after_s: u64, last: String, advice: String },
     #[error("node {node} published {key} that makes no sense: {what}")]
     Malformed { node: usize, key: String, what: String },
     #[error(

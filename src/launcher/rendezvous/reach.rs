@@ -1,0 +1,132 @@
+//! The way to node 0's store, and what is wrong with it.
+
+use std::net::{IpAddr, ToSocketAddrs};
+use std::time::{Duration, Instant};
+
+use convoke_store::{StoreError, TcpStore};
+use nix::ifaddrs::getifaddrs;
+
+use super::RendezvousError;
+use crate::report::full_host_name;
+use crate::say::{Progress, say};
+
+/// How often to say how it goes.
+const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Connects to node 0's store, and says meanwhile why it cannot yet. `is_node_0`: this node itself serves it.
+///
+/// # Errors
+/// [`RendezvousError::Unreachable`] after `deadline`, with what to try.
+pub(super) fn reach(
+    host: &str,
+    port: u16,
+    is_node_0: bool,
+    deadline: Instant,
+) -> Result<TcpStore, RendezvousError> {
+    let start = Instant::now();
+    let address = super::address(host, port);
+    let mut progress = Progress::new(deadline);
+    let mut stranger = None;
+    loop {
+        let until = deadline.min(Instant::now() + PROGRESS_INTERVAL);
+        match TcpStore::connect(&address, until) {
+            Ok(store) => return Ok(store),
+            Err(StoreError::Unreachable { last, .. }) if until < deadline => {
+                if is_node_0 && stranger.is_none() {
+                    let found = elsewhere(host);
+                    if let Some(elsewhere) = &found {
+                        say(&format!("warning: {}; {}", elsewhere.what, elsewhere.advice));
+                    }
+                    stranger = Some(found);
+                }
+                progress.show(&format!("waiting for node 0 at {address}: {}", without(&address, &last)));
+            }
+            Err(StoreError::Unreachable { last, .. }) => {
+                let after_s =
+                    (deadline.saturating_duration_since(start) + Duration::from_millis(500)).as_secs();
+                let last = without(&address, &last).to_owned();
+                let advice = stranger
+                    .flatten()
+                    .map_or_else(|| advice(&last, host, port), |elsewhere| elsewhere.advice);
+                return Err(RendezvousError::Unreachable { address, after_s, last, advice });
+            }
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
+/// `--master-addr` that is not node 0's.
+struct Elsewhere {
+    what: String,
+    advice: String,
+}
+
+/// What node 0 should know if `host` leads to another host.
+fn elsewhere(host: &str) -> Option<Elsewhere> {
+    let theirs: Vec<IpAddr> =
+        (host.trim_matches(['[', ']']), 0).to_socket_addrs().ok()?.map(|a| a.ip()).collect();
+    let ours: Vec<IpAddr> = getifaddrs()
+        .ok()?
+        .filter_map(|interface| {
+            let address = interface.address?;
+            let v4 = address.as_sockaddr_in().map(|v4| IpAddr::V4(v4.ip()));
+            v4.or_else(|| address.as_sockaddr_in6().map(|v6| IpAddr::V6(v6.ip())))
+        })
+        .collect();
+    if theirs.iter().any(|ip| ours.contains(ip) || ip.is_loopback()) {
+        return None;
+    }
+    let useful = |ip: &&IpAddr| match ip {
+        IpAddr::V4(ip) => !ip.is_loopback(),
+        IpAddr::V6(ip) => !ip.is_loopback() && !ip.is_unicast_link_local(),
+    };
+    let list: Vec<_> = ours.iter().filter(useful).take(8).map(ToString::to_string).collect();
+    let list = if list.is_empty() { "none but loopback".to_owned() } else { list.join(", ") };
+    Some(Elsewhere {
+        what: format!(
+            "{host} is no address of this host ({}), which is node 0 and serves the store",
+            full_host_name()
+        ),
+        advice: format!(
+            "give all nodes a --master-addr of this host ({list}), or --node-rank=0 to the host that has {host}"
+        ),
+    })
+}
+
+/// What the kind of failure suggests.
+fn advice(last: &str, host: &str, port: u16) -> String {
+    if last.contains("look up") {
+        format!("is {host} spelt right? an address does as well")
+    } else if last.contains("refused") {
+        format!(
+            "is convoke running there with --node-rank=0 and --master-port={port}? the host answers, but nobody listens"
+        )
+    } else {
+        format!("is {host} right, and may this host reach its port {port}? a firewall answers like this")
+    }
+}
+
+/// The address is said before; errors of sockets begin with it.
+fn without<'a>(address: &str, last: &'a str) -> &'a str {
+    last.strip_prefix(address).and_then(|rest| rest.strip_prefix(": ")).unwrap_or(last)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn node_0_is_told_of_an_address_that_is_not_its_own() {
+        // Of a network for documentation: nobody has it.
+        let elsewhere = elsewhere("192.0.2.1").unwrap();
+        assert!(elsewhere.what.starts_with("192.0.2.1 is no address of this host"), "{}", elsewhere.what);
+        assert!(
+            elsewhere.advice.contains("--node-rank=0 to the host that has 192.0.2.1"),
+            "{}",
+            elsewhere.advice
+        );
+        for own in ["127.0.0.1", "127.0.0.2", "localhost", "::1", "[::1]"] {
+            assert!(super::elsewhere(own).is_none(), "{own}");
+        }
+    }
+}
