@@ -6,9 +6,10 @@ use std::process::Command;
 
 use super::harness::{Job, free_port};
 
-/// Runs `command` with a terminal as stderr; all that it wrote there.
+/// Runs `command` with a terminal of 91 columns as stderr; all that it wrote there.
 fn on_a_terminal(job: &Job, mut command: Command) -> String {
-    let pty = nix::pty::openpty(None, None).unwrap();
+    let size = nix::pty::Winsize { ws_row: 33, ws_col: 91, ws_xpixel: 0, ws_ypixel: 0 };
+    let pty = nix::pty::openpty(&size, None).unwrap();
     command.env("TERM", "xterm").stderr(pty.slave);
     let mut child = command.stdout(File::create(job.path("out")).unwrap()).spawn().unwrap();
     drop(command);
@@ -45,4 +46,24 @@ fn a_log_gets_one_line_per_change() {
     let ended = job.start(alone(&job)).wait().expect(1);
     assert_eq!(ended.stderr.matches(WAITING).count(), 1, "{}", ended.stderr);
     assert!(!ended.stderr.contains(['\r', '\x1b']), "{:?}", ended.stderr);
+}
+
+#[test]
+fn a_workers_stderr_is_a_terminal_where_ours_is_one_and_is_in_the_report() {
+    let job = Job::new();
+    let worker = job.script(
+        "[ -t 2 ] && echo \"a terminal of $(stty size <&2)\" >&2\nprintf '10 %%\\r20 %%\\r\\n' >&2\necho 'ValueError: wrong' >&2\nexit 3\n",
+    );
+    let mut command = job.command(["--nproc-per-node=2"]);
+    command.arg(&worker);
+    let seen = on_a_terminal(&job, command);
+    let (live, report) = seen.split_once("FAILED").expect(&seen);
+    assert_eq!(live.matches("a terminal of 33 91\r\n").count(), 2, "{seen:?}");
+    assert_eq!(
+        live.matches("10 %\r20 %\r\r\n").count(),
+        2,
+        "unchanged but for the outer terminal's own \\r: {seen:?}"
+    );
+    assert!(report.contains("ValueError: wrong"), "{seen}");
+    assert!(!report.contains("not known"), "{seen}");
 }

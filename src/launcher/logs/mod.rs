@@ -2,14 +2,15 @@
 //!
 //! [`RunDir`] is one launcher's directory, [`AttemptDir`] the directory of one attempt, which hands out
 //! the descriptors of each worker. Files without tee are given to the worker itself; a teed stream is a
-//! pipe that [`Tee`] reads. So is a stderr that goes to the console, unless that is a terminal: its last
-//! lines are wanted if the worker fails.
+//! pipe that [`Tee`] reads. So is a stderr that goes to the console, since its last lines are wanted if the
+//! worker fails; where the console is a terminal, it is one as well.
 //!
 //! Logs serve the job: but for a `--log-dir` that cannot be one, what goes wrong here is told once, and
 //! the job goes on without files.
 
 mod console;
 mod lines;
+mod pty;
 mod tail;
 mod tee;
 #[cfg(test)]
@@ -302,10 +303,17 @@ impl AttemptDir {
         // Better on the console than lost, if there could be no file.
         let inherit = on_console && !(redirected && config.dir == LogDir::Nothing);
         let nowhere = redirected && !inherit;
-        if tail_wanted && !nowhere && !(inherit && settings.terminal) {
-            let (ours, theirs) = pipe()?;
+        if tail_wanted && !nowhere {
             let tail = Tail::default();
-            self.sources.push(Source::raw(ours, on_console).with_tail(tail.clone()));
+            let terminal = if inherit && settings.terminal { pty::open().ok() } else { None };
+            let (source, theirs) = match terminal {
+                Some((ours, theirs)) => (Source::terminal(ours), theirs),
+                None => {
+                    let (ours, theirs) = pipe()?;
+                    (Source::raw(ours, on_console), theirs)
+                }
+            };
+            self.sources.push(source.with_tail(tail.clone()));
             return Ok((StdioTarget::Pipe(theirs), tail.into()));
         }
         if inherit {

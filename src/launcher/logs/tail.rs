@@ -48,7 +48,7 @@ impl Tail {
 /// Where the last lines of a worker's stderr can be had.
 #[derive(Debug, Clone)]
 pub(crate) enum StderrTail {
-    /// Nowhere: it has the terminal itself, or nobody wants it.
+    /// Nowhere: it went past us, or nobody wants it.
     Unknown,
     /// It passed through our hands.
     Stream(TailHandle),

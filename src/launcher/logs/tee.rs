@@ -18,6 +18,7 @@ use std::time::{Duration, Instant};
 
 use memchr::memmem::Finder;
 use nix::sys::eventfd::{EfdFlags, EventFd};
+use rustix::termios::Winsize;
 
 use super::console::{Console, Patience, Writes};
 use super::lines::Lines;
@@ -69,6 +70,8 @@ pub(super) struct Source {
     form: Form,
     /// Where its last bytes are kept.
     tail: Option<Tail>,
+    /// It is a terminal, of this size.
+    terminal: Option<Option<Winsize>>,
     /// When its last bytes came.
     read_at: Instant,
 }
@@ -91,13 +94,28 @@ impl Source {
         on_console: bool,
     ) -> Self {
         let (pipe, form) = (File::from(pipe), Form::Lines(Lines::default()));
-        Self { stream, pipe, file, prefix, on_console, form, tail: None, read_at: Instant::now() }
+        Self {
+            stream,
+            pipe,
+            file,
+            prefix,
+            on_console,
+            form,
+            tail: None,
+            terminal: None,
+            read_at: Instant::now(),
+        }
     }
 
     /// A stderr that passes through unchanged.
     pub(super) fn raw(pipe: OwnedFd, on_console: bool) -> Self {
         let form = Form::Raw { held: Vec::new(), since: Instant::now() };
         Self { form, ..Self::new(Stream::Stderr, pipe, None, Vec::new(), on_console) }
+    }
+
+    /// The same with a terminal on its other end.
+    pub(super) fn terminal(pty: OwnedFd) -> Self {
+        Self { terminal: Some(None), ..Self::raw(pty, true) }
     }
 
     /// Keeps the last bytes in `tail`.

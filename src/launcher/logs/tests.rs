@@ -677,7 +677,7 @@ fn passing_through(
 }
 
 #[test]
-fn stderr_passes_through_unless_it_is_a_terminal_or_goes_elsewhere() -> Result {
+fn stderr_passes_through_unless_it_goes_elsewhere() -> Result {
     let redirect = |config: &mut LogConfig| config.redirects = StreamChoice::All(BOTH);
     let filter = |config: &mut LogConfig| config.local_ranks_filter = Some(BTreeSet::from([7]));
     let kinds = |run: &RunDir| {
@@ -687,7 +687,10 @@ fn stderr_passes_through_unless_it_is_a_terminal_or_goes_elsewhere() -> Result {
     let (_temp, run) = passing_through(false, |_| {})?;
     assert_eq!(kinds(&run)?, ("inherit", "pipe"));
     let (_temp, run) = passing_through(true, |_| {})?;
-    assert_eq!(kinds(&run)?, ("inherit", "inherit"));
+    let mut attempt = run.attempt(0, 1)?;
+    let stdio = attempt.worker(0, 0)?;
+    assert_eq!((kind(&stdio.stdout), kind(&stdio.stderr)), ("inherit", "pipe"));
+    assert!(stdio.stderr.as_fd().is_some_and(|fd| fd.is_terminal()), "a terminal where the console is one");
     let (_temp, run) = passing_through(false, redirect)?;
     assert_eq!(kinds(&run)?, ("file", "file"));
     let (_temp, run) = passing_through(true, filter)?;

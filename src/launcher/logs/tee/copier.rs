@@ -14,6 +14,7 @@ use super::{Form, RAW_PARTIAL_MAX, Request, Source, Stream};
 use crate::logs::PIPE_BYTES;
 use crate::logs::console::{Console, Patience};
 use crate::logs::lines::{LINE_MAX_BYTES, Piece};
+use crate::logs::pty;
 
 const READ_BYTES: usize = 64 << 10;
 /// After so many reads, whatever a pipe held before them has been read.
@@ -149,8 +150,12 @@ impl Copier {
         let count = match source.pipe.read(buffer) {
             Ok(count) => count,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => return,
+            // A terminal ends with EIO.
             Err(_) => 0,
         };
+        if let Some(size) = &mut source.terminal {
+            pty::follow(&source.pipe, size);
+        }
         if count == 0 {
             let (number, mut source) = self.sources.remove(at);
             self.finish_source(number, &mut source);
