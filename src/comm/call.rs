@@ -18,10 +18,34 @@ pub enum CallKind {
     Broadcast,
     /// `send`, and the `recv` that it meets
     PointToPoint,
+    /// `reduce`
+    Reduce,
+    /// `all_gather`
+    AllGather,
+    /// `reduce_scatter`
+    ReduceScatter,
+    /// `gather`
+    Gather,
+    /// `scatter`
+    Scatter,
+    /// `all_to_all`
+    AllToAll,
 }
 
 impl CallKind {
-    const ALL: [Self; 4] = [Self::Barrier, Self::AllReduce, Self::Broadcast, Self::PointToPoint];
+    /// In the order of their numbers on the wire.
+    const ALL: [Self; 10] = [
+        Self::Barrier,
+        Self::AllReduce,
+        Self::Broadcast,
+        Self::PointToPoint,
+        Self::Reduce,
+        Self::AllGather,
+        Self::ReduceScatter,
+        Self::Gather,
+        Self::Scatter,
+        Self::AllToAll,
+    ];
 
     const fn name(self) -> &'static str {
         match self {
@@ -29,6 +53,12 @@ impl CallKind {
             Self::AllReduce => "all_reduce",
             Self::Broadcast => "broadcast",
             Self::PointToPoint => "send/recv",
+            Self::Reduce => "reduce",
+            Self::AllGather => "all_gather",
+            Self::ReduceScatter => "reduce_scatter",
+            Self::Gather => "gather",
+            Self::Scatter => "scatter",
+            Self::AllToAll => "all_to_all",
         }
     }
 }
@@ -75,7 +105,7 @@ impl Call {
         self.op
     }
 
-    /// Number of elements.
+    /// Number of elements; of one block where each rank has one.
     #[must_use]
     pub const fn count(&self) -> u64 {
         self.count
@@ -135,12 +165,16 @@ impl fmt::Display for Call {
         let Self { kind, dtype, op, root, count } = self;
         match kind {
             CallKind::Barrier => write!(f, "barrier()"),
-            CallKind::AllReduce => {
-                write!(f, "all_reduce({dtype}, {count}")?;
+            CallKind::AllReduce | CallKind::ReduceScatter | CallKind::AllGather | CallKind::AllToAll => {
+                write!(f, "{kind}({dtype}, {count}")?;
                 op.map_or(Ok(()), |op| write!(f, ", {op}"))?;
                 write!(f, ")")
             }
-            CallKind::Broadcast => write!(f, "broadcast({dtype}, {count}, root {root})"),
+            CallKind::Broadcast | CallKind::Reduce | CallKind::Gather | CallKind::Scatter => {
+                write!(f, "{kind}({dtype}, {count}")?;
+                op.map_or(Ok(()), |op| write!(f, ", {op}"))?;
+                write!(f, ", root {root})")
+            }
             CallKind::PointToPoint => write!(f, "send/recv({dtype}, {count}, tag {root})"),
         }
     }

@@ -1,5 +1,7 @@
 //! Groups of ranks and what they do together.
 
+mod blocks;
+
 use std::any::Any;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -166,9 +168,7 @@ impl Group {
     /// With P ranks and S bytes: few bytes, log2(P) exchanges of S; many, a ring of 2(P−1) steps in which
     /// each rank sends 2·S·(P−1)/P bytes.
     pub fn all_reduce<T: Element>(&self, buf: &mut [T], op: ReduceOp) -> Result<(), CommError> {
-        let Some(kernel) = Kernel::of(T::DTYPE, op) else {
-            return Err(CommError::InvalidArgument(format!("{op} of {} has no meaning", T::DTYPE)));
-        };
+        let kernel = kernel::<T>(op)?;
         let call = call::<T>(CallKind::AllReduce, Some(op), 0, buf.len());
         self.collective(call, buf, Some(kernel))
     }
@@ -188,6 +188,24 @@ impl Group {
         self.check_rank(root, "root")?;
         let call = call::<T>(CallKind::Broadcast, None, root as u32, buf.len());
         self.collective(call, buf, None)
+    }
+
+    /// Replaces `buf` on rank `root` by the elementwise `op` over all ranks' `buf`. On the other ranks it is
+    /// unspecified afterwards.
+    ///
+    /// All ranks pass the same length, type, `op` and `root`. A rank other than the root may return before
+    /// the root has everything.
+    ///
+    /// # Errors
+    /// As [`Self::all_reduce`]; [`CommError::InvalidArgument`] also if there is no such rank.
+    ///
+    /// # Cost
+    /// Few bytes: a tree of log2(P) steps. Many: a chain in which every rank sends S bytes at most.
+    pub fn reduce<T: Element>(&self, buf: &mut [T], op: ReduceOp, root: usize) -> Result<(), CommError> {
+        self.check_rank(root, "root")?;
+        let kernel = kernel::<T>(op)?;
+        let call = call::<T>(CallKind::Reduce, Some(op), root as u32, buf.len());
+        self.collective(call, buf, Some(kernel))
     }
 
     /// Returns when all ranks have called it.
@@ -293,6 +311,19 @@ impl Inner {
             CallKind::Broadcast => {
                 plan::broadcast(self.tuning.broadcast(bytes), rank, world, count, call.root as usize)
             }
+            CallKind::Reduce => {
+                plan::reduce(self.tuning.reduce(bytes), rank, world, count, call.root as usize)
+            }
+            CallKind::AllGather => {
+                plan::all_gather(self.tuning.all_gather(bytes, world), rank, world, count, element_bytes)
+            }
+            CallKind::ReduceScatter => {
+                let algorithm = self.tuning.reduce_scatter(bytes, world);
+                plan::reduce_scatter(algorithm, rank, world, count, element_bytes)
+            }
+            CallKind::Gather => plan::gather(rank, world, count, call.root as usize),
+            CallKind::Scatter => plan::scatter(rank, world, count, call.root as usize),
+            CallKind::AllToAll => plan::all_to_all(rank, world, count),
             CallKind::Barrier | CallKind::PointToPoint => plan::barrier(rank, world),
         });
         if plans.len() == PLANS {
@@ -325,6 +356,11 @@ impl fmt::Debug for Group {
             .field("generation", &self.inner.generation)
             .finish_non_exhaustive()
     }
+}
+
+fn kernel<T: Element>(op: ReduceOp) -> Result<Kernel, CommError> {
+    Kernel::of(T::DTYPE, op)
+        .ok_or_else(|| CommError::InvalidArgument(format!("{op} of {} has no meaning", T::DTYPE)))
 }
 
 fn call<T: Element>(kind: CallKind, op: Option<ReduceOp>, root: u32, count: usize) -> Call {

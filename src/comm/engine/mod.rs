@@ -156,6 +156,25 @@ impl Shared {
         self.call(work(lent), timeout)
     }
 
+    /// As [`Self::call_mut`], for an operation that reads `send` and fills or changes `recv`; the numbers say
+    /// at which element of the plan's row they begin.
+    pub(crate) fn call_both<T: Element>(
+        &self,
+        (send, send_at): (&[T], usize),
+        (recv, recv_at): (&mut [T], usize),
+        timeout: Duration,
+        work: impl FnOnce(Lent) -> Work,
+    ) -> Result<(), CommError> {
+        let bytes = |elements: usize| elements.saturating_mul(size_of::<T>());
+        // SAFETY: as in `call_ref` and `call_mut`; as `recv` is borrowed exclusively, they do not overlap.
+        #[allow(unsafe_code)]
+        let lent = unsafe {
+            let send = Lent::read_only(send.as_ptr().cast(), size_of_val(send)).at(bytes(send_at));
+            send.with(Lent::new(recv.as_mut_ptr().cast(), size_of_val(recv)).at(bytes(recv_at)))
+        };
+        self.call(work(lent), timeout)
+    }
+
     /// Carries out an operation and waits for it.
     ///
     /// When it returns, the engine has let go of the memory in `work`: a ticket is completed only

@@ -1,4 +1,4 @@
-//! Pipelined chain: broadcast of large buffers.
+//! Pipelined chain: broadcast and reduce of large buffers.
 
 use super::{Apply, Plan, Stream};
 
@@ -17,8 +17,28 @@ pub(super) fn broadcast(rank: usize, world: usize, count: usize, root: usize) ->
     plan
 }
 
+/// Reduce from rank to rank towards `root`, as `rank` of `world` sees it.
+///
+/// The broadcast backwards: each rank adds what comes and sends it on, as it comes. Buffers of ranks
+/// other than the root end as partial sums.
+pub(super) fn reduce(rank: usize, world: usize, count: usize, root: usize) -> Plan {
+    let mut plan = Plan::default();
+    let place = (rank + world - root) % world;
+    let apply = if place == 0 { Apply::ReduceLast } else { Apply::Reduce };
+    let got = (place + 1 < world).then(|| plan.push(Stream::recv((rank + 1) % world, [(0..count, apply)])));
+    if place > 0 {
+        plan.push(Stream::send((rank + world - 1) % world, Some(0..count)).after(got, 0));
+    }
+    plan
+}
+
 #[cfg(test)]
 mod tests {
+    #[test]
+    fn the_root_gets_everybodys_share() {
+        crate::plan::check::reduce_is_right(super::reduce);
+    }
+
     #[test]
     fn everyone_gets_what_the_root_has() {
         crate::plan::check::broadcast_is_right(super::broadcast);

@@ -1,4 +1,4 @@
-//! Direct exchange: owner computes, in two rounds.
+//! Direct exchange: owner computes, in two rounds; and each round alone.
 
 use super::{Apply, Plan, Stream, block};
 
@@ -11,7 +11,7 @@ use super::{Apply, Plan, Stream, block};
 pub(super) fn all_reduce(rank: usize, world: usize, count: usize) -> Plan {
     let mut plan = Plan::default();
     let own = block(rank, world, count);
-    let others = || (1..world).map(|distance| (rank + distance) % world);
+    let others = || others(rank, world);
     let mut sum = None;
     for peer in others() {
         plan.push(Stream::send(peer, [block(peer, world, count)]));
@@ -30,8 +30,64 @@ pub(super) fn all_reduce(rank: usize, world: usize, count: usize) -> Plan {
     plan
 }
 
+/// All-gather in one round of `world` blocks of `count` elements, as `rank` sees it.
+pub(super) fn all_gather(rank: usize, world: usize, count: usize) -> Plan {
+    let mut plan = Plan::default();
+    let of = |rank: usize| rank * count..(rank + 1) * count;
+    for peer in others(rank, world) {
+        plan.push(Stream::send(peer, [of(rank)]));
+        plan.push(Stream::recv(peer, [(of(peer), Apply::Copy)]));
+    }
+    plan
+}
+
+/// Reduce-scatter in one round, as `rank` of `world` sees it.
+///
+/// The row holds `world` blocks of `count` elements that are only sent, and behind them the block of the
+/// result, which begins as this rank's own share.
+pub(super) fn reduce_scatter(rank: usize, world: usize, count: usize) -> Plan {
+    let mut plan = Plan::default();
+    let of = |block: usize| block * count..(block + 1) * count;
+    let result = of(world);
+    let mut sum = None;
+    for peer in others(rank, world) {
+        plan.push(Stream::send(peer, [of(peer)]));
+        let last = peer == (rank + world - 1) % world;
+        let apply = if last { Apply::ReduceLast } else { Apply::Reduce };
+        sum = Some(plan.push(Stream::recv(peer, [(result.clone(), apply)]).after(sum, 0)));
+    }
+    plan
+}
+
+/// All-to-all, as `rank` of `world` sees it: `world` blocks that are only sent, one for each rank, and
+/// behind them as many that are filled, one from each.
+pub(crate) fn all_to_all(rank: usize, world: usize, count: usize) -> Plan {
+    let mut plan = Plan::default();
+    let of = |block: usize| block * count..(block + 1) * count;
+    for distance in 1..world {
+        let (to, from) = ((rank + distance) % world, (rank + world - distance) % world);
+        plan.push(Stream::send(to, [of(to)]));
+        plan.push(Stream::recv(from, [(of(world + from), Apply::Copy)]));
+    }
+    plan
+}
+
+/// The other ranks, from the next one on, so that not all begin with the same.
+fn others(rank: usize, world: usize) -> impl Iterator<Item = usize> {
+    (1..world).map(move |distance| (rank + distance) % world)
+}
+
 #[cfg(test)]
 mod tests {
+    use crate::plan::check::{all_gather_is_right, all_to_all_is_right, reduce_scatter_is_right};
+
+    #[test]
+    fn blocks_reach_everybody_their_owner_or_their_addressee() {
+        all_gather_is_right(super::all_gather);
+        reduce_scatter_is_right(1, super::reduce_scatter);
+        all_to_all_is_right(super::all_to_all);
+    }
+
     #[test]
     fn every_rank_counts_once_in_every_element() {
         crate::plan::check::all_reduce_is_right(super::all_reduce);

@@ -18,6 +18,7 @@ mod direct;
 mod dissemination;
 mod doubling;
 mod ring;
+mod star;
 mod tree;
 pub(crate) mod tuning;
 
@@ -137,6 +138,54 @@ pub(crate) fn broadcast(algorithm: Algorithm, rank: usize, world: usize, count: 
         }
     }
 }
+
+/// Reduce of `count` elements to `root`; buffers of other ranks end as partial sums.
+pub(crate) fn reduce(algorithm: Algorithm, rank: usize, world: usize, count: usize, root: usize) -> Plan {
+    match algorithm {
+        Algorithm::Chain => chain::reduce(rank, world, count, root),
+        Algorithm::Binomial | Algorithm::Ring | Algorithm::Direct | Algorithm::Doubling => {
+            tree::reduce(rank, world, count, root)
+        }
+    }
+}
+
+/// All-gather over a row of `world` blocks of `count` elements, of which this rank has filled its own.
+pub(crate) fn all_gather(
+    algorithm: Algorithm,
+    rank: usize,
+    world: usize,
+    count: usize,
+    element_bytes: usize,
+) -> Plan {
+    match algorithm {
+        Algorithm::Ring => ring::all_gather(rank, world, count, ring::chunk_elements(world, element_bytes)),
+        Algorithm::Direct | Algorithm::Doubling | Algorithm::Binomial | Algorithm::Chain => {
+            direct::all_gather(rank, world, count)
+        }
+    }
+}
+
+/// Reduce-scatter of `world` blocks of `count` elements. The ring works in place and leaves the result in
+/// this rank's block; the direct exchange only sends from the blocks, and the result is a block behind them.
+pub(crate) fn reduce_scatter(
+    algorithm: Algorithm,
+    rank: usize,
+    world: usize,
+    count: usize,
+    element_bytes: usize,
+) -> Plan {
+    match algorithm {
+        Algorithm::Ring => {
+            ring::reduce_scatter(rank, world, count, ring::chunk_elements(world, element_bytes))
+        }
+        Algorithm::Direct | Algorithm::Doubling | Algorithm::Binomial | Algorithm::Chain => {
+            direct::reduce_scatter(rank, world, count)
+        }
+    }
+}
+
+pub(crate) use direct::all_to_all;
+pub(crate) use star::{gather, scatter};
 
 /// Barrier, over a buffer of [`barrier_elements`] one-byte elements whose values do not matter.
 pub(crate) fn barrier(rank: usize, world: usize) -> Plan {

@@ -64,6 +64,51 @@ pub(super) fn all_reduce(rank: usize, world: usize, count: usize, chunk: usize) 
     plan
 }
 
+/// Ring all-gather of `world` blocks of `count` elements, as `rank` sees it: what it sends is its own
+/// block and then what it has received.
+pub(super) fn all_gather(rank: usize, world: usize, count: usize, chunk: usize) -> Plan {
+    around(rank, world, count, chunk, 0, |_| Apply::Copy)
+}
+
+/// Ring reduce-scatter of `world` blocks of `count` elements, as `rank` sees it: in the end its own block
+/// is summed over all ranks, the others are partial sums.
+pub(super) fn reduce_scatter(rank: usize, world: usize, count: usize, chunk: usize) -> Plan {
+    let apply = |step: usize| if step + 2 == world { Apply::ReduceLast } else { Apply::Reduce };
+    around(rank, world, count, chunk, 1, apply)
+}
+
+/// P−1 steps around the ring, chunk by chunk of all blocks; step k sends block `rank − first − k`.
+fn around(
+    rank: usize,
+    world: usize,
+    count: usize,
+    chunk: usize,
+    first: usize,
+    apply: impl Fn(usize) -> Apply,
+) -> Plan {
+    let mut plan = Plan::default();
+    if world == 1 {
+        return plan;
+    }
+    let (to, from) = ((rank + 1) % world, (rank + world - 1) % world);
+    let chunks = count.div_ceil((chunk / world).max(1)).max(1);
+    let (mut sent, mut received, mut lead) = (Vec::new(), Vec::new(), usize::MAX);
+    for part in (0..chunks).map(|index| block(index, chunks, count)) {
+        let of_block = |behind: usize| {
+            let start = (rank + 2 * world - first - behind) % world * count;
+            start + part.start..start + part.end
+        };
+        lead = lead.min(part.len());
+        for step in 0..world - 1 {
+            sent.push(of_block(step));
+            received.push((of_block(step + 1), apply(step)));
+        }
+    }
+    let recv = plan.push(Stream::recv(from, received));
+    plan.push(Stream::send(to, sent).after(Some(recv), lead));
+    plan
+}
+
 /// Size of chunks of about equal size, at most about `chunk`, in whole elements for each rank.
 ///
 /// A last chunk much shorter than the others would shorten the lead of the whole stream.
@@ -82,6 +127,15 @@ mod tests {
     fn every_rank_counts_once_in_every_element() {
         for chunk in [|_| 1, |world| 4 * world, |_| usize::MAX] {
             all_reduce_is_right(|rank, world, count| all_reduce(rank, world, count, chunk(world)));
+        }
+    }
+
+    #[test]
+    fn its_halves_gather_and_scatter() {
+        use crate::plan::check::{all_gather_is_right, reduce_scatter_is_right};
+        for chunk in [|_| 1, |world| 4 * world, |_| usize::MAX] {
+            all_gather_is_right(|rank, world, count| all_gather(rank, world, count, chunk(world)));
+            reduce_scatter_is_right(0, |rank, world, count| reduce_scatter(rank, world, count, chunk(world)));
         }
     }
 

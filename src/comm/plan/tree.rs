@@ -1,4 +1,4 @@
-//! Binomial tree: broadcast of small buffers.
+//! Binomial tree: broadcast and reduce of small buffers.
 
 use super::{Apply, Plan, Stream};
 
@@ -29,8 +29,36 @@ pub(super) fn broadcast(rank: usize, world: usize, count: usize, root: usize) ->
     plan
 }
 
+/// Reduce in log2(P) rounds, as `rank` of `world` sees it: the broadcast backwards.
+///
+/// Shares of the children are added in the order of the bits, so that the order never depends on who
+/// is early. Buffers of ranks other than the root end as partial sums.
+pub(super) fn reduce(rank: usize, world: usize, count: usize, root: usize) -> Plan {
+    let mut plan = Plan::default();
+    let place = (rank + world - root) % world;
+    let real = |place: usize| (place + root) % world;
+    let reach = if place == 0 { world.next_power_of_two() } else { place & place.wrapping_neg() };
+    let children: Vec<usize> =
+        (0..reach.ilog2()).map(|bit| place + (1 << bit)).filter(|&child| child < world).collect();
+    let mut before = None;
+    for &child in &children {
+        let last = place == 0 && Some(&child) == children.last();
+        let apply = if last { Apply::ReduceLast } else { Apply::Reduce };
+        before = Some(plan.push(Stream::recv(real(child), [(0..count, apply)]).after(before, 0)));
+    }
+    if place > 0 {
+        plan.push(Stream::send(real(place & (place - 1)), Some(0..count)).after(before, 0));
+    }
+    plan
+}
+
 #[cfg(test)]
 mod tests {
+    #[test]
+    fn the_root_gets_everybodys_share() {
+        crate::plan::check::reduce_is_right(super::reduce);
+    }
+
     #[test]
     fn everyone_gets_what_the_root_has() {
         crate::plan::check::broadcast_is_right(super::broadcast);

@@ -6,7 +6,7 @@
 use std::fmt;
 
 /// Version of the table below: ranks with different tables refuse each other.
-pub(crate) const TABLE_VERSION: u32 = 1;
+pub(crate) const TABLE_VERSION: u32 = 2;
 
 /// Largest all-reduce by recursive doubling, in bytes: two ranks, more, and where folding is needed.
 const DOUBLING_PAIR_BYTES: usize = 128 << 10;
@@ -14,7 +14,7 @@ const DOUBLING_BYTES: usize = 8 << 10;
 /// Largest all-reduce by direct exchange, in bytes, and most ranks for it.
 const DIRECT_BYTES: usize = 256 << 10;
 const DIRECT_RANKS: usize = 8;
-/// Largest broadcast by the binomial tree, in bytes.
+/// Largest broadcast and reduce by the binomial tree, in bytes.
 const BINOMIAL_BYTES: usize = 64 << 10;
 
 /// A communication pattern.
@@ -41,12 +41,16 @@ impl Algorithm {
 
 const ALL_REDUCE: [Algorithm; 3] = [Algorithm::Ring, Algorithm::Direct, Algorithm::Doubling];
 const BROADCAST: [Algorithm; 2] = [Algorithm::Binomial, Algorithm::Chain];
+const BLOCKS: [Algorithm; 2] = [Algorithm::Direct, Algorithm::Ring];
 
 /// The choice of algorithms: the table, and what overrides it.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) struct Tuning {
     all_reduce: Option<Algorithm>,
     broadcast: Option<Algorithm>,
+    reduce: Option<Algorithm>,
+    all_gather: Option<Algorithm>,
+    reduce_scatter: Option<Algorithm>,
 }
 
 impl Tuning {
@@ -61,8 +65,14 @@ impl Tuning {
             let (slot, known): (_, &[Algorithm]) = match collective.trim() {
                 "all_reduce" => (&mut tuning.all_reduce, &ALL_REDUCE),
                 "broadcast" => (&mut tuning.broadcast, &BROADCAST),
+                "reduce" => (&mut tuning.reduce, &BROADCAST),
+                "all_gather" => (&mut tuning.all_gather, &BLOCKS),
+                "reduce_scatter" => (&mut tuning.reduce_scatter, &BLOCKS),
                 other => {
-                    return Err(format!("{other:?} has no choice of algorithms: all_reduce, broadcast have"));
+                    return Err(format!(
+                        "{other:?} has no choice of algorithms: all_reduce, broadcast, reduce, all_gather, \
+                         reduce_scatter have"
+                    ));
                 }
             };
             let found = known.iter().find(|known| known.name() == algorithm.trim());
@@ -86,7 +96,36 @@ impl Tuning {
 
     /// Algorithm of a broadcast of `bytes`.
     pub(crate) fn broadcast(&self, bytes: usize) -> Algorithm {
-        self.broadcast.unwrap_or(if bytes <= BINOMIAL_BYTES { Algorithm::Binomial } else { Algorithm::Chain })
+        self.broadcast.unwrap_or(Self::rooted(bytes))
+    }
+
+    /// Algorithm of a reduce of `bytes`.
+    pub(crate) fn reduce(&self, bytes: usize) -> Algorithm {
+        self.reduce.unwrap_or(Self::rooted(bytes))
+    }
+
+    /// Algorithm of an all-gather of blocks of `bytes` of `world` ranks.
+    pub(crate) fn all_gather(&self, bytes: usize, world: usize) -> Algorithm {
+        self.all_gather.unwrap_or(Self::of_blocks(bytes, world))
+    }
+
+    /// Algorithm of a reduce-scatter of blocks of `bytes` of `world` ranks.
+    pub(crate) fn reduce_scatter(&self, bytes: usize, world: usize) -> Algorithm {
+        self.reduce_scatter.unwrap_or(Self::of_blocks(bytes, world))
+    }
+
+    fn rooted(bytes: usize) -> Algorithm {
+        if bytes <= BINOMIAL_BYTES { Algorithm::Binomial } else { Algorithm::Chain }
+    }
+
+    fn of_blocks(bytes: usize, world: usize) -> Algorithm {
+        // Two ranks have nobody to pass on to: one exchange is the whole ring.
+        let all = bytes.saturating_mul(world);
+        if world == 2 || all <= DIRECT_BYTES && world <= DIRECT_RANKS {
+            Algorithm::Direct
+        } else {
+            Algorithm::Ring
+        }
     }
 }
 
@@ -96,9 +135,12 @@ impl fmt::Display for Tuning {
         let name = |choice: Option<Algorithm>| choice.map_or("table", Algorithm::name);
         write!(
             f,
-            "table {TABLE_VERSION}, all_reduce:{}, broadcast:{}",
+            "table {TABLE_VERSION}, all_reduce:{}, broadcast:{}, reduce:{}, all_gather:{}, reduce_scatter:{}",
             name(self.all_reduce),
-            name(self.broadcast)
+            name(self.broadcast),
+            name(self.reduce),
+            name(self.all_gather),
+            name(self.reduce_scatter)
         )
     }
 }
@@ -110,7 +152,10 @@ mod tests {
     #[test]
     fn overrides_are_read_and_shown() {
         let tuning = Tuning::parse(" all_reduce:ring, broadcast:chain").unwrap();
-        assert_eq!(tuning.to_string(), "table 1, all_reduce:ring, broadcast:chain");
+        assert_eq!(
+            tuning.to_string(),
+            "table 2, all_reduce:ring, broadcast:chain, reduce:table, all_gather:table, reduce_scatter:table"
+        );
         assert_eq!(tuning.all_reduce(4, 2), Algorithm::Ring);
         assert_eq!(tuning.broadcast(4), Algorithm::Chain);
         assert_eq!(Tuning::parse("").unwrap(), Tuning::default());
@@ -120,7 +165,7 @@ mod tests {
     fn wrong_overrides_say_what_is_allowed() {
         for (text, message) in [
             ("ring", "\"ring\" is not COLLECTIVE:ALGORITHM"),
-            ("barrier:ring", "all_reduce, broadcast have"),
+            ("barrier:ring", "all_reduce, broadcast, reduce, all_gather, reduce_scatter have"),
             ("all_reduce:fast", "ring, direct, doubling"),
             ("broadcast:ring", "binomial, chain"),
         ] {
