@@ -24,6 +24,7 @@ use jiff::tz::TimeZone;
 use nix::sys::signal::Signal;
 
 use crate::cause::{Class, Evidence, Facts, Findings, Verdict, decide, lines, shown};
+use crate::os::NOT_BOUND;
 use error_file::Account;
 pub(crate) use host::{full_host_name, host_name};
 pub(crate) use model::{Failure, Outcome, Report};
@@ -264,7 +265,10 @@ fn failure(job: &Job, host: &str, worker: &Ended, account: Option<&Account>, tim
 }
 
 fn not_started(why: &str) -> Verdict {
-    if why.contains("Permission denied") || why.contains("Exec format error") {
+    if why.contains(NOT_BOUND) {
+        Verdict::new(Class::CpuBinding, format!("could not be started: {why}"))
+            .advise("this job may no longer use them (cgroup cpuset): start it again, or leave --bind out")
+    } else if why.contains("Permission denied") || why.contains("Exec format error") {
         Verdict::new(Class::NotExecutable, format!("could not be started: {why}"))
             .advise("chmod +x, the #! line, or a file system mounted noexec")
     } else {

@@ -55,6 +55,7 @@ impl Shell {
                 argv: command_line(config, local_rank),
                 vars: variables.set,
                 unset: variables.unset,
+                cpus: Vec::new(),
                 stdout,
                 stderr,
             });

@@ -26,6 +26,7 @@ pub(crate) enum Class {
     ImportError,
     MissingProgram,
     NotExecutable,
+    CpuBinding,
     UsageError,
     AddressInUse,
     EarlyExit,
@@ -53,7 +54,7 @@ pub(crate) enum Weight {
 impl Class {
     /// All that this version gives.
     #[cfg(test)]
-    pub(crate) const ALL: [Self; 26] = [
+    pub(crate) const ALL: [Self; 27] = [
         Self::Exception,
         Self::Panic,
         Self::Abort,
@@ -72,6 +73,7 @@ impl Class {
         Self::ImportError,
         Self::MissingProgram,
         Self::NotExecutable,
+        Self::CpuBinding,
         Self::UsageError,
         Self::AddressInUse,
         Self::EarlyExit,
@@ -103,6 +105,7 @@ impl Class {
             Self::ImportError => "import-error",
             Self::MissingProgram => "missing-program",
             Self::NotExecutable => "not-executable",
+            Self::CpuBinding => "cpu-binding",
             Self::UsageError => "usage-error",
             Self::AddressInUse => "address-in-use",
             Self::EarlyExit => "early-exit",
@@ -135,6 +138,7 @@ impl Class {
             | Self::ImportError
             | Self::MissingProgram
             | Self::NotExecutable
+            | Self::CpuBinding
             | Self::UsageError
             | Self::AddressInUse
             | Self::EarlyExit

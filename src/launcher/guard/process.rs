@@ -25,7 +25,7 @@ use super::protocol::{Decoder, FromGuard, SpawnRequest, ToGuard, WorkerId, encod
 use super::sweep::{Sweep, kill_all, reap_with_core};
 use crate::cause::Evidence;
 use crate::fault;
-use crate::os::{Prepared, Starting, start_worker};
+use crate::os::{Prepared, StartError, Starting, start_worker};
 
 /// Set to skip pidfds, as on kernels before 5.3.
 const NO_PIDFD: &str = "CONVOKE_NO_PIDFD";
@@ -204,7 +204,7 @@ impl Guard {
         let stdout = request.stdout.then(&mut next).transpose()?;
         let stderr = request.stderr.then(&mut next).transpose()?;
         let environment = environment(&request, &channel);
-        let started = Prepared::new(request.argv, environment)
+        let started = Prepared::new(request.argv, environment, &request.cpus)
             .and_then(|program| start_worker(&program, &channel, stdout.as_ref(), stderr.as_ref()));
         match started {
             Ok(Starting { pid, status }) => {
@@ -226,13 +226,13 @@ impl Guard {
         let (Some(status), Some(&id)) = (self.starting.remove(&pid), self.workers.get(&pid)) else {
             return Ok(());
         };
-        let mut errno = [0; 4];
-        match nix::unistd::read(&status, &mut errno) {
-            Ok(4) => {
+        let mut error = [0; StartError::BYTES];
+        match nix::unistd::read(&status, &mut error) {
+            Ok(StartError::BYTES) => {
                 // What is left of it will be reaped as nobody's child.
                 self.workers.remove(&pid);
                 self.pids.remove(&id);
-                let error = io::Error::from_raw_os_error(i32::from_le_bytes(errno)).to_string();
+                let error = StartError::from_bytes(error).to_string();
                 self.send(&FromGuard::SpawnFailed { id, error })
             }
             Ok(_) | Err(_) => self.send(&FromGuard::Spawned { id, pid }),

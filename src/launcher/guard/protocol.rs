@@ -42,6 +42,8 @@ pub(crate) struct SpawnRequest {
     pub(crate) vars: Vec<(OsString, OsString)>,
     /// Variables of the launcher's environment that the worker must not see.
     pub(crate) unset: Vec<OsString>,
+    /// The CPUs that it may run on; empty: those of the launcher.
+    pub(crate) cpus: Vec<usize>,
     /// A descriptor for stdout comes along; otherwise it is inherited.
     pub(crate) stdout: bool,
     /// The same for stderr.
@@ -133,6 +135,7 @@ mod tests {
             argv: vec!["sh".into(), odd.clone()],
             vars: vec![("K".into(), odd)],
             unset: vec!["U".into()],
+            cpus: vec![0, 65_536],
             stdout: true,
             stderr: false,
         });

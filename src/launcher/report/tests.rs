@@ -350,6 +350,9 @@ fn a_worker_that_could_not_be_started_is_a_failure_without_a_process() {
     let root = report.root().map(|root| (root.class, root.exitcode, root.describe()));
     assert_eq!(root, Some((Class::NotExecutable, None, "could not be started".to_owned())));
     assert!(render(&report).contains("  exitcode  : <N/A> (pid: 0) \n"));
+    let how = How::NotStarted(format!("./x: {}: Invalid argument (os error 22)", NOT_BOUND));
+    let report = made("x", &[Ended { pid: None, how, ..failure(0, ExitCause::Code(0)) }]);
+    assert_eq!(report.root().map(|root| root.class), Some(Class::CpuBinding));
 }
 
 #[test]
