@@ -72,7 +72,8 @@ pub(crate) fn parse(
     parse_on(args, env, &Machine::here())
 }
 
-fn parse_on(
+/// As [`parse`], on a machine of one's choice.
+pub(crate) fn parse_on(
     mut args: impl Iterator<Item = OsString>,
     env: &dyn Fn(&str) -> Option<OsString>,
     machine: &Machine,

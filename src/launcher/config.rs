@@ -1,5 +1,7 @@
 //! What the command line and PET_* variables ask for, checked once and then trusted.
 
+mod accelerators;
+mod binding;
 pub(crate) mod build;
 mod conf;
 mod devices;
@@ -11,6 +13,7 @@ mod output;
 mod program;
 #[cfg(test)]
 mod tests;
+mod topology;
 
 pub(crate) use devices::{omp_num_threads, visible_devices};
 pub(crate) use machine::Machine;
@@ -56,8 +59,8 @@ pub(crate) struct Config {
     pub(crate) shutdown_timeout: Duration,
     /// `--virtual-local-rank`.
     pub(crate) virtual_local_rank: bool,
-    /// `--numa-binding`: which CPUs each worker gets.
-    pub(crate) numa_binding: Option<NumaBinding>,
+    /// `--bind`, `--numa-binding`: the CPUs of each worker by local rank; empty if they are not bound.
+    pub(crate) cpus: Vec<Vec<usize>>,
     /// `--orphans`: what happens to processes that outlive a successful worker.
     pub(crate) orphans: Orphans,
     /// `--report-file`: where the report goes as JSON.
@@ -138,19 +141,6 @@ pub(crate) enum EventHandler {
     Null,
     /// Events go to stderr, one JSON object a line.
     Console,
-}
-
-/// `--numa-binding`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum NumaBinding {
-    /// The CPUs of the device's NUMA node.
-    Node,
-    /// The CPUs of all nodes of that socket.
-    Socket,
-    /// A share of the physical cores of the node.
-    Exclusive,
-    /// CPUs with a common last-level cache.
-    CoreComplex,
 }
 
 /// `--orphans`.

@@ -55,7 +55,7 @@ impl Shell {
                 argv: command_line(config, local_rank),
                 vars: variables.set,
                 unset: variables.unset,
-                cpus: Vec::new(),
+                cpus: config.cpus.get(local_rank).cloned().unwrap_or_default(),
                 stdout,
                 stderr,
             });

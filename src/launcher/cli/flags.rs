@@ -158,6 +158,14 @@ pub(crate) const GROUPS: &[Group] = &[
             )
             .no_variable(),
             flag(
+                "bind",
+                Value("KIND"),
+                "Spread workers over CPUs, with or without devices: node, socket, core-complex, core, none",
+                "none",
+            )
+            .no_variable()
+            .ours(),
+            flag(
                 "pass-local-rank",
                 MaybeValue("FORM"),
                 "Add --local-rank=N to SCRIPT's arguments: dash, underscore or both",

@@ -18,7 +18,7 @@ const BIN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/cli/tests/bin");
 
 /// A machine with three CPUs and no devices.
 fn here() -> Machine {
-    Machine { root: PathBuf::from("/no/such/machine"), cpu_count: 3 }
+    Machine { root: PathBuf::from("/no/such/machine"), cpus: vec![0, 1, 2] }
 }
 
 fn parse_words(

@@ -7,7 +7,7 @@ use std::time::Duration;
 use nix::sys::signal::Signal;
 
 use super::machine::{Machine, Vendor};
-use super::{Config, NodeRange, NumaBinding, Orphans, devices, meeting, output, program};
+use super::{Config, NodeRange, Orphans, binding, devices, meeting, output, program};
 use crate::cli::{CliError, Given, Value, integer, suggest_choice};
 use crate::report::STDERR_LINES;
 
@@ -49,7 +49,7 @@ pub(crate) fn config(given: &Given, env: Env<'_>, machine: &Machine) -> Result<C
             ))
         })?;
     }
-    let numa_binding = numa_binding(given, env, machine)?;
+    let cpus = binding::worker_cpus(given, env, machine, nproc_per_node)?;
     if given.is_on("logs-specs") {
         let name = given.text("logs-specs")?;
         return Err(CliError::value(format!(
@@ -87,7 +87,7 @@ pub(crate) fn config(given: &Given, env: Env<'_>, machine: &Machine) -> Result<C
         signals_text: signals_text.to_owned(),
         shutdown_timeout,
         virtual_local_rank,
-        numa_binding,
+        cpus,
         orphans: orphans(given)?,
         report_file: given
             .get("report-file")
@@ -123,6 +123,7 @@ impl Numbers {
         };
         choice(given, "start-method", &["spawn", "fork", "forkserver"])?;
         choice(given, "numa-binding", &["node", "socket", "exclusive", "core-complex"])?;
+        choice(given, "bind", &["node", "socket", "core-complex", "core", "none"])?;
         choice(given, "orphans", &["stop", "keep"])?;
         Ok(numbers)
     }
@@ -196,9 +197,9 @@ fn nproc_per_node(given: &Given, env: Env<'_>, machine: &Machine) -> Result<usiz
         count => count,
     };
     match text {
-        "cpu" => Ok(machine.cpu_count),
+        "cpu" => Ok(machine.cpu_count()),
         "auto" => Ok(match gpus() {
-            0 => machine.cpu_count,
+            0 => machine.cpu_count(),
             count => count,
         }),
         "gpu" => match gpus() {
@@ -292,18 +293,4 @@ fn orphans(given: &Given) -> Result<Orphans, CliError> {
         "keep" => Orphans::Keep,
         _ => Orphans::Stop,
     })
-}
-
-fn numa_binding(given: &Given, env: Env<'_>, machine: &Machine) -> Result<Option<NumaBinding>, CliError> {
-    let Some(value) = given.get("numa-binding") else { return Ok(None) };
-    let _binding = match value.text.to_str() {
-        Some("node") => NumaBinding::Node,
-        Some("socket") => NumaBinding::Socket,
-        Some("exclusive") => NumaBinding::Exclusive,
-        _ => NumaBinding::CoreComplex,
-    };
-    let devices =
-        [Vendor::Nvidia, Vendor::Amd].iter().map(|vendor| machine.devices(*vendor, env)).sum::<usize>();
-    let why = if devices == 0 { "there is no accelerator to bind to" } else { "not built in yet" };
-    Err(CliError::value(format!("{value}: {why}; leave it out, or run convoke under numactl or taskset")))
 }

@@ -10,13 +10,15 @@ use std::path::{Path, PathBuf};
 use nix::sched::{CpuSet, sched_getaffinity};
 use nix::unistd::Pid;
 
+use super::topology::numbered;
+
 /// Where to look; tests look elsewhere.
 #[derive(Debug, Clone)]
 pub(crate) struct Machine {
-    /// `/`: holds dev/ and sys/.
+    /// `/`: holds dev/, proc/ and sys/.
     pub(crate) root: PathBuf,
-    /// CPUs that this process may run on.
-    pub(crate) cpu_count: usize,
+    /// CPUs that this process may run on, ascending; empty if the system does not tell.
+    pub(crate) cpus: Vec<usize>,
 }
 
 /// Whose devices.
@@ -35,49 +37,47 @@ type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 impl Machine {
     /// The machine that this process runs on.
     pub(crate) fn here() -> Self {
-        Self { root: PathBuf::from("/"), cpu_count: affinity().len().max(1) }
+        Self { root: PathBuf::from("/"), cpus: affinity() }
+    }
+
+    /// How many CPUs this process may run on.
+    pub(crate) fn cpu_count(&self) -> usize {
+        self.cpus.len().max(1)
     }
 
     /// How many devices of this vendor there are and may be used.
     pub(crate) fn devices(&self, vendor: Vendor, env: Env<'_>) -> usize {
         match vendor {
-            Vendor::Nvidia => visible(self.nvidia_count(), env, &["CUDA_VISIBLE_DEVICES"]),
+            Vendor::Nvidia => visible(self.nvidia_minors().len(), env, &["CUDA_VISIBLE_DEVICES"]),
             Vendor::Amd if self.root.join("dev/kfd").exists() => {
                 let variables = ["ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"];
-                visible(self.render_nodes("0x1002"), env, &variables)
+                visible(self.render_nodes("0x1002").len(), env, &variables)
             }
             Vendor::Amd => 0,
-            Vendor::Intel => visible(self.render_nodes("0x8086"), env, &["ZE_AFFINITY_MASK"]),
+            Vendor::Intel => visible(self.render_nodes("0x8086").len(), env, &["ZE_AFFINITY_MASK"]),
         }
     }
 
-    fn nvidia_count(&self) -> usize {
-        let is_device = |name: &OsStr| {
-            let digits = name.as_bytes().strip_prefix(b"nvidia");
-            digits.is_some_and(|digits| !digits.is_empty() && digits.iter().all(u8::is_ascii_digit))
-        };
-        names(&self.root.join("dev")).iter().filter(|name| is_device(name)).count()
+    /// N of each /dev/nvidiaN, ascending.
+    pub(super) fn nvidia_minors(&self) -> Vec<usize> {
+        numbered(&self.root.join("dev"), "nvidia").into_iter().map(|(minor, _)| minor).collect()
     }
 
-    /// /dev/dri/renderD* whose sysfs entry names this PCI vendor; without sysfs, all of them.
-    fn render_nodes(&self, vendor: &str) -> usize {
-        let is_ours = |name: &OsStr| {
-            let path = self.root.join("sys/class/drm").join(name).join("device/vendor");
-            name.as_bytes().starts_with(b"renderD")
-                && fs::read_to_string(path).map_or(true, |text| text.trim() == vendor)
+    /// N of each /dev/dri/renderDN whose sysfs entry names this PCI vendor, ascending; without sysfs, of all.
+    pub(super) fn render_nodes(&self, vendor: &str) -> Vec<usize> {
+        let is_ours = |number: &usize| {
+            let path = self.root.join(format!("sys/class/drm/renderD{number}/device/vendor"));
+            fs::read_to_string(path).map_or(true, |text| text.trim() == vendor)
         };
-        names(&self.root.join("dev/dri")).iter().filter(|name| is_ours(name)).count()
+        let numbers = numbered(&self.root.join("dev/dri"), "renderD").into_iter().map(|(number, _)| number);
+        numbers.filter(is_ours).collect()
     }
 }
 
 /// CPUs that this process may run on.
-pub(crate) fn affinity() -> Vec<usize> {
+fn affinity() -> Vec<usize> {
     let set = sched_getaffinity(Pid::from_raw(0)).unwrap_or_else(|_| CpuSet::new());
     (0..CpuSet::count()).filter(|&cpu| set.is_set(cpu).unwrap_or(false)).collect()
-}
-
-fn names(dir: &Path) -> Vec<OsString> {
-    fs::read_dir(dir).map_or(Vec::new(), |entries| entries.flatten().map(|entry| entry.file_name()).collect())
 }
 
 /// How many of `count` devices the variables leave visible: like the drivers, up to the first entry

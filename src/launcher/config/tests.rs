@@ -173,7 +173,7 @@ fn machine(nodes: &[&str], vendors: &[(&str, &str)]) -> (tempfile::TempDir, Mach
         fs::create_dir_all(&dir).expect("a directory");
         fs::write(dir.join("vendor"), format!("{vendor}\n")).expect("a file");
     }
-    let machine = Machine { root: root.path().to_owned(), cpu_count: 3 };
+    let machine = Machine { root: root.path().to_owned(), cpus: vec![0, 1, 2] };
     (root, machine)
 }
 

@@ -1,0 +1,135 @@
+//! Which NUMA node each device hangs on, from /proc and sysfs.
+
+#[cfg(test)]
+mod tests;
+
+use std::ffi::OsString;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use super::machine::{Machine, Vendor};
+use super::topology::{TopologyError, number, text};
+
+type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
+
+/// A device, and how variables may call it besides its index.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Device {
+    /// Address on the PCI bus, as sysfs writes it.
+    pci: String,
+    uuid: Option<String>,
+}
+
+/// What keeps a device from being found. Each ends with what to write, or to see to.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum DeviceError {
+    #[error(
+        "{variable}: only the driver's library (such as NVML) knows which device `{entry}` is; write indices, such as {variable}=0,1"
+    )]
+    Unresolved { variable: &'static str, entry: String },
+    #[error("{} does not tell where {device} is; leave --numa-binding out", path.display())]
+    Unplaced { path: PathBuf, device: String },
+    #[error("{0}; leave --numa-binding out")]
+    Unreadable(#[from] TopologyError),
+}
+
+/// The NUMA node of each device that workers see, in the order of their indices. Those of one vendor: NVIDIA, else AMD,
+/// else Intel.
+///
+/// # Errors
+/// A device whose place is not told, or a name in CUDA_VISIBLE_DEVICES and the like that only the driver knows.
+pub(super) fn numa_nodes(machine: &Machine, env: Env<'_>) -> Result<Vec<usize>, DeviceError> {
+    let vendors = [Vendor::Nvidia, Vendor::Amd, Vendor::Intel];
+    let Some(vendor) = vendors.into_iter().find(|vendor| machine.devices(*vendor, &|_| None) > 0) else {
+        return Ok(Vec::new());
+    };
+    let mut devices = match vendor {
+        Vendor::Nvidia => nvidia(machine)?,
+        Vendor::Amd => render_nodes(machine, "0x1002")?,
+        Vendor::Intel => render_nodes(machine, "0x8086")?,
+    };
+    for variable in variables(vendor, env) {
+        devices = visible(&devices, variable, &env(variable).unwrap_or_default().to_string_lossy())?;
+    }
+    let bus = machine.root.join("sys/bus/pci/devices");
+    devices.iter().map(|device| Ok(number(&bus.join(&device.pci).join("numa_node"))?.unwrap_or(0))).collect()
+}
+
+/// The variables that are set and choose among devices; each counts in what the one before it leaves.
+fn variables(vendor: Vendor, env: Env<'_>) -> Vec<&'static str> {
+    let is_set = |name: &&str| env(name).is_some();
+    // HIP reads CUDA's variable where its own is not set.
+    let hip = Some("HIP_VISIBLE_DEVICES").filter(is_set).unwrap_or("CUDA_VISIBLE_DEVICES");
+    let all = match vendor {
+        Vendor::Nvidia => vec!["CUDA_VISIBLE_DEVICES"],
+        Vendor::Amd => vec!["ROCR_VISIBLE_DEVICES", hip],
+        Vendor::Intel => vec!["ZE_AFFINITY_MASK"],
+    };
+    all.into_iter().filter(is_set).collect()
+}
+
+/// The devices that a list chooses: like the drivers, up to the first entry that is none.
+fn visible(devices: &[Device], variable: &'static str, list: &str) -> Result<Vec<Device>, DeviceError> {
+    let mut chosen = Vec::new();
+    for entry in list.split(',').map(str::trim).take_while(|entry| !entry.is_empty()) {
+        let device = match entry.parse::<i64>() {
+            Ok(index) => usize::try_from(index).ok().and_then(|index| devices.get(index)),
+            Err(_) => Some(by_uuid(devices, entry).ok_or_else(|| {
+                let entry = entry.chars().take(60).collect();
+                DeviceError::Unresolved { variable, entry }
+            })?),
+        };
+        let Some(device) = device else { break };
+        chosen.push(device.clone());
+    }
+    Ok(chosen)
+}
+
+/// The only device whose UUID starts like this.
+fn by_uuid<'a>(devices: &'a [Device], start: &str) -> Option<&'a Device> {
+    let is_it = |device: &&Device| device.uuid.as_ref().is_some_and(|uuid| uuid.starts_with(start));
+    let mut found = devices.iter().filter(is_it);
+    found.next().filter(|_| start.starts_with("GPU-") && found.next().is_none())
+}
+
+/// Those with a device node, in order of the bus, as CUDA counts equal devices. (Minor numbers may have another order.)
+fn nvidia(machine: &Machine) -> Result<Vec<Device>, DeviceError> {
+    let dir = machine.root.join("proc/driver/nvidia/gpus");
+    let mut told: Vec<(usize, Device)> = Vec::new();
+    for entry in fs::read_dir(&dir).into_iter().flatten().flatten() {
+        let Some(information) = text(&entry.path().join("information"))? else { continue };
+        let field = |name: &str| {
+            information.lines().find_map(|line| Some(line.strip_prefix(name)?.strip_prefix(':')?.trim()))
+        };
+        if let Some(minor) = field("Device Minor").and_then(|minor| minor.parse().ok()) {
+            let pci = entry.file_name().to_string_lossy().into_owned();
+            told.push((minor, Device { pci, uuid: field("GPU UUID").map(str::to_owned) }));
+        }
+    }
+    let mut devices = Vec::new();
+    for minor in machine.nvidia_minors() {
+        let found = told.iter().find(|(other, _)| *other == minor);
+        let device = format!("/dev/nvidia{minor}");
+        let (_, found) = found.ok_or_else(|| DeviceError::Unplaced { path: dir.clone(), device })?;
+        devices.push(found.clone());
+    }
+    devices.sort_by_key(|device| (device.pci.len(), device.pci.clone()));
+    Ok(devices)
+}
+
+/// Devices by their render nodes, in the order of these, which is the driver's.
+fn render_nodes(machine: &Machine, vendor: &str) -> Result<Vec<Device>, DeviceError> {
+    machine
+        .render_nodes(vendor)
+        .into_iter()
+        .map(|number| {
+            let device = format!("/dev/dri/renderD{number}");
+            let path = machine.root.join(format!("sys/class/drm/renderD{number}/device"));
+            let place = fs::canonicalize(&path).ok();
+            match place.as_deref().and_then(Path::file_name) {
+                Some(pci) => Ok(Device { pci: pci.to_string_lossy().into_owned(), uuid: None }),
+                None => Err(DeviceError::Unplaced { path, device }),
+            }
+        })
+        .collect()
+}

@@ -1,0 +1,102 @@
+//! `--bind` and `--numa-binding`: from the flag and this machine to the CPUs of each worker.
+
+mod shares;
+#[cfg(test)]
+mod tests;
+
+use std::ffi::OsString;
+
+use super::accelerators;
+use super::machine::Machine;
+use super::topology::Topology;
+use crate::cli::{CliError, Given, Value};
+
+/// `--bind`: what the workers are spread over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Bind {
+    Node,
+    Socket,
+    CoreComplex,
+    /// Each worker gets cores of its own.
+    Core,
+}
+
+/// `--numa-binding`: what a worker gets near its device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum NumaBinding {
+    /// The CPUs of the device's NUMA node.
+    Node,
+    /// The CPUs of all nodes of that socket.
+    Socket,
+    /// A share of the physical cores of the node.
+    Exclusive,
+    /// CPUs of the node with a common last-level cache.
+    CoreComplex,
+}
+
+impl NumaBinding {
+    /// The `--bind` that comes closest.
+    fn without_device(self) -> &'static str {
+        match self {
+            Self::Node => "node",
+            Self::Socket => "socket",
+            Self::Exclusive => "core",
+            Self::CoreComplex => "core-complex",
+        }
+    }
+}
+
+/// The CPUs of each worker by local rank; empty if they are not bound.
+///
+/// # Errors
+/// The machine does not have what the flag asks for, or does not tell.
+pub(super) fn worker_cpus(
+    given: &Given,
+    env: &dyn Fn(&str) -> Option<OsString>,
+    machine: &Machine,
+    workers: usize,
+) -> Result<Vec<Vec<usize>>, CliError> {
+    match (given.get("bind"), given.get("numa-binding")) {
+        (None, None) => Ok(Vec::new()),
+        (Some(_), Some(_)) => {
+            Err(CliError::value("--bind and --numa-binding exclude each other; remove one of them"))
+        }
+        (Some(value), None) => {
+            let kind = match value.text.to_str() {
+                Some("node") => Bind::Node,
+                Some("socket") => Bind::Socket,
+                Some("core-complex") => Bind::CoreComplex,
+                Some("core") => Bind::Core,
+                _ => return Ok(Vec::new()),
+            };
+            let topology = topology(value, machine)?;
+            shares::spread(&topology, kind, workers).map_err(|error| wrong(value, error))
+        }
+        (None, Some(value)) => {
+            let kind = match value.text.to_str() {
+                Some("node") => NumaBinding::Node,
+                Some("socket") => NumaBinding::Socket,
+                Some("exclusive") => NumaBinding::Exclusive,
+                _ => NumaBinding::CoreComplex,
+            };
+            let instead = kind.without_device();
+            let devices = accelerators::numa_nodes(machine, env)
+                .map_err(|error| wrong(value, format!("{error}, or --bind={instead}")))?;
+            if devices.is_empty() {
+                let what = "there is no accelerator to bind to";
+                return Err(wrong(value, format!("{what}; leave it out, or write --bind={instead}")));
+            }
+            let topology = topology(value, machine)?;
+            shares::near(&topology, kind, &devices, workers).map_err(|error| wrong(value, error))
+        }
+    }
+}
+
+fn topology(value: &Value, machine: &Machine) -> Result<Topology, CliError> {
+    Topology::read(&machine.root, &machine.cpus)
+        .map_err(|error| wrong(value, format!("{error}; leave {} out", value.name)))
+}
+
+fn wrong(value: &Value, what: impl std::fmt::Display) -> CliError {
+    CliError::value(format!("{value}: {what}"))
+}

@@ -1,0 +1,118 @@
+//! Which CPUs each worker gets. Pure.
+
+use std::ops::Range;
+
+use super::super::topology::{Cpu, Topology, groups};
+use super::{Bind, NumaBinding};
+use crate::config::build::count;
+
+/// What leaves a worker without CPUs.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub(super) enum ShareError {
+    #[error(
+        "{} for {}; write --nproc-per-node={cores}, or --bind=node",
+        count(*cores, "physical core"), count(*workers, "worker")
+    )]
+    TooFewCores { cores: usize, workers: usize },
+    #[error(
+        "{} for {}; write --nproc-per-node={devices}, or --bind={instead}",
+        count(*devices, "device"), count(*workers, "worker")
+    )]
+    TooFewDevices { devices: usize, workers: usize, instead: &'static str },
+    #[error(
+        "NUMA node {node} has {} for {}; write --numa-binding=node",
+        count(*cores, "physical core"), count(*devices, "device")
+    )]
+    CrowdedNode { node: usize, cores: usize, devices: usize },
+    #[error(
+        "device {device} is on NUMA node {node}, but convoke may not use any CPU there; \
+         widen its affinity mask, or write --bind={instead}"
+    )]
+    ForeignNode { device: usize, node: usize, instead: &'static str },
+}
+
+/// `--bind`: the workers in blocks over all parts of this kind.
+pub(super) fn spread(topology: &Topology, kind: Bind, workers: usize) -> Result<Vec<Vec<usize>>, ShareError> {
+    // Parts that are close to each other stand side by side, however the machine numbers its CPUs. A cache that reaches
+    // over several nodes counts once in each.
+    let parts = match kind {
+        Bind::Node => topology.groups(|cpu| cpu.node),
+        Bind::Socket => topology.groups(|cpu| cpu.package),
+        Bind::CoreComplex => topology.groups(|cpu| (cpu.package, cpu.node, cpu.cache)),
+        Bind::Core => {
+            let cores = topology.groups(|cpu| (cpu.package, cpu.node, cpu.cache, cpu.core));
+            if cores.len() < workers {
+                return Err(ShareError::TooFewCores { cores: cores.len(), workers });
+            }
+            return Ok((0..workers).map(|i| together(&cores[share(cores.len(), workers, i)])).collect());
+        }
+    };
+    Ok((0..workers).map(|i| parts[i * parts.len() / workers].clone()).collect())
+}
+
+/// `--numa-binding`: CPUs near the worker's device, as torchrun chooses them. `devices` are the NUMA nodes of all devices.
+pub(super) fn near(
+    topology: &Topology,
+    kind: NumaBinding,
+    devices: &[usize],
+    workers: usize,
+) -> Result<Vec<Vec<usize>>, ShareError> {
+    if devices.len() < workers {
+        let instead = kind.without_device();
+        return Err(ShareError::TooFewDevices { devices: devices.len(), workers, instead });
+    }
+    (0..workers).map(|device| near_one(topology, kind, devices, device)).collect()
+}
+
+fn near_one(
+    topology: &Topology,
+    kind: NumaBinding,
+    devices: &[usize],
+    device: usize,
+) -> Result<Vec<usize>, ShareError> {
+    let node = devices[device];
+    let on_node = |node: usize| topology.cpus.iter().filter(move |cpu| cpu.node == node);
+    let Some(first) = on_node(node).next() else {
+        return Err(ShareError::ForeignNode { device, node, instead: kind.without_device() });
+    };
+    // Devices of the same node share it in their order.
+    let sharers = devices.iter().filter(|other| **other == node).count();
+    let position = devices[..device].iter().filter(|other| **other == node).count();
+    Ok(match kind {
+        NumaBinding::Node => ids(on_node(node)),
+        NumaBinding::Socket => {
+            // A node belongs to the socket of its first CPU, also one that reaches over several.
+            let of_socket =
+                |cpu: &&Cpu| on_node(cpu.node).next().is_some_and(|other| other.package == first.package);
+            ids(topology.cpus.iter().filter(of_socket))
+        }
+        NumaBinding::Exclusive => {
+            let cores = groups(on_node(node), |cpu| cpu.core);
+            if cores.len() < sharers {
+                return Err(ShareError::CrowdedNode { node, cores: cores.len(), devices: sharers });
+            }
+            together(&cores[share(cores.len(), sharers, position)])
+        }
+        NumaBinding::CoreComplex => {
+            let mut caches = groups(on_node(node), |cpu| cpu.cache);
+            caches.sort_by_key(|cpus| std::cmp::Reverse(cpus.len())); // stable: then by lowest CPU
+            caches.swap_remove(position % caches.len())
+        }
+    })
+}
+
+/// Which of `count` things the part of this number gets; the first parts get one more.
+fn share(count: usize, parts: usize, part: usize) -> Range<usize> {
+    let start = |part: usize| part * (count / parts) + part.min(count % parts);
+    start(part)..start(part + 1)
+}
+
+fn ids<'a>(cpus: impl Iterator<Item = &'a Cpu>) -> Vec<usize> {
+    cpus.map(|cpu| cpu.id).collect()
+}
+
+fn together(parts: &[Vec<usize>]) -> Vec<usize> {
+    let mut cpus = parts.concat();
+    cpus.sort_unstable();
+    cpus
+}

@@ -1,0 +1,225 @@
+//! Which CPUs share a core, a cache, a socket or a NUMA node: sysfs, read once.
+
+#[cfg(test)]
+mod tests;
+#[cfg(test)]
+pub(super) mod tree;
+
+use std::collections::{BTreeMap, HashMap};
+use std::ffi::OsString;
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+
+/// Highest number of a CPU or a NUMA node that is believed.
+const MAX_NUMBER: usize = 1 << 16;
+/// Far more than any list of CPUs needs.
+const MAX_FILE_BYTES: u64 = 1 << 20;
+
+/// One CPU (a hardware thread) that workers may run on, and what it is part of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Cpu {
+    pub(super) id: usize,
+    /// NUMA node.
+    pub(super) node: usize,
+    /// Socket.
+    pub(super) package: usize,
+    /// Last-level cache, by the lowest CPU that shares it.
+    pub(super) cache: usize,
+    /// Physical core, by the lowest of its hyperthreads.
+    pub(super) core: usize,
+}
+
+/// The CPUs that workers may run on, in order of their numbers.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Topology {
+    pub(super) cpus: Vec<Cpu>,
+}
+
+/// What keeps the CPUs from being known.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum TopologyError {
+    #[error("{} holds `{text}`, which is no {wanted}", path.display())]
+    Malformed { path: PathBuf, text: String, wanted: &'static str },
+    #[error("{} cannot be read: {source}", path.display())]
+    Unreadable { path: PathBuf, source: io::Error },
+    #[error("the CPUs that workers may run on are not known")]
+    NoCpus,
+}
+
+impl Topology {
+    /// Reads sysfs below `root` for those of the `allowed` CPUs (ascending) that are online.
+    ///
+    /// What the kernel does not tell is taken as on a plain machine: one NUMA node, one socket, a core for each CPU, and
+    /// a socket for a cache.
+    ///
+    /// # Errors
+    /// A file that holds nonsense or cannot be read, or no CPU at all.
+    pub(super) fn read(root: &Path, allowed: &[usize]) -> Result<Self, TopologyError> {
+        let system = root.join("sys/devices/system");
+        let online = list(&system.join("cpu/online"))?;
+        let is_online = |cpu: &usize| online.as_ref().is_none_or(|online| online.binary_search(cpu).is_ok());
+        let nodes = nodes(&system.join("node"))?;
+        let mut known = Known::default();
+        let mut cpus = Vec::new();
+        for id in allowed.iter().copied().filter(is_online) {
+            let dir = system.join(format!("cpu/cpu{id}"));
+            let node = nodes.get(&id).copied().unwrap_or(0);
+            let (core, package) = known.core(id, node, &dir.join("topology"))?;
+            let cache = known.cache(id, package, &dir.join("cache"))?;
+            cpus.push(Cpu { id, node, package, cache, core });
+        }
+        if cpus.is_empty() { Err(TopologyError::NoCpus) } else { Ok(Self { cpus }) }
+    }
+
+    /// The CPUs with equal keys together, groups in order of their keys.
+    pub(super) fn groups<K: Ord>(&self, key: impl Fn(&Cpu) -> K) -> Vec<Vec<usize>> {
+        groups(&self.cpus, key)
+    }
+}
+
+/// As [`Topology::groups`], of these CPUs only.
+pub(super) fn groups<'a, K: Ord>(
+    cpus: impl IntoIterator<Item = &'a Cpu>,
+    key: impl Fn(&Cpu) -> K,
+) -> Vec<Vec<usize>> {
+    let mut groups: BTreeMap<K, Vec<usize>> = BTreeMap::new();
+    for cpu in cpus {
+        groups.entry(key(cpu)).or_default().push(cpu.id);
+    }
+    groups.into_values().collect()
+}
+
+/// What the files of one CPU tell of others, so that a large machine is read in a moment.
+#[derive(Debug, Default)]
+struct Known {
+    /// Core and package by CPU.
+    cores: HashMap<usize, (usize, usize)>,
+    /// The first CPU of each package, node and core_id, where siblings are not listed.
+    by_core_id: HashMap<(usize, usize, usize), usize>,
+    /// Cache by CPU.
+    caches: HashMap<usize, usize>,
+    /// The first CPU of each package.
+    packages: HashMap<usize, usize>,
+}
+
+impl Known {
+    fn core(&mut self, id: usize, node: usize, dir: &Path) -> Result<(usize, usize), TopologyError> {
+        if let Some(&found) = self.cores.get(&id) {
+            return Ok(found);
+        }
+        let package = number(&dir.join("physical_package_id"))?.unwrap_or(0);
+        let siblings = list(&dir.join("thread_siblings_list"))?.unwrap_or_default();
+        let core = match siblings.first() {
+            Some(&lowest) => lowest,
+            None => number(&dir.join("core_id"))?
+                .map_or(id, |core_id| *self.by_core_id.entry((package, node, core_id)).or_insert(id)),
+        };
+        self.cores.extend(siblings.into_iter().map(|sibling| (sibling, (core, package))));
+        Ok((core, package))
+    }
+
+    fn cache(&mut self, id: usize, package: usize, dir: &Path) -> Result<usize, TopologyError> {
+        if let Some(&found) = self.caches.get(&id) {
+            return Ok(found);
+        }
+        let first_of_package = *self.packages.entry(package).or_insert(id);
+        let sharers = last_level_cache(dir)?.unwrap_or_default();
+        let cache = sharers.first().copied().unwrap_or(first_of_package);
+        self.caches.extend(sharers.into_iter().map(|sharer| (sharer, cache)));
+        Ok(cache)
+    }
+}
+
+/// The CPUs that share the highest cache that is not for instructions only.
+fn last_level_cache(dir: &Path) -> Result<Option<Vec<usize>>, TopologyError> {
+    let mut last: Option<(usize, PathBuf)> = None;
+    for (_, index) in numbered(dir, "index") {
+        let is_code = text(&index.join("type"))?.is_some_and(|kind| kind == "Instruction");
+        let Some(level) = number(&index.join("level"))?.filter(|_| !is_code) else { continue };
+        if last.as_ref().is_none_or(|(highest, _)| level > *highest) {
+            last = Some((level, index));
+        }
+    }
+    last.map_or(Ok(None), |(_, index)| list(&index.join("shared_cpu_list")))
+}
+
+/// NUMA node by CPU.
+fn nodes(dir: &Path) -> Result<HashMap<usize, usize>, TopologyError> {
+    let mut nodes = HashMap::new();
+    for (node, dir) in numbered(dir, "node") {
+        let cpus = list(&dir.join("cpulist"))?.unwrap_or_default();
+        nodes.extend(cpus.into_iter().map(|cpu| (cpu, node)));
+    }
+    Ok(nodes)
+}
+
+/// The entries of a folder that are called `prefix` and a number, in order of the numbers; none without a folder.
+pub(super) fn numbered(dir: &Path, prefix: &str) -> Vec<(usize, PathBuf)> {
+    let number = |name: OsString| decimal(name.to_str()?.strip_prefix(prefix)?);
+    let mut found: Vec<_> = std::fs::read_dir(dir).map_or(Vec::new(), |entries| {
+        entries.flatten().filter_map(|entry| Some((number(entry.file_name())?, entry.path()))).collect()
+    });
+    found.sort_unstable();
+    found
+}
+
+/// A file's text without blanks around it; `None` if there is no such file.
+pub(super) fn text(path: &Path) -> Result<Option<String>, TopologyError> {
+    let mut bytes = Vec::new();
+    match File::open(path).and_then(|file| file.take(MAX_FILE_BYTES).read_to_end(&mut bytes)) {
+        Ok(_) => Ok(Some(String::from_utf8_lossy(&bytes).trim().to_owned())),
+        Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+            Ok(None)
+        }
+        Err(source) => Err(TopologyError::Unreadable { path: path.to_owned(), source }),
+    }
+}
+
+/// A file with one number; what is not known (-1) counts as 0.
+pub(super) fn number(path: &Path) -> Result<Option<usize>, TopologyError> {
+    let parse = |text: &str| if text == "-1" { Some(0) } else { text.parse().ok() };
+    parsed(path, "number", parse)
+}
+
+fn list(path: &Path) -> Result<Option<Vec<usize>>, TopologyError> {
+    parsed(path, "list of CPUs", cpu_list)
+}
+
+fn parsed<T>(
+    path: &Path,
+    wanted: &'static str,
+    parse: impl Fn(&str) -> Option<T>,
+) -> Result<Option<T>, TopologyError> {
+    let Some(text) = text(path)? else { return Ok(None) };
+    match parse(&text) {
+        Some(value) => Ok(Some(value)),
+        None => {
+            let text = text.chars().take(60).flat_map(char::escape_debug).collect();
+            Err(TopologyError::Malformed { path: path.to_owned(), text, wanted })
+        }
+    }
+}
+
+/// `0-3,8` as numbers. Ascending, as the kernel writes it, so that no list is longer than there are CPUs.
+fn cpu_list(text: &str) -> Option<Vec<usize>> {
+    let mut cpus = Vec::new();
+    if text.is_empty() {
+        return Some(cpus);
+    }
+    for part in text.split(',') {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        let (first, last) = (decimal(first)?, decimal(last)?);
+        if first > last || cpus.last().is_some_and(|before| *before >= first) {
+            return None;
+        }
+        cpus.extend(first..=last);
+    }
+    Some(cpus)
+}
+
+/// Digits only, unlike `parse`, and no more than is believed.
+fn decimal(text: &str) -> Option<usize> {
+    let digits = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    text.parse().ok().filter(|number| digits && *number <= MAX_NUMBER)
+}
