@@ -9,6 +9,7 @@
     missing_debug_implementations
 )]
 
+mod bind;
 mod causes;
 mod harness;
 mod kill;

@@ -1,0 +1,91 @@
+//! Which CPUs workers run on.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::process::Command;
+
+use super::harness::{Ended, Job};
+
+/// A worker that writes down its CPUs.
+const WORKER: &str = "grep Cpus_allowed_list /proc/self/status > \"$JOB/cpus.$RANK\"\n";
+
+/// The CPUs in a status file's `Cpus_allowed_list`.
+fn allowed(status: &str) -> BTreeSet<usize> {
+    let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).unwrap();
+    let number = |text: &str| text.parse::<usize>().unwrap();
+    let range = |part: &str| {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        number(first)..=number(last)
+    };
+    list.trim().split(',').flat_map(range).collect()
+}
+
+fn ours() -> BTreeSet<usize> {
+    allowed(&fs::read_to_string("/proc/self/status").unwrap())
+}
+
+/// The physical cores of these CPUs, each by its hyperthreads.
+fn cores(cpus: &BTreeSet<usize>) -> BTreeSet<String> {
+    let siblings = |cpu: &usize| {
+        let path = format!("/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list");
+        fs::read_to_string(path).unwrap_or_else(|_| cpu.to_string())
+    };
+    cpus.iter().map(siblings).collect()
+}
+
+fn run(job: &Job, flags: &[&str]) -> Ended {
+    let mut command = job.command(flags);
+    command.arg(job.script(WORKER));
+    job.start(command).wait()
+}
+
+fn of_worker(job: &Job, rank: usize) -> BTreeSet<usize> {
+    allowed(&job.wait_for_file(&format!("cpus.{rank}")))
+}
+
+#[test]
+fn each_worker_has_cores_of_its_own() {
+    let (job, ours) = (Job::new(), ours());
+    if cores(&ours).len() < 2 {
+        eprintln!("SKIPPED: each_worker_has_cores_of_its_own: this test may use one core only");
+        let ended = run(&job, &["--bind=core", "--nproc-per-node=2"]).expect(1);
+        let what = "--bind=core: 1 physical core for 2 workers; write --nproc-per-node=1, or --bind=node";
+        assert!(ended.stderr.contains(what), "{}", ended.stderr);
+        return;
+    }
+    run(&job, &["--bind=core", "--nproc-per-node=2"]).expect(0);
+    let [first, second] = [0, 1].map(|rank| of_worker(&job, rank));
+    assert!(first.is_disjoint(&second) && cores(&first).is_disjoint(&cores(&second)), "{first:?} {second:?}");
+    assert_eq!(first.union(&second).copied().collect::<BTreeSet<_>>(), ours);
+}
+
+#[test]
+fn whatever_workers_are_spread_over_none_is_left_without_cpus() {
+    for kind in ["node", "socket", "core-complex", "none"] {
+        let (job, ours) = (Job::new(), ours());
+        run(&job, &["--nproc-per-node=3", "--bind", kind]).expect(0);
+        for rank in 0..3 {
+            let cpus = of_worker(&job, rank);
+            assert!(!cpus.is_empty() && cpus.is_subset(&ours), "--bind={kind}: {cpus:?} of {ours:?}");
+            assert!(kind != "none" || cpus == ours, "--bind=none: {cpus:?} of {ours:?}");
+        }
+    }
+}
+
+#[test]
+fn the_launchers_own_cpus_are_the_limit() {
+    let (job, ours) = (Job::new(), ours());
+    let last = *ours.last().unwrap();
+    let launcher = job.command(["--bind=core", "--nproc-per-node=1"]);
+    let mut command = Command::new("taskset");
+    command.arg("-c").arg(last.to_string()).arg(launcher.get_program()).args(launcher.get_args());
+    command.arg(job.script(WORKER)).current_dir(job.dir.path());
+    for (name, value) in launcher.get_envs() {
+        match value {
+            Some(value) => command.env(name, value),
+            None => command.env_remove(name),
+        };
+    }
+    job.start(command).wait().expect(0);
+    assert_eq!(of_worker(&job, 0), [last].into());
+}
