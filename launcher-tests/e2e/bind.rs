@@ -2,9 +2,11 @@
 
 use std::collections::BTreeSet;
 use std::fs;
+use std::net::TcpStream;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use super::harness::{Ended, Job};
+use super::harness::{Ended, Job, free_port, wait_until};
 
 /// A worker that writes down its CPUs.
 const WORKER: &str = "grep Cpus_allowed_list /proc/self/status > \"$JOB/cpus.$RANK\"\n";
@@ -88,4 +90,63 @@ fn the_launchers_own_cpus_are_the_limit() {
     }
     job.start(command).wait().expect(0);
     assert_eq!(of_worker(&job, 0), [last].into());
+}
+
+/// A cpuset of this name with one CPU; removed at the end.
+struct CpuSet(PathBuf);
+
+impl CpuSet {
+    fn new(cpu: usize) -> std::io::Result<Self> {
+        let parent = Path::new("/sys/fs/cgroup/cpuset");
+        let dir = parent.join(format!("convoke-bind-{}", std::process::id()));
+        fs::create_dir(&dir)?;
+        let set = Self(dir);
+        fs::write(set.0.join("cpuset.mems"), fs::read(parent.join("cpuset.mems"))?)?;
+        fs::write(set.0.join("cpuset.cpus"), cpu.to_string())?;
+        Ok(set)
+    }
+}
+
+impl Drop for CpuSet {
+    fn drop(&mut self) {
+        // The last of its processes may still be on its way out.
+        wait_until("the cpuset to be empty", || fs::remove_dir(&self.0).ok());
+    }
+}
+
+#[test]
+fn cpus_that_were_taken_away_are_the_reason_and_not_the_program() {
+    let ours = ours();
+    let first = *ours.first().unwrap();
+    let cpuset = match CpuSet::new(first) {
+        Ok(_) if cores(&ours).len() < 2 => {
+            eprintln!("SKIPPED: cpus_that_were_taken_away: this test may use one core only");
+            return;
+        }
+        Ok(cpuset) => cpuset,
+        Err(error) => {
+            eprintln!("SKIPPED: cpus_that_were_taken_away: no cpuset of version 1 can be made: {error}");
+            return;
+        }
+    };
+    let job = Job::new();
+    let (worker, port) = (job.script("sleep 60\n"), free_port());
+    let node = |rank: &str, flags: &[&str]| {
+        let mut command = job.command(["--nnodes=2", "--master-addr=127.0.0.1", "--nproc-per-node=2"]);
+        command.args(["--node-rank", rank, "--master-port", &port]).args(flags).arg(&worker);
+        job.start(command)
+    };
+    // It has chosen CPUs when it serves the store, and starts workers when the other node is there.
+    let bound = node("0", &["--bind=core", "--report-file=report.json"]);
+    wait_until("the store", || TcpStream::connect(format!("127.0.0.1:{port}")).ok());
+    for pid in job.processes() {
+        fs::write(cpuset.0.join("cgroup.procs"), pid.to_string()).unwrap();
+    }
+    let other = node("1", &[]);
+    let ended = bound.wait().expect(1);
+    let what =
+        format!("local rank 1 could not be started: {}: cannot be bound to its CPUs", worker.display());
+    assert!(ended.stderr.contains(&what), "{}", ended.stderr);
+    assert!(fs::read_to_string(job.path("report.json")).unwrap().contains("\"cpu-binding\""));
+    other.wait().expect(1);
 }
