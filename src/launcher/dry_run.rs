@@ -55,7 +55,10 @@ pub(crate) fn text(config: &Config, env: Env<'_>) -> String {
     }
     for (local_rank, (variables, command)) in each.iter().enumerate() {
         let own: Vec<_> = variables.iter().filter(|variable| !shared.contains(variable)).collect();
-        let own: Vec<_> = own.iter().map(|(name, value)| format!("{name}={value}")).collect();
+        let mut own: Vec<_> = own.iter().map(|(name, value)| format!("{name}={value}")).collect();
+        if let Some(cpus) = config.cpus.get(local_rank).filter(|cpus| !cpus.is_empty()) {
+            own.push(format!("on CPUs {}", ranges(cpus)));
+        }
         let command = if one_command { String::new() } else { format!("\n  {command}") };
         if own.is_empty() && command.is_empty() {
             continue;
@@ -195,6 +198,15 @@ fn command(config: &Config, local_rank: usize) -> String {
     command_line(config, local_rank).iter().map(|word| quoted(word)).collect::<Vec<_>>().join(" ")
 }
 
+/// `0-3,8`, of sorted numbers.
+fn ranges(numbers: &[usize]) -> String {
+    let runs = numbers.chunk_by(|a, b| a + 1 == *b).map(|run| match run {
+        [first, .., last] => format!("{first}-{last}"),
+        run => run.iter().map(ToString::to_string).collect(),
+    });
+    runs.collect::<Vec<_>>().join(",")
+}
+
 /// A word as a shell would have to be given it.
 fn quoted(word: &OsStr) -> String {
     let text = word.to_string_lossy();
@@ -239,6 +251,12 @@ mod tests {
                 "  echo rank 1",
             ],
         );
+    }
+
+    #[test]
+    fn cpus_are_shown_as_ranges() {
+        assert_eq!(ranges(&[0, 1, 2, 5, 7, 8]), "0-2,5,7-8");
+        assert!(dry("--bind=node --no-python echo").contains("on CPUs "));
     }
 
     #[test]

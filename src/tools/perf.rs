@@ -4,6 +4,7 @@
 //! rotating roots, an iteration's time is the mean over the ranks, every size verified outside the timed
 //! loop.
 
+use std::fmt;
 use std::io::{self, Write};
 use std::process::ExitCode;
 use std::time::Instant;
@@ -23,8 +24,8 @@ struct Flags {
     #[arg(long, default_value = "tcp")]
     transport: String,
 
-    /// What to measure, with commas: all_reduce, broadcast, barrier, send_recv
-    #[arg(long, value_delimiter = ',', default_value = "all_reduce,broadcast,barrier,send_recv")]
+    /// What to measure, with commas; all of them by default
+    #[arg(long, value_delimiter = ',', default_values_t = Collective::ALL)]
     collectives: Vec<Collective>,
 
     /// Smallest size; each further one is four times the one before
@@ -53,15 +54,46 @@ struct Flags {
 enum Collective {
     AllReduce,
     Broadcast,
+    Reduce,
+    AllGather,
+    ReduceScatter,
+    AllToAll,
+    Gather,
+    Scatter,
     Barrier,
     SendRecv,
 }
 
+impl fmt::Display for Collective {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
 impl Collective {
+    const ALL: [Self; 10] = [
+        Self::AllReduce,
+        Self::Broadcast,
+        Self::Reduce,
+        Self::AllGather,
+        Self::ReduceScatter,
+        Self::AllToAll,
+        Self::Gather,
+        Self::Scatter,
+        Self::Barrier,
+        Self::SendRecv,
+    ];
+
     const fn name(self) -> &'static str {
         match self {
             Self::AllReduce => "all_reduce",
             Self::Broadcast => "broadcast",
+            Self::Reduce => "reduce",
+            Self::AllGather => "all_gather",
+            Self::ReduceScatter => "reduce_scatter",
+            Self::AllToAll => "all_to_all",
+            Self::Gather => "gather",
+            Self::Scatter => "scatter",
             Self::Barrier => "barrier",
             Self::SendRecv => "send_recv",
         }
@@ -69,10 +101,26 @@ impl Collective {
 
     /// Bus bandwidth over algorithm bandwidth, as nccl-tests define it.
     fn bus_factor(self, ranks: usize) -> f64 {
+        let share = (ranks as f64 - 1.0) / ranks as f64;
         match self {
-            Self::AllReduce => 2.0 * (ranks as f64 - 1.0) / ranks as f64,
-            Self::Broadcast | Self::Barrier | Self::SendRecv => 1.0,
+            Self::AllReduce => 2.0 * share,
+            Self::AllGather | Self::ReduceScatter | Self::AllToAll | Self::Gather | Self::Scatter => share,
+            Self::Broadcast | Self::Reduce | Self::Barrier | Self::SendRecv => 1.0,
         }
+    }
+
+    /// Whether its size is that of one block for each rank.
+    fn is_blocks(self) -> bool {
+        match self {
+            Self::AllGather | Self::ReduceScatter | Self::AllToAll | Self::Gather | Self::Scatter => true,
+            Self::AllReduce | Self::Broadcast | Self::Reduce | Self::Barrier | Self::SendRecv => false,
+        }
+    }
+
+    /// The size that is measured where `bytes` are asked for: whole blocks, at least one element each.
+    fn size_bytes(self, bytes: usize, ranks: usize) -> usize {
+        let row = 4 * ranks;
+        if self.is_blocks() { (bytes / row).max(1) * row } else { bytes }
     }
 }
 
@@ -102,16 +150,20 @@ fn run(flags: &Flags) -> Result<(), PerfError> {
     let elements = flags.max_bytes / 4 + world.size();
     let mut bench = Bench { world, a: vec![0.0; elements], b: vec![0.0; elements] };
     for &collective in &flags.collectives {
-        let mut bytes = flags.min_bytes;
-        while bytes <= flags.max_bytes {
+        let (mut asked, mut last) = (flags.min_bytes, 0);
+        while asked <= flags.max_bytes {
             if collective == Collective::Barrier {
                 bench.measure(flags, collective, 0)?;
                 break;
             }
+            let bytes = collective.size_bytes(asked, bench.world.size());
+            asked *= 4;
+            if std::mem::replace(&mut last, bytes) == bytes {
+                continue;
+            }
             bench.verify(collective, bytes, 0)?;
             bench.verify(collective, bytes, bench.world.size() - 1)?;
             bench.measure(flags, collective, bytes)?;
-            bytes *= 4;
         }
     }
     bench.world.barrier()?;
@@ -130,8 +182,15 @@ struct Bench {
 impl Bench {
     /// One call.
     fn call(&mut self, collective: Collective, count: usize, root: usize) -> Result<(), CommError> {
+        let block = count / self.world.size();
         let (a, b) = (&mut self.a[..count], &mut self.b[..count]);
         match collective {
+            Collective::Reduce => self.world.reduce(a, ReduceOp::Sum, root),
+            Collective::AllGather => self.world.all_gather(&a[..block], b),
+            Collective::ReduceScatter => self.world.reduce_scatter(a, &mut b[..block], ReduceOp::Sum),
+            Collective::AllToAll => self.world.all_to_all(a, b),
+            Collective::Gather => self.world.gather(&a[..block], b, root),
+            Collective::Scatter => self.world.scatter(b, &mut a[..block], root),
             Collective::AllReduce => self.world.all_reduce(a, ReduceOp::Sum),
             Collective::Broadcast => self.world.broadcast(a, root),
             Collective::Barrier => self.world.barrier(),
@@ -154,18 +213,31 @@ impl Bench {
     fn verify(&mut self, collective: Collective, bytes: usize, root: usize) -> Result<(), PerfError> {
         let (rank, size, count) = (self.world.rank(), self.world.size(), bytes / 4);
         let base = |index: usize| (index % 251 + 1) as f32;
+        let value = |rank: usize, index: usize| (rank + 1) as f32 * base(index);
         for index in 0..count {
-            self.a[index] = (rank + 1) as f32 * base(index);
-            self.b[index] = -1.0;
+            self.a[index] = value(rank, index);
+            self.b[index] = if collective == Collective::Scatter { value(rank, index) } else { -1.0 };
         }
         self.call(collective, count, root)?;
-        let (got, factor) = match collective {
-            Collective::AllReduce => (&self.a, size * (size + 1) / 2),
-            Collective::Broadcast => (&self.a, root + 1),
-            Collective::SendRecv if (rank ^ 1) < size => (&self.b, (rank ^ 1) + 1),
-            Collective::Barrier | Collective::SendRecv => return Ok(()),
+        let block = (count / size).max(1);
+        let sum = |index: usize| (size * (size + 1) / 2) as f32 * base(index);
+        let (a, b) = (&self.a[..count], &self.b[..count]);
+        let all = |got: &[f32], want: &dyn Fn(usize) -> f32| {
+            got.iter().enumerate().all(|(index, &x)| x == want(index))
         };
-        let right = got[..count].iter().enumerate().all(|(index, &x)| x == factor as f32 * base(index));
+        let gathered = |index: usize| value(index / block, index % block);
+        let right = match collective {
+            Collective::AllReduce => all(a, &sum),
+            Collective::Broadcast => all(a, &|index| value(root, index)),
+            Collective::Reduce => rank != root || all(a, &sum),
+            Collective::AllGather => all(b, &gathered),
+            Collective::Gather => rank != root || all(b, &gathered),
+            Collective::ReduceScatter => all(&b[..block], &|index| sum(rank * block + index)),
+            Collective::AllToAll => all(b, &|index| value(index / block, rank * block + index % block)),
+            Collective::Scatter => all(&a[..block], &|index| value(root, rank * block + index)),
+            Collective::SendRecv if (rank ^ 1) < size => all(b, &|index| value(rank ^ 1, index)),
+            Collective::Barrier | Collective::SendRecv => true,
+        };
         if right {
             Ok(())
         } else {
