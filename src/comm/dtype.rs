@@ -108,11 +108,18 @@ pub enum ReduceOp {
     Product,
     /// Sum divided by the number of ranks; floating-point types only.
     Avg,
+    /// Bitwise AND; integers only.
+    Band,
+    /// Bitwise OR; integers only.
+    Bor,
+    /// Bitwise exclusive OR; integers only.
+    Bxor,
 }
 
 impl ReduceOp {
     /// All operations, in the order of their wire numbers.
-    pub const ALL: [Self; 5] = [Self::Sum, Self::Min, Self::Max, Self::Product, Self::Avg];
+    pub const ALL: [Self; 8] =
+        [Self::Sum, Self::Min, Self::Max, Self::Product, Self::Avg, Self::Band, Self::Bor, Self::Bxor];
 
     /// Whether the operation has a meaning for `dtype`.
     #[must_use]
@@ -120,6 +127,7 @@ impl ReduceOp {
         match self {
             Self::Sum | Self::Min | Self::Max | Self::Product => true,
             Self::Avg => dtype.is_float(),
+            Self::Band | Self::Bor | Self::Bxor => !dtype.is_float(),
         }
     }
 
@@ -130,6 +138,9 @@ impl ReduceOp {
             Self::Max => "max",
             Self::Product => "product",
             Self::Avg => "avg",
+            Self::Band => "band",
+            Self::Bor => "bor",
+            Self::Bxor => "bxor",
         }
     }
 
@@ -185,7 +196,7 @@ mod tests {
             assert_eq!(ReduceOp::from_wire(op.to_wire()), Some(op));
         }
         assert_eq!(Dtype::from_wire(10), None);
-        assert_eq!(ReduceOp::from_wire(5), None);
+        assert_eq!(ReduceOp::from_wire(8), None);
     }
 
     #[test]

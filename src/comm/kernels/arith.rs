@@ -11,6 +11,13 @@ pub(super) trait Arith<const N: usize>: Copy {
     fn divided_by(self, divisor: u32) -> Self;
 }
 
+/// An integer, as bits.
+pub(super) trait Bits<const N: usize>: Arith<N> {
+    fn and(self, other: Self) -> Self;
+    fn or(self, other: Self) -> Self;
+    fn xor(self, other: Self) -> Self;
+}
+
 macro_rules! integers {
     ($($int:ty),*) => {$(
         impl Arith<{ size_of::<$int>() }> for $int {
@@ -42,6 +49,21 @@ macro_rules! integers {
             #[inline(always)]
             fn divided_by(self, _: u32) -> Self {
                 self
+            }
+        }
+
+        impl Bits<{ size_of::<$int>() }> for $int {
+            #[inline(always)]
+            fn and(self, other: Self) -> Self {
+                self & other
+            }
+            #[inline(always)]
+            fn or(self, other: Self) -> Self {
+                self | other
+            }
+            #[inline(always)]
+            fn xor(self, other: Self) -> Self {
+                self ^ other
             }
         }
     )*};

@@ -10,7 +10,7 @@
 mod arith;
 
 use crate::dtype::{Dtype, ReduceOp};
-use arith::Arith;
+use arith::{Arith, Bits};
 
 /// `into[i] = into[i] op from[i]`; both slices have the same length, a multiple of the element size.
 pub(crate) type ReduceFn = fn(into: &mut [u8], from: &[u8]);
@@ -33,32 +33,43 @@ impl Kernel {
         if !op.accepts(dtype) {
             return None;
         }
-        Some(match dtype {
-            Dtype::I8 => table::<i8, 1>(op),
-            Dtype::U8 => table::<u8, 1>(op),
-            Dtype::I16 => table::<i16, 2>(op),
-            Dtype::U16 => table::<u16, 2>(op),
-            Dtype::I32 => table::<i32, 4>(op),
-            Dtype::U32 => table::<u32, 4>(op),
-            Dtype::I64 => table::<i64, 8>(op),
-            Dtype::U64 => table::<u64, 8>(op),
-            Dtype::F32 => table::<f32, 4>(op),
-            Dtype::F64 => table::<f64, 8>(op),
-        })
+        match dtype {
+            Dtype::I8 => of_integers::<i8, 1>(op),
+            Dtype::U8 => of_integers::<u8, 1>(op),
+            Dtype::I16 => of_integers::<i16, 2>(op),
+            Dtype::U16 => of_integers::<u16, 2>(op),
+            Dtype::I32 => of_integers::<i32, 4>(op),
+            Dtype::U32 => of_integers::<u32, 4>(op),
+            Dtype::I64 => of_integers::<i64, 8>(op),
+            Dtype::U64 => of_integers::<u64, 8>(op),
+            Dtype::F32 => of_numbers::<f32, 4>(op),
+            Dtype::F64 => of_numbers::<f64, 8>(op),
+        }
     }
 }
 
-fn table<T: Arith<N>, const N: usize>(op: ReduceOp) -> Kernel {
-    let plain = |reduce| Kernel { reduce, finish: None };
-    match op {
-        ReduceOp::Sum => plain(|into, from| zip(into, from, T::sum)),
-        ReduceOp::Min => plain(|into, from| zip(into, from, T::min)),
-        ReduceOp::Max => plain(|into, from| zip(into, from, T::max)),
-        ReduceOp::Product => plain(|into, from| zip(into, from, T::product)),
-        ReduceOp::Avg => {
-            Kernel { reduce: |into, from| zip(into, from, T::sum), finish: Some(divide::<T, N>) }
+fn of_integers<T: Bits<N>, const N: usize>(op: ReduceOp) -> Option<Kernel> {
+    let reduce: ReduceFn = match op {
+        ReduceOp::Band => |into, from| zip(into, from, T::and),
+        ReduceOp::Bor => |into, from| zip(into, from, T::or),
+        ReduceOp::Bxor => |into, from| zip(into, from, T::xor),
+        ReduceOp::Sum | ReduceOp::Min | ReduceOp::Max | ReduceOp::Product | ReduceOp::Avg => {
+            return of_numbers::<T, N>(op);
         }
-    }
+    };
+    Some(Kernel { reduce, finish: None })
+}
+
+fn of_numbers<T: Arith<N>, const N: usize>(op: ReduceOp) -> Option<Kernel> {
+    let reduce: ReduceFn = match op {
+        ReduceOp::Sum | ReduceOp::Avg => |into, from| zip(into, from, T::sum),
+        ReduceOp::Min => |into, from| zip(into, from, T::min),
+        ReduceOp::Max => |into, from| zip(into, from, T::max),
+        ReduceOp::Product => |into, from| zip(into, from, T::product),
+        ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor => return None,
+    };
+    let finish: Option<ScaleFn> = if op == ReduceOp::Avg { Some(divide::<T, N>) } else { None };
+    Some(Kernel { reduce, finish })
 }
 
 #[inline(always)]

@@ -225,3 +225,17 @@ fn large_groups_open_connections_when_they_are_needed() {
         group.barrier().unwrap();
     });
 }
+
+#[test]
+fn bits_are_combined_and_floats_have_none() {
+    ranks(3, |group| {
+        let mine = 1_u16 << group.rank() | 0x8000;
+        for (op, want) in [(ReduceOp::Band, 0x8000), (ReduceOp::Bor, 0x8007), (ReduceOp::Bxor, 0x8007)] {
+            let mut buf = vec![mine; 1001];
+            group.all_reduce(&mut buf, op).unwrap();
+            assert!(buf.iter().all(|&bits| bits == want), "{op}: {:#x}", buf[0]);
+        }
+        let refused = group.all_reduce(&mut [1.0_f32], ReduceOp::Bor).unwrap_err();
+        assert!(refused.to_string().contains("bor of f32 has no meaning"), "{refused}");
+    });
+}
