@@ -57,7 +57,25 @@ impl Job {
 
     /// A launcher with these arguments, its output in files, TMPDIR in the job's folder.
     pub fn command<I: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = I>) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_convoke_dup"));
+        self.command_of(Command::new(env!("CARGO_BIN_EXE_convoke_dup")), arguments)
+    }
+
+    /// The same through another program, such as `unshare`, that executes its last arguments.
+    pub fn command_through<I: AsRef<OsStr>>(
+        &self,
+        through: &[&str],
+        arguments: impl IntoIterator<Item = I>,
+    ) -> Command {
+        let mut command = Command::new(through[0]);
+        command.args(&through[1..]).arg(env!("CARGO_BIN_EXE_convoke_dup"));
+        self.command_of(command, arguments)
+    }
+
+    fn command_of<I: AsRef<OsStr>>(
+        &self,
+        mut command: Command,
+        arguments: impl IntoIterator<Item = I>,
+    ) -> Command {
         command.args(arguments);
         for (name, _) in std::env::vars_os() {
             let name_text = name.to_string_lossy();
@@ -70,11 +88,17 @@ impl Job {
         command
     }
 
-    pub fn start(&self, mut command: Command) -> Launcher {
+    pub fn start(&self, command: Command) -> Launcher {
+        self.start_to(command, None)
+    }
+
+    /// Starts a launcher whose stdout is something else than a file of the job.
+    pub fn start_to(&self, mut command: Command, stdout: Option<Stdio>) -> Launcher {
         static COUNTER: AtomicU32 = AtomicU32::new(0);
         let number = COUNTER.fetch_add(1, Ordering::Relaxed);
         let (out, err) = (self.path(&format!("{number}.out")), self.path(&format!("{number}.err")));
-        command.stdout(fs::File::create(&out).unwrap()).stderr(fs::File::create(&err).unwrap());
+        let file = fs::File::create(&out).unwrap();
+        command.stdout(stdout.unwrap_or(file.into())).stderr(fs::File::create(&err).unwrap());
         Launcher { child: command.spawn().unwrap(), out, err }
     }
 
@@ -165,6 +189,11 @@ pub fn wait_until<T>(what: &str, mut check: impl FnMut() -> Option<T>) -> T {
         assert!(Instant::now() < end, "waited {PATIENCE:?} for {what}");
         std::thread::sleep(Duration::from_millis(2));
     }
+}
+
+/// Says that something could not be tested here.
+pub fn skip(what: &str, why: &str) {
+    eprintln!("SKIPPED: {what}: {why}");
 }
 
 /// A port that nobody uses, and that neither another test of this process nor the system will pick: below

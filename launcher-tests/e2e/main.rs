@@ -5,12 +5,14 @@
     clippy::unwrap_used,
     clippy::panic,
     clippy::print_stdout,
+    clippy::print_stderr,
     unreachable_pub,
     missing_debug_implementations
 )]
 
 mod bind;
 mod causes;
+mod container;
 mod harness;
 mod kill;
 mod nodes;

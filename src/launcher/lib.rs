@@ -33,6 +33,7 @@ use os::Forked;
 /// code that docs/cli.md states.
 #[must_use]
 pub fn main() -> ExitCode {
+    agent::hold_signals();
     let config = match cli::parse(std::env::args_os(), &|name| std::env::var_os(name)) {
         Ok(Invocation::Run(config)) => config,
         Ok(Invocation::DryRun(config)) => {

@@ -192,12 +192,16 @@ fn become_worker(
     }
 }
 
-/// Ends this process by `signal`, as if it had never been caught; returns only if that fails.
-pub(crate) fn die_by(signal_number: Signal) {
+/// Ends this process by `signal`, as if it had never been caught.
+///
+/// PID 1 of a container cannot die so: it ends with the code by which shells tell of such a death.
+pub(crate) fn die_by(signal_number: Signal) -> ! {
     // SAFETY: SIG_DFL runs no code of ours.
     let _ = unsafe { signal(signal_number, SigHandler::SigDfl) };
     let _ = SigSet::from(signal_number).thread_unblock();
     let _ = raise(signal_number);
+    // SAFETY: always sound; nothing is registered for the end of the launcher.
+    unsafe { nix::libc::_exit(128 + signal_number as i32) }
 }
 
 /// Takes ownership of a descriptor that just arrived by SCM_RIGHTS.

@@ -12,3 +12,4 @@ mod workers;
 
 pub(crate) use environment::{Variables, command_line, variables};
 pub(crate) use run::run;
+pub(crate) use setup::hold_signals;

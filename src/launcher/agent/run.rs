@@ -51,10 +51,7 @@ pub(crate) fn run(config: Config, guard: Pid, socket: UnixStream) -> ExitCode {
     runtime.shutdown_background();
     match end {
         Exit::Code(code) => code,
-        Exit::Signal(signal) => {
-            crate::os::die_by(signal);
-            exit::FAILURE
-        }
+        Exit::Signal(signal) => crate::os::die_by(signal),
     }
 }
 

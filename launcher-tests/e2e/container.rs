@@ -1,0 +1,146 @@
+//! The launcher as PID 1 of a container: whatever would end another process does not end PID 1, and all orphans are its own.
+
+use std::path::PathBuf;
+use std::process::Command;
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use super::harness::{Job, Launcher, free_port, skip, wait_until};
+
+/// Executes a program as PID 1 of new namespaces. It is killed when this ends, and ends as the program does.
+const UNSHARE: &[&str] = &["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"];
+
+/// Whether that works here; if not, says so.
+fn can_unshare() -> bool {
+    let works = Command::new(UNSHARE[0]).args(&UNSHARE[1..]).arg("true").output();
+    let why = match works {
+        Ok(output) if output.status.success() => return true,
+        Ok(output) => String::from_utf8_lossy(&output.stderr).trim().to_owned(),
+        Err(error) => format!("unshare: {error}"),
+    };
+    skip("PID 1 of a container", &why);
+    false
+}
+
+/// The launcher, as a pid out here.
+fn pid_1(unshare: &Launcher) -> Pid {
+    let children = PathBuf::from(format!("/proc/{0}/task/{0}/children", unshare.pid()));
+    wait_until("the launcher as PID 1", || {
+        let pid: i32 = std::fs::read_to_string(&children).ok()?.trim().parse().ok()?;
+        let line = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).ok()?;
+        line.contains("convoke_dup\0").then_some(Pid::from_raw(pid))
+    })
+}
+
+fn start(job: &Job, flags: &[&str], worker: &str) -> Launcher {
+    let mut command = job.command_through(UNSHARE, flags);
+    command.arg(job.script(worker));
+    job.start(command)
+}
+
+#[test]
+fn exit_codes_come_through() {
+    if !can_unshare() {
+        return;
+    }
+    for code in [0, 1] {
+        let job = Job::new();
+        let worker = format!("grep -q convoke_dup /proc/1/cmdline || exit 2\nexit {code}\n");
+        let ended = start(&job, &["--standalone"], &worker).wait().expect(code);
+        assert_eq!(ended.stderr.contains("exitcode  : 1 "), code == 1, "{}", ended.stderr);
+    }
+}
+
+#[test]
+fn orphans_are_reaped_while_the_job_runs() {
+    if !can_unshare() {
+        return;
+    }
+    // Of the worker's, and of what came in as by `docker exec`, whose orphans PID 1 itself gets.
+    let job = Job::new();
+    let launcher = start(
+        &job,
+        &["--standalone"],
+        r#"
+n=0
+while [ $n -lt 20 ]; do setsid --fork sh -c "echo > $JOB/own.$n"; n=$((n + 1)); done
+echo > "$JOB/up"
+there() { [ "$(ls "$JOB" | grep -c "^$1\.")" = 20 ]; }
+until there own && there came; do sleep 0.01; done
+while grep -q '^State:.Z' /proc/[0-9]*/status; do sleep 0.01; done
+ls -d /proc/[0-9]* > "$JOB/left"
+"#,
+    );
+    job.wait_for_file("up");
+    let pid = pid_1(&launcher).to_string();
+    let forks = format!(
+        "for n in $(seq 20); do setsid --fork sh -c \"echo > {}/came.$n\"; done",
+        job.dir.path().display()
+    );
+    let came = Command::new("nsenter").args(["-t", &pid, "-p", "-m", "sh", "-c", &forks]).status().unwrap();
+    assert!(came.success());
+    launcher.wait().expect(0);
+    // The launcher, its guard and the worker.
+    assert_eq!(job.wait_for_file("left").lines().count(), 3, "{}", job.wait_for_file("left"));
+}
+
+#[test]
+fn a_signal_stops_the_workers_and_a_second_one_kills_them() {
+    if !can_unshare() {
+        return;
+    }
+    for (signal, told) in [(Signal::SIGTERM, "stopped by SIGTERM"), (Signal::SIGINT, "stopped by SIGINT")] {
+        let job = Job::new();
+        let worker =
+            "trap 'echo > \"$JOB/got\"' TERM INT\necho > \"$JOB/up\"\nwhile :; do sleep 0.01; done\n";
+        let launcher = start(&job, &["--standalone", "--shutdown-timeout=600"], worker);
+        job.wait_for_file("up");
+        let pid = pid_1(&launcher);
+        kill(pid, signal).unwrap();
+        job.wait_for_file("got");
+        kill(pid, signal).unwrap();
+        let ended = launcher.wait().expect(1);
+        assert!(ended.stderr.contains(told), "{}", ended.stderr);
+        assert_eq!(job.processes(), [0; 0]);
+    }
+}
+
+#[test]
+fn a_signal_before_there_are_workers_ends_it() {
+    if !can_unshare() {
+        return;
+    }
+    for signal in [Signal::SIGTERM, Signal::SIGINT] {
+        let job = Job::new();
+        let port = free_port();
+        let nodes = ["--nnodes=2", "--node-rank=0", "--master-addr=127.0.0.1", "--master-port", &port];
+        let launcher = start(&job, &nodes, "exit 0\n");
+        // It listens.
+        wait_until("the launcher to wait for node 1", || {
+            std::net::TcpStream::connect(format!("127.0.0.1:{port}")).ok()
+        });
+        kill(pid_1(&launcher), signal).unwrap();
+        // PID 1 cannot die by it: the code is what a shell makes of such a death.
+        let ended = launcher.wait().expect(128 + signal as i32);
+        assert!(
+            ended.stderr.contains(&format!("{signal} while waiting for other nodes")),
+            "{}",
+            ended.stderr
+        );
+    }
+}
+
+#[test]
+fn a_signal_that_is_not_handled_ends_it_all_the_same() {
+    if !can_unshare() {
+        return;
+    }
+    let job = Job::new();
+    let worker = "echo > \"$JOB/up\"\nexec sleep 1000\n";
+    let launcher = start(&job, &["--standalone", "--signals-to-handle=SIGINT"], worker);
+    job.wait_for_file("up");
+    kill(pid_1(&launcher), Signal::SIGTERM).unwrap();
+    launcher.wait().expect(128 + Signal::SIGTERM as i32);
+    assert_eq!(job.processes(), [0; 0]);
+}
