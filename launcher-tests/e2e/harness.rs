@@ -156,6 +156,11 @@ impl Launcher {
         nix::sys::signal::kill(self.pid(), signal).unwrap();
     }
 
+    /// What it has said on stderr so far.
+    pub fn stderr(&self) -> String {
+        String::from_utf8_lossy(&fs::read(&self.err).unwrap()).into_owned()
+    }
+
     pub fn wait(mut self) -> Ended {
         let status = wait_until("the launcher to end", || self.child.try_wait().unwrap());
         let read = |path: &Path| String::from_utf8_lossy(&fs::read(path).unwrap()).into_owned();

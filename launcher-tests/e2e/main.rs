@@ -16,6 +16,8 @@ mod container;
 mod harness;
 mod kill;
 mod nodes;
+mod output;
 mod processes;
+mod standalone;
 mod terminal;
 mod workers;

@@ -29,8 +29,8 @@ use copier::{Copier, Outputs};
 /// How long a line may stay without its newline before it is shown.
 const PARTIAL_AFTER: Duration = Duration::from_secs(2);
 /// The same for what passes through unchanged, counted from when anything was shown: long enough for the rest of a line
-/// that was written in pieces, too short to be seen.
-const RAW_PARTIAL_AFTER: Duration = Duration::from_millis(30);
+/// from a worker that must wait for a processor in the middle of it, too short to wait for.
+const RAW_PARTIAL_AFTER: Duration = Duration::from_millis(200);
 /// The same while others write all the time.
 const RAW_PARTIAL_MAX: Duration = Duration::from_secs(1);
 

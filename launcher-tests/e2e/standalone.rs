@@ -1,0 +1,38 @@
+//! Standalone jobs do not know of each other.
+
+use std::collections::BTreeSet;
+
+use super::harness::{Job, wait_until};
+
+#[test]
+fn fifty_at_once_all_succeed_each_with_a_port_of_its_own() {
+    const JOBS: usize = 50;
+    const WORKERS: usize = 2;
+    let job = Job::new();
+    std::fs::create_dir(job.path("up")).unwrap();
+    let mut launchers: Vec<_> = (0..JOBS)
+        .map(|_| {
+            let mut command = job.command(["--standalone", &format!("--nproc-per-node={WORKERS}")]);
+            command.args([env!("CARGO_BIN_EXE_plain_worker"), "connect"]).arg(job.path("up"));
+            // Else a line says that it is set to 1.
+            command.env("OMP_NUM_THREADS", "1");
+            job.start(command)
+        })
+        .collect();
+    // Each file is PORT.RANK, written by a worker that is connected to its master, and stays so until all are.
+    let names = wait_until("all workers to be connected", || {
+        for launcher in &mut launchers {
+            assert_eq!(launcher.child.try_wait().unwrap(), None, "{}", launcher.stderr());
+        }
+        let files = std::fs::read_dir(job.path("up")).unwrap();
+        let names: Vec<_> =
+            files.map(|file| file.unwrap().file_name().to_string_lossy().into_owned()).collect();
+        (names.len() >= JOBS * WORKERS).then_some(names)
+    });
+    let ports: BTreeSet<_> = names.iter().filter_map(|name| name.split('.').next()).collect();
+    assert_eq!(ports.len(), JOBS, "{names:?}");
+    std::fs::write(job.path("up").join("go"), "").unwrap();
+    for launcher in launchers {
+        assert_eq!(launcher.wait().expect(0).stderr, "");
+    }
+}
