@@ -2,11 +2,12 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 use std::time::Instant;
 
 use convoke_launcher_tests::numbered_line;
 
-use super::harness::Job;
+use super::harness::{Ended, Job, skip};
 
 const WORKERS: usize = 8;
 const LINES: usize = 80_000;
@@ -68,4 +69,112 @@ fn stderr_lines_of_eight_busy_workers_are_whole_and_complete() {
     let ended = job.start(command).wait().expect(0);
     print_rate("stderr", ended.stderr.len(), start);
     expect_all_lines(&ended.stderr, |_| String::new());
+}
+
+/// Runs `command` in a mount namespace of its own after `mounts`, which sees the arguments as its own; none if that
+/// cannot be done here.
+fn with_mounts(job: &Job, mounts: &str, arguments: &[&str], worker: &str) -> Option<Ended> {
+    let possible = Command::new("unshare").args(["-m", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]).output();
+    let why = match possible {
+        Ok(output) if output.status.success() => None,
+        Ok(output) => Some(String::from_utf8_lossy(&output.stderr).trim().to_owned()),
+        Err(error) => Some(format!("unshare: {error}")),
+    };
+    if let Some(why) = why {
+        skip("log folders that cannot be written to", &why);
+        return None;
+    }
+    let through = format!("set -e\nmkdir disk\n{mounts}\nexec \"$@\"\n");
+    let mut command = job.command_through(&["unshare", "-m", "sh", "-c", &through, "sh"], arguments);
+    command.arg(job.script(worker)).env("OMP_NUM_THREADS", "1");
+    Some(job.start(command).wait())
+}
+
+/// Two workers write far more than fits, and do not care.
+const WRITES: &str = "seq 30000 2>/dev/null\nseq 30000 >&2\nexit 0\n";
+
+#[test]
+fn a_full_disk_is_told_once_and_the_job_goes_on() {
+    for flag in ["--redirects=3", "--tee=3"] {
+        let job = Job::new();
+        let mounts = "mount -t tmpfs -o size=64k tmpfs disk";
+        let arguments = ["--nproc-per-node=2", "--log-dir=disk", "--max-restarts=1", flag];
+        // Also the second attempt has nowhere to write to.
+        let worker = format!("{WRITES}\n").replace("exit 0", "[ $TORCHELASTIC_RESTART_COUNT = 1 ]");
+        let Some(ended) = with_mounts(&job, mounts, &arguments, &worker) else { return };
+        let ended = ended.expect(0);
+        let told: Vec<_> =
+            ended.stderr.lines().filter(|line| line.contains("No space left on device")).collect();
+        assert_eq!(told.len(), 1, "{flag}: {told:?}");
+        assert!(told[0].contains(&job.path("disk").display().to_string()), "{flag}: {told:?}");
+        if flag == "--tee=3" {
+            assert_eq!(ended.stdout.lines().count(), 2 * 2 * 30_000, "the console has it all");
+        }
+    }
+}
+
+#[test]
+fn a_log_folder_that_cannot_be_made_is_told_once_and_the_job_goes_on() {
+    let job = Job::new();
+    fs::write(job.path("file"), "").unwrap();
+    let worker = "echo out; echo err >&2; [ -z \"$TORCHELASTIC_ERROR_FILE\" ] || exit 2\n[ $TORCHELASTIC_RESTART_COUNT = 1 ]\n";
+    let read_only = "mount -t tmpfs tmpfs disk\nmount -o remount,ro disk";
+    for (folder, error) in [
+        ("file", "Not a directory"),
+        ("file/below", "Not a directory"),
+        ("disk", "Read-only file system"),
+        ("disk/below", "Read-only file system"),
+    ] {
+        let _ = fs::remove_dir(job.path("disk"));
+        let folder_flag = format!("--log-dir={folder}");
+        let arguments = [folder_flag.as_str(), "--redirects=3", "--max-restarts=1"];
+        let Some(ended) = with_mounts(&job, read_only, &arguments, worker) else { return };
+        let ended = ended.expect(0);
+        let told = format!("warning: no log files: cannot make a directory in {folder}: {error} (os error ");
+        assert_eq!(ended.stderr.matches(&told).count(), 1, "{folder}: {}", ended.stderr);
+        assert_eq!(ended.stderr.matches("--log-dir").count(), 1, "{folder}: {}", ended.stderr);
+        // Better on the console than lost.
+        assert_eq!((ended.stdout.as_str(), ended.stderr.matches("err\n").count()), ("out\nout\n", 2));
+    }
+}
+
+#[test]
+fn a_stdout_that_is_full_or_closed_is_told_once_and_the_job_goes_on() {
+    // Once in one short burst, once with much more than any pipe holds; each in two attempts.
+    for worker in ["echo hello", "seq 100000"] {
+        for full in [true, false] {
+            let job = Job::new();
+            let stdout = if full {
+                fs::File::create("/dev/full").unwrap().into()
+            } else {
+                // Its reader has left, as `head` does.
+                Stdio::from(std::io::pipe().unwrap().1)
+            };
+            let mut command = job.command(["--tee=1", "--log-dir=logs", "--max-restarts=1"]);
+            command.arg(job.script(&format!("{worker}\n[ $TORCHELASTIC_RESTART_COUNT = 1 ]\n")));
+            let ended = job.start_to(command, Some(stdout)).wait().expect(0);
+            let error = if full { "no storage space" } else { "broken pipe" };
+            let told = format!("convoke: warning: cannot write to stdout: {error}; the job goes on\n");
+            assert_eq!(ended.stderr.matches(&told).count(), 1, "{worker}: {}", ended.stderr);
+            // And that of the restart.
+            assert_eq!(ended.stderr.lines().count(), 2, "{worker}: {}", ended.stderr);
+            let run = only_entry(&job.path("logs"));
+            for attempt in 0..2 {
+                let log = fs::read_to_string(run.join(format!("attempt_{attempt}/0/stdout.log"))).unwrap();
+                assert!(log.ends_with("hello\n") || log.ends_with("\n100000\n"), "{worker}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_stderr_that_is_full_or_closed_does_not_end_the_job() {
+    for redirection in ["2>/dev/full", "2>&-"] {
+        let job = Job::new();
+        let through = format!("exec \"$@\" {redirection}");
+        let mut command = job.command_through(&["sh", "-c", &through, "sh"], ["--nproc-per-node=2"]);
+        command.arg(job.script("seq 10000 >&2\necho done\n"));
+        let ended = job.start(command).wait().expect(0);
+        assert_eq!(ended.stdout, "done\ndone\n", "{redirection}");
+    }
 }

@@ -75,6 +75,7 @@ impl Shell {
         if let Some(tee) = self.round.as_ref().and_then(|round| round.tee.as_ref()) {
             tee.drain(Instant::now() + DRAIN_TIMEOUT);
         }
+        self.run_dir.check_space();
     }
 
     /// The same for the last time.

@@ -112,7 +112,7 @@ impl Shell {
         let link = GuardLink::new(socket).map_err(|error| format!("guard: {error}"))?;
         let (tell, news) = mpsc::unbounded_channel();
         watch_signals(&config, &tell)?;
-        let run_dir = RunDir::create(&config.logs, &config.run_id).map_err(|error| error.to_string())?;
+        let run_dir = RunDir::create(&config.logs, &config.run_id);
         let events = Events::new(&config);
         let rules = Rules {
             max_restarts: config.max_restarts,

@@ -182,21 +182,17 @@ impl Console {
         None
     }
 
-    /// Hands over the rest and waits until all is written or the stream is broken, as long as `patience` lasts.
-    pub(super) fn finish(mut self, patience: &mut Patience) {
-        self.hand_over();
-        self.shared.lock().closed = true;
-        self.shared.changed.notify_all();
-        self.settle(patience);
-    }
-
     /// Waits until all that was handed over is written or the stream is broken, as long as `patience` lasts.
-    pub(super) fn settle(&self, patience: &mut Patience) {
+    ///
+    /// Returns why the stream is broken, if it is.
+    pub(super) fn settle(&self, patience: &mut Patience) -> Option<io::ErrorKind> {
         let mut state = self.shared.lock();
         while state.broken.is_none() && (state.writing || !state.pending.is_empty()) {
-            let Some(left) = patience.left(self.shared.writes.load(Ordering::Relaxed)) else { return }; // the thread ends with the process
+            // At the end the thread ends with the process.
+            let Some(left) = patience.left(self.shared.writes.load(Ordering::Relaxed)) else { break };
             state = self.shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
+        state.broken
     }
 
     /// How often something was written: a sign of life.

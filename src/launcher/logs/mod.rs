@@ -5,8 +5,7 @@
 //! pipe that [`Tee`] reads. So is a stderr that goes to the console, since its last lines are wanted if the
 //! worker fails; where the console is a terminal, it is one as well.
 //!
-//! Logs serve the job: but for a `--log-dir` that cannot be one, what goes wrong here is told once, and
-//! the job goes on without files.
+//! Logs serve the job: what goes wrong here is told once, and the job goes on without files.
 
 mod console;
 mod lines;
@@ -19,7 +18,7 @@ mod tests;
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, IsTerminal, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -28,6 +27,7 @@ use memchr::memmem::Finder;
 
 use crate::config::{LogConfig, LogDir, StreamChoice, Streams, expand};
 use crate::report::host_name;
+use crate::say::say;
 use console::Console;
 pub(crate) use tail::StderrTail;
 use tail::Tail;
@@ -40,9 +40,6 @@ const PIPE_BYTES: i32 = 256 << 10;
 /// Why there can be no logs.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum LogError {
-    /// `--log-dir` is something else.
-    #[error("--log-dir={}: not a directory; write --log-dir=DIRECTORY", .0.display())]
-    NotADirectory(PathBuf),
     /// The operating system refuses a pipe, a thread or /dev/null.
     #[error("{what}: {source}")]
     System {
@@ -73,8 +70,16 @@ struct Settings {
     host: String,
     /// Our own stderr is one: colours and progress bars work only if the workers have it themselves.
     terminal: bool,
-    /// Trouble with files is told once.
-    told: AtomicBool,
+    told: Arc<Told>,
+}
+
+/// What was told already: each kind of trouble is told once in the life of a launcher.
+#[derive(Debug, Default)]
+struct Told {
+    /// Files.
+    files: AtomicBool,
+    /// Our own stdout. Of our stderr nobody could be told.
+    stdout: AtomicBool,
 }
 
 /// The directory of one attempt, `attempt_<restarts>`, and what its workers were given.
@@ -123,50 +128,45 @@ impl StdioTarget {
 }
 
 impl RunDir {
-    /// Makes the directory.
-    ///
-    /// # Errors
-    /// [`LogError::NotADirectory`]: `--log-dir` is a file. Other trouble is told, and there will be no files.
-    pub(crate) fn create(config: &LogConfig, run_id: &str) -> Result<Self, LogError> {
+    /// Makes the directory. If it cannot be made that is told, and there will be no files.
+    pub(crate) fn create(config: &LogConfig, run_id: &str) -> Self {
         Self::create_on(config, run_id, io::stderr().is_terminal())
     }
 
-    fn create_on(config: &LogConfig, run_id: &str, terminal: bool) -> Result<Self, LogError> {
-        let settings = Arc::new(Settings {
-            config: config.clone(),
-            host: host_name(),
-            terminal,
-            told: AtomicBool::new(false),
-        });
-        let made = match &config.dir {
-            LogDir::Nothing => return Ok(Self { settings, path: None }),
+    fn create_on(config: &LogConfig, run_id: &str, terminal: bool) -> Self {
+        let settings =
+            Arc::new(Settings { config: config.clone(), host: host_name(), terminal, told: Arc::default() });
+        let (base, made) = match &config.dir {
+            LogDir::Nothing => return Self { settings, path: None },
             LogDir::Temporary => {
                 let base = std::env::temp_dir();
-                make_random(&base, "torchelastic")
-                    .and_then(|base| make_random(&base, run_id))
-                    .map_err(|error| (base, error))
+                let made =
+                    make_random(&base, "torchelastic").and_then(|directory| make_random(&directory, run_id));
+                (base, made)
             }
             LogDir::Path(base) => {
-                if fs::metadata(base).is_ok_and(|metadata| !metadata.is_dir()) {
-                    return Err(LogError::NotADirectory(base.clone()));
-                }
-                match fs::create_dir_all(base).and_then(|()| make_random(base, run_id)) {
-                    Err(error) if error.kind() == io::ErrorKind::NotADirectory => {
-                        return Err(LogError::NotADirectory(base.clone()));
-                    }
-                    made => made.map_err(|error| (base.clone(), error)),
-                }
+                let made = fs::create_dir_all(base).and_then(|()| make_random(base, run_id));
+                (base.clone(), made.map_err(|error| clearer(error, base)))
             }
         };
-        let path = match made {
-            Ok(path) => Some(path),
-            Err((base, error)) => {
-                settings
-                    .tell(&format!("no log files: cannot make a directory in {}: {error}", base.display()));
-                None
-            }
-        };
-        Ok(Self { settings, path })
+        let path = made.inspect_err(|error| settings.tell_no_files(&base, error)).ok();
+        Self { settings, path }
+    }
+
+    /// The workers of an attempt have ended: tells if their files cannot have taken all that they wrote. Who has the
+    /// file itself hears of that alone, and may have nobody to tell it to.
+    pub(crate) fn check_space(&self) {
+        let Some(path) = &self.path else { return };
+        if self.settings.config.redirects == StreamChoice::All(Streams::default()) {
+            return;
+        }
+        let full = [io::ErrorKind::StorageFull, io::ErrorKind::QuotaExceeded];
+        if let Some(error) = try_space(path).err().filter(|error| full.contains(&error.kind())) {
+            self.settings.tell(&format!(
+                "the log files in {} are cut short: {error}; free some space, or give another --log-dir",
+                path.display()
+            ));
+        }
     }
 
     /// Makes the directory of an attempt anew, with one directory for each of `nproc` local ranks.
@@ -188,11 +188,25 @@ impl RunDir {
                 attempt.filtered = filtered;
             }
             Err(error) => {
-                self.settings.tell(&format!("no log files: cannot make {}: {error}", path.display()))
+                self.settings.tell_no_files(&path, &error);
             }
         }
         Ok(attempt)
     }
+}
+
+/// "File exists" is said of a directory that is something else.
+fn clearer(error: io::Error, base: &Path) -> io::Error {
+    if error.kind() == io::ErrorKind::AlreadyExists && fs::metadata(base).is_ok_and(|found| !found.is_dir()) {
+        return io::Error::from_raw_os_error(nix::libc::ENOTDIR);
+    }
+    error
+}
+
+/// Writes a block to a file without a name, which is gone at once.
+fn try_space(directory: &Path) -> io::Result<()> {
+    const BLOCK: [u8; 4096] = [0; 4096];
+    OpenOptions::new().write(true).custom_flags(nix::libc::O_TMPFILE).open(directory)?.write_all(&BLOCK)
 }
 
 /// Makes `<base>/<prefix>_<8 random>` and returns its absolute path, since workers may change theirs.
@@ -263,7 +277,7 @@ impl AttemptDir {
         let config = &self.settings.config;
         let filters = [&config.duplicate_stdout, &config.duplicate_stderr]
             .map(|texts| texts.iter().map(|text| Finder::new(text.as_bytes()).into_owned()).collect());
-        Tee::start(self.sources, self.filtered, filters, consoles)
+        Tee::start(self.sources, self.filtered, filters, consoles, Arc::clone(&self.settings.told))
     }
 
     fn dir(&self, local_rank: usize) -> Option<PathBuf> {
@@ -287,7 +301,7 @@ impl AttemptDir {
         if teed {
             let (ours, theirs) = pipe()?;
             let prefix = prefix(config, &settings.host, local_rank, rank);
-            let mut source = Source::new(stream, ours, file, prefix, on_console);
+            let mut source = Source::new(stream, ours, file.zip(path), prefix, on_console);
             let mut tail = StderrTail::Unknown;
             if tail_wanted {
                 let kept = Tail::default();
@@ -336,10 +350,19 @@ impl AttemptDir {
 impl Settings {
     /// One line on stderr, the first time.
     fn tell(&self, what: &str) {
-        if !self.told.swap(true, Ordering::Relaxed) {
-            // A closed stderr is no reason to stop.
-            let _ = writeln!(io::stderr(), "convoke: warning: {what}");
+        if !self.told.files.swap(true, Ordering::Relaxed) {
+            say(&format!("warning: {what}"));
         }
+    }
+
+    /// That there will be no files, what becomes of the output, and what to do about it.
+    fn tell_no_files(&self, directory: &Path, error: &io::Error) {
+        let redirected = self.config.redirects != StreamChoice::All(Streams::default());
+        let instead = if redirected { "with its output on the console" } else { "without" };
+        self.tell(&format!(
+            "no log files: cannot make a directory in {}: {error}; the job goes on {instead}; give a --log-dir that can be written to, or /dev/null for none",
+            directory.display()
+        ));
     }
 }
 

@@ -12,7 +12,8 @@ use std::cell::Cell;
 use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::mpsc;
+use std::path::PathBuf;
+use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -20,6 +21,7 @@ use memchr::memmem::Finder;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use rustix::termios::Winsize;
 
+use super::Told;
 use super::console::{Console, Patience, Writes};
 use super::lines::Lines;
 use super::tail::Tail;
@@ -62,8 +64,8 @@ impl Stream {
 pub(super) struct Source {
     stream: Stream,
     pipe: File,
-    /// Its log file, if there can be one.
-    file: Option<File>,
+    /// Its log file, if there can be one, and the path of it.
+    file: Option<(File, PathBuf)>,
     prefix: Vec<u8>,
     /// Shown on the console and to the duplicate filters.
     on_console: bool,
@@ -89,7 +91,7 @@ impl Source {
     pub(super) fn new(
         stream: Stream,
         pipe: OwnedFd,
-        file: Option<File>,
+        file: Option<(File, PathBuf)>,
         prefix: Vec<u8>,
         on_console: bool,
     ) -> Self {
@@ -135,8 +137,8 @@ impl Source {
     }
 
     #[cfg(test)]
-    pub(super) fn set_file(&mut self, file: File) {
-        self.file = Some(file);
+    pub(super) fn set_file(&mut self, file: File, path: &str) {
+        self.file = Some((file, path.into()));
     }
 }
 
@@ -169,6 +171,7 @@ impl Tee {
         filtered: [Option<File>; 2],
         filters: [Vec<Finder<'static>>; 2],
         consoles: [Console; 2],
+        told: Arc<Told>,
     ) -> io::Result<Self> {
         let wake = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
         let theirs = File::from(wake.as_fd().try_clone_to_owned()?);
@@ -176,7 +179,7 @@ impl Tee {
         let (requests, asked) = mpsc::channel();
         let writes = [consoles[0].writes(), consoles[1].writes()];
         let outputs = Outputs { filtered, filters, consoles };
-        let copier = Copier::new(sources, outputs);
+        let copier = Copier::new(sources, outputs, told);
         // Its end closes `answer`.
         thread::Builder::new().name("tee".to_owned()).spawn(move || copier.run(theirs, &asked, &answer))?;
         Ok(Self { wake, requests, answers, asked: Cell::new(0), writes })

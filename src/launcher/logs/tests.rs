@@ -119,7 +119,7 @@ fn path_of(attempt: &AttemptDir) -> Result<PathBuf> {
 #[test]
 fn layout_is_base_run_attempt_rank() -> Result {
     let (temp, config) = logs_in_temp()?;
-    let run = RunDir::create(&config, "job/7")?;
+    let run = RunDir::create(&config, "job/7");
     let mut attempt = run.attempt(2, 3)?;
     let stdio = attempt.worker(1, 5)?;
     let base = names(&temp.path().join("logs"))?;
@@ -139,7 +139,7 @@ fn layout_is_base_run_attempt_rank() -> Result {
 #[test]
 fn an_attempt_of_the_same_number_starts_empty() -> Result {
     let (_temp, config) = logs_in_temp()?;
-    let run = RunDir::create(&config, "job")?;
+    let run = RunDir::create(&config, "job");
     let path = path_of(&run.attempt(0, 2)?)?;
     fs::write(path.join("0/error.json"), "{}")?;
     run.attempt(0, 1)?;
@@ -151,8 +151,8 @@ fn an_attempt_of_the_same_number_starts_empty() -> Result {
 #[test]
 fn two_runs_share_a_base_but_not_a_directory() -> Result {
     let (temp, config) = logs_in_temp()?;
-    RunDir::create(&config, "job")?;
-    RunDir::create(&config, "job")?;
+    RunDir::create(&config, "job");
+    RunDir::create(&config, "job");
     assert_eq!(names(&temp.path().join("logs"))?.len(), 2);
     Ok(())
 }
@@ -160,30 +160,22 @@ fn two_runs_share_a_base_but_not_a_directory() -> Result {
 #[test]
 fn run_directories_are_private() -> Result {
     let (temp, config) = logs_in_temp()?;
-    RunDir::create(&config, "job")?;
+    RunDir::create(&config, "job");
     let run = temp.path().join("logs").join(&names(&temp.path().join("logs"))?[0]);
     assert_eq!(fs::metadata(run)?.permissions().mode() & 0o777, 0o700);
     Ok(())
 }
 
 #[test]
-fn a_log_dir_that_is_a_file_is_refused() -> Result {
-    let temp = tempfile::NamedTempFile::new()?;
-    for path in [temp.path().to_owned(), temp.path().join("below")] {
-        let made = RunDir::create(&config(LogDir::Path(path.clone())), "job");
-        let text = format!("--log-dir={}: not a directory; write --log-dir=DIRECTORY", path.display());
-        assert_eq!(made.map(|_| ()).map_err(|error| error.to_string()), Err(text));
-    }
-    Ok(())
-}
-
-#[test]
 fn without_a_directory_the_job_goes_on() -> Result {
-    let mut config = config(LogDir::Path(PathBuf::from("/proc/no/such/place")));
-    config.redirects = StreamChoice::All(STDOUT);
-    let run = RunDir::create(&config, "job")?;
-    let stdio = run.attempt(0, 1)?.worker(0, 0)?;
-    assert_eq!((kind(&stdio.stdout), stdio.error_file), ("inherit", None), "better on the console than lost");
+    let file = tempfile::NamedTempFile::new()?;
+    for place in ["/proc/no/such/place".into(), file.path().to_owned(), file.path().join("below")] {
+        let mut config = config(LogDir::Path(place));
+        config.redirects = StreamChoice::All(STDOUT);
+        let stdio = RunDir::create(&config, "job").attempt(0, 1)?.worker(0, 0)?;
+        let what = (kind(&stdio.stdout), stdio.error_file);
+        assert_eq!(what, ("inherit", None), "better on the console than lost");
+    }
     Ok(())
 }
 
@@ -191,7 +183,7 @@ fn without_a_directory_the_job_goes_on() -> Result {
 fn dev_null_makes_no_files() -> Result {
     let mut config = config(LogDir::Nothing);
     config.redirects = StreamChoice::All(STDOUT);
-    let run = RunDir::create(&config, "job")?;
+    let run = RunDir::create(&config, "job");
     let mut attempt = run.attempt(0, 1)?;
     let stdio = attempt.worker(0, 0)?;
     assert_eq!((kind(&stdio.stdout), kind(&stdio.stderr), stdio.error_file), ("null", "inherit", None));
@@ -202,7 +194,7 @@ fn dev_null_makes_no_files() -> Result {
 fn dev_null_and_tee_show_lines_all_the_same() -> Result {
     let mut config = config(LogDir::Nothing);
     config.tee = StreamChoice::All(STDOUT);
-    let mut attempt = RunDir::create(&config, "job")?.attempt(0, 1)?;
+    let mut attempt = RunDir::create(&config, "job").attempt(0, 1)?;
     let mut out = writer(attempt.worker(0, 0)?.stdout)?;
     let (tee, stdout, _) = start(attempt)?;
     writeln!(out, "hello")?;
@@ -217,7 +209,7 @@ fn redirected_streams_go_to_files_only() -> Result {
     let (_temp, mut config) = logs_in_temp()?;
     let of_rank = [(0, STDOUT), (1, Streams { stdout: false, stderr: true })];
     config.redirects = StreamChoice::Some(BTreeMap::from(of_rank));
-    let mut attempt = RunDir::create(&config, "job")?.attempt(0, 3)?;
+    let mut attempt = RunDir::create(&config, "job").attempt(0, 3)?;
     let kinds: Vec<_> = (0..3)
         .map(|rank| attempt.worker(rank, rank).map(|stdio| (kind(&stdio.stdout), kind(&stdio.stderr))))
         .collect::<std::result::Result<_, _>>()?;
@@ -234,7 +226,7 @@ fn ranks_outside_the_filter_are_silent() -> Result {
     config.local_ranks_filter = Some(BTreeSet::from([1]));
     config.tee = StreamChoice::All(STDOUT);
     config.duplicate_stdout = vec!["out".to_owned()];
-    let mut attempt = RunDir::create(&config, "job")?.attempt(0, 2)?;
+    let mut attempt = RunDir::create(&config, "job").attempt(0, 2)?;
     let path = path_of(&attempt)?;
     let (zero, one) = (attempt.worker(0, 0)?, attempt.worker(1, 1)?);
     assert_eq!((kind(&zero.stderr), kind(&one.stderr)), ("null", "inherit"));
@@ -252,7 +244,7 @@ fn ranks_outside_the_filter_are_silent() -> Result {
 fn a_real_worker_writes_both_streams() -> Result {
     let (_temp, mut config) = logs_in_temp()?;
     config.tee = StreamChoice::All(BOTH);
-    let mut attempt = RunDir::create(&config, "job")?.attempt(0, 1)?;
+    let mut attempt = RunDir::create(&config, "job").attempt(0, 1)?;
     let path = path_of(&attempt)?;
     let stdio = attempt.worker(0, 3)?;
     let (out, err) = (writer(stdio.stdout)?, writer(stdio.stderr)?);
@@ -276,7 +268,7 @@ fn a_real_worker_writes_both_streams() -> Result {
 fn lines_are_shown_while_the_worker_lives_and_at_last_without_newline() -> Result {
     let mut config = config(LogDir::Nothing);
     config.tee = StreamChoice::All(STDOUT);
-    let mut attempt = RunDir::create(&config, "job")?.attempt(0, 2)?;
+    let mut attempt = RunDir::create(&config, "job").attempt(0, 2)?;
     let mut zero = writer(attempt.worker(0, 0)?.stdout)?;
     let mut one = writer(attempt.worker(1, 1)?.stdout)?;
     let (tee, stdout, _) = start(attempt)?;
@@ -308,7 +300,7 @@ fn filters_copy_matching_lines_with_prefix() -> Result {
     let (_temp, mut config) = logs_in_temp()?;
     config.tee = StreamChoice::All(BOTH);
     config.duplicate_stdout = vec!["apple".to_owned(), "a,b".to_owned()];
-    let mut attempt = RunDir::create(&config, "job")?.attempt(0, 1)?;
+    let mut attempt = RunDir::create(&config, "job").attempt(0, 1)?;
     let path = path_of(&attempt)?;
     assert_eq!(fs::read_to_string(path.join("filtered_stdout.log"))?, "", "there from the start");
     let stdio = attempt.worker(0, 0)?;
@@ -328,7 +320,7 @@ fn filters_copy_matching_lines_with_prefix() -> Result {
 fn invalid_utf8_is_replaced_on_the_console_only() -> Result {
     let (_temp, mut config) = logs_in_temp()?;
     config.tee = StreamChoice::All(STDOUT);
-    let mut attempt = RunDir::create(&config, "job")?.attempt(0, 1)?;
+    let mut attempt = RunDir::create(&config, "job").attempt(0, 1)?;
     let path = path_of(&attempt)?;
     let mut out = writer(attempt.worker(0, 0)?.stdout)?;
     let (tee, stdout, _) = start(attempt)?;
@@ -345,7 +337,7 @@ fn eight_workers_at_full_speed_keep_whole_lines() -> Result {
     const LINES: usize = 20_000;
     let (_temp, mut config) = logs_in_temp()?;
     config.tee = StreamChoice::All(STDOUT);
-    let mut attempt = RunDir::create(&config, "job")?.attempt(0, 8)?;
+    let mut attempt = RunDir::create(&config, "job").attempt(0, 8)?;
     let path = path_of(&attempt)?;
     let filler = "x".repeat(500); // 80 MB in all
     let mut threads = Vec::new();
@@ -391,7 +383,7 @@ fn eight_workers_at_full_speed_keep_whole_lines() -> Result {
 fn a_line_beyond_the_limit_comes_in_pieces_but_complete() -> Result {
     let mut config = config(LogDir::Nothing);
     config.tee = StreamChoice::All(STDOUT);
-    let mut attempt = RunDir::create(&config, "job")?.attempt(0, 1)?;
+    let mut attempt = RunDir::create(&config, "job").attempt(0, 1)?;
     let mut out = writer(attempt.worker(0, 0)?.stdout)?;
     let (tee, stdout, _) = start(attempt)?;
     let long = "y".repeat(5 * LINE_MAX_BYTES + 17);
@@ -407,7 +399,7 @@ fn a_line_beyond_the_limit_comes_in_pieces_but_complete() -> Result {
 fn a_descendant_that_keeps_the_pipe_does_not_hold_the_launcher() -> Result {
     let mut config = config(LogDir::Nothing);
     config.tee = StreamChoice::All(STDOUT);
-    let mut attempt = RunDir::create(&config, "job")?.attempt(0, 1)?;
+    let mut attempt = RunDir::create(&config, "job").attempt(0, 1)?;
     let mut out = writer(attempt.worker(0, 0)?.stdout)?;
     let (tee, stdout, _) = start(attempt)?;
     write!(out, "last words")?;
@@ -422,7 +414,7 @@ fn a_descendant_that_keeps_the_pipe_does_not_hold_the_launcher() -> Result {
 fn a_descendant_that_writes_for_ever_is_cut_off() -> Result {
     let mut config = config(LogDir::Nothing);
     config.tee = StreamChoice::All(STDOUT);
-    let mut attempt = RunDir::create(&config, "job")?.attempt(0, 1)?;
+    let mut attempt = RunDir::create(&config, "job").attempt(0, 1)?;
     let mut out = writer(attempt.worker(0, 0)?.stdout)?;
     let writing = std::thread::spawn(move || while out.write_all(b"still here\n").is_ok() {});
     let (tee, _, _) = start(attempt)?;
@@ -450,7 +442,7 @@ impl Write for Stuck {
 fn a_stopped_console_does_not_stop_the_workers() -> Result {
     let (_temp, mut config) = logs_in_temp()?;
     config.tee = StreamChoice::All(STDOUT);
-    let mut attempt = RunDir::create(&config, "job")?.attempt(0, 1)?;
+    let mut attempt = RunDir::create(&config, "job").attempt(0, 1)?;
     let path = path_of(&attempt)?;
     let mut out = writer(attempt.worker(0, 0)?.stdout)?;
     let (let_go, stopped) = std::sync::mpsc::channel();
@@ -492,7 +484,7 @@ impl Write for Slow {
 fn a_slow_console_gets_everything_even_beyond_the_deadline() -> Result {
     let mut config = config(LogDir::Nothing);
     config.tee = StreamChoice::All(STDOUT);
-    let mut attempt = RunDir::create(&config, "job")?.attempt(0, 1)?;
+    let mut attempt = RunDir::create(&config, "job").attempt(0, 1)?;
     let mut out = writer(attempt.worker(0, 0)?.stdout)?;
     let (screen, stderr) = (Screen::default(), Screen::default());
     let tee =
@@ -512,7 +504,7 @@ fn a_slow_console_gets_everything_even_beyond_the_deadline() -> Result {
 fn a_stopped_console_does_not_hold_the_end() -> Result {
     let mut config = config(LogDir::Nothing);
     config.tee = StreamChoice::All(STDOUT);
-    let mut attempt = RunDir::create(&config, "job")?.attempt(0, 1)?;
+    let mut attempt = RunDir::create(&config, "job").attempt(0, 1)?;
     let mut out = writer(attempt.worker(0, 0)?.stdout)?;
     let (_let_go, stopped) = std::sync::mpsc::channel();
     let stuck = Console::new("stuck", Box::new(Stuck(stopped, Screen::default())));
@@ -541,14 +533,16 @@ impl Write for Broken {
 fn a_broken_stdout_is_told_once_and_files_go_on() -> Result {
     let (_temp, mut config) = logs_in_temp()?;
     config.tee = StreamChoice::All(STDOUT);
-    let mut attempt = RunDir::create(&config, "job")?.attempt(0, 1)?;
+    let mut attempt = RunDir::create(&config, "job").attempt(0, 1)?;
     let path = path_of(&attempt)?;
     let mut out = writer(attempt.worker(0, 0)?.stdout)?;
     let stderr = Screen::default();
     let tee = attempt.start_tee_on([Console::new("broken", Box::new(Broken)), stderr.console()?])?;
-    for line in 0..200 {
+    writeln!(out, "hello")?;
+    tee.drain(soon());
+    assert_eq!(stderr.text().lines().count(), 1, "told although nothing more came");
+    for line in 1..200 {
         writeln!(out, "{line}")?;
-        std::thread::sleep(Duration::from_millis(1));
     }
     drop(out);
     tee.finish(soon());
@@ -561,10 +555,10 @@ fn a_broken_stdout_is_told_once_and_files_go_on() -> Result {
 fn a_full_disk_is_told_once_and_the_console_goes_on() -> Result {
     let mut config = config(LogDir::Nothing);
     config.tee = StreamChoice::All(STDOUT);
-    let mut attempt = RunDir::create(&config, "job")?.attempt(0, 2)?;
+    let mut attempt = RunDir::create(&config, "job").attempt(0, 2)?;
     let mut outs = [writer(attempt.worker(0, 0)?.stdout)?, writer(attempt.worker(1, 1)?.stdout)?];
     for source in &mut attempt.sources {
-        source.set_file(OpenOptions::new().write(true).open("/dev/full")?);
+        source.set_file(OpenOptions::new().write(true).open("/dev/full")?, "logs/0/stdout.log");
     }
     let (tee, stdout, stderr) = start(attempt)?;
     for line in 0..50 {
@@ -577,7 +571,7 @@ fn a_full_disk_is_told_once_and_the_console_goes_on() -> Result {
     assert_eq!(stdout.text().lines().count(), 100);
     let told = stderr.text();
     assert!(
-        told.starts_with("convoke: warning: cannot write stdout.log of a worker: No space left on device"),
+        told.starts_with("convoke: warning: cannot write logs/0/stdout.log: No space left on device"),
         "{told}"
     );
     assert_eq!(told.lines().count(), 1);
@@ -591,7 +585,7 @@ fn thousands_of_threads_and_descriptors_are_not_left_behind() -> Result {
     config.tee = StreamChoice::All(STDOUT);
     let before = open()?;
     for _ in 0..50 {
-        let mut attempt = RunDir::create(&config, "job")?.attempt(0, 1)?;
+        let mut attempt = RunDir::create(&config, "job").attempt(0, 1)?;
         let out = writer(attempt.worker(0, 0)?.stdout)?;
         let (tee, _, _) = start(attempt)?;
         drop(out);
@@ -672,7 +666,7 @@ fn passing_through(
     let (temp, mut config) = logs_in_temp()?;
     config.keep_stderr_tail = true;
     change(&mut config);
-    let run = RunDir::create_on(&config, "job", terminal)?;
+    let run = RunDir::create_on(&config, "job", terminal);
     Ok((temp, run))
 }
 

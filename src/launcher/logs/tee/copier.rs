@@ -3,7 +3,8 @@
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::AsFd;
-use std::sync::mpsc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use memchr::memmem::Finder;
@@ -11,10 +12,9 @@ use memchr::memrchr2;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::{Form, RAW_PARTIAL_MAX, Request, Source, Stream};
-use crate::logs::PIPE_BYTES;
 use crate::logs::console::{Console, Patience};
 use crate::logs::lines::{LINE_MAX_BYTES, Piece};
-use crate::logs::pty;
+use crate::logs::{PIPE_BYTES, Told, pty};
 
 const READ_BYTES: usize = 64 << 10;
 /// After so many reads, whatever a pipe held before them has been read.
@@ -27,16 +27,15 @@ pub(super) struct Copier {
     /// With a number each, which the console tells them apart by.
     sources: Vec<(usize, Source)>,
     outputs: Outputs,
-    /// What was told already: trouble with files, with stdout, with stderr.
-    told: [bool; 3],
+    told: Arc<Told>,
     /// When something last passed through to the console.
     shown_at: Instant,
 }
 
 impl Copier {
-    pub(super) fn new(sources: Vec<Source>, outputs: Outputs) -> Self {
+    pub(super) fn new(sources: Vec<Source>, outputs: Outputs, told: Arc<Told>) -> Self {
         let sources = sources.into_iter().enumerate().collect();
-        Self { sources, outputs, told: [false; 3], shown_at: Instant::now() }
+        Self { sources, outputs, told, shown_at: Instant::now() }
     }
 
     pub(super) fn run(
@@ -104,18 +103,18 @@ impl Copier {
                 }
             }
         });
-        for console in self.outputs.consoles {
-            console.finish(&mut Patience::new(until));
-        }
+        self.settle(until);
     }
 
     /// Shows all that is there, and waits for the consoles.
     fn settle(&mut self, deadline: Instant) {
         self.show_partials(Instant::now() + RAW_PARTIAL_MAX);
         self.hand_over();
-        for console in &self.outputs.consoles {
-            console.settle(&mut Patience::new(deadline));
-        }
+        // Stdout first: that it is broken is said on stderr.
+        let broken = self.outputs.consoles[0].settle(&mut Patience::new(deadline));
+        self.tell_stdout(broken);
+        let _ = self.outputs.consoles[1].hand_over();
+        let _ = self.outputs.consoles[1].settle(&mut Patience::new(deadline));
     }
 
     /// Waits for bytes; returns whether the workers have ended, and which sources have some.
@@ -163,13 +162,12 @@ impl Copier {
         }
         let bytes = &buffer[..count];
         source.read_at = Instant::now();
-        if let Some(Err(error)) = source.file.as_mut().map(|file| file.write_all(bytes)) {
+        if let Some((file, path)) = &mut source.file
+            && let Err(error) = file.write_all(bytes)
+        {
             // Tried again with the next bytes: space may be freed.
-            let line = format!(
-                "warning: cannot write {} of a worker: {error}; the job goes on",
-                source.stream.file_name()
-            );
-            tell(&mut self.told[0], &mut self.outputs.consoles[1], &line);
+            let line = format!("warning: cannot write {}: {error}; the job goes on", path.display());
+            tell(&self.told.files, &mut self.outputs.consoles[1], &line);
         }
         if let Some(tail) = &source.tail {
             tail.push(bytes);
@@ -247,17 +245,22 @@ impl Copier {
     }
 
     fn hand_over(&mut self) {
-        if let Some(error) = self.outputs.consoles[0].hand_over() {
-            let line = format!("warning: cannot write to stdout: {error}; the job goes on");
-            tell(&mut self.told[1], &mut self.outputs.consoles[1], &line);
-        }
+        let broken = self.outputs.consoles[0].hand_over();
+        self.tell_stdout(broken);
         // If stderr itself is broken there is nowhere left to say so.
         let _ = self.outputs.consoles[1].hand_over();
     }
+
+    fn tell_stdout(&mut self, broken: Option<io::ErrorKind>) {
+        if let Some(error) = broken {
+            let line = format!("warning: cannot write to stdout: {error}; the job goes on");
+            tell(&self.told.stdout, &mut self.outputs.consoles[1], &line);
+        }
+    }
 }
 
-fn tell(told: &mut bool, console: &mut Console, line: &str) {
-    if !std::mem::replace(told, true) {
+fn tell(told: &AtomicBool, console: &mut Console, line: &str) {
+    if !told.swap(true, Ordering::Relaxed) {
         console.note(line);
     }
 }
