@@ -20,4 +20,5 @@ mod output;
 mod processes;
 mod standalone;
 mod terminal;
+mod tutorials;
 mod workers;
