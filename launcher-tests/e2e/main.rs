@@ -14,6 +14,7 @@ mod bind;
 mod causes;
 mod container;
 mod harness;
+mod hosts;
 mod kill;
 mod nodes;
 mod output;
