@@ -6,7 +6,7 @@ use std::sync::Mutex;
 
 use serde_json::Value;
 
-use super::harness::{Ended, Job, free_port, wait_until};
+use super::harness::{Ended, Job, free_port, skip, wait_until};
 
 /// One way to fail.
 struct Case {
@@ -349,9 +349,8 @@ fn a_worker_that_the_kernel_kills_for_want_of_memory_is_told_with_numbers() {
     let cgroup = match Cgroup::with_limit("oom", 96 << 20) {
         Ok(cgroup) => cgroup,
         Err(error) => {
-            eprintln!(
-                "SKIPPED: out of memory in a cgroup: no memory cgroup of version 1 can be made: {error}"
-            );
+            let why = format!("no memory cgroup of version 1 can be made: {error}");
+            skip("out of memory in a cgroup", &why);
             return;
         }
     };

@@ -82,7 +82,7 @@ fn survivor(what: &str, lost: usize) -> Option<(Ended, Duration)> {
     for rank in 0..4 {
         job.wait_for_file(&format!("up.{rank}"));
     }
-    let (survivor, _lost) = if lost == 0 { (second, first) } else { (first, second) };
+    let (survivor, other) = if lost == 0 { (second, first) } else { (first, second) };
     hosts.tell(what, &(lost + 1).to_string());
     let start = Instant::now();
     let ended = survivor.wait().expect(1);
@@ -92,6 +92,11 @@ fn survivor(what: &str, lost: usize) -> Option<(Ended, Duration)> {
     let here = pid_namespace(String::from_utf8_lossy(&here.stdout).trim().parse().unwrap());
     let left: Vec<_> = job.processes().into_iter().filter(|&pid| pid_namespace(pid) == here).collect();
     assert!(left.is_empty(), "{:?}", left.into_iter().map(describe).collect::<Vec<_>>());
+    if what == "partition" {
+        // It lives, and for it the survivor is lost.
+        let stderr = other.wait().expect(1).stderr;
+        assert!(stderr.contains(&format!("node {} (", 1 - lost)) && stderr.contains("is lost"), "{stderr}");
+    }
     drop(hosts);
     wait_until("the other host's processes to be gone", || job.processes().is_empty().then_some(()));
     Some((ended, took))

@@ -5,6 +5,7 @@
 //! their watch break. Only between convoke agents: torchrun's store knows no wills.
 
 use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -85,6 +86,7 @@ pub(crate) struct Court {
     master_host: String,
     will: Mutex<Option<Will>>,
     watch: Mutex<Option<Watch>>,
+    told_done: AtomicBool,
 }
 
 impl Court {
@@ -107,6 +109,7 @@ impl Court {
                 master_host,
                 will: Mutex::new(Some(will)),
                 watch: Mutex::new(Some(watch)),
+                told_done: AtomicBool::new(false),
             })),
             Err(StoreError::Lost { .. }) => Ok(None),
             Err(error) => Err(error),
@@ -123,9 +126,8 @@ impl Court {
                     self.done();
                     return Some(self.decode(&text));
                 }
-                // The will is taken out before it is withdrawn.
-                Err(_) if lock(&self.will).is_none() => return None,
-                Err(_) => return Some(self.master_lost()),
+                // Who withdraws the will takes it out before. Else the store is gone, and leaving it is no use.
+                Err(_) => return lock(&self.will).take().map(|_| self.master_lost()),
             }
         }
     }
@@ -162,9 +164,8 @@ impl Court {
     /// Leaves: the end of this process is no news any more. Node 0 stays for a moment as long as others
     /// may still need its store.
     pub(crate) fn leave(&self) {
-        if let Some(will) = lock(&self.will).take() {
-            will.withdraw();
-        }
+        let Some(will) = lock(&self.will).take() else { return };
+        will.withdraw();
         if self.node != 0 {
             self.done();
             return;
@@ -185,8 +186,9 @@ impl Court {
         verdict.node == self.node
     }
 
+    /// Tells node 0, once, that it need not stay for this node.
     fn done(&self) {
-        if self.node != 0 {
+        if self.node != 0 && !self.told_done.swap(true, Ordering::Relaxed) {
             // If the store is gone there is nobody to wait for us.
             let _ = self.job.add(DONE, 1, Instant::now() + OPERATION_TIMEOUT);
         }
