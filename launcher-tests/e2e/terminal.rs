@@ -54,16 +54,11 @@ fn a_workers_stderr_is_a_terminal_where_ours_is_one_and_is_in_the_report() {
     let worker = job.script(
         "[ -t 2 ] && echo \"a terminal of $(stty size <&2)\" >&2\nprintf '10 %%\\r20 %%\\r\\n' >&2\necho 'ValueError: wrong' >&2\nexit 3\n",
     );
-    let mut command = job.command(["--nproc-per-node=2"]);
-    command.arg(&worker);
+    let command = job.command([&worker]);
     let seen = on_a_terminal(&job, command);
     let (live, report) = seen.split_once("FAILED").expect(&seen);
-    assert_eq!(live.matches("a terminal of 33 91\r\n").count(), 2, "{seen:?}");
-    assert_eq!(
-        live.matches("10 %\r20 %\r\r\n").count(),
-        2,
-        "unchanged but for the outer terminal's own \\r: {seen:?}"
-    );
+    assert!(live.contains("a terminal of 33 91\r\n"), "{seen:?}");
+    assert!(live.contains("10 %\r20 %\r\r\n"), "unchanged but for the outer terminal's own \\r: {seen:?}");
     assert!(report.contains("ValueError: wrong"), "{seen}");
     assert!(!report.contains("not known"), "{seen}");
 }
