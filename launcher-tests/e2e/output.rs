@@ -120,7 +120,6 @@ fn a_log_folder_that_cannot_be_made_is_told_once_and_the_job_goes_on() {
     let worker = "echo out; echo err >&2; [ -z \"$TORCHELASTIC_ERROR_FILE\" ] || exit 2\n[ $TORCHELASTIC_RESTART_COUNT = 1 ]\n";
     let read_only = "mount -t tmpfs tmpfs disk\nmount -o remount,ro disk";
     for (folder, error) in [
-        ("file", "Not a directory"),
         ("file/below", "Not a directory"),
         ("disk", "Read-only file system"),
         ("disk/below", "Read-only file system"),

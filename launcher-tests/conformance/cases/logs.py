@@ -209,6 +209,13 @@ def log_dir_is_reused(ctx):
 
 
 @case("logs")
+def log_dir_is_a_file(ctx):
+    """A --log-dir that is a file: exit code 1."""
+    open(ctx.path("file"), "w").close()
+    ctx.run("--log-dir", ctx.path("file"), ctx.script(""), code=1)
+
+
+@case("logs")
 def log_dir_dev_null(ctx):
     """--log-dir=/dev/null: no files, empty TORCHELASTIC_ERROR_FILE, console output."""
     agent = ctx.run("--log-dir=/dev/null", ctx.script("say('x')"))

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
+use std::fs;
 use std::path::PathBuf;
 
 use super::build::{count, role};
@@ -24,11 +25,15 @@ pub(super) fn logs(
 ) -> Result<LogConfig, CliError> {
     let redirects = stream_choice(given, "redirects", nproc_per_node, warnings)?;
     let tee = stream_choice(given, "tee", nproc_per_node, warnings)?;
-    let dir = match given.get("log-dir").map(|value| &value.text) {
+    let dir = match given.get("log-dir") {
         None => LogDir::Temporary,
-        Some(text) if text.is_empty() => LogDir::Temporary,
-        Some(text) if text == "/dev/null" => LogDir::Nothing,
-        Some(text) => LogDir::Path(PathBuf::from(text)),
+        Some(value) if value.text.is_empty() => LogDir::Temporary,
+        Some(value) if value.text == "/dev/null" => LogDir::Nothing,
+        // A slip of the pen. Whatever else is wrong with it (no permission, a full disk) does not stop a job.
+        Some(value) if fs::metadata(&value.text).is_ok_and(|found| !found.is_dir()) => {
+            return Err(CliError::value(value.wrong("not a directory", "DIRECTORY")));
+        }
+        Some(value) => LogDir::Path(PathBuf::from(&value.text)),
     };
     let template = |text: OsString| text.to_string_lossy().into_owned();
     let from_flag = given.get("log-line-prefix-template").map(|value| template(value.text.clone()));

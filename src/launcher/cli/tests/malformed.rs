@@ -76,6 +76,7 @@ const MALFORMED: &[(&str, &str, u8, &str)] = &[
     ("--nproc-per-node=-3 x.py", "", 1, "--nproc-per-node=-3: there must be at least one worker; write --nproc-per-node=1"),
     ("--nproc-per-node=2.0 x.py", "", 1, "--nproc-per-node=2.0: neither a number nor cpu, gpu, xpu or auto; write --nproc-per-node=2"),
     ("--nproc-per-node=1000000 x.py", "", 1, "--nproc-per-node=1000000: too many workers; write --nproc-per-node=65536 or fewer"),
+    ("--log-dir=/dev/zero x.py", "", 1, "--log-dir=/dev/zero: not a directory; write --log-dir=DIRECTORY"),
     ("--redirects=4 x.py", "", 1, "--redirects=4: neither 0 (none), 1 (stdout), 2 (stderr) or 3 (both), nor a list of rank:digit with ranks 0 to 9; write --redirects=3, or 0:3,1:2"),
     ("--tee=0:1;1:2 x.py", "", 1, "--tee=0:1;1:2: neither 0 (none), 1 (stdout), 2 (stderr) or 3 (both), nor a list of rank:digit with ranks 0 to 9; write --tee=3, or 0:3,1:2"),
     ("--tee=10:1 x.py", "", 1, "--tee=10:1: neither 0 (none), 1 (stdout), 2 (stderr) or 3 (both), nor a list of rank:digit with ranks 0 to 9; write --tee=3, or 0:3,1:2"),
