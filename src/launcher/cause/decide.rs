@@ -138,6 +138,8 @@ fn of_signal(facts: &Facts<'_>, signal: i32, code: Option<i32>) -> Verdict {
             .advise("ulimit -t shows the limit"),
         Signal::SIGXFSZ => Verdict::new(Class::FileSizeLimit, by("a file became larger than allowed (SIGXFSZ)"))
             .advise("ulimit -f shows the limit"),
+        Signal::SIGPIPE => Verdict::new(Class::Signal, by("it wrote to what nobody reads any more (SIGPIPE)"))
+            .advise("if that was stdout: look at what the output of convoke is piped into, such as `head`"),
         _ => Verdict::new(Class::Signal, by(&format!("ended by {known}"))),
     }
 }
@@ -336,6 +338,9 @@ fn peer_lost(line: &str, rank: Option<usize>) -> Verdict {
         Verdict::new(Class::PeerLost, format!("a consequence of another's end: {line}")).blame(rank);
     match rank {
         Some(rank) => verdict.advise(format!("look at rank {rank} first")),
+        None if line.contains("Broken pipe") => verdict.advise(
+            "look first at the worker that ended before this one, on whatever node; or, if this was about stdout, at what the output of convoke is piped into",
+        ),
         None => verdict.advise("look first at the worker that ended before this one, on whatever node"),
     }
 }

@@ -233,6 +233,15 @@ fn those_that_we_stopped_are_called_stopped_unless_they_failed_on_their_own() {
 }
 
 #[test]
+fn who_wrote_to_a_pipe_that_nobody_reads_is_told_to_look_there() {
+    let hint = |cause, text: &str| verdict(cause, text).advice.unwrap_or_default();
+    let python = hint(ONE, &format!("{TRACE}BrokenPipeError: [Errno 32] Broken pipe\n"));
+    for hint in [hint(ExitCause::Signal(13), ""), python] {
+        assert!(hint.contains("what the output of convoke is piped into"), "{hint}");
+    }
+}
+
+#[test]
 fn the_argument_that_a_script_does_not_know_has_its_hint() {
     let hint = |text: &str| verdict(ExitCause::Code(2), text).advice.unwrap_or_default();
     assert!(

@@ -358,7 +358,7 @@ impl Settings {
     /// That there will be no files, what becomes of the output, and what to do about it.
     fn tell_no_files(&self, directory: &Path, error: &io::Error) {
         let redirected = self.config.redirects != StreamChoice::All(Streams::default());
-        let instead = if redirected { "with its output on the console" } else { "without" };
+        let instead = if redirected { "with its output on the console" } else { "without them" };
         self.tell(&format!(
             "no log files: cannot make a directory in {}: {error}; the job goes on {instead}; give a --log-dir that can be written to, or /dev/null for none",
             directory.display()
