@@ -30,11 +30,21 @@ pub enum CallKind {
     Scatter,
     /// `all_to_all`
     AllToAll,
+    /// `all_gather_v`
+    AllGatherV,
+    /// `reduce_scatter_v`
+    ReduceScatterV,
+    /// `gather_v`
+    GatherV,
+    /// `scatter_v`
+    ScatterV,
+    /// `all_to_all_v`
+    AllToAllV,
 }
 
 impl CallKind {
     /// In the order of their numbers on the wire.
-    const ALL: [Self; 10] = [
+    const ALL: [Self; 15] = [
         Self::Barrier,
         Self::AllReduce,
         Self::Broadcast,
@@ -45,6 +55,11 @@ impl CallKind {
         Self::Gather,
         Self::Scatter,
         Self::AllToAll,
+        Self::AllGatherV,
+        Self::ReduceScatterV,
+        Self::GatherV,
+        Self::ScatterV,
+        Self::AllToAllV,
     ];
 
     const fn name(self) -> &'static str {
@@ -59,6 +74,11 @@ impl CallKind {
             Self::Gather => "gather",
             Self::Scatter => "scatter",
             Self::AllToAll => "all_to_all",
+            Self::AllGatherV => "all_gather_v",
+            Self::ReduceScatterV => "reduce_scatter_v",
+            Self::GatherV => "gather_v",
+            Self::ScatterV => "scatter_v",
+            Self::AllToAllV => "all_to_all_v",
         }
     }
 }
@@ -78,7 +98,8 @@ pub struct Call {
     pub(crate) kind: CallKind,
     pub(crate) dtype: Dtype,
     pub(crate) op: Option<ReduceOp>,
-    /// Root of a collective, tag of a point-to-point message, else 0.
+    /// Root of a collective, tag of a point-to-point message, fingerprint of lengths that all ranks know,
+    /// else 0.
     pub(crate) root: u32,
     pub(crate) count: u64,
 }
@@ -175,6 +196,13 @@ impl fmt::Display for Call {
                 op.map_or(Ok(()), |op| write!(f, ", {op}"))?;
                 write!(f, ", root {root})")
             }
+            CallKind::AllGatherV | CallKind::ReduceScatterV => {
+                write!(f, "{kind}({dtype}, {count} in blocks of lengths {root:08x}")?;
+                op.map_or(Ok(()), |op| write!(f, ", {op}"))?;
+                write!(f, ")")
+            }
+            CallKind::GatherV | CallKind::ScatterV => write!(f, "{kind}({dtype}, root {root})"),
+            CallKind::AllToAllV => write!(f, "{kind}({dtype})"),
             CallKind::PointToPoint => write!(f, "send/recv({dtype}, {count}, tag {root})"),
         }
     }

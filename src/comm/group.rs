@@ -1,6 +1,7 @@
 //! Groups of ranks and what they do together.
 
 mod blocks;
+mod unequal;
 
 use std::any::Any;
 use std::fmt;
@@ -17,7 +18,7 @@ use crate::engine::{Shared, Work};
 use crate::error::CommError;
 use crate::kernels::Kernel;
 use crate::options::GroupOptions;
-use crate::plan::{self, Plan, Tuning};
+use crate::plan::{self, Blocks, Plan, Tuning};
 
 /// Plans that are kept for the next call of the same kind.
 const PLANS: usize = 16;
@@ -304,6 +305,7 @@ impl Inner {
         }
         let (rank, world, count) = (self.rank, self.size, call.count as usize);
         let (bytes, element_bytes) = (call.bytes() as usize, call.dtype.size_bytes());
+        let blocks = || Blocks::equal_of(world, count);
         let plan = Arc::new(match call.kind {
             CallKind::AllReduce => {
                 plan::all_reduce(self.tuning.all_reduce(bytes, world), rank, world, count, element_bytes)
@@ -315,16 +317,23 @@ impl Inner {
                 plan::reduce(self.tuning.reduce(bytes), rank, world, count, call.root as usize)
             }
             CallKind::AllGather => {
-                plan::all_gather(self.tuning.all_gather(bytes, world), rank, world, count, element_bytes)
+                plan::all_gather(self.tuning.all_gather(bytes, world), rank, &blocks(), element_bytes)
             }
             CallKind::ReduceScatter => {
                 let algorithm = self.tuning.reduce_scatter(bytes, world);
-                plan::reduce_scatter(algorithm, rank, world, count, element_bytes)
+                plan::reduce_scatter(algorithm, rank, &blocks(), element_bytes)
             }
-            CallKind::Gather => plan::gather(rank, world, count, call.root as usize),
-            CallKind::Scatter => plan::scatter(rank, world, count, call.root as usize),
-            CallKind::AllToAll => plan::all_to_all(rank, world, count),
-            CallKind::Barrier | CallKind::PointToPoint => plan::barrier(rank, world),
+            CallKind::Gather => plan::gather(rank, &blocks(), call.root as usize),
+            CallKind::Scatter => plan::scatter(rank, &blocks(), call.root as usize),
+            CallKind::AllToAll => plan::all_to_all(rank, &blocks(), &blocks()),
+            // Unequal blocks are not known by the call, and are planned by who has them.
+            CallKind::Barrier
+            | CallKind::PointToPoint
+            | CallKind::AllGatherV
+            | CallKind::ReduceScatterV
+            | CallKind::GatherV
+            | CallKind::ScatterV
+            | CallKind::AllToAllV => plan::barrier(rank, world),
         });
         if plans.len() == PLANS {
             plans.remove(0);

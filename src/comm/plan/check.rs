@@ -6,7 +6,7 @@
 
 use std::collections::VecDeque;
 
-use super::{Apply, Direction, Plan};
+use super::{Apply, Blocks, Direction, Plan};
 
 /// What an element holds: who contributed, how it was bracketed, and whether its reduction ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -107,102 +107,109 @@ pub(crate) fn reduce_is_right(plan: impl Fn(usize, usize, usize, usize) -> Plan)
     }
 }
 
-/// Checks `plan(rank, world, count)` over a row of one block for each rank, of which each has its own.
-pub(crate) fn all_gather_is_right(plan: impl Fn(usize, usize, usize) -> Plan) {
+/// Checks `plan(rank, blocks)` over a row of which each rank has its own block.
+pub(crate) fn all_gather_is_right(plan: impl Fn(usize, &Blocks) -> Plan) {
+    blocks_are_right(own_block, plan, |_, blocks, end| assert!(end.iter().copied().eq(whole_row(blocks))));
+}
+
+/// Checks `plan(rank, blocks)`; the result is the rank's own block, or `behind` all of them.
+pub(crate) fn reduce_scatter_is_right(behind: bool, plan: impl Fn(usize, &Blocks) -> Plan) {
     blocks_are_right(
-        |rank, world, count| {
-            let mut row = vec![NOTHING; world * count];
-            row[rank * count..(rank + 1) * count].fill(Value::of(rank));
-            row
+        |rank, blocks| {
+            let more = if behind { blocks.of(rank).len() } else { 0 };
+            vec![Value::of(rank); blocks.end() + more]
         },
         plan,
-        |_, world, count, end| {
-            let whole = (0..world).flat_map(|rank| vec![Value::of(rank); count]);
-            assert!(end.iter().copied().eq(whole), "world {world} count {count}");
+        |rank, blocks, end| {
+            let result = if behind { &end[blocks.end()..] } else { &end[blocks.of(rank)] };
+            assert_eq!(result.len(), blocks.of(rank).len());
+            assert!(result.iter().all(|value| value.is_whole(blocks.world())), "rank {rank}: {result:?}");
         },
     );
 }
 
-/// Checks `plan(rank, world, count)`; the result is the rank's own block, or with `behind` = 1 one behind all.
-pub(crate) fn reduce_scatter_is_right(behind: usize, plan: impl Fn(usize, usize, usize) -> Plan) {
-    blocks_are_right(
-        |rank, world, count| vec![Value::of(rank); (world + behind) * count],
-        plan,
-        |rank, world, count, end| {
-            let block = if behind == 0 { rank } else { world };
-            for value in &end[block * count..(block + 1) * count] {
-                assert!(value.is_whole(world), "rank {rank} of {world} count {count}: {value:?}");
-            }
-        },
-    );
-}
-
-/// Checks `plan(rank, world, count)` over blocks that are sent, and as many behind them that are filled.
-pub(crate) fn all_to_all_is_right(plan: impl Fn(usize, usize, usize) -> Plan) {
+/// Checks `plan(rank, sent, filled)` over blocks that are sent, and behind them those that are filled.
+pub(crate) fn all_to_all_is_right(plan: impl Fn(usize, &Blocks, &Blocks) -> Plan) {
     let mark = |from: usize, to: usize| Value { bracketing: (from * 100 + to) as u64, ..Value::of(from) };
+    // What rank a sends to rank b is as long as block (a + b) of the given ones: symmetric, and unequal.
+    let of_rank = |rank: usize, blocks: &Blocks| {
+        let world = blocks.world();
+        let lens: Vec<_> = (0..world).map(|peer| blocks.of((rank + peer) % world).len()).collect();
+        Blocks::new(&lens).unwrap()
+    };
+    let got = |rank: usize, mine: &Blocks| -> Vec<Value> {
+        (0..mine.world()).flat_map(|from| vec![mark(from, rank); mine.of(from).len()]).collect()
+    };
     blocks_are_right(
-        |rank, world, count| {
-            let sent = (0..world).flat_map(|to| vec![mark(rank, to); count]);
-            let filled = (0..world)
-                .flat_map(|from| vec![if from == rank { mark(rank, rank) } else { NOTHING }; count]);
+        |rank, blocks| {
+            let mine = of_rank(rank, blocks);
+            let sent = (0..mine.world()).flat_map(|to| vec![mark(rank, to); mine.of(to).len()]);
+            let filled = got(rank, &mine).into_iter().map(|v| if v.ranks == 1 << rank { v } else { NOTHING });
             sent.chain(filled).collect()
         },
-        plan,
-        |rank, world, count, end| {
-            let got = (0..world).flat_map(|from| vec![mark(from, rank); count]);
-            assert!(end[world * count..].iter().copied().eq(got), "rank {rank} of {world} count {count}");
+        |rank, blocks| plan(rank, &of_rank(rank, blocks), &of_rank(rank, blocks)),
+        |rank, blocks, end| {
+            let mine = of_rank(rank, blocks);
+            assert_eq!(end[mine.end()..], got(rank, &mine), "rank {rank}");
         },
     );
 }
 
-/// Checks `plan(rank, world, count, root)` over a row of one block for each rank.
-pub(crate) fn gather_is_right(plan: impl Fn(usize, usize, usize, usize) -> Plan) {
+/// Checks `plan(rank, blocks, root)` over a row of which each rank has its own block.
+pub(crate) fn gather_is_right(plan: impl Fn(usize, &Blocks, usize) -> Plan) {
     for root_of in [|_| 0, |world| world / 2, |world| world - 1] {
         blocks_are_right(
-            |rank, world, count| {
-                let mut row = vec![NOTHING; world * count];
-                row[rank * count..(rank + 1) * count].fill(Value::of(rank));
-                row
-            },
-            |rank, world, count| plan(rank, world, count, root_of(world)),
-            |rank, world, count, end| {
-                let whole = (0..world).flat_map(|rank| vec![Value::of(rank); count]);
-                assert!(rank != root_of(world) || end.iter().copied().eq(whole), "world {world}");
+            own_block,
+            |rank, blocks| plan(rank, blocks, root_of(blocks.world())),
+            |rank, blocks, end| {
+                let is_root = rank == root_of(blocks.world());
+                assert!(!is_root || end.iter().copied().eq(whole_row(blocks)));
             },
         );
     }
 }
 
-/// Checks `plan(rank, world, count, root)` over a row of one block for each rank.
-pub(crate) fn scatter_is_right(plan: impl Fn(usize, usize, usize, usize) -> Plan) {
-    let mark = |to: usize| Value { bracketing: to as u64, ..Value::of(0) };
+/// Checks `plan(rank, blocks, root)` over a row that the root has.
+pub(crate) fn scatter_is_right(plan: impl Fn(usize, &Blocks, usize) -> Plan) {
     for root_of in [|_| 0, |world| world / 2, |world| world - 1] {
         blocks_are_right(
-            |rank, world, count| {
-                let full = rank == root_of(world);
-                (0..world).flat_map(|to| vec![if full { mark(to) } else { NOTHING }; count]).collect()
+            |rank, blocks| {
+                let full = rank == root_of(blocks.world());
+                if full { whole_row(blocks).collect() } else { vec![NOTHING; blocks.end()] }
             },
-            |rank, world, count| plan(rank, world, count, root_of(world)),
-            |rank, world, count, end| {
-                let mine = &end[rank * count..(rank + 1) * count];
-                assert!(mine.iter().all(|&value| value == mark(rank)), "rank {rank} of {world}");
+            |rank, blocks| plan(rank, blocks, root_of(blocks.world())),
+            |rank, blocks, end| {
+                assert!(end[blocks.of(rank)].iter().all(|&value| value == Value::of(rank)), "rank {rank}");
             },
         );
     }
+}
+
+/// A row of which only this rank's block is filled.
+fn own_block(rank: usize, blocks: &Blocks) -> Vec<Value> {
+    let mut row = vec![NOTHING; blocks.end()];
+    row[blocks.of(rank)].fill(Value::of(rank));
+    row
+}
+
+fn whole_row(blocks: &Blocks) -> impl Iterator<Item = Value> + '_ {
+    (0..blocks.world()).flat_map(|rank| vec![Value::of(rank); blocks.of(rank).len()])
 }
 
 /// Runs `plan` from the rows of `start` for many worlds and blocks, and gives every rank's row to `check`.
 fn blocks_are_right(
-    start: impl Fn(usize, usize, usize) -> Vec<Value>,
-    plan: impl Fn(usize, usize, usize) -> Plan,
-    check: impl Fn(usize, usize, usize, &[Value]),
+    start: impl Fn(usize, &Blocks) -> Vec<Value>,
+    plan: impl Fn(usize, &Blocks) -> Plan,
+    check: impl Fn(usize, &Blocks, &[Value]),
 ) {
     for world in 1..=LARGEST_WORLD {
-        for count in [0, 1, 5] {
-            let rows = (0..world).map(|rank| start(rank, world, count)).collect();
-            let end = simulate(&plans(world, |rank| plan(rank, world, count)), rows);
+        let unequal: Vec<_> = (0..world).map(|rank| mix((world * 40 + rank) as u64) as usize % 5).collect();
+        let rows = [0, 1, 5].map(|count| Blocks::equal_of(world, count));
+        for blocks in rows.into_iter().chain(Blocks::new(&unequal)) {
+            let rows = (0..world).map(|rank| start(rank, &blocks)).collect();
+            let end = simulate(&plans(world, |rank| plan(rank, &blocks)), rows);
             for (rank, row) in end.iter().enumerate() {
-                check(rank, world, count, row);
+                check(rank, &blocks, row);
             }
         }
     }

@@ -1,6 +1,6 @@
 //! Direct exchange: owner computes, in two rounds; and each round alone.
 
-use super::{Apply, Plan, Stream, block};
+use super::{Apply, Blocks, Plan, Stream, block};
 
 /// All-reduce in two rounds, as `rank` of `world` sees it.
 ///
@@ -30,28 +30,26 @@ pub(super) fn all_reduce(rank: usize, world: usize, count: usize) -> Plan {
     plan
 }
 
-/// All-gather in one round of `world` blocks of `count` elements, as `rank` sees it.
-pub(super) fn all_gather(rank: usize, world: usize, count: usize) -> Plan {
+/// All-gather in one round, as `rank` sees it.
+pub(super) fn all_gather(rank: usize, blocks: &Blocks) -> Plan {
     let mut plan = Plan::default();
-    let of = |rank: usize| rank * count..(rank + 1) * count;
-    for peer in others(rank, world) {
-        plan.push(Stream::send(peer, [of(rank)]));
-        plan.push(Stream::recv(peer, [(of(peer), Apply::Copy)]));
+    for peer in others(rank, blocks.world()) {
+        plan.push(Stream::send(peer, [blocks.of(rank)]));
+        plan.push(Stream::recv(peer, [(blocks.of(peer), Apply::Copy)]));
     }
     plan
 }
 
-/// Reduce-scatter in one round, as `rank` of `world` sees it.
+/// Reduce-scatter in one round, as `rank` sees it.
 ///
-/// The row holds `world` blocks of `count` elements that are only sent, and behind them the block of the
-/// result, which begins as this rank's own share.
-pub(super) fn reduce_scatter(rank: usize, world: usize, count: usize) -> Plan {
-    let mut plan = Plan::default();
-    let of = |block: usize| block * count..(block + 1) * count;
-    let result = of(world);
+/// The row holds the blocks, which are only sent, and behind them the result, which begins as this rank's
+/// own share.
+pub(super) fn reduce_scatter(rank: usize, blocks: &Blocks) -> Plan {
+    let (mut plan, world) = (Plan::default(), blocks.world());
+    let result = blocks.end()..blocks.end() + blocks.of(rank).len();
     let mut sum = None;
     for peer in others(rank, world) {
-        plan.push(Stream::send(peer, [of(peer)]));
+        plan.push(Stream::send(peer, [blocks.of(peer)]));
         let last = peer == (rank + world - 1) % world;
         let apply = if last { Apply::ReduceLast } else { Apply::Reduce };
         sum = Some(plan.push(Stream::recv(peer, [(result.clone(), apply)]).after(sum, 0)));
@@ -59,15 +57,16 @@ pub(super) fn reduce_scatter(rank: usize, world: usize, count: usize) -> Plan {
     plan
 }
 
-/// All-to-all, as `rank` of `world` sees it: `world` blocks that are only sent, one for each rank, and
-/// behind them as many that are filled, one from each.
-pub(crate) fn all_to_all(rank: usize, world: usize, count: usize) -> Plan {
-    let mut plan = Plan::default();
-    let of = |block: usize| block * count..(block + 1) * count;
+/// All-to-all, as `rank` sees it: the blocks of `sent`, one for each rank, and behind them those of
+/// `filled`, one from each.
+pub(crate) fn all_to_all(rank: usize, sent: &Blocks, filled: &Blocks) -> Plan {
+    let (mut plan, world) = (Plan::default(), sent.world());
     for distance in 1..world {
         let (to, from) = ((rank + distance) % world, (rank + world - distance) % world);
-        plan.push(Stream::send(to, [of(to)]));
-        plan.push(Stream::recv(from, [(of(world + from), Apply::Copy)]));
+        let into = filled.of(from);
+        let into = sent.end() + into.start..sent.end() + into.end;
+        plan.push(Stream::send(to, [sent.of(to)]));
+        plan.push(Stream::recv(from, [(into, Apply::Copy)]));
     }
     plan
 }
@@ -84,7 +83,7 @@ mod tests {
     #[test]
     fn blocks_reach_everybody_their_owner_or_their_addressee() {
         all_gather_is_right(super::all_gather);
-        reduce_scatter_is_right(1, super::reduce_scatter);
+        reduce_scatter_is_right(true, super::reduce_scatter);
         all_to_all_is_right(super::all_to_all);
     }
 

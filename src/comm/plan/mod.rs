@@ -11,6 +11,7 @@
 //!
 //! The tests of each algorithm run all ranks' plans against each other symbolically ([`check`]).
 
+mod blocks;
 mod chain;
 #[cfg(test)]
 pub(crate) mod check;
@@ -24,6 +25,7 @@ pub(crate) mod tuning;
 
 use std::ops::Range;
 
+pub(crate) use blocks::Blocks;
 pub(crate) use tuning::{Algorithm, Tuning};
 
 /// What one rank does in one collective.
@@ -149,37 +151,32 @@ pub(crate) fn reduce(algorithm: Algorithm, rank: usize, world: usize, count: usi
     }
 }
 
-/// All-gather over a row of `world` blocks of `count` elements, of which this rank has filled its own.
-pub(crate) fn all_gather(
-    algorithm: Algorithm,
-    rank: usize,
-    world: usize,
-    count: usize,
-    element_bytes: usize,
-) -> Plan {
+/// All-gather over a row of blocks, of which this rank has filled its own.
+pub(crate) fn all_gather(algorithm: Algorithm, rank: usize, blocks: &Blocks, element_bytes: usize) -> Plan {
     match algorithm {
-        Algorithm::Ring => ring::all_gather(rank, world, count, ring::chunk_elements(world, element_bytes)),
+        Algorithm::Ring => {
+            ring::all_gather(rank, blocks, ring::chunk_elements(blocks.world(), element_bytes))
+        }
         Algorithm::Direct | Algorithm::Doubling | Algorithm::Binomial | Algorithm::Chain => {
-            direct::all_gather(rank, world, count)
+            direct::all_gather(rank, blocks)
         }
     }
 }
 
-/// Reduce-scatter of `world` blocks of `count` elements. The ring works in place and leaves the result in
-/// this rank's block; the direct exchange only sends from the blocks, and the result is a block behind them.
+/// Reduce-scatter of a row of blocks. The ring works in place and leaves the result in this rank's block;
+/// the direct exchange only sends from the blocks, and the result is a block behind them.
 pub(crate) fn reduce_scatter(
     algorithm: Algorithm,
     rank: usize,
-    world: usize,
-    count: usize,
+    blocks: &Blocks,
     element_bytes: usize,
 ) -> Plan {
     match algorithm {
         Algorithm::Ring => {
-            ring::reduce_scatter(rank, world, count, ring::chunk_elements(world, element_bytes))
+            ring::reduce_scatter(rank, blocks, ring::chunk_elements(blocks.world(), element_bytes))
         }
         Algorithm::Direct | Algorithm::Doubling | Algorithm::Binomial | Algorithm::Chain => {
-            direct::reduce_scatter(rank, world, count)
+            direct::reduce_scatter(rank, blocks)
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Ring all-reduce: the least bytes for large buffers, and only two connections a rank.
 
-use super::{Apply, Plan, Stream, block};
+use super::{Apply, Blocks, Plan, Stream, block};
 
 /// Bytes that one turn of the ring works on, for each rank.
 ///
@@ -64,44 +64,40 @@ pub(super) fn all_reduce(rank: usize, world: usize, count: usize, chunk: usize) 
     plan
 }
 
-/// Ring all-gather of `world` blocks of `count` elements, as `rank` sees it: what it sends is its own
-/// block and then what it has received.
-pub(super) fn all_gather(rank: usize, world: usize, count: usize, chunk: usize) -> Plan {
-    around(rank, world, count, chunk, 0, |_| Apply::Copy)
+/// Ring all-gather, as `rank` sees it: what it sends is its own block and then what it has received.
+pub(super) fn all_gather(rank: usize, blocks: &Blocks, chunk: usize) -> Plan {
+    around(rank, blocks, chunk, 0, |_| Apply::Copy)
 }
 
-/// Ring reduce-scatter of `world` blocks of `count` elements, as `rank` sees it: in the end its own block
-/// is summed over all ranks, the others are partial sums.
-pub(super) fn reduce_scatter(rank: usize, world: usize, count: usize, chunk: usize) -> Plan {
-    let apply = |step: usize| if step + 2 == world { Apply::ReduceLast } else { Apply::Reduce };
-    around(rank, world, count, chunk, 1, apply)
+/// Ring reduce-scatter, as `rank` sees it: in the end its own block is summed over all ranks, the others are
+/// partial sums.
+pub(super) fn reduce_scatter(rank: usize, blocks: &Blocks, chunk: usize) -> Plan {
+    let last = blocks.world().saturating_sub(2);
+    around(rank, blocks, chunk, 1, |step| if step == last { Apply::ReduceLast } else { Apply::Reduce })
 }
 
-/// P−1 steps around the ring, chunk by chunk of all blocks; step k sends block `rank − first − k`.
-fn around(
-    rank: usize,
-    world: usize,
-    count: usize,
-    chunk: usize,
-    first: usize,
-    apply: impl Fn(usize) -> Apply,
-) -> Plan {
-    let mut plan = Plan::default();
+/// P−1 steps around the ring; step k sends block `rank − first − k`.
+///
+/// Equal blocks go chunk by chunk, so that a part is still in the cache when it is sent on; unequal ones
+/// whole, since with parts of different length no one lead would hold for all chunks.
+fn around(rank: usize, blocks: &Blocks, chunk: usize, first: usize, apply: impl Fn(usize) -> Apply) -> Plan {
+    let (mut plan, world) = (Plan::default(), blocks.world());
     if world == 1 {
         return plan;
     }
     let (to, from) = ((rank + 1) % world, (rank + world - 1) % world);
-    let chunks = count.div_ceil((chunk / world).max(1)).max(1);
+    let chunks = blocks.equal().map_or(1, |len| len.div_ceil((chunk / world).max(1)).max(1));
     let (mut sent, mut received, mut lead) = (Vec::new(), Vec::new(), usize::MAX);
-    for part in (0..chunks).map(|index| block(index, chunks, count)) {
-        let of_block = |behind: usize| {
-            let start = (rank + 2 * world - first - behind) % world * count;
-            start + part.start..start + part.end
+    for index in 0..chunks {
+        let part = |behind: usize| {
+            let whole = blocks.of((rank + 2 * world - first - behind) % world);
+            let part = block(index, chunks, whole.len());
+            whole.start + part.start..whole.start + part.end
         };
-        lead = lead.min(part.len());
+        lead = lead.min(part(0).len());
         for step in 0..world - 1 {
-            sent.push(of_block(step));
-            received.push((of_block(step + 1), apply(step)));
+            sent.push(part(step));
+            received.push((part(step + 1), apply(step)));
         }
     }
     let recv = plan.push(Stream::recv(from, received));
@@ -134,8 +130,10 @@ mod tests {
     fn its_halves_gather_and_scatter() {
         use crate::plan::check::{all_gather_is_right, reduce_scatter_is_right};
         for chunk in [|_| 1, |world| 4 * world, |_| usize::MAX] {
-            all_gather_is_right(|rank, world, count| all_gather(rank, world, count, chunk(world)));
-            reduce_scatter_is_right(0, |rank, world, count| reduce_scatter(rank, world, count, chunk(world)));
+            all_gather_is_right(|rank, blocks| all_gather(rank, blocks, chunk(blocks.world())));
+            reduce_scatter_is_right(false, |rank, blocks| {
+                reduce_scatter(rank, blocks, chunk(blocks.world()))
+            });
         }
     }
 

@@ -1,42 +1,42 @@
 //! Star: the root exchanges a block with every other rank.
 
-use super::{Apply, Plan, Stream};
+use super::{Apply, Blocks, Plan, Stream};
 
-/// Gather of one block of `count` elements from each rank to `root`, as `rank` of `world` sees it.
+/// Gather of one block from each rank to `root`, as `rank` sees it.
 ///
-/// The row has one block for each rank; ranks other than the root have only their own.
-pub(crate) fn gather(rank: usize, world: usize, count: usize, root: usize) -> Plan {
+/// The row has one block for each rank; ranks other than the root need only their own.
+pub(crate) fn gather(rank: usize, blocks: &Blocks, root: usize) -> Plan {
     let mut plan = Plan::default();
-    let of = |rank: usize| rank * count..(rank + 1) * count;
     if rank == root {
-        for peer in (0..world).filter(|&peer| peer != root) {
-            plan.push(Stream::recv(peer, [(of(peer), Apply::Copy)]));
+        for peer in (0..blocks.world()).filter(|&peer| peer != root) {
+            plan.push(Stream::recv(peer, [(blocks.of(peer), Apply::Copy)]));
         }
     } else {
-        plan.push(Stream::send(root, [of(rank)]));
+        plan.push(Stream::send(root, [blocks.of(rank)]));
     }
     plan
 }
 
-/// Scatter of one block of `count` elements to each rank from `root`; the gather backwards.
-pub(crate) fn scatter(rank: usize, world: usize, count: usize, root: usize) -> Plan {
+/// Scatter of one block to each rank from `root`; the gather backwards.
+pub(crate) fn scatter(rank: usize, blocks: &Blocks, root: usize) -> Plan {
     let mut plan = Plan::default();
-    let of = |rank: usize| rank * count..(rank + 1) * count;
     if rank == root {
-        for peer in (0..world).filter(|&peer| peer != root) {
-            plan.push(Stream::send(peer, [of(peer)]));
+        for peer in (0..blocks.world()).filter(|&peer| peer != root) {
+            plan.push(Stream::send(peer, [blocks.of(peer)]));
         }
     } else {
-        plan.push(Stream::recv(root, [(of(rank), Apply::Copy)]));
+        plan.push(Stream::recv(root, [(blocks.of(rank), Apply::Copy)]));
     }
     plan
 }
 
 #[cfg(test)]
 mod tests {
+    use crate::plan::check::{gather_is_right, scatter_is_right};
+
     #[test]
     fn the_root_has_all_blocks_before_or_after() {
-        crate::plan::check::gather_is_right(super::gather);
-        crate::plan::check::scatter_is_right(super::scatter);
+        gather_is_right(super::gather);
+        scatter_is_right(super::scatter);
     }
 }

@@ -1,0 +1,195 @@
+//! Collectives of one block for each rank, where the blocks need not be equally long.
+
+use std::sync::Arc;
+
+use super::{Call, CallKind, CommError, Element, Group, Kernel, ReduceOp, call, kernel};
+use crate::engine::Work;
+use crate::plan::{self, Algorithm, Blocks, Plan};
+
+impl Group {
+    /// Fills `recv` with the `send` of all ranks, in rank order, on every rank; rank i has `lens[i]` elements.
+    ///
+    /// All ranks pass the same type and `lens`.
+    ///
+    /// # Errors
+    /// [`CommError::InvalidArgument`], before anything is sent, if the lengths do not fit.
+    /// [`CommError::Mismatch`] if ranks disagree, also about `lens`. Else whatever ended the group; `recv` is
+    /// then unspecified.
+    ///
+    /// # Cost
+    /// Each rank sends less than `recv` holds: few bytes in one round, many around a ring.
+    pub fn all_gather_v<T: Element>(
+        &self,
+        send: &[T],
+        recv: &mut [T],
+        lens: &[usize],
+    ) -> Result<(), CommError> {
+        let blocks = self.blocks(lens)?;
+        let own = blocks.of(self.rank());
+        check_len("send", send.len(), own.len())?;
+        check_len("recv", recv.len(), blocks.end())?;
+        recv[own].copy_from_slice(send);
+        let call = call::<T>(CallKind::AllGatherV, None, blocks.fingerprint(), blocks.end());
+        let algorithm = self.inner.tuning.all_gather(size_of_val(recv) / self.size(), self.size());
+        let plan = plan::all_gather(algorithm, self.rank(), &blocks, size_of::<T>());
+        self.planned(call, plan, (&[], 0), (recv, 0), None)
+    }
+
+    /// Fills `recv` with the elementwise `op` over this rank's block of all ranks' `send`, in which rank i has a
+    /// block of `lens[i]` elements.
+    ///
+    /// All ranks pass the same type, `op` and `lens`.
+    ///
+    /// # Errors
+    /// As [`Self::all_gather_v`]; [`CommError::InvalidArgument`] also if `op` has no meaning for the type.
+    ///
+    /// # Cost
+    /// Each rank sends less than `send` holds: few bytes in one round, many around a ring, for which `send` is
+    /// copied.
+    pub fn reduce_scatter_v<T: Element>(
+        &self,
+        send: &[T],
+        recv: &mut [T],
+        lens: &[usize],
+        op: ReduceOp,
+    ) -> Result<(), CommError> {
+        let blocks = self.blocks(lens)?;
+        let own = blocks.of(self.rank());
+        check_len("send", send.len(), blocks.end())?;
+        check_len("recv", recv.len(), own.len())?;
+        let kernel = Some(kernel::<T>(op)?);
+        let call = call::<T>(CallKind::ReduceScatterV, Some(op), blocks.fingerprint(), blocks.end());
+        let algorithm = self.inner.tuning.reduce_scatter(size_of_val(send) / self.size(), self.size());
+        let plan = plan::reduce_scatter(algorithm, self.rank(), &blocks, size_of::<T>());
+        if algorithm == Algorithm::Ring {
+            let mut sums = send.to_vec();
+            self.planned(call, plan, (&[], 0), (&mut sums, 0), kernel)?;
+            recv.copy_from_slice(&sums[own]);
+            return Ok(());
+        }
+        recv.copy_from_slice(&send[own]);
+        self.planned(call, plan, (send, 0), (recv, blocks.end()), kernel)
+    }
+
+    /// Fills `recv` of rank `root` with the `send` of all ranks, in rank order; there rank i has `lens[i]` elements.
+    ///
+    /// All ranks pass the same type and `root`. On ranks other than the root `recv` and `lens` are not looked
+    /// at and may be empty.
+    ///
+    /// # Errors
+    /// As [`Self::all_gather_v`]; [`CommError::InvalidArgument`] also if there is no such rank. If a rank sends
+    /// another length than the root expects: [`CommError::Protocol`], which names it.
+    ///
+    /// # Cost
+    /// Each rank sends its block to the root, which receives them side by side.
+    pub fn gather_v<T: Element>(
+        &self,
+        send: &[T],
+        recv: &mut [T],
+        lens: &[usize],
+        root: usize,
+    ) -> Result<(), CommError> {
+        self.check_rank(root, "root")?;
+        let call = call::<T>(CallKind::GatherV, None, root as u32, 0);
+        if self.rank() != root {
+            let plan = plan::gather(self.rank(), &self.only_mine(send.len()), root);
+            return self.planned(call, plan, (send, 0), (&mut [], 0), None);
+        }
+        let blocks = self.blocks(lens)?;
+        check_len("send", send.len(), blocks.of(root).len())?;
+        check_len("recv", recv.len(), blocks.end())?;
+        recv[blocks.of(root)].copy_from_slice(send);
+        self.planned(call, plan::gather(root, &blocks, root), (&[], 0), (recv, 0), None)
+    }
+
+    /// Fills `recv` with this rank's block of the `send` of rank `root`, in which rank i has `lens[i]` elements.
+    ///
+    /// All ranks pass the same type and `root`. On ranks other than the root `send` and `lens` are not looked
+    /// at and may be empty.
+    ///
+    /// # Errors
+    /// As [`Self::gather_v`].
+    ///
+    /// # Cost
+    /// The root sends each rank its block, side by side.
+    pub fn scatter_v<T: Element>(
+        &self,
+        send: &[T],
+        recv: &mut [T],
+        lens: &[usize],
+        root: usize,
+    ) -> Result<(), CommError> {
+        self.check_rank(root, "root")?;
+        let call = call::<T>(CallKind::ScatterV, None, root as u32, 0);
+        if self.rank() != root {
+            let plan = plan::scatter(self.rank(), &self.only_mine(recv.len()), root);
+            return self.planned(call, plan, (&[], 0), (recv, 0), None);
+        }
+        let blocks = self.blocks(lens)?;
+        check_len("send", send.len(), blocks.end())?;
+        check_len("recv", recv.len(), blocks.of(root).len())?;
+        recv.copy_from_slice(&send[blocks.of(root)]);
+        self.planned(call, plan::scatter(root, &blocks, root), (send, 0), (&mut [], 0), None)
+    }
+
+    /// Sends block i of `send`, `send_lens[i]` elements, to rank i, and fills block i of `recv`, `recv_lens[i]`
+    /// elements, with what rank i sends here.
+    ///
+    /// All ranks pass the same type; what one sends to another must be as long as that one expects.
+    ///
+    /// # Errors
+    /// As [`Self::all_gather_v`]. If a rank sends another length than is expected: [`CommError::Protocol`], which
+    /// names it.
+    ///
+    /// # Cost
+    /// Each rank sends to all others side by side.
+    pub fn all_to_all_v<T: Element>(
+        &self,
+        (send, send_lens): (&[T], &[usize]),
+        (recv, recv_lens): (&mut [T], &[usize]),
+    ) -> Result<(), CommError> {
+        let (sent, filled) = (self.blocks(send_lens)?, self.blocks(recv_lens)?);
+        let rank = self.rank();
+        check_len("send", send.len(), sent.end())?;
+        check_len("recv", recv.len(), filled.end())?;
+        check_len("this rank's own block of recv", filled.of(rank).len(), sent.of(rank).len())?;
+        recv[filled.of(rank)].copy_from_slice(&send[sent.of(rank)]);
+        let call = call::<T>(CallKind::AllToAllV, None, 0, 0);
+        self.planned(call, plan::all_to_all(rank, &sent, &filled), (send, 0), (recv, sent.end()), None)
+    }
+
+    /// A collective whose plan is not that of its call alone.
+    fn planned<T: Element>(
+        &self,
+        call: Call,
+        plan: Plan,
+        send: (&[T], usize),
+        recv: (&mut [T], usize),
+        kernel: Option<Kernel>,
+    ) -> Result<(), CommError> {
+        self.inner.check_process()?;
+        let Some(shared) = &self.inner.shared else { return Ok(()) };
+        let plan = Arc::new(plan);
+        shared.call_both(send, recv, self.timeout, |lent| Work::Collective { call, plan, lent, kernel })
+    }
+
+    fn blocks(&self, lens: &[usize]) -> Result<Blocks, CommError> {
+        check_len("the list of lengths", lens.len(), self.size())?;
+        Blocks::new(lens)
+            .ok_or_else(|| CommError::InvalidArgument("the lengths add up to too much".to_owned()))
+    }
+
+    /// A row in which only this rank has anything.
+    fn only_mine(&self, len: usize) -> Blocks {
+        let mut lens = vec![0; self.size()];
+        lens[self.rank()] = len;
+        Blocks::new(&lens).unwrap_or_else(|| Blocks::equal_of(self.size(), 0))
+    }
+}
+
+fn check_len(what: &str, len: usize, expected: usize) -> Result<(), CommError> {
+    if len == expected {
+        return Ok(());
+    }
+    Err(CommError::InvalidArgument(format!("{what} has {len} elements, not {expected}")))
+}

@@ -1,0 +1,74 @@
+//! One block of a row for each rank.
+
+use std::ops::Range;
+
+/// Where each rank's block lies in a row of blocks in rank order, in elements.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Blocks {
+    /// Where each begins, and where the last one ends.
+    bounds: Vec<usize>,
+    equal: Option<usize>,
+}
+
+impl Blocks {
+    /// `world` blocks of `len` elements.
+    pub(crate) fn equal_of(world: usize, len: usize) -> Self {
+        Self { bounds: (0..=world).map(|index| index * len).collect(), equal: Some(len) }
+    }
+
+    /// Blocks of these lengths; `None` if their sum is no number.
+    pub(crate) fn new(lens: &[usize]) -> Option<Self> {
+        let mut bounds = vec![0_usize];
+        for &len in lens {
+            bounds.push(bounds[bounds.len() - 1].checked_add(len)?);
+        }
+        let equal = lens.first().copied().filter(|first| lens.iter().all(|len| len == first));
+        Some(Self { bounds, equal })
+    }
+
+    pub(crate) fn world(&self) -> usize {
+        self.bounds.len() - 1
+    }
+
+    pub(crate) fn of(&self, rank: usize) -> Range<usize> {
+        self.bounds[rank]..self.bounds[rank + 1]
+    }
+
+    /// Elements of all blocks.
+    pub(crate) fn end(&self) -> usize {
+        self.bounds[self.world()]
+    }
+
+    /// Length of each, if that is the same.
+    pub(crate) fn equal(&self) -> Option<usize> {
+        self.equal
+    }
+
+    /// Stands for the lengths where they are compared between ranks.
+    pub(crate) fn fingerprint(&self) -> u32 {
+        // FNV-1a, 64 bits folded to 32.
+        let hash = self
+            .bounds
+            .iter()
+            .flat_map(|bound| (*bound as u64).to_le_bytes())
+            .fold(0xCBF2_9CE4_8422_2325_u64, |hash, byte| {
+                (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3)
+            });
+        (hash ^ hash >> 32) as u32
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_lie_behind_each_other() {
+        let blocks = Blocks::new(&[3, 0, 4]).unwrap();
+        assert_eq!((blocks.world(), blocks.end(), blocks.equal()), (3, 7, None));
+        assert_eq!((blocks.of(0), blocks.of(1), blocks.of(2)), (0..3, 3..3, 3..7));
+        assert_eq!(Blocks::new(&[2, 2]), Some(Blocks::equal_of(2, 2)));
+        assert_ne!(blocks.fingerprint(), Blocks::new(&[4, 0, 3]).unwrap().fingerprint());
+        assert_eq!(Blocks::new(&[usize::MAX, 1]), None);
+    }
+}

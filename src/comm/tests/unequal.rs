@@ -1,0 +1,112 @@
+//! Collectives of blocks that are not equally long, over real connections, ranks as threads.
+
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+mod common;
+
+use common::{Group, GroupOptions, ReduceOp, ranks, with_options};
+use convoke_comm::CommError;
+
+/// What rank `from` has at `index` of its block for rank `to`.
+fn value(from: usize, to: usize, index: usize) -> i64 {
+    ((from * 7 + to * 3 + index) % 23) as i64 - 11
+}
+
+fn block(from: usize, to: usize, len: usize) -> impl Iterator<Item = i64> {
+    (0..len).map(move |index| value(from, to, index))
+}
+
+/// Lengths of the ranks' blocks: none, one, and many are among them.
+fn lens(world: usize, scale: usize) -> Vec<usize> {
+    (0..world).map(|rank| [0, 1, 3 * scale, scale + 1, 2][(rank + scale) % 5]).collect()
+}
+
+fn check(group: &Group, scale: usize) {
+    let (me, world) = (group.rank(), group.size());
+    let lens = lens(world, scale);
+    let all: Vec<i64> = (0..world).flat_map(|from| block(from, 0, lens[from])).collect();
+    let for_each: Vec<i64> = (0..world).flat_map(|to| block(me, to, lens[to])).collect();
+    let mine: Vec<i64> = block(me, 0, lens[me]).collect();
+    let name = format!("{lens:?} on rank {me}");
+
+    let mut recv = vec![99; all.len()];
+    group.all_gather_v(&mine, &mut recv, &lens).unwrap();
+    assert!(recv == all, "all_gather_v of {name}");
+
+    let mut own = vec![99; lens[me]];
+    group.reduce_scatter_v(&for_each, &mut own, &lens, ReduceOp::Sum).unwrap();
+    let sum = |index: usize| (0..world).map(|from| value(from, me, index)).sum::<i64>();
+    assert!(own.iter().enumerate().all(|(index, &x)| x == sum(index)), "reduce_scatter_v of {name}");
+
+    for root in [0, world - 1] {
+        let (mut recv, known) =
+            if me == root { (vec![99; all.len()], &lens[..]) } else { (Vec::new(), &[][..]) };
+        group.gather_v(&mine, &mut recv, known, root).unwrap();
+        assert!(me != root || recv == all, "gather_v of {name}");
+        own.fill(99);
+        let send = if me == root { &for_each[..] } else { &[] };
+        group.scatter_v(send, &mut own, known, root).unwrap();
+        assert!(own.iter().copied().eq(block(root, me, lens[me])), "scatter_v of {name}");
+    }
+
+    // From a to b: as many as block (a + 2 b) is long.
+    let of = |from: usize, to: usize| lens[(from + 2 * to) % world];
+    let sent: Vec<usize> = (0..world).map(|to| of(me, to)).collect();
+    let filled: Vec<usize> = (0..world).map(|from| of(from, me)).collect();
+    let send: Vec<i64> = (0..world).flat_map(|to| block(me, to, sent[to])).collect();
+    let want: Vec<i64> = (0..world).flat_map(|from| block(from, me, filled[from])).collect();
+    let mut recv = vec![99; want.len()];
+    group.all_to_all_v((&send, &sent), (&mut recv, &filled)).unwrap();
+    assert!(recv == want, "all_to_all_v of {name}");
+}
+
+#[test]
+fn every_collective_size_and_number_of_ranks() {
+    for algorithms in ["", "all_gather:ring,reduce_scatter:ring", "all_gather:direct,reduce_scatter:direct"] {
+        for world in 1..=5 {
+            with_options(world, GroupOptions::default().algorithms(algorithms), |group| {
+                for scale in [0, 1, 2, 3, 1000, 50_001] {
+                    check(&group, scale);
+                }
+            });
+        }
+    }
+}
+
+#[test]
+fn lengths_that_do_not_fit_are_refused_before_anything_is_sent() {
+    ranks(2, |group| {
+        let invalid = |result: Result<(), CommError>, what: &str| {
+            let Err(CommError::InvalidArgument(text)) = &result else { panic!("{result:?}") };
+            assert!(text.contains(what), "{text}");
+        };
+        let mut three = [0_i32; 3];
+        let mine = &[1, 2][..=group.rank()];
+        invalid(
+            group.all_gather_v(mine, &mut three, &[1, 2, 3]),
+            "the list of lengths has 3 elements, not 2",
+        );
+        invalid(group.all_gather_v(mine, &mut three[..2], &[1, 2]), "recv has 2 elements, not 3");
+        invalid(group.all_gather_v(&[1, 2, 3], &mut three, &[1, 2]), "send has 3 elements, not");
+        invalid(group.all_gather_v(mine, &mut three, &[usize::MAX, 2]), "add up to too much");
+        invalid(group.gather_v(mine, &mut three, &[1, 2], 9), "root 9");
+        group.all_gather_v(mine, &mut three, &[1, 2]).unwrap();
+        assert_eq!(three, [1, 1, 2]);
+    });
+}
+
+#[test]
+fn ranks_that_disagree_about_lengths_are_told() {
+    ranks(2, |group| {
+        let lens = if group.rank() == 0 { [1, 2] } else { [2, 1] };
+        let error = group.all_gather_v(&[7_i32], &mut [0; 3], &lens).unwrap_err();
+        assert!(matches!(error, CommError::Mismatch { .. }), "{error}");
+    });
+    ranks(2, |group| {
+        let error = match group.rank() {
+            0 => group.gather_v(&[], &mut [0_i32; 2], &[0, 2], 0).unwrap_err(),
+            _ => group.gather_v(&[1_i32, 2, 3], &mut [], &[], 0).and_then(|()| group.barrier()).unwrap_err(),
+        };
+        assert!(error.to_string().contains("expected 8") || group.rank() == 1, "{error}");
+    });
+}
