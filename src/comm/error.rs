@@ -102,6 +102,14 @@ pub enum CommError {
     /// The arguments of this call make no sense; nothing was sent, the group goes on.
     #[error("invalid argument: {0}")]
     InvalidArgument(String),
+    /// An object could not be sent or read; the group goes on.
+    #[error("the object of rank {rank} {what}")]
+    Object {
+        /// Whose object it is.
+        rank: usize,
+        /// What is wrong with it.
+        what: String,
+    },
     /// This build or platform cannot do that.
     #[error("not supported: {0}")]
     Unsupported(String),
@@ -132,7 +140,7 @@ impl CommError {
             Self::PeerLost { rank, .. } | Self::Mismatch { rank, .. } => Some(*rank),
             Self::Timeout { missing: ranks, .. } | Self::Bootstrap { ranks, .. } => ranks.first().copied(),
             Self::Aborted { by, .. } => Some(*by),
-            Self::Protocol { peer, .. } => Some(*peer),
+            Self::Protocol { peer: rank, .. } | Self::Object { rank, .. } => Some(*rank),
             Self::Unauthorized { .. }
             | Self::InvalidArgument(_)
             | Self::Unsupported(_)
@@ -152,7 +160,8 @@ impl CommError {
             | Self::Mismatch { place, .. }
             | Self::Aborted { place, .. }
             | Self::Protocol { place, .. } => Some(place),
-            Self::Unauthorized { .. }
+            Self::Object { .. }
+            | Self::Unauthorized { .. }
             | Self::Bootstrap { .. }
             | Self::InvalidArgument(_)
             | Self::Unsupported(_)

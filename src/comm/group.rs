@@ -1,6 +1,7 @@
 //! Groups of ranks and what they do together.
 
 mod blocks;
+mod objects;
 mod unequal;
 
 use std::any::Any;

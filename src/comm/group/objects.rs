@@ -1,0 +1,198 @@
+//! Collectives of objects: anything that serde can write, each rank's of its own size.
+//!
+//! Objects travel as postcard writes them. Two collectives each: the sizes first, then the bytes. A rank that
+//! cannot write its object says so instead of a size, so that all ranks go on together.
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::{CommError, Group};
+
+/// Largest object, in bytes: beyond it a size is rather a mistake, and nobody allocates for it.
+const OBJECT_MAX_BYTES: u64 = 1 << 30;
+/// Instead of a size: this rank's object cannot be written.
+const UNWRITABLE: u64 = u64::MAX;
+
+impl Group {
+    /// Gives the object of rank `root` to all ranks.
+    ///
+    /// The root passes `Some`, the others may pass `None`. All ranks name the same type.
+    ///
+    /// # Errors
+    /// [`CommError::Object`] on all ranks if it cannot be written or is larger than 1 GiB, and on those that
+    /// cannot read it. [`CommError::InvalidArgument`] on a root that has none: the others then wait for it. Else
+    /// as [`Self::broadcast`].
+    ///
+    /// # Cost
+    /// Two broadcasts, of 8 bytes and of the object's size.
+    pub fn broadcast_object<T: Serialize + DeserializeOwned>(
+        &self,
+        object: Option<T>,
+        root: usize,
+    ) -> Result<T, CommError> {
+        self.check_rank(root, "root")?;
+        let is_root = self.rank() == root;
+        if is_root && object.is_none() {
+            return Err(CommError::InvalidArgument(format!("rank {root} is the root and has no object")));
+        }
+        let mine = if is_root { object.as_ref().map(written) } else { None };
+        let mut size = [mine.as_ref().map_or(0, size_of_written)];
+        self.broadcast(&mut size, root)?;
+        check_size(root, size[0], mine.as_ref())?;
+        let mut bytes = mine.and_then(Result::ok).map_or_else(|| buffer(size[0] as usize), Ok)?;
+        self.broadcast(&mut bytes, root)?;
+        match object {
+            Some(object) if is_root => Ok(object),
+            Some(_) | None => read(root, &bytes),
+        }
+    }
+
+    /// Gives every rank's object to all ranks, in rank order.
+    ///
+    /// # Errors
+    /// [`CommError::Object`] on all ranks, naming the first of those whose object cannot be written or is larger
+    /// than 1 GiB, and on ranks that cannot read one. Else as [`Self::all_gather`].
+    ///
+    /// # Cost
+    /// Two all-gathers, of 8 bytes and of the objects' sizes.
+    pub fn all_gather_object<T: Serialize + DeserializeOwned>(
+        &self,
+        object: &T,
+    ) -> Result<Vec<T>, CommError> {
+        let mine = written(object);
+        let mut sizes = vec![0; self.size()];
+        self.all_gather(&[size_of_written(&mine)], &mut sizes)?;
+        let (lens, mine) = self.lens(&sizes, mine)?;
+        let mut bytes = buffer(lens.iter().sum())?;
+        self.all_gather_v(&mine, &mut bytes, &lens)?;
+        read_all(&bytes, &lens)
+    }
+
+    /// Gives every rank's object to rank `root`, in rank order; `None` on the others.
+    ///
+    /// # Errors
+    /// As [`Self::all_gather_object`]; [`CommError::InvalidArgument`] if there is no such rank.
+    ///
+    /// # Cost
+    /// An all-gather of 8 bytes, so that all ranks know of an object that cannot be sent, and a gather of the
+    /// objects' sizes.
+    pub fn gather_object<T: Serialize + DeserializeOwned>(
+        &self,
+        object: &T,
+        root: usize,
+    ) -> Result<Option<Vec<T>>, CommError> {
+        self.check_rank(root, "root")?;
+        let mine = written(object);
+        let mut sizes = vec![0; self.size()];
+        self.all_gather(&[size_of_written(&mine)], &mut sizes)?;
+        let (lens, mine) = self.lens(&sizes, mine)?;
+        let is_root = self.rank() == root;
+        let mut bytes = buffer(if is_root { lens.iter().sum() } else { 0 })?;
+        self.gather_v(&mine, &mut bytes, &lens, root)?;
+        if is_root { read_all(&bytes, &lens).map(Some) } else { Ok(None) }
+    }
+
+    /// Gives each rank its object of those that rank `root` has, one for each rank, in rank order.
+    ///
+    /// The root passes `Some`, the others may pass `None`.
+    ///
+    /// # Errors
+    /// [`CommError::Object`] on all ranks if the root cannot write one or it is larger than 1 GiB, and on a rank
+    /// that cannot read its own. [`CommError::InvalidArgument`] on a root that has not one for each rank: the others
+    /// then wait for it. Else as [`Self::scatter`].
+    ///
+    /// # Cost
+    /// A broadcast of 8 bytes for each rank, and a scatter of the objects' sizes.
+    pub fn scatter_object<T: Serialize + DeserializeOwned>(
+        &self,
+        objects: Option<Vec<T>>,
+        root: usize,
+    ) -> Result<T, CommError> {
+        self.check_rank(root, "root")?;
+        let mut written_all = Vec::new();
+        if self.rank() == root {
+            let objects = objects.unwrap_or_default();
+            if objects.len() != self.size() {
+                let (have, want) = (objects.len(), self.size());
+                return Err(CommError::InvalidArgument(format!("{have} objects for {want} ranks")));
+            }
+            written_all = objects.iter().map(written).collect();
+        }
+        let mut sizes = vec![0; self.size()];
+        for (size, written) in sizes.iter_mut().zip(&written_all) {
+            *size = size_of_written(written);
+        }
+        self.broadcast(&mut sizes, root)?;
+        for &size in &sizes {
+            let failed = written_all.iter().find(|written| written.is_err());
+            check_size(root, size, failed)?;
+        }
+        let lens: Vec<usize> = sizes.iter().map(|&size| size as usize).collect();
+        let send: Vec<u8> = written_all.into_iter().flat_map(Result::unwrap_or_default).collect();
+        let mut bytes = buffer(lens[self.rank()])?;
+        self.scatter_v(&send, &mut bytes, &lens, root)?;
+        read(root, &bytes)
+    }
+
+    /// All ranks' sizes as lengths, and this rank's bytes.
+    fn lens(&self, sizes: &[u64], mine: Written) -> Result<(Vec<usize>, Vec<u8>), CommError> {
+        for (rank, &size) in sizes.iter().enumerate() {
+            check_size(rank, size, Some(&mine).filter(|_| rank == self.rank()))?;
+        }
+        let mine = mine.unwrap_or_default();
+        Ok((sizes.iter().map(|&size| size as usize).collect(), mine))
+    }
+}
+
+/// An object as bytes, or why not.
+type Written = Result<Vec<u8>, String>;
+
+fn written<T: Serialize>(object: &T) -> Written {
+    postcard::to_stdvec(object).map_err(|error| error.to_string())
+}
+
+fn size_of_written(written: &Written) -> u64 {
+    written.as_ref().map_or(UNWRITABLE, |bytes| bytes.len() as u64)
+}
+
+/// Room for objects; their sizes come from other ranks.
+fn buffer(len: usize) -> Result<Vec<u8>, CommError> {
+    let mut bytes = Vec::new();
+    let refused = |error| CommError::system("no memory for objects", std::io::Error::other(error));
+    bytes.try_reserve_exact(len).map_err(refused)?;
+    bytes.resize(len, 0);
+    Ok(bytes)
+}
+
+/// Whether an object of this size can be sent; `mine` is what this rank knows of it.
+fn check_size(rank: usize, size: u64, mine: Option<&Written>) -> Result<(), CommError> {
+    let what = match (size, mine) {
+        (UNWRITABLE, Some(Err(error))) => format!("cannot be written: {error}"),
+        (UNWRITABLE, _) => "cannot be written there".to_owned(),
+        (size, _) if size > OBJECT_MAX_BYTES => {
+            format!("has {size} bytes, more than {OBJECT_MAX_BYTES}; send it as a buffer")
+        }
+        _ => return Ok(()),
+    };
+    Err(CommError::Object { rank, what })
+}
+
+fn read<T: DeserializeOwned>(rank: usize, bytes: &[u8]) -> Result<T, CommError> {
+    let error = |what: String| CommError::Object { rank, what };
+    let (object, rest) = postcard::take_from_bytes(bytes)
+        .map_err(|cause| error(format!("cannot be read: {cause}; is it of the same type there?")))?;
+    if rest.is_empty() {
+        return Ok(object);
+    }
+    Err(error(format!("has {} bytes too many; is it of the same type there?", rest.len())))
+}
+
+fn read_all<T: DeserializeOwned>(bytes: &[u8], lens: &[usize]) -> Result<Vec<T>, CommError> {
+    let mut rest = bytes;
+    let one = |(rank, &len): (usize, &usize)| {
+        let (object, others) = rest.split_at_checked(len).unwrap_or((rest, &[]));
+        rest = others;
+        read(rank, object)
+    };
+    lens.iter().enumerate().map(one).collect()
+}

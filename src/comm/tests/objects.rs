@@ -1,0 +1,99 @@
+//! Collectives of objects, over real connections, ranks as threads.
+
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+mod common;
+
+use std::collections::BTreeMap;
+
+use common::ranks;
+use convoke_comm::CommError;
+use serde::{Deserialize, Serialize};
+
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct Thing {
+    name: String,
+    values: Vec<f64>,
+    by_rank: BTreeMap<usize, Option<i64>>,
+}
+
+/// Of another size on each rank, from a few bytes to more than one message holds.
+fn thing(rank: usize, scale: usize) -> Thing {
+    Thing {
+        name: "x".repeat(rank),
+        values: (0..rank * scale).map(|i| i as f64 / 3.0).collect(),
+        by_rank: [(rank, None), (rank + 1, Some(-1))].into(),
+    }
+}
+
+#[test]
+fn objects_of_different_sizes_reach_whom_they_should() {
+    for world in 1..=4 {
+        ranks(world, |group| {
+            let me = group.rank();
+            for scale in [0, 1, 1000, 40_000] {
+                let all: Vec<_> = (0..world).map(|rank| thing(rank, scale)).collect();
+                assert_eq!(group.all_gather_object(&thing(me, scale)).unwrap(), all);
+                for root in [0, world - 1] {
+                    let mine = (me == root).then(|| thing(root + 1, scale));
+                    assert_eq!(group.broadcast_object(mine, root).unwrap(), thing(root + 1, scale));
+                    let gathered = group.gather_object(&thing(me, scale), root).unwrap();
+                    assert_eq!(gathered, (me == root).then(|| all.clone()));
+                    let scattered = group.scatter_object((me == root).then(|| all.clone()), root).unwrap();
+                    assert_eq!(scattered, thing(me, scale));
+                }
+            }
+        });
+    }
+}
+
+/// Refuses to be written, on demand.
+#[derive(Debug, Deserialize)]
+struct Picky(bool);
+
+impl Serialize for Picky {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        if self.0 { serializer.serialize_bool(false) } else { Err(serde::ser::Error::custom("not today")) }
+    }
+}
+
+#[test]
+fn an_object_that_cannot_be_written_is_told_to_all_and_the_group_goes_on() {
+    ranks(3, |group| {
+        let me = group.rank();
+        let named = |error: CommError| {
+            assert_eq!(error.blame(), Some(1), "{error}");
+            assert!(error.to_string().starts_with("the object of rank 1 cannot be written"), "{error}");
+        };
+        named(group.all_gather_object(&Picky(me != 1)).unwrap_err());
+        named(group.gather_object(&Picky(me != 1), 0).unwrap_err());
+        named(group.broadcast_object((me == 1).then_some(Picky(false)), 1).unwrap_err());
+        let objects = (me == 1).then(|| vec![Picky(true), Picky(true), Picky(false)]);
+        named(group.scatter_object(objects, 1).unwrap_err());
+        group.barrier().unwrap();
+    });
+}
+
+#[test]
+fn another_type_on_one_rank_is_told_by_who_cannot_read_it() {
+    ranks(2, |group| {
+        let result = if group.rank() == 0 {
+            group.all_gather_object(&7_u8).map(|_| ())
+        } else {
+            group.all_gather_object(&"seven".to_owned()).map(|_| ())
+        };
+        let error = result.unwrap_err();
+        let other = 1 - group.rank();
+        assert!(error.to_string().contains("is it of the same type there?"), "{error}");
+        assert_eq!(error.blame(), Some(other));
+        group.barrier().unwrap();
+    });
+}
+
+#[test]
+fn a_root_without_an_object_is_told_before_anything_is_sent() {
+    ranks(1, |group| {
+        assert!(matches!(group.broadcast_object::<u8>(None, 0), Err(CommError::InvalidArgument(_))));
+        assert!(matches!(group.scatter_object::<u8>(Some(vec![]), 0), Err(CommError::InvalidArgument(_))));
+    });
+}
