@@ -2,10 +2,12 @@
 
 mod blocks;
 mod objects;
+mod subgroup;
 mod unequal;
 
 use std::any::Any;
 use std::fmt;
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -54,6 +56,14 @@ struct Inner {
     pid: u32,
     /// What must outlive the group, such as the store that this process serves.
     keep: Option<Box<dyn Any + Send + Sync>>,
+    /// What its subgroups are made from.
+    store: Arc<dyn Store>,
+    store_rank: Option<usize>,
+    options: GroupOptions,
+    /// Number of subgroups so far, the same on all ranks.
+    subgroups: AtomicU64,
+    /// The ranks' ranks in the first of the groups that this one comes from.
+    origin: Vec<usize>,
 }
 
 impl Group {
@@ -74,7 +84,10 @@ impl Group {
     ) -> Result<Self, CommError> {
         let store = Arc::new(PrefixStore::new("convoke", store));
         let tuning = Tuning::parse(&options.algorithms).map_err(CommError::InvalidArgument)?;
-        Self::join(Invitation { store, store_rank: None, rank, size, options, tuning, agent: None }, None)
+        let origin = (0..size).collect();
+        let invitation =
+            Invitation { store, store_rank: None, rank, size, origin, options, tuning, agent: None };
+        Self::join(invitation, None)
     }
 
     pub(crate) fn join(
@@ -115,6 +128,11 @@ impl Group {
             plans: Mutex::default(),
             pid: std::process::id(),
             keep,
+            store: Arc::clone(&invitation.store),
+            store_rank: invitation.store_rank,
+            options: invitation.options.clone(),
+            subgroups: AtomicU64::new(0),
+            origin: invitation.origin.clone(),
         };
         Self { inner: Arc::new(inner), timeout: invitation.options.timeout }
     }

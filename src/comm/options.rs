@@ -16,6 +16,8 @@ pub struct GroupOptions {
     pub(crate) token: Option<Token>,
     pub(crate) listen: Listen,
     pub(crate) algorithms: String,
+    /// Tells the connections of groups of one generation apart; 0 but for subgroups.
+    pub(crate) id: u64,
 }
 
 /// At which address a rank accepts the connections of others.
@@ -44,6 +46,7 @@ impl Default for GroupOptions {
             token: None,
             listen: Listen::default(),
             algorithms: String::new(),
+            id: 0,
         }
     }
 }

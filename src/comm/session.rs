@@ -110,6 +110,7 @@ impl Session {
             store_rank: (!env.use_agent_store).then_some(0),
             rank: env.rank,
             size: env.world_size,
+            origin: (0..env.world_size).collect(),
             // Only the first round has the launcher's generation.
             options: GroupOptions { generation: options.generation.filter(|_| round == 0), ..options },
             tuning,
@@ -228,7 +229,7 @@ impl Invitation {
     /// To a group of one, which needs no store.
     fn alone(options: GroupOptions, tuning: Tuning) -> Self {
         let store = Arc::new(convoke_store::MemoryStore::new());
-        Self { store, store_rank: None, rank: 0, size: 1, options, tuning, agent: None }
+        Self { store, store_rank: None, rank: 0, size: 1, origin: vec![0], options, tuning, agent: None }
     }
 }
 

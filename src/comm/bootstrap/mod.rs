@@ -47,6 +47,8 @@ pub(crate) struct Invitation {
     pub(crate) store_rank: Option<usize>,
     pub(crate) rank: usize,
     pub(crate) size: usize,
+    /// The ranks' ranks in the first of the groups that this one comes from.
+    pub(crate) origin: Vec<usize>,
     pub(crate) options: GroupOptions,
     pub(crate) tuning: Tuning,
     pub(crate) agent: Option<(Arc<Mutex<AgentChannel>>, Generation)>,
@@ -289,7 +291,7 @@ impl Ours<'_> {
             name: options.name.clone(),
             me: rank,
             size,
-            credentials: Credentials::new(options.token.as_ref(), generation, 0),
+            credentials: Credentials::new(options.token.as_ref(), generation, options.id),
             addresses: table.iter().map(|record| record.address).collect(),
             listener: listener.map_err(|error| CommError::system("cannot duplicate a socket", error))?,
             store: Arc::clone(&self.invitation.store),

@@ -17,7 +17,7 @@ impl Engine {
     pub(crate) fn connect(&mut self, lanes: &[(usize, Lane)], until: Instant) -> Result<bool, CommError> {
         loop {
             for &(peer, lane) in lanes {
-                if self.settings.me > peer && !self.peers[peer].is_open(lane) {
+                if self.settings.me > peer && self.lacks(peer, lane) {
                     self.door.dial(peer, lane, self.settings.addresses[peer], Instant::now());
                 }
             }
@@ -40,7 +40,12 @@ impl Engine {
 
     /// Ranks to which not all of `lanes` are open.
     pub(crate) fn unconnected(&self, lanes: &[(usize, Lane)]) -> impl Iterator<Item = usize> {
-        lanes.iter().filter(|&&(peer, lane)| !self.peers[peer].is_open(lane)).map(|&(peer, _)| peer)
+        lanes.iter().filter(|&&(peer, lane)| self.lacks(peer, lane)).map(|&(peer, _)| peer)
+    }
+
+    /// A rank that has said goodbye was connected with everybody, as far as it needed to know.
+    fn lacks(&self, peer: usize, lane: Lane) -> bool {
+        !self.peers[peer].is_open(lane) && !self.peers[peer].left
     }
 
     /// Whether `peer` has proven itself.

@@ -1,0 +1,111 @@
+//! Groups of some of a group's ranks, over real connections, ranks as threads.
+
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+mod common;
+
+use common::{Group, ReduceOp, ranks};
+use convoke_comm::CommError;
+
+/// The ranks of `group` in the first group, as its members tell each other.
+fn members(group: &Group, origin: usize) -> Vec<usize> {
+    let mut all = vec![usize::MAX as u64; group.size()];
+    group.all_gather(&[origin as u64], &mut all).unwrap();
+    all.into_iter().map(|rank| rank as usize).collect()
+}
+
+#[test]
+fn a_subgroup_has_its_ranks_in_the_order_given_and_all_groups_work_at_once() {
+    ranks(5, |world| {
+        let me = world.rank();
+        let odd = world.subgroup(&[3, 1]).unwrap();
+        let even = world.subgroup(&[0, 2, 4]).unwrap();
+        assert_eq!((odd.is_some(), even.is_some()), (me % 2 == 1, me % 2 == 0));
+        let mine = odd.or(even).unwrap();
+        assert_eq!(mine.origin_ranks(), if me % 2 == 1 { &[3, 1][..] } else { &[0, 2, 4] });
+        assert_eq!(mine.origin_ranks()[mine.rank()], me);
+        for round in 0..20 {
+            let mut sum = [me as i64 + round];
+            mine.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
+            let want: i64 = mine.origin_ranks().iter().map(|&rank| rank as i64 + round).sum();
+            assert_eq!(sum[0], want);
+            assert_eq!(members(&mine, me), mine.origin_ranks());
+            world.all_reduce(&mut sum, ReduceOp::Max).unwrap();
+        }
+        // A subgroup of a subgroup still knows where it comes from, and outlives its parents' handles.
+        let last = mine.size() - 1;
+        let inner = mine.subgroup(&[last]).unwrap();
+        assert_eq!(inner.is_some(), mine.rank() == last);
+        let pair = mine.subgroup(&[last, 0]).unwrap();
+        let origin = [mine.origin_ranks()[last], mine.origin_ranks()[0]];
+        drop((mine, world));
+        if let Some(pair) = pair {
+            assert_eq!(pair.origin_ranks(), origin);
+            assert_eq!(members(&pair, me), origin);
+        }
+    });
+}
+
+#[test]
+fn a_split_cuts_by_color_and_orders_by_key() {
+    ranks(6, |world| {
+        let me = world.rank();
+        // Ranks 0, 2, 4 backwards; 1 and 3; 5 nowhere.
+        let color = [Some(0), Some(9), Some(0), Some(9), Some(0), None][me];
+        let key = if me % 2 == 0 { -(me as i64) } else { 7 };
+        let part = world.split(color, key).unwrap();
+        match part {
+            None => assert_eq!(me, 5),
+            Some(part) => {
+                let want: &[usize] = if me % 2 == 0 { &[4, 2, 0] } else { &[1, 3] };
+                assert_eq!(part.origin_ranks(), want);
+                assert_eq!(members(&part, me), want);
+                let name = part.name().to_owned();
+                let again = part.split(Some(1), 0).unwrap().unwrap();
+                assert_eq!(again.origin_ranks(), want);
+                assert_ne!(again.name(), name);
+            }
+        }
+        world.barrier().unwrap();
+    });
+}
+
+#[test]
+fn lists_that_make_no_sense_or_differ_are_refused_and_the_group_goes_on() {
+    ranks(3, |world| {
+        let invalid = |result: Result<Option<Group>, CommError>, what: &str| {
+            let Err(CommError::InvalidArgument(text)) = &result else { panic!("{:?}", result.is_ok()) };
+            assert!(text.contains(what), "{text}");
+        };
+        invalid(world.subgroup(&[]), "it needs some, each once");
+        invalid(world.subgroup(&[1, 1]), "it needs some, each once");
+        invalid(world.subgroup(&[0, 3]), "rank 3: ranks are 0 to 2");
+        let mine: &[usize] = if world.rank() == 2 { &[0, 2] } else { &[0, 1] };
+        let other = if world.rank() == 2 { "rank 0 makes a group" } else { "rank 2 makes a group" };
+        invalid(world.subgroup(mine), other);
+        assert!(world.subgroup(&[2, 1, 0]).unwrap().is_some());
+    });
+}
+
+#[test]
+fn a_subgroup_that_fails_leaves_the_others_alone() {
+    ranks(4, |world| {
+        let half = world.split(Some(world.rank() as u32 / 2), 0).unwrap().unwrap();
+        if world.rank() < 2 {
+            // When one rank is through, the other has its group too.
+            let _ = half.barrier();
+            half.abort("enough");
+            assert!(matches!(half.barrier(), Err(CommError::Aborted { .. })));
+        } else {
+            half.barrier().unwrap();
+        }
+        world.barrier().unwrap();
+    });
+}
+
+#[test]
+fn ranks_that_leave_at_once_do_not_keep_the_others_from_meeting() {
+    for _ in 0..40 {
+        ranks(5, drop);
+    }
+}
