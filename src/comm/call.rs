@@ -40,11 +40,15 @@ pub enum CallKind {
     ScatterV,
     /// `all_to_all_v`
     AllToAllV,
+    /// `scan`
+    Scan,
+    /// The second half of `exclusive_scan`
+    Shift,
 }
 
 impl CallKind {
     /// In the order of their numbers on the wire.
-    const ALL: [Self; 15] = [
+    const ALL: [Self; 17] = [
         Self::Barrier,
         Self::AllReduce,
         Self::Broadcast,
@@ -60,6 +64,8 @@ impl CallKind {
         Self::GatherV,
         Self::ScatterV,
         Self::AllToAllV,
+        Self::Scan,
+        Self::Shift,
     ];
 
     const fn name(self) -> &'static str {
@@ -79,6 +85,8 @@ impl CallKind {
             Self::GatherV => "gather_v",
             Self::ScatterV => "scatter_v",
             Self::AllToAllV => "all_to_all_v",
+            Self::Scan => "scan",
+            Self::Shift => "shift",
         }
     }
 }
@@ -186,7 +194,12 @@ impl fmt::Display for Call {
         let Self { kind, dtype, op, root, count } = self;
         match kind {
             CallKind::Barrier => write!(f, "barrier()"),
-            CallKind::AllReduce | CallKind::ReduceScatter | CallKind::AllGather | CallKind::AllToAll => {
+            CallKind::AllReduce
+            | CallKind::ReduceScatter
+            | CallKind::AllGather
+            | CallKind::AllToAll
+            | CallKind::Scan
+            | CallKind::Shift => {
                 write!(f, "{kind}({dtype}, {count}")?;
                 op.map_or(Ok(()), |op| write!(f, ", {op}"))?;
                 write!(f, ")")

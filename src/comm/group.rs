@@ -2,6 +2,7 @@
 
 mod blocks;
 mod objects;
+mod scan;
 mod subgroup;
 mod unequal;
 
@@ -344,6 +345,8 @@ impl Inner {
             }
             CallKind::Gather => plan::gather(rank, &blocks(), call.root as usize),
             CallKind::Scatter => plan::scatter(rank, &blocks(), call.root as usize),
+            CallKind::Scan => plan::scan(rank, world, count),
+            CallKind::Shift => plan::shift(rank, world, count),
             CallKind::AllToAll => plan::all_to_all(rank, &blocks(), &blocks()),
             // Unequal blocks are not known by the call, and are planned by who has them.
             CallKind::Barrier

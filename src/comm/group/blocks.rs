@@ -127,7 +127,7 @@ impl Group {
     }
 
     /// A collective that reads one buffer and fills another, each at its place in the plan's row.
-    fn exchange<T: Element>(
+    pub(super) fn exchange<T: Element>(
         &self,
         call: Call,
         send: (&[T], usize),

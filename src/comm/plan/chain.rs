@@ -1,4 +1,4 @@
-//! Pipelined chain: broadcast and reduce of large buffers.
+//! Pipelined chain: broadcast and reduce of large buffers, and scans.
 
 use super::{Apply, Plan, Stream};
 
@@ -32,8 +32,36 @@ pub(super) fn reduce(rank: usize, world: usize, count: usize, root: usize) -> Pl
     plan
 }
 
+/// Inclusive scan, as `rank` of `world` sees it: each rank adds what those before it have to its own, and
+/// sends that on, as it comes.
+pub(crate) fn scan(rank: usize, world: usize, count: usize) -> Plan {
+    let mut plan = Plan::default();
+    let got = (rank > 0).then(|| plan.push(Stream::recv(rank - 1, [(0..count, Apply::Reduce)])));
+    if rank + 1 < world {
+        plan.push(Stream::send(rank + 1, Some(0..count)).after(got, 0));
+    }
+    plan
+}
+
+/// Sends a block that is only read to the next rank, and fills the one behind it from the rank before.
+pub(crate) fn shift(rank: usize, world: usize, count: usize) -> Plan {
+    let mut plan = Plan::default();
+    if rank + 1 < world {
+        plan.push(Stream::send(rank + 1, Some(0..count)));
+    }
+    if rank > 0 {
+        plan.push(Stream::recv(rank - 1, [(count..2 * count, Apply::Copy)]));
+    }
+    plan
+}
+
 #[cfg(test)]
 mod tests {
+    #[test]
+    fn a_scan_has_the_share_of_each_rank_up_to_this_one() {
+        crate::plan::check::scan_is_right(super::scan);
+    }
+
     #[test]
     fn the_root_gets_everybodys_share() {
         crate::plan::check::reduce_is_right(super::reduce);

@@ -107,6 +107,19 @@ pub(crate) fn reduce_is_right(plan: impl Fn(usize, usize, usize, usize) -> Plan)
     }
 }
 
+/// Checks `plan(rank, world, count)`: each rank ends with the shares of all up to itself.
+pub(crate) fn scan_is_right(plan: impl Fn(usize, usize, usize) -> Plan) {
+    for world in 1..=LARGEST_WORLD {
+        for count in [0, 1, 7] {
+            let start: Vec<_> = (0..world).map(|rank| vec![Value::of(rank); count]).collect();
+            let end = simulate(&plans(world, |rank| plan(rank, world, count)), start);
+            for (rank, row) in end.iter().enumerate() {
+                assert!(row.iter().all(|value| value.ranks == (2 << rank) - 1), "rank {rank} of {world}");
+            }
+        }
+    }
+}
+
 /// Checks `plan(rank, blocks)` over a row of which each rank has its own block.
 pub(crate) fn all_gather_is_right(plan: impl Fn(usize, &Blocks) -> Plan) {
     blocks_are_right(own_block, plan, |_, blocks, end| assert!(end.iter().copied().eq(whole_row(blocks))));

@@ -181,6 +181,7 @@ pub(crate) fn reduce_scatter(
     }
 }
 
+pub(crate) use chain::{scan, shift};
 pub(crate) use direct::all_to_all;
 pub(crate) use star::{gather, scatter};
 

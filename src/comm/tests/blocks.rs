@@ -121,6 +121,28 @@ fn averages_divide_once_and_inexact_sums_are_the_same_on_a_rerun() {
 }
 
 #[test]
+fn scans_reduce_the_ranks_up_to_each() {
+    for world in 1..=5 {
+        ranks(world, |group| {
+            let me = group.rank();
+            for count in [0, 1, 1000, 100_001] {
+                let mine: Vec<i64> = (0..count).map(|i| value(me, 0, i)).collect();
+                let sum = |ranks: usize, i: usize| (0..ranks).map(|rank| value(rank, 0, i)).sum::<i64>();
+                let mut buf = mine.clone();
+                group.scan(&mut buf, ReduceOp::Sum).unwrap();
+                assert!(buf.iter().enumerate().all(|(i, &x)| x == sum(me + 1, i)), "{count} on {me}");
+                buf.clone_from(&mine);
+                group.exclusive_scan(&mut buf, ReduceOp::Sum).unwrap();
+                let want = |i: usize| if me == 0 { mine[i] } else { sum(me, i) };
+                assert!(buf.iter().enumerate().all(|(i, &x)| x == want(i)), "exclusive {count} on {me}");
+            }
+            let refused = group.scan(&mut [1.0_f32], ReduceOp::Avg).unwrap_err();
+            assert!(refused.to_string().contains("no meaning in a scan"), "{refused}");
+        });
+    }
+}
+
+#[test]
 fn lengths_that_do_not_fit_are_refused_before_anything_is_sent() {
     ranks(2, |group| {
         let invalid = |result: Result<(), CommError>, what: &str| {
