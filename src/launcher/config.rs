@@ -15,9 +15,11 @@ mod program;
 mod tests;
 mod topology;
 
+pub(crate) use build::count;
 pub(crate) use devices::{omp_num_threads, visible_devices};
 pub(crate) use machine::Machine;
 pub(crate) use macros::{expand, substitute};
+pub(crate) use topology::cpu_ranges;
 
 use std::ffi::OsString;
 use std::path::PathBuf;

@@ -7,8 +7,8 @@ use convoke_env::vars;
 
 use crate::agent::{Variables, command_line, variables};
 use crate::cli::VERSION;
-use crate::config::{Config, LogDir, Orphans, Rendezvous, StreamChoice};
-use crate::rendezvous::Assignment;
+use crate::config::{Config, LogDir, Orphans, Rendezvous, StreamChoice, count, cpu_ranges};
+use crate::rendezvous::{Assignment, address};
 use crate::report::full_host_name;
 
 type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
@@ -57,7 +57,7 @@ pub(crate) fn text(config: &Config, env: Env<'_>) -> String {
         let own: Vec<_> = variables.iter().filter(|variable| !shared.contains(variable)).collect();
         let mut own: Vec<_> = own.iter().map(|(name, value)| format!("{name}={value}")).collect();
         if let Some(cpus) = config.cpus.get(local_rank).filter(|cpus| !cpus.is_empty()) {
-            own.push(format!("on CPUs {}", ranges(cpus)));
+            own.push(format!("on CPUs {}", cpu_ranges(cpus)));
         }
         let command = if one_command { String::new() } else { format!("\n  {command}") };
         if own.is_empty() && command.is_empty() {
@@ -97,13 +97,16 @@ fn job(config: &Config) -> String {
     let how = match &config.rendezvous {
         Rendezvous::Standalone => "standalone: its store gets a free port of this host".to_owned(),
         Rendezvous::Static { host, port, timeout, .. } => format!(
-            "static, {}: node 0 serves the store at {host}:{port}; the nodes wait {} s for each other",
+            "static, {}: node 0 serves the store at {}; the nodes wait {} s for each other",
             nodes(config),
+            address(host, *port),
             timeout.as_secs()
         ),
-        Rendezvous::C10d { host, port } => format!("c10d, {}: they meet at {host}:{port}", nodes(config)),
+        Rendezvous::C10d { host, port } => {
+            format!("c10d, {}: they meet at {}", nodes(config), address(host, *port))
+        }
         Rendezvous::Etcd { endpoints } => {
-            let endpoints: Vec<_> = endpoints.iter().map(|(host, port)| format!("{host}:{port}")).collect();
+            let endpoints: Vec<_> = endpoints.iter().map(|(host, port)| address(host, *port)).collect();
             format!("etcd, {}: they meet at {}", nodes(config), endpoints.join(", "))
         }
     };
@@ -112,11 +115,7 @@ fn job(config: &Config) -> String {
 
 fn nodes(config: &Config) -> String {
     let (min, max) = (config.nodes.min, config.nodes.max);
-    match (min == max, max) {
-        (true, 1) => "1 node".to_owned(),
-        (true, _) => format!("{max} nodes"),
-        (false, _) => format!("{min} to {max} nodes"),
-    }
+    if min == max { count(max, "node") } else { format!("{min} to {max} nodes") }
 }
 
 fn node(config: &Config, assignment: &Assignment) -> String {
@@ -198,15 +197,6 @@ fn command(config: &Config, local_rank: usize) -> String {
     command_line(config, local_rank).iter().map(|word| quoted(word)).collect::<Vec<_>>().join(" ")
 }
 
-/// `0-3,8`, of sorted numbers.
-fn ranges(numbers: &[usize]) -> String {
-    let runs = numbers.chunk_by(|a, b| a + 1 == *b).map(|run| match run {
-        [first, .., last] => format!("{first}-{last}"),
-        run => run.iter().map(ToString::to_string).collect(),
-    });
-    runs.collect::<Vec<_>>().join(",")
-}
-
 /// A word as a shell would have to be given it.
 fn quoted(word: &OsStr) -> String {
     let text = word.to_string_lossy();
@@ -255,7 +245,7 @@ mod tests {
 
     #[test]
     fn cpus_are_shown_as_ranges() {
-        assert_eq!(ranges(&[0, 1, 2, 5, 7, 8]), "0-2,5,7-8");
+        assert_eq!(cpu_ranges(&[0, 1, 2, 5, 7, 8]), "0-2,5,7-8");
         assert!(dry("--bind=node --no-python echo").contains("on CPUs "));
     }
 

@@ -1,9 +1,8 @@
 //! What the launcher says goes to stderr, never to stdout.
 
 use std::io::{self, IsTerminal, StderrLock, Write};
-use std::sync::Mutex;
-use std::sync::PoisonError;
-use std::time::Instant;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 /// Moves to the start of a terminal's line and clears it.
 const CLEAR: &str = "\r\x1b[2K";
@@ -38,13 +37,16 @@ pub(crate) struct Progress {
 }
 
 impl Progress {
+    /// How often to look whether there is something new to show.
+    pub(crate) const INTERVAL: Duration = Duration::from_secs(1);
+
     /// For a wait that ends at `until`.
     pub(crate) fn new(until: Instant) -> Self {
         let dumb = std::env::var_os("TERM").is_none_or(|term| term.is_empty() || term == "dumb");
         Self { terminal: !dumb && io::stderr().is_terminal(), until, told: String::new() }
     }
 
-    /// What is waited for now. To be called every second or so.
+    /// What is waited for now. To be called every [`Self::INTERVAL`] or so.
     pub(crate) fn show(&mut self, what: &str) {
         let left = self.until.saturating_duration_since(Instant::now()).as_secs();
         let line = format!("convoke: {what} ({left} s left)");

@@ -1,8 +1,11 @@
 //! Collectives of blocks: a buffer that holds one block of equal length for each rank, in rank order.
 
+use std::ops::Range;
+use std::sync::Arc;
+
 use super::{Call, CallKind, CommError, Element, Group, Kernel, ReduceOp, call, kernel};
 use crate::engine::Work;
-use crate::plan::Algorithm;
+use crate::plan::{Algorithm, Plan};
 
 impl Group {
     /// Fills `recv` with the `send` of all ranks, in rank order, on every rank.
@@ -53,15 +56,8 @@ impl Group {
         let kernel = kernel::<T>(op)?;
         let call = call::<T>(CallKind::ReduceScatter, Some(op), 0, recv.len());
         let algorithm = self.inner.tuning.reduce_scatter(size_of_val(recv), self.size());
-        if algorithm == Algorithm::Ring && self.size() > 1 {
-            let mut sums = send.to_vec();
-            self.collective(call, &mut sums, Some(kernel))?;
-            recv.copy_from_slice(self.own(&mut sums, recv.len()));
-            return Ok(());
-        }
-        recv.copy_from_slice(self.own_of(send, recv.len()));
-        let behind = send.len();
-        self.exchange(call, (send, 0), (recv, behind), Some(kernel))
+        let own = self.rank() * recv.len()..(self.rank() + 1) * recv.len();
+        self.reduce_scatter_by(algorithm, call, || self.inner.plan(call), send, (recv, own), kernel)
     }
 
     /// Fills `recv` of rank `root` with the `send` of all ranks, in rank order.
@@ -83,7 +79,7 @@ impl Group {
             self.own(recv, send.len()).copy_from_slice(send);
             return self.collective(call, recv, None);
         }
-        self.exchange(call, (send, self.rank() * send.len()), (&mut [], 0), None)
+        self.exchange(call, || self.inner.plan(call), (send, self.rank() * send.len()), (&mut [], 0), None)
     }
 
     /// Fills `recv` with this rank's block of the `send` of rank `root`.
@@ -103,10 +99,10 @@ impl Group {
         if self.rank() == root {
             self.check_blocks("send", send.len(), recv.len())?;
             recv.copy_from_slice(self.own_of(send, recv.len()));
-            return self.exchange(call, (send, 0), (&mut [], 0), None);
+            return self.exchange(call, || self.inner.plan(call), (send, 0), (&mut [], 0), None);
         }
         let at = self.rank() * recv.len();
-        self.exchange(call, (&[], 0), (recv, at), None)
+        self.exchange(call, || self.inner.plan(call), (&[], 0), (recv, at), None)
     }
 
     /// Sends block i of `send` to rank i, and fills block i of `recv` with what rank i sends here.
@@ -123,20 +119,43 @@ impl Group {
         self.check_blocks("recv", recv.len(), count)?;
         self.own(recv, count).copy_from_slice(self.own_of(send, count));
         let behind = send.len();
-        self.exchange(call::<T>(CallKind::AllToAll, None, 0, count), (send, 0), (recv, behind), None)
+        let call = call::<T>(CallKind::AllToAll, None, 0, count);
+        self.exchange(call, || self.inner.plan(call), (send, 0), (recv, behind), None)
     }
 
-    /// A collective that reads one buffer and fills another, each at its place in the plan's row.
+    /// A reduce-scatter by a plan that `algorithm` made; `own` is where `recv`'s share lies in `send`.
+    pub(super) fn reduce_scatter_by<T: Element>(
+        &self,
+        algorithm: Algorithm,
+        call: Call,
+        plan: impl FnOnce() -> Arc<Plan>,
+        send: &[T],
+        (recv, own): (&mut [T], Range<usize>),
+        kernel: Kernel,
+    ) -> Result<(), CommError> {
+        if algorithm == Algorithm::Ring {
+            let mut sums = send.to_vec();
+            self.exchange(call, plan, (&[], 0), (&mut sums, 0), Some(kernel))?;
+            recv.copy_from_slice(&sums[own]);
+            return Ok(());
+        }
+        recv.copy_from_slice(&send[own]);
+        self.exchange(call, plan, (send, 0), (recv, send.len()), Some(kernel))
+    }
+
+    /// A collective that reads one buffer and fills another, each at its place in the row of `plan`, which is
+    /// asked for only where there is something to do.
     pub(super) fn exchange<T: Element>(
         &self,
         call: Call,
+        plan: impl FnOnce() -> Arc<Plan>,
         send: (&[T], usize),
         recv: (&mut [T], usize),
         kernel: Option<Kernel>,
     ) -> Result<(), CommError> {
         self.inner.check_process()?;
         let Some(shared) = &self.inner.shared else { return Ok(()) };
-        let plan = self.inner.plan(call);
+        let plan = plan();
         shared.call_both(send, recv, self.timeout, |lent| Work::Collective { call, plan, lent, kernel })
     }
 

@@ -36,6 +36,7 @@ impl Group {
         let mut inclusive = buf.to_vec();
         self.scan(&mut inclusive, op)?;
         let count = buf.len();
-        self.exchange(call::<T>(CallKind::Shift, Some(op), 0, count), (&inclusive, 0), (buf, count), None)
+        let call = call::<T>(CallKind::Shift, Some(op), 0, count);
+        self.exchange(call, || self.inner.plan(call), (&inclusive, 0), (buf, count), None)
     }
 }

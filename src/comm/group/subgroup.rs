@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use super::{CommError, Group, Invitation};
+use crate::plan::fingerprint;
 
 /// Stands for "in no group" among the colors.
 const NO_COLOR: i64 = -1;
@@ -56,11 +57,9 @@ impl Group {
         let mut all = vec![0; 2 * self.size()];
         self.all_gather(&[color, key], &mut all)?;
         let (pairs, _) = all.as_chunks::<2>();
-        let mut together: Vec<usize> = (0..self.size()).filter(|&rank| pairs[rank][0] == color).collect();
+        let with_us = |&rank: &usize| color != NO_COLOR && pairs[rank][0] == color;
+        let mut together: Vec<usize> = (0..self.size()).filter(with_us).collect();
         together.sort_by_key(|&rank| (pairs[rank][1], rank));
-        if color == NO_COLOR {
-            together.clear();
-        }
         self.form(&together)
     }
 
@@ -94,10 +93,4 @@ impl Group {
         };
         Self::join(invitation, Some(Box::new(self.clone()))).map(Some)
     }
-}
-
-/// FNV-1a of the numbers.
-fn fingerprint(numbers: &[usize]) -> u64 {
-    let bytes = numbers.iter().flat_map(|number| (*number as u64).to_le_bytes());
-    bytes.fold(0xCBF2_9CE4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3))
 }

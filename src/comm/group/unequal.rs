@@ -2,9 +2,8 @@
 
 use std::sync::Arc;
 
-use super::{Call, CallKind, CommError, Element, Group, Kernel, ReduceOp, call, kernel};
-use crate::engine::Work;
-use crate::plan::{self, Algorithm, Blocks, Plan};
+use super::{CallKind, CommError, Element, Group, ReduceOp, call, kernel};
+use crate::plan::{self, Blocks};
 
 impl Group {
     /// Fills `recv` with the `send` of all ranks, in rank order, on every rank; rank i has `lens[i]` elements.
@@ -31,8 +30,8 @@ impl Group {
         recv[own].copy_from_slice(send);
         let call = call::<T>(CallKind::AllGatherV, None, blocks.fingerprint(), blocks.end());
         let algorithm = self.inner.tuning.all_gather(size_of_val(recv) / self.size(), self.size());
-        let plan = plan::all_gather(algorithm, self.rank(), &blocks, size_of::<T>());
-        self.planned(call, plan, (&[], 0), (recv, 0), None)
+        let plan = || Arc::new(plan::all_gather(algorithm, self.rank(), &blocks, size_of::<T>()));
+        self.exchange(call, plan, (&[], 0), (recv, 0), None)
     }
 
     /// Fills `recv` with the elementwise `op` over this rank's block of all ranks' `send`, in which rank i has a
@@ -57,18 +56,11 @@ impl Group {
         let own = blocks.of(self.rank());
         check_len("send", send.len(), blocks.end())?;
         check_len("recv", recv.len(), own.len())?;
-        let kernel = Some(kernel::<T>(op)?);
+        let kernel = kernel::<T>(op)?;
         let call = call::<T>(CallKind::ReduceScatterV, Some(op), blocks.fingerprint(), blocks.end());
         let algorithm = self.inner.tuning.reduce_scatter(size_of_val(send) / self.size(), self.size());
-        let plan = plan::reduce_scatter(algorithm, self.rank(), &blocks, size_of::<T>());
-        if algorithm == Algorithm::Ring {
-            let mut sums = send.to_vec();
-            self.planned(call, plan, (&[], 0), (&mut sums, 0), kernel)?;
-            recv.copy_from_slice(&sums[own]);
-            return Ok(());
-        }
-        recv.copy_from_slice(&send[own]);
-        self.planned(call, plan, (send, 0), (recv, blocks.end()), kernel)
+        let plan = || Arc::new(plan::reduce_scatter(algorithm, self.rank(), &blocks, size_of::<T>()));
+        self.reduce_scatter_by(algorithm, call, plan, send, (recv, own), kernel)
     }
 
     /// Fills `recv` of rank `root` with the `send` of all ranks, in rank order; there rank i has `lens[i]` elements.
@@ -92,14 +84,15 @@ impl Group {
         self.check_rank(root, "root")?;
         let call = call::<T>(CallKind::GatherV, None, root as u32, 0);
         if self.rank() != root {
-            let plan = plan::gather(self.rank(), &self.only_mine(send.len()), root);
-            return self.planned(call, plan, (send, 0), (&mut [], 0), None);
+            let mine = self.only_mine(send.len());
+            let plan = || Arc::new(plan::gather(self.rank(), &mine, root));
+            return self.exchange(call, plan, (send, 0), (&mut [], 0), None);
         }
         let blocks = self.blocks(lens)?;
         check_len("send", send.len(), blocks.of(root).len())?;
         check_len("recv", recv.len(), blocks.end())?;
         recv[blocks.of(root)].copy_from_slice(send);
-        self.planned(call, plan::gather(root, &blocks, root), (&[], 0), (recv, 0), None)
+        self.exchange(call, || Arc::new(plan::gather(root, &blocks, root)), (&[], 0), (recv, 0), None)
     }
 
     /// Fills `recv` with this rank's block of the `send` of rank `root`, in which rank i has `lens[i]` elements.
@@ -122,14 +115,15 @@ impl Group {
         self.check_rank(root, "root")?;
         let call = call::<T>(CallKind::ScatterV, None, root as u32, 0);
         if self.rank() != root {
-            let plan = plan::scatter(self.rank(), &self.only_mine(recv.len()), root);
-            return self.planned(call, plan, (&[], 0), (recv, 0), None);
+            let mine = self.only_mine(recv.len());
+            let plan = || Arc::new(plan::scatter(self.rank(), &mine, root));
+            return self.exchange(call, plan, (&[], 0), (recv, 0), None);
         }
         let blocks = self.blocks(lens)?;
         check_len("send", send.len(), blocks.end())?;
         check_len("recv", recv.len(), blocks.of(root).len())?;
         recv.copy_from_slice(&send[blocks.of(root)]);
-        self.planned(call, plan::scatter(root, &blocks, root), (send, 0), (&mut [], 0), None)
+        self.exchange(call, || Arc::new(plan::scatter(root, &blocks, root)), (send, 0), (&mut [], 0), None)
     }
 
     /// Sends block i of `send`, `send_lens[i]` elements, to rank i, and fills block i of `recv`, `recv_lens[i]`
@@ -155,22 +149,13 @@ impl Group {
         check_len("this rank's own block of recv", filled.of(rank).len(), sent.of(rank).len())?;
         recv[filled.of(rank)].copy_from_slice(&send[sent.of(rank)]);
         let call = call::<T>(CallKind::AllToAllV, None, 0, 0);
-        self.planned(call, plan::all_to_all(rank, &sent, &filled), (send, 0), (recv, sent.end()), None)
-    }
-
-    /// A collective whose plan is not that of its call alone.
-    fn planned<T: Element>(
-        &self,
-        call: Call,
-        plan: Plan,
-        send: (&[T], usize),
-        recv: (&mut [T], usize),
-        kernel: Option<Kernel>,
-    ) -> Result<(), CommError> {
-        self.inner.check_process()?;
-        let Some(shared) = &self.inner.shared else { return Ok(()) };
-        let plan = Arc::new(plan);
-        shared.call_both(send, recv, self.timeout, |lent| Work::Collective { call, plan, lent, kernel })
+        self.exchange(
+            call,
+            || Arc::new(plan::all_to_all(rank, &sent, &filled)),
+            (send, 0),
+            (recv, sent.end()),
+            None,
+        )
     }
 
     fn blocks(&self, lens: &[usize]) -> Result<Blocks, CommError> {

@@ -46,16 +46,15 @@ impl Blocks {
 
     /// Stands for the lengths where they are compared between ranks.
     pub(crate) fn fingerprint(&self) -> u32 {
-        // FNV-1a, 64 bits folded to 32.
-        let hash = self
-            .bounds
-            .iter()
-            .flat_map(|bound| (*bound as u64).to_le_bytes())
-            .fold(0xCBF2_9CE4_8422_2325_u64, |hash, byte| {
-                (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3)
-            });
+        let hash = fingerprint(&self.bounds);
         (hash ^ hash >> 32) as u32
     }
+}
+
+/// FNV-1a of the numbers, for lists that ranks compare.
+pub(crate) fn fingerprint(numbers: &[usize]) -> u64 {
+    let bytes = numbers.iter().flat_map(|number| (*number as u64).to_le_bytes());
+    bytes.fold(0xCBF2_9CE4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3))
 }
 
 #[cfg(test)]

@@ -25,7 +25,7 @@ pub(crate) mod tuning;
 
 use std::ops::Range;
 
-pub(crate) use blocks::Blocks;
+pub(crate) use blocks::{Blocks, fingerprint};
 pub(crate) use tuning::{Algorithm, Tuning};
 
 /// What one rank does in one collective.

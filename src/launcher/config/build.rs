@@ -255,7 +255,7 @@ fn stderr_lines(given: &Given, number: Option<i128>) -> Result<usize, CliError> 
 }
 
 /// `1 node`, `2 nodes`.
-pub(super) fn count(number: usize, noun: &str) -> String {
+pub(crate) fn count(number: usize, noun: &str) -> String {
     if number == 1 { format!("1 {noun}") } else { format!("{number} {noun}s") }
 }
 

@@ -68,7 +68,7 @@ pub(crate) struct RunDir {
 struct Settings {
     config: LogConfig,
     host: String,
-    /// Our own stderr is one: colours and progress bars work only if the workers have it themselves.
+    /// Our own stderr is one: then a worker's is one too, so that colours and progress bars work.
     terminal: bool,
     told: Arc<Told>,
 }

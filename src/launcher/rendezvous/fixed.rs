@@ -24,8 +24,6 @@ const OPERATION_TIMEOUT: Duration = Duration::from_secs(60);
 const VERDICT_POLL: Duration = Duration::from_millis(100);
 /// How much longer other nodes wait for their ranks than node 0 for them.
 const LATER_THAN_NODE_0: Duration = Duration::from_secs(5);
-/// How often to look whether the set of missing nodes has changed, for the message about it.
-const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
 
 const ROLE_INFO: &str = "torchelastic/role_info/";
 const ASSIGNED_RANKS: &str = "torchelastic/assigned_ranks/";
@@ -253,7 +251,7 @@ impl Fixed {
     ) -> Result<(), RendezvousError> {
         let mut progress = Progress::new(deadline);
         loop {
-            let until = deadline.min(Instant::now() + PROGRESS_INTERVAL);
+            let until = deadline.min(Instant::now() + Progress::INTERVAL);
             match job.wait(keys, until) {
                 Ok(()) => return Ok(()),
                 Err(StoreError::Timeout { .. }) => not_over(court)?,
@@ -290,7 +288,7 @@ impl Fixed {
         let key = format!("{ASSIGNED_RANKS}{}", self.node);
         // Node 0 knows who is missing, and has the last word.
         let mut progress = Progress::new(deadline - LATER_THAN_NODE_0);
-        let mut show_at = Instant::now() + PROGRESS_INTERVAL;
+        let mut show_at = Instant::now() + Progress::INTERVAL;
         let text = loop {
             match job.get(key.as_bytes(), deadline.min(Instant::now() + VERDICT_POLL)) {
                 Ok(text) => break text,
@@ -298,7 +296,7 @@ impl Fixed {
                     not_over(court)?;
                     if Instant::now() >= show_at {
                         progress.show("node 0 is here, waiting for other nodes");
-                        show_at += PROGRESS_INTERVAL;
+                        show_at += Progress::INTERVAL;
                     }
                 }
                 Err(StoreError::Timeout { .. }) => {

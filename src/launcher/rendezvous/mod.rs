@@ -126,7 +126,7 @@ pub(crate) fn choose(config: &Config) -> Box<dyn Rendezvous> {
 }
 
 /// `host:port` as one word.
-fn address(host: &str, port: u16) -> String {
+pub(crate) fn address(host: &str, port: u16) -> String {
     if host.contains(':') && !host.starts_with('[') {
         format!("[{host}]:{port}")
     } else {

@@ -10,9 +10,6 @@ use super::RendezvousError;
 use crate::report::full_host_name;
 use crate::say::{Progress, say};
 
-/// How often to say how it goes.
-const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
-
 /// Connects to node 0's store, and says meanwhile why it cannot yet. `is_node_0`: this node itself serves it.
 ///
 /// # Errors
@@ -28,7 +25,7 @@ pub(super) fn reach(
     let mut progress = Progress::new(deadline);
     let mut stranger = None;
     loop {
-        let until = deadline.min(Instant::now() + PROGRESS_INTERVAL);
+        let until = deadline.min(Instant::now() + Progress::INTERVAL);
         match TcpStore::connect(&address, until) {
             Ok(store) => return Ok(store),
             Err(StoreError::Unreachable { last, .. }) if until < deadline => {

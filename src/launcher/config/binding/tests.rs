@@ -2,6 +2,7 @@
 
 use std::ffi::OsString;
 
+use super::super::topology::cpu_ranges;
 use super::super::topology::tree::Tree;
 use crate::cli::{Invocation, parse_on};
 
@@ -14,19 +15,10 @@ fn cpus(
 ) -> Result<Vec<String>, String> {
     let words = ["convoke", flag, &format!("--nproc-per-node={workers}"), "--no-python", "x"];
     match parse_on(words.map(OsString::from).into_iter(), &|_| None, &tree.machine(allowed)) {
-        Ok(Invocation::Run(config)) => Ok(config.cpus.iter().map(|cpus| ranges(cpus)).collect()),
+        Ok(Invocation::Run(config)) => Ok(config.cpus.iter().map(|cpus| cpu_ranges(cpus)).collect()),
         Ok(other) => panic!("{other:?}"),
         Err(error) => Err(error.text),
     }
-}
-
-fn ranges(cpus: &[usize]) -> String {
-    let parts = cpus.chunk_by(|a, b| a + 1 == *b).map(|part| match part {
-        [first, .., last] => format!("{first}-{last}"),
-        [one] => one.to_string(),
-        [] => String::new(),
-    });
-    parts.collect::<Vec<_>>().join(",")
 }
 
 fn gets(tree: &Tree, allowed: impl IntoIterator<Item = usize>, flag: &str, wanted: &[&str]) {
