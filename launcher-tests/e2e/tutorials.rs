@@ -25,7 +25,8 @@ parser.add_argument("--lr", type=float)
 args = parser.parse_args()
 local_rank = getattr(args, "local_rank", int(os.environ["LOCAL_RANK"]))
 assert local_rank == int(os.environ["LOCAL_RANK"]) and args.lr == 0.1
-print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], flush=True)
+# In one piece: two workers share the stdout, and print writes each word by itself.
+os.write(1, "rank {{RANK}} of {{WORLD_SIZE}}\n".format_map(os.environ).encode())
 "#
     );
     std::fs::write(&path, text).unwrap();
