@@ -42,8 +42,8 @@ pub enum CallKind {
     AllToAllV,
     /// `scan`
     Scan,
-    /// The second half of `exclusive_scan`
-    Shift,
+    /// `exclusive_scan`
+    ExclusiveScan,
 }
 
 impl CallKind {
@@ -65,7 +65,7 @@ impl CallKind {
         Self::ScatterV,
         Self::AllToAllV,
         Self::Scan,
-        Self::Shift,
+        Self::ExclusiveScan,
     ];
 
     const fn name(self) -> &'static str {
@@ -86,7 +86,7 @@ impl CallKind {
             Self::ScatterV => "scatter_v",
             Self::AllToAllV => "all_to_all_v",
             Self::Scan => "scan",
-            Self::Shift => "shift",
+            Self::ExclusiveScan => "exclusive_scan",
         }
     }
 }
@@ -199,8 +199,11 @@ impl fmt::Display for Call {
             | CallKind::AllGather
             | CallKind::AllToAll
             | CallKind::Scan
-            | CallKind::Shift => {
+            | CallKind::ExclusiveScan => {
                 write!(f, "{kind}({dtype}, {count}")?;
+                if *root != 0 {
+                    write!(f, " in a list of lengths {root:08x}")?;
+                }
                 op.map_or(Ok(()), |op| write!(f, ", {op}"))?;
                 write!(f, ")")
             }
@@ -218,6 +221,33 @@ impl fmt::Display for Call {
             CallKind::AllToAllV => write!(f, "{kind}({dtype})"),
             CallKind::PointToPoint => write!(f, "send/recv({dtype}, {count}, tag {root})"),
         }
+    }
+}
+
+/// What is known of a message that has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Envelope {
+    pub(crate) from: usize,
+    pub(crate) call: Call,
+}
+
+impl Envelope {
+    /// The rank that sent it.
+    #[must_use]
+    pub const fn from(&self) -> usize {
+        self.from
+    }
+
+    /// Number of its elements.
+    #[must_use]
+    pub const fn count(&self) -> usize {
+        self.call.count as usize
+    }
+
+    /// Type of its elements.
+    #[must_use]
+    pub const fn dtype(&self) -> Dtype {
+        self.call.dtype
     }
 }
 

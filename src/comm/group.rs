@@ -1,24 +1,31 @@
 //! Groups of ranks and what they do together.
 
 mod blocks;
+pub(crate) mod buffers;
+mod coalesced;
+pub(crate) mod messages;
+pub(crate) mod nonblocking;
 mod objects;
 mod scan;
 mod subgroup;
 mod unequal;
+mod whole;
+pub(crate) mod work;
 
 use std::any::Any;
 use std::fmt;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use convoke_env::Generation;
 use convoke_store::{PrefixStore, Store};
 
 use crate::bootstrap::{self, Invitation};
-use crate::call::{Call, CallKind};
+use crate::call::{Call, CallKind, Envelope};
 use crate::dtype::{Dtype, Element, ReduceOp};
-use crate::engine::{Shared, Work};
+use crate::engine::buffer::Lent;
+use crate::engine::{Engine, Operation, Shared, Ticket};
 use crate::error::CommError;
 use crate::kernels::Kernel;
 use crate::options::GroupOptions;
@@ -26,8 +33,11 @@ use crate::plan::{self, Blocks, Plan, Tuning};
 
 /// Plans that are kept for the next call of the same kind.
 const PLANS: usize = 16;
-/// Elements of the longest barrier: one for each round, and 64 rounds are 2^64 ranks.
-const BARRIER_ELEMENTS: usize = 64;
+
+/// An operation whose arguments make sense, with the memory it works on; `None` if there is nothing to do.
+///
+/// Each operation has a `prepare_*`; the blocking form carries out what it gives, the nonblocking one begins it.
+type Prepared<'a> = Result<Option<Operation<'a>>, CommError>;
 
 /// Ranks that work together.
 ///
@@ -175,99 +185,6 @@ impl Group {
         Self { inner: Arc::clone(&self.inner), timeout }
     }
 
-    /// Replaces `buf` on every rank by the elementwise `op` over all ranks' `buf`.
-    ///
-    /// All ranks pass the same length, type and `op`. Sums are added in one fixed order: bitwise equal on
-    /// all ranks and on a rerun.
-    ///
-    /// # Errors
-    /// [`CommError::InvalidArgument`], before anything is sent, if `op` has no meaning for the type
-    /// ([`ReduceOp::Avg`] of integers). [`CommError::Mismatch`] on all ranks if they disagree. Else
-    /// whatever ended the group; `buf` is then unspecified.
-    ///
-    /// # Cost
-    /// With P ranks and S bytes: few bytes, log2(P) exchanges of S; many, a ring of 2(P−1) steps in which
-    /// each rank sends 2·S·(P−1)/P bytes.
-    pub fn all_reduce<T: Element>(&self, buf: &mut [T], op: ReduceOp) -> Result<(), CommError> {
-        let kernel = kernel::<T>(op)?;
-        let call = call::<T>(CallKind::AllReduce, Some(op), 0, buf.len());
-        self.collective(call, buf, Some(kernel))
-    }
-
-    /// Replaces `buf` on every rank by that of rank `root`.
-    ///
-    /// All ranks pass the same length, type and `root`. The root may return before the others have
-    /// everything.
-    ///
-    /// # Errors
-    /// [`CommError::InvalidArgument`] if there is no such rank. [`CommError::Mismatch`] if ranks
-    /// disagree (a root that has returned gets it from its next call). Else whatever ended the group.
-    ///
-    /// # Cost
-    /// Few bytes: a tree of log2(P) steps. Many: a chain in which every rank sends S bytes at most.
-    pub fn broadcast<T: Element>(&self, buf: &mut [T], root: usize) -> Result<(), CommError> {
-        self.check_rank(root, "root")?;
-        let call = call::<T>(CallKind::Broadcast, None, root as u32, buf.len());
-        self.collective(call, buf, None)
-    }
-
-    /// Replaces `buf` on rank `root` by the elementwise `op` over all ranks' `buf`. On the other ranks it is
-    /// unspecified afterwards.
-    ///
-    /// All ranks pass the same length, type, `op` and `root`. A rank other than the root may return before
-    /// the root has everything.
-    ///
-    /// # Errors
-    /// As [`Self::all_reduce`]; [`CommError::InvalidArgument`] also if there is no such rank.
-    ///
-    /// # Cost
-    /// Few bytes: a tree of log2(P) steps. Many: a chain in which every rank sends S bytes at most.
-    pub fn reduce<T: Element>(&self, buf: &mut [T], op: ReduceOp, root: usize) -> Result<(), CommError> {
-        self.check_rank(root, "root")?;
-        let kernel = kernel::<T>(op)?;
-        let call = call::<T>(CallKind::Reduce, Some(op), root as u32, buf.len());
-        self.collective(call, buf, Some(kernel))
-    }
-
-    /// Returns when all ranks have called it.
-    ///
-    /// # Errors
-    /// Whatever ended the group.
-    ///
-    /// # Cost
-    /// log2(P) messages of a few bytes, one after the other.
-    pub fn barrier(&self) -> Result<(), CommError> {
-        let mut memory = [0_u8; BARRIER_ELEMENTS];
-        let elements = plan::barrier_elements(self.size()).min(BARRIER_ELEMENTS);
-        let call = call::<u8>(CallKind::Barrier, None, 0, 0);
-        self.collective(call, &mut memory[..elements], None)
-    }
-
-    /// Sends `buf` to rank `to`, which receives it with the same `tag`, type and length.
-    ///
-    /// Returns when `buf` may be reused. Up to 64 KiB that is as a rule before the receiver has asked
-    /// for it, so two ranks may send to each other first; beyond, it is when the receiver takes it.
-    /// Messages of one sender with one tag are received in the order in which they were sent.
-    ///
-    /// # Errors
-    /// [`CommError::InvalidArgument`] if `to` is no other rank. Else whatever ended the group.
-    pub fn send<T: Element>(&self, buf: &[T], to: usize, tag: u32) -> Result<(), CommError> {
-        let shared = self.peer(to, "send to")?;
-        let call = call::<T>(CallKind::PointToPoint, None, tag, buf.len());
-        shared.call_ref(buf, self.timeout, |lent| Work::Send { to, call, lent })
-    }
-
-    /// Fills `buf` with the next message with this `tag` from rank `from`.
-    ///
-    /// # Errors
-    /// [`CommError::InvalidArgument`] if `from` is no other rank. [`CommError::Mismatch`] if the
-    /// message has another type or length. Else whatever ended the group.
-    pub fn recv<T: Element>(&self, buf: &mut [T], from: usize, tag: u32) -> Result<(), CommError> {
-        let shared = self.peer(from, "receive from")?;
-        let call = call::<T>(CallKind::PointToPoint, None, tag, buf.len());
-        shared.call_mut(buf, self.timeout, |lent| Work::Recv { from, call, lent })
-    }
-
     /// Ends the group on all ranks: every pending or later call returns [`CommError::Aborted`] with
     /// `reason`. From any thread, also while calls are in progress.
     pub fn abort(&self, reason: &str) {
@@ -276,16 +193,50 @@ impl Group {
         }
     }
 
-    fn collective<T: Element>(
+    /// Carries out an operation and waits for it.
+    fn carry_out(&self, prepared: Option<Operation<'_>>) -> Result<Option<Envelope>, CommError> {
+        match (prepared, &self.inner.shared) {
+            (Some(operation), Some(shared)) => shared.call(operation, self.timeout),
+            (None, _) | (_, None) => Ok(None),
+        }
+    }
+
+    /// Drives until one of `tickets` is done, at most until `until`.
+    fn wait_for(&self, tickets: &[Arc<Ticket>], until: Option<Instant>) {
+        if let Some(shared) = &self.inner.shared {
+            shared.wait(tickets, until);
+        }
+    }
+
+    fn nudge(&self) {
+        if let Some(shared) = &self.inner.shared {
+            shared.nudge();
+        }
+    }
+
+    /// Whether both are handles of one group.
+    fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.inner, &other.inner)
+    }
+
+    /// A collective over `lent`, the row of `plan`, which is asked for only where there is something to do.
+    fn collective<'a>(
         &self,
         call: Call,
-        buf: &mut [T],
+        plan: impl FnOnce() -> Arc<Plan>,
+        lent: Lent<'a>,
         kernel: Option<Kernel>,
-    ) -> Result<(), CommError> {
+    ) -> Prepared<'a> {
         self.inner.check_process()?;
-        let Some(shared) = &self.inner.shared else { return Ok(()) };
-        let plan = self.inner.plan(call);
-        shared.call_mut(buf, self.timeout, |lent| Work::Collective { call, plan, lent, kernel })
+        if self.inner.shared.is_none() {
+            return Ok(None);
+        }
+        Ok(Some(Operation::Collective { call, plan: plan(), lent, kernel }))
+    }
+
+    /// As [`Self::collective`], by the plan that the call alone determines.
+    fn planned<'a>(&self, call: Call, lent: Lent<'a>, kernel: Option<Kernel>) -> Prepared<'a> {
+        self.collective(call, || self.inner.plan(call), lent, kernel)
     }
 
     fn check_rank(&self, rank: usize, what: &str) -> Result<(), CommError> {
@@ -293,15 +244,6 @@ impl Group {
             return Ok(());
         }
         Err(CommError::InvalidArgument(format!("{what} {rank}: ranks are 0 to {}", self.size() - 1)))
-    }
-
-    fn peer(&self, rank: usize, what: &str) -> Result<&Shared, CommError> {
-        self.check_rank(rank, what)?;
-        self.inner.check_process()?;
-        match &self.inner.shared {
-            Some(shared) if rank != self.rank() => Ok(shared),
-            Some(_) | None => Err(CommError::InvalidArgument(format!("{what} {rank}: that is this rank"))),
-        }
     }
 }
 
@@ -346,7 +288,7 @@ impl Inner {
             CallKind::Gather => plan::gather(rank, &blocks(), call.root as usize),
             CallKind::Scatter => plan::scatter(rank, &blocks(), call.root as usize),
             CallKind::Scan => plan::scan(rank, world, count),
-            CallKind::Shift => plan::shift(rank, world, count),
+            CallKind::ExclusiveScan => plan::exclusive_scan(rank, world, count),
             CallKind::AllToAll => plan::all_to_all(rank, &blocks(), &blocks()),
             // Unequal blocks are not known by the call, and are planned by who has them.
             CallKind::Barrier
@@ -373,7 +315,7 @@ impl Drop for Inner {
             // forked child does not have.
             std::mem::forget((self.shared.take(), self.keep.take()));
         } else if let Some(shared) = &self.shared {
-            shared.leave();
+            shared.close(Engine::leave);
         }
     }
 }
@@ -397,4 +339,11 @@ fn kernel<T: Element>(op: ReduceOp) -> Result<Kernel, CommError> {
 fn call<T: Element>(kind: CallKind, op: Option<ReduceOp>, root: u32, count: usize) -> Call {
     let dtype: Dtype = T::DTYPE;
     Call { kind, dtype, op, root, count: count as u64 }
+}
+
+fn check_len(what: &str, len: usize, expected: usize) -> Result<(), CommError> {
+    if len == expected {
+        return Ok(());
+    }
+    Err(CommError::InvalidArgument(format!("{what} has {len} elements, not {expected}")))
 }

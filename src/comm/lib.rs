@@ -18,8 +18,10 @@
 //! - [`Group`]: what ranks do together; [`Group::new`] needs a store and no environment.
 //! - [`CommError`]: who, what and how far. One cause for all ranks.
 //!
-//! Calls block, and the caller's own thread does the work: there is no background thread, and nothing
-//! happens while no call is in progress. `docs/collectives.md` tells how it works inside.
+//! - [`Nonblocking`] and [`Work`]: the same operations without waiting, in scopes, as futures, with callbacks.
+//!
+//! The thread that waits does the work. There is no other thread until the first nonblocking operation, and nothing
+//! happens while none is in progress. `docs/collectives.md` tells how it works inside.
 //!
 //! Inside, each layer knows only those before it: `kernels` (arithmetic), `plan` (who sends what
 //! when), `frame` and `links` (bytes), `engine` (carries out plans, notices failures), `bootstrap`
@@ -41,11 +43,15 @@ mod session;
 #[cfg(test)]
 mod testing;
 
-pub use call::{Call, CallKind};
+pub use call::{Call, CallKind, Envelope};
 pub use convoke_env::{Generation, Token};
 pub use convoke_store::Store;
 pub use dtype::{Dtype, Element, ReduceOp};
 pub use error::{CommError, Loss, Place};
 pub use group::Group;
+pub use group::buffers::{AnySource, Buffer, BufferMut, List, Lists, Memory};
+pub use group::messages::Batch;
+pub use group::nonblocking::Nonblocking;
+pub use group::work::{Work, wait_all, wait_any};
 pub use options::{GroupOptions, Listen};
 pub use session::{Session, World, init};

@@ -1,18 +1,28 @@
-//! The caller's buffer while an operation works on it: the one place where lent memory becomes a slice.
+//! The caller's buffers while an operation works on them: the one place where lent memory becomes a slice.
 
+use std::any::Any;
+use std::marker::PhantomData;
 use std::ops::Range;
 
-/// Memory that a blocked caller lends to the engine, as bytes.
+use smallvec::SmallVec;
+
+use crate::dtype::Element;
+
+/// Memory that a caller lends to the engine, seen as one row of bytes.
 ///
-/// A value exists only inside a task, and a task leaves the engine before the call that lent the
-/// memory returns ([`super::Shared::call`]). So while one exists, its memory is there, and nobody
-/// but the thread that drives the engine touches it (writes it, if it was lent to be read only).
+/// A rank may hold only parts of the row: a window of what all ranks have together, what is only read and what
+/// is filled, the buffers of a list. A part holds whole elements.
 ///
-/// It is seen as one row of bytes, of which it may hold one or two parts: a window of what all ranks
-/// have together, or what is only read and what is written.
-#[derive(Debug)]
-pub(crate) struct Lent {
-    parts: [Part; 2],
+/// While a value exists, its memory is there and nobody but the thread that drives the engine touches it
+/// (writes it, where it was lent to be read only): that is what the borrows for `'a` say, and what whoever
+/// gives up the lifetime with [`Self::outliving`] promises.
+#[derive(Debug, Default)]
+pub(crate) struct Lent<'a> {
+    /// In the order of the row; they do not overlap.
+    parts: SmallVec<[Part; 2]>,
+    /// Memory of its own in which a part lies.
+    scratch: Option<Box<dyn Any + Send>>,
+    borrowed: PhantomData<&'a mut [u8]>,
 }
 
 #[derive(Debug)]
@@ -24,42 +34,47 @@ struct Part {
     at: usize,
 }
 
-// SAFETY: the memory belongs to a caller that is blocked; whichever thread drives the engine is the
-// only one to use it (see the type), and bytes may be read and written from any thread.
+// SAFETY: the memory is used by one thread at a time, the one that drives the engine (see the type), and plain
+// bytes may be read and written from any thread.
 #[allow(unsafe_code)]
-unsafe impl Send for Lent {}
+unsafe impl Send for Lent<'_> {}
 
-#[allow(unsafe_code)]
-impl Lent {
-    /// Lends memory that is filled or changed.
-    ///
-    /// # Safety
-    /// `start` is valid for reads and writes of `len` bytes, any bytes are a value of what is stored
-    /// there, and until this is dropped nothing else touches the memory.
-    pub(crate) unsafe fn new(start: *mut u8, len: usize) -> Self {
-        Self { parts: [Part { start, len, writable: true, at: 0 }, Part::NONE] }
+impl<'a> Lent<'a> {
+    /// Adds memory that is filled or changed, beginning at element `at` of the row.
+    pub(crate) fn filled<T: Element>(self, at: usize, buf: &'a mut [T]) -> Self {
+        self.part(at, buf.as_mut_ptr().cast(), buf, true)
     }
 
-    /// Lends memory that is only sent.
-    ///
-    /// # Safety
-    /// `start` is valid for reads of `len` initialised bytes, and until this is dropped nothing
-    /// writes there.
-    pub(crate) unsafe fn read_only(start: *const u8, len: usize) -> Self {
-        Self { parts: [Part { start: start.cast_mut(), len, writable: false, at: 0 }, Part::NONE] }
+    /// Adds memory that is only read, beginning at element `at` of the row.
+    pub(crate) fn sent<T: Element>(self, at: usize, buf: &'a [T]) -> Self {
+        self.part(at, buf.as_ptr().cast_mut().cast(), buf, false)
     }
 
-    /// The same, beginning at byte `at` of the row.
-    pub(crate) fn at(mut self, at: usize) -> Self {
-        self.parts[0].at = at;
+    /// Adds memory of its own, beginning at element `at` of the row.
+    pub(crate) fn scratch<T: Element>(self, at: usize, mut buf: Vec<T>) -> Self {
+        let mut lent = self.part(at, buf.as_mut_ptr().cast(), &buf, true);
+        lent.scratch = Some(Box::new(buf));
+        lent
+    }
+
+    /// Adds memory of its own for the whole row but `hole`, in elements: what is there of `row` is not used.
+    pub(crate) fn scratch_around<T: Element>(self, hole: Range<usize>, mut row: Vec<T>) -> Self {
+        let start = row.as_mut_ptr();
+        let (before, behind) = (row.get(..hole.start), row.get(hole.end..));
+        let mut lent = self.part(0, start.cast(), before.unwrap_or_default(), true);
+        let behind = behind.unwrap_or_default();
+        lent = lent.part(hole.end, start.wrapping_add(hole.end).cast(), behind, true);
+        lent.scratch = Some(Box::new(row));
+        lent
+    }
+
+    fn part<T: Element>(mut self, at: usize, start: *mut u8, buf: &[T], writable: bool) -> Self {
+        let (at, len) = (at.saturating_mul(size_of::<T>()), size_of_val(buf));
+        if len > 0 {
+            let index = self.parts.partition_point(|part| part.at < at);
+            self.parts.insert(index, Part { start, len, writable, at });
+        }
         self
-    }
-
-    /// Both: `self` and one part of `other`, which do not overlap in the row.
-    pub(crate) fn with(self, other: Self) -> Self {
-        let [mine, _] = self.parts;
-        let [theirs, _] = other.parts;
-        Self { parts: [mine, theirs] }
     }
 
     /// Bytes in all.
@@ -67,11 +82,32 @@ impl Lent {
         self.parts.iter().map(|part| part.len).sum()
     }
 
+    /// The part in which `range` begins, else an empty one; and where in it, and how long.
+    fn clip(&self, range: &Range<usize>) -> (&Part, usize, usize) {
+        let index = self.parts.partition_point(|part| part.at <= range.start);
+        let part = index.checked_sub(1).map_or(&Part::NONE, |index| &self.parts[index]);
+        let start = (range.start - part.at).min(part.len);
+        let end = (range.end.max(range.start) - part.at).min(part.len);
+        (part, start, end - start)
+    }
+}
+
+#[allow(unsafe_code)]
+impl Lent<'_> {
+    /// The same, though nothing says any more that the memory is there.
+    ///
+    /// # Safety
+    /// Until this is dropped the memory stays valid, as it was borrowed for: nothing else touches what was
+    /// lent to be filled, nothing writes what was lent to be read.
+    pub(crate) unsafe fn outliving(self) -> Lent<'static> {
+        Lent { parts: self.parts, scratch: self.scratch, borrowed: PhantomData }
+    }
+
     /// The bytes in `range`, cut to the part in which it begins.
     pub(crate) fn bytes(&self, range: Range<usize>) -> &[u8] {
-        let (part, start, len) = self.clip(range);
+        let (part, start, len) = self.clip(&range);
         // SAFETY:
-        // - in bounds and valid: `clip` stays within the part, the rest is promised to `new`.
+        // - in bounds and valid: `clip` stays within the part, which is a slice that is lent.
         // - not written meanwhile: only `bytes_mut` writes, and it borrows `self` exclusively.
         // - initialised: they are elements of a slice of numbers.
         unsafe { std::slice::from_raw_parts(part.start.add(start), len) }
@@ -79,21 +115,13 @@ impl Lent {
 
     /// The bytes in `range`, cut to the part in which it begins; none if that was lent to be read only.
     pub(crate) fn bytes_mut(&mut self, range: Range<usize>) -> &mut [u8] {
-        let (part, start, len) = self.clip(range);
+        let (part, start, len) = self.clip(&range);
         let (start, len) = if part.writable { (start, len) } else { (0, 0) };
         // SAFETY:
-        // - in bounds and valid for writes: `clip` stays within the part; not `read_only`, checked above.
-        // - no other reference: `self` is borrowed exclusively and the caller is blocked.
-        // - any bytes are numbers, and `u8` needs no alignment.
+        // - in bounds and valid for writes: `clip` stays within the part; not `sent`, checked above.
+        // - no other reference: `self` is borrowed exclusively, and nobody else touches the memory.
+        // - any bytes are a value: `Element` is sealed over plain numbers; `u8` needs no alignment.
         unsafe { std::slice::from_raw_parts_mut(part.start.add(start), len) }
-    }
-
-    /// The part in which `range` begins, else an empty one; and where in it, and how long.
-    fn clip(&self, range: Range<usize>) -> (&Part, usize, usize) {
-        let holds = |part: &&Part| range.start >= part.at && range.start - part.at < part.len;
-        let Some(part) = self.parts.iter().find(holds) else { return (&Part::NONE, 0, 0) };
-        let (start, end) = (range.start - part.at, (range.end.max(range.start) - part.at).min(part.len));
-        (part, start, end - start)
     }
 }
 
@@ -106,33 +134,35 @@ mod tests {
     use super::*;
 
     #[test]
-    #[allow(unsafe_code)]
     fn ranges_are_cut_to_what_was_lent() {
         let mut memory = [1_u8, 2, 3, 4];
-        // SAFETY: `memory` outlives `lent` and is not used otherwise meanwhile.
-        let mut lent = unsafe { Lent::new(memory.as_mut_ptr(), memory.len()) };
+        let mut lent = Lent::default().filled(0, &mut memory);
         lent.bytes_mut(1..2)[0] = 9;
         assert_eq!(lent.bytes(1..100), [9, 3, 4]);
         assert_eq!(lent.bytes(100..200), [0; 0]);
-        // SAFETY: as above; nothing writes.
-        let mut lent = unsafe { Lent::read_only(memory.as_ptr(), memory.len()) };
+        let mut lent = Lent::default().sent(0, &memory);
         assert_eq!(lent.bytes_mut(0..4), [0; 0]);
         assert_eq!((lent.bytes(0..4), lent.len()), (&[1, 9, 3, 4][..], 4));
+        assert_eq!(Lent::default().bytes(3..5), [0; 0]);
     }
 
     #[test]
-    #[allow(unsafe_code)]
-    fn two_parts_are_one_row() {
+    fn parts_are_one_row() {
         let (sent, mut filled) = ([1_u8, 2, 3], [0_u8; 4]);
-        // SAFETY: both outlive `lent` and are not used otherwise meanwhile.
-        let mut lent =
-            unsafe { Lent::read_only(sent.as_ptr(), 3).at(5).with(Lent::new(filled.as_mut_ptr(), 4).at(8)) };
+        let mut lent = Lent::default().filled(8, &mut filled).sent(5, &sent).scratch(20, vec![7_u8; 2]);
         assert_eq!(lent.bytes(6..8), [2, 3]);
         assert_eq!(lent.bytes(6..12), [2, 3], "cut where the part ends");
         assert_eq!((lent.bytes(0..5), lent.bytes(12..13)), (&[][..], &[][..]), "not lent");
         lent.bytes_mut(9..11).copy_from_slice(&[7, 8]);
         assert_eq!(lent.bytes_mut(5..8), [0; 0], "read only");
-        assert_eq!(lent.len(), 7);
+        assert_eq!((lent.bytes(20..30), lent.len()), (&[7, 7][..], 9));
         assert_eq!(filled, [0, 7, 8, 0]);
+    }
+
+    #[test]
+    fn places_count_in_elements() {
+        let mut memory = [1_u32, 2];
+        let lent = Lent::default().filled(3, &mut memory);
+        assert_eq!(lent.bytes(16..20), 2_u32.to_ne_bytes());
     }
 }

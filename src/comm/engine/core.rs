@@ -4,15 +4,18 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Instant;
 
+use super::buffer::Lent;
 use super::door::Door;
 use super::failure::Failure;
-use super::messages::MessageError;
+use super::messages::{MessageError, Open};
 use super::poller::{Poller, Source};
+use super::probe::Probe;
 use super::run::{Run, RunError};
+use super::seat::{Drive, Goal};
 use super::state::{Collective, Collectives, Peer, Settings};
 use super::ticket::Ticket;
-use super::{Mailbox, Task, Work};
-use crate::call::Call;
+use super::{Mailbox, Operation, Task};
+use crate::call::{Call, Envelope};
 use crate::cause::{Cause, Report};
 use crate::error::CommError;
 use crate::frame::Kind;
@@ -39,6 +42,9 @@ pub(crate) struct Engine {
     /// Collectives in the order of their calls; the first is in progress.
     pub(super) collectives: VecDeque<Collective>,
     next_seq: u64,
+    /// Receives from anybody, and probes that wait.
+    pub(super) open: Open,
+    pub(super) probes: Vec<Probe>,
     pub(super) history: VecDeque<(u64, Call)>,
     pub(super) failure: Option<Failure>,
     /// Since when nothing moved in the first collective.
@@ -63,12 +69,14 @@ impl Engine {
             .map_err(system("cannot watch the listener"))?;
         let door = Door::new(me, size, settings.credentials.clone(), listener);
         let mut engine = Self {
-            peers: (0..size).map(|_| Peer::new()).collect(),
+            peers: (0..size).map(Peer::new).collect(),
             door,
             poller,
             mailbox: Arc::new(mailbox),
             collectives: VecDeque::new(),
             next_seq: 0,
+            open: Open::default(),
+            probes: Vec::new(),
             history: VecDeque::new(),
             failure: None,
             still_since: None,
@@ -85,64 +93,15 @@ impl Engine {
         &self.mailbox
     }
 
-    /// Drives all tasks until that of `ticket` is done.
-    pub(super) fn drive(&mut self, ticket: &Ticket) {
-        let mut idle = 0;
-        let (spins, yields) = if self.settings.crowded { (0, CROWDED_YIELDS) } else { (SPINS, YIELDS) };
-        loop {
-            self.collect();
-            let moved = self.turn();
-            if ticket.is_done() {
-                return;
-            }
-            if let Some(failure) = &self.failure {
-                // Nothing is in the engine after a failure, so nobody else would complete it.
-                ticket.complete(Err(self.error(failure, None, 0, (0, 0))));
-                return;
-            }
-            self.turns = self.turns.wrapping_add(1);
-            if moved {
-                idle = 0;
-                self.still_since = None;
-                if self.turns.is_multiple_of(TURNS_BETWEEN_LOOKS) {
-                    self.look_around(Instant::now());
-                }
-                continue;
-            }
-            idle += 1;
-            if idle <= spins {
-                std::hint::spin_loop();
-            } else if idle <= spins + yields {
-                std::thread::yield_now();
-            } else {
-                self.sleep();
-                idle = 0;
-            }
-        }
-    }
-
-    /// Takes new tasks out of the mailbox.
-    pub(super) fn collect(&mut self) {
-        let Some((tasks, abort)) = self.mailbox.collect() else { return };
-        for task in tasks {
-            self.start(task);
-        }
-        if let Some(reason) = abort {
-            self.fail(Report::new(self.settings.me, Cause::Aborted { reason }));
-        }
-        // Starting one may have ended the group before the next was in.
-        self.answer_everybody();
-    }
-
     pub(super) fn start(&mut self, task: Task) {
-        let Task { work, ticket } = task;
+        let Task { operation, ticket } = task;
         if let Some(failure) = &self.failure {
-            let call = work.call();
+            let call = operation.call();
             ticket.complete(Err(self.error(failure, Some(call), self.next_seq, (0, 0))));
             return;
         }
-        match work {
-            Work::Collective { call, plan, lent, kernel } => {
+        match operation {
+            Operation::Collective { call, plan, lent, kernel } => {
                 let seq = self.next_seq;
                 self.next_seq += 1;
                 if self.history.len() == HISTORY {
@@ -158,18 +117,33 @@ impl Engine {
                 }
                 self.compare_with_states();
             }
-            Work::Send { to, call, lent } => {
+            Operation::Send { to, call, lent } => {
                 self.need(to, Lane::Message);
                 self.peers[to].messages.post_send(&self.settings.credentials, call, lent, ticket);
             }
-            Work::Recv { from, call, lent } => {
-                self.need(from, Lane::Message);
-                let posted =
-                    self.peers[from].messages.post_recv(&self.settings.credentials, call, lent, ticket);
-                if let Err(error) = posted {
-                    self.message_failed(from, error);
+            Operation::Recv { from: Some(from), call, lent } => {
+                let order = self.open.order();
+                self.receive(from, order, call, lent, ticket);
+            }
+            Operation::Recv { from: None, call, lent } => {
+                self.need_all_messages();
+                match self.first_early(None, call.root) {
+                    Some(Envelope { from, .. }) => {
+                        let order = self.open.order();
+                        self.receive(from, order, call, lent, ticket);
+                    }
+                    None => self.open.post(call, lent, ticket),
                 }
             }
+            Operation::Probe { from, call, wait } => self.probe(from, call, wait, ticket),
+        }
+    }
+
+    fn receive(&mut self, from: usize, order: u64, call: Call, lent: Lent<'static>, ticket: Arc<Ticket>) {
+        self.need(from, Lane::Message);
+        let ours = &self.settings.credentials;
+        if let Err(error) = self.peers[from].messages.post_recv(ours, order, call, lent, ticket) {
+            self.message_failed(from, error);
         }
     }
 
@@ -199,9 +173,14 @@ impl Engine {
             if let Some(done) = self.collectives.pop_front_if(|first| first.run.is_finished()) {
                 let Collective { run, ticket, .. } = done;
                 drop(run);
-                ticket.complete(Ok(()));
+                ticket.complete(Ok(None));
                 moved = true;
             }
+        }
+        if !self.open.recvs.is_empty() || !self.probes.is_empty() {
+            // From whom, only the connections know.
+            self.look_at_ready();
+            moved |= self.answer_probes();
         }
         for peer in 0..self.peers.len() {
             if self.peers[peer].messages.is_busy() {
@@ -212,7 +191,7 @@ impl Engine {
     }
 
     pub(super) fn turn_messages(&mut self, peer: usize) -> bool {
-        match self.peers[peer].messages.turn(&self.settings.credentials) {
+        match self.peers[peer].messages.turn(&self.settings.credentials, &mut self.open) {
             Ok(moved) => moved,
             Err(error) => {
                 self.message_failed(peer, error);
@@ -259,10 +238,76 @@ impl Engine {
     }
 }
 
-impl Work {
-    fn call(&self) -> Call {
-        match self {
-            Self::Collective { call, .. } | Self::Send { call, .. } | Self::Recv { call, .. } => *call,
+impl Drive for Engine {
+    type Task = Task;
+    type Bell = nix::sys::eventfd::EventFd;
+
+    fn drive(&mut self, goal: &Goal<'_>) {
+        let mut idle = 0;
+        let (spins, yields) = match self.settings.crowded {
+            _ if goal.is_background() => (0, 0),
+            true => (0, CROWDED_YIELDS),
+            false => (SPINS, YIELDS),
+        };
+        loop {
+            self.collect();
+            let moved = self.turn();
+            if goal.is_reached() {
+                return;
+            }
+            if let Some(failure) = self.failure.as_ref().filter(|_| !goal.is_background()) {
+                // Nothing is in the engine after a failure, so nobody else would complete them.
+                for ticket in goal.tickets {
+                    ticket.complete(Err(self.error(failure, None, 0, (0, 0))));
+                }
+                return;
+            }
+            self.turns = self.turns.wrapping_add(1);
+            if moved {
+                idle = 0;
+                self.still_since = None;
+                if self.turns.is_multiple_of(TURNS_BETWEEN_LOOKS) {
+                    let now = Instant::now();
+                    self.look_around(now);
+                    if goal.until.is_some_and(|until| now >= until) {
+                        return;
+                    }
+                }
+                continue;
+            }
+            idle += 1;
+            if idle <= spins {
+                std::hint::spin_loop();
+            } else if idle <= spins + yields {
+                std::thread::yield_now();
+            } else {
+                self.sleep(goal);
+                if goal.until.is_some_and(|until| Instant::now() >= until) {
+                    return;
+                }
+                idle = 0;
+            }
         }
+    }
+
+    fn collect(&mut self) {
+        let Some((tasks, abort)) = self.mailbox.collect() else { return };
+        for task in tasks {
+            self.start(task);
+        }
+        if let Some(reason) = abort {
+            self.fail(Report::new(self.settings.me, Cause::Aborted { reason }));
+        }
+        // Starting one may have ended the group before the next was in.
+        self.answer_everybody();
+    }
+
+    fn nudge(&mut self) {
+        self.collect();
+        self.turn();
+    }
+
+    fn forget_everything(&mut self) {
+        self.forget_all_tasks();
     }
 }

@@ -81,7 +81,7 @@ impl Engine {
     }
 
     /// A thread panicked while it drove: its memory may be gone, so no task may be touched again.
-    pub(super) fn forget_everything(&mut self) {
+    pub(super) fn forget_all_tasks(&mut self) {
         let me = self.settings.me;
         let cause = Cause::Aborted { reason: format!("a thread of rank {me} panicked inside a call") };
         let report = Report::new(me, cause);
@@ -113,6 +113,9 @@ impl Engine {
             }
             peer.messages.stop();
         }
+        let open = self.open.recvs.drain(..).map(|recv| (recv.call, recv.ticket));
+        let open = open.chain(self.probes.drain(..).map(|probe| (probe.call, probe.ticket)));
+        ended.extend(open.map(|(call, ticket)| (call, 0, (0, call.bytes()), ticket)));
         ended
     }
 
@@ -144,7 +147,13 @@ impl Engine {
             let sends = messages.sends.iter().map(|send| &*send.ticket);
             sends.chain(messages.recvs.iter().map(|recv| &*recv.ticket))
         });
-        collectives.chain(messages)
+        collectives.chain(messages).chain(self.open_tickets())
+    }
+
+    /// Of receives from anybody, and of probes.
+    fn open_tickets(&self) -> impl Iterator<Item = &Ticket> {
+        let recvs = self.open.recvs.iter().map(|recv| &*recv.ticket);
+        recvs.chain(self.probes.iter().map(|probe| &*probe.ticket))
     }
 
     /// A data connection has ended. That is no verdict: the control connection of that peer must say
@@ -174,7 +183,12 @@ impl Engine {
             let waits = !peer.messages.sends.is_empty() || !peer.messages.recvs.is_empty();
             peer.left && waits && peer.messages.conn.is_none()
         });
-        if let Some(rank) = awaited.find(|&rank| self.peers[rank].left).or(messages) {
+        let gone = |rank: usize| self.peers[rank].left && self.peers[rank].messages.conn.is_none();
+        let mut others = (0..self.settings.size).filter(|&rank| rank != self.settings.me);
+        let probed = self.probes.iter().filter_map(|probe| probe.from).find(|&rank| gone(rank));
+        let open = self.open_tickets().next().and_then(|_| others.clone().next());
+        let nobody = open.filter(|_| others.all(gone));
+        if let Some(rank) = awaited.find(|&rank| self.peers[rank].left).or(messages).or(probed).or(nobody) {
             drop(awaited);
             self.fail(Report::new(self.settings.me, Cause::PeerLost { rank, how: Loss::Left }));
         }
@@ -226,8 +240,15 @@ impl Engine {
             let mut tickets = sends.chain(peer.messages.recvs.iter().map(|recv| &recv.ticket));
             tickets.find(|ticket| now >= ticket.deadline).map(|ticket| (rank, ticket.timeout))
         });
-        if let Some((rank, timeout)) = overdue {
-            let cause = Cause::Timeout { missing: vec![rank], after_ms: timeout.as_millis() as u64 };
+        let overdue = overdue.map(|(rank, timeout)| (vec![rank], timeout));
+        let others =
+            || (0..self.settings.size).filter(|&rank| rank != self.settings.me && !self.peers[rank].left);
+        let open = self.open_tickets().find(|ticket| now >= ticket.deadline);
+        let open = open.map(|ticket| (others().take(NAMED_RANKS).collect(), ticket.timeout));
+        let probed = self.probes.iter().find(|probe| now >= probe.ticket.deadline);
+        let probed = probed.and_then(|probe| Some((vec![probe.from?], probe.ticket.timeout)));
+        if let Some((missing, timeout)) = overdue.or(probed).or(open) {
+            let cause = Cause::Timeout { missing, after_ms: timeout.as_millis() as u64 };
             self.fail(Report::new(self.settings.me, cause));
         }
     }

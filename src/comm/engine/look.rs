@@ -7,6 +7,7 @@ use nix::poll::PollFlags;
 use super::core::Engine;
 use super::door::DoorEvent;
 use super::poller::Source;
+use super::seat::Goal;
 use crate::cause::{Cause, Report};
 use crate::links::conn::Conn;
 use crate::links::hello::Lane;
@@ -20,10 +21,10 @@ impl Engine {
         self.look_at_clock(now);
     }
 
-    fn look_at_ready(&mut self) {
+    pub(super) fn look_at_ready(&mut self) {
         for source in self.poller.ready() {
             match source {
-                Source::Doorbell => drop(self.mailbox.bell.read()),
+                Source::Doorbell => self.mailbox.silence(),
                 Source::Listener | Source::Door => {}
                 Source::Agent => self.look_at_agent(),
                 Source::Control(peer) => self.read_control(peer),
@@ -76,16 +77,17 @@ impl Engine {
         }
     }
 
-    /// Sleeps until something can move or time has come, then looks around.
-    pub(super) fn sleep(&mut self) {
+    /// Sleeps until something can move, time has come or `goal` has changed; then looks around.
+    pub(super) fn sleep(&mut self, goal: &Goal<'_>) {
         let now = Instant::now();
         self.still_since.get_or_insert(now);
         self.look_for_losses(now);
         if self.failure.is_some() {
             return;
         }
-        let timeout = self.wake_at(now).saturating_duration_since(now);
-        if self.mailbox.fall_asleep() {
+        let wake = goal.until.into_iter().fold(self.wake_at(now), Instant::min);
+        let timeout = wake.saturating_duration_since(now);
+        if self.mailbox.fall_asleep(|| goal.is_unwanted()) {
             let mut others = Vec::new();
             if let Some(first) = self.collectives.front() {
                 for (peer, direction) in first.run.blocked() {

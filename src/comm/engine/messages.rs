@@ -13,7 +13,7 @@ use std::collections::VecDeque;
 use std::io::IoSlice;
 use std::sync::Arc;
 
-use crate::call::Call;
+use crate::call::{Call, Envelope};
 use crate::engine::buffer::Lent;
 use crate::engine::ticket::Ticket;
 use crate::frame::{Frame, HEADER_BYTES, Kind};
@@ -33,16 +33,18 @@ pub(crate) struct Sending {
     pub(crate) seq: u64,
     pub(crate) call: Call,
     pub(crate) ticket: Arc<Ticket>,
-    lent: Lent,
+    lent: Lent<'static>,
 }
 
 /// A message that this rank waits for.
 #[derive(Debug)]
 pub(crate) struct Receiving {
     id: u64,
+    /// Its place among all receives of the group.
+    order: u64,
     pub(crate) call: Call,
     pub(crate) ticket: Arc<Ticket>,
-    lent: Lent,
+    lent: Lent<'static>,
     /// What it was matched with; `None` until then.
     matched: Option<Match>,
     /// Bytes that are in the buffer.
@@ -63,6 +65,8 @@ struct Early {
     /// Ours: the peer's number may be anything.
     id: u64,
     seq: u64,
+    /// Its place among all early messages of the group.
+    came: u64,
     call: Call,
     /// `None` for the announcement of a large message.
     bytes: Option<Vec<u8>>,
@@ -104,9 +108,42 @@ pub(crate) enum MessageError {
     Protocol(String),
 }
 
+/// What the messages of all peers have in common: receives from whoever sends, and the order of things.
+#[derive(Debug, Default)]
+pub(crate) struct Open {
+    pub(crate) recvs: VecDeque<Anybody>,
+    /// Receives so far.
+    posted: u64,
+    /// Early messages so far.
+    came: u64,
+}
+
+/// A message from anybody that this rank waits for.
+#[derive(Debug)]
+pub(crate) struct Anybody {
+    order: u64,
+    pub(crate) call: Call,
+    pub(crate) ticket: Arc<Ticket>,
+    lent: Lent<'static>,
+}
+
+impl Open {
+    /// The number of the next receive.
+    pub(crate) fn order(&mut self) -> u64 {
+        self.posted += 1;
+        self.posted
+    }
+
+    pub(crate) fn post(&mut self, call: Call, lent: Lent<'static>, ticket: Arc<Ticket>) {
+        let order = self.order();
+        self.recvs.push_back(Anybody { order, call, ticket, lent });
+    }
+}
+
 /// All messages with one peer.
 #[derive(Debug)]
 pub(crate) struct Mailbox {
+    peer: usize,
     pub(crate) conn: Option<Conn>,
     pub(crate) sends: Vec<Sending>,
     pub(crate) recvs: Vec<Receiving>,
@@ -124,8 +161,9 @@ pub(crate) struct Mailbox {
 }
 
 impl Mailbox {
-    pub(crate) fn new() -> Self {
+    pub(crate) fn new(peer: usize) -> Self {
         Self {
+            peer,
             conn: None,
             sends: Vec::new(),
             recvs: Vec::new(),
@@ -152,7 +190,13 @@ impl Mailbox {
         self.full = false;
     }
 
-    pub(crate) fn post_send(&mut self, ours: &Credentials, call: Call, lent: Lent, ticket: Arc<Ticket>) {
+    pub(crate) fn post_send(
+        &mut self,
+        ours: &Credentials,
+        call: Call,
+        lent: Lent<'static>,
+        ticket: Arc<Ticket>,
+    ) {
         let seq = self.next_seq;
         self.next_seq += 1;
         let cost = lent.len() + HEADER_BYTES;
@@ -166,19 +210,29 @@ impl Mailbox {
         self.sends.push(Sending { seq, call, ticket, lent });
     }
 
-    /// Posts a receive, and gives it what came early.
+    /// The first message with this tag that came early and that nobody has claimed: its place in the order of all
+    /// early messages of the group, and what it is.
+    pub(crate) fn early(&self, tag: u32) -> Option<(u64, Envelope)> {
+        let early = &self.early[self.early_index(tag)?];
+        Some((early.came, Envelope { from: self.peer, call: early.call }))
+    }
+
+    fn early_index(&self, tag: u32) -> Option<usize> {
+        self.early.iter().position(|early| early.call.root == tag && early.claimed.is_none())
+    }
+
+    /// Posts the receive that is `order` of all, and gives it what came early.
     pub(crate) fn post_recv(
         &mut self,
         ours: &Credentials,
+        order: u64,
         call: Call,
-        lent: Lent,
+        lent: Lent<'static>,
         ticket: Arc<Ticket>,
     ) -> Result<(), MessageError> {
-        let id = self.next_id;
-        self.next_id += 1;
-        let mut recv = Receiving { id, call, ticket, lent, matched: None, done: 0 };
-        let waiting = |early: &Early| early.call.root == call.root && early.claimed.is_none();
-        if let Some(index) = self.early.iter().position(waiting) {
+        let mut recv = self.receiving(order, call, lent, ticket);
+        let id = recv.id;
+        if let Some(index) = self.early_index(call.root) {
             let early = &mut self.early[index];
             if let Err(error) = check(early.call, call, early.seq) {
                 self.recvs.push(recv);
@@ -193,7 +247,7 @@ impl Mailbox {
                 let bytes = self.early.remove(index).and_then(|early| early.bytes).unwrap_or_default();
                 recv.lent.bytes_mut(0..bytes.len()).copy_from_slice(&bytes);
                 self.owe(ours, bytes.len());
-                recv.ticket.complete(Ok(()));
+                recv.ticket.complete(Ok(Some(self.envelope_of(call))));
                 return Ok(());
             } else {
                 early.claimed = Some(id);
@@ -204,10 +258,20 @@ impl Mailbox {
         Ok(())
     }
 
+    fn receiving(&mut self, order: u64, call: Call, lent: Lent<'static>, ticket: Arc<Ticket>) -> Receiving {
+        let id = self.next_id;
+        self.next_id += 1;
+        Receiving { id, order, call, ticket, lent, matched: None, done: 0 }
+    }
+
+    fn envelope_of(&self, call: Call) -> Envelope {
+        Envelope { from: self.peer, call }
+    }
+
     /// Moves what can be moved now; whether that was anything.
-    pub(crate) fn turn(&mut self, ours: &Credentials) -> Result<bool, MessageError> {
+    pub(crate) fn turn(&mut self, ours: &Credentials, open: &mut Open) -> Result<bool, MessageError> {
         let Some(mut conn) = self.conn.take() else { return Ok(false) };
-        let result = self.write(&mut conn).and_then(|wrote| Ok(self.read(ours, &mut conn)? | wrote));
+        let result = self.write(&mut conn).and_then(|wrote| Ok(self.read(ours, open, &mut conn)? | wrote));
         // What was read may have to be answered.
         let result = result.and_then(|moved| Ok(self.write(&mut conn)? | moved));
         self.conn = Some(conn);
@@ -233,7 +297,7 @@ impl Mailbox {
             }
             self.out.pop_front();
             if let Some(index) = body {
-                self.sends.remove(index).ticket.complete(Ok(()));
+                self.sends.remove(index).ticket.complete(Ok(None));
             }
         }
         Ok(any)

@@ -30,7 +30,7 @@ pub(crate) struct Run {
     pub(crate) call: Call,
     pub(crate) seq: u64,
     plan: Arc<Plan>,
-    buffer: Lent,
+    buffer: Lent<'static>,
     kernel: Option<Kernel>,
     /// Number of ranks, for averages.
     world: u32,
@@ -83,7 +83,7 @@ impl Run {
         call: Call,
         seq: u64,
         plan: Arc<Plan>,
-        buffer: Lent,
+        buffer: Lent<'static>,
         kernel: Option<Kernel>,
         world: usize,
     ) -> Self {
@@ -249,13 +249,19 @@ impl Run {
         let Some(&stream) = flow.streams.get(flow.at) else { return 0 };
         let (mut used, mut left, mut skip) = (0, most, flow.offset);
         for segment in &self.plan.streams[stream].segments[flow.segment..] {
-            let start = segment.range.start * self.element_bytes + skip;
+            let mut start = segment.range.start * self.element_bytes + skip;
             let end = (segment.range.end * self.element_bytes).min(start.saturating_add(left));
             skip = 0;
-            if start < end {
-                parts[used] = IoSlice::new(self.buffer.bytes(start..end));
+            while start < end && used < parts.len() {
+                // Cut where a part of the row ends.
+                let bytes = self.buffer.bytes(start..end);
+                if bytes.is_empty() {
+                    return used;
+                }
+                parts[used] = IoSlice::new(bytes);
                 used += 1;
-                left -= end - start;
+                left -= bytes.len();
+                start += bytes.len();
             }
             if left == 0 || used == parts.len() {
                 break;
@@ -309,9 +315,9 @@ impl Run {
 
     /// Applies what was read ahead to `range`; how many bytes.
     fn take(&mut self, lane: &mut Conn, range: std::ops::Range<usize>, apply: Apply) -> usize {
-        let mut used = lane.unread().len().min(range.len());
-        let whole = used - used % self.element_bytes;
         let into = self.buffer.bytes_mut(range);
+        let mut used = lane.unread().len().min(into.len());
+        let whole = used - used % self.element_bytes;
         match (apply, self.kernel) {
             (Apply::Reduce | Apply::ReduceLast, Some(kernel)) => {
                 used = whole;

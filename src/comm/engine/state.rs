@@ -75,12 +75,12 @@ pub(super) struct Collective {
 }
 
 impl Peer {
-    pub(super) fn new() -> Self {
+    pub(super) fn new(rank: usize) -> Self {
         Self {
             control: None,
             control_out: Vec::new(),
             collective: None,
-            messages: Messages::new(),
+            messages: Messages::new(rank),
             left: false,
             silent: None,
             suspect: None,

@@ -210,30 +210,23 @@ fn strangers_are_turned_away_and_the_real_peers_still_connect() {
                 // Those that were turned away already cannot be written to.
                 let _ = stream.write_all(&greeting(FAKE, 0)[..index % HEADER_BYTES]);
             }
-            let mut engine = siege.engine();
-            assert_eq!(sum(&mut engine), 7);
-            engine.leave();
+            let shared = super::Shared::new(siege.engine());
+            assert_eq!(sum(&shared), 7);
+            shared.close(Engine::leave);
         },
     );
     assert!(sums.iter().all(|sum| matches!(sum, Ok(7))), "{sums:?}");
 }
 
 /// What the third rank adds.
-fn sum(engine: &mut Engine) -> i32 {
+fn sum(shared: &super::Shared) -> i32 {
     let call =
         Call { kind: CallKind::AllReduce, dtype: Dtype::I32, op: Some(ReduceOp::Sum), root: 0, count: 1 };
-    let plan = crate::plan::all_reduce(Tuning::default().all_reduce(4, 3), FAKE, 3, 1, 4);
+    let plan = Arc::new(crate::plan::all_reduce(Tuning::default().all_reduce(4, 3), FAKE, 3, 1, 4));
     let kernel = crate::kernels::Kernel::of(Dtype::I32, ReduceOp::Sum);
     let mut mine = [4_i32];
-    // SAFETY: `mine` outlives the drive below, which ends the task.
-    #[allow(unsafe_code)]
-    let lent = unsafe { super::Lent::new(mine.as_mut_ptr().cast(), 4) };
-    let ticket = Arc::new(super::Ticket::new(LONG));
-    let work = super::Work::Collective { call, plan: Arc::new(plan), lent, kernel };
-    let task = super::Task { work, ticket: Arc::clone(&ticket) };
-    engine.mailbox().post(|letters| letters.tasks.push(task));
-    engine.drive(&ticket);
-    ticket.take().unwrap().unwrap();
+    let lent = super::Lent::default().filled(0, &mut mine);
+    shared.call(super::Operation::Collective { call, plan, lent, kernel }, LONG).unwrap();
     mine[0]
 }
 

@@ -1,54 +1,161 @@
-//! The outcome of a task, and the thread that waits for it.
+//! The outcome of an operation, and who is told of it.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
-use std::thread::Thread;
+use std::any::Any;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::{Arc, OnceLock};
+use std::task::Waker;
 use std::time::{Duration, Instant};
 
+use nix::sys::eventfd::{EfdFlags, EventFd};
+
+use super::chores::{Chore, Chores};
+use super::sync::{AtomicBool, Mutex, MutexGuard, Ordering, PoisonError, Thread, current};
+use crate::call::Envelope;
 use crate::error::CommError;
+
+/// How an operation ended; a message tells what it was.
+pub(crate) type Outcome = Result<Option<Envelope>, CommError>;
 
 /// Set once by whoever drives the engine, taken once by the caller.
 #[derive(Debug)]
 pub(crate) struct Ticket {
-    pub(super) timeout: Duration,
-    pub(super) deadline: Instant,
+    pub(crate) timeout: Duration,
+    pub(crate) deadline: Instant,
     done: AtomicBool,
-    outcome: Mutex<Option<Result<(), CommError>>>,
-    owner: Thread,
+    state: Mutex<State>,
+    /// Becomes readable when it is done, once somebody has asked for it.
+    descriptor: OnceLock<EventFd>,
+    /// Of a nonblocking operation: what is to be done for its owner outside the engine's lock.
+    chores: Option<Arc<Chores>>,
+}
+
+#[derive(Default)]
+struct State {
+    outcome: Option<Outcome>,
+    waiter: Option<Thread>,
+    waker: Option<Waker>,
+    callbacks: Vec<Chore>,
+    /// What nobody waits for any more, but the engine still works on.
+    keep: Option<Box<dyn Any + Send>>,
+}
+
+impl std::fmt::Debug for State {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("State").field("outcome", &self.outcome).finish_non_exhaustive()
+    }
 }
 
 impl Ticket {
-    /// A ticket of the calling thread, which waits at most `timeout` from now.
-    pub(super) fn new(timeout: Duration) -> Self {
-        let now = Instant::now();
-        // "For ever" is far enough away, but must not overflow the clock.
-        let deadline = now + timeout.min(Duration::from_secs(100 * 365 * 86_400));
-        let (done, outcome) = (AtomicBool::new(false), Mutex::new(None));
-        Self { timeout, deadline, done, outcome, owner: std::thread::current() }
+    /// A ticket for an operation that may take `timeout` from now and that somebody waits for.
+    pub(crate) fn new(timeout: Duration) -> Self {
+        Self::of(timeout, None)
     }
 
-    /// Sets the outcome; later ones are ignored. The engine must have let go of the task's memory.
-    pub(super) fn complete(&self, outcome: Result<(), CommError>) {
-        let mut slot = self.outcome.lock().unwrap_or_else(PoisonError::into_inner);
+    /// A ticket for an operation that nobody need wait for.
+    pub(crate) fn nonblocking(timeout: Duration, chores: Arc<Chores>) -> Self {
+        chores.begin();
+        Self::of(timeout, Some(chores))
+    }
+
+    fn of(timeout: Duration, chores: Option<Arc<Chores>>) -> Self {
+        // "For ever" is far enough away, but must not overflow the clock.
+        let deadline = Instant::now() + timeout.min(Duration::from_secs(100 * 365 * 86_400));
+        let (done, state) = (AtomicBool::new(false), Mutex::new(State::default()));
+        Self { timeout, deadline, done, state, descriptor: OnceLock::new(), chores }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Sets the outcome; later ones are ignored. The engine must have let go of the operation's memory.
+    pub(crate) fn complete(&self, outcome: Outcome) {
+        let mut state = self.state();
         if self.is_done() {
             return;
         }
-        *slot = Some(outcome);
-        drop(slot);
-        self.done.store(true, Ordering::Release);
-        if self.owner.id() != std::thread::current().id() {
-            self.owner.unpark();
+        state.outcome = Some(outcome);
+        let (waiter, waker) = (state.waiter.take(), state.waker.take());
+        let (callbacks, keep) = (std::mem::take(&mut state.callbacks), state.keep.take());
+        self.done.store(true, Ordering::SeqCst);
+        drop(state);
+        if let Some(waiter) = waiter {
+            waiter.unpark();
+        }
+        if let Some(descriptor) = self.descriptor.get() {
+            let _ = descriptor.write(1);
+        }
+        if let Some(chores) = &self.chores {
+            let waker = waker.map(|waker| Box::new(move || waker.wake()) as Chore);
+            let keep = keep.map(|keep| Box::new(move || drop(keep)) as Chore);
+            chores.end(callbacks.into_iter().chain(waker).chain(keep));
         }
     }
 
-    pub(super) fn is_done(&self) -> bool {
-        self.done.load(Ordering::Acquire)
+    pub(crate) fn is_done(&self) -> bool {
+        self.done.load(Ordering::SeqCst)
     }
 
-    pub(super) fn take(&self) -> Option<Result<(), CommError>> {
-        if !self.is_done() {
-            return None;
+    /// Whether it is done and somebody has its outcome.
+    pub(crate) fn is_taken(&self) -> bool {
+        self.is_done() && self.state().outcome.is_none()
+    }
+
+    /// The outcome, once.
+    pub(crate) fn take(&self) -> Option<Outcome> {
+        if self.is_done() { self.state().outcome.take() } else { None }
+    }
+
+    /// Has this thread unparked when it is done; `false` if it is.
+    pub(super) fn unpark_me(&self) -> bool {
+        let mut state = self.state();
+        state.waiter = Some(current());
+        !self.is_done()
+    }
+
+    /// Has `waker` woken when it is done; `false` if it is.
+    pub(crate) fn wake(&self, waker: &Waker) -> bool {
+        let mut state = self.state();
+        match &mut state.waker {
+            Some(known) => known.clone_from(waker),
+            none => *none = Some(waker.clone()),
         }
-        self.outcome.lock().unwrap_or_else(PoisonError::into_inner).take()
+        !self.is_done()
+    }
+
+    /// Has `callback` called when it is done; gives it back if it is.
+    pub(crate) fn call(&self, callback: Chore) -> Result<(), Chore> {
+        let mut state = self.state();
+        if self.is_done() {
+            return Err(callback);
+        }
+        state.callbacks.push(callback);
+        Ok(())
+    }
+
+    /// Keeps what the operation works on until it is done; gives it back if it is.
+    pub(crate) fn keep(&self, what: Box<dyn Any + Send>) -> Result<(), Box<dyn Any + Send>> {
+        let mut state = self.state();
+        if self.is_done() {
+            return Err(what);
+        }
+        state.keep = Some(what);
+        Ok(())
+    }
+
+    /// A descriptor that is readable as soon as it is done.
+    pub(crate) fn descriptor(&self) -> Result<BorrowedFd<'_>, CommError> {
+        let descriptor = match self.descriptor.get() {
+            Some(descriptor) => descriptor,
+            None => {
+                let made = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
+                    .map_err(|error| CommError::system("cannot make an eventfd", error))?;
+                self.descriptor.get_or_init(|| made)
+            }
+        };
+        if self.is_done() {
+            let _ = descriptor.write(1);
+        }
+        Ok(descriptor.as_fd())
     }
 }

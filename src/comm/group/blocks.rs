@@ -1,11 +1,9 @@
 //! Collectives of blocks: a buffer that holds one block of equal length for each rank, in rank order.
 
 use std::ops::Range;
-use std::sync::Arc;
 
-use super::{Call, CallKind, CommError, Element, Group, Kernel, ReduceOp, call, kernel};
-use crate::engine::Work;
-use crate::plan::{Algorithm, Plan};
+use super::{CallKind, CommError, Element, Group, Lent, Prepared, ReduceOp, call, kernel};
+use crate::plan::Algorithm;
 
 impl Group {
     /// Fills `recv` with the `send` of all ranks, in rank order, on every rank.
@@ -21,9 +19,13 @@ impl Group {
     /// With P ranks and blocks of S bytes each rank sends S·(P−1) bytes: few in one round, many around a
     /// ring.
     pub fn all_gather<T: Element>(&self, send: &[T], recv: &mut [T]) -> Result<(), CommError> {
+        self.carry_out(self.prepare_all_gather(send, recv)?).map(drop)
+    }
+
+    pub(super) fn prepare_all_gather<'a, T: Element>(&self, send: &[T], recv: &'a mut [T]) -> Prepared<'a> {
         self.check_blocks("recv", recv.len(), send.len())?;
         self.own(recv, send.len()).copy_from_slice(send);
-        self.all_gather_in_place(recv)
+        self.prepare_all_gather_in_place(recv)
     }
 
     /// As [`Self::all_gather`], with this rank's block already in its place in `buf`.
@@ -31,8 +33,13 @@ impl Group {
     /// # Errors
     /// As [`Self::all_gather`]; also if `buf` cannot be cut in `size` blocks.
     pub fn all_gather_in_place<T: Element>(&self, buf: &mut [T]) -> Result<(), CommError> {
+        self.carry_out(self.prepare_all_gather_in_place(buf)?).map(drop)
+    }
+
+    pub(super) fn prepare_all_gather_in_place<'a, T: Element>(&self, buf: &'a mut [T]) -> Prepared<'a> {
         let count = self.block_len("buf", buf.len())?;
-        self.collective(call::<T>(CallKind::AllGather, None, 0, count), buf, None)
+        let call = call::<T>(CallKind::AllGather, None, 0, count);
+        self.planned(call, Lent::default().filled(0, buf), None)
     }
 
     /// Fills `recv` with the elementwise `op` over this rank's block of all ranks' `send`.
@@ -52,12 +59,41 @@ impl Group {
         recv: &mut [T],
         op: ReduceOp,
     ) -> Result<(), CommError> {
+        self.carry_out(self.prepare_reduce_scatter(send, recv, op)?).map(drop)
+    }
+
+    pub(super) fn prepare_reduce_scatter<'a, T: Element>(
+        &self,
+        send: &'a [T],
+        recv: &'a mut [T],
+        op: ReduceOp,
+    ) -> Prepared<'a> {
         self.check_blocks("send", send.len(), recv.len())?;
         let kernel = kernel::<T>(op)?;
         let call = call::<T>(CallKind::ReduceScatter, Some(op), 0, recv.len());
         let algorithm = self.inner.tuning.reduce_scatter(size_of_val(recv), self.size());
         let own = self.rank() * recv.len()..(self.rank() + 1) * recv.len();
-        self.reduce_scatter_by(algorithm, call, || self.inner.plan(call), send, (recv, own), kernel)
+        self.planned(call, reduced(algorithm, send, recv, own), Some(kernel))
+    }
+
+    /// As [`Self::reduce_scatter`], with the result in this rank's block of `buf`; the others are unspecified
+    /// afterwards.
+    ///
+    /// # Errors
+    /// As [`Self::reduce_scatter`]; also if `buf` cannot be cut in `size` blocks.
+    pub fn reduce_scatter_in_place<T: Element>(&self, buf: &mut [T], op: ReduceOp) -> Result<(), CommError> {
+        self.carry_out(self.prepare_reduce_scatter_in_place(buf, op)?).map(drop)
+    }
+
+    pub(super) fn prepare_reduce_scatter_in_place<'a, T: Element>(
+        &self,
+        buf: &'a mut [T],
+        op: ReduceOp,
+    ) -> Prepared<'a> {
+        let count = self.block_len("buf", buf.len())?;
+        let kernel = kernel::<T>(op)?;
+        let call = call::<T>(CallKind::ReduceScatter, Some(op), 0, count);
+        self.planned(call, Lent::default().filled(0, buf), Some(kernel))
     }
 
     /// Fills `recv` of rank `root` with the `send` of all ranks, in rank order.
@@ -72,14 +108,23 @@ impl Group {
     /// # Cost
     /// Each rank sends its block to the root, which receives them side by side.
     pub fn gather<T: Element>(&self, send: &[T], recv: &mut [T], root: usize) -> Result<(), CommError> {
+        self.carry_out(self.prepare_gather(send, recv, root)?).map(drop)
+    }
+
+    pub(super) fn prepare_gather<'a, T: Element>(
+        &self,
+        send: &'a [T],
+        recv: &'a mut [T],
+        root: usize,
+    ) -> Prepared<'a> {
         self.check_rank(root, "root")?;
         let call = call::<T>(CallKind::Gather, None, root as u32, send.len());
         if self.rank() == root {
             self.check_blocks("recv", recv.len(), send.len())?;
             self.own(recv, send.len()).copy_from_slice(send);
-            return self.collective(call, recv, None);
+            return self.planned(call, Lent::default().filled(0, recv), None);
         }
-        self.exchange(call, || self.inner.plan(call), (send, self.rank() * send.len()), (&mut [], 0), None)
+        self.planned(call, Lent::default().sent(self.rank() * send.len(), send), None)
     }
 
     /// Fills `recv` with this rank's block of the `send` of rank `root`.
@@ -94,15 +139,23 @@ impl Group {
     /// # Cost
     /// The root sends each rank its block, side by side.
     pub fn scatter<T: Element>(&self, send: &[T], recv: &mut [T], root: usize) -> Result<(), CommError> {
+        self.carry_out(self.prepare_scatter(send, recv, root)?).map(drop)
+    }
+
+    pub(super) fn prepare_scatter<'a, T: Element>(
+        &self,
+        send: &'a [T],
+        recv: &'a mut [T],
+        root: usize,
+    ) -> Prepared<'a> {
         self.check_rank(root, "root")?;
         let call = call::<T>(CallKind::Scatter, None, root as u32, recv.len());
         if self.rank() == root {
             self.check_blocks("send", send.len(), recv.len())?;
             recv.copy_from_slice(self.own_of(send, recv.len()));
-            return self.exchange(call, || self.inner.plan(call), (send, 0), (&mut [], 0), None);
+            return self.planned(call, Lent::default().sent(0, send), None);
         }
-        let at = self.rank() * recv.len();
-        self.exchange(call, || self.inner.plan(call), (&[], 0), (recv, at), None)
+        self.planned(call, Lent::default().filled(self.rank() * recv.len(), recv), None)
     }
 
     /// Sends block i of `send` to rank i, and fills block i of `recv` with what rank i sends here.
@@ -115,48 +168,37 @@ impl Group {
     /// # Cost
     /// With P ranks and blocks of S bytes each rank sends S·(P−1) bytes, to all others side by side.
     pub fn all_to_all<T: Element>(&self, send: &[T], recv: &mut [T]) -> Result<(), CommError> {
+        self.carry_out(self.prepare_all_to_all(send, recv)?).map(drop)
+    }
+
+    pub(super) fn prepare_all_to_all<'a, T: Element>(
+        &self,
+        send: &'a [T],
+        recv: &'a mut [T],
+    ) -> Prepared<'a> {
         let count = self.block_len("send", send.len())?;
         self.check_blocks("recv", recv.len(), count)?;
         self.own(recv, count).copy_from_slice(self.own_of(send, count));
-        let behind = send.len();
         let call = call::<T>(CallKind::AllToAll, None, 0, count);
-        self.exchange(call, || self.inner.plan(call), (send, 0), (recv, behind), None)
+        self.planned(call, Lent::default().sent(0, send).filled(send.len(), recv), None)
     }
 
-    /// A reduce-scatter by a plan that `algorithm` made; `own` is where `recv`'s share lies in `send`.
-    pub(super) fn reduce_scatter_by<T: Element>(
-        &self,
-        algorithm: Algorithm,
-        call: Call,
-        plan: impl FnOnce() -> Arc<Plan>,
-        send: &[T],
-        (recv, own): (&mut [T], Range<usize>),
-        kernel: Kernel,
-    ) -> Result<(), CommError> {
-        if algorithm == Algorithm::Ring {
-            let mut sums = send.to_vec();
-            self.exchange(call, plan, (&[], 0), (&mut sums, 0), Some(kernel))?;
-            recv.copy_from_slice(&sums[own]);
-            return Ok(());
-        }
-        recv.copy_from_slice(&send[own]);
-        self.exchange(call, plan, (send, 0), (recv, send.len()), Some(kernel))
+    /// As [`Self::all_to_all`], with what is sent and what is received in the same `buf`.
+    ///
+    /// # Errors
+    /// As [`Self::all_to_all`].
+    ///
+    /// # Cost
+    /// As [`Self::all_to_all`], and a copy.
+    pub fn all_to_all_in_place<T: Element>(&self, buf: &mut [T]) -> Result<(), CommError> {
+        self.carry_out(self.prepare_all_to_all_in_place(buf)?).map(drop)
     }
 
-    /// A collective that reads one buffer and fills another, each at its place in the row of `plan`, which is
-    /// asked for only where there is something to do.
-    pub(super) fn exchange<T: Element>(
-        &self,
-        call: Call,
-        plan: impl FnOnce() -> Arc<Plan>,
-        send: (&[T], usize),
-        recv: (&mut [T], usize),
-        kernel: Option<Kernel>,
-    ) -> Result<(), CommError> {
-        self.inner.check_process()?;
-        let Some(shared) = &self.inner.shared else { return Ok(()) };
-        let plan = plan();
-        shared.call_both(send, recv, self.timeout, |lent| Work::Collective { call, plan, lent, kernel })
+    pub(super) fn prepare_all_to_all_in_place<'a, T: Element>(&self, buf: &'a mut [T]) -> Prepared<'a> {
+        let count = self.block_len("buf", buf.len())?;
+        let call = call::<T>(CallKind::AllToAll, None, 0, count);
+        let lent = Lent::default().scratch(0, buf.to_vec());
+        self.planned(call, lent.filled(buf.len(), buf), None)
     }
 
     /// Length of each of the `size` blocks of a buffer.
@@ -170,7 +212,7 @@ impl Group {
         )))
     }
 
-    fn check_blocks(&self, name: &str, len: usize, block: usize) -> Result<(), CommError> {
+    pub(super) fn check_blocks(&self, name: &str, len: usize, block: usize) -> Result<(), CommError> {
         if Some(len) == block.checked_mul(self.size()) {
             return Ok(());
         }
@@ -179,11 +221,27 @@ impl Group {
     }
 
     /// This rank's block of a buffer that has been checked.
-    fn own<'a, T>(&self, buf: &'a mut [T], len: usize) -> &'a mut [T] {
+    pub(super) fn own<'a, T>(&self, buf: &'a mut [T], len: usize) -> &'a mut [T] {
         &mut buf[self.rank() * len..(self.rank() + 1) * len]
     }
 
-    fn own_of<'a, T>(&self, buf: &'a [T], len: usize) -> &'a [T] {
+    pub(super) fn own_of<'a, T>(&self, buf: &'a [T], len: usize) -> &'a [T] {
         &buf[self.rank() * len..(self.rank() + 1) * len]
     }
+}
+
+/// The row of a reduce-scatter: `recv`, which begins as this rank's share of the result, in its place among what
+/// others own. The direct exchange only reads that; the ring works on a copy.
+pub(super) fn reduced<'a, T: Element>(
+    algorithm: Algorithm,
+    send: &'a [T],
+    recv: &'a mut [T],
+    own: Range<usize>,
+) -> Lent<'a> {
+    recv.copy_from_slice(&send[own.clone()]);
+    let lent = Lent::default().filled(own.start, recv);
+    if algorithm == Algorithm::Ring {
+        return lent.scratch_around(own, send.to_vec());
+    }
+    lent.sent(0, &send[..own.start]).sent(own.end, &send[own.end..])
 }

@@ -1,6 +1,7 @@
 //! Scans: reductions over all ranks up to each.
 
-use super::{CallKind, CommError, Element, Group, ReduceOp, call, kernel};
+use super::{CallKind, CommError, Element, Group, Lent, Prepared, ReduceOp, call, kernel};
+use crate::kernels::Kernel;
 
 impl Group {
     /// Replaces `buf` on rank r by the elementwise `op` over the `buf` of ranks 0 to r.
@@ -13,13 +14,13 @@ impl Group {
     /// # Cost
     /// A chain through all ranks, in which every rank sends S bytes at most.
     pub fn scan<T: Element>(&self, buf: &mut [T], op: ReduceOp) -> Result<(), CommError> {
-        let kernel = kernel::<T>(op)?;
-        if op == ReduceOp::Avg {
-            return Err(CommError::InvalidArgument(
-                "avg of a part of the ranks has no meaning in a scan".to_owned(),
-            ));
-        }
-        self.collective(call::<T>(CallKind::Scan, Some(op), 0, buf.len()), buf, Some(kernel))
+        self.carry_out(self.prepare_scan(buf, op)?).map(drop)
+    }
+
+    pub(super) fn prepare_scan<'a, T: Element>(&self, buf: &'a mut [T], op: ReduceOp) -> Prepared<'a> {
+        let kernel = scanning::<T>(op)?;
+        let call = call::<T>(CallKind::Scan, Some(op), 0, buf.len());
+        self.planned(call, Lent::default().filled(0, buf), Some(kernel))
     }
 
     /// Replaces `buf` on rank r by the elementwise `op` over the `buf` of ranks 0 to r − 1. On rank 0 it stays as
@@ -31,12 +32,27 @@ impl Group {
     /// As [`Self::scan`].
     ///
     /// # Cost
-    /// A scan, and another S bytes from each rank to the next; `buf` is copied.
+    /// A chain through all ranks, in which every rank sends 2·S bytes at most; `buf` is copied.
     pub fn exclusive_scan<T: Element>(&self, buf: &mut [T], op: ReduceOp) -> Result<(), CommError> {
-        let mut inclusive = buf.to_vec();
-        self.scan(&mut inclusive, op)?;
-        let count = buf.len();
-        let call = call::<T>(CallKind::Shift, Some(op), 0, count);
-        self.exchange(call, || self.inner.plan(call), (&inclusive, 0), (buf, count), None)
+        self.carry_out(self.prepare_exclusive_scan(buf, op)?).map(drop)
     }
+
+    pub(super) fn prepare_exclusive_scan<'a, T: Element>(
+        &self,
+        buf: &'a mut [T],
+        op: ReduceOp,
+    ) -> Prepared<'a> {
+        let kernel = scanning::<T>(op)?;
+        let call = call::<T>(CallKind::ExclusiveScan, Some(op), 0, buf.len());
+        let lent = Lent::default().scratch(0, buf.to_vec());
+        self.planned(call, lent.filled(buf.len(), buf), Some(kernel))
+    }
+}
+
+fn scanning<T: Element>(op: ReduceOp) -> Result<Kernel, CommError> {
+    if op == ReduceOp::Avg {
+        let what = "avg of a part of the ranks has no meaning in a scan";
+        return Err(CommError::InvalidArgument(what.to_owned()));
+    }
+    kernel::<T>(op)
 }

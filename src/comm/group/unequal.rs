@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use super::{CallKind, CommError, Element, Group, ReduceOp, call, kernel};
+use super::blocks::reduced;
+use super::{CallKind, CommError, Element, Group, Lent, Prepared, ReduceOp, call, check_len, kernel};
 use crate::plan::{self, Blocks};
 
 impl Group {
@@ -23,6 +24,15 @@ impl Group {
         recv: &mut [T],
         lens: &[usize],
     ) -> Result<(), CommError> {
+        self.carry_out(self.prepare_all_gather_v(send, recv, lens)?).map(drop)
+    }
+
+    pub(super) fn prepare_all_gather_v<'a, T: Element>(
+        &self,
+        send: &[T],
+        recv: &'a mut [T],
+        lens: &[usize],
+    ) -> Prepared<'a> {
         let blocks = self.blocks(lens)?;
         let own = blocks.of(self.rank());
         check_len("send", send.len(), own.len())?;
@@ -31,7 +41,7 @@ impl Group {
         let call = call::<T>(CallKind::AllGatherV, None, blocks.fingerprint(), blocks.end());
         let algorithm = self.inner.tuning.all_gather(size_of_val(recv) / self.size(), self.size());
         let plan = || Arc::new(plan::all_gather(algorithm, self.rank(), &blocks, size_of::<T>()));
-        self.exchange(call, plan, (&[], 0), (recv, 0), None)
+        self.collective(call, plan, Lent::default().filled(0, recv), None)
     }
 
     /// Fills `recv` with the elementwise `op` over this rank's block of all ranks' `send`, in which rank i has a
@@ -52,6 +62,16 @@ impl Group {
         lens: &[usize],
         op: ReduceOp,
     ) -> Result<(), CommError> {
+        self.carry_out(self.prepare_reduce_scatter_v(send, recv, lens, op)?).map(drop)
+    }
+
+    pub(super) fn prepare_reduce_scatter_v<'a, T: Element>(
+        &self,
+        send: &'a [T],
+        recv: &'a mut [T],
+        lens: &[usize],
+        op: ReduceOp,
+    ) -> Prepared<'a> {
         let blocks = self.blocks(lens)?;
         let own = blocks.of(self.rank());
         check_len("send", send.len(), blocks.end())?;
@@ -60,7 +80,7 @@ impl Group {
         let call = call::<T>(CallKind::ReduceScatterV, Some(op), blocks.fingerprint(), blocks.end());
         let algorithm = self.inner.tuning.reduce_scatter(size_of_val(send) / self.size(), self.size());
         let plan = || Arc::new(plan::reduce_scatter(algorithm, self.rank(), &blocks, size_of::<T>()));
-        self.reduce_scatter_by(algorithm, call, plan, send, (recv, own), kernel)
+        self.collective(call, plan, reduced(algorithm, send, recv, own), Some(kernel))
     }
 
     /// Fills `recv` of rank `root` with the `send` of all ranks, in rank order; there rank i has `lens[i]` elements.
@@ -81,18 +101,28 @@ impl Group {
         lens: &[usize],
         root: usize,
     ) -> Result<(), CommError> {
+        self.carry_out(self.prepare_gather_v(send, recv, lens, root)?).map(drop)
+    }
+
+    pub(super) fn prepare_gather_v<'a, T: Element>(
+        &self,
+        send: &'a [T],
+        recv: &'a mut [T],
+        lens: &[usize],
+        root: usize,
+    ) -> Prepared<'a> {
         self.check_rank(root, "root")?;
-        let call = call::<T>(CallKind::GatherV, None, root as u32, 0);
-        if self.rank() != root {
-            let mine = self.only_mine(send.len());
-            let plan = || Arc::new(plan::gather(self.rank(), &mine, root));
-            return self.exchange(call, plan, (send, 0), (&mut [], 0), None);
-        }
-        let blocks = self.blocks(lens)?;
-        check_len("send", send.len(), blocks.of(root).len())?;
-        check_len("recv", recv.len(), blocks.end())?;
-        recv[blocks.of(root)].copy_from_slice(send);
-        self.exchange(call, || Arc::new(plan::gather(root, &blocks, root)), (&[], 0), (recv, 0), None)
+        let (blocks, lent) = if self.rank() == root {
+            let blocks = self.blocks(lens)?;
+            check_len("send", send.len(), blocks.of(root).len())?;
+            check_len("recv", recv.len(), blocks.end())?;
+            recv[blocks.of(root)].copy_from_slice(send);
+            (blocks, Lent::default().filled(0, recv))
+        } else {
+            (self.only_mine(send.len()), Lent::default().sent(0, send))
+        };
+        let plan = || Arc::new(plan::gather(self.rank(), &blocks, root));
+        self.collective(call::<T>(CallKind::GatherV, None, root as u32, 0), plan, lent, None)
     }
 
     /// Fills `recv` with this rank's block of the `send` of rank `root`, in which rank i has `lens[i]` elements.
@@ -112,18 +142,28 @@ impl Group {
         lens: &[usize],
         root: usize,
     ) -> Result<(), CommError> {
+        self.carry_out(self.prepare_scatter_v(send, recv, lens, root)?).map(drop)
+    }
+
+    pub(super) fn prepare_scatter_v<'a, T: Element>(
+        &self,
+        send: &'a [T],
+        recv: &'a mut [T],
+        lens: &[usize],
+        root: usize,
+    ) -> Prepared<'a> {
         self.check_rank(root, "root")?;
-        let call = call::<T>(CallKind::ScatterV, None, root as u32, 0);
-        if self.rank() != root {
-            let mine = self.only_mine(recv.len());
-            let plan = || Arc::new(plan::scatter(self.rank(), &mine, root));
-            return self.exchange(call, plan, (&[], 0), (recv, 0), None);
-        }
-        let blocks = self.blocks(lens)?;
-        check_len("send", send.len(), blocks.end())?;
-        check_len("recv", recv.len(), blocks.of(root).len())?;
-        recv.copy_from_slice(&send[blocks.of(root)]);
-        self.exchange(call, || Arc::new(plan::scatter(root, &blocks, root)), (send, 0), (&mut [], 0), None)
+        let (blocks, lent) = if self.rank() == root {
+            let blocks = self.blocks(lens)?;
+            check_len("send", send.len(), blocks.end())?;
+            check_len("recv", recv.len(), blocks.of(root).len())?;
+            recv.copy_from_slice(&send[blocks.of(root)]);
+            (blocks, Lent::default().sent(0, send))
+        } else {
+            (self.only_mine(recv.len()), Lent::default().filled(0, recv))
+        };
+        let plan = || Arc::new(plan::scatter(self.rank(), &blocks, root));
+        self.collective(call::<T>(CallKind::ScatterV, None, root as u32, 0), plan, lent, None)
     }
 
     /// Sends block i of `send`, `send_lens[i]` elements, to rank i, and fills block i of `recv`, `recv_lens[i]`
@@ -139,23 +179,26 @@ impl Group {
     /// Each rank sends to all others side by side.
     pub fn all_to_all_v<T: Element>(
         &self,
-        (send, send_lens): (&[T], &[usize]),
-        (recv, recv_lens): (&mut [T], &[usize]),
+        send: (&[T], &[usize]),
+        recv: (&mut [T], &[usize]),
     ) -> Result<(), CommError> {
+        self.carry_out(self.prepare_all_to_all_v(send, recv)?).map(drop)
+    }
+
+    pub(super) fn prepare_all_to_all_v<'a, T: Element>(
+        &self,
+        (send, send_lens): (&'a [T], &[usize]),
+        (recv, recv_lens): (&'a mut [T], &[usize]),
+    ) -> Prepared<'a> {
         let (sent, filled) = (self.blocks(send_lens)?, self.blocks(recv_lens)?);
         let rank = self.rank();
         check_len("send", send.len(), sent.end())?;
         check_len("recv", recv.len(), filled.end())?;
         check_len("this rank's own block of recv", filled.of(rank).len(), sent.of(rank).len())?;
         recv[filled.of(rank)].copy_from_slice(&send[sent.of(rank)]);
-        let call = call::<T>(CallKind::AllToAllV, None, 0, 0);
-        self.exchange(
-            call,
-            || Arc::new(plan::all_to_all(rank, &sent, &filled)),
-            (send, 0),
-            (recv, sent.end()),
-            None,
-        )
+        let plan = || Arc::new(plan::all_to_all(rank, &sent, &filled));
+        let lent = Lent::default().sent(0, send).filled(sent.end(), recv);
+        self.collective(call::<T>(CallKind::AllToAllV, None, 0, 0), plan, lent, None)
     }
 
     fn blocks(&self, lens: &[usize]) -> Result<Blocks, CommError> {
@@ -170,11 +213,4 @@ impl Group {
         lens[self.rank()] = len;
         Blocks::new(&lens).unwrap_or_else(|| Blocks::equal_of(self.size(), 0))
     }
-}
-
-fn check_len(what: &str, len: usize, expected: usize) -> Result<(), CommError> {
-    if len == expected {
-        return Ok(());
-    }
-    Err(CommError::InvalidArgument(format!("{what} has {len} elements, not {expected}")))
 }

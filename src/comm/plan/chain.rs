@@ -43,11 +43,13 @@ pub(crate) fn scan(rank: usize, world: usize, count: usize) -> Plan {
     plan
 }
 
-/// Sends a block that is only read to the next rank, and fills the one behind it from the rank before.
-pub(crate) fn shift(rank: usize, world: usize, count: usize) -> Plan {
-    let mut plan = Plan::default();
+/// Exclusive scan, as `rank` of `world` sees it: an inclusive one over the first half of the row, whose result then
+/// goes to the second half of the next rank.
+pub(crate) fn exclusive_scan(rank: usize, world: usize, count: usize) -> Plan {
+    let mut plan = scan(rank, world, count);
+    let got = (rank > 0).then_some(0);
     if rank + 1 < world {
-        plan.push(Stream::send(rank + 1, Some(0..count)));
+        plan.push(Stream::send(rank + 1, Some(0..count)).after(got, 0));
     }
     if rank > 0 {
         plan.push(Stream::recv(rank - 1, [(count..2 * count, Apply::Copy)]));
@@ -60,6 +62,11 @@ mod tests {
     #[test]
     fn a_scan_has_the_share_of_each_rank_up_to_this_one() {
         crate::plan::check::scan_is_right(super::scan);
+    }
+
+    #[test]
+    fn an_exclusive_scan_has_also_the_share_of_the_ranks_before() {
+        crate::plan::check::exclusive_scan_is_right(super::exclusive_scan);
     }
 
     #[test]

@@ -109,13 +109,23 @@ pub(crate) fn reduce_is_right(plan: impl Fn(usize, usize, usize, usize) -> Plan)
 
 /// Checks `plan(rank, world, count)`: each rank ends with the shares of all up to itself.
 pub(crate) fn scan_is_right(plan: impl Fn(usize, usize, usize) -> Plan) {
+    scans_are_right(1, plan, |rank, row| assert!(row.iter().all(|value| value.ranks == (2 << rank) - 1)));
+}
+
+/// Checks `plan(rank, world, count)`: the second half of each rank's row ends with the shares of all before it.
+pub(crate) fn exclusive_scan_is_right(plan: impl Fn(usize, usize, usize) -> Plan) {
+    scans_are_right(2, plan, |rank, row| {
+        let expected = if rank == 0 { 1 } else { (1 << rank) - 1 };
+        assert!(row[row.len() / 2..].iter().all(|value| value.ranks == expected), "rank {rank}");
+    });
+}
+
+fn scans_are_right(rows: usize, plan: impl Fn(usize, usize, usize) -> Plan, check: impl Fn(usize, &[Value])) {
     for world in 1..=LARGEST_WORLD {
         for count in [0, 1, 7] {
-            let start: Vec<_> = (0..world).map(|rank| vec![Value::of(rank); count]).collect();
+            let start: Vec<_> = (0..world).map(|rank| vec![Value::of(rank); rows * count]).collect();
             let end = simulate(&plans(world, |rank| plan(rank, world, count)), start);
-            for (rank, row) in end.iter().enumerate() {
-                assert!(row.iter().all(|value| value.ranks == (2 << rank) - 1), "rank {rank} of {world}");
-            }
+            end.iter().enumerate().for_each(|(rank, row)| check(rank, row));
         }
     }
 }
@@ -125,17 +135,13 @@ pub(crate) fn all_gather_is_right(plan: impl Fn(usize, &Blocks) -> Plan) {
     blocks_are_right(own_block, plan, |_, blocks, end| assert!(end.iter().copied().eq(whole_row(blocks))));
 }
 
-/// Checks `plan(rank, blocks)`; the result is the rank's own block, or `behind` all of them.
-pub(crate) fn reduce_scatter_is_right(behind: bool, plan: impl Fn(usize, &Blocks) -> Plan) {
+/// Checks `plan(rank, blocks)`; the result is the rank's own block.
+pub(crate) fn reduce_scatter_is_right(plan: impl Fn(usize, &Blocks) -> Plan) {
     blocks_are_right(
-        |rank, blocks| {
-            let more = if behind { blocks.of(rank).len() } else { 0 };
-            vec![Value::of(rank); blocks.end() + more]
-        },
+        |rank, blocks| vec![Value::of(rank); blocks.end()],
         plan,
         |rank, blocks, end| {
-            let result = if behind { &end[blocks.end()..] } else { &end[blocks.of(rank)] };
-            assert_eq!(result.len(), blocks.of(rank).len());
+            let result = &end[blocks.of(rank)];
             assert!(result.iter().all(|value| value.is_whole(blocks.world())), "rank {rank}: {result:?}");
         },
     );

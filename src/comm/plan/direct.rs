@@ -40,19 +40,16 @@ pub(super) fn all_gather(rank: usize, blocks: &Blocks) -> Plan {
     plan
 }
 
-/// Reduce-scatter in one round, as `rank` sees it.
-///
-/// The row holds the blocks, which are only sent, and behind them the result, which begins as this rank's
-/// own share.
+/// Reduce-scatter in one round, as `rank` sees it: in the end its own block is summed over all ranks. The others
+/// are only sent.
 pub(super) fn reduce_scatter(rank: usize, blocks: &Blocks) -> Plan {
     let (mut plan, world) = (Plan::default(), blocks.world());
-    let result = blocks.end()..blocks.end() + blocks.of(rank).len();
     let mut sum = None;
     for peer in others(rank, world) {
         plan.push(Stream::send(peer, [blocks.of(peer)]));
         let last = peer == (rank + world - 1) % world;
         let apply = if last { Apply::ReduceLast } else { Apply::Reduce };
-        sum = Some(plan.push(Stream::recv(peer, [(result.clone(), apply)]).after(sum, 0)));
+        sum = Some(plan.push(Stream::recv(peer, [(blocks.of(rank), apply)]).after(sum, 0)));
     }
     plan
 }
@@ -83,7 +80,7 @@ mod tests {
     #[test]
     fn blocks_reach_everybody_their_owner_or_their_addressee() {
         all_gather_is_right(super::all_gather);
-        reduce_scatter_is_right(true, super::reduce_scatter);
+        reduce_scatter_is_right(super::reduce_scatter);
         all_to_all_is_right(super::all_to_all);
     }
 

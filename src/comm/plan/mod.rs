@@ -163,8 +163,8 @@ pub(crate) fn all_gather(algorithm: Algorithm, rank: usize, blocks: &Blocks, ele
     }
 }
 
-/// Reduce-scatter of a row of blocks. The ring works in place and leaves the result in this rank's block;
-/// the direct exchange only sends from the blocks, and the result is a block behind them.
+/// Reduce-scatter of a row of blocks; the result is in this rank's own. The ring leaves partial sums in the others,
+/// the direct exchange only reads them.
 pub(crate) fn reduce_scatter(
     algorithm: Algorithm,
     rank: usize,
@@ -181,7 +181,7 @@ pub(crate) fn reduce_scatter(
     }
 }
 
-pub(crate) use chain::{scan, shift};
+pub(crate) use chain::{exclusive_scan, scan};
 pub(crate) use direct::all_to_all;
 pub(crate) use star::{gather, scatter};
 

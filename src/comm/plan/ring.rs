@@ -131,9 +131,7 @@ mod tests {
         use crate::plan::check::{all_gather_is_right, reduce_scatter_is_right};
         for chunk in [|_| 1, |world| 4 * world, |_| usize::MAX] {
             all_gather_is_right(|rank, blocks| all_gather(rank, blocks, chunk(blocks.world())));
-            reduce_scatter_is_right(false, |rank, blocks| {
-                reduce_scatter(rank, blocks, chunk(blocks.world()))
-            });
+            reduce_scatter_is_right(|rank, blocks| reduce_scatter(rank, blocks, chunk(blocks.world())));
         }
     }
 

@@ -1,8 +1,8 @@
 //! The reading side of messages.
 
 use super::{
-    ANNOUNCEMENTS, CREDIT_BYTES, EAGER_BYTES, Early, Mailbox, Match, MessageError, Reading, Receiving, bare,
-    check,
+    ANNOUNCEMENTS, CREDIT_BYTES, EAGER_BYTES, Early, Mailbox, Match, MessageError, Open, Reading, Receiving,
+    bare, check,
 };
 use crate::call::Call;
 use crate::frame::{Frame, HEADER_BYTES, Kind};
@@ -11,11 +11,16 @@ use crate::links::hello::Credentials;
 
 impl Mailbox {
     /// Reads what is there, at most one request to the system; whether anything moved.
-    pub(super) fn read(&mut self, ours: &Credentials, conn: &mut Conn) -> Result<bool, MessageError> {
+    pub(super) fn read(
+        &mut self,
+        ours: &Credentials,
+        open: &mut Open,
+        conn: &mut Conn,
+    ) -> Result<bool, MessageError> {
         let mut any = false;
         let mut asked = false;
         loop {
-            let stepped = self.read_step(ours, conn)?;
+            let stepped = self.read_step(ours, open, conn)?;
             any |= stepped;
             if stepped {
                 continue;
@@ -48,14 +53,19 @@ impl Mailbox {
     }
 
     /// Uses what was read ahead; whether anything could be done.
-    fn read_step(&mut self, ours: &Credentials, conn: &mut Conn) -> Result<bool, MessageError> {
+    fn read_step(
+        &mut self,
+        ours: &Credentials,
+        open: &mut Open,
+        conn: &mut Conn,
+    ) -> Result<bool, MessageError> {
         match self.reading {
             Reading::Header => {
                 let Some(bytes) = conn.unread().first_chunk::<HEADER_BYTES>() else { return Ok(false) };
                 let frame =
                     Frame::decode(bytes).map_err(|error| MessageError::Protocol(error.to_string()))?;
                 conn.consume(HEADER_BYTES);
-                self.header(ours, &frame)?;
+                self.header(ours, open, &frame)?;
                 Ok(true)
             }
             Reading::Early { total, id } => {
@@ -94,7 +104,7 @@ impl Mailbox {
                 if eager {
                     self.owe(ours, recv.lent.len());
                 }
-                recv.ticket.complete(Ok(()));
+                recv.ticket.complete(Ok(Some(self.envelope_of(recv.call))));
                 Ok(true)
             }
         }
@@ -109,17 +119,17 @@ impl Mailbox {
             let mut recv = self.recvs.remove(index);
             recv.lent.bytes_mut(0..bytes.len()).copy_from_slice(&bytes);
             self.owe(ours, bytes.len());
-            recv.ticket.complete(Ok(()));
+            recv.ticket.complete(Ok(Some(self.envelope_of(recv.call))));
         }
     }
 
-    fn header(&mut self, ours: &Credentials, frame: &Frame) -> Result<(), MessageError> {
+    fn header(&mut self, ours: &Credentials, open: &mut Open, frame: &Frame) -> Result<(), MessageError> {
         let protocol = |what: String| Err(MessageError::Protocol(what));
         if (frame.generation, frame.group) != (ours.generation, ours.group) {
             return protocol(format!("a message of generation {}, group {}", frame.generation, frame.group));
         }
         match frame.kind {
-            Kind::Eager | Kind::Rts => self.arrival(ours, frame),
+            Kind::Eager | Kind::Rts => self.arrival(ours, open, frame),
             Kind::Cts => {
                 let Some(send) = self.sends.iter().find(|send| send.seq == frame.seq) else {
                     return protocol(format!("it asks for message {}, which does not wait", frame.seq));
@@ -160,15 +170,15 @@ impl Mailbox {
     }
 
     /// A message or its announcement.
-    fn arrival(&mut self, ours: &Credentials, frame: &Frame) -> Result<(), MessageError> {
+    fn arrival(&mut self, ours: &Credentials, open: &mut Open, frame: &Frame) -> Result<(), MessageError> {
         let call = Call::decode(frame.call).map_err(MessageError::Protocol)?;
         let (seq, eager) = (frame.seq, frame.kind == Kind::Eager);
         let expected = if eager { call.bytes() } else { 0 };
         if frame.len != expected || eager && call.bytes() > EAGER_BYTES as u64 {
             return Err(MessageError::Protocol(format!("{} bytes for {call}", frame.len)));
         }
-        let wanted = |recv: &&mut Receiving| recv.matched.is_none() && recv.call.root == call.root;
-        if let Some(recv) = self.recvs.iter_mut().find(wanted) {
+        if let Some(index) = self.taker(open, call.root) {
+            let recv = &mut self.recvs[index];
             check(call, recv.call, seq)?;
             recv.matched = Some(if eager { Match::Eager } else { Match::Large(seq) });
             if eager {
@@ -185,13 +195,31 @@ impl Mailbox {
         if eager && kept + total + HEADER_BYTES > CREDIT_BYTES || self.early.len() >= ANNOUNCEMENTS {
             return Err(MessageError::Protocol("it sends more than it has credit for".to_owned()));
         }
-        let id = self.next_id;
-        self.next_id += 1;
+        let (id, came) = (self.next_id, open.came);
+        (self.next_id, open.came) = (id + 1, came + 1);
         let bytes = eager.then(|| Vec::with_capacity(total));
-        self.early.push_back(Early { id, seq, call, bytes, complete: !eager || total == 0, claimed: None });
+        let complete = !eager || total == 0;
+        self.early.push_back(Early { id, seq, came, call, bytes, complete, claimed: None });
         if eager && total > 0 {
             self.reading = Reading::Early { total, id };
         }
         Ok(())
+    }
+
+    /// The first of all receives that a message with this tag can go to, one from anybody among ours by now.
+    fn taker(&mut self, open: &mut Open, tag: u32) -> Option<usize> {
+        let ours = |recv: &Receiving| recv.matched.is_none() && recv.call.root == tag;
+        let ours = self.recvs.iter().position(ours);
+        let anybody = open.recvs.iter().position(|recv| recv.call.root == tag);
+        match (ours, anybody) {
+            (_, None) => ours,
+            (Some(index), Some(any)) if self.recvs[index].order < open.recvs[any].order => Some(index),
+            (_, Some(any)) => {
+                let any = open.recvs.remove(any)?;
+                let recv = self.receiving(any.order, any.call, any.lent, any.ticket);
+                self.recvs.push(recv);
+                Some(self.recvs.len() - 1)
+            }
+        }
     }
 }

@@ -36,16 +36,16 @@ struct Message {
 impl Message {
     fn send(&mut self, from: &mut Mailbox) {
         // SAFETY: the test keeps all messages, and does not change `sent`, until both mailboxes are gone.
-        let lent = unsafe { Lent::read_only(self.sent.as_ptr(), self.sent.len()) };
+        let lent = unsafe { Lent::default().sent(0, &self.sent).outliving() };
         let ticket = self.sending.insert(ticket());
         from.post_send(&credentials(), call(self.sent.len(), self.tag), lent, Arc::clone(ticket));
     }
 
     fn recv(&mut self, at: &mut Mailbox) {
         // SAFETY: as above; `got` is looked at only when its ticket is done.
-        let lent = unsafe { Lent::new(self.got.as_mut_ptr(), self.got.len()) };
+        let lent = unsafe { Lent::default().filled(0, &mut self.got).outliving() };
         let ticket = self.receiving.insert(ticket());
-        at.post_recv(&credentials(), call(self.got.len(), self.tag), lent, Arc::clone(ticket)).unwrap();
+        at.post_recv(&credentials(), 0, call(self.got.len(), self.tag), lent, Arc::clone(ticket)).unwrap();
     }
 }
 
@@ -61,7 +61,7 @@ fn random_messages_arrive_in_order_for_each_tag() {
         };
         let small = round % 3 == 2;
         let (a, b) = fake::pair(Script { seed: random.next(), ..script });
-        let (mut left, mut right) = (Mailbox::new(), Mailbox::new());
+        let (mut left, mut right) = (Mailbox::new(1), Mailbox::new(0));
         (left.conn, right.conn) = (Some(Conn::new(Box::new(a))), Some(Conn::new(Box::new(b))));
         let mut messages: Vec<Message> = (0..if small { 12 } else { 80 })
             .map(|index| {
@@ -100,14 +100,16 @@ fn random_messages_arrive_in_order_for_each_tag() {
                 }
                 side => {
                     let mailbox = if side % 2 == 0 { &mut left } else { &mut right };
-                    let moved = mailbox.turn(&credentials()).unwrap();
+                    let moved = mailbox.turn(&credentials(), &mut Open::default()).unwrap();
                     idle = if moved { 0 } else { idle + 1 };
                     assert!(idle < 200_000, "nothing moves any more");
                 }
             }
         }
         // Credit that is still on its way.
-        while left.turn(&credentials()).unwrap() | right.turn(&credentials()).unwrap() {}
+        while left.turn(&credentials(), &mut Open::default()).unwrap()
+            | right.turn(&credentials(), &mut Open::default()).unwrap()
+        {}
         assert!(
             messages.iter().all(|message| message.sending.as_ref().is_some_and(|ticket| ticket.is_done()))
         );
@@ -125,7 +127,7 @@ fn random_frames_never_do_harm() {
     let mut random = Random::new("random_frames_never_do_harm");
     for _ in 0..3000 {
         let (mut stranger, ours) = fake::pair(Script::default());
-        let mut mailbox = Mailbox::new();
+        let mut mailbox = Mailbox::new(0);
         mailbox.conn = Some(Conn::new(Box::new(ours)));
         let mut message =
             Message { tag: 1, sent: Vec::new(), got: vec![0; 100], sending: None, receiving: None };
@@ -150,7 +152,7 @@ fn random_frames_never_do_harm() {
         }
         crate::links::Link::try_send(&mut stranger, &[IoSlice::new(&bytes)]).unwrap();
         for _ in 0..20 {
-            if mailbox.turn(&credentials()).is_err() {
+            if mailbox.turn(&credentials(), &mut Open::default()).is_err() {
                 break;
             }
         }

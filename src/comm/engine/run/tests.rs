@@ -42,7 +42,7 @@ fn all_reduce_call(count: usize) -> Call {
 #[allow(unsafe_code)]
 fn run(call: Call, seq: u64, plan: Plan, memory: &mut [f32], world: usize) -> Run {
     // SAFETY: the tests keep the memory until the run is dropped and read it only after that.
-    let lent = unsafe { Lent::new(memory.as_mut_ptr().cast(), size_of_val(memory)) };
+    let lent = unsafe { Lent::default().filled(0, memory).outliving() };
     let kernel = call.op.and_then(|op| Kernel::of(call.dtype, op));
     Run::new(&credentials(), call, seq, Arc::new(plan), lent, kernel, world)
 }

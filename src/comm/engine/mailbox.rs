@@ -1,0 +1,104 @@
+//! What threads tell the one that drives the engine.
+
+use std::os::fd::{AsFd, BorrowedFd};
+
+use nix::sys::eventfd::{EfdFlags, EventFd};
+
+use super::Task;
+use super::sync::{AtomicBool, Mutex, MutexGuard, Ordering, PoisonError, Thread};
+
+/// Wakes a driver that sleeps.
+pub(crate) trait Bell {
+    fn ring(&self);
+}
+
+impl Bell for EventFd {
+    fn ring(&self) {
+        let _ = self.write(1);
+    }
+}
+
+#[derive(Debug)]
+pub(crate) struct Mailbox<T = Task, B = EventFd> {
+    letters: Mutex<Letters<T>>,
+    /// Whether `letters` holds tasks or an abort: saves the driver the lock.
+    flag: AtomicBool,
+    /// Whether the driver sleeps and the bell must be rung.
+    asleep: AtomicBool,
+    bell: B,
+}
+
+#[derive(Debug)]
+pub(super) struct Letters<T> {
+    pub(super) tasks: Vec<T>,
+    pub(super) abort: Option<String>,
+    /// Threads that wait for the seat.
+    pub(super) waiting: Vec<Thread>,
+}
+
+impl Mailbox {
+    pub(crate) fn new() -> std::io::Result<Self> {
+        Ok(Self::with_bell(EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?))
+    }
+
+    pub(super) fn bell(&self) -> BorrowedFd<'_> {
+        self.bell.as_fd()
+    }
+
+    pub(super) fn silence(&self) {
+        let _ = self.bell.read();
+    }
+}
+
+impl<T, B: Bell> Mailbox<T, B> {
+    pub(super) fn with_bell(bell: B) -> Self {
+        let letters = Letters { tasks: Vec::new(), abort: None, waiting: Vec::new() };
+        let (flag, asleep) = (AtomicBool::new(false), AtomicBool::new(false));
+        Self { letters: Mutex::new(letters), flag, asleep, bell }
+    }
+
+    pub(super) fn letters(&self) -> MutexGuard<'_, Letters<T>> {
+        self.letters.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Leaves something for the driver.
+    pub(super) fn post(&self, write: impl FnOnce(&mut Letters<T>)) {
+        write(&mut self.letters());
+        self.flag.store(true, Ordering::SeqCst);
+        self.rouse();
+    }
+
+    /// Has a driver that sleeps look around.
+    pub(super) fn rouse(&self) {
+        if self.asleep.load(Ordering::SeqCst) {
+            self.bell.ring();
+        }
+    }
+
+    /// Tasks and the reason of an abort, if any came.
+    pub(super) fn collect(&self) -> Option<(Vec<T>, Option<String>)> {
+        if !self.flag.load(Ordering::Relaxed) || !self.flag.swap(false, Ordering::SeqCst) {
+            return None;
+        }
+        let mut letters = self.letters();
+        Some((std::mem::take(&mut letters.tasks), letters.abort.take()))
+    }
+
+    /// Announces that the driver is about to sleep; whether it may. `wanted` is looked at after the
+    /// announcement, so whoever changes what it says and then [rouses](Self::rouse) is not missed.
+    pub(super) fn fall_asleep(&self, wanted: impl FnOnce() -> bool) -> bool {
+        self.asleep.store(true, Ordering::SeqCst);
+        !self.flag.load(Ordering::SeqCst) && !wanted()
+    }
+
+    pub(super) fn wake(&self) {
+        self.asleep.store(false, Ordering::SeqCst);
+    }
+
+    /// Wakes the threads that wait for the seat.
+    pub(super) fn call_next(&self) {
+        for thread in std::mem::take(&mut self.letters().waiting) {
+            thread.unpark();
+        }
+    }
+}

@@ -1,0 +1,295 @@
+//! Who drives the engine: whichever thread waits, and a thread of our own for what nobody waits for.
+//!
+//! A call puts its task into the mailbox and tries to take the seat (the lock of the engine). Who has the seat
+//! drives everybody's tasks until its own is done; the others sleep until theirs is done or the seat is free.
+//! The background thread exists from the first nonblocking operation on. It never spins, leaves the seat to
+//! whoever asks for it, and comes back when nobody has taken it for a while.
+
+use std::fmt::Debug;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use super::chores::Chores;
+use super::mailbox::{Bell, Mailbox};
+use super::sync::{
+    AtomicBool, AtomicUsize, Mutex, MutexGuard, Ordering, PoisonError, TryLockError, current as me, park,
+    park_timeout,
+};
+use super::ticket::Ticket;
+
+/// How long the seat must have been free before the background thread takes it: who begins an operation often
+/// waits for it next, and handing the seat over costs two wake-ups.
+const QUIET: Duration = Duration::from_micros(300);
+const PANICKED: &str = "a callback panicked";
+
+/// What is driven.
+pub(crate) trait Drive: Debug + Send + 'static {
+    type Task: Debug + Send;
+    type Bell: Debug + Bell + Send + Sync;
+
+    /// Carries out tasks until `goal` is reached.
+    fn drive(&mut self, goal: &Goal<'_>);
+
+    /// Takes what is in the mailbox.
+    fn collect(&mut self);
+
+    /// Takes what is in the mailbox, and moves what can be moved at once.
+    fn nudge(&mut self);
+
+    /// A thread panicked while it drove: no task may be touched again.
+    fn forget_everything(&mut self);
+}
+
+/// Until when a thread drives.
+#[derive(Debug)]
+pub(crate) struct Goal<'a> {
+    /// Until one of these is done; if there is none, until nothing is pending.
+    pub(super) tickets: &'a [Arc<Ticket>],
+    pub(super) until: Option<Instant>,
+    chores: &'a Chores,
+    /// Callers that wait for the seat.
+    callers: &'a AtomicUsize,
+    closing: &'a AtomicBool,
+}
+
+impl Goal<'_> {
+    pub(super) fn is_reached(&self) -> bool {
+        self.tickets.iter().any(|ticket| ticket.is_done()) || self.is_unwanted() || self.chores.any()
+    }
+
+    /// Whether the background thread has no reason to drive.
+    pub(super) fn is_unwanted(&self) -> bool {
+        let unwanted = || self.callers.load(Ordering::SeqCst) > 0 || self.closing.load(Ordering::SeqCst);
+        self.is_background() && (self.chores.pending() == 0 || unwanted())
+    }
+
+    /// Whether nobody waits for what is done, so that spinning would only take a core from others.
+    pub(super) fn is_background(&self) -> bool {
+        self.tickets.is_empty()
+    }
+}
+
+/// An engine that several threads use.
+#[derive(Debug)]
+pub(crate) struct Shared<E: Drive> {
+    core: Arc<Core<E>>,
+    background: Mutex<Option<JoinHandle<()>>>,
+}
+
+#[derive(Debug)]
+struct Core<E: Drive> {
+    seat: Mutex<E>,
+    mailbox: Arc<Mailbox<E::Task, E::Bell>>,
+    chores: Arc<Chores>,
+    callers: AtomicUsize,
+    closing: AtomicBool,
+    /// How often the seat was taken.
+    taken: AtomicUsize,
+    /// Whether the background thread sleeps until it is woken.
+    idle: AtomicBool,
+}
+
+impl<E: Drive> Shared<E> {
+    pub(crate) fn of(engine: E, mailbox: Arc<Mailbox<E::Task, E::Bell>>) -> Self {
+        let core = Core {
+            seat: Mutex::new(engine),
+            mailbox,
+            chores: Arc::default(),
+            callers: AtomicUsize::new(0),
+            closing: AtomicBool::new(false),
+            taken: AtomicUsize::new(0),
+            idle: AtomicBool::new(false),
+        };
+        Self { core: Arc::new(core), background: Mutex::new(None) }
+    }
+
+    pub(crate) fn chores(&self) -> &Arc<Chores> {
+        &self.core.chores
+    }
+
+    /// Hands a task to whoever drives; does not wait.
+    pub(crate) fn post(&self, task: E::Task) {
+        self.core.mailbox.post(|letters| letters.tasks.push(task));
+    }
+
+    /// Sees to it that nonblocking operations are carried out though nobody waits for them.
+    pub(crate) fn ensure_background(&self) -> std::io::Result<()> {
+        let mut background = self.background.lock().unwrap_or_else(PoisonError::into_inner);
+        if background.is_none() {
+            let core = Arc::clone(&self.core);
+            let thread = thread::Builder::new().name("convoke-comm".to_owned());
+            *background = Some(thread.spawn(move || core.background())?);
+        }
+        Ok(())
+    }
+
+    /// Begins at once what was posted, and leaves the rest to the background thread.
+    pub(crate) fn nudge(&self) {
+        if let Some(mut seat) = self.core.take_seat() {
+            seat.engine.nudge();
+        }
+        self.core.run_chores();
+        if self.core.chores.pending() > 0 && self.core.idle.swap(false, Ordering::SeqCst) {
+            let background = self.background.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(thread) = &*background {
+                thread.thread().unpark();
+            }
+        }
+    }
+
+    /// Waits until one of `tickets` (at least one) is done, at most until `until`.
+    pub(crate) fn wait(&self, tickets: &[Arc<Ticket>], until: Option<Instant>) {
+        let core = &*self.core;
+        let mut queued = None;
+        loop {
+            core.run_chores();
+            if tickets.iter().any(|ticket| ticket.is_done()) {
+                return;
+            }
+            let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+            if left.is_some_and(|left| left.is_zero()) {
+                return;
+            }
+            let seat = core.take_seat().or_else(|| {
+                queued.get_or_insert_with(|| Caller::new(core));
+                core.queue_for_seat()
+            });
+            match seat {
+                Some(mut seat) => seat.engine.drive(&core.goal(tickets, until)),
+                // Whoever has the seat wakes us when our task is done, or when the seat is free.
+                None if tickets.iter().all(|ticket| ticket.unpark_me()) => {
+                    left.map_or_else(park, park_timeout)
+                }
+                None => {}
+            }
+        }
+    }
+
+    /// Lets the engine see what is in the mailbox, unless somebody drives it who will.
+    pub(crate) fn collect(&self) {
+        if let Some(mut seat) = self.core.take_seat() {
+            seat.engine.collect();
+        }
+        self.core.run_chores();
+    }
+
+    /// Ends the group for `reason`, from any thread.
+    pub(crate) fn abort(&self, reason: String) {
+        self.core.mailbox.post(|letters| letters.abort = Some(reason));
+        self.collect();
+    }
+
+    /// Stops the background thread, and gives the engine to `last`.
+    pub(crate) fn close(&self, last: impl FnOnce(&mut E)) {
+        self.core.closing.store(true, Ordering::SeqCst);
+        self.core.mailbox.rouse();
+        let thread = self.background.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(thread) = thread {
+            thread.thread().unpark();
+            // The last handle may have been dropped by a callback: then this is that thread, which ends next.
+            if thread.thread().id() != thread::current().id() {
+                let _ = thread.join();
+            }
+        }
+        last(&mut self.core.seat.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+}
+
+impl<E: Drive> Core<E> {
+    fn goal<'a>(&'a self, tickets: &'a [Arc<Ticket>], until: Option<Instant>) -> Goal<'a> {
+        Goal { tickets, until, chores: &self.chores, callers: &self.callers, closing: &self.closing }
+    }
+
+    fn background(&self) {
+        let mut taken = self.taken.load(Ordering::SeqCst);
+        while !self.closing.load(Ordering::SeqCst) {
+            self.run_chores();
+            self.idle.store(true, Ordering::SeqCst);
+            if self.chores.pending() == 0 {
+                park();
+                continue;
+            }
+            self.idle.store(false, Ordering::SeqCst);
+            let now = self.taken.load(Ordering::SeqCst);
+            if now != taken || self.callers.load(Ordering::SeqCst) > 0 {
+                taken = now;
+                park_timeout(QUIET);
+            } else if let Some(mut seat) = self.try_seat() {
+                // A panic poisons the seat, and the next to take it ends everything.
+                let _ = catch_unwind(AssertUnwindSafe(move || seat.engine.drive(&self.goal(&[], None))));
+            } else {
+                // Somebody drives.
+                self.taken.fetch_add(1, Ordering::SeqCst);
+            }
+        }
+    }
+
+    fn take_seat(&self) -> Option<Seat<'_, E>> {
+        let seat = self.try_seat();
+        if seat.is_some() {
+            self.taken.fetch_add(1, Ordering::SeqCst);
+        }
+        seat
+    }
+
+    fn try_seat(&self) -> Option<Seat<'_, E>> {
+        match self.seat.try_lock() {
+            Ok(engine) => Some(Seat { engine, _next: Next(&self.mailbox) }),
+            Err(TryLockError::Poisoned(poisoned)) => {
+                let mut engine = poisoned.into_inner();
+                engine.forget_everything();
+                Some(Seat { engine, _next: Next(&self.mailbox) })
+            }
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
+    /// Asks to be woken when the seat is free; by then it may be free already.
+    fn queue_for_seat(&self) -> Option<Seat<'_, E>> {
+        self.mailbox.letters().waiting.push(me());
+        self.take_seat()
+    }
+
+    fn run_chores(&self) {
+        if !self.chores.run() {
+            self.mailbox.post(|letters| letters.abort = Some(PANICKED.to_owned()));
+            if let Some(mut seat) = self.take_seat() {
+                seat.engine.collect();
+            }
+        }
+    }
+}
+
+/// A caller that found the seat taken, until its call ends: the background thread makes room.
+struct Caller<'a>(&'a AtomicUsize);
+
+impl<'a> Caller<'a> {
+    fn new<E: Drive>(core: &'a Core<E>) -> Self {
+        core.callers.fetch_add(1, Ordering::SeqCst);
+        core.mailbox.rouse();
+        Self(&core.callers)
+    }
+}
+
+impl Drop for Caller<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// The engine, while one thread drives it. Fields are dropped in order: first the lock, then the
+/// threads that wait for it are woken.
+struct Seat<'a, E: Drive> {
+    engine: MutexGuard<'a, E>,
+    _next: Next<'a, E::Task, E::Bell>,
+}
+
+struct Next<'a, T, B: Bell>(&'a Mailbox<T, B>);
+
+impl<T, B: Bell> Drop for Next<'_, T, B> {
+    fn drop(&mut self) {
+        self.0.call_next();
+    }
+}

@@ -1,0 +1,165 @@
+//! Memory that nonblocking operations work on.
+
+use std::any::Any;
+use std::sync::Arc;
+
+use crate::call::Envelope;
+use crate::dtype::Element;
+
+mod sealed {
+    pub trait Sealed {}
+}
+
+/// Elements that an operation reads: `Vec<T>`, `Box<[T]>`, `Arc<[T]>`, `Arc<Vec<T>>`; in a scope also `&[T]`.
+///
+/// Sealed: the elements of all of these stay where they are when the owner is moved.
+pub trait Buffer: sealed::Sealed + Sized {
+    /// Type of the elements.
+    type Element: Element;
+
+    /// The elements.
+    fn elements(&self) -> &[Self::Element];
+
+    /// What must be kept alive while an operation that nobody waits for works on it; `None` for what is
+    /// borrowed and therefore kept by somebody else.
+    #[doc(hidden)]
+    fn owned(self) -> Option<Box<dyn Any + Send>>;
+}
+
+/// Elements that an operation fills or changes: `Vec<T>`, `Box<[T]>`; in a scope also `&mut [T]`.
+pub trait BufferMut: Buffer {
+    /// The elements.
+    fn elements_mut(&mut self) -> &mut [Self::Element];
+}
+
+macro_rules! owned {
+    ($($buffer:ty),*) => {$(
+        impl<T: Element> sealed::Sealed for $buffer {}
+
+        impl<T: Element> Buffer for $buffer {
+            type Element = T;
+
+            fn elements(&self) -> &[T] {
+                self
+            }
+
+            fn owned(self) -> Option<Box<dyn Any + Send>> {
+                Some(Box::new(self))
+            }
+        }
+    )*};
+}
+
+macro_rules! borrowed {
+    ($($buffer:ty),*) => {$(
+        impl<T: Element> sealed::Sealed for $buffer {}
+
+        impl<T: Element> Buffer for $buffer {
+            type Element = T;
+
+            fn elements(&self) -> &[T] {
+                self
+            }
+
+            fn owned(self) -> Option<Box<dyn Any + Send>> {
+                None
+            }
+        }
+    )*};
+}
+
+macro_rules! mutable {
+    ($($buffer:ty),*) => {$(
+        impl<T: Element> BufferMut for $buffer {
+            fn elements_mut(&mut self) -> &mut [T] {
+                self
+            }
+        }
+    )*};
+}
+
+owned!(Vec<T>, Box<[T]>, Arc<[T]>, Arc<Vec<T>>);
+borrowed!(&[T], &mut [T]);
+mutable!(Vec<T>, Box<[T]>, &mut [T]);
+
+/// All memory of one operation, and what its owner gets back.
+///
+/// Sealed: one buffer, the pair of what is sent and what is filled, a list of buffers, [`AnySource`], or nothing.
+pub trait Memory: sealed::Sealed + Sized {
+    /// What is given back when the operation is done.
+    type Output;
+
+    #[doc(hidden)]
+    fn give_back(self, envelope: Option<Envelope>) -> Self::Output;
+
+    #[doc(hidden)]
+    fn into_owned(self) -> Option<Box<dyn Any + Send>>;
+}
+
+impl<B: Buffer> Memory for B {
+    type Output = B;
+
+    fn give_back(self, _: Option<Envelope>) -> B {
+        self
+    }
+
+    fn into_owned(self) -> Option<Box<dyn Any + Send>> {
+        self.owned()
+    }
+}
+
+macro_rules! compound {
+    ($([$($parameter:ident),*] $memory:ty, |$value:ident| $owned:expr;)*) => {$(
+        impl<$($parameter: Buffer),*> sealed::Sealed for $memory {}
+
+        impl<$($parameter: Buffer),*> Memory for $memory {
+            type Output = Self;
+
+            fn give_back(self, _: Option<Envelope>) -> Self {
+                self
+            }
+
+            fn into_owned(self) -> Option<Box<dyn Any + Send>> {
+                let $value = self;
+                $owned
+            }
+        }
+    )*};
+}
+
+compound! {
+    [] (), |_nothing| None;
+    [S, R] (S, R), |both| Some(Box::new((both.0.owned(), both.1.owned())));
+    [B] List<B>, |list| Some(all_owned(list.0));
+    [S, R] (List<S>, List<R>), |both| Some(Box::new((all_owned(both.0.0), all_owned(both.1.0))));
+}
+
+fn all_owned<B: Buffer>(buffers: Vec<B>) -> Box<dyn Any + Send> {
+    Box::new(buffers.into_iter().map(Buffer::owned).collect::<Vec<_>>())
+}
+
+/// Buffers of one coalesced operation.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct List<B>(pub Vec<B>);
+
+/// What a coalesced operation sends, and what it fills.
+pub type Lists<S, R> = (List<S>, List<R>);
+
+/// A buffer for a message from whoever sends one; given back with the rank that did.
+#[derive(Debug)]
+pub struct AnySource<B>(pub(super) B);
+
+impl<B: Buffer> sealed::Sealed for AnySource<B> {}
+
+impl<B: Buffer> Memory for AnySource<B> {
+    type Output = (B, usize);
+
+    fn give_back(self, envelope: Option<Envelope>) -> (B, usize) {
+        // A receive that has ended well has got something from somebody.
+        (self.0, envelope.map_or(usize::MAX, |envelope| envelope.from))
+    }
+
+    fn into_owned(self) -> Option<Box<dyn Any + Send>> {
+        self.0.owned()
+    }
+}

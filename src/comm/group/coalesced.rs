@@ -1,0 +1,192 @@
+//! Collectives of lists of buffers, which travel as one.
+
+use super::{Call, CallKind, CommError, Element, Group, Lent, Prepared, ReduceOp, call, check_len, kernel};
+use crate::plan::{Algorithm, fingerprint};
+
+impl Group {
+    /// [`Self::all_reduce`] of each buffer of a list, at the cost of one call for all.
+    ///
+    /// All ranks pass the same lengths in the same order, the same type and `op`.
+    ///
+    /// # Errors
+    /// As [`Self::all_reduce`].
+    pub fn all_reduce_coalesced<T: Element, B: AsMut<[T]>>(
+        &self,
+        bufs: &mut [B],
+        op: ReduceOp,
+    ) -> Result<(), CommError> {
+        self.carry_out(self.prepare_all_reduce_coalesced(bufs.iter_mut().map(B::as_mut), op)?).map(drop)
+    }
+
+    pub(super) fn prepare_all_reduce_coalesced<'a, T: Element>(
+        &self,
+        bufs: impl Iterator<Item = &'a mut [T]>,
+        op: ReduceOp,
+    ) -> Prepared<'a> {
+        let kernel = kernel::<T>(op)?;
+        let (lent, lens) = one_row(bufs);
+        self.planned(listed::<T>(CallKind::AllReduce, Some(op), &lens), lent, Some(kernel))
+    }
+
+    /// [`Self::broadcast`] of each buffer of a list, at the cost of one call for all.
+    ///
+    /// All ranks pass the same lengths in the same order, the same type and `root`.
+    ///
+    /// # Errors
+    /// As [`Self::broadcast`].
+    pub fn broadcast_coalesced<T: Element, B: AsMut<[T]>>(
+        &self,
+        bufs: &mut [B],
+        root: usize,
+    ) -> Result<(), CommError> {
+        self.carry_out(self.prepare_broadcast_coalesced(bufs.iter_mut().map(B::as_mut), root)?).map(drop)
+    }
+
+    pub(super) fn prepare_broadcast_coalesced<'a, T: Element>(
+        &self,
+        bufs: impl Iterator<Item = &'a mut [T]>,
+        root: usize,
+    ) -> Prepared<'a> {
+        self.check_rank(root, "root")?;
+        let (lent, lens) = one_row(bufs);
+        self.planned(call::<T>(CallKind::Broadcast, None, root as u32, lens.iter().sum()), lent, None)
+    }
+
+    /// [`Self::reduce`] of each buffer of a list, at the cost of one call for all.
+    ///
+    /// All ranks pass the same lengths in the same order, the same type, `op` and `root`.
+    ///
+    /// # Errors
+    /// As [`Self::reduce`].
+    pub fn reduce_coalesced<T: Element, B: AsMut<[T]>>(
+        &self,
+        bufs: &mut [B],
+        op: ReduceOp,
+        root: usize,
+    ) -> Result<(), CommError> {
+        self.carry_out(self.prepare_reduce_coalesced(bufs.iter_mut().map(B::as_mut), op, root)?).map(drop)
+    }
+
+    pub(super) fn prepare_reduce_coalesced<'a, T: Element>(
+        &self,
+        bufs: impl Iterator<Item = &'a mut [T]>,
+        op: ReduceOp,
+        root: usize,
+    ) -> Prepared<'a> {
+        self.check_rank(root, "root")?;
+        let kernel = kernel::<T>(op)?;
+        let (lent, lens) = one_row(bufs);
+        let call = call::<T>(CallKind::Reduce, Some(op), root as u32, lens.iter().sum());
+        self.planned(call, lent, Some(kernel))
+    }
+
+    /// [`Self::all_gather`] of each pair of buffers of two lists, at the cost of one call for all.
+    ///
+    /// All ranks pass the same lengths in the same order and the same type; each of `recvs` is `size` times as long
+    /// as its partner in `sends`.
+    ///
+    /// # Errors
+    /// As [`Self::all_gather`]; [`CommError::InvalidArgument`] also if the lists are not equally long.
+    pub fn all_gather_coalesced<T: Element, S: AsRef<[T]>, R: AsMut<[T]>>(
+        &self,
+        sends: &[S],
+        recvs: &mut [R],
+    ) -> Result<(), CommError> {
+        let sends = sends.iter().map(S::as_ref);
+        self.carry_out(self.prepare_all_gather_coalesced(sends, recvs.iter_mut().map(R::as_mut))?).map(drop)
+    }
+
+    pub(super) fn prepare_all_gather_coalesced<'a, 's, T: Element>(
+        &self,
+        sends: impl Iterator<Item = &'s [T]>,
+        recvs: impl Iterator<Item = &'a mut [T]>,
+    ) -> Prepared<'a> {
+        let (sends, recvs): (Vec<_>, Vec<_>) = (sends.collect(), recvs.collect());
+        check_len("the list of recv", recvs.len(), sends.len())?;
+        let lens: Vec<usize> = sends.iter().map(|send| send.len()).collect();
+        let count: usize = lens.iter().sum();
+        let (mut lent, mut within) = (Lent::default(), 0);
+        for (send, recv) in sends.into_iter().zip(recvs) {
+            self.check_blocks("recv", recv.len(), send.len())?;
+            self.own(recv, send.len()).copy_from_slice(send);
+            for (rank, block) in recv.chunks_exact_mut(send.len().max(1)).enumerate() {
+                lent = lent.filled(rank * count + within, block);
+            }
+            within += send.len();
+        }
+        self.planned(listed::<T>(CallKind::AllGather, None, &lens), lent, None)
+    }
+
+    /// [`Self::reduce_scatter`] of each pair of buffers of two lists, at the cost of one call for all.
+    ///
+    /// All ranks pass the same lengths in the same order, the same type and `op`; each of `sends` is `size` times
+    /// as long as its partner in `recvs`.
+    ///
+    /// # Errors
+    /// As [`Self::reduce_scatter`]; [`CommError::InvalidArgument`] also if the lists are not equally long.
+    pub fn reduce_scatter_coalesced<T: Element, S: AsRef<[T]>, R: AsMut<[T]>>(
+        &self,
+        sends: &[S],
+        recvs: &mut [R],
+        op: ReduceOp,
+    ) -> Result<(), CommError> {
+        let (sends, recvs) = (sends.iter().map(S::as_ref), recvs.iter_mut().map(R::as_mut));
+        self.carry_out(self.prepare_reduce_scatter_coalesced(sends, recvs, op)?).map(drop)
+    }
+
+    pub(super) fn prepare_reduce_scatter_coalesced<'a, T: Element>(
+        &self,
+        sends: impl Iterator<Item = &'a [T]>,
+        recvs: impl Iterator<Item = &'a mut [T]>,
+        op: ReduceOp,
+    ) -> Prepared<'a> {
+        let kernel = kernel::<T>(op)?;
+        let (sends, recvs): (Vec<_>, Vec<_>) = (sends.collect(), recvs.collect());
+        check_len("the list of recv", recvs.len(), sends.len())?;
+        let lens: Vec<usize> = recvs.iter().map(|recv| recv.len()).collect();
+        let count: usize = lens.iter().sum();
+        let call = listed::<T>(CallKind::ReduceScatter, Some(op), &lens);
+        let around = self.inner.tuning.reduce_scatter(call.bytes() as usize, self.size()) == Algorithm::Ring;
+        let (own, mut lent, mut within) =
+            (self.rank() * count..(self.rank() + 1) * count, Lent::default(), 0);
+        // The ring works on a copy of what others own; the direct exchange only reads it.
+        let mut copy = vec![Vec::new(); if around { self.size() } else { 0 }];
+        for (send, recv) in sends.into_iter().zip(recvs) {
+            let len = recv.len();
+            self.check_blocks("send", send.len(), len)?;
+            recv.copy_from_slice(self.own_of(send, len));
+            for (rank, block) in send.chunks_exact(len.max(1)).enumerate() {
+                if around {
+                    copy[rank].extend_from_slice(block);
+                } else if rank != self.rank() {
+                    lent = lent.sent(rank * count + within, block);
+                }
+            }
+            lent = lent.filled(own.start + within, recv);
+            within += len;
+        }
+        if around {
+            lent = lent.scratch_around(own, copy.concat());
+        }
+        self.planned(call, lent, Some(kernel))
+    }
+}
+
+/// The buffers behind each other, and their lengths.
+fn one_row<'a, T: Element>(bufs: impl Iterator<Item = &'a mut [T]>) -> (Lent<'a>, Vec<usize>) {
+    let (mut lent, mut lens, mut at) = (Lent::default(), Vec::new(), 0);
+    for buf in bufs {
+        let len = buf.len();
+        lent = lent.filled(at, buf);
+        lens.push(len);
+        at += len;
+    }
+    (lent, lens)
+}
+
+/// A call on buffers of these lengths, which all ranks must agree on.
+fn listed<T: Element>(kind: CallKind, op: Option<ReduceOp>, lens: &[usize]) -> Call {
+    let hash = fingerprint(lens);
+    // Never 0, which stands for no list.
+    call::<T>(kind, op, (hash ^ hash >> 32) as u32 | 1, lens.iter().sum())
+}

@@ -1,0 +1,166 @@
+//! Operations that nobody waits for yet.
+
+mod methods;
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::mem::MaybeUninit;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::buffers::{Buffer, BufferMut, Memory};
+use super::work::Work;
+use super::{CommError, Group, Prepared};
+use crate::engine::Ticket;
+
+impl Group {
+    /// The operations of this group in their nonblocking form, on buffers that they own meanwhile.
+    ///
+    /// ```
+    /// # use convoke_comm::{CommError, ReduceOp};
+    /// # fn main() -> Result<(), CommError> {
+    /// let world = convoke_comm::init()?;
+    /// let work = world.nonblocking().all_reduce(vec![1.0_f32; 1000], ReduceOp::Sum)?;
+    /// // ... compute something else ...
+    /// let sums = work.wait()?;
+    /// assert_eq!(sums[0], world.size() as f32);
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn nonblocking(&self) -> Nonblocking<'static, 'static> {
+        Nonblocking { group: self.clone(), scope: None, lives: PhantomData }
+    }
+
+    /// Calls `body` with the operations of this group in their nonblocking form, on buffers that they borrow; waits
+    /// in the end for all that it began and did not wait for. So several operations are under way side by side.
+    ///
+    /// ```
+    /// # use convoke_comm::{CommError, ReduceOp};
+    /// # fn main() -> Result<(), CommError> {
+    /// let world = convoke_comm::init()?;
+    /// let (mut loss, mut weights) = ([0.5_f64], vec![1.0_f32; 1000]);
+    /// world.scope(|scope| {
+    ///     scope.all_reduce(&mut weights[..], ReduceOp::Avg)?;
+    ///     scope.all_reduce(&mut loss[..], ReduceOp::Avg)?;
+    ///     Ok(())
+    /// })?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// What `body` returns, else the first error of an operation that it did not wait for.
+    ///
+    /// # Panics
+    /// If `body` does; the group is aborted first, so that what it began ends at once.
+    pub fn scope<'env, R>(
+        &self,
+        body: impl for<'scope> FnOnce(&'scope Nonblocking<'scope, 'env>) -> Result<R, CommError>,
+    ) -> Result<R, CommError> {
+        let tickets = Arc::new(Mutex::default());
+        let scope =
+            Nonblocking { group: self.clone(), scope: Some(Arc::clone(&tickets)), lives: PhantomData };
+        let result = catch_unwind(AssertUnwindSafe(|| body(&scope)));
+        if result.is_err() {
+            self.abort("a thread panicked in a scope of nonblocking operations");
+        }
+        let tickets: Vec<Arc<Ticket>> =
+            std::mem::take(&mut tickets.lock().unwrap_or_else(PoisonError::into_inner));
+        let mut first = Ok(());
+        for ticket in tickets {
+            while !ticket.is_done() {
+                self.wait_for(std::slice::from_ref(&ticket), None);
+            }
+            // Gone if it was waited for.
+            let outcome = ticket.take().map_or(Ok(()), |outcome| outcome.map(drop));
+            first = first.and(outcome);
+        }
+        match result {
+            Ok(result) => result.and_then(|value| first.map(|()| value)),
+            Err(panic) => resume_unwind(panic),
+        }
+    }
+
+    /// Sends without waiting; as [`Nonblocking::send`].
+    ///
+    /// # Errors
+    /// As [`Self::send`].
+    pub fn isend<B: Buffer + 'static>(&self, buf: B, to: usize, tag: u32) -> Result<Work<B>, CommError> {
+        self.nonblocking().send(buf, to, tag)
+    }
+
+    /// Receives without waiting; as [`Nonblocking::recv`].
+    ///
+    /// # Errors
+    /// As [`Self::recv`].
+    pub fn irecv<B: BufferMut + 'static>(&self, buf: B, from: usize, tag: u32) -> Result<Work<B>, CommError> {
+        self.nonblocking().recv(buf, from, tag)
+    }
+}
+
+/// The operations of a group, each begun and not waited for.
+///
+/// From [`Group::nonblocking`], where they own their buffers, or [`Group::scope`], where they may borrow them. Each
+/// method is its namesake of [`Group`] and has its arguments, meaning, errors and cost; only the buffers are handed
+/// over, and come back from the [`Work`]. Collectives happen in the order in which they were begun, together with
+/// the blocking ones. The time limit runs from when an operation is begun.
+///
+/// Nothing need be done for them to go on: whoever waits for any operation of the group drives them, else a
+/// background thread does, which a group has from its first nonblocking operation on.
+pub struct Nonblocking<'scope, 'env: 'scope> {
+    group: Group,
+    /// What was begun in a scope.
+    scope: Option<Arc<Mutex<Vec<Arc<Ticket>>>>>,
+    /// Neither lifetime may be made shorter or longer.
+    lives: PhantomData<(&'scope mut &'scope (), &'env mut &'env ())>,
+}
+
+impl<'scope> Nonblocking<'scope, '_> {
+    /// Begins what `prepare` makes of `memory`.
+    #[allow(unsafe_code)]
+    pub(super) fn begin<M: Memory + 'scope>(
+        &self,
+        memory: M,
+        prepare: impl for<'a> FnOnce(&Group, &'a mut M) -> Prepared<'a>,
+    ) -> Result<Work<M>, CommError> {
+        if let Some(shared) = &self.group.inner.shared {
+            let started = shared.ensure_background();
+            started.map_err(|error| CommError::system("cannot start the background thread", error))?;
+        }
+        let mut memory = MaybeUninit::new(memory);
+        // SAFETY: initialised above.
+        let prepared = match prepare(&self.group, unsafe { memory.assume_init_mut() }) {
+            Ok(prepared) => prepared,
+            Err(error) => {
+                // SAFETY: initialised, and not used afterwards.
+                unsafe { memory.assume_init_drop() };
+                return Err(error);
+            }
+        };
+        let mut ticket = None;
+        if let (Some(shared), Some(operation)) = (&self.group.inner.shared, prepared) {
+            let begun = Arc::new(Ticket::nonblocking(self.group.timeout, Arc::clone(shared.chores())));
+            // SAFETY: until the ticket is done, what `memory` owns stays where it is: with the handle, and with
+            // the ticket if that is dropped (`Work::drop`); `mem::forget` frees nothing. What it borrows lives
+            // for 'scope: either for ever, or until `Group::scope` has waited for the ticket, which it gets here.
+            unsafe { shared.begin(operation, &begun) };
+            if let Some(tickets) = &self.scope {
+                let mut tickets = tickets.lock().unwrap_or_else(PoisonError::into_inner);
+                if tickets.len() == tickets.capacity() {
+                    tickets.retain(|ticket| !ticket.is_taken());
+                }
+                tickets.push(Arc::clone(&begun));
+            }
+            shared.nudge();
+            ticket = Some(begun);
+        }
+        Ok(Work::new(self.group.clone(), ticket, memory))
+    }
+}
+
+impl fmt::Debug for Nonblocking<'_, '_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Nonblocking").field("group", &self.group).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,405 @@
+//! The methods of [`Nonblocking`], one for each operation.
+
+use super::Nonblocking;
+use crate::dtype::ReduceOp;
+use crate::error::CommError;
+use crate::group::buffers::{AnySource, Buffer, BufferMut, List, Lists};
+use crate::group::work::Work;
+
+/// Operations on whole buffers.
+impl<'scope> Nonblocking<'scope, '_> {
+    /// As [`Group::all_reduce`](crate::Group::all_reduce).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn all_reduce<B: BufferMut + 'scope>(&self, buf: B, op: ReduceOp) -> Result<Work<B>, CommError> {
+        self.begin(buf, |group, buf| group.prepare_all_reduce(buf.elements_mut(), op))
+    }
+
+    /// As [`Group::all_reduce_into`](crate::Group::all_reduce_into).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn all_reduce_into<S, R>(&self, send: S, recv: R, op: ReduceOp) -> Result<Work<(S, R)>, CommError>
+    where
+        S: Buffer + 'scope,
+        R: BufferMut<Element = S::Element> + 'scope,
+    {
+        self.begin((send, recv), |group, (send, recv)| {
+            group.prepare_all_reduce_into(send.elements(), recv.elements_mut(), op)
+        })
+    }
+
+    /// As [`Group::broadcast`](crate::Group::broadcast).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn broadcast<B: BufferMut + 'scope>(&self, buf: B, root: usize) -> Result<Work<B>, CommError> {
+        self.begin(buf, |group, buf| group.prepare_broadcast(buf.elements_mut(), root))
+    }
+
+    /// As [`Group::reduce`](crate::Group::reduce).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn reduce<B: BufferMut + 'scope>(
+        &self,
+        buf: B,
+        op: ReduceOp,
+        root: usize,
+    ) -> Result<Work<B>, CommError> {
+        self.begin(buf, |group, buf| group.prepare_reduce(buf.elements_mut(), op, root))
+    }
+
+    /// As [`Group::reduce_into`](crate::Group::reduce_into).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn reduce_into<S, R>(
+        &self,
+        send: S,
+        recv: R,
+        op: ReduceOp,
+        root: usize,
+    ) -> Result<Work<(S, R)>, CommError>
+    where
+        S: Buffer + 'scope,
+        R: BufferMut<Element = S::Element> + 'scope,
+    {
+        self.begin((send, recv), |group, (send, recv)| {
+            group.prepare_reduce_into(send.elements(), recv.elements_mut(), op, root)
+        })
+    }
+
+    /// As [`Group::scan`](crate::Group::scan).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn scan<B: BufferMut + 'scope>(&self, buf: B, op: ReduceOp) -> Result<Work<B>, CommError> {
+        self.begin(buf, |group, buf| group.prepare_scan(buf.elements_mut(), op))
+    }
+
+    /// As [`Group::exclusive_scan`](crate::Group::exclusive_scan).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn exclusive_scan<B: BufferMut + 'scope>(&self, buf: B, op: ReduceOp) -> Result<Work<B>, CommError> {
+        self.begin(buf, |group, buf| group.prepare_exclusive_scan(buf.elements_mut(), op))
+    }
+
+    /// As [`Group::barrier`](crate::Group::barrier).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn barrier(&self) -> Result<Work<()>, CommError> {
+        self.begin((), |group, ()| group.prepare_barrier())
+    }
+}
+
+/// Equal blocks.
+impl<'scope> Nonblocking<'scope, '_> {
+    /// As [`Group::all_gather`](crate::Group::all_gather).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn all_gather<S, R>(&self, send: S, recv: R) -> Result<Work<(S, R)>, CommError>
+    where
+        S: Buffer + 'scope,
+        R: BufferMut<Element = S::Element> + 'scope,
+    {
+        self.begin((send, recv), |group, (send, recv)| {
+            group.prepare_all_gather(send.elements(), recv.elements_mut())
+        })
+    }
+
+    /// As [`Group::all_gather_in_place`](crate::Group::all_gather_in_place).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn all_gather_in_place<B: BufferMut + 'scope>(&self, buf: B) -> Result<Work<B>, CommError> {
+        self.begin(buf, |group, buf| group.prepare_all_gather_in_place(buf.elements_mut()))
+    }
+
+    /// As [`Group::reduce_scatter`](crate::Group::reduce_scatter).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn reduce_scatter<S, R>(&self, send: S, recv: R, op: ReduceOp) -> Result<Work<(S, R)>, CommError>
+    where
+        S: Buffer + 'scope,
+        R: BufferMut<Element = S::Element> + 'scope,
+    {
+        self.begin((send, recv), |group, (send, recv)| {
+            group.prepare_reduce_scatter(send.elements(), recv.elements_mut(), op)
+        })
+    }
+
+    /// As [`Group::reduce_scatter_in_place`](crate::Group::reduce_scatter_in_place).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn reduce_scatter_in_place<B: BufferMut + 'scope>(
+        &self,
+        buf: B,
+        op: ReduceOp,
+    ) -> Result<Work<B>, CommError> {
+        self.begin(buf, |group, buf| group.prepare_reduce_scatter_in_place(buf.elements_mut(), op))
+    }
+
+    /// As [`Group::gather`](crate::Group::gather).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn gather<S, R>(&self, send: S, recv: R, root: usize) -> Result<Work<(S, R)>, CommError>
+    where
+        S: Buffer + 'scope,
+        R: BufferMut<Element = S::Element> + 'scope,
+    {
+        self.begin((send, recv), |group, (send, recv)| {
+            group.prepare_gather(send.elements(), recv.elements_mut(), root)
+        })
+    }
+
+    /// As [`Group::scatter`](crate::Group::scatter).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn scatter<S, R>(&self, send: S, recv: R, root: usize) -> Result<Work<(S, R)>, CommError>
+    where
+        S: Buffer + 'scope,
+        R: BufferMut<Element = S::Element> + 'scope,
+    {
+        self.begin((send, recv), |group, (send, recv)| {
+            group.prepare_scatter(send.elements(), recv.elements_mut(), root)
+        })
+    }
+
+    /// As [`Group::all_to_all`](crate::Group::all_to_all).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn all_to_all<S, R>(&self, send: S, recv: R) -> Result<Work<(S, R)>, CommError>
+    where
+        S: Buffer + 'scope,
+        R: BufferMut<Element = S::Element> + 'scope,
+    {
+        self.begin((send, recv), |group, (send, recv)| {
+            group.prepare_all_to_all(send.elements(), recv.elements_mut())
+        })
+    }
+
+    /// As [`Group::all_to_all_in_place`](crate::Group::all_to_all_in_place).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn all_to_all_in_place<B: BufferMut + 'scope>(&self, buf: B) -> Result<Work<B>, CommError> {
+        self.begin(buf, |group, buf| group.prepare_all_to_all_in_place(buf.elements_mut()))
+    }
+}
+
+/// Unequal blocks.
+impl<'scope> Nonblocking<'scope, '_> {
+    /// As [`Group::all_gather_v`](crate::Group::all_gather_v).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn all_gather_v<S, R>(&self, send: S, recv: R, lens: &[usize]) -> Result<Work<(S, R)>, CommError>
+    where
+        S: Buffer + 'scope,
+        R: BufferMut<Element = S::Element> + 'scope,
+    {
+        self.begin((send, recv), |group, (send, recv)| {
+            group.prepare_all_gather_v(send.elements(), recv.elements_mut(), lens)
+        })
+    }
+
+    /// As [`Group::reduce_scatter_v`](crate::Group::reduce_scatter_v).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn reduce_scatter_v<S, R>(
+        &self,
+        send: S,
+        recv: R,
+        lens: &[usize],
+        op: ReduceOp,
+    ) -> Result<Work<(S, R)>, CommError>
+    where
+        S: Buffer + 'scope,
+        R: BufferMut<Element = S::Element> + 'scope,
+    {
+        self.begin((send, recv), |group, (send, recv)| {
+            group.prepare_reduce_scatter_v(send.elements(), recv.elements_mut(), lens, op)
+        })
+    }
+
+    /// As [`Group::gather_v`](crate::Group::gather_v).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn gather_v<S, R>(
+        &self,
+        send: S,
+        recv: R,
+        lens: &[usize],
+        root: usize,
+    ) -> Result<Work<(S, R)>, CommError>
+    where
+        S: Buffer + 'scope,
+        R: BufferMut<Element = S::Element> + 'scope,
+    {
+        self.begin((send, recv), |group, (send, recv)| {
+            group.prepare_gather_v(send.elements(), recv.elements_mut(), lens, root)
+        })
+    }
+
+    /// As [`Group::scatter_v`](crate::Group::scatter_v).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn scatter_v<S, R>(
+        &self,
+        send: S,
+        recv: R,
+        lens: &[usize],
+        root: usize,
+    ) -> Result<Work<(S, R)>, CommError>
+    where
+        S: Buffer + 'scope,
+        R: BufferMut<Element = S::Element> + 'scope,
+    {
+        self.begin((send, recv), |group, (send, recv)| {
+            group.prepare_scatter_v(send.elements(), recv.elements_mut(), lens, root)
+        })
+    }
+
+    /// As [`Group::all_to_all_v`](crate::Group::all_to_all_v).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn all_to_all_v<S, R>(
+        &self,
+        (send, send_lens): (S, &[usize]),
+        (recv, recv_lens): (R, &[usize]),
+    ) -> Result<Work<(S, R)>, CommError>
+    where
+        S: Buffer + 'scope,
+        R: BufferMut<Element = S::Element> + 'scope,
+    {
+        self.begin((send, recv), |group, (send, recv)| {
+            group.prepare_all_to_all_v((send.elements(), send_lens), (recv.elements_mut(), recv_lens))
+        })
+    }
+}
+
+/// Lists of buffers.
+impl<'scope> Nonblocking<'scope, '_> {
+    /// As [`Group::all_reduce_coalesced`](crate::Group::all_reduce_coalesced).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn all_reduce_coalesced<B: BufferMut + 'scope>(
+        &self,
+        bufs: Vec<B>,
+        op: ReduceOp,
+    ) -> Result<Work<List<B>>, CommError> {
+        self.begin(List(bufs), |group, bufs| {
+            group.prepare_all_reduce_coalesced(bufs.0.iter_mut().map(B::elements_mut), op)
+        })
+    }
+
+    /// As [`Group::broadcast_coalesced`](crate::Group::broadcast_coalesced).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn broadcast_coalesced<B: BufferMut + 'scope>(
+        &self,
+        bufs: Vec<B>,
+        root: usize,
+    ) -> Result<Work<List<B>>, CommError> {
+        self.begin(List(bufs), |group, bufs| {
+            group.prepare_broadcast_coalesced(bufs.0.iter_mut().map(B::elements_mut), root)
+        })
+    }
+
+    /// As [`Group::reduce_coalesced`](crate::Group::reduce_coalesced).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn reduce_coalesced<B: BufferMut + 'scope>(
+        &self,
+        bufs: Vec<B>,
+        op: ReduceOp,
+        root: usize,
+    ) -> Result<Work<List<B>>, CommError> {
+        self.begin(List(bufs), |group, bufs| {
+            group.prepare_reduce_coalesced(bufs.0.iter_mut().map(B::elements_mut), op, root)
+        })
+    }
+
+    /// As [`Group::all_gather_coalesced`](crate::Group::all_gather_coalesced).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn all_gather_coalesced<S, R>(
+        &self,
+        sends: Vec<S>,
+        recvs: Vec<R>,
+    ) -> Result<Work<Lists<S, R>>, CommError>
+    where
+        S: Buffer + 'scope,
+        R: BufferMut<Element = S::Element> + 'scope,
+    {
+        self.begin((List(sends), List(recvs)), |group, (sends, recvs)| {
+            let sends = sends.0.iter().map(S::elements);
+            group.prepare_all_gather_coalesced(sends, recvs.0.iter_mut().map(R::elements_mut))
+        })
+    }
+
+    /// As [`Group::reduce_scatter_coalesced`](crate::Group::reduce_scatter_coalesced).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn reduce_scatter_coalesced<S, R>(
+        &self,
+        sends: Vec<S>,
+        recvs: Vec<R>,
+        op: ReduceOp,
+    ) -> Result<Work<Lists<S, R>>, CommError>
+    where
+        S: Buffer + 'scope,
+        R: BufferMut<Element = S::Element> + 'scope,
+    {
+        self.begin((List(sends), List(recvs)), |group, (sends, recvs)| {
+            let sends = sends.0.iter().map(S::elements);
+            group.prepare_reduce_scatter_coalesced(sends, recvs.0.iter_mut().map(R::elements_mut), op)
+        })
+    }
+}
+
+/// Messages.
+impl<'scope> Nonblocking<'scope, '_> {
+    /// As [`Group::send`](crate::Group::send).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn send<B: Buffer + 'scope>(&self, buf: B, to: usize, tag: u32) -> Result<Work<B>, CommError> {
+        self.begin(buf, |group, buf| group.prepare_send(buf.elements(), to, tag))
+    }
+
+    /// As [`Group::recv`](crate::Group::recv).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn recv<B: BufferMut + 'scope>(&self, buf: B, from: usize, tag: u32) -> Result<Work<B>, CommError> {
+        self.begin(buf, |group, buf| group.prepare_recv(buf.elements_mut(), from, tag))
+    }
+
+    /// As [`Group::recv_any`](crate::Group::recv_any); the buffer comes back with the rank that sent.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn recv_any<B: BufferMut + 'scope>(&self, buf: B, tag: u32) -> Result<Work<AnySource<B>>, CommError> {
+        self.begin(AnySource(buf), |group, buf| group.prepare_recv_any(buf.0.elements_mut(), tag))
+    }
+}

@@ -1,0 +1,161 @@
+//! Collectives of whole buffers, one on each rank.
+
+use super::{CallKind, CommError, Element, Group, Lent, Prepared, ReduceOp, call, kernel};
+use crate::plan;
+
+impl Group {
+    /// Replaces `buf` on every rank by the elementwise `op` over all ranks' `buf`.
+    ///
+    /// All ranks pass the same length, type and `op`. Sums are added in one fixed order: bitwise equal on
+    /// all ranks and on a rerun.
+    ///
+    /// # Errors
+    /// [`CommError::InvalidArgument`], before anything is sent, if `op` has no meaning for the type
+    /// ([`ReduceOp::Avg`] of integers). [`CommError::Mismatch`] on all ranks if they disagree. Else
+    /// whatever ended the group; `buf` is then unspecified.
+    ///
+    /// # Cost
+    /// With P ranks and S bytes: few bytes, log2(P) exchanges of S; many, a ring of 2(P−1) steps in which
+    /// each rank sends 2·S·(P−1)/P bytes.
+    pub fn all_reduce<T: Element>(&self, buf: &mut [T], op: ReduceOp) -> Result<(), CommError> {
+        self.carry_out(self.prepare_all_reduce(buf, op)?).map(drop)
+    }
+
+    pub(super) fn prepare_all_reduce<'a, T: Element>(&self, buf: &'a mut [T], op: ReduceOp) -> Prepared<'a> {
+        let kernel = kernel::<T>(op)?;
+        let call = call::<T>(CallKind::AllReduce, Some(op), 0, buf.len());
+        self.planned(call, Lent::default().filled(0, buf), Some(kernel))
+    }
+
+    /// As [`Self::all_reduce`], from `send`, which stays as it is, into `recv`.
+    ///
+    /// # Errors
+    /// As [`Self::all_reduce`]; [`CommError::InvalidArgument`] also if the two are not equally long.
+    ///
+    /// # Cost
+    /// As [`Self::all_reduce`], and a copy.
+    pub fn all_reduce_into<T: Element>(
+        &self,
+        send: &[T],
+        recv: &mut [T],
+        op: ReduceOp,
+    ) -> Result<(), CommError> {
+        self.carry_out(self.prepare_all_reduce_into(send, recv, op)?).map(drop)
+    }
+
+    pub(super) fn prepare_all_reduce_into<'a, T: Element>(
+        &self,
+        send: &[T],
+        recv: &'a mut [T],
+        op: ReduceOp,
+    ) -> Prepared<'a> {
+        kernel::<T>(op)?;
+        check_same(send, recv)?;
+        recv.copy_from_slice(send);
+        self.prepare_all_reduce(recv, op)
+    }
+
+    /// Replaces `buf` on every rank by that of rank `root`.
+    ///
+    /// All ranks pass the same length, type and `root`. The root may return before the others have
+    /// everything.
+    ///
+    /// # Errors
+    /// [`CommError::InvalidArgument`] if there is no such rank. [`CommError::Mismatch`] if ranks
+    /// disagree (a root that has returned gets it from its next call). Else whatever ended the group.
+    ///
+    /// # Cost
+    /// Few bytes: a tree of log2(P) steps. Many: a chain in which every rank sends S bytes at most.
+    pub fn broadcast<T: Element>(&self, buf: &mut [T], root: usize) -> Result<(), CommError> {
+        self.carry_out(self.prepare_broadcast(buf, root)?).map(drop)
+    }
+
+    pub(super) fn prepare_broadcast<'a, T: Element>(&self, buf: &'a mut [T], root: usize) -> Prepared<'a> {
+        self.check_rank(root, "root")?;
+        let call = call::<T>(CallKind::Broadcast, None, root as u32, buf.len());
+        self.planned(call, Lent::default().filled(0, buf), None)
+    }
+
+    /// Replaces `buf` on rank `root` by the elementwise `op` over all ranks' `buf`. On the other ranks it is
+    /// unspecified afterwards.
+    ///
+    /// All ranks pass the same length, type, `op` and `root`. A rank other than the root may return before
+    /// the root has everything.
+    ///
+    /// # Errors
+    /// As [`Self::all_reduce`]; [`CommError::InvalidArgument`] also if there is no such rank.
+    ///
+    /// # Cost
+    /// Few bytes: a tree of log2(P) steps. Many: a chain in which every rank sends S bytes at most.
+    pub fn reduce<T: Element>(&self, buf: &mut [T], op: ReduceOp, root: usize) -> Result<(), CommError> {
+        self.carry_out(self.prepare_reduce(buf, op, root)?).map(drop)
+    }
+
+    pub(super) fn prepare_reduce<'a, T: Element>(
+        &self,
+        buf: &'a mut [T],
+        op: ReduceOp,
+        root: usize,
+    ) -> Prepared<'a> {
+        self.check_rank(root, "root")?;
+        let kernel = kernel::<T>(op)?;
+        let call = call::<T>(CallKind::Reduce, Some(op), root as u32, buf.len());
+        self.planned(call, Lent::default().filled(0, buf), Some(kernel))
+    }
+
+    /// As [`Self::reduce`], from `send`, which stays as it is, into `recv` of the root; that of the other ranks is
+    /// not looked at and may be empty.
+    ///
+    /// # Errors
+    /// As [`Self::reduce`]; [`CommError::InvalidArgument`] also if on the root the two are not equally long.
+    ///
+    /// # Cost
+    /// As [`Self::reduce`], and a copy.
+    pub fn reduce_into<T: Element>(
+        &self,
+        send: &[T],
+        recv: &mut [T],
+        op: ReduceOp,
+        root: usize,
+    ) -> Result<(), CommError> {
+        self.carry_out(self.prepare_reduce_into(send, recv, op, root)?).map(drop)
+    }
+
+    pub(super) fn prepare_reduce_into<'a, T: Element>(
+        &self,
+        send: &[T],
+        recv: &'a mut [T],
+        op: ReduceOp,
+        root: usize,
+    ) -> Prepared<'a> {
+        self.check_rank(root, "root")?;
+        let kernel = kernel::<T>(op)?;
+        if self.rank() == root {
+            check_same(send, recv)?;
+            recv.copy_from_slice(send);
+            return self.prepare_reduce(recv, op, root);
+        }
+        let call = call::<T>(CallKind::Reduce, Some(op), root as u32, send.len());
+        self.planned(call, Lent::default().scratch(0, send.to_vec()), Some(kernel))
+    }
+
+    /// Returns when all ranks have called it.
+    ///
+    /// # Errors
+    /// Whatever ended the group.
+    ///
+    /// # Cost
+    /// log2(P) messages of a few bytes, one after the other.
+    pub fn barrier(&self) -> Result<(), CommError> {
+        self.carry_out(self.prepare_barrier()?).map(drop)
+    }
+
+    pub(super) fn prepare_barrier(&self) -> Prepared<'static> {
+        let memory = vec![0_u8; plan::barrier_elements(self.size())];
+        self.planned(call::<u8>(CallKind::Barrier, None, 0, 0), Lent::default().scratch(0, memory), None)
+    }
+}
+
+fn check_same<T>(send: &[T], recv: &[T]) -> Result<(), CommError> {
+    super::check_len("recv", recv.len(), send.len())
+}

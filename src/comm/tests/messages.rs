@@ -1,0 +1,176 @@
+//! Messages from anybody, probes, and messages side by side.
+
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+mod common;
+
+use std::time::Duration;
+
+use common::*;
+use convoke_comm::{Dtype, Loss};
+
+#[test]
+fn a_ring_of_large_messages_does_not_wait_in_a_circle() {
+    ranks(3, |group| {
+        let (rank, size) = (group.rank(), group.size());
+        let (next, before) = ((rank + 1) % size, (rank + size - 1) % size);
+        let (mine, mut got) = (vec![rank as u64; 500_000], vec![0_u64; 500_000]);
+        group.send_recv((&mine, next, 0), (&mut got, before, 0)).unwrap();
+        assert_eq!(got, vec![before as u64; 500_000]);
+        let (mut left, mut right) = (vec![0_u64; 500_000], vec![0_u64; 500_000]);
+        let mut batch = group.batch();
+        batch.send(&mine, next, 1).unwrap().send(&mine, before, 2).unwrap();
+        batch.recv(&mut left, before, 1).unwrap().recv(&mut right, next, 2).unwrap();
+        batch.wait().unwrap();
+        assert_eq!((left[0], right[499_999]), (before as u64, next as u64));
+    });
+}
+
+#[test]
+fn what_came_first_is_received_first() {
+    ranks(4, |group| {
+        let rank = group.rank();
+        if rank > 0 {
+            // One after the other, each when the one before has arrived.
+            if rank > 1 {
+                group.recv(&mut [0_u8], 0, 5).unwrap();
+            }
+            let len = if rank == 2 { 50_000 } else { 1 };
+            return group.send(&vec![rank as u64; len], 0, 3).unwrap();
+        }
+        for from in 1..4 {
+            let envelope = group.probe(Some(from), 3).unwrap();
+            let len = if from == 2 { 50_000 } else { 1 };
+            assert_eq!((envelope.from(), envelope.count(), envelope.dtype()), (from, len, Dtype::U64));
+            if from < 3 {
+                group.send(&[0_u8], from + 1, 5).unwrap();
+            }
+        }
+        assert_eq!(group.try_probe(None, 4).unwrap(), None);
+        for from in 1..4 {
+            let envelope = group.try_probe(None, 3).unwrap().unwrap();
+            let mut got = vec![0_u64; envelope.count()];
+            assert_eq!(group.recv_any(&mut got, 3).unwrap(), from);
+            assert_eq!(got, vec![from as u64; got.len()]);
+        }
+        assert_eq!(group.try_probe(None, 3).unwrap(), None);
+    });
+}
+
+#[test]
+fn receives_are_served_in_the_order_of_their_calls() {
+    ranks(3, |group| {
+        if group.rank() > 0 {
+            group.barrier().unwrap();
+            for round in 0..2 {
+                group.send(&[group.rank() as u64 * 10 + round], 0, 0).unwrap();
+            }
+            return;
+        }
+        let any = group.nonblocking().recv_any(vec![0_u64], 0).unwrap();
+        let named: Vec<_> = [1, 2, 1, 2].map(|from| group.irecv(vec![0_u64], from, 0).unwrap()).into();
+        let mut named = named.into_iter();
+        let mut next = || named.next().unwrap();
+        let (one, two, one_more, two_more) = (next(), next(), next(), next());
+        group.barrier().unwrap();
+        let (first, from) = any.wait().unwrap();
+        let from = from as u64;
+        assert_eq!(first, [from * 10]);
+        // Whoever it was has one message left for two receives.
+        let (mine, other) =
+            if from == 1 { ((one, one_more), (two, two_more)) } else { ((two, two_more), (one, one_more)) };
+        assert_eq!(mine.0.wait().unwrap(), [from * 10 + 1]);
+        assert_eq!(
+            (other.0.wait().unwrap(), other.1.wait().unwrap()),
+            (vec![(3 - from) * 10], vec![(3 - from) * 10 + 1])
+        );
+        assert!(!mine.1.is_completed());
+        group.abort("enough");
+        mine.1.wait().unwrap_err();
+    });
+}
+
+#[test]
+fn many_messages_from_anybody() {
+    const EACH: u64 = 300;
+    let is_large = |round: &u64| round.is_multiple_of(10);
+    let len = |round: u64| if is_large(&round) { 20_000 } else { 1 + round as usize % 7 };
+    ranks(4, |group| {
+        if group.rank() > 0 {
+            for round in 0..EACH {
+                group.send(&vec![round; len(round)], 0, is_large(&round).into()).unwrap();
+            }
+            return;
+        }
+        // What each rank sends next, with either tag.
+        let mut small: Vec<_> = (0..4).map(|_| (0..EACH).filter(|round| !is_large(round))).collect();
+        let mut large: Vec<_> = (0..4).map(|_| (0..EACH).filter(is_large)).collect();
+        for count in 0..3 * EACH {
+            if is_large(&count) {
+                let mut got = vec![0_u64; 20_000];
+                let from = group.recv_any(&mut got, 1).unwrap();
+                assert_eq!(got, vec![large[from].next().unwrap(); 20_000]);
+            } else {
+                let envelope = group.probe(None, 0).unwrap();
+                let mut got = vec![0_u64; envelope.count()];
+                group.recv(&mut got, envelope.from(), 0).unwrap();
+                let round = small[envelope.from()].next().unwrap();
+                assert_eq!(got, vec![round; len(round)]);
+            }
+        }
+    });
+}
+
+#[test]
+fn a_message_from_anybody_has_a_deadline_that_names_everybody() {
+    let options = GroupOptions::default();
+    let errors = with_options(3, options, |group| {
+        if group.rank() != 1 {
+            return group.recv(&mut [0_u8], 1, 0).unwrap_err();
+        }
+        group.with_timeout(Duration::from_millis(50)).recv_any(&mut [0_u8], 0).unwrap_err()
+    });
+    for error in errors {
+        assert!(matches!(&error, CommError::Timeout { missing, .. } if missing == &[0, 2]), "{error}");
+    }
+}
+
+#[test]
+fn nobody_is_left_to_send() {
+    ranks(3, |group| {
+        if group.rank() != 1 {
+            return;
+        }
+        let probe = group.with_timeout(LONG).probe(Some(2), 0).unwrap_err();
+        assert!(matches!(probe, CommError::PeerLost { rank: 2, how: Loss::Left, .. }), "{probe}");
+    });
+    ranks(3, |group| {
+        if group.rank() != 1 {
+            return;
+        }
+        let error = group.recv_any(&mut [0_u8], 0).unwrap_err();
+        assert!(matches!(error, CommError::PeerLost { rank: 0, how: Loss::Left, .. }), "{error}");
+    });
+}
+
+#[test]
+fn another_type_or_length_is_a_mismatch() {
+    let errors = ranks(2, |group| {
+        if group.rank() == 0 {
+            group.recv_any(&mut [0_u8; 4], 0).unwrap_err()
+        } else {
+            group.send(&[0_u32], 0, 0).unwrap();
+            group.recv(&mut [0_u8], 0, 0).unwrap_err()
+        }
+    });
+    assert!(errors.iter().all(|error| matches!(error, CommError::Mismatch { rank: 1, .. })), "{errors:?}");
+}
+
+#[test]
+fn alone_there_is_nobody() {
+    ranks(1, |group| {
+        assert!(matches!(group.recv_any(&mut [0_u8], 0), Err(CommError::InvalidArgument(_))));
+        assert!(matches!(group.probe(None, 0), Err(CommError::InvalidArgument(_))));
+        group.batch().wait().unwrap();
+    });
+}

@@ -1,0 +1,459 @@
+//! Operations that nobody waits for yet: they give what the blocking ones give, go on by themselves, and end well or
+//! not with the group.
+
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+mod common;
+
+use std::future::Future;
+use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc;
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread::Thread;
+use std::time::{Duration, Instant};
+
+use common::*;
+use convoke_comm::{List, Work, wait_all, wait_any};
+use nix::poll::{PollFd, PollFlags, PollTimeout};
+
+/// What rank `rank` has in element `index`.
+fn value(rank: usize, index: usize) -> i64 {
+    (rank * 1000 + index) as i64
+}
+
+fn row(rank: usize, len: usize) -> Vec<i64> {
+    (0..len).map(|index| value(rank, index)).collect()
+}
+
+/// Sizes that take each algorithm.
+const LENS: [usize; 3] = [3, 5_000, 70_000];
+
+#[test]
+fn each_gives_what_its_blocking_namesake_gives() {
+    for world in [1, 2, 4] {
+        ranks(world, |group| {
+            let (rank, size, own) = (group.rank(), group.size(), group.nonblocking());
+            for len in LENS {
+                let (mine, blocks) = (row(rank, len), row(rank, len * size));
+                let lens: Vec<usize> = (0..size).map(|rank| len + rank).collect();
+                let (mine_v, blocks_v) = (row(rank, lens[rank]), row(rank, lens.iter().sum()));
+
+                let mut want = mine.clone();
+                group.all_reduce(&mut want, ReduceOp::Sum).unwrap();
+                let got = own.all_reduce(mine.clone(), ReduceOp::Sum).unwrap().wait().unwrap();
+                assert_eq!(got, want);
+                let into = own.all_reduce_into(mine.clone(), vec![0; len], ReduceOp::Sum).unwrap();
+                assert_eq!(into.wait().unwrap(), (mine.clone(), want));
+
+                let mut want = mine.clone();
+                group.broadcast(&mut want, size - 1).unwrap();
+                assert_eq!(own.broadcast(mine.clone(), size - 1).unwrap().wait().unwrap(), want);
+
+                let (mut want, mut want_into) = (mine.clone(), vec![0; len]);
+                group.reduce(&mut want, ReduceOp::Max, 0).unwrap();
+                group.reduce_into(&mine, &mut want_into, ReduceOp::Max, 0).unwrap();
+                let got = own.reduce(mine.clone(), ReduceOp::Max, 0).unwrap().wait().unwrap();
+                let into = own.reduce_into(mine.clone(), vec![0; len], ReduceOp::Max, 0).unwrap();
+                let into = into.wait().unwrap();
+                if rank == 0 {
+                    assert_eq!((&got, &into.1), (&want, &want));
+                    assert_eq!(want_into, want);
+                }
+                assert_eq!(into.0, mine);
+
+                let (mut want, mut want_before) = (mine.clone(), mine.clone());
+                group.scan(&mut want, ReduceOp::Sum).unwrap();
+                group.exclusive_scan(&mut want_before, ReduceOp::Sum).unwrap();
+                assert_eq!(own.scan(mine.clone(), ReduceOp::Sum).unwrap().wait().unwrap(), want);
+                let got = own.exclusive_scan(mine.clone(), ReduceOp::Sum).unwrap().wait().unwrap();
+                assert_eq!(got, want_before);
+
+                let mut want = vec![0; len * size];
+                group.all_gather(&mine, &mut want).unwrap();
+                let got = own.all_gather(mine.clone(), vec![0; len * size]).unwrap().wait().unwrap();
+                assert_eq!(got.1, want);
+                let mut place = vec![0; len * size];
+                place[rank * len..][..len].copy_from_slice(&mine);
+                assert_eq!(own.all_gather_in_place(place).unwrap().wait().unwrap(), want);
+
+                let mut want = vec![0; len];
+                group.reduce_scatter(&blocks, &mut want, ReduceOp::Sum).unwrap();
+                let got = own.reduce_scatter(blocks.clone(), vec![0; len], ReduceOp::Sum).unwrap();
+                assert_eq!(got.wait().unwrap().1, want);
+                let got = own.reduce_scatter_in_place(blocks.clone(), ReduceOp::Sum).unwrap().wait().unwrap();
+                assert_eq!(got[rank * len..][..len], want);
+
+                let mut want = vec![0; len * size];
+                group.gather(&mine, &mut want, 0).unwrap();
+                assert_eq!(own.gather(mine.clone(), vec![0; len * size], 0).unwrap().wait().unwrap().1, want);
+                let mut want = vec![0; len];
+                group.scatter(&blocks, &mut want, 0).unwrap();
+                assert_eq!(own.scatter(blocks.clone(), vec![0; len], 0).unwrap().wait().unwrap().1, want);
+
+                let mut want = vec![0; len * size];
+                group.all_to_all(&blocks, &mut want).unwrap();
+                let got = own.all_to_all(blocks.clone(), vec![0; len * size]).unwrap();
+                assert_eq!(got.wait().unwrap().1, want);
+                assert_eq!(own.all_to_all_in_place(blocks.clone()).unwrap().wait().unwrap(), want);
+
+                let mut want = vec![0; blocks_v.len()];
+                group.all_gather_v(&mine_v, &mut want, &lens).unwrap();
+                let got = own.all_gather_v(mine_v.clone(), vec![0; blocks_v.len()], &lens).unwrap();
+                assert_eq!(got.wait().unwrap().1, want);
+                let mut want = vec![0; mine_v.len()];
+                group.reduce_scatter_v(&blocks_v, &mut want, &lens, ReduceOp::Sum).unwrap();
+                let got = own.reduce_scatter_v(blocks_v.clone(), vec![0; mine_v.len()], &lens, ReduceOp::Sum);
+                assert_eq!(got.unwrap().wait().unwrap().1, want);
+                let got = own.gather_v(mine_v.clone(), vec![0; blocks_v.len()], &lens, 0).unwrap();
+                let gathered = got.wait().unwrap().1;
+                let mut want = vec![0; blocks_v.len()];
+                group.gather_v(&mine_v, &mut want, &lens, 0).unwrap();
+                assert_eq!(gathered, want);
+                let got = own.scatter_v(blocks_v.clone(), vec![0; mine_v.len()], &lens, 0).unwrap();
+                let mut want = vec![0; mine_v.len()];
+                group.scatter_v(&blocks_v, &mut want, &lens, 0).unwrap();
+                assert_eq!(got.wait().unwrap().1, want);
+                let all = vec![len; size];
+                let got = own.all_to_all_v((blocks.clone(), &all), (vec![0; len * size], &all)).unwrap();
+                let mut want = vec![0; len * size];
+                group.all_to_all(&blocks, &mut want).unwrap();
+                assert_eq!(got.wait().unwrap().1, want);
+            }
+            own.barrier().unwrap().wait().unwrap();
+        });
+    }
+}
+
+#[test]
+fn lists_give_what_each_buffer_would() {
+    for world in [1, 2, 3] {
+        ranks(world, |group| {
+            let (rank, size, own) = (group.rank(), group.size(), group.nonblocking());
+            for lens in [vec![], vec![0], vec![1, 0, 7], vec![30_000, 1, 50_000]] {
+                let list = || -> Vec<Vec<i64>> { lens.iter().map(|&len| row(rank, len)).collect() };
+                let each = |call: &dyn Fn(&mut [i64])| -> Vec<Vec<i64>> {
+                    let mut list = list();
+                    list.iter_mut().for_each(|buf| call(buf));
+                    list
+                };
+                let want = each(&|buf| group.all_reduce(buf, ReduceOp::Sum).unwrap());
+                let mut got = list();
+                group.all_reduce_coalesced(&mut got, ReduceOp::Sum).unwrap();
+                assert_eq!(got, want);
+                let work = own.all_reduce_coalesced(list(), ReduceOp::Sum).unwrap();
+                assert_eq!(work.wait().unwrap(), List(want));
+
+                let want = each(&|buf| group.broadcast(buf, size - 1).unwrap());
+                let mut got = list();
+                group.broadcast_coalesced(&mut got, size - 1).unwrap();
+                assert_eq!(got, want);
+                let want = each(&|buf| group.reduce(buf, ReduceOp::Min, 0).unwrap());
+                let mut got = list();
+                group.reduce_coalesced(&mut got, ReduceOp::Min, 0).unwrap();
+                if rank == 0 {
+                    assert_eq!(got, want);
+                }
+
+                let wide = || -> Vec<Vec<i64>> { lens.iter().map(|&len| vec![0; len * size]).collect() };
+                let (mut got, mut want) = (wide(), wide());
+                group.all_gather_coalesced(&list(), &mut got).unwrap();
+                for (send, recv) in list().iter().zip(&mut want) {
+                    group.all_gather(send, recv).unwrap();
+                }
+                assert_eq!(got, want);
+                let sends: Vec<Vec<i64>> = lens.iter().map(|&len| row(rank, len * size)).collect();
+                let (mut got, mut want) = (list(), list());
+                group.reduce_scatter_coalesced(&sends, &mut got, ReduceOp::Sum).unwrap();
+                for (send, recv) in sends.iter().zip(&mut want) {
+                    group.reduce_scatter(send, recv, ReduceOp::Sum).unwrap();
+                }
+                assert_eq!(got, want);
+                let work = own.reduce_scatter_coalesced(sends, list(), ReduceOp::Sum).unwrap();
+                assert_eq!(work.wait().unwrap().1, List(want));
+            }
+        });
+    }
+}
+
+#[test]
+fn many_are_under_way_and_blocking_calls_keep_their_place_among_them() {
+    ranks(3, |group| {
+        let works: Vec<Work<Vec<i64>>> = (0..200)
+            .map(|round| {
+                let work = group.nonblocking().all_reduce(vec![round; 500], ReduceOp::Sum).unwrap();
+                if round % 50 == 49 {
+                    let mut now = [round];
+                    group.all_reduce(&mut now, ReduceOp::Max).unwrap();
+                    assert_eq!(now, [round]);
+                    assert!(work.is_completed(), "what was called before is done before");
+                }
+                work
+            })
+            .collect();
+        for (round, sums) in wait_all(works).unwrap().into_iter().enumerate() {
+            assert_eq!(sums, vec![3 * round as i64; 500]);
+        }
+    });
+}
+
+#[test]
+fn nobody_need_wait_for_it_to_go_on() {
+    ranks(2, |group| {
+        let work = group.nonblocking().all_reduce(vec![1.0_f32; 300_000], ReduceOp::Sum).unwrap();
+        let (told, news) = mpsc::channel();
+        work.on_complete(move || told.send(()).unwrap());
+        news.recv_timeout(LONG).unwrap();
+        assert!(work.is_completed());
+        assert_eq!(work.wait().unwrap(), vec![2.0; 300_000]);
+    });
+}
+
+#[test]
+fn a_dropped_handle_lets_it_go_on_even_without_the_group() {
+    let sums = ranks(2, |group| {
+        let own = group.nonblocking();
+        if group.rank() == 0 {
+            // Nobody waits, nobody holds the group: the other rank must get its sum nevertheless.
+            drop(own.all_reduce(vec![1_i64; 100_000], ReduceOp::Sum).unwrap());
+            drop(own.send(vec![5_i64; 100_000], 1, 7).unwrap());
+            return 0;
+        }
+        std::thread::sleep(Duration::from_millis(20));
+        let mut mine = vec![2_i64; 100_000];
+        group.all_reduce(&mut mine, ReduceOp::Sum).unwrap();
+        let mut got = vec![0_i64; 100_000];
+        group.recv(&mut got, 0, 7).unwrap();
+        mine[99_999] + got[99_999]
+    });
+    assert_eq!(sums, [0, 8]);
+}
+
+/// Runs a future on this thread.
+fn block_on<F: Future>(future: F) -> F::Output {
+    struct Unpark(Thread);
+    impl Wake for Unpark {
+        fn wake(self: Arc<Self>) {
+            self.0.unpark();
+        }
+    }
+    let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
+    let mut future = pin!(future);
+    loop {
+        match future.as_mut().poll(&mut Context::from_waker(&waker)) {
+            Poll::Ready(output) => return output,
+            Poll::Pending => std::thread::park(),
+        }
+    }
+}
+
+#[test]
+fn it_can_be_awaited() {
+    ranks(2, |group| {
+        let total = block_on(async {
+            let one = group.nonblocking().all_reduce(vec![1_i32; 10], ReduceOp::Sum)?;
+            let two = group.nonblocking().all_reduce(vec![2_i32; 100_000], ReduceOp::Sum)?;
+            let two = two.await?;
+            Ok::<_, CommError>(one.await?[0] + two[99_999])
+        });
+        assert_eq!(total.unwrap(), 6);
+    });
+}
+
+#[test]
+fn its_descriptor_becomes_readable() {
+    ranks(2, |group| {
+        let work = group.nonblocking().all_reduce(vec![1_i32; 1000], ReduceOp::Sum).unwrap();
+        let descriptor = work.descriptor().unwrap().unwrap();
+        let mut fds = [PollFd::new(descriptor, PollFlags::POLLIN)];
+        assert_eq!(nix::poll::poll(&mut fds, PollTimeout::from(60_000_u16)), Ok(1));
+        assert!(work.is_completed());
+        // And of what is done already.
+        let done = group.nonblocking().barrier().unwrap();
+        group.barrier().unwrap();
+        assert!(done.is_completed());
+        let descriptor = done.descriptor().unwrap().unwrap();
+        let mut fds = [PollFd::new(descriptor, PollFlags::POLLIN)];
+        assert_eq!(nix::poll::poll(&mut fds, PollTimeout::ZERO), Ok(1));
+    });
+}
+
+#[test]
+fn callbacks_may_begin_the_next() {
+    ranks(2, |group| {
+        let (told, news) = mpsc::channel();
+        let next = group.clone();
+        let first = group.nonblocking().barrier().unwrap();
+        first.on_complete(move || {
+            told.send(next.nonblocking().all_reduce(vec![21_u64], ReduceOp::Sum).unwrap()).unwrap();
+        });
+        let second = news.recv_timeout(LONG).unwrap();
+        assert_eq!(second.wait().unwrap(), [42]);
+        let called = Arc::new(AtomicUsize::new(0));
+        let counter = Arc::clone(&called);
+        first.on_complete(move || counter.store(1, Ordering::SeqCst));
+        assert_eq!(called.load(Ordering::SeqCst), 1, "at once if it is done");
+    });
+}
+
+#[test]
+fn a_callback_that_panics_ends_the_group_and_nothing_else() {
+    let errors = ranks(2, |group| {
+        if group.rank() == 0 {
+            let work = group.nonblocking().barrier().unwrap();
+            work.on_complete(|| panic!("in a callback, as the test wants"));
+            group.send(&[0_u8], 1, 1).unwrap();
+        } else {
+            group.recv(&mut [0_u8], 0, 1).unwrap();
+            group.barrier().unwrap();
+        }
+        group.recv(&mut [0_u8], 1 - group.rank(), 0).unwrap_err().to_string()
+    });
+    assert!(errors.iter().all(|error| error.contains("a callback panicked")), "{errors:?}");
+}
+
+#[test]
+fn waiting_for_a_while_gives_the_handle_back() {
+    ranks(2, |group| {
+        if group.rank() == 0 {
+            let work = group.irecv(vec![0_u8; 3], 1, 0).unwrap();
+            let begin = Instant::now();
+            let work = work.wait_timeout(Duration::from_millis(30)).unwrap().unwrap_err();
+            assert!(begin.elapsed() >= Duration::from_millis(30));
+            let work = work.test().unwrap().unwrap_err();
+            group.send(&[0_u8], 1, 1).unwrap();
+            assert_eq!(work.wait_timeout(LONG).unwrap().unwrap(), [1, 2, 3]);
+        } else {
+            group.recv(&mut [0_u8], 0, 1).unwrap();
+            group.send(&[1_u8, 2, 3], 0, 0).unwrap();
+        }
+    });
+}
+
+#[test]
+fn a_scope_borrows_and_waits() {
+    ranks(3, |group| {
+        let (mut sums, mut gathered, mine) = (vec![1_u32; 9], vec![0_u32; 3], [group.rank() as u32]);
+        let first = group
+            .scope(|scope| {
+                let work = scope.all_reduce(&mut sums[..], ReduceOp::Sum)?;
+                drop(scope.all_gather(&mine[..], &mut gathered[..])?);
+                Ok(work.wait()?[0])
+            })
+            .unwrap();
+        assert_eq!((first, sums, gathered), (3, vec![3; 9], vec![0, 1, 2]));
+    });
+}
+
+#[test]
+fn a_scope_tells_of_errors_that_nobody_waited_for() {
+    let errors = ranks(2, |group| {
+        let mut buf = vec![0_u32; 4 + group.rank()];
+        group.scope(|scope| scope.all_reduce(&mut buf[..], ReduceOp::Sum).map(drop)).unwrap_err()
+    });
+    assert!(errors.iter().all(|error| matches!(error, CommError::Mismatch { .. })), "{errors:?}");
+}
+
+#[test]
+fn a_panic_in_a_scope_ends_what_it_began() {
+    let errors = ranks(2, |group| {
+        group.barrier().unwrap();
+        if group.rank() == 0 {
+            let mut buf = [0_u8; 100];
+            let panic = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                group.scope(|scope| -> Result<(), CommError> {
+                    let _never = scope.recv(&mut buf[..], 1, 0)?;
+                    panic!("in a scope, as the test wants");
+                })
+            }));
+            assert!(panic.is_err());
+        }
+        group.barrier().unwrap_err().to_string()
+    });
+    assert!(errors.iter().all(|error| error.contains("panicked in a scope")), "{errors:?}");
+}
+
+#[test]
+fn the_one_that_is_done_is_found() {
+    ranks(4, |group| {
+        if group.rank() > 0 {
+            // In this order: 3, 1, 2.
+            let turn = [2, 3, 1][group.rank() - 1];
+            for now in 1..=3 {
+                if now == turn {
+                    group.send(&[group.rank() as u8], 0, 0).unwrap();
+                }
+                group.barrier().unwrap();
+            }
+            return;
+        }
+        let mut works: Vec<_> = (1..4).map(|from| group.irecv(vec![0_u8], from, 0).unwrap()).collect();
+        let mut order = Vec::new();
+        for left in (0..3).rev() {
+            let (_, got) = wait_any(&mut works).unwrap().unwrap();
+            order.push(got[0]);
+            assert_eq!(works.len(), left);
+            group.barrier().unwrap();
+        }
+        assert_eq!(order, [3, 1, 2]);
+        assert_eq!(wait_any(&mut works).unwrap(), None);
+    });
+}
+
+#[test]
+fn the_one_that_is_done_is_found_among_several_groups() {
+    ranks(2, |group| {
+        let other = group.subgroup(&[0, 1]).unwrap().unwrap();
+        if group.rank() == 0 {
+            let mut works =
+                vec![group.irecv(vec![0_u8], 1, 0).unwrap(), other.irecv(vec![0_u8], 1, 0).unwrap()];
+            assert_eq!(wait_any(&mut works).unwrap(), Some((1, vec![2])));
+            group.send(&[0_u8], 1, 1).unwrap();
+            assert_eq!(wait_any(&mut works).unwrap(), Some((0, vec![1])));
+        } else {
+            other.send(&[2_u8], 0, 0).unwrap();
+            group.recv(&mut [0_u8], 0, 1).unwrap();
+            group.send(&[1_u8], 0, 0).unwrap();
+        }
+    });
+}
+
+#[test]
+fn nothing_is_begun_with_arguments_that_make_no_sense() {
+    ranks(2, |group| {
+        let own = group.nonblocking();
+        let wrong = |error: CommError| assert!(matches!(error, CommError::InvalidArgument(_)), "{error}");
+        wrong(own.all_reduce(vec![1_i32], ReduceOp::Avg).unwrap_err());
+        wrong(own.broadcast(vec![1_i32], 2).unwrap_err());
+        wrong(own.all_gather(vec![1_i32], vec![0; 3]).unwrap_err());
+        wrong(own.all_reduce_into(vec![1_i32], vec![0; 2], ReduceOp::Sum).unwrap_err());
+        wrong(group.isend(vec![1_i32], group.rank(), 0).unwrap_err());
+        group.barrier().unwrap();
+    });
+}
+
+#[test]
+fn threads_wait_while_others_call() {
+    // Handing the seat over between the background thread and callers: nobody is forgotten.
+    ranks(2, |group| {
+        let standing = group.irecv(vec![0_u8], 1 - group.rank(), 99).unwrap();
+        std::thread::scope(|scope| {
+            for tag in 0..3 {
+                let group = group.clone();
+                scope.spawn(move || {
+                    let peer = 1 - group.rank();
+                    for round in 0..200_u32 {
+                        let mut got = [0];
+                        let work = group.irecv(vec![0_u32], peer, tag + 10).unwrap();
+                        group.send_recv((&[round], peer, tag), (&mut got, peer, tag)).unwrap();
+                        group.send(&[round], peer, tag + 10).unwrap();
+                        assert_eq!((got[0], work.wait().unwrap()[0]), (round, round));
+                    }
+                });
+            }
+        });
+        group.send(&[1_u8], 1 - group.rank(), 99).unwrap();
+        assert_eq!(standing.wait().unwrap(), [1]);
+    });
+}
