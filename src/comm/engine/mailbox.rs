@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
 use super::Task;
-use super::sync::{AtomicBool, Mutex, MutexGuard, Ordering, PoisonError, Thread};
+use super::sync::{AtomicBool, Mutex, MutexGuard, Ordering, PoisonError, Thread, fence};
 
 /// Wakes a driver that sleeps.
 pub(crate) trait Bell {
@@ -70,6 +70,8 @@ impl<T, B: Bell> Mailbox<T, B> {
 
     /// Has a driver that sleeps look around.
     pub(super) fn rouse(&self) {
+        // Together with that of `fall_asleep`: either we see that it sleeps, or it sees what we have written.
+        fence(Ordering::SeqCst);
         if self.asleep.load(Ordering::SeqCst) {
             self.bell.ring();
         }
@@ -88,6 +90,7 @@ impl<T, B: Bell> Mailbox<T, B> {
     /// announcement, so whoever changes what it says and then [rouses](Self::rouse) is not missed.
     pub(super) fn fall_asleep(&self, wanted: impl FnOnce() -> bool) -> bool {
         self.asleep.store(true, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
         !self.flag.load(Ordering::SeqCst) && !wanted()
     }
 

@@ -14,6 +14,8 @@ mod leave;
 mod look;
 mod mailbox;
 mod messages;
+#[cfg(all(test, loom))]
+mod models;
 mod poller;
 mod probe;
 pub(crate) mod run;

@@ -6,6 +6,7 @@
 //! whoever asks for it, and comes back when nobody has taken it for a while.
 
 use std::fmt::Debug;
+use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
@@ -71,52 +72,30 @@ impl Goal<'_> {
     }
 }
 
-/// An engine that several threads use.
+/// An engine that several threads use, one of them our own.
 #[derive(Debug)]
 pub(crate) struct Shared<E: Drive> {
     core: Arc<Core<E>>,
     background: Mutex<Option<JoinHandle<()>>>,
 }
 
-#[derive(Debug)]
-struct Core<E: Drive> {
-    seat: Mutex<E>,
-    mailbox: Arc<Mailbox<E::Task, E::Bell>>,
-    chores: Arc<Chores>,
-    callers: AtomicUsize,
-    closing: AtomicBool,
-    /// How often the seat was taken.
-    taken: AtomicUsize,
-    /// Whether the background thread sleeps until it is woken.
-    idle: AtomicBool,
-}
-
 impl<E: Drive> Shared<E> {
     pub(crate) fn of(engine: E, mailbox: Arc<Mailbox<E::Task, E::Bell>>) -> Self {
-        let core = Core {
-            seat: Mutex::new(engine),
-            mailbox,
-            chores: Arc::default(),
-            callers: AtomicUsize::new(0),
-            closing: AtomicBool::new(false),
-            taken: AtomicUsize::new(0),
-            idle: AtomicBool::new(false),
-        };
-        Self { core: Arc::new(core), background: Mutex::new(None) }
+        Self { core: Arc::new(Core::new(engine, mailbox)), background: Mutex::new(None) }
     }
 
     pub(crate) fn chores(&self) -> &Arc<Chores> {
-        &self.core.chores
+        self.core.chores()
     }
 
     /// Hands a task to whoever drives; does not wait.
     pub(crate) fn post(&self, task: E::Task) {
-        self.core.mailbox.post(|letters| letters.tasks.push(task));
+        self.core.post(task);
     }
 
     /// Sees to it that nonblocking operations are carried out though nobody waits for them.
-    pub(crate) fn ensure_background(&self) -> std::io::Result<()> {
-        let mut background = self.background.lock().unwrap_or_else(PoisonError::into_inner);
+    pub(crate) fn ensure_background(&self) -> io::Result<()> {
+        let mut background = self.background();
         if background.is_none() {
             let core = Arc::clone(&self.core);
             let thread = thread::Builder::new().name("convoke-comm".to_owned());
@@ -127,24 +106,93 @@ impl<E: Drive> Shared<E> {
 
     /// Begins at once what was posted, and leaves the rest to the background thread.
     pub(crate) fn nudge(&self) {
-        if let Some(mut seat) = self.core.take_seat() {
-            seat.engine.nudge();
-        }
-        self.core.run_chores();
-        if self.core.chores.pending() > 0 && self.core.idle.swap(false, Ordering::SeqCst) {
-            let background = self.background.lock().unwrap_or_else(PoisonError::into_inner);
-            if let Some(thread) = &*background {
-                thread.thread().unpark();
+        self.core.nudge(|| {
+            if let Some(background) = &*self.background() {
+                background.thread().unpark();
             }
-        }
+        });
     }
 
     /// Waits until one of `tickets` (at least one) is done, at most until `until`.
     pub(crate) fn wait(&self, tickets: &[Arc<Ticket>], until: Option<Instant>) {
-        let core = &*self.core;
+        self.core.wait(tickets, until);
+    }
+
+    /// Ends the group for `reason`, from any thread.
+    pub(crate) fn abort(&self, reason: String) {
+        self.core.abort(reason);
+    }
+
+    /// Stops the background thread, and gives the engine to `last`.
+    pub(crate) fn close(&self, last: impl FnOnce(&mut E)) {
+        let background = self.background().take();
+        self.core.close(|| {
+            if let Some(background) = &background {
+                background.thread().unpark();
+            }
+        });
+        // The last handle may have been dropped by a callback: then this is that thread, which ends next.
+        if let Some(background) = background.filter(|other| other.thread().id() != thread::current().id()) {
+            let _ = background.join();
+        }
+        last(&mut self.core.seat.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+
+    fn background(&self) -> MutexGuard<'_, Option<JoinHandle<()>>> {
+        self.background.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The engine, its mailbox, and what threads that want to drive it must know of each other.
+#[derive(Debug)]
+pub(super) struct Core<E: Drive> {
+    seat: Mutex<E>,
+    mailbox: Arc<Mailbox<E::Task, E::Bell>>,
+    chores: Arc<Chores>,
+    /// Callers that wait for the seat.
+    callers: AtomicUsize,
+    closing: AtomicBool,
+    /// How often the seat was taken, or found taken.
+    taken: AtomicUsize,
+    /// Whether the background thread sleeps until it is woken.
+    idle: AtomicBool,
+}
+
+impl<E: Drive> Core<E> {
+    pub(super) fn new(engine: E, mailbox: Arc<Mailbox<E::Task, E::Bell>>) -> Self {
+        Self {
+            seat: Mutex::new(engine),
+            mailbox,
+            chores: Arc::default(),
+            callers: AtomicUsize::new(0),
+            closing: AtomicBool::new(false),
+            taken: AtomicUsize::new(0),
+            idle: AtomicBool::new(false),
+        }
+    }
+
+    pub(super) fn chores(&self) -> &Arc<Chores> {
+        &self.chores
+    }
+
+    pub(super) fn post(&self, task: E::Task) {
+        self.mailbox.post(|letters| letters.tasks.push(task));
+    }
+
+    pub(super) fn nudge(&self, wake_background: impl FnOnce()) {
+        if let Some(mut seat) = self.take_seat() {
+            seat.engine.nudge();
+        }
+        self.run_chores();
+        if self.chores.pending() > 0 && self.idle.swap(false, Ordering::SeqCst) {
+            wake_background();
+        }
+    }
+
+    pub(super) fn wait(&self, tickets: &[Arc<Ticket>], until: Option<Instant>) {
         let mut queued = None;
         loop {
-            core.run_chores();
+            self.run_chores();
             if tickets.iter().any(|ticket| ticket.is_done()) {
                 return;
             }
@@ -152,12 +200,12 @@ impl<E: Drive> Shared<E> {
             if left.is_some_and(|left| left.is_zero()) {
                 return;
             }
-            let seat = core.take_seat().or_else(|| {
-                queued.get_or_insert_with(|| Caller::new(core));
-                core.queue_for_seat()
+            let seat = self.take_seat().or_else(|| {
+                queued.get_or_insert_with(|| Caller::new(self));
+                self.queue_for_seat()
             });
             match seat {
-                Some(mut seat) => seat.engine.drive(&core.goal(tickets, until)),
+                Some(mut seat) => seat.engine.drive(&self.goal(tickets, until)),
                 // Whoever has the seat wakes us when our task is done, or when the seat is free.
                 None if tickets.iter().all(|ticket| ticket.unpark_me()) => {
                     left.map_or_else(park, park_timeout)
@@ -167,46 +215,27 @@ impl<E: Drive> Shared<E> {
         }
     }
 
-    /// Lets the engine see what is in the mailbox, unless somebody drives it who will.
-    pub(crate) fn collect(&self) {
-        if let Some(mut seat) = self.core.take_seat() {
+    fn abort(&self, reason: String) {
+        self.mailbox.post(|letters| letters.abort = Some(reason));
+        if let Some(mut seat) = self.take_seat() {
             seat.engine.collect();
         }
-        self.core.run_chores();
+        self.run_chores();
     }
 
-    /// Ends the group for `reason`, from any thread.
-    pub(crate) fn abort(&self, reason: String) {
-        self.core.mailbox.post(|letters| letters.abort = Some(reason));
-        self.collect();
+    pub(super) fn close(&self, wake_background: impl FnOnce()) {
+        self.closing.store(true, Ordering::SeqCst);
+        self.mailbox.rouse();
+        wake_background();
     }
 
-    /// Stops the background thread, and gives the engine to `last`.
-    pub(crate) fn close(&self, last: impl FnOnce(&mut E)) {
-        self.core.closing.store(true, Ordering::SeqCst);
-        self.core.mailbox.rouse();
-        let thread = self.background.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(thread) = thread {
-            thread.thread().unpark();
-            // The last handle may have been dropped by a callback: then this is that thread, which ends next.
-            if thread.thread().id() != thread::current().id() {
-                let _ = thread.join();
-            }
-        }
-        last(&mut self.core.seat.lock().unwrap_or_else(PoisonError::into_inner));
-    }
-}
-
-impl<E: Drive> Core<E> {
-    fn goal<'a>(&'a self, tickets: &'a [Arc<Ticket>], until: Option<Instant>) -> Goal<'a> {
-        Goal { tickets, until, chores: &self.chores, callers: &self.callers, closing: &self.closing }
-    }
-
-    fn background(&self) {
+    /// What the background thread does until the group is closed.
+    pub(super) fn background(&self) {
         let mut taken = self.taken.load(Ordering::SeqCst);
         while !self.closing.load(Ordering::SeqCst) {
             self.run_chores();
-            self.idle.store(true, Ordering::SeqCst);
+            // Not a store: it must see what was begun before somebody else found it set.
+            self.idle.swap(true, Ordering::SeqCst);
             if self.chores.pending() == 0 {
                 park();
                 continue;
@@ -224,6 +253,10 @@ impl<E: Drive> Core<E> {
                 self.taken.fetch_add(1, Ordering::SeqCst);
             }
         }
+    }
+
+    fn goal<'a>(&'a self, tickets: &'a [Arc<Ticket>], until: Option<Instant>) -> Goal<'a> {
+        Goal { tickets, until, chores: &self.chores, callers: &self.callers, closing: &self.closing }
     }
 
     fn take_seat(&self) -> Option<Seat<'_, E>> {

@@ -4,14 +4,14 @@ pub(super) use std::sync::PoisonError;
 
 #[cfg(not(loom))]
 pub(super) use std::{
-    sync::atomic::{AtomicBool, AtomicUsize, Ordering},
+    sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence},
     sync::{Mutex, MutexGuard, TryLockError},
     thread::{Thread, current, park, park_timeout},
 };
 
 #[cfg(loom)]
 pub(super) use loom::{
-    sync::atomic::{AtomicBool, AtomicUsize, Ordering},
+    sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence},
     sync::{Mutex, MutexGuard},
     thread::{Thread, current, park},
 };
