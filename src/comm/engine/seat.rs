@@ -152,7 +152,7 @@ pub(super) struct Core<E: Drive> {
     /// Callers that wait for the seat.
     callers: AtomicUsize,
     closing: AtomicBool,
-    /// How often the seat was taken, or found taken.
+    /// How often a caller took the seat.
     taken: AtomicUsize,
     /// Whether the background thread sleeps until it is woken.
     idle: AtomicBool,
@@ -205,7 +205,10 @@ impl<E: Drive> Core<E> {
                 self.queue_for_seat()
             });
             match seat {
-                Some(mut seat) => seat.engine.drive(&self.goal(tickets, until)),
+                Some(mut seat) => {
+                    queued = None;
+                    seat.engine.drive(&self.goal(tickets, until));
+                }
                 // Whoever has the seat wakes us when our task is done, or when the seat is free.
                 None if tickets.iter().all(|ticket| ticket.unpark_me()) => {
                     left.map_or_else(park, park_timeout)
@@ -231,7 +234,7 @@ impl<E: Drive> Core<E> {
 
     /// What the background thread does until the group is closed.
     pub(super) fn background(&self) {
-        let mut taken = self.taken.load(Ordering::SeqCst);
+        let mut taken = None;
         while !self.closing.load(Ordering::SeqCst) {
             self.run_chores();
             // Not a store: it must see what was begun before somebody else found it set.
@@ -241,17 +244,23 @@ impl<E: Drive> Core<E> {
                 continue;
             }
             self.idle.store(false, Ordering::SeqCst);
-            let now = self.taken.load(Ordering::SeqCst);
-            if now != taken || self.callers.load(Ordering::SeqCst) > 0 {
+            let now = Some(self.taken.load(Ordering::SeqCst));
+            if taken != now {
                 taken = now;
                 park_timeout(QUIET);
+                continue;
+            }
+            self.mailbox.letters().waiting.push(me());
+            if self.callers.load(Ordering::SeqCst) > 0 {
+                park();
             } else if let Some(mut seat) = self.try_seat() {
                 // A panic poisons the seat, and the next to take it ends everything.
                 let _ = catch_unwind(AssertUnwindSafe(move || seat.engine.drive(&self.goal(&[], None))));
+                continue;
             } else {
-                // Somebody drives.
-                self.taken.fetch_add(1, Ordering::SeqCst);
+                park();
             }
+            taken = None;
         }
     }
 
@@ -295,20 +304,23 @@ impl<E: Drive> Core<E> {
     }
 }
 
-/// A caller that found the seat taken, until its call ends: the background thread makes room.
-struct Caller<'a>(&'a AtomicUsize);
+/// A caller that found the seat taken, until it has it or needs it no more: the background thread makes room.
+struct Caller<'a, E: Drive>(&'a Core<E>);
 
-impl<'a> Caller<'a> {
-    fn new<E: Drive>(core: &'a Core<E>) -> Self {
+impl<'a, E: Drive> Caller<'a, E> {
+    fn new(core: &'a Core<E>) -> Self {
         core.callers.fetch_add(1, Ordering::SeqCst);
         core.mailbox.rouse();
-        Self(&core.callers)
+        Self(core)
     }
 }
 
-impl Drop for Caller<'_> {
+impl<E: Drive> Drop for Caller<'_, E> {
     fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::SeqCst);
+        if self.0.callers.fetch_sub(1, Ordering::SeqCst) == 1 {
+            // If it never took the seat, nobody else wakes the background thread.
+            self.0.mailbox.call_next();
+        }
     }
 }
 

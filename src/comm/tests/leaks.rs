@@ -9,11 +9,14 @@ use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use common::{Group, ReduceOp};
+use convoke_comm::Work;
 use convoke_store::{MemoryStore, Store};
 use nix::sys::time::TimeValLike;
 
-/// Cycles of making, using and dropping a group of three; CONVOKE_CYCLES sets another number.
-const CYCLES: usize = 200;
+/// Cycles of making, using, aborting and dropping a group of three; CONVOKE_CYCLES sets another number.
+const CYCLES: usize = 1000;
+/// Cycles after which the process has grown to what it needs.
+const WARM_UP: usize = 100;
 
 fn count(what: &str) -> usize {
     std::fs::read_dir(format!("/proc/self/{what}")).unwrap().count()
@@ -35,9 +38,11 @@ fn cpu_time() -> Duration {
     Duration::from_micros(u64::try_from(sum.num_microseconds()).unwrap())
 }
 
-/// Two ranks that wait for a third which computes, here: sleeps.
-fn a_long_wait_uses_no_cpu() {
+/// Two ranks that wait for a third which computes, here: sleeps. With or without something that nobody waits for.
+fn a_long_wait_uses_no_cpu(standing: bool) {
     common::ranks(3, |group| {
+        let peer = (group.rank() + 1) % 3;
+        let message = standing.then(|| group.irecv(vec![0_u8], (group.rank() + 2) % 3, 0).unwrap());
         group.barrier().unwrap();
         let before = cpu_time();
         if group.rank() == 0 {
@@ -46,16 +51,32 @@ fn a_long_wait_uses_no_cpu() {
         group.barrier().unwrap();
         let used = cpu_time() - before;
         assert!(used < Duration::from_millis(50), "{used:?}");
+        if let Some(message) = message {
+            group.send(&[1_u8], peer, 0).unwrap();
+            message.wait().unwrap();
+        }
     });
+}
+
+/// Memory mappings, and resident memory in KiB.
+fn memory() -> (usize, usize) {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let resident = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+    let resident = resident.trim().trim_end_matches(" kB").parse().unwrap();
+    (std::fs::read_to_string("/proc/self/maps").unwrap().lines().count(), resident)
 }
 
 #[test]
 fn a_dropped_group_leaves_no_descriptor_no_thread_and_no_key_and_a_waiting_one_uses_no_cpu() {
     let cycles = std::env::var("CONVOKE_CYCLES").map_or(CYCLES, |text| text.parse().unwrap());
     let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
-    a_long_wait_uses_no_cpu();
+    [false, true].into_iter().for_each(a_long_wait_uses_no_cpu);
     let (fds, threads) = (count("fd"), count("task"));
+    let mut warm = None;
     for cycle in 0..cycles {
+        if cycle == WARM_UP {
+            warm = Some(memory());
+        }
         let (made, used) = (Barrier::new(4), Barrier::new(4));
         std::thread::scope(|scope| {
             for rank in 0..3 {
@@ -68,9 +89,9 @@ fn a_dropped_group_leaves_no_descriptor_no_thread_and_no_key_and_a_waiting_one_u
                     match group.all_reduce(&mut sum, ReduceOp::Sum) {
                         Ok(()) => assert!(sum.iter().all(|&x| x == 3)),
                         // Rank 0 may be done, and abort, while others are not.
-                        Err(error) => assert!(cycle % 4 >= 2, "{error}"),
+                        Err(error) => assert!(cycle % 6 >= 2, "{error}"),
                     }
-                    match cycle % 4 {
+                    match cycle % 6 {
                         // A message that nobody takes, or to somebody who has left.
                         1 => drop(group.send(&[7_u8; 10_000], (rank + 1) % 3, 0)),
                         2 if rank == 0 => group.abort("enough"),
@@ -80,6 +101,24 @@ fn a_dropped_group_leaves_no_descriptor_no_thread_and_no_key_and_a_waiting_one_u
                             (rank + 1) % 3,
                             9,
                         )),
+                        // Nobody waits for what is begun; some of it never ends.
+                        4 => {
+                            let own = group.nonblocking();
+                            drop(own.all_reduce(vec![1_i64; 20_000], ReduceOp::Sum));
+                            drop(own.recv(vec![0_u8; 1000], (rank + 1) % 3, 9));
+                            drop(own.barrier().map(Work::wait));
+                            group.abort("enough");
+                        }
+                        5 => {
+                            let mut sum = vec![1_i64; 20_000];
+                            let subgroup = group.split(Some(0), 0).unwrap().unwrap();
+                            let of_scope = subgroup.scope(|scope| {
+                                drop(scope.all_reduce(&mut sum[..], ReduceOp::Sum)?);
+                                scope.barrier().map(drop)
+                            });
+                            of_scope.unwrap();
+                            assert_eq!(sum[19_999], 3);
+                        }
                         _ => {}
                     }
                 });
@@ -95,5 +134,10 @@ fn a_dropped_group_leaves_no_descriptor_no_thread_and_no_key_and_a_waiting_one_u
         let left: Vec<_> = keys.iter().map(|key| String::from_utf8_lossy(key)).collect();
         // What ended a group stays: whoever is late must learn of it.
         assert!(left.iter().all(|key| key.ends_with("/abort")), "{left:?}");
+    }
+    if let Some((mappings, resident)) = warm {
+        let now = memory();
+        assert!(now.0 <= mappings + 16, "{} mappings, {mappings} when warm", now.0);
+        assert!(now.1 <= resident + 4096, "{} KiB, {resident} when warm", now.1);
     }
 }
