@@ -106,6 +106,27 @@ impl Group {
 /// over, and come back from the [`Work`]. Collectives happen in the order in which they were begun, together with
 /// the blocking ones. The time limit runs from when an operation is begun.
 ///
+/// What is lent cannot be touched, nor end, before the scope does:
+///
+/// ```compile_fail,E0499
+/// # let world = convoke_comm::init().unwrap();
+/// let mut buf = [1.0_f32; 4];
+/// world.scope(|scope| {
+///     scope.broadcast(&mut buf[..], 0)?;
+///     scope.broadcast(&mut buf[..], 0)?; // lent already
+///     Ok(())
+/// });
+/// ```
+///
+/// ```compile_fail,E0597
+/// # let world = convoke_comm::init().unwrap();
+/// world.scope(|scope| {
+///     let mut buf = [1.0_f32; 4]; // ends before the scope
+///     scope.broadcast(&mut buf[..], 0)?;
+///     Ok(())
+/// });
+/// ```
+///
 /// Nothing need be done for them to go on: whoever waits for any operation of the group drives them, else a
 /// background thread does, which a group has from its first nonblocking operation on.
 pub struct Nonblocking<'scope, 'env: 'scope> {
