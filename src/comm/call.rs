@@ -5,6 +5,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use crate::dtype::{Dtype, ReduceOp};
+use crate::plan::Rounding;
 
 /// Which operation was called.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -142,6 +143,14 @@ impl Call {
 
     pub(crate) fn bytes(&self) -> u64 {
         self.count.saturating_mul(self.dtype.size_bytes() as u64)
+    }
+
+    /// When its results are rounded, if it reduces.
+    pub(crate) fn rounding(&self) -> Rounding {
+        match self.op {
+            Some(op) if op.rounds(self.dtype) => Rounding::Once { wide_shares: op == ReduceOp::PremulSum },
+            Some(_) | None => Rounding::Stepwise,
+        }
     }
 
     pub(crate) fn encode(&self) -> [u8; 16] {

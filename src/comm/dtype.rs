@@ -1,7 +1,10 @@
 //! Element types and reduction operations, as values and as a sealed trait.
 
+use std::convert::Infallible;
 use std::fmt;
 
+use half::{bf16, f16};
+use num_complex::Complex;
 use serde::{Deserialize, Serialize};
 
 /// Type of the elements of a buffer.
@@ -29,11 +32,21 @@ pub enum Dtype {
     F32,
     /// `f64`
     F64,
+    /// `f16`: IEEE half precision
+    F16,
+    /// `bf16`: the upper half of an `f32`
+    Bf16,
+    /// `bool`
+    Bool,
+    /// `Complex<f32>`
+    ComplexF32,
+    /// `Complex<f64>`
+    ComplexF64,
 }
 
 impl Dtype {
     /// All types, in the order of their wire numbers.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 15] = [
         Self::I8,
         Self::U8,
         Self::I16,
@@ -44,23 +57,41 @@ impl Dtype {
         Self::U64,
         Self::F32,
         Self::F64,
+        Self::F16,
+        Self::Bf16,
+        Self::Bool,
+        Self::ComplexF32,
+        Self::ComplexF64,
     ];
 
     /// Size of one element in bytes.
     #[must_use]
     pub const fn size_bytes(self) -> usize {
         match self {
-            Self::I8 | Self::U8 => 1,
-            Self::I16 | Self::U16 => 2,
+            Self::I8 | Self::U8 | Self::Bool => 1,
+            Self::I16 | Self::U16 | Self::F16 | Self::Bf16 => 2,
             Self::I32 | Self::U32 | Self::F32 => 4,
-            Self::I64 | Self::U64 | Self::F64 => 8,
+            Self::I64 | Self::U64 | Self::F64 | Self::ComplexF32 => 8,
+            Self::ComplexF64 => 16,
         }
     }
 
-    /// Whether elements are floating-point numbers.
+    /// Whether elements are floating-point numbers, complex ones not counted.
     #[must_use]
     pub const fn is_float(self) -> bool {
-        matches!(self, Self::F32 | Self::F64)
+        self.is_half() || matches!(self, Self::F32 | Self::F64)
+    }
+
+    /// Whether elements are floating-point numbers of 16 bits.
+    #[must_use]
+    pub const fn is_half(self) -> bool {
+        matches!(self, Self::F16 | Self::Bf16)
+    }
+
+    /// Whether elements are complex numbers.
+    #[must_use]
+    pub const fn is_complex(self) -> bool {
+        matches!(self, Self::ComplexF32 | Self::ComplexF64)
     }
 
     const fn name(self) -> &'static str {
@@ -75,6 +106,11 @@ impl Dtype {
             Self::U64 => "u64",
             Self::F32 => "f32",
             Self::F64 => "f64",
+            Self::F16 => "f16",
+            Self::Bf16 => "bf16",
+            Self::Bool => "bool",
+            Self::ComplexF32 => "complex_f32",
+            Self::ComplexF64 => "complex_f64",
         }
     }
 
@@ -94,41 +130,66 @@ impl fmt::Display for Dtype {
 }
 
 /// How the ranks' elements become one.
+///
+/// On [`bool`], sums, greatest values and bitwise OR are OR; products, least values and bitwise AND are AND.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum ReduceOp {
     /// Sum; integers wrap.
     Sum,
-    /// Least value. NaN wins over numbers, -0 over +0.
+    /// Least value. NaN wins over numbers, -0 over +0. Not of complex numbers.
     Min,
-    /// Greatest value. NaN wins over numbers, +0 over -0.
+    /// Greatest value. NaN wins over numbers, +0 over -0. Not of complex numbers.
     Max,
     /// Product; integers wrap.
     Product,
-    /// Sum divided by the number of ranks; floating-point types only.
+    /// Sum divided by the number of ranks; floating-point and complex types only.
     Avg,
-    /// Bitwise AND; integers only.
+    /// Bitwise AND; integers and `bool` only.
     Band,
-    /// Bitwise OR; integers only.
+    /// Bitwise OR; integers and `bool` only.
     Bor,
-    /// Bitwise exclusive OR; integers only.
+    /// Bitwise exclusive OR; integers and `bool` only.
     Bxor,
+    /// Sum of shares that each rank multiplies by a factor of its own; not of `bool`. Made by
+    /// [`Reduction::premul_sum`](crate::Reduction::premul_sum), which has the factor.
+    PremulSum,
+    /// The program's own function. Made by [`Reduction::new`](crate::Reduction::new), which has the function.
+    Custom,
 }
 
 impl ReduceOp {
     /// All operations, in the order of their wire numbers.
-    pub const ALL: [Self; 8] =
-        [Self::Sum, Self::Min, Self::Max, Self::Product, Self::Avg, Self::Band, Self::Bor, Self::Bxor];
+    pub const ALL: [Self; 10] = [
+        Self::Sum,
+        Self::Min,
+        Self::Max,
+        Self::Product,
+        Self::Avg,
+        Self::Band,
+        Self::Bor,
+        Self::Bxor,
+        Self::PremulSum,
+        Self::Custom,
+    ];
 
     /// Whether the operation has a meaning for `dtype`.
     #[must_use]
     pub const fn accepts(self, dtype: Dtype) -> bool {
         match self {
-            Self::Sum | Self::Min | Self::Max | Self::Product => true,
-            Self::Avg => dtype.is_float(),
-            Self::Band | Self::Bor | Self::Bxor => !dtype.is_float(),
+            Self::Sum | Self::Product | Self::Custom => true,
+            Self::Min | Self::Max => !dtype.is_complex(),
+            Self::Avg => dtype.is_float() || dtype.is_complex(),
+            Self::Band | Self::Bor | Self::Bxor => !dtype.is_float() && !dtype.is_complex(),
+            Self::PremulSum => !matches!(dtype, Dtype::Bool),
         }
+    }
+
+    /// Whether results have more digits than elements of `dtype`, so that they are kept as `f32` and rounded
+    /// once in the end.
+    pub(crate) const fn rounds(self, dtype: Dtype) -> bool {
+        dtype.is_half() && matches!(self, Self::Sum | Self::Product | Self::Avg | Self::PremulSum)
     }
 
     const fn name(self) -> &'static str {
@@ -141,6 +202,8 @@ impl ReduceOp {
             Self::Band => "band",
             Self::Bor => "bor",
             Self::Bxor => "bxor",
+            Self::PremulSum => "premul_sum",
+            Self::Custom => "custom",
         }
     }
 
@@ -159,29 +222,119 @@ impl fmt::Display for ReduceOp {
     }
 }
 
-mod sealed {
-    pub trait Sealed {}
+pub(crate) mod sealed {
+    /// A type of [`super::Element`]s, and how its values become bytes in native order.
+    pub trait Sealed: Copy {
+        /// Replaces `values` by those that `bytes` hold, wherever they lie. Any bytes are values.
+        fn read(bytes: &[u8], values: &mut Vec<Self>);
+
+        /// Replaces `bytes` by those of `values`.
+        fn write(values: &[Self], bytes: &mut [u8]);
+    }
+
+    /// What elements can be multiplied with.
+    pub trait Factor: Copy + Send + Sync + 'static {
+        /// Multiplies the numbers of this type in `bytes`.
+        fn multiply(self, bytes: &mut [u8]);
+    }
 }
 
-/// A type whose values can be sent and reduced: plain numbers, any bit pattern of which is a value.
-pub trait Element: sealed::Sealed + Copy + Send + Sync + 'static {
+/// A type whose values can be sent and reduced: `f32`, `f64`, [`f16`], [`bf16`], [`Complex`] of `f32` and `f64`,
+/// the integers of 8 to 64 bits, and `bool`.
+pub trait Element: sealed::Sealed + Send + Sync + 'static {
     /// The type as a value.
     const DTYPE: Dtype;
+
+    /// What [`Reduction::premul_sum`](crate::Reduction::premul_sum) multiplies with: the type itself, but `f32`
+    /// for the halves, and for `bool` nothing.
+    type Factor: sealed::Factor;
+}
+
+/// An element as its bytes in native order.
+pub(crate) trait Bytes<const N: usize>: Copy {
+    fn read(bytes: [u8; N]) -> Self;
+    fn write(self) -> [u8; N];
 }
 
 macro_rules! elements {
-    ($($rust:ty => $dtype:ident),* $(,)?) => {$(
-        impl sealed::Sealed for $rust {}
+    ($($rust:ty, $dtype:ident, $factor:ty;)*) => {$(
+        impl sealed::Sealed for $rust {
+            fn read(bytes: &[u8], values: &mut Vec<Self>) {
+                values.clear();
+                values.extend(bytes.as_chunks().0.iter().copied().map(<Self as Bytes<_>>::read));
+            }
+
+            fn write(values: &[Self], bytes: &mut [u8]) {
+                for (bytes, value) in bytes.as_chunks_mut().0.iter_mut().zip(values) {
+                    *bytes = <Self as Bytes<_>>::write(*value);
+                }
+            }
+        }
+
         impl Element for $rust {
             const DTYPE: Dtype = Dtype::$dtype;
+            type Factor = $factor;
         }
     )*};
 }
 
 elements! {
-    i8 => I8, u8 => U8, i16 => I16, u16 => U16, i32 => I32, u32 => U32, i64 => I64, u64 => U64,
-    f32 => F32, f64 => F64,
+    i8, I8, Self; u8, U8, Self; i16, I16, Self; u16, U16, Self; i32, I32, Self; u32, U32, Self;
+    i64, I64, Self; u64, U64, Self; f32, F32, Self; f64, F64, Self; f16, F16, f32; bf16, Bf16, f32;
+    bool, Bool, Infallible; Complex<f32>, ComplexF32, Self; Complex<f64>, ComplexF64, Self;
 }
+
+macro_rules! numbers {
+    ($($number:ty),*) => {$(
+        impl Bytes<{ size_of::<$number>() }> for $number {
+            #[inline(always)]
+            fn read(bytes: [u8; size_of::<$number>()]) -> Self {
+                Self::from_ne_bytes(bytes)
+            }
+            #[inline(always)]
+            fn write(self) -> [u8; size_of::<$number>()] {
+                self.to_ne_bytes()
+            }
+        }
+    )*};
+}
+
+numbers!(i8, u8, i16, u16, i32, u32, i64, u64, f32, f64, f16, bf16);
+
+impl Bytes<1> for bool {
+    /// A peer may send what is neither 0 nor 1.
+    fn read([byte]: [u8; 1]) -> Self {
+        byte != 0
+    }
+    fn write(self) -> [u8; 1] {
+        [u8::from(self)]
+    }
+}
+
+macro_rules! complex {
+    ($($float:ty),*) => {$(
+        impl Bytes<{ 2 * size_of::<$float>() }> for Complex<$float> {
+            #[inline(always)]
+            fn read(bytes: [u8; 2 * size_of::<$float>()]) -> Self {
+                let mut parts = [0.0; 2];
+                for (part, bytes) in parts.iter_mut().zip(bytes.as_chunks().0) {
+                    *part = <$float>::from_ne_bytes(*bytes);
+                }
+                Self::new(parts[0], parts[1])
+            }
+            #[inline(always)]
+            fn write(self) -> [u8; 2 * size_of::<$float>()] {
+                let mut bytes = [0; 2 * size_of::<$float>()];
+                for (part, bytes) in [self.re, self.im].iter().zip(bytes.as_chunks_mut().0) {
+                    *bytes = part.to_ne_bytes();
+                }
+                bytes
+            }
+        }
+    )*};
+}
+
+complex!(f32, f64);
 
 #[cfg(test)]
 mod tests {
@@ -195,13 +348,47 @@ mod tests {
         for op in ReduceOp::ALL {
             assert_eq!(ReduceOp::from_wire(op.to_wire()), Some(op));
         }
-        assert_eq!(Dtype::from_wire(10), None);
-        assert_eq!(ReduceOp::from_wire(8), None);
+        assert_eq!(Dtype::from_wire(15), None);
+        assert_eq!(ReduceOp::from_wire(10), None);
     }
 
     #[test]
-    fn sizes_are_those_of_rust() {
-        assert_eq!(Dtype::F64.size_bytes(), size_of::<f64>());
-        assert_eq!(<i16 as Element>::DTYPE.size_bytes(), size_of::<i16>());
+    fn wire_numbers_stay_what_they_are() {
+        assert_eq!(
+            [Dtype::I8, Dtype::F64, Dtype::F16, Dtype::ComplexF64].map(Dtype::to_wire),
+            [0, 9, 10, 14]
+        );
+        assert_eq!([ReduceOp::Sum, ReduceOp::Bxor, ReduceOp::Custom].map(ReduceOp::to_wire), [0, 7, 9]);
+    }
+
+    fn is_as_in_memory<T: Element + PartialEq + fmt::Debug>(values: &[T], bytes: &[u8]) {
+        assert_eq!((T::DTYPE.size_bytes(), size_of_val(values)), (size_of::<T>(), bytes.len()));
+        let mut written = vec![0; bytes.len()];
+        T::write(values, &mut written);
+        assert_eq!(written, bytes);
+        let mut read = vec![values[0]; 9];
+        T::read(bytes, &mut read);
+        assert_eq!(read, values);
+    }
+
+    #[test]
+    fn elements_are_the_bytes_that_they_are_in_memory() {
+        is_as_in_memory(&[-2_i16, 3], &[(-2_i16).to_ne_bytes(), 3_i16.to_ne_bytes()].concat());
+        is_as_in_memory(&[1.5_f64], &1.5_f64.to_ne_bytes());
+        is_as_in_memory(
+            &[f16::from_f32(1.0), f16::from_bits(7)],
+            &[0x3C00_u16, 7].map(u16::to_ne_bytes).concat(),
+        );
+        is_as_in_memory(&[bf16::from_f32(1.0)], &0x3F80_u16.to_ne_bytes());
+        is_as_in_memory(&[true, false], &[1, 0]);
+        is_as_in_memory(&[Complex::new(1.0_f32, 2.0)], &[1.0_f32, 2.0].map(f32::to_ne_bytes).concat());
+        is_as_in_memory(&[Complex::new(1.0, -2.0)], &[1.0_f64, -2.0].map(f64::to_ne_bytes).concat());
+    }
+
+    #[test]
+    fn any_byte_is_read_as_a_truth_value() {
+        let mut read = Vec::new();
+        <bool as sealed::Sealed>::read(&[0, 1, 2, 255], &mut read);
+        assert_eq!(read, [false, true, true, true]);
     }
 }

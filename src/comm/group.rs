@@ -25,11 +25,12 @@ use crate::bootstrap::{self, Invitation};
 use crate::call::{Call, CallKind, Envelope};
 use crate::dtype::{Dtype, Element, ReduceOp};
 use crate::engine::buffer::Lent;
-use crate::engine::{Engine, Operation, Shared, Ticket};
+use crate::engine::{self, Engine, Operation, Shared, Ticket};
 use crate::error::CommError;
-use crate::kernels::Kernel;
+use crate::kernels::{self, Kernel};
 use crate::options::GroupOptions;
 use crate::plan::{self, Blocks, Plan, Tuning};
+use crate::reduction::Reduction;
 
 /// Plans that are kept for the next call of the same kind.
 const PLANS: usize = 16;
@@ -227,8 +228,9 @@ impl Group {
         lent: Lent<'a>,
         kernel: Option<Kernel>,
     ) -> Prepared<'a> {
-        self.inner.check_process()?;
+        self.inner.check_caller()?;
         if self.inner.shared.is_none() {
+            engine::alone(lent, kernel, call.dtype, &plan());
             return Ok(None);
         }
         Ok(Some(Operation::Collective { call, plan: plan(), lent, kernel }))
@@ -252,7 +254,12 @@ impl Inner {
         std::process::id() != self.pid
     }
 
-    fn check_process(&self) -> Result<(), CommError> {
+    /// Whether whoever calls may use the group.
+    fn check_caller(&self) -> Result<(), CommError> {
+        if kernels::is_inside_function() {
+            let what = "a reduction function cannot use a group: it is called in the middle of an operation";
+            return Err(CommError::InvalidArgument(what.to_owned()));
+        }
         if !self.is_forked() {
             return Ok(());
         }
@@ -267,28 +274,31 @@ impl Inner {
         }
         let (rank, world, count) = (self.rank, self.size, call.count as usize);
         let (bytes, element_bytes) = (call.bytes() as usize, call.dtype.size_bytes());
+        let rounding = call.rounding();
         let blocks = || Blocks::equal_of(world, count);
         let plan = Arc::new(match call.kind {
             CallKind::AllReduce => {
-                plan::all_reduce(self.tuning.all_reduce(bytes, world), rank, world, count, element_bytes)
+                let algorithm = self.tuning.all_reduce(bytes, world, rounding);
+                plan::all_reduce(algorithm, rounding, rank, world, count, element_bytes)
             }
             CallKind::Broadcast => {
                 plan::broadcast(self.tuning.broadcast(bytes), rank, world, count, call.root as usize)
             }
             CallKind::Reduce => {
-                plan::reduce(self.tuning.reduce(bytes), rank, world, count, call.root as usize)
+                let algorithm = self.tuning.reduce(bytes, world, rounding);
+                plan::reduce(algorithm, rounding, rank, world, count, call.root as usize)
             }
             CallKind::AllGather => {
                 plan::all_gather(self.tuning.all_gather(bytes, world), rank, &blocks(), element_bytes)
             }
             CallKind::ReduceScatter => {
-                let algorithm = self.tuning.reduce_scatter(bytes, world);
-                plan::reduce_scatter(algorithm, rank, &blocks(), element_bytes)
+                let algorithm = self.tuning.reduce_scatter(bytes, world, rounding);
+                plan::reduce_scatter(algorithm, rounding, rank, &blocks(), element_bytes)
             }
             CallKind::Gather => plan::gather(rank, &blocks(), call.root as usize),
             CallKind::Scatter => plan::scatter(rank, &blocks(), call.root as usize),
-            CallKind::Scan => plan::scan(rank, world, count),
-            CallKind::ExclusiveScan => plan::exclusive_scan(rank, world, count),
+            CallKind::Scan => plan::scan(rounding, rank, world, count),
+            CallKind::ExclusiveScan => plan::exclusive_scan(rounding, rank, world, count),
             CallKind::AllToAll => plan::all_to_all(rank, &blocks(), &blocks()),
             // Unequal blocks are not known by the call, and are planned by who has them.
             CallKind::Barrier
@@ -329,11 +339,6 @@ impl fmt::Debug for Group {
             .field("generation", &self.inner.generation)
             .finish_non_exhaustive()
     }
-}
-
-fn kernel<T: Element>(op: ReduceOp) -> Result<Kernel, CommError> {
-    Kernel::of(T::DTYPE, op)
-        .ok_or_else(|| CommError::InvalidArgument(format!("{op} of {} has no meaning", T::DTYPE)))
 }
 
 fn call<T: Element>(kind: CallKind, op: Option<ReduceOp>, root: u32, count: usize) -> Call {

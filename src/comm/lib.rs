@@ -39,6 +39,7 @@ mod kernels;
 mod links;
 mod options;
 mod plan;
+mod reduction;
 mod session;
 #[cfg(test)]
 mod testing;
@@ -53,5 +54,8 @@ pub use group::buffers::{AnySource, Buffer, BufferMut, List, Lists, Memory};
 pub use group::messages::Batch;
 pub use group::nonblocking::Nonblocking;
 pub use group::work::{Work, wait_all, wait_any};
+pub use half::{bf16, f16};
+pub use num_complex::Complex;
 pub use options::{GroupOptions, Listen};
+pub use reduction::Reduction;
 pub use session::{Session, World, init};

@@ -2,11 +2,11 @@
 
 use std::any::Any;
 use std::marker::PhantomData;
-use std::ops::Range;
+use std::ops::{Deref, DerefMut, Range};
 
 use smallvec::SmallVec;
 
-use crate::dtype::Element;
+use crate::dtype::{Dtype, Element};
 
 /// Memory that a caller lends to the engine, seen as one row of bytes.
 ///
@@ -22,7 +22,17 @@ pub(crate) struct Lent<'a> {
     parts: SmallVec<[Part; 2]>,
     /// Memory of its own in which a part lies.
     scratch: Option<Box<dyn Any + Send>>,
+    /// Elements are `bool`: not any byte is one.
+    bools: bool,
     borrowed: PhantomData<&'a mut [u8]>,
+}
+
+/// Bytes of lent memory that are changed. Those that are no elements have become some when this is dropped: nobody
+/// sees a `bool` that is neither true nor false, whatever a peer sends.
+#[derive(Debug)]
+pub(crate) struct BytesMut<'a> {
+    bytes: &'a mut [u8],
+    bools: bool,
 }
 
 #[derive(Debug)]
@@ -69,6 +79,7 @@ impl<'a> Lent<'a> {
     }
 
     fn part<T: Element>(mut self, at: usize, start: *mut u8, buf: &[T], writable: bool) -> Self {
+        self.bools |= T::DTYPE == Dtype::Bool;
         let (at, len) = (at.saturating_mul(size_of::<T>()), size_of_val(buf));
         if len > 0 {
             let index = self.parts.partition_point(|part| part.at < at);
@@ -80,6 +91,12 @@ impl<'a> Lent<'a> {
     /// Bytes in all.
     pub(crate) fn len(&self) -> usize {
         self.parts.iter().map(|part| part.len).sum()
+    }
+
+    /// Where in the row its parts are, in bytes, and whether they are writable.
+    pub(crate) fn ranges(&self) -> impl Iterator<Item = (Range<usize>, bool)> + use<> {
+        let ranges = self.parts.iter().map(|part| (part.at..part.at + part.len, part.writable));
+        ranges.collect::<SmallVec<[_; 2]>>().into_iter()
     }
 
     /// The part in which `range` begins, else an empty one; and where in it, and how long.
@@ -100,7 +117,7 @@ impl Lent<'_> {
     /// Until this is dropped the memory stays valid, as it was borrowed for: nothing else touches what was
     /// lent to be filled, nothing writes what was lent to be read.
     pub(crate) unsafe fn outliving(self) -> Lent<'static> {
-        Lent { parts: self.parts, scratch: self.scratch, borrowed: PhantomData }
+        Lent { parts: self.parts, scratch: self.scratch, bools: self.bools, borrowed: PhantomData }
     }
 
     /// The bytes in `range`, cut to the part in which it begins.
@@ -114,14 +131,45 @@ impl Lent<'_> {
     }
 
     /// The bytes in `range`, cut to the part in which it begins; none if that was lent to be read only.
-    pub(crate) fn bytes_mut(&mut self, range: Range<usize>) -> &mut [u8] {
+    pub(crate) fn bytes_mut(&mut self, range: Range<usize>) -> BytesMut<'_> {
         let (part, start, len) = self.clip(&range);
         let (start, len) = if part.writable { (start, len) } else { (0, 0) };
         // SAFETY:
         // - in bounds and valid for writes: `clip` stays within the part; not `sent`, checked above.
         // - no other reference: `self` is borrowed exclusively, and nobody else touches the memory.
-        // - any bytes are a value: `Element` is sealed over plain numbers; `u8` needs no alignment.
-        unsafe { std::slice::from_raw_parts_mut(part.start.add(start), len) }
+        // - initialised, and `u8` needs no alignment; any bytes are elements, or `BytesMut` makes them some.
+        let bytes = unsafe { std::slice::from_raw_parts_mut(part.start.add(start), len) };
+        BytesMut { bytes, bools: self.bools }
+    }
+}
+
+impl<'a> From<&'a mut [u8]> for BytesMut<'a> {
+    fn from(bytes: &'a mut [u8]) -> Self {
+        Self { bytes, bools: false }
+    }
+}
+
+impl Deref for BytesMut<'_> {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        self.bytes
+    }
+}
+
+impl DerefMut for BytesMut<'_> {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        self.bytes
+    }
+}
+
+impl Drop for BytesMut<'_> {
+    fn drop(&mut self) {
+        if self.bools {
+            for byte in &mut *self.bytes {
+                *byte = u8::from(*byte != 0);
+            }
+        }
     }
 }
 
@@ -131,6 +179,8 @@ impl Part {
 
 #[cfg(test)]
 mod tests {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+
     use super::*;
 
     #[test]
@@ -141,7 +191,7 @@ mod tests {
         assert_eq!(lent.bytes(1..100), [9, 3, 4]);
         assert_eq!(lent.bytes(100..200), [0; 0]);
         let mut lent = Lent::default().sent(0, &memory);
-        assert_eq!(lent.bytes_mut(0..4), [0; 0]);
+        assert_eq!(*lent.bytes_mut(0..4), [0; 0]);
         assert_eq!((lent.bytes(0..4), lent.len()), (&[1, 9, 3, 4][..], 4));
         assert_eq!(Lent::default().bytes(3..5), [0; 0]);
     }
@@ -154,8 +204,9 @@ mod tests {
         assert_eq!(lent.bytes(6..12), [2, 3], "cut where the part ends");
         assert_eq!((lent.bytes(0..5), lent.bytes(12..13)), (&[][..], &[][..]), "not lent");
         lent.bytes_mut(9..11).copy_from_slice(&[7, 8]);
-        assert_eq!(lent.bytes_mut(5..8), [0; 0], "read only");
+        assert_eq!(*lent.bytes_mut(5..8), [0; 0], "read only");
         assert_eq!((lent.bytes(20..30), lent.len()), (&[7, 7][..], 9));
+        assert!(lent.ranges().eq([(5..8, false), (8..12, true), (20..22, true)]));
         assert_eq!(filled, [0, 7, 8, 0]);
     }
 
@@ -164,5 +215,22 @@ mod tests {
         let mut memory = [1_u32, 2];
         let lent = Lent::default().filled(3, &mut memory);
         assert_eq!(lent.bytes(16..20), 2_u32.to_ne_bytes());
+    }
+    #[test]
+    fn a_bool_is_true_or_false_whatever_is_written() {
+        let mut memory = [false; 256];
+        let mut lent = Lent::default().filled(0, &mut memory);
+        let every_byte: Vec<u8> = (0..=255).collect();
+        lent.bytes_mut(0..256).copy_from_slice(&every_byte);
+        assert!(lent.bytes(0..256).iter().enumerate().all(|(index, &byte)| byte == u8::from(index > 0)));
+        lent.bytes_mut(7..8)[0] = 0;
+        let panicked = catch_unwind(AssertUnwindSafe(|| {
+            let mut bytes = lent.bytes_mut(0..4);
+            bytes.fill(77);
+            panic!("in the middle");
+        }));
+        assert!(panicked.is_err());
+        assert_eq!(lent.bytes(0..9), [1, 1, 1, 1, 1, 1, 1, 0, 1]);
+        assert_eq!(memory.iter().filter(|&&truth| truth).count(), 255);
     }
 }

@@ -108,8 +108,8 @@ impl Engine {
                     self.history.pop_front();
                 }
                 self.history.push_back((seq, call));
-                let size = self.settings.size;
-                let run = Run::new(&self.settings.credentials, call, seq, plan, lent, kernel, size);
+                let me = self.settings.me;
+                let run = Run::new(&self.settings.credentials, call, seq, plan, lent, kernel, me);
                 let peers: Vec<_> = run.peers().collect();
                 self.collectives.push_back(Collective { run, ticket, told: None });
                 for peer in peers {
@@ -214,6 +214,9 @@ impl Engine {
             }
             RunError::Protocol { peer, what } => {
                 self.fail(Report::new(self.settings.me, Cause::Protocol { peer, what }));
+            }
+            RunError::Function(reason) => {
+                self.fail(Report::new(self.settings.me, Cause::Aborted { reason }));
             }
         }
     }

@@ -18,6 +18,7 @@ mod messages;
 mod models;
 mod poller;
 mod probe;
+mod row;
 pub(crate) mod run;
 mod seat;
 mod state;
@@ -30,12 +31,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::call::Call;
+use crate::dtype::Dtype;
 use crate::error::CommError;
 use crate::kernels::Kernel;
 use crate::plan::Plan;
 use buffer::Lent;
 pub(crate) use core::Engine;
 pub(crate) use mailbox::Mailbox;
+use row::Row;
 pub(crate) use state::Settings;
 pub(crate) use ticket::{Outcome, Ticket};
 
@@ -72,6 +75,13 @@ pub(crate) enum Operation<'a> {
 pub(crate) struct Task {
     operation: Operation<'static>,
     ticket: Arc<Ticket>,
+}
+
+/// Carries out the collective of a group of one, without an engine: what a rank does to its own share.
+pub(crate) fn alone(lent: Lent<'_>, kernel: Option<Kernel>, dtype: Dtype, plan: &Plan) {
+    let mut row = Row::new(lent, kernel, dtype.size_bytes(), plan);
+    row.begin();
+    row.finish();
 }
 
 /// An engine that several threads use.

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use crate::call::Call;
 use crate::engine::buffer::Lent;
+use crate::engine::row::{Arrival, Row};
 use crate::frame::{Frame, HEADER_BYTES, Kind};
 use crate::kernels::Kernel;
 use crate::links::conn::{Broken, Conn, QUANTUM_BYTES};
@@ -30,11 +31,8 @@ pub(crate) struct Run {
     pub(crate) call: Call,
     pub(crate) seq: u64,
     plan: Arc<Plan>,
-    buffer: Lent<'static>,
-    kernel: Option<Kernel>,
-    /// Number of ranks, for averages.
-    world: u32,
-    element_bytes: usize,
+    row: Row<'static>,
+    rank: usize,
     header: Frame,
     /// Bytes moved by each stream of the plan; what has arrived counts in whole elements.
     moved: Vec<usize>,
@@ -74,6 +72,8 @@ pub(crate) enum RunError {
     Mismatch { peer: usize, theirs: Call, seq: u64 },
     /// `peer` sent what makes no sense.
     Protocol { peer: usize, what: String },
+    /// The program's own function failed.
+    Function(String),
 }
 
 impl Run {
@@ -85,12 +85,12 @@ impl Run {
         plan: Arc<Plan>,
         buffer: Lent<'static>,
         kernel: Option<Kernel>,
-        world: usize,
+        rank: usize,
     ) -> Self {
-        let element_bytes = call.dtype.size_bytes();
+        let row = Row::new(buffer, kernel, call.dtype.size_bytes(), &plan);
         let mut flows: Vec<Flow> = Vec::new();
         for (index, stream) in plan.streams.iter().enumerate() {
-            let bytes = stream.len() * element_bytes;
+            let bytes = stream.len() * row.element_bytes;
             let same = |flow: &&mut Flow| flow.peer == stream.peer && flow.direction == stream.direction;
             if let Some(flow) = flows.iter_mut().find(same) {
                 flow.streams.push(index);
@@ -108,8 +108,7 @@ impl Run {
             len: 0,
         };
         let (moved, unfinished) = (vec![0; plan.streams.len()], flows.len());
-        let world = u32::try_from(world).unwrap_or(u32::MAX);
-        Self { call, seq, plan, buffer, kernel, world, element_bytes, header, moved, flows, unfinished }
+        Self { call, seq, plan, row, rank, header, moved, flows, unfinished }
     }
 
     pub(crate) fn is_finished(&self) -> bool {
@@ -140,6 +139,7 @@ impl Run {
 
     /// Moves what can be moved now; whether that was anything.
     pub(crate) fn turn(&mut self, lanes: &mut dyn Lanes) -> Result<bool, RunError> {
+        self.row.begin();
         let mut any = false;
         for index in 0..self.flows.len() {
             let flow = &self.flows[index];
@@ -161,12 +161,20 @@ impl Run {
                 }
                 Err(Stop::Mismatch(theirs, seq)) => return Err(RunError::Mismatch { peer, theirs, seq }),
                 Err(Stop::Protocol(what)) => return Err(RunError::Protocol { peer, what }),
+                Err(Stop::Function(what)) => {
+                    // Some elements may have been added already: not again.
+                    self.flows[index].broken = true;
+                    return Err(RunError::Function(what));
+                }
             };
             let flow = &mut self.flows[index];
             if flow.header == HEADER_BYTES && flow.done == flow.total {
                 flow.finished = true;
                 self.unfinished -= 1;
             }
+        }
+        if self.unfinished == 0 {
+            self.row.finish();
         }
         Ok(any)
     }
@@ -176,7 +184,7 @@ impl Run {
         let Some(&index) = flow.streams.get(flow.at) else { return 0 };
         let gate = self.plan.streams[index].gate;
         gate.map_or(usize::MAX, |gate| {
-            (gate.lead * self.element_bytes + self.moved[gate.stream]).saturating_sub(self.moved[index])
+            (gate.lead * self.row.element_bytes + self.moved[gate.stream]).saturating_sub(self.moved[index])
         })
     }
 
@@ -193,8 +201,8 @@ impl Run {
                 (flow.at, flow.segment, flow.offset) = (flow.at + 1, 0, 0);
                 continue;
             };
-            let start = range.start * self.element_bytes + flow.offset;
-            let end = range.end * self.element_bytes;
+            let start = range.start * self.row.element_bytes + flow.offset;
+            let end = range.end * self.row.element_bytes;
             if start < end {
                 return Some((start..end, *apply));
             }
@@ -249,12 +257,12 @@ impl Run {
         let Some(&stream) = flow.streams.get(flow.at) else { return 0 };
         let (mut used, mut left, mut skip) = (0, most, flow.offset);
         for segment in &self.plan.streams[stream].segments[flow.segment..] {
-            let mut start = segment.range.start * self.element_bytes + skip;
-            let end = (segment.range.end * self.element_bytes).min(start.saturating_add(left));
+            let mut start = segment.range.start * self.row.element_bytes + skip;
+            let end = (segment.range.end * self.row.element_bytes).min(start.saturating_add(left));
             skip = 0;
             while start < end && used < parts.len() {
                 // Cut where a part of the row ends.
-                let bytes = self.buffer.bytes(start..end);
+                let bytes = self.row.bytes(start..end);
                 if bytes.is_empty() {
                     return used;
                 }
@@ -284,14 +292,21 @@ impl Run {
             let Some((range, apply)) = self.place(index) else { return Ok(any) };
             let mut allowance = self.allowance(&self.flows[index]);
             if apply != Apply::Copy {
-                allowance -= allowance % self.element_bytes;
+                allowance -= allowance % self.row.element_bytes;
             }
             if allowance == 0 {
                 return Ok(any);
             }
-            let most = range.len().min(allowance).min(QUANTUM_BYTES);
+            let flow = &self.flows[index];
+            let moved = flow.streams.get(flow.at).map_or(0, |&stream| self.moved[stream]);
+            let before = moved / self.row.element_bytes;
+            let most = range.len().min(allowance).min(self.row.most(apply, before)).min(QUANTUM_BYTES);
             let range = range.start..range.start + most;
-            let used = self.take(lane, range.clone(), apply);
+            let bytes = &lane.unread()[..most.min(lane.unread().len())];
+            let is_first = flow.peer < self.rank;
+            let arrival = Arrival { bytes, apply, at: range.start, before, is_first };
+            let used = self.row.take(&arrival).map_err(Stop::Function)?;
+            lane.consume(used);
             if used > 0 {
                 self.advance(index, used);
                 any = true;
@@ -302,7 +317,7 @@ impl Run {
             }
             asked = true;
             let got = if apply == Apply::Copy && most >= DIRECT_BYTES && lane.unread().is_empty() {
-                let got = lane.recv(self.buffer.bytes_mut(range)).map_err(Stop::Broken)?;
+                let got = lane.recv(&mut self.row.bytes_mut(range)).map_err(Stop::Broken)?;
                 self.advance(index, got);
                 got
             } else {
@@ -311,28 +326,6 @@ impl Run {
             self.flows[index].blocked = got == 0;
             any |= got > 0;
         }
-    }
-
-    /// Applies what was read ahead to `range`; how many bytes.
-    fn take(&mut self, lane: &mut Conn, range: std::ops::Range<usize>, apply: Apply) -> usize {
-        let into = self.buffer.bytes_mut(range);
-        let mut used = lane.unread().len().min(into.len());
-        let whole = used - used % self.element_bytes;
-        match (apply, self.kernel) {
-            (Apply::Reduce | Apply::ReduceLast, Some(kernel)) => {
-                used = whole;
-                let into = &mut into[..used];
-                (kernel.reduce)(into, &lane.unread()[..used]);
-                if let (Apply::ReduceLast, Some(finish)) = (apply, kernel.finish) {
-                    finish(into, self.world);
-                }
-            }
-            (Apply::Copy | Apply::Reduce | Apply::ReduceLast, _) => {
-                into[..used].copy_from_slice(&lane.unread()[..used]);
-            }
-        }
-        lane.consume(used);
-        used
     }
 
     /// Reads the header and compares it before any data is touched; whether anything moved.
@@ -381,6 +374,7 @@ enum Stop {
     Broken(Broken),
     Mismatch(Call, u64),
     Protocol(String),
+    Function(String),
 }
 
 impl Flow {

@@ -222,8 +222,10 @@ fn strangers_are_turned_away_and_the_real_peers_still_connect() {
 fn sum(shared: &super::Shared) -> i32 {
     let call =
         Call { kind: CallKind::AllReduce, dtype: Dtype::I32, op: Some(ReduceOp::Sum), root: 0, count: 1 };
-    let plan = Arc::new(crate::plan::all_reduce(Tuning::default().all_reduce(4, 3), FAKE, 3, 1, 4));
-    let kernel = crate::kernels::Kernel::of(Dtype::I32, ReduceOp::Sum);
+    let rounding = call.rounding();
+    let algorithm = Tuning::default().all_reduce(4, 3, rounding);
+    let plan = Arc::new(crate::plan::all_reduce(algorithm, rounding, FAKE, 3, 1, 4));
+    let kernel = crate::kernels::Kernel::of(Dtype::I32, ReduceOp::Sum, 3);
     let mut mine = [4_i32];
     let lent = super::Lent::default().filled(0, &mut mine);
     shared.call(super::Operation::Collective { call, plan, lent, kernel }, LONG).unwrap();

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::{CallKind, CommError, Element, Group, Lent, Prepared, ReduceOp, call, kernel};
+use super::{CallKind, CommError, Element, Group, Lent, Prepared, Reduction, call};
 use crate::plan::Algorithm;
 
 impl Group {
@@ -57,21 +57,21 @@ impl Group {
         &self,
         send: &[T],
         recv: &mut [T],
-        op: ReduceOp,
+        op: impl Into<Reduction<T>>,
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_reduce_scatter(send, recv, op)?).map(drop)
+        self.carry_out(self.prepare_reduce_scatter(send, recv, &op.into())?).map(drop)
     }
 
     pub(super) fn prepare_reduce_scatter<'a, T: Element>(
         &self,
         send: &'a [T],
         recv: &'a mut [T],
-        op: ReduceOp,
+        op: &Reduction<T>,
     ) -> Prepared<'a> {
         self.check_blocks("send", send.len(), recv.len())?;
-        let kernel = kernel::<T>(op)?;
-        let call = call::<T>(CallKind::ReduceScatter, Some(op), 0, recv.len());
-        let algorithm = self.inner.tuning.reduce_scatter(size_of_val(recv), self.size());
+        let kernel = op.kernel(self.size())?;
+        let call = call::<T>(CallKind::ReduceScatter, Some(op.op()), 0, recv.len());
+        let algorithm = self.inner.tuning.reduce_scatter(size_of_val(recv), self.size(), call.rounding());
         let own = self.rank() * recv.len()..(self.rank() + 1) * recv.len();
         self.planned(call, reduced(algorithm, send, recv, own), Some(kernel))
     }
@@ -81,18 +81,22 @@ impl Group {
     ///
     /// # Errors
     /// As [`Self::reduce_scatter`]; also if `buf` cannot be cut in `size` blocks.
-    pub fn reduce_scatter_in_place<T: Element>(&self, buf: &mut [T], op: ReduceOp) -> Result<(), CommError> {
-        self.carry_out(self.prepare_reduce_scatter_in_place(buf, op)?).map(drop)
+    pub fn reduce_scatter_in_place<T: Element>(
+        &self,
+        buf: &mut [T],
+        op: impl Into<Reduction<T>>,
+    ) -> Result<(), CommError> {
+        self.carry_out(self.prepare_reduce_scatter_in_place(buf, &op.into())?).map(drop)
     }
 
     pub(super) fn prepare_reduce_scatter_in_place<'a, T: Element>(
         &self,
         buf: &'a mut [T],
-        op: ReduceOp,
+        op: &Reduction<T>,
     ) -> Prepared<'a> {
         let count = self.block_len("buf", buf.len())?;
-        let kernel = kernel::<T>(op)?;
-        let call = call::<T>(CallKind::ReduceScatter, Some(op), 0, count);
+        let kernel = op.kernel(self.size())?;
+        let call = call::<T>(CallKind::ReduceScatter, Some(op.op()), 0, count);
         self.planned(call, Lent::default().filled(0, buf), Some(kernel))
     }
 

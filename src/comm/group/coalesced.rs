@@ -1,6 +1,8 @@
 //! Collectives of lists of buffers, which travel as one.
 
-use super::{Call, CallKind, CommError, Element, Group, Lent, Prepared, ReduceOp, call, check_len, kernel};
+use super::{
+    Call, CallKind, CommError, Element, Group, Lent, Prepared, ReduceOp, Reduction, call, check_len,
+};
 use crate::plan::{Algorithm, fingerprint};
 
 impl Group {
@@ -13,19 +15,20 @@ impl Group {
     pub fn all_reduce_coalesced<T: Element, B: AsMut<[T]>>(
         &self,
         bufs: &mut [B],
-        op: ReduceOp,
+        op: impl Into<Reduction<T>>,
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_all_reduce_coalesced(bufs.iter_mut().map(B::as_mut), op)?).map(drop)
+        self.carry_out(self.prepare_all_reduce_coalesced(bufs.iter_mut().map(B::as_mut), &op.into())?)
+            .map(drop)
     }
 
     pub(super) fn prepare_all_reduce_coalesced<'a, T: Element>(
         &self,
         bufs: impl Iterator<Item = &'a mut [T]>,
-        op: ReduceOp,
+        op: &Reduction<T>,
     ) -> Prepared<'a> {
-        let kernel = kernel::<T>(op)?;
+        let kernel = op.kernel(self.size())?;
         let (lent, lens) = one_row(bufs);
-        self.planned(listed::<T>(CallKind::AllReduce, Some(op), &lens), lent, Some(kernel))
+        self.planned(listed::<T>(CallKind::AllReduce, Some(op.op()), &lens), lent, Some(kernel))
     }
 
     /// [`Self::broadcast`] of each buffer of a list, at the cost of one call for all.
@@ -61,22 +64,23 @@ impl Group {
     pub fn reduce_coalesced<T: Element, B: AsMut<[T]>>(
         &self,
         bufs: &mut [B],
-        op: ReduceOp,
+        op: impl Into<Reduction<T>>,
         root: usize,
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_reduce_coalesced(bufs.iter_mut().map(B::as_mut), op, root)?).map(drop)
+        self.carry_out(self.prepare_reduce_coalesced(bufs.iter_mut().map(B::as_mut), &op.into(), root)?)
+            .map(drop)
     }
 
     pub(super) fn prepare_reduce_coalesced<'a, T: Element>(
         &self,
         bufs: impl Iterator<Item = &'a mut [T]>,
-        op: ReduceOp,
+        op: &Reduction<T>,
         root: usize,
     ) -> Prepared<'a> {
         self.check_rank(root, "root")?;
-        let kernel = kernel::<T>(op)?;
+        let kernel = op.kernel(self.size())?;
         let (lent, lens) = one_row(bufs);
-        let call = call::<T>(CallKind::Reduce, Some(op), root as u32, lens.iter().sum());
+        let call = call::<T>(CallKind::Reduce, Some(op.op()), root as u32, lens.iter().sum());
         self.planned(call, lent, Some(kernel))
     }
 
@@ -128,25 +132,26 @@ impl Group {
         &self,
         sends: &[S],
         recvs: &mut [R],
-        op: ReduceOp,
+        op: impl Into<Reduction<T>>,
     ) -> Result<(), CommError> {
         let (sends, recvs) = (sends.iter().map(S::as_ref), recvs.iter_mut().map(R::as_mut));
-        self.carry_out(self.prepare_reduce_scatter_coalesced(sends, recvs, op)?).map(drop)
+        self.carry_out(self.prepare_reduce_scatter_coalesced(sends, recvs, &op.into())?).map(drop)
     }
 
     pub(super) fn prepare_reduce_scatter_coalesced<'a, T: Element>(
         &self,
         sends: impl Iterator<Item = &'a [T]>,
         recvs: impl Iterator<Item = &'a mut [T]>,
-        op: ReduceOp,
+        op: &Reduction<T>,
     ) -> Prepared<'a> {
-        let kernel = kernel::<T>(op)?;
+        let kernel = op.kernel(self.size())?;
         let (sends, recvs): (Vec<_>, Vec<_>) = (sends.collect(), recvs.collect());
         check_len("the list of recv", recvs.len(), sends.len())?;
         let lens: Vec<usize> = recvs.iter().map(|recv| recv.len()).collect();
         let count: usize = lens.iter().sum();
-        let call = listed::<T>(CallKind::ReduceScatter, Some(op), &lens);
-        let around = self.inner.tuning.reduce_scatter(call.bytes() as usize, self.size()) == Algorithm::Ring;
+        let call = listed::<T>(CallKind::ReduceScatter, Some(op.op()), &lens);
+        let (bytes, rounding) = (call.bytes() as usize, call.rounding());
+        let around = self.inner.tuning.reduce_scatter(bytes, self.size(), rounding) == Algorithm::Ring;
         let (own, mut lent, mut within) =
             (self.rank() * count..(self.rank() + 1) * count, Lent::default(), 0);
         // The ring works on a copy of what others own; the direct exchange only reads it.

@@ -127,7 +127,7 @@ impl Group {
 
     fn check_peer(&self, rank: usize, what: &str) -> Result<(), CommError> {
         self.check_rank(rank, what)?;
-        self.inner.check_process()?;
+        self.inner.check_caller()?;
         if rank != self.rank() {
             return Ok(());
         }
@@ -135,7 +135,7 @@ impl Group {
     }
 
     fn check_others(&self, what: &str) -> Result<(), CommError> {
-        self.inner.check_process()?;
+        self.inner.check_caller()?;
         if self.size() > 1 {
             return Ok(());
         }

@@ -1,6 +1,6 @@
 //! Scans: reductions over all ranks up to each.
 
-use super::{CallKind, CommError, Element, Group, Lent, Prepared, ReduceOp, call, kernel};
+use super::{CallKind, CommError, Element, Group, Lent, Prepared, ReduceOp, Reduction, call};
 use crate::kernels::Kernel;
 
 impl Group {
@@ -13,13 +13,13 @@ impl Group {
     ///
     /// # Cost
     /// A chain through all ranks, in which every rank sends S bytes at most.
-    pub fn scan<T: Element>(&self, buf: &mut [T], op: ReduceOp) -> Result<(), CommError> {
-        self.carry_out(self.prepare_scan(buf, op)?).map(drop)
+    pub fn scan<T: Element>(&self, buf: &mut [T], op: impl Into<Reduction<T>>) -> Result<(), CommError> {
+        self.carry_out(self.prepare_scan(buf, &op.into())?).map(drop)
     }
 
-    pub(super) fn prepare_scan<'a, T: Element>(&self, buf: &'a mut [T], op: ReduceOp) -> Prepared<'a> {
-        let kernel = scanning::<T>(op)?;
-        let call = call::<T>(CallKind::Scan, Some(op), 0, buf.len());
+    pub(super) fn prepare_scan<'a, T: Element>(&self, buf: &'a mut [T], op: &Reduction<T>) -> Prepared<'a> {
+        let kernel = scanning(op)?;
+        let call = call::<T>(CallKind::Scan, Some(op.op()), 0, buf.len());
         self.planned(call, Lent::default().filled(0, buf), Some(kernel))
     }
 
@@ -33,26 +33,32 @@ impl Group {
     ///
     /// # Cost
     /// A chain through all ranks, in which every rank sends 2·S bytes at most; `buf` is copied.
-    pub fn exclusive_scan<T: Element>(&self, buf: &mut [T], op: ReduceOp) -> Result<(), CommError> {
-        self.carry_out(self.prepare_exclusive_scan(buf, op)?).map(drop)
+    pub fn exclusive_scan<T: Element>(
+        &self,
+        buf: &mut [T],
+        op: impl Into<Reduction<T>>,
+    ) -> Result<(), CommError> {
+        self.carry_out(self.prepare_exclusive_scan(buf, &op.into())?).map(drop)
     }
 
     pub(super) fn prepare_exclusive_scan<'a, T: Element>(
         &self,
         buf: &'a mut [T],
-        op: ReduceOp,
+        op: &Reduction<T>,
     ) -> Prepared<'a> {
-        let kernel = scanning::<T>(op)?;
-        let call = call::<T>(CallKind::ExclusiveScan, Some(op), 0, buf.len());
+        let kernel = scanning(op)?;
+        let call = call::<T>(CallKind::ExclusiveScan, Some(op.op()), 0, buf.len());
         let lent = Lent::default().scratch(0, buf.to_vec());
-        self.planned(call, lent.filled(buf.len(), buf), Some(kernel))
+        // The first rank's stays as it is.
+        let lent = if self.rank() > 0 { lent.filled(buf.len(), buf) } else { lent };
+        self.planned(call, lent, Some(kernel))
     }
 }
 
-fn scanning<T: Element>(op: ReduceOp) -> Result<Kernel, CommError> {
-    if op == ReduceOp::Avg {
+fn scanning<T: Element>(op: &Reduction<T>) -> Result<Kernel, CommError> {
+    if op.op() == ReduceOp::Avg {
         let what = "avg of a part of the ranks has no meaning in a scan";
         return Err(CommError::InvalidArgument(what.to_owned()));
     }
-    kernel::<T>(op)
+    op.kernel(1)
 }

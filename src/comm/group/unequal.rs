@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::blocks::reduced;
-use super::{CallKind, CommError, Element, Group, Lent, Prepared, ReduceOp, call, check_len, kernel};
+use super::{CallKind, CommError, Element, Group, Lent, Prepared, Reduction, call, check_len};
 use crate::plan::{self, Blocks};
 
 impl Group {
@@ -60,9 +60,9 @@ impl Group {
         send: &[T],
         recv: &mut [T],
         lens: &[usize],
-        op: ReduceOp,
+        op: impl Into<Reduction<T>>,
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_reduce_scatter_v(send, recv, lens, op)?).map(drop)
+        self.carry_out(self.prepare_reduce_scatter_v(send, recv, lens, &op.into())?).map(drop)
     }
 
     pub(super) fn prepare_reduce_scatter_v<'a, T: Element>(
@@ -70,16 +70,18 @@ impl Group {
         send: &'a [T],
         recv: &'a mut [T],
         lens: &[usize],
-        op: ReduceOp,
+        op: &Reduction<T>,
     ) -> Prepared<'a> {
         let blocks = self.blocks(lens)?;
         let own = blocks.of(self.rank());
         check_len("send", send.len(), blocks.end())?;
         check_len("recv", recv.len(), own.len())?;
-        let kernel = kernel::<T>(op)?;
-        let call = call::<T>(CallKind::ReduceScatterV, Some(op), blocks.fingerprint(), blocks.end());
-        let algorithm = self.inner.tuning.reduce_scatter(size_of_val(send) / self.size(), self.size());
-        let plan = || Arc::new(plan::reduce_scatter(algorithm, self.rank(), &blocks, size_of::<T>()));
+        let kernel = op.kernel(self.size())?;
+        let call = call::<T>(CallKind::ReduceScatterV, Some(op.op()), blocks.fingerprint(), blocks.end());
+        let (world, rounding) = (self.size(), call.rounding());
+        let algorithm = self.inner.tuning.reduce_scatter(size_of_val(send) / world, world, rounding);
+        let plan =
+            || Arc::new(plan::reduce_scatter(algorithm, rounding, self.rank(), &blocks, size_of::<T>()));
         self.collective(call, plan, reduced(algorithm, send, recv, own), Some(kernel))
     }
 

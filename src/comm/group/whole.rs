@@ -1,6 +1,6 @@
 //! Collectives of whole buffers, one on each rank.
 
-use super::{CallKind, CommError, Element, Group, Lent, Prepared, ReduceOp, call, kernel};
+use super::{CallKind, CommError, Element, Group, Lent, Prepared, Reduction, call};
 use crate::plan;
 
 impl Group {
@@ -17,13 +17,21 @@ impl Group {
     /// # Cost
     /// With P ranks and S bytes: few bytes, log2(P) exchanges of S; many, a ring of 2(P−1) steps in which
     /// each rank sends 2·S·(P−1)/P bytes.
-    pub fn all_reduce<T: Element>(&self, buf: &mut [T], op: ReduceOp) -> Result<(), CommError> {
-        self.carry_out(self.prepare_all_reduce(buf, op)?).map(drop)
+    pub fn all_reduce<T: Element>(
+        &self,
+        buf: &mut [T],
+        op: impl Into<Reduction<T>>,
+    ) -> Result<(), CommError> {
+        self.carry_out(self.prepare_all_reduce(buf, &op.into())?).map(drop)
     }
 
-    pub(super) fn prepare_all_reduce<'a, T: Element>(&self, buf: &'a mut [T], op: ReduceOp) -> Prepared<'a> {
-        let kernel = kernel::<T>(op)?;
-        let call = call::<T>(CallKind::AllReduce, Some(op), 0, buf.len());
+    pub(super) fn prepare_all_reduce<'a, T: Element>(
+        &self,
+        buf: &'a mut [T],
+        op: &Reduction<T>,
+    ) -> Prepared<'a> {
+        let kernel = op.kernel(self.size())?;
+        let call = call::<T>(CallKind::AllReduce, Some(op.op()), 0, buf.len());
         self.planned(call, Lent::default().filled(0, buf), Some(kernel))
     }
 
@@ -38,18 +46,18 @@ impl Group {
         &self,
         send: &[T],
         recv: &mut [T],
-        op: ReduceOp,
+        op: impl Into<Reduction<T>>,
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_all_reduce_into(send, recv, op)?).map(drop)
+        self.carry_out(self.prepare_all_reduce_into(send, recv, &op.into())?).map(drop)
     }
 
     pub(super) fn prepare_all_reduce_into<'a, T: Element>(
         &self,
         send: &[T],
         recv: &'a mut [T],
-        op: ReduceOp,
+        op: &Reduction<T>,
     ) -> Prepared<'a> {
-        kernel::<T>(op)?;
+        op.kernel(self.size())?;
         check_same(send, recv)?;
         recv.copy_from_slice(send);
         self.prepare_all_reduce(recv, op)
@@ -87,19 +95,24 @@ impl Group {
     ///
     /// # Cost
     /// Few bytes: a tree of log2(P) steps. Many: a chain in which every rank sends S bytes at most.
-    pub fn reduce<T: Element>(&self, buf: &mut [T], op: ReduceOp, root: usize) -> Result<(), CommError> {
-        self.carry_out(self.prepare_reduce(buf, op, root)?).map(drop)
+    pub fn reduce<T: Element>(
+        &self,
+        buf: &mut [T],
+        op: impl Into<Reduction<T>>,
+        root: usize,
+    ) -> Result<(), CommError> {
+        self.carry_out(self.prepare_reduce(buf, &op.into(), root)?).map(drop)
     }
 
     pub(super) fn prepare_reduce<'a, T: Element>(
         &self,
         buf: &'a mut [T],
-        op: ReduceOp,
+        op: &Reduction<T>,
         root: usize,
     ) -> Prepared<'a> {
         self.check_rank(root, "root")?;
-        let kernel = kernel::<T>(op)?;
-        let call = call::<T>(CallKind::Reduce, Some(op), root as u32, buf.len());
+        let kernel = op.kernel(self.size())?;
+        let call = call::<T>(CallKind::Reduce, Some(op.op()), root as u32, buf.len());
         self.planned(call, Lent::default().filled(0, buf), Some(kernel))
     }
 
@@ -115,27 +128,27 @@ impl Group {
         &self,
         send: &[T],
         recv: &mut [T],
-        op: ReduceOp,
+        op: impl Into<Reduction<T>>,
         root: usize,
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_reduce_into(send, recv, op, root)?).map(drop)
+        self.carry_out(self.prepare_reduce_into(send, recv, &op.into(), root)?).map(drop)
     }
 
     pub(super) fn prepare_reduce_into<'a, T: Element>(
         &self,
         send: &[T],
         recv: &'a mut [T],
-        op: ReduceOp,
+        op: &Reduction<T>,
         root: usize,
     ) -> Prepared<'a> {
         self.check_rank(root, "root")?;
-        let kernel = kernel::<T>(op)?;
+        let kernel = op.kernel(self.size())?;
         if self.rank() == root {
             check_same(send, recv)?;
             recv.copy_from_slice(send);
             return self.prepare_reduce(recv, op, root);
         }
-        let call = call::<T>(CallKind::Reduce, Some(op), root as u32, send.len());
+        let call = call::<T>(CallKind::Reduce, Some(op.op()), root as u32, send.len());
         self.planned(call, Lent::default().scratch(0, send.to_vec()), Some(kernel))
     }
 

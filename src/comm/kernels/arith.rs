@@ -1,11 +1,17 @@
 //! The operations on single numbers.
 
-/// A number of `N` bytes.
-pub(super) trait Arith<const N: usize>: Copy {
-    fn read(bytes: [u8; N]) -> Self;
-    fn write(self) -> [u8; N];
-    fn sum(self, other: Self) -> Self;
+use num_complex::Complex;
+
+use crate::dtype::Bytes;
+
+/// A number of `N` bytes that can be multiplied, real or complex.
+pub(super) trait Multiply<const N: usize>: Bytes<N> {
     fn product(self, other: Self) -> Self;
+}
+
+/// A real number.
+pub(super) trait Arith<const N: usize>: Multiply<N> {
+    fn sum(self, other: Self) -> Self;
     fn min(self, other: Self) -> Self;
     fn max(self, other: Self) -> Self;
     fn divided_by(self, divisor: u32) -> Self;
@@ -20,22 +26,17 @@ pub(super) trait Bits<const N: usize>: Arith<N> {
 
 macro_rules! integers {
     ($($int:ty),*) => {$(
-        impl Arith<{ size_of::<$int>() }> for $int {
-            #[inline(always)]
-            fn read(bytes: [u8; size_of::<$int>()]) -> Self {
-                Self::from_ne_bytes(bytes)
-            }
-            #[inline(always)]
-            fn write(self) -> [u8; size_of::<$int>()] {
-                self.to_ne_bytes()
-            }
-            #[inline(always)]
-            fn sum(self, other: Self) -> Self {
-                self.wrapping_add(other)
-            }
+        impl Multiply<{ size_of::<$int>() }> for $int {
             #[inline(always)]
             fn product(self, other: Self) -> Self {
                 self.wrapping_mul(other)
+            }
+        }
+
+        impl Arith<{ size_of::<$int>() }> for $int {
+            #[inline(always)]
+            fn sum(self, other: Self) -> Self {
+                self.wrapping_add(other)
             }
             #[inline(always)]
             fn min(self, other: Self) -> Self {
@@ -76,22 +77,17 @@ integers!(i8, u8, i16, u16, i32, u32, i64, u64);
 // zero, so OR and AND of their bits choose -0 and +0.
 macro_rules! floats {
     ($($float:ident),*) => {$(
-        impl Arith<{ size_of::<$float>() }> for $float {
-            #[inline(always)]
-            fn read(bytes: [u8; size_of::<$float>()]) -> Self {
-                Self::from_ne_bytes(bytes)
-            }
-            #[inline(always)]
-            fn write(self) -> [u8; size_of::<$float>()] {
-                self.to_ne_bytes()
-            }
-            #[inline(always)]
-            fn sum(self, other: Self) -> Self {
-                self + other
-            }
+        impl Multiply<{ size_of::<$float>() }> for $float {
             #[inline(always)]
             fn product(self, other: Self) -> Self {
                 self * other
+            }
+        }
+
+        impl Arith<{ size_of::<$float>() }> for $float {
+            #[inline(always)]
+            fn sum(self, other: Self) -> Self {
+                self + other
             }
             #[inline(always)]
             fn min(self, other: Self) -> Self {
@@ -118,3 +114,16 @@ macro_rules! floats {
 }
 
 floats!(f32, f64);
+
+macro_rules! complex {
+    ($($float:ident),*) => {$(
+        impl Multiply<{ 2 * size_of::<$float>() }> for Complex<$float> {
+            #[inline(always)]
+            fn product(self, other: Self) -> Self {
+                self * other
+            }
+        }
+    )*};
+}
+
+complex!(f32, f64);

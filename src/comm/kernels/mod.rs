@@ -1,4 +1,4 @@
-//! Arithmetic on buffers: one table from (type, operation) to a function, looked up once per call.
+//! Arithmetic on buffers: one table from (type, operation) to functions, looked up once per call.
 //!
 //! Kernels work in place on bytes: `into = into op from`, element by element in native byte order.
 //! Bytes on both sides make them safe and free of alignment, and `chunks_exact` with `zip` still
@@ -6,74 +6,231 @@
 //!
 //! Every operation is commutative to the last bit (NaN payloads excepted), which is what lets both
 //! ends of an exchange compute the same result from swapped operands.
+//!
+//! Types share functions where their bits allow it: complex numbers are added as twice as many real ones,
+//! truth values are combined as bits, and halves are added as `f32` ([`halves`]).
 
 mod arith;
+mod custom;
+mod halves;
 
-use crate::dtype::{Dtype, ReduceOp};
-use arith::{Arith, Bits};
+use std::convert::Infallible;
+use std::fmt;
+use std::sync::Arc;
+
+use num_complex::Complex;
+
+use crate::dtype::sealed::Factor;
+use crate::dtype::{Bytes, Dtype, ReduceOp};
+use arith::{Arith, Bits, Multiply};
+pub(crate) use custom::{Function, function, is_inside_function};
+pub(crate) use halves::{WIDE_BYTES, Wide};
 
 /// `into[i] = into[i] op from[i]`; both slices have the same length, a multiple of the element size.
-pub(crate) type ReduceFn = fn(into: &mut [u8], from: &[u8]);
+type ReduceFn = fn(into: &mut [u8], from: &[u8]);
 
 /// `buf[i] = buf[i] / divisor`.
-pub(crate) type ScaleFn = fn(buf: &mut [u8], divisor: u32);
+type DivideFn = fn(buf: &mut [u8], divisor: u32);
 
-/// What a reduction does to the bytes that arrive.
-#[derive(Debug, Clone, Copy)]
+/// `buf[i] = buf[i] * factor`.
+pub(crate) type ScaleFn = dyn Fn(&mut [u8]) + Send + Sync;
+
+/// Elements that are worked on at once where they need memory of their own: at home in the L1 cache.
+const CHUNK: usize = 256;
+
+/// What a reduction does to elements.
+#[derive(Clone)]
 pub(crate) struct Kernel {
-    /// Adds a contribution.
-    pub(crate) reduce: ReduceFn,
+    reduce: Reduce,
     /// Ends the reduction of an element, after its last contribution.
-    pub(crate) finish: Option<ScaleFn>,
+    divide: Option<DivideFn>,
+    /// What averages are divided by.
+    world: u32,
+    scale: Option<Arc<ScaleFn>>,
+    /// There if the other functions are those of wider elements.
+    wide: Option<&'static Wide>,
+}
+
+#[derive(Clone)]
+enum Reduce {
+    Numbers(ReduceFn),
+    Function(Arc<Function>),
+}
+
+/// One step of adding all ranks' shares of a range in the order of the ranks ([`Kernel::fold`]).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Fold {
+    /// No share was added before.
+    pub(crate) first: bool,
+    /// This rank's own share comes next to the one that has arrived.
+    pub(crate) own: bool,
+    /// All shares are added then.
+    pub(crate) last: bool,
 }
 
 impl Kernel {
-    /// The kernel of `op` on `dtype`; `None` if the pair has no meaning.
-    pub(crate) fn of(dtype: Dtype, op: ReduceOp) -> Option<Self> {
+    /// The kernel of a named `op` on `dtype` over `world` ranks; `None` if the pair has no meaning.
+    pub(crate) fn of(dtype: Dtype, op: ReduceOp, world: usize) -> Option<Self> {
         if !op.accepts(dtype) {
             return None;
         }
-        match dtype {
-            Dtype::I8 => of_integers::<i8, 1>(op),
-            Dtype::U8 => of_integers::<u8, 1>(op),
-            Dtype::I16 => of_integers::<i16, 2>(op),
-            Dtype::U16 => of_integers::<u16, 2>(op),
-            Dtype::I32 => of_integers::<i32, 4>(op),
-            Dtype::U32 => of_integers::<u32, 4>(op),
-            Dtype::I64 => of_integers::<i64, 8>(op),
-            Dtype::U64 => of_integers::<u64, 8>(op),
-            Dtype::F32 => of_numbers::<f32, 4>(op),
-            Dtype::F64 => of_numbers::<f64, 8>(op),
+        let functions = match dtype {
+            Dtype::I8 => integers::<i8, 1>(op),
+            Dtype::U8 => integers::<u8, 1>(op),
+            Dtype::I16 => integers::<i16, 2>(op),
+            Dtype::U16 => integers::<u16, 2>(op),
+            Dtype::I32 => integers::<i32, 4>(op),
+            Dtype::U32 => integers::<u32, 4>(op),
+            Dtype::I64 => integers::<i64, 8>(op),
+            Dtype::U64 => integers::<u64, 8>(op),
+            Dtype::F32 => numbers::<f32, 4>(op),
+            Dtype::F64 => numbers::<f64, 8>(op),
+            Dtype::F16 | Dtype::Bf16 if op.rounds(dtype) => numbers::<f32, 4>(op),
+            Dtype::F16 => halves::order::<{ halves::F16_INFINITY }>(op),
+            Dtype::Bf16 => halves::order::<{ halves::BF16_INFINITY }>(op),
+            Dtype::Bool => truths(op),
+            Dtype::ComplexF32 => complex::<Complex<f32>, 8, f32, 4>(op),
+            Dtype::ComplexF64 => complex::<Complex<f64>, 16, f64, 8>(op),
+        };
+        let (reduce, divide) = functions?;
+        let wide = if op.rounds(dtype) { Wide::of(dtype) } else { None };
+        let world = u32::try_from(world).unwrap_or(u32::MAX);
+        Some(Self { reduce: Reduce::Numbers(reduce), divide, world, scale: None, wide })
+    }
+
+    /// A sum of shares that are first changed by `scale`; `None` if that has no meaning.
+    pub(crate) fn scaled_sum(dtype: Dtype, scale: Arc<ScaleFn>) -> Option<Self> {
+        let sum = Self::of(dtype, ReduceOp::PremulSum, 1)?;
+        Some(Self { scale: Some(scale), ..sum })
+    }
+
+    /// A reduction by a function of the program.
+    pub(crate) fn custom(function: Arc<Function>) -> Self {
+        Self { reduce: Reduce::Function(function), divide: None, world: 1, scale: None, wide: None }
+    }
+
+    /// What changes this rank's own share before anything is added to it.
+    pub(crate) fn scale(&self) -> Option<&ScaleFn> {
+        self.scale.as_deref()
+    }
+
+    /// How elements become those that the kernel adds, if these are others.
+    pub(crate) fn wide(&self) -> Option<&'static Wide> {
+        self.wide
+    }
+
+    /// Adds a contribution: `into[i] = into[i] op from[i]`, or `from[i] op into[i]` if that one `is_first`; then
+    /// ends the reduction if it is the `last`. Both slices have the same length, in whole elements.
+    ///
+    /// The error says how a function of the program failed.
+    pub(crate) fn reduce(
+        &self,
+        into: &mut [u8],
+        from: &[u8],
+        is_first: bool,
+        last: bool,
+    ) -> Result<(), String> {
+        match &self.reduce {
+            Reduce::Numbers(reduce) => reduce(into, from),
+            Reduce::Function(function) => function(into, from, is_first)?,
         }
+        if let Some(divide) = self.divide.filter(|_| last) {
+            divide(into, self.world);
+        }
+        Ok(())
+    }
+
+    /// Adds the shares `from` to `sums`, as `step` says; `share` is this rank's own, and where the result is
+    /// left. `wide` tells how elements of `from` and `share` become those of `sums`, if these are others.
+    ///
+    /// For equal numbers of elements in all three.
+    pub(crate) fn fold(
+        &self,
+        step: Fold,
+        wide: Option<&Wide>,
+        sums: &mut [u8],
+        from: &[u8],
+        share: &mut [u8],
+    ) -> Result<(), String> {
+        let Fold { first, own, last } = step;
+        let mut memory = [0; CHUNK * WIDE_BYTES];
+        let sizes = (CHUNK * WIDE_BYTES, wide.map_or(CHUNK * WIDE_BYTES, |_| CHUNK * WIDE_BYTES / 2));
+        let widen = wide.map_or(copy as fn(&[u8], &mut [u8]), |wide| wide.widen);
+        let narrow = wide.map_or(copy as fn(&[u8], &mut [u8]), |wide| wide.narrow);
+        let shares = from.chunks(sizes.1).zip(share.chunks_mut(sizes.1));
+        for (sums, (from, share)) in sums.chunks_mut(sizes.0).zip(shares) {
+            let next = &mut memory[..sums.len()];
+            if first {
+                widen(from, sums);
+            } else {
+                widen(from, next);
+                self.reduce(sums, next, false, false)?;
+            }
+            if own {
+                widen(share, next);
+                self.reduce(sums, next, false, false)?;
+            }
+            if last {
+                if let Some(divide) = self.divide {
+                    divide(sums, self.world);
+                }
+                narrow(sums, share);
+            }
+        }
+        Ok(())
     }
 }
 
-fn of_integers<T: Bits<N>, const N: usize>(op: ReduceOp) -> Option<Kernel> {
+impl fmt::Debug for Kernel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Kernel").finish_non_exhaustive()
+    }
+}
+
+fn copy(from: &[u8], into: &mut [u8]) {
+    into.copy_from_slice(from);
+}
+
+type Functions = Option<(ReduceFn, Option<DivideFn>)>;
+
+fn integers<T: Bits<N>, const N: usize>(op: ReduceOp) -> Functions {
     let reduce: ReduceFn = match op {
         ReduceOp::Band => |into, from| zip(into, from, T::and),
         ReduceOp::Bor => |into, from| zip(into, from, T::or),
         ReduceOp::Bxor => |into, from| zip(into, from, T::xor),
-        ReduceOp::Sum | ReduceOp::Min | ReduceOp::Max | ReduceOp::Product | ReduceOp::Avg => {
-            return of_numbers::<T, N>(op);
-        }
+        _ => return numbers::<T, N>(op),
     };
-    Some(Kernel { reduce, finish: None })
+    Some((reduce, None))
 }
 
-fn of_numbers<T: Arith<N>, const N: usize>(op: ReduceOp) -> Option<Kernel> {
+fn numbers<T: Arith<N>, const N: usize>(op: ReduceOp) -> Functions {
     let reduce: ReduceFn = match op {
-        ReduceOp::Sum | ReduceOp::Avg => |into, from| zip(into, from, T::sum),
+        ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PremulSum => |into, from| zip(into, from, T::sum),
         ReduceOp::Min => |into, from| zip(into, from, T::min),
         ReduceOp::Max => |into, from| zip(into, from, T::max),
-        ReduceOp::Product => |into, from| zip(into, from, T::product),
-        ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor => return None,
+        ReduceOp::Product => product::<T, N>,
+        ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor | ReduceOp::Custom => return None,
     };
-    let finish: Option<ScaleFn> = if op == ReduceOp::Avg { Some(divide::<T, N>) } else { None };
-    Some(Kernel { reduce, finish })
+    let divide: Option<DivideFn> = if op == ReduceOp::Avg { Some(divide::<T, N>) } else { None };
+    Some((reduce, divide))
+}
+
+fn complex<T: Multiply<N>, const N: usize, R: Arith<M>, const M: usize>(op: ReduceOp) -> Functions {
+    if op == ReduceOp::Product { Some((product::<T, N>, None)) } else { numbers::<R, M>(op) }
+}
+
+/// Truth values are the bytes 0 and 1. What a peer sends instead is not trusted to be one of them, neither here nor
+/// where it is stored (`engine/buffer.rs`).
+fn truths(op: ReduceOp) -> Functions {
+    integers::<u8, 1>(match op {
+        ReduceOp::Sum | ReduceOp::Max => ReduceOp::Bor,
+        ReduceOp::Product | ReduceOp::Min => ReduceOp::Band,
+        other => other,
+    })
 }
 
 #[inline(always)]
-fn zip<T: Arith<N>, const N: usize>(into: &mut [u8], from: &[u8], op: impl Fn(T, T) -> T) {
+fn zip<T: Bytes<N>, const N: usize>(into: &mut [u8], from: &[u8], op: impl Fn(T, T) -> T) {
     debug_assert_eq!(into.len(), from.len());
     debug_assert_eq!(into.len() % N, 0);
     let (into, _) = into.as_chunks_mut::<N>();
@@ -83,10 +240,37 @@ fn zip<T: Arith<N>, const N: usize>(into: &mut [u8], from: &[u8], op: impl Fn(T,
     }
 }
 
+fn product<T: Multiply<N>, const N: usize>(into: &mut [u8], from: &[u8]) {
+    zip(into, from, T::product);
+}
+
 fn divide<T: Arith<N>, const N: usize>(buf: &mut [u8], divisor: u32) {
+    each(buf, |a: T| a.divided_by(divisor));
+}
+
+#[inline(always)]
+fn each<T: Bytes<N>, const N: usize>(buf: &mut [u8], op: impl Fn(T) -> T) {
     let (buf, _) = buf.as_chunks_mut::<N>();
     for a in buf {
-        *a = T::read(*a).divided_by(divisor).write();
+        *a = op(T::read(*a)).write();
+    }
+}
+
+macro_rules! factors {
+    ($($number:ty),*) => {$(
+        impl Factor for $number {
+            fn multiply(self, bytes: &mut [u8]) {
+                each(bytes, |number: Self| number.product(self));
+            }
+        }
+    )*};
+}
+
+factors!(i8, u8, i16, u16, i32, u32, i64, u64, f32, f64, Complex<f32>, Complex<f64>);
+
+impl Factor for Infallible {
+    fn multiply(self, _: &mut [u8]) {
+        match self {}
     }
 }
 

@@ -1,90 +1,277 @@
 //! Every kernel against a scalar reference in wider arithmetic.
 
-use super::*;
+use half::{bf16, f16};
 
-fn bytes_of<T: Arith<N>, const N: usize>(values: &[T]) -> Vec<u8> {
-    values.iter().flat_map(|v| v.write()).collect()
+use super::*;
+use crate::dtype::Element;
+use crate::testing::Random;
+
+/// Ranks of an average.
+const WORLD: usize = 7;
+
+/// `values` as bytes behind `shift` others: kernels must not care about alignment.
+fn bytes_of<T: Element>(values: &[T], shift: usize) -> Vec<u8> {
+    let mut bytes = vec![0; shift + size_of_val(values)];
+    T::write(values, &mut bytes[shift..]);
+    bytes
 }
 
-fn run<T: Arith<N>, const N: usize>(dtype: Dtype, op: ReduceOp, a: &[T], b: &[T], shift: usize) -> Vec<T> {
-    let kernel = Kernel::of(dtype, op).unwrap();
-    // `shift` bytes in front: kernels must not care about alignment.
-    let mut into = vec![0; shift];
-    into.extend(bytes_of(a));
-    let mut from = vec![0; 3];
-    from.extend(bytes_of(b));
-    (kernel.reduce)(&mut into[shift..], &from[3..]);
-    if let Some(finish) = kernel.finish {
-        finish(&mut into[shift..], 7);
+fn values_of<T: Element>(bytes: &[u8]) -> Vec<T> {
+    let mut values = Vec::new();
+    T::read(bytes, &mut values);
+    values
+}
+
+fn reduce<T: Element>(kernel: &Kernel, a: &[T], b: &[T], shift: usize) -> Vec<T> {
+    let (mut into, from) = (bytes_of(a, shift), bytes_of(b, 3));
+    kernel.reduce(&mut into[shift..], &from[3..], false, true).unwrap();
+    values_of(&into[shift..])
+}
+
+fn multiply<T: Element>(factor: T::Factor, values: &[T], shift: usize) -> Vec<T> {
+    let mut bytes = bytes_of(values, shift);
+    factor.multiply(&mut bytes[shift..]);
+    values_of(&bytes[shift..])
+}
+
+/// Named operations with a meaning for `dtype`.
+fn operations(dtype: Dtype) -> impl Iterator<Item = (ReduceOp, Kernel)> {
+    ReduceOp::ALL.into_iter().filter_map(move |op| Some((op, Kernel::of(dtype, op, WORLD)?)))
+}
+
+#[test]
+fn pairs_without_meaning_have_no_kernel() {
+    use ReduceOp::{Avg, Band, Bor, Bxor, Custom, Max, Min, PremulSum};
+    for dtype in Dtype::ALL {
+        let refused: &[ReduceOp] = match dtype {
+            Dtype::F32 | Dtype::F64 | Dtype::F16 | Dtype::Bf16 => &[Band, Bor, Bxor, Custom],
+            Dtype::ComplexF32 | Dtype::ComplexF64 => &[Min, Max, Band, Bor, Bxor, Custom],
+            Dtype::Bool => &[Avg, PremulSum, Custom],
+            _ => &[Avg, Custom],
+        };
+        for op in ReduceOp::ALL {
+            let found = Kernel::of(dtype, op, WORLD).is_some();
+            assert_eq!(found, !refused.contains(&op), "{op} of {dtype}");
+            assert_eq!(op.accepts(dtype), found || op == Custom, "{op} of {dtype}");
+        }
     }
-    into[shift..].as_chunks::<N>().0.iter().map(|&chunk| T::read(chunk)).collect()
 }
 
 macro_rules! check_integers {
-    ($($int:ident => $dtype:ident),*) => {$(
+    ($($int:ident),*) => {$(
         #[test]
         fn $int() {
-            let mut seed = 0x9E37_79B9_7F4A_7C15_u64;
-            let mut next = || {
-                seed ^= seed << 13;
-                seed ^= seed >> 7;
-                seed ^= seed << 17;
-                seed as $int
-            };
+            let mut random = Random::new(stringify!($int));
             for len in 0..130 {
-                let a: Vec<$int> = (0..len).map(|_| next()).collect();
-                let b: Vec<$int> = (0..len).map(|_| next()).collect();
-                for op in ReduceOp::ALL.into_iter().filter(|op| op.accepts(Dtype::$dtype)) {
-                    let got = run(Dtype::$dtype, op, &a, &b, len % 9);
+                let a: Vec<$int> = (0..len).map(|_| random.next() as $int).collect();
+                let b: Vec<$int> = (0..len).map(|_| random.next() as $int).collect();
+                for (op, kernel) in operations($int::DTYPE) {
+                    let got = reduce(&kernel, &a, &b, len % 9);
                     for i in 0..len {
                         let (x, y) = (i128::from(a[i]), i128::from(b[i]));
                         let want = match op {
-                            ReduceOp::Sum => x + y,
+                            ReduceOp::Sum | ReduceOp::PremulSum => x + y,
                             ReduceOp::Min => if x < y { x } else { y },
                             ReduceOp::Max => if x > y { x } else { y },
                             ReduceOp::Product => x.wrapping_mul(y),
                             ReduceOp::Band => x & y,
                             ReduceOp::Bor => x | y,
                             ReduceOp::Bxor => x ^ y,
-                            ReduceOp::Avg => unreachable!("refused"),
+                            ReduceOp::Avg | ReduceOp::Custom => unreachable!("refused"),
                         };
                         assert_eq!(got[i], want as $int, "{op} {x} {y}");
                     }
                 }
+                let factor = random.next() as $int;
+                let want = |x: &$int| i128::from(*x).wrapping_mul(i128::from(factor)) as $int;
+                assert_eq!(multiply(factor, &a, len % 9), a.iter().map(want).collect::<Vec<_>>());
             }
-            assert!(Kernel::of(Dtype::$dtype, ReduceOp::Avg).is_none());
         }
     )*};
 }
 
-check_integers!(i8 => I8, u8 => U8, i16 => I16, u16 => U16, i32 => I32, u32 => U32, i64 => I64, u64 => U64);
+check_integers!(i8, u8, i16, u16, i32, u32, i64, u64);
+
+/// Pairs of what is special about a float.
+macro_rules! special_pairs {
+    ($float:ident) => {{
+        let special = [
+            0.0,
+            -0.0,
+            1.0,
+            -1.5,
+            3.25e7,
+            $float::INFINITY,
+            $float::NEG_INFINITY,
+            $float::NAN,
+            $float::MIN_POSITIVE,
+            -$float::MIN_POSITIVE / 2.0,
+            $float::MAX,
+            $float::MIN,
+            $float::EPSILON,
+        ];
+        special.iter().flat_map(|&a| special.map(|b| (a, b))).collect::<Vec<_>>()
+    }};
+}
 
 macro_rules! check_floats {
-    ($($float:ident => $dtype:ident),*) => {$(
+    ($($float:ident, $wide:ident;)*) => {$(
         #[test]
         fn $float() {
-            let special = [0.0, -0.0, 1.0, -1.5, 3.25e7, $float::INFINITY, $float::NEG_INFINITY, $float::NAN,
-                $float::MIN_POSITIVE, $float::MAX, $float::EPSILON];
-            let pairs: Vec<_> = special.iter().flat_map(|&a| special.map(|b| (a, b))).collect();
+            let pairs = special_pairs!($float);
+            // What is the same bits or, as its payload is left open, NaN.
+            let same = |p: $float, q: $float| p.to_bits() == q.to_bits() || p.is_nan() && q.is_nan();
             for len in (0..130).chain([pairs.len()]) {
-                let (a, b): (Vec<_>, Vec<_>) = pairs[..len.min(pairs.len())].iter().copied().unzip();
-                for op in ReduceOp::ALL.into_iter().filter(|op| op.accepts(Dtype::$dtype)) {
-                    let got = run(Dtype::$dtype, op, &a, &b, len % 9);
-                    let swapped = run(Dtype::$dtype, op, &b, &a, len % 9);
+                let (a, b): (Vec<_>, Vec<_>) = pairs[pairs.len() - len..].iter().copied().unzip();
+                for (op, kernel) in operations($float::DTYPE) {
+                    let got = reduce(&kernel, &a, &b, len % 9);
+                    let swapped = reduce(&kernel, &b, &a, len % 9);
                     for i in 0..a.len() {
-                        let (x, y) = (a[i], b[i]);
+                        let (x, y) = ($wide::from(a[i]), $wide::from(b[i]));
+                        // Twice as many digits and two more make one rounding of these.
                         let want = match op {
-                            ReduceOp::Sum => x + y,
-                            ReduceOp::Product => x * y,
-                            ReduceOp::Avg => (x + y) / 7.0,
+                            ReduceOp::Sum | ReduceOp::PremulSum => (x + y) as $float,
+                            ReduceOp::Product => (x * y) as $float,
+                            ReduceOp::Avg => ($wide::from((x + y) as $float) / WORLD as $wide) as $float,
                             ReduceOp::Min | ReduceOp::Max if x.is_nan() || y.is_nan() => $float::NAN,
-                            ReduceOp::Min => if x.total_cmp(&y).is_lt() { x } else { y },
-                            ReduceOp::Max => if x.total_cmp(&y).is_gt() { x } else { y },
-                            ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor => unreachable!("refused"),
+                            ReduceOp::Min => if x.total_cmp(&y).is_lt() { a[i] } else { b[i] },
+                            ReduceOp::Max => if x.total_cmp(&y).is_gt() { a[i] } else { b[i] },
+                            _ => unreachable!("refused"),
                         };
-                        let same = |p: $float, q: $float| p.to_bits() == q.to_bits() || p.is_nan() && q.is_nan();
                         assert!(same(got[i], want), "{op} {x} {y}: {} not {want}", got[i]);
                         assert!(same(got[i], swapped[i]), "{op} {x} {y} is not commutative");
+                    }
+                }
+                let products = multiply(0.3, &a, len % 9);
+                for (&x, got) in a.iter().zip(products) {
+                    assert!(same(got, ($wide::from(x) * $wide::from(0.3 as $float)) as $float), "{x} times 0.3");
+                }
+            }
+        }
+    )*};
+}
+
+check_floats! { f32, f64; f64, f64; }
+
+macro_rules! check_halves {
+    ($($name:ident, $half:ident, $max:expr;)*) => {$(
+        mod $name {
+            use super::*;
+
+            fn all() -> impl Iterator<Item = $half> {
+                (0..=u16::MAX).map($half::from_bits)
+            }
+
+            fn wide() -> &'static Wide {
+                Wide::of($half::DTYPE).unwrap()
+            }
+
+            fn widened(values: &[$half], shift: usize) -> Vec<f32> {
+                let (from, mut into) = (bytes_of(values, shift), vec![0; 1 + 4 * values.len()]);
+                (wide().widen)(&from[shift..], &mut into[1..]);
+                values_of(&into[1..])
+            }
+
+            fn narrowed(values: &[f32], shift: usize) -> Vec<$half> {
+                let (from, mut into) = (bytes_of(values, shift), vec![0; 1 + 2 * values.len()]);
+                (wide().narrow)(&from[shift..], &mut into[1..]);
+                values_of(&into[1..])
+            }
+
+            fn same(a: $half, b: $half) -> bool {
+                a.to_bits() == b.to_bits() || a.is_nan() && b.is_nan()
+            }
+
+            #[test]
+            fn every_half_is_a_float_and_back() {
+                let halves: Vec<_> = all().collect();
+                let floats = widened(&halves, 1);
+                for (half, float) in halves.iter().zip(&floats) {
+                    assert!(f64::from(*float) == half.to_f64() || float.is_nan() && half.is_nan(), "{half}");
+                    assert_eq!(float.is_sign_negative(), half.is_sign_negative(), "{half}");
+                }
+                for (half, back) in halves.iter().zip(narrowed(&floats, 1)) {
+                    assert!(same(*half, back), "{half} {back}");
+                }
+            }
+
+            #[test]
+            fn what_lies_between_two_halves_goes_to_the_nearer_and_ties_to_the_even_one() {
+                let pairs = all().filter(|half| half.is_finite() && half.is_sign_positive());
+                for low in pairs {
+                    let high = $half::from_bits(low.to_bits() + 1);
+                    // Behind the greatest half the next one would follow, were there more exponents.
+                    let step = if high.is_finite() { high } else { low }.to_f64()
+                        - $half::from_bits(low.to_bits() - u16::from(!high.is_finite())).to_f64();
+                    let middle = (low.to_f64() + step / 2.0) as f32;
+                    let even = if low.to_bits() % 2 == 0 { low } else { high };
+                    let cases = [(middle.next_down(), low), (middle, even), (middle.next_up(), high)];
+                    let (floats, want): (Vec<_>, Vec<_>) = cases.into_iter().unzip();
+                    assert_eq!(narrowed(&floats, 3), want);
+                    let negative: Vec<f32> = floats.iter().map(|float| -float).collect();
+                    assert_eq!(narrowed(&negative, 3), want.iter().map(|half| -half).collect::<Vec<_>>());
+                }
+                assert_eq!($half::MAX.to_f64(), $max);
+                assert_eq!(narrowed(&[f32::MAX, f32::MIN], 0), [$half::INFINITY, $half::NEG_INFINITY]);
+            }
+
+            #[test]
+            fn least_and_greatest() {
+                let special = [0.0, -0.0, 1.0, -1.5, 1000.0, -2e-5, 3e-5, f32::INFINITY, -f32::INFINITY, f32::NAN,
+                    -f32::NAN].map($half::from_f32);
+                let pairs: Vec<_> = special.iter().flat_map(|&a| special.map(|b| (a, b))).collect();
+                for len in 0..pairs.len() {
+                    let (a, b): (Vec<_>, Vec<_>) = pairs[pairs.len() - len..].iter().copied().unzip();
+                    for op in [ReduceOp::Min, ReduceOp::Max] {
+                        let got = reduce(&Kernel::of($half::DTYPE, op, WORLD).unwrap(), &a, &b, len % 9);
+                        for i in 0..len {
+                            let (x, y) = (a[i].to_f64(), b[i].to_f64());
+                            let want = match x.total_cmp(&y) {
+                                _ if x.is_nan() || y.is_nan() => $half::NAN,
+                                order => if order.is_lt() == (op == ReduceOp::Min) { a[i] } else { b[i] },
+                            };
+                            assert!(same(got[i], want), "{op} {x} {y}: {}", got[i]);
+                        }
+                    }
+                }
+            }
+
+            #[test]
+            fn folds_round_once() {
+                let mut random = Random::new("folds_round_once");
+                for len in (0..130).chain([1000]) {
+                    let mut values =
+                        || (0..len).map(|_| $half::from_bits(random.next() as u16)).collect::<Vec<_>>();
+                    // Ranks 0, 2 and 3, as rank 1 adds them.
+                    let (own, others) = (values(), [values(), values(), values()]);
+                    for op in [ReduceOp::Sum, ReduceOp::Product, ReduceOp::Avg] {
+                        let kernel = Kernel::of($half::DTYPE, op, 4).unwrap();
+                        for narrow in [true, false] {
+                            let wide = kernel.wide().filter(|_| narrow);
+                            let bytes = |values: &[$half]| {
+                                if narrow { bytes_of(values, 5) } else { bytes_of(&widened(values, 0), 5) }
+                            };
+                            let (mut share, mut sums) = (bytes(&own), vec![0xFF; 4 * len]);
+                            for (index, from) in others.iter().enumerate() {
+                                let step = Fold { first: index == 0, own: index == 0, last: index == 2 };
+                                kernel.fold(step, wide, &mut sums, &bytes(from)[5..], &mut share[5..]).unwrap();
+                            }
+                            let got = if narrow {
+                                values_of(&share[5..])
+                            } else {
+                                narrowed(&values_of(&share[5..]), 0)
+                            };
+                            for i in 0..len {
+                                let shares = [others[0][i], own[i], others[1][i], others[2][i]].map(f32::from);
+                                let want = match op {
+                                    ReduceOp::Product => shares.into_iter().reduce(|a, b| a * b).unwrap(),
+                                    ReduceOp::Sum => shares.into_iter().reduce(|a, b| a + b).unwrap(),
+                                    _ => shares.into_iter().reduce(|a, b| a + b).unwrap() / 4.0,
+                                };
+                                let want = $half::from_f32(want);
+                                assert!(same(got[i], want), "{op} {shares:?}: {} {want}", got[i]);
+                            }
+                        }
                     }
                 }
             }
@@ -92,4 +279,113 @@ macro_rules! check_floats {
     )*};
 }
 
-check_floats!(f32 => F32, f64 => F64);
+check_halves! { ieee, f16, 65504.0; brain, bf16, 2_f64.powi(128) - 2_f64.powi(120); }
+
+/// Small whole numbers, so that the reference in integers is exact.
+fn complex_numbers<F: From<i8>>(random: &mut Random, len: usize) -> (Vec<Complex<F>>, Vec<[i128; 2]>) {
+    let parts: Vec<[i8; 2]> =
+        (0..len).map(|_| random.next().to_ne_bytes().map(|b| b as i8 / 4)[..2].try_into().unwrap()).collect();
+    let numbers = parts.iter().map(|[re, im]| Complex::new((*re).into(), (*im).into())).collect();
+    (numbers, parts.iter().map(|parts| parts.map(i128::from)).collect())
+}
+
+fn check_complex<F: From<i8> + Copy + PartialEq + fmt::Debug>(test: &'static str)
+where
+    f64: From<F>,
+    Complex<F>: Element<Factor = Complex<F>>,
+{
+    let mut random = Random::new(test);
+    for len in 0..130 {
+        let (a, x) = complex_numbers::<F>(&mut random, len);
+        let (b, y) = complex_numbers::<F>(&mut random, len);
+        let product = |[a, b]: [i128; 2], [c, d]: [i128; 2]| [a * c - b * d, a * d + b * c];
+        let same = |got: &Complex<F>, want: [i128; 2]| {
+            [got.re, got.im].map(f64::from) == want.map(|part| part as f64)
+        };
+        for (op, kernel) in operations(Complex::<F>::DTYPE) {
+            for (i, got) in reduce(&kernel, &a, &b, len % 9).iter().enumerate() {
+                let sum = [x[i][0] + y[i][0], x[i][1] + y[i][1]];
+                match op {
+                    ReduceOp::Product => assert!(same(got, product(x[i], y[i])), "{got:?}"),
+                    ReduceOp::Sum | ReduceOp::PremulSum => assert!(same(got, sum), "{got:?}"),
+                    ReduceOp::Avg => {
+                        let parts = [got.re, got.im].map(f64::from);
+                        let close = |part: f64, sum: i128| (part - sum as f64 / WORLD as f64).abs() < 1e-5;
+                        assert!(close(parts[0], sum[0]) && close(parts[1], sum[1]), "{got:?}");
+                    }
+                    _ => unreachable!("refused"),
+                }
+            }
+        }
+        let factor = Complex::new(2.into(), (-3).into());
+        for (got, x) in multiply(factor, &a, len % 9).iter().zip(x) {
+            assert!(same(got, product(x, [2, -3])), "{got:?}");
+        }
+    }
+}
+
+#[test]
+fn complex_f32() {
+    check_complex::<f32>("complex_f32");
+}
+
+#[test]
+fn complex_f64() {
+    check_complex::<f64>("complex_f64");
+}
+
+#[test]
+fn truth_values() {
+    for len in 0..130 {
+        let a: Vec<bool> = (0..len).map(|i| i % 2 == 1).collect();
+        let b: Vec<bool> = (0..len).map(|i| i % 4 > 1).collect();
+        for (op, kernel) in operations(Dtype::Bool) {
+            let want = |(a, b): (&bool, &bool)| match op {
+                ReduceOp::Sum | ReduceOp::Max | ReduceOp::Bor => a | b,
+                ReduceOp::Product | ReduceOp::Min | ReduceOp::Band => a & b,
+                _ => a ^ b,
+            };
+            let want: Vec<bool> = a.iter().zip(&b).map(want).collect();
+            assert_eq!(reduce(&kernel, &a, &b, len % 9), want, "{op}");
+        }
+    }
+}
+
+/// The greater of two by their absolute value; of equal ones the first.
+fn farthest(into: &mut [f64], from: &[f64]) {
+    assert!(into.len() == from.len() && into.as_ptr().is_aligned() && from.as_ptr().is_aligned());
+    for (a, b) in into.iter_mut().zip(from) {
+        *a = if b.abs() > a.abs() { *b } else { *a };
+    }
+}
+
+#[test]
+fn functions_of_the_program_get_aligned_elements_in_the_order_that_is_told() {
+    let kernel = Kernel::custom(Arc::new(function(farthest)));
+    for len in (0..130).chain([5000, 10_000]) {
+        let a: Vec<f64> = (0..len).map(|i| f64::from(i % 5) - 2.0).collect();
+        let b: Vec<f64> = (0..len).map(|i| f64::from(i % 3) - 1.0).collect();
+        for from_is_first in [false, true] {
+            let shift = len as usize % 9;
+            let (mut into, from) = (bytes_of(&a, shift), bytes_of(&b, 3));
+            kernel.reduce(&mut into[shift..], &from[3..], from_is_first, true).unwrap();
+            let (mut first, second) = if from_is_first { (b.clone(), &a) } else { (a.clone(), &b) };
+            farthest(&mut first, second);
+            assert_eq!(values_of::<f64>(&into[shift..]), first);
+        }
+    }
+}
+
+#[test]
+fn a_function_that_panics_is_an_error_and_changes_nothing() {
+    let kernel = Kernel::custom(Arc::new(function(|into: &mut [bool], _: &[bool]| {
+        assert!(is_inside_function());
+        into.fill(true);
+        panic!("no {}", "reason");
+    })));
+    let mut into = [0, 1, 0];
+    let error = kernel.reduce(&mut into, &[1, 1, 1], false, true).unwrap_err();
+    assert_eq!(error, "the reduction function panicked: no reason");
+    assert_eq!(into, [0, 1, 0]);
+    assert!(!is_inside_function());
+}

@@ -34,7 +34,7 @@ pub(super) fn reduce(rank: usize, world: usize, count: usize, root: usize) -> Pl
 
 /// Inclusive scan, as `rank` of `world` sees it: each rank adds what those before it have to its own, and
 /// sends that on, as it comes.
-pub(crate) fn scan(rank: usize, world: usize, count: usize) -> Plan {
+pub(super) fn scan(rank: usize, world: usize, count: usize) -> Plan {
     let mut plan = Plan::default();
     let got = (rank > 0).then(|| plan.push(Stream::recv(rank - 1, [(0..count, Apply::Reduce)])));
     if rank + 1 < world {
@@ -45,7 +45,7 @@ pub(crate) fn scan(rank: usize, world: usize, count: usize) -> Plan {
 
 /// Exclusive scan, as `rank` of `world` sees it: an inclusive one over the first half of the row, whose result then
 /// goes to the second half of the next rank.
-pub(crate) fn exclusive_scan(rank: usize, world: usize, count: usize) -> Plan {
+pub(super) fn exclusive_scan(rank: usize, world: usize, count: usize) -> Plan {
     let mut plan = scan(rank, world, count);
     let got = (rank > 0).then_some(0);
     if rank + 1 < world {

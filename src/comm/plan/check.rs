@@ -7,6 +7,7 @@
 use std::collections::VecDeque;
 
 use super::{Apply, Blocks, Direction, Plan};
+use crate::kernels::Fold;
 
 /// What an element holds: who contributed, how it was bracketed, and whether its reduction ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -41,6 +42,18 @@ impl Value {
     }
 }
 
+/// What shares are that were added in the order of the ranks.
+fn in_rank_order(world: usize) -> Value {
+    let add = |sum: Value, rank: usize| sum.plus(Value::of(rank), rank + 1 == world);
+    (1..world).fold(Value::of(0), add)
+}
+
+/// Whether `plans` fold: then they must add in the order of the ranks.
+fn fold(plans: &[Plan]) -> bool {
+    let mut segments = plans.iter().flat_map(|plan| &plan.streams).flat_map(|stream| &stream.segments);
+    segments.any(|segment| matches!(segment.apply, Apply::Fold(_)))
+}
+
 fn mix(mut x: u64) -> u64 {
     x = (x ^ (x >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     x = (x ^ (x >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
@@ -56,7 +69,12 @@ fn counts(world: usize) -> [usize; 5] {
 
 /// Checks `plan(rank, world, count)` for worlds up to [`LARGEST_WORLD`] and counts around them.
 pub(crate) fn all_reduce_is_right(plan: impl Fn(usize, usize, usize) -> Plan) {
-    for world in 1..=LARGEST_WORLD {
+    all_reduce_is_right_up_to(LARGEST_WORLD, plan);
+}
+
+/// As [`all_reduce_is_right`], for worlds up to `largest`.
+pub(crate) fn all_reduce_is_right_up_to(largest: usize, plan: impl Fn(usize, usize, usize) -> Plan) {
+    for world in 1..=largest {
         for count in counts(world) {
             all_reduce_of(world, count, |rank| plan(rank, world, count));
         }
@@ -65,10 +83,12 @@ pub(crate) fn all_reduce_is_right(plan: impl Fn(usize, usize, usize) -> Plan) {
 
 fn all_reduce_of(world: usize, count: usize, plan: impl Fn(usize) -> Plan) {
     let start: Vec<_> = (0..world).map(|rank| vec![Value::of(rank); count]).collect();
-    let end = simulate(&plans(world, plan), start);
+    let plans = plans(world, plan);
+    let end = simulate(&plans, start);
     for element in 0..count {
         let first = end[0][element];
         assert!(first.is_whole(world), "world {world} count {count}: {first:?}");
+        assert!(!fold(&plans) || first == in_rank_order(world), "world {world} count {count}: order");
         for values in &end {
             assert_eq!(values[element], first, "world {world} count {count}: ranks differ");
         }
@@ -98,9 +118,11 @@ pub(crate) fn reduce_is_right(plan: impl Fn(usize, usize, usize, usize) -> Plan)
         for root in [0, world / 2, world - 1] {
             for count in [0, 1, 7] {
                 let start: Vec<_> = (0..world).map(|rank| vec![Value::of(rank); count]).collect();
-                let end = simulate(&plans(world, |rank| plan(rank, world, count, root)), start);
+                let plans = plans(world, |rank| plan(rank, world, count, root));
+                let end = simulate(&plans, start);
                 for value in &end[root] {
                     assert!(value.is_whole(world) && *value == end[root][0], "world {world} root {root}");
+                    assert!(!fold(&plans) || *value == in_rank_order(world), "world {world}: order");
                 }
             }
         }
@@ -279,6 +301,7 @@ fn simulate(plans: &[Plan], mut memory: Vec<Vec<Value>>) -> Vec<Vec<Value>> {
     let capacity = 1 + random(4);
     let mut wires = wires(plans);
     let mut progress: Vec<Vec<usize>> = plans.iter().map(|plan| vec![0; plan.streams.len()]).collect();
+    let mut sums: Vec<Vec<Value>> = plans.iter().map(|plan| vec![NOTHING; plan.window]).collect();
     let open = |progress: &[Vec<usize>], rank: usize, stream: usize| {
         let gate = plans[rank].streams[stream].gate;
         gate.is_none_or(|gate| progress[rank][stream] < gate.lead + progress[rank][gate.stream])
@@ -302,11 +325,19 @@ fn simulate(plans: &[Plan], mut memory: Vec<Vec<Value>>) -> Vec<Vec<Value>> {
                 let (stream, element, apply) = wire.recvs.pop_front().unwrap();
                 let value = wire.queue.pop_front().unwrap();
                 let into = &mut memory[wire.to][element];
-                *into = match apply {
-                    Apply::Copy => value,
-                    Apply::Reduce => into.plus(value, false),
-                    Apply::ReduceLast => into.plus(value, true),
-                };
+                match apply {
+                    Apply::Copy => *into = value,
+                    Apply::Reduce => *into = into.plus(value, false),
+                    Apply::ReduceLast => *into = into.plus(value, true),
+                    Apply::Fold(Fold { first, own, last }) => {
+                        let slot = progress[wire.to][stream] % plans[wire.to].window;
+                        let sum = &mut sums[wire.to][slot];
+                        // Who comes too early finds the sum of another element, and takes it for its own.
+                        *sum = if first { value } else { sum.plus(value, last && !own) };
+                        *sum = if own { sum.plus(*into, last) } else { *sum };
+                        *into = if last { *sum } else { *into };
+                    }
+                }
                 progress[wire.to][stream] += 1;
                 moved = true;
             }

@@ -1,33 +1,69 @@
 //! Direct exchange: owner computes, in two rounds; and each round alone.
 
-use super::{Apply, Blocks, Plan, Stream, block};
+use std::ops::Range;
+
+use super::{Apply, Blocks, Plan, Stream, block, fold};
 
 /// All-reduce in two rounds, as `rank` of `world` sees it.
 ///
-/// Rank i owns block i. Everybody sends its share of block i to rank i; rank i adds the shares in the
-/// order i, i+1, ... and sends the sum to everybody. As few bytes as the ring, two rounds instead of
-/// 2(P−1), but P−1 connections. What arrives early waits in its connection: each receiving stream of
-/// the first round waits for the one before it.
-pub(super) fn all_reduce(rank: usize, world: usize, count: usize) -> Plan {
+/// Rank i owns block i. Everybody sends its share of block i to rank i; rank i adds the shares and sends the
+/// sum to everybody. As few bytes as the ring, two rounds instead of 2(P−1), but P−1 connections.
+pub(super) fn all_reduce(rank: usize, world: usize, count: usize, folds: Option<usize>) -> Plan {
     let mut plan = Plan::default();
     let own = block(rank, world, count);
-    let others = || others(rank, world);
-    let mut sum = None;
-    for peer in others() {
+    for peer in others(rank, world) {
         plan.push(Stream::send(peer, [block(peer, world, count)]));
     }
-    for peer in others() {
-        let last = peer == (rank + world - 1) % world;
-        let apply = if last { Apply::ReduceLast } else { Apply::Reduce };
-        sum = Some(plan.push(Stream::recv(peer, [(own.clone(), apply)]).after(sum, 0)));
-    }
-    for peer in others() {
+    let sum = add(&mut plan, rank, world, own.clone(), folds);
+    for peer in others(rank, world) {
         plan.push(Stream::send(peer, [own.clone()]).after(sum, 0));
     }
-    for peer in others() {
+    for peer in others(rank, world) {
         plan.push(Stream::recv(peer, [(block(peer, world, count), Apply::Copy)]));
     }
     plan
+}
+
+/// Reduce to `root` in two rounds, as `rank` of `world` sees it: as the all-reduce, but only the root is sent the
+/// sums.
+pub(super) fn reduce(rank: usize, world: usize, count: usize, root: usize, window: usize) -> Plan {
+    let mut plan = Plan::default();
+    let own = block(rank, world, count);
+    for peer in others(rank, world) {
+        plan.push(Stream::send(peer, [block(peer, world, count)]));
+    }
+    let sum = add(&mut plan, rank, world, own.clone(), Some(window));
+    if rank != root {
+        plan.push(Stream::send(root, [own]).after(sum, 0));
+        return plan;
+    }
+    for peer in others(rank, world) {
+        plan.push(Stream::recv(peer, [(block(peer, world, count), Apply::Copy)]));
+    }
+    plan
+}
+
+/// Receives everybody's share of `range` and adds it to what is there; which stream ends it.
+///
+/// Into the buffer in the order i, i+1, ..., or folded in that of the ranks, with so many elements in progress.
+/// What arrives early waits in its connection: each stream waits for the one before it.
+fn add(
+    plan: &mut Plan,
+    rank: usize,
+    world: usize,
+    range: Range<usize>,
+    folds: Option<usize>,
+) -> Option<usize> {
+    if let Some(window) = folds {
+        return fold::push(plan, rank, world, range, fold::Start::Window(window));
+    }
+    let mut sum = None;
+    for peer in others(rank, world) {
+        let last = peer == (rank + world - 1) % world;
+        let apply = if last { Apply::ReduceLast } else { Apply::Reduce };
+        sum = Some(plan.push(Stream::recv(peer, [(range.clone(), apply)]).after(sum, 0)));
+    }
+    sum
 }
 
 /// All-gather in one round, as `rank` sees it.
@@ -42,15 +78,12 @@ pub(super) fn all_gather(rank: usize, blocks: &Blocks) -> Plan {
 
 /// Reduce-scatter in one round, as `rank` sees it: in the end its own block is summed over all ranks. The others
 /// are only sent.
-pub(super) fn reduce_scatter(rank: usize, blocks: &Blocks) -> Plan {
+pub(super) fn reduce_scatter(rank: usize, blocks: &Blocks, folds: Option<usize>) -> Plan {
     let (mut plan, world) = (Plan::default(), blocks.world());
-    let mut sum = None;
     for peer in others(rank, world) {
         plan.push(Stream::send(peer, [blocks.of(peer)]));
-        let last = peer == (rank + world - 1) % world;
-        let apply = if last { Apply::ReduceLast } else { Apply::Reduce };
-        sum = Some(plan.push(Stream::recv(peer, [(blocks.of(rank), apply)]).after(sum, 0)));
     }
+    add(&mut plan, rank, world, blocks.of(rank), folds);
     plan
 }
 
@@ -75,17 +108,25 @@ fn others(rank: usize, world: usize) -> impl Iterator<Item = usize> {
 
 #[cfg(test)]
 mod tests {
-    use crate::plan::check::{all_gather_is_right, all_to_all_is_right, reduce_scatter_is_right};
+    use crate::plan::check::{
+        all_gather_is_right, all_reduce_is_right, all_to_all_is_right, reduce_is_right,
+        reduce_scatter_is_right,
+    };
 
     #[test]
     fn blocks_reach_everybody_their_owner_or_their_addressee() {
         all_gather_is_right(super::all_gather);
-        reduce_scatter_is_right(super::reduce_scatter);
         all_to_all_is_right(super::all_to_all);
+        for folds in [None, Some(2)] {
+            reduce_scatter_is_right(|rank, blocks| super::reduce_scatter(rank, blocks, folds));
+        }
     }
 
     #[test]
     fn every_rank_counts_once_in_every_element() {
-        crate::plan::check::all_reduce_is_right(super::all_reduce);
+        for folds in [None, Some(2)] {
+            all_reduce_is_right(|rank, world, count| super::all_reduce(rank, world, count, folds));
+        }
+        reduce_is_right(|rank, world, count, root| super::reduce(rank, world, count, root, 2));
     }
 }

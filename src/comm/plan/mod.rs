@@ -18,6 +18,7 @@ pub(crate) mod check;
 mod direct;
 mod dissemination;
 mod doubling;
+mod fold;
 mod ring;
 mod star;
 mod tree;
@@ -25,14 +26,22 @@ pub(crate) mod tuning;
 
 use std::ops::Range;
 
+use crate::kernels::Fold;
 pub(crate) use blocks::{Blocks, fingerprint};
 pub(crate) use tuning::{Algorithm, Tuning};
+
+/// Wide elements are twice as long as those that they are rounded to.
+const WIDER: usize = 2;
 
 /// What one rank does in one collective.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) struct Plan {
     /// In an order that both ends of each pair agree on.
     pub(crate) streams: Vec<Stream>,
+    /// Shares and partial sums travel, and lie in the row, as wide elements.
+    pub(crate) wide: bool,
+    /// Most elements whose sums are in progress at once, where shares are folded.
+    pub(crate) window: usize,
 }
 
 /// An ordered flow of elements to or from one peer.
@@ -67,6 +76,36 @@ pub(crate) enum Apply {
     Reduce,
     /// As `Reduce`, and nothing more will be: an average is divided now.
     ReduceLast,
+    /// They are added to sums beside the buffer, which has this rank's own share until it gets the result.
+    Fold(Fold),
+}
+
+/// When a reduction rounds to the precision of its elements.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Rounding {
+    /// With every share, or never: elements are what is added.
+    Stepwise,
+    /// Once, when all shares are added, as wide elements.
+    Once {
+        /// The ranks change their shares before they add them, so that even these are no elements.
+        wide_shares: bool,
+    },
+}
+
+impl Rounding {
+    /// Whether who adds gets every single share, rather than partial sums, and of how many elements at once.
+    fn folds(self, algorithm: Algorithm) -> Option<usize> {
+        let all = matches!(algorithm, Algorithm::Direct | Algorithm::Flat | Algorithm::Star);
+        (all && self != Self::Stepwise).then_some(fold::WINDOW)
+    }
+
+    /// Whether wide elements travel.
+    fn is_wide(self, algorithm: Algorithm) -> bool {
+        match self {
+            Self::Stepwise => false,
+            Self::Once { wide_shares } => wide_shares || self.folds(algorithm).is_none(),
+        }
+    }
 }
 
 /// Holds a stream back: its progress is at most that of `stream` plus `lead` elements.
@@ -117,71 +156,97 @@ fn block(index: usize, blocks: usize, count: usize) -> Range<usize> {
 /// All-reduce of `count` elements of `element_bytes` each, as `rank` of `world` sees it.
 pub(crate) fn all_reduce(
     algorithm: Algorithm,
+    rounding: Rounding,
     rank: usize,
     world: usize,
     count: usize,
     element_bytes: usize,
 ) -> Plan {
-    match algorithm {
-        Algorithm::Ring => ring::all_reduce(rank, world, count, ring::chunk_elements(world, element_bytes)),
-        Algorithm::Direct => direct::all_reduce(rank, world, count),
+    let wide = rounding.is_wide(algorithm);
+    let chunk = ring::chunk_elements(world, if wide { WIDER * element_bytes } else { element_bytes });
+    let plan = match algorithm {
+        Algorithm::Ring => ring::all_reduce(rank, world, count, chunk),
+        Algorithm::Direct => direct::all_reduce(rank, world, count, rounding.folds(algorithm)),
+        Algorithm::Flat | Algorithm::Star => fold::all_reduce(rank, world, count),
         Algorithm::Doubling | Algorithm::Binomial | Algorithm::Chain => {
             doubling::all_reduce(rank, world, count)
         }
-    }
+    };
+    Plan { wide, ..plan }
 }
 
 /// Broadcast of `count` elements from `root`.
 pub(crate) fn broadcast(algorithm: Algorithm, rank: usize, world: usize, count: usize, root: usize) -> Plan {
     match algorithm {
         Algorithm::Chain => chain::broadcast(rank, world, count, root),
-        Algorithm::Binomial | Algorithm::Ring | Algorithm::Direct | Algorithm::Doubling => {
-            tree::broadcast(rank, world, count, root)
-        }
+        Algorithm::Binomial
+        | Algorithm::Ring
+        | Algorithm::Direct
+        | Algorithm::Doubling
+        | Algorithm::Flat
+        | Algorithm::Star => tree::broadcast(rank, world, count, root),
     }
 }
 
 /// Reduce of `count` elements to `root`; buffers of other ranks end as partial sums.
-pub(crate) fn reduce(algorithm: Algorithm, rank: usize, world: usize, count: usize, root: usize) -> Plan {
-    match algorithm {
+pub(crate) fn reduce(
+    algorithm: Algorithm,
+    rounding: Rounding,
+    rank: usize,
+    world: usize,
+    count: usize,
+    root: usize,
+) -> Plan {
+    let plan = match algorithm {
         Algorithm::Chain => chain::reduce(rank, world, count, root),
-        Algorithm::Binomial | Algorithm::Ring | Algorithm::Direct | Algorithm::Doubling => {
+        Algorithm::Direct => direct::reduce(rank, world, count, root, fold::WINDOW),
+        Algorithm::Star => fold::reduce(rank, world, count, root, fold::WINDOW),
+        Algorithm::Binomial | Algorithm::Ring | Algorithm::Doubling | Algorithm::Flat => {
             tree::reduce(rank, world, count, root)
         }
-    }
+    };
+    Plan { wide: rounding.is_wide(algorithm), ..plan }
 }
 
 /// All-gather over a row of blocks, of which this rank has filled its own.
 pub(crate) fn all_gather(algorithm: Algorithm, rank: usize, blocks: &Blocks, element_bytes: usize) -> Plan {
-    match algorithm {
-        Algorithm::Ring => {
-            ring::all_gather(rank, blocks, ring::chunk_elements(blocks.world(), element_bytes))
-        }
-        Algorithm::Direct | Algorithm::Doubling | Algorithm::Binomial | Algorithm::Chain => {
-            direct::all_gather(rank, blocks)
-        }
+    if algorithm == Algorithm::Ring {
+        return ring::all_gather(rank, blocks, ring::chunk_elements(blocks.world(), element_bytes));
     }
+    direct::all_gather(rank, blocks)
 }
 
 /// Reduce-scatter of a row of blocks; the result is in this rank's own. The ring leaves partial sums in the others,
 /// the direct exchange only reads them.
 pub(crate) fn reduce_scatter(
     algorithm: Algorithm,
+    rounding: Rounding,
     rank: usize,
     blocks: &Blocks,
     element_bytes: usize,
 ) -> Plan {
-    match algorithm {
-        Algorithm::Ring => {
-            ring::reduce_scatter(rank, blocks, ring::chunk_elements(blocks.world(), element_bytes))
-        }
-        Algorithm::Direct | Algorithm::Doubling | Algorithm::Binomial | Algorithm::Chain => {
-            direct::reduce_scatter(rank, blocks)
-        }
-    }
+    let wide = rounding.is_wide(algorithm);
+    let chunk =
+        ring::chunk_elements(blocks.world(), if wide { WIDER * element_bytes } else { element_bytes });
+    let plan = if algorithm == Algorithm::Ring {
+        ring::reduce_scatter(rank, blocks, chunk)
+    } else {
+        direct::reduce_scatter(rank, blocks, rounding.folds(algorithm))
+    };
+    Plan { wide, ..plan }
 }
 
-pub(crate) use chain::{exclusive_scan, scan};
+/// Inclusive scan of `count` elements, as `rank` of `world` sees it.
+pub(crate) fn scan(rounding: Rounding, rank: usize, world: usize, count: usize) -> Plan {
+    Plan { wide: rounding.is_wide(Algorithm::Chain), ..chain::scan(rank, world, count) }
+}
+
+/// Exclusive scan: an inclusive one over the first half of the row, whose result goes to the second half of the next
+/// rank.
+pub(crate) fn exclusive_scan(rounding: Rounding, rank: usize, world: usize, count: usize) -> Plan {
+    Plan { wide: rounding.is_wide(Algorithm::Chain), ..chain::exclusive_scan(rank, world, count) }
+}
+
 pub(crate) use direct::all_to_all;
 pub(crate) use star::{gather, scatter};
 

@@ -5,8 +5,10 @@
 
 use std::fmt;
 
+use super::{Rounding, WIDER};
+
 /// Version of the table below: ranks with different tables refuse each other.
-pub(crate) const TABLE_VERSION: u32 = 2;
+pub(crate) const TABLE_VERSION: u32 = 3;
 
 /// Largest all-reduce by recursive doubling, in bytes: two ranks, more, and where folding is needed.
 const DOUBLING_PAIR_BYTES: usize = 128 << 10;
@@ -14,6 +16,9 @@ const DOUBLING_BYTES: usize = 8 << 10;
 /// Largest all-reduce by direct exchange, in bytes, and most ranks for it.
 const DIRECT_BYTES: usize = 256 << 10;
 const DIRECT_RANKS: usize = 8;
+/// Most ranks among which every share of what is rounded once goes to who adds it: those that are all connected from
+/// the start. Beyond, fewer connections are worth more than bytes, and partial sums travel as wide elements.
+const FOLD_RANKS: usize = 16;
 /// Largest broadcast and reduce by the binomial tree, in bytes.
 const BINOMIAL_BYTES: usize = 64 << 10;
 
@@ -25,6 +30,8 @@ pub(crate) enum Algorithm {
     Doubling,
     Binomial,
     Chain,
+    Flat,
+    Star,
 }
 
 impl Algorithm {
@@ -35,6 +42,8 @@ impl Algorithm {
             Self::Doubling => "doubling",
             Self::Binomial => "binomial",
             Self::Chain => "chain",
+            Self::Flat => "flat",
+            Self::Star => "star",
         }
     }
 }
@@ -85,9 +94,17 @@ impl Tuning {
     }
 
     /// Algorithm of an all-reduce of `bytes` over `world` ranks.
-    pub(crate) fn all_reduce(&self, bytes: usize, world: usize) -> Algorithm {
+    pub(crate) fn all_reduce(&self, bytes: usize, world: usize, rounding: Rounding) -> Algorithm {
         let doubling = if world == 2 { DOUBLING_PAIR_BYTES } else { DOUBLING_BYTES };
+        let bytes = travelling(bytes, world, rounding);
         self.all_reduce.unwrap_or(match bytes {
+            _ if folds(world, rounding) => {
+                if bytes <= doubling {
+                    Algorithm::Flat
+                } else {
+                    Algorithm::Direct
+                }
+            }
             _ if bytes <= doubling => Algorithm::Doubling,
             _ if bytes <= DIRECT_BYTES && world <= DIRECT_RANKS => Algorithm::Direct,
             _ => Algorithm::Ring,
@@ -99,9 +116,19 @@ impl Tuning {
         self.broadcast.unwrap_or(Self::rooted(bytes))
     }
 
-    /// Algorithm of a reduce of `bytes`.
-    pub(crate) fn reduce(&self, bytes: usize) -> Algorithm {
-        self.reduce.unwrap_or(Self::rooted(bytes))
+    /// Algorithm of a reduce of `bytes` over `world` ranks.
+    pub(crate) fn reduce(&self, bytes: usize, world: usize, rounding: Rounding) -> Algorithm {
+        let bytes = travelling(bytes, world, rounding);
+        self.reduce.unwrap_or(match bytes {
+            _ if folds(world, rounding) => {
+                if bytes <= BINOMIAL_BYTES {
+                    Algorithm::Star
+                } else {
+                    Algorithm::Direct
+                }
+            }
+            _ => Self::rooted(bytes),
+        })
     }
 
     /// Algorithm of an all-gather of blocks of `bytes` of `world` ranks.
@@ -110,8 +137,11 @@ impl Tuning {
     }
 
     /// Algorithm of a reduce-scatter of blocks of `bytes` of `world` ranks.
-    pub(crate) fn reduce_scatter(&self, bytes: usize, world: usize) -> Algorithm {
-        self.reduce_scatter.unwrap_or(Self::of_blocks(bytes, world))
+    pub(crate) fn reduce_scatter(&self, bytes: usize, world: usize, rounding: Rounding) -> Algorithm {
+        self.reduce_scatter.unwrap_or(match rounding {
+            _ if folds(world, rounding) => Algorithm::Direct,
+            _ => Self::of_blocks(travelling(bytes, world, rounding), world),
+        })
     }
 
     fn rooted(bytes: usize) -> Algorithm {
@@ -127,6 +157,20 @@ impl Tuning {
             Algorithm::Ring
         }
     }
+}
+
+/// Whether all shares go to who adds them.
+fn folds(world: usize, rounding: Rounding) -> bool {
+    rounding != Rounding::Stepwise && world <= FOLD_RANKS
+}
+
+/// Bytes that `bytes` of elements are on their way.
+fn travelling(bytes: usize, world: usize, rounding: Rounding) -> usize {
+    let wide = match rounding {
+        Rounding::Stepwise => false,
+        Rounding::Once { wide_shares } => wide_shares || !folds(world, rounding),
+    };
+    if wide { bytes.saturating_mul(WIDER) } else { bytes }
 }
 
 /// Everything that decides, as one comparable text.
@@ -154,9 +198,9 @@ mod tests {
         let tuning = Tuning::parse(" all_reduce:ring, broadcast:chain").unwrap();
         assert_eq!(
             tuning.to_string(),
-            "table 2, all_reduce:ring, broadcast:chain, reduce:table, all_gather:table, reduce_scatter:table"
+            "table 3, all_reduce:ring, broadcast:chain, reduce:table, all_gather:table, reduce_scatter:table"
         );
-        assert_eq!(tuning.all_reduce(4, 2), Algorithm::Ring);
+        assert_eq!(tuning.all_reduce(4, 2, Rounding::Stepwise), Algorithm::Ring);
         assert_eq!(tuning.broadcast(4), Algorithm::Chain);
         assert_eq!(Tuning::parse("").unwrap(), Tuning::default());
     }
@@ -177,10 +221,28 @@ mod tests {
     #[test]
     fn the_table_goes_from_few_rounds_to_few_bytes() {
         let tuning = Tuning::default();
-        assert_eq!(tuning.all_reduce(4, 4), Algorithm::Doubling);
-        assert_eq!(tuning.all_reduce(64 << 10, 4), Algorithm::Direct);
-        assert_eq!(tuning.all_reduce(64 << 10, 9), Algorithm::Ring);
-        assert_eq!(tuning.all_reduce(64 << 20, 4), Algorithm::Ring);
+        let all_reduce = |bytes, world| tuning.all_reduce(bytes, world, Rounding::Stepwise);
+        assert_eq!(all_reduce(4, 4), Algorithm::Doubling);
+        assert_eq!(all_reduce(64 << 10, 4), Algorithm::Direct);
+        assert_eq!(all_reduce(64 << 10, 9), Algorithm::Ring);
+        assert_eq!(all_reduce(64 << 20, 4), Algorithm::Ring);
         assert_eq!(tuning.broadcast(1 << 20), Algorithm::Chain);
+    }
+
+    #[test]
+    fn what_is_rounded_once_is_added_in_one_place_up_to_16_ranks() {
+        let tuning = Tuning::default();
+        let once = Rounding::Once { wide_shares: false };
+        let all_reduce = |bytes, world| tuning.all_reduce(bytes, world, once);
+        assert_eq!(all_reduce(8 << 10, 16), Algorithm::Flat);
+        assert_eq!(all_reduce(64 << 20, 16), Algorithm::Direct);
+        assert_eq!(all_reduce(4 << 10, 17), Algorithm::Doubling, "as many bytes, twice as long");
+        assert_eq!(all_reduce(64 << 20, 17), Algorithm::Ring);
+        assert_eq!(tuning.reduce(4, 16, once), Algorithm::Star);
+        assert_eq!(tuning.reduce(1 << 20, 16, once), Algorithm::Direct);
+        assert_eq!(tuning.reduce(1 << 20, 17, once), Algorithm::Chain);
+        assert_eq!(tuning.reduce_scatter(1 << 20, 16, once), Algorithm::Direct);
+        assert_eq!(tuning.reduce_scatter(1 << 20, 17, once), Algorithm::Ring);
+        assert_eq!(tuning.reduce_scatter(1 << 20, 16, Rounding::Stepwise), Algorithm::Ring);
     }
 }

@@ -34,7 +34,7 @@ impl Mailbox {
                     let index = target.0;
                     let recv = &mut self.recvs[index];
                     let range = recv.done..recv.done + target.1;
-                    let got = conn.recv(recv.lent.bytes_mut(range)).map_err(MessageError::Broken)?;
+                    let got = conn.recv(&mut recv.lent.bytes_mut(range)).map_err(MessageError::Broken)?;
                     recv.done += got;
                     got
                 }

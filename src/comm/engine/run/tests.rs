@@ -3,12 +3,14 @@
 use std::collections::HashMap;
 
 use convoke_env::Generation;
+use half::{bf16, f16};
 
 use super::*;
 use crate::call::CallKind;
-use crate::dtype::{Dtype, ReduceOp};
+use crate::dtype::{Dtype, Element, ReduceOp};
 use crate::links::fake::{self, Script};
-use crate::plan::{self, Algorithm};
+use crate::plan::{self, Algorithm, Rounding};
+use crate::reduction::Reduction;
 use crate::testing::Random;
 
 impl Lanes for HashMap<usize, Conn> {
@@ -39,12 +41,27 @@ fn all_reduce_call(count: usize) -> Call {
     Call { kind, dtype, op: Some(ReduceOp::Sum), root: 0, count: count as u64 }
 }
 
+fn run(call: Call, seq: u64, plan: Plan, memory: &mut [f32], (rank, world): (usize, usize)) -> Run {
+    let kernel = call.op.and_then(|op| Kernel::of(call.dtype, op, world));
+    run_with(kernel, call, seq, plan, memory, rank)
+}
+
 #[allow(unsafe_code)]
-fn run(call: Call, seq: u64, plan: Plan, memory: &mut [f32], world: usize) -> Run {
+fn run_with<T: Element>(
+    kernel: Option<Kernel>,
+    call: Call,
+    seq: u64,
+    plan: Plan,
+    memory: &mut [T],
+    rank: usize,
+) -> Run {
     // SAFETY: the tests keep the memory until the run is dropped and read it only after that.
     let lent = unsafe { Lent::default().filled(0, memory).outliving() };
-    let kernel = call.op.and_then(|op| Kernel::of(call.dtype, op));
-    Run::new(&credentials(), call, seq, Arc::new(plan), lent, kernel, world)
+    Run::new(&credentials(), call, seq, Arc::new(plan), lent, kernel, rank)
+}
+
+fn all_reduce(algorithm: Algorithm, rank: usize, world: usize, count: usize) -> Plan {
+    plan::all_reduce(algorithm, Rounding::Stepwise, rank, world, count, 4)
 }
 
 /// Turns all runs in random order until all are finished or one fails.
@@ -87,8 +104,8 @@ fn sums_are_right_and_equal_whatever_the_links_do() {
                     let start = memory.clone();
                     let mut runs: Vec<_> = (memory.iter_mut().enumerate())
                         .map(|(rank, memory)| {
-                            let plan = plan::all_reduce(algorithm, rank, world, count, 4);
-                            run(all_reduce_call(count), seq, plan, memory, world)
+                            let plan = all_reduce(algorithm, rank, world, count);
+                            run(all_reduce_call(count), seq, plan, memory, (rank, world))
                         })
                         .collect();
                     drive(&mut runs, &mut lanes, &mut random).unwrap();
@@ -101,6 +118,105 @@ fn sums_are_right_and_equal_whatever_the_links_do() {
                     }
                 }
             }
+        }
+    }
+}
+
+/// All-reduces `start` by `reduction` with `algorithm`; the ranks' results.
+fn reduce_with<T: Element>(
+    algorithm: Algorithm,
+    reduction: impl Fn(usize) -> Reduction<T>,
+    start: &[Vec<T>],
+    script: &Script,
+    random: &mut Random,
+) -> Vec<Vec<T>> {
+    let (world, count) = (start.len(), start[0].len());
+    let mut memory = start.to_vec();
+    let mut lanes = mesh(world, script);
+    let mut runs: Vec<_> = (memory.iter_mut().enumerate())
+        .map(|(rank, memory)| {
+            let reduction = reduction(rank);
+            let op = Some(reduction.op());
+            let call = Call { dtype: T::DTYPE, op, ..all_reduce_call(count) };
+            let plan =
+                plan::all_reduce(algorithm, call.rounding(), rank, world, count, T::DTYPE.size_bytes());
+            run_with(reduction.kernel(world).ok(), call, 0, plan, memory, rank)
+        })
+        .collect();
+    drive(&mut runs, &mut lanes, random).unwrap();
+    drop(runs);
+    memory
+}
+
+#[test]
+fn halves_are_added_in_the_order_of_the_ranks_and_rounded_once() {
+    let mut random = Random::new("halves_are_added_in_the_order_of_the_ranks_and_rounded_once");
+    for world in 2..=6 {
+        for algorithm in [Algorithm::Flat, Algorithm::Direct] {
+            for script in scripts(&mut random) {
+                let count = random.below(400);
+                let start: Vec<Vec<bf16>> = (0..world)
+                    .map(|_| (0..count).map(|_| bf16::from_f32(random.below(4000) as f32 / 7.0)).collect())
+                    .collect();
+                let column = |i: usize| start.iter().map(move |values| f32::from(values[i]));
+                let factor = |rank: usize| 1.0 / (rank + 3) as f32;
+                let sum = |i: usize| column(i).reduce(|a, b| a + b).unwrap();
+                let scaled =
+                    |i: usize| column(i).enumerate().map(|(rank, x)| x * factor(rank)).reduce(|a, b| a + b);
+                let check = |what: &str, got: Vec<Vec<bf16>>, want: &dyn Fn(usize) -> f32| {
+                    let want: Vec<bf16> = (0..count).map(|i| bf16::from_f32(want(i))).collect();
+                    assert!(got.iter().all(|got| *got == want), "{what} by {algorithm:?} of {world}");
+                };
+                let mut reduce = |reduction: &dyn Fn(usize) -> Reduction<bf16>| {
+                    reduce_with(algorithm, reduction, &start, &script, &mut random)
+                };
+                check("sum", reduce(&|_| ReduceOp::Sum.into()), &sum);
+                check("avg", reduce(&|_| ReduceOp::Avg.into()), &|i| sum(i) / world as f32);
+                check("premul", reduce(&|rank| Reduction::premul_sum(factor(rank))), &|i| scaled(i).unwrap());
+            }
+        }
+    }
+}
+
+#[test]
+fn partial_sums_of_halves_travel_unrounded() {
+    let mut random = Random::new("partial_sums_of_halves_travel_unrounded");
+    for world in 2..=6 {
+        for algorithm in [Algorithm::Ring, Algorithm::Doubling] {
+            for script in scripts(&mut random) {
+                // So many digits that every order of adding gives the same f32, and few enough f16 have them.
+                let count = random.below(400);
+                let start: Vec<Vec<f16>> = (0..world)
+                    .map(|_| (0..count).map(|_| f16::from_f32(random.below(4096) as f32 / 64.0)).collect())
+                    .collect();
+                let want: Vec<f16> = (0..count)
+                    .map(|i| f16::from_f32(start.iter().map(|values| f32::from(values[i])).sum()))
+                    .collect();
+                let got = reduce_with(algorithm, |_| ReduceOp::Sum.into(), &start, &script, &mut random);
+                assert!(got.iter().all(|got| *got == want), "{algorithm:?} of {world}");
+            }
+        }
+    }
+}
+
+#[test]
+fn functions_get_the_shares_of_lower_ranks_first() {
+    let mut random = Random::new("functions_get_the_shares_of_lower_ranks_first");
+    for algorithm in [Algorithm::Ring, Algorithm::Direct, Algorithm::Doubling] {
+        for world in 2..=6 {
+            let count = 1 + random.below(300);
+            let start: Vec<Vec<i32>> =
+                (0..world).map(|_| (0..count).map(|_| random.next() as i32).collect()).collect();
+            // Neither commutative nor associative: equal results need equal operands in equal order.
+            let mixed = || {
+                Reduction::new(|into: &mut [i32], from: &[i32]| {
+                    for (a, b) in into.iter_mut().zip(from) {
+                        *a = a.wrapping_mul(31) ^ b;
+                    }
+                })
+            };
+            let got = reduce_with(algorithm, |_| mixed(), &start, &Script::default(), &mut random);
+            assert!(got.iter().all(|values| *values == got[0]), "{algorithm:?} of {world}");
         }
     }
 }
@@ -118,7 +234,8 @@ fn broadcasts_arrive_whatever_the_links_do() {
                 let mut lanes = mesh(world, &script);
                 let mut runs: Vec<_> = (memory.iter_mut().enumerate())
                     .map(|(rank, memory)| {
-                        run(call, 9, plan::broadcast(algorithm, rank, world, count, root), memory, world)
+                        let plan = plan::broadcast(algorithm, rank, world, count, root);
+                        run(call, 9, plan, memory, (rank, world))
                     })
                     .collect();
                 drive(&mut runs, &mut lanes, &mut random).unwrap();
@@ -138,8 +255,8 @@ fn a_connection_that_ends_anywhere_is_reported_and_not_waited_for() {
         let mut lanes = mesh(2, &script);
         let (mut a, mut b) = (vec![1.0; 1000], vec![2.0; 1000]);
         let mut runs = [
-            run(all_reduce_call(1000), 0, plan::all_reduce(Algorithm::Ring, 0, 2, 1000, 4), &mut a, 2),
-            run(all_reduce_call(1000), 0, plan::all_reduce(Algorithm::Ring, 1, 2, 1000, 4), &mut b, 2),
+            run(all_reduce_call(1000), 0, all_reduce(Algorithm::Ring, 0, 2, 1000), &mut a, (0, 2)),
+            run(all_reduce_call(1000), 0, all_reduce(Algorithm::Ring, 1, 2, 1000), &mut b, (1, 2)),
         ];
         let error = drive(&mut runs, &mut lanes, &mut random).unwrap_err();
         assert!(matches!(error, RunError::Broken { .. }), "{error:?}");
@@ -160,8 +277,8 @@ fn another_call_is_a_mismatch_before_data_is_touched() {
     for (theirs, seq) in others {
         let mut lanes = mesh(2, &Script::default());
         let (mut a, mut b) = (vec![1.0; 100], vec![2.0; 100]);
-        let plan = |rank| plan::all_reduce(Algorithm::Doubling, rank, 2, 100, 4);
-        let mut runs = [run(mine, 0, plan(0), &mut a, 2), run(theirs, seq, plan(1), &mut b, 2)];
+        let plan = |rank| all_reduce(Algorithm::Doubling, rank, 2, 100);
+        let mut runs = [run(mine, 0, plan(0), &mut a, (0, 2)), run(theirs, seq, plan(1), &mut b, (1, 2))];
         let error = drive(&mut runs, &mut lanes, &mut random).unwrap_err();
         assert!(matches!(error, RunError::Mismatch { .. }), "{error:?}");
         drop(runs);
@@ -194,8 +311,8 @@ fn garbage_instead_of_a_header_is_a_protocol_error() {
         let mut lanes = HashMap::from([(1, Conn::new(Box::new(ours)))]);
         crate::links::Link::try_send(&mut stranger, &[IoSlice::new(&bytes)]).unwrap();
         let mut memory = vec![1.0; 100];
-        let plan = plan::all_reduce(Algorithm::Doubling, 0, 2, 100, 4);
-        let mut run = run(all_reduce_call(100), 0, plan, &mut memory, 2);
+        let plan = all_reduce(Algorithm::Doubling, 0, 2, 100);
+        let mut run = run(all_reduce_call(100), 0, plan, &mut memory, (0, 2));
         let mut result = Ok(true);
         for _ in 0..10 {
             result = run.turn(&mut lanes);

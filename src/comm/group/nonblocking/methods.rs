@@ -1,10 +1,10 @@
 //! The methods of [`Nonblocking`], one for each operation.
 
 use super::Nonblocking;
-use crate::dtype::ReduceOp;
 use crate::error::CommError;
 use crate::group::buffers::{AnySource, Buffer, BufferMut, List, Lists};
 use crate::group::work::Work;
+use crate::reduction::Reduction;
 
 /// Operations on whole buffers.
 impl<'scope> Nonblocking<'scope, '_> {
@@ -12,21 +12,32 @@ impl<'scope> Nonblocking<'scope, '_> {
     ///
     /// # Errors
     /// As there.
-    pub fn all_reduce<B: BufferMut + 'scope>(&self, buf: B, op: ReduceOp) -> Result<Work<B>, CommError> {
-        self.begin(buf, |group, buf| group.prepare_all_reduce(buf.elements_mut(), op))
+    pub fn all_reduce<B: BufferMut + 'scope>(
+        &self,
+        buf: B,
+        op: impl Into<Reduction<B::Element>>,
+    ) -> Result<Work<B>, CommError> {
+        let op = op.into();
+        self.begin(buf, |group, buf| group.prepare_all_reduce(buf.elements_mut(), &op))
     }
 
     /// As [`Group::all_reduce_into`](crate::Group::all_reduce_into).
     ///
     /// # Errors
     /// As there.
-    pub fn all_reduce_into<S, R>(&self, send: S, recv: R, op: ReduceOp) -> Result<Work<(S, R)>, CommError>
+    pub fn all_reduce_into<S, R>(
+        &self,
+        send: S,
+        recv: R,
+        op: impl Into<Reduction<S::Element>>,
+    ) -> Result<Work<(S, R)>, CommError>
     where
         S: Buffer + 'scope,
         R: BufferMut<Element = S::Element> + 'scope,
     {
+        let op = op.into();
         self.begin((send, recv), |group, (send, recv)| {
-            group.prepare_all_reduce_into(send.elements(), recv.elements_mut(), op)
+            group.prepare_all_reduce_into(send.elements(), recv.elements_mut(), &op)
         })
     }
 
@@ -45,10 +56,11 @@ impl<'scope> Nonblocking<'scope, '_> {
     pub fn reduce<B: BufferMut + 'scope>(
         &self,
         buf: B,
-        op: ReduceOp,
+        op: impl Into<Reduction<B::Element>>,
         root: usize,
     ) -> Result<Work<B>, CommError> {
-        self.begin(buf, |group, buf| group.prepare_reduce(buf.elements_mut(), op, root))
+        let op = op.into();
+        self.begin(buf, |group, buf| group.prepare_reduce(buf.elements_mut(), &op, root))
     }
 
     /// As [`Group::reduce_into`](crate::Group::reduce_into).
@@ -59,15 +71,16 @@ impl<'scope> Nonblocking<'scope, '_> {
         &self,
         send: S,
         recv: R,
-        op: ReduceOp,
+        op: impl Into<Reduction<S::Element>>,
         root: usize,
     ) -> Result<Work<(S, R)>, CommError>
     where
         S: Buffer + 'scope,
         R: BufferMut<Element = S::Element> + 'scope,
     {
+        let op = op.into();
         self.begin((send, recv), |group, (send, recv)| {
-            group.prepare_reduce_into(send.elements(), recv.elements_mut(), op, root)
+            group.prepare_reduce_into(send.elements(), recv.elements_mut(), &op, root)
         })
     }
 
@@ -75,16 +88,26 @@ impl<'scope> Nonblocking<'scope, '_> {
     ///
     /// # Errors
     /// As there.
-    pub fn scan<B: BufferMut + 'scope>(&self, buf: B, op: ReduceOp) -> Result<Work<B>, CommError> {
-        self.begin(buf, |group, buf| group.prepare_scan(buf.elements_mut(), op))
+    pub fn scan<B: BufferMut + 'scope>(
+        &self,
+        buf: B,
+        op: impl Into<Reduction<B::Element>>,
+    ) -> Result<Work<B>, CommError> {
+        let op = op.into();
+        self.begin(buf, |group, buf| group.prepare_scan(buf.elements_mut(), &op))
     }
 
     /// As [`Group::exclusive_scan`](crate::Group::exclusive_scan).
     ///
     /// # Errors
     /// As there.
-    pub fn exclusive_scan<B: BufferMut + 'scope>(&self, buf: B, op: ReduceOp) -> Result<Work<B>, CommError> {
-        self.begin(buf, |group, buf| group.prepare_exclusive_scan(buf.elements_mut(), op))
+    pub fn exclusive_scan<B: BufferMut + 'scope>(
+        &self,
+        buf: B,
+        op: impl Into<Reduction<B::Element>>,
+    ) -> Result<Work<B>, CommError> {
+        let op = op.into();
+        self.begin(buf, |group, buf| group.prepare_exclusive_scan(buf.elements_mut(), &op))
     }
 
     /// As [`Group::barrier`](crate::Group::barrier).
@@ -124,13 +147,19 @@ impl<'scope> Nonblocking<'scope, '_> {
     ///
     /// # Errors
     /// As there.
-    pub fn reduce_scatter<S, R>(&self, send: S, recv: R, op: ReduceOp) -> Result<Work<(S, R)>, CommError>
+    pub fn reduce_scatter<S, R>(
+        &self,
+        send: S,
+        recv: R,
+        op: impl Into<Reduction<S::Element>>,
+    ) -> Result<Work<(S, R)>, CommError>
     where
         S: Buffer + 'scope,
         R: BufferMut<Element = S::Element> + 'scope,
     {
+        let op = op.into();
         self.begin((send, recv), |group, (send, recv)| {
-            group.prepare_reduce_scatter(send.elements(), recv.elements_mut(), op)
+            group.prepare_reduce_scatter(send.elements(), recv.elements_mut(), &op)
         })
     }
 
@@ -141,9 +170,10 @@ impl<'scope> Nonblocking<'scope, '_> {
     pub fn reduce_scatter_in_place<B: BufferMut + 'scope>(
         &self,
         buf: B,
-        op: ReduceOp,
+        op: impl Into<Reduction<B::Element>>,
     ) -> Result<Work<B>, CommError> {
-        self.begin(buf, |group, buf| group.prepare_reduce_scatter_in_place(buf.elements_mut(), op))
+        let op = op.into();
+        self.begin(buf, |group, buf| group.prepare_reduce_scatter_in_place(buf.elements_mut(), &op))
     }
 
     /// As [`Group::gather`](crate::Group::gather).
@@ -222,14 +252,15 @@ impl<'scope> Nonblocking<'scope, '_> {
         send: S,
         recv: R,
         lens: &[usize],
-        op: ReduceOp,
+        op: impl Into<Reduction<S::Element>>,
     ) -> Result<Work<(S, R)>, CommError>
     where
         S: Buffer + 'scope,
         R: BufferMut<Element = S::Element> + 'scope,
     {
+        let op = op.into();
         self.begin((send, recv), |group, (send, recv)| {
-            group.prepare_reduce_scatter_v(send.elements(), recv.elements_mut(), lens, op)
+            group.prepare_reduce_scatter_v(send.elements(), recv.elements_mut(), lens, &op)
         })
     }
 
@@ -301,10 +332,11 @@ impl<'scope> Nonblocking<'scope, '_> {
     pub fn all_reduce_coalesced<B: BufferMut + 'scope>(
         &self,
         bufs: Vec<B>,
-        op: ReduceOp,
+        op: impl Into<Reduction<B::Element>>,
     ) -> Result<Work<List<B>>, CommError> {
+        let op = op.into();
         self.begin(List(bufs), |group, bufs| {
-            group.prepare_all_reduce_coalesced(bufs.0.iter_mut().map(B::elements_mut), op)
+            group.prepare_all_reduce_coalesced(bufs.0.iter_mut().map(B::elements_mut), &op)
         })
     }
 
@@ -329,11 +361,12 @@ impl<'scope> Nonblocking<'scope, '_> {
     pub fn reduce_coalesced<B: BufferMut + 'scope>(
         &self,
         bufs: Vec<B>,
-        op: ReduceOp,
+        op: impl Into<Reduction<B::Element>>,
         root: usize,
     ) -> Result<Work<List<B>>, CommError> {
+        let op = op.into();
         self.begin(List(bufs), |group, bufs| {
-            group.prepare_reduce_coalesced(bufs.0.iter_mut().map(B::elements_mut), op, root)
+            group.prepare_reduce_coalesced(bufs.0.iter_mut().map(B::elements_mut), &op, root)
         })
     }
 
@@ -364,15 +397,16 @@ impl<'scope> Nonblocking<'scope, '_> {
         &self,
         sends: Vec<S>,
         recvs: Vec<R>,
-        op: ReduceOp,
+        op: impl Into<Reduction<S::Element>>,
     ) -> Result<Work<Lists<S, R>>, CommError>
     where
         S: Buffer + 'scope,
         R: BufferMut<Element = S::Element> + 'scope,
     {
+        let op = op.into();
         self.begin((List(sends), List(recvs)), |group, (sends, recvs)| {
             let sends = sends.0.iter().map(S::elements);
-            group.prepare_reduce_scatter_coalesced(sends, recvs.0.iter_mut().map(R::elements_mut), op)
+            group.prepare_reduce_scatter_coalesced(sends, recvs.0.iter_mut().map(R::elements_mut), &op)
         })
     }
 }

@@ -1,0 +1,53 @@
+//! Reductions by a function of the program.
+
+use std::any::Any;
+use std::cell::Cell;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use crate::dtype::Element;
+
+/// A function of the program, as a kernel calls it: whether the second operand stands first. The error says how it
+/// failed.
+pub(crate) type Function = dyn Fn(&mut [u8], &[u8], bool) -> Result<(), String> + Send + Sync;
+
+/// Elements that the function is given at once.
+const ELEMENTS: usize = 4096;
+
+thread_local! {
+    static INSIDE: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Whether this thread is in a function of the program that the engine called: there it must not wait for the engine.
+pub(crate) fn is_inside_function() -> bool {
+    INSIDE.get()
+}
+
+/// The kernel's form of `function`.
+///
+/// It works on copies: what has arrived is not aligned, and a function that panics leaves no half of a result behind.
+pub(crate) fn function<T: Element>(
+    function: impl Fn(&mut [T], &[T]) + Send + Sync + 'static,
+) -> impl Fn(&mut [u8], &[u8], bool) -> Result<(), String> + Send + Sync + 'static {
+    move |into, from, from_is_first| {
+        let (mut mine, mut theirs) = (Vec::new(), Vec::new());
+        let bytes = ELEMENTS * size_of::<T>();
+        for (into, from) in into.chunks_mut(bytes).zip(from.chunks(bytes)) {
+            T::read(into, &mut mine);
+            T::read(from, &mut theirs);
+            if from_is_first {
+                std::mem::swap(&mut mine, &mut theirs);
+            }
+            INSIDE.set(true);
+            let result = catch_unwind(AssertUnwindSafe(|| function(&mut mine, &theirs)));
+            INSIDE.set(false);
+            result.map_err(|panic| format!("the reduction function panicked: {}", message(&*panic)))?;
+            T::write(&mine, into);
+        }
+        Ok(())
+    }
+}
+
+fn message(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("without a message")
+}

@@ -1,0 +1,126 @@
+//! `f16` and `bf16`: to `f32` and back, and their order.
+//!
+//! Sums of halves are kept as `f32` and rounded once, to the nearest half, the even one of two. The least or
+//! greatest of halves is one of them, and is found by comparing bits.
+
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+
+use super::{CHUNK, Functions};
+use crate::dtype::{Bytes, Dtype, ReduceOp};
+
+/// Size of the elements in which halves are added.
+pub(crate) const WIDE_BYTES: usize = size_of::<f32>();
+
+/// The bits of infinity; those of NaN are greater.
+pub(super) const F16_INFINITY: u16 = 0x7C00;
+pub(super) const BF16_INFINITY: u16 = 0x7F80;
+
+/// How elements become `f32` and back.
+#[derive(Debug)]
+pub(crate) struct Wide {
+    /// From elements to as many `f32`.
+    pub(crate) widen: fn(from: &[u8], into: &mut [u8]),
+    /// Rounds `f32` to as many elements.
+    pub(crate) narrow: fn(from: &[u8], into: &mut [u8]),
+}
+
+impl Wide {
+    /// Size of the elements that become `f32`.
+    pub(crate) const NARROW_BYTES: usize = size_of::<u16>();
+
+    pub(super) fn of(dtype: Dtype) -> Option<&'static Self> {
+        match dtype {
+            Dtype::F16 => Some(&Self { widen: widen_f16, narrow: narrow_f16 }),
+            Dtype::Bf16 => Some(&Self { widen: widen_bf16, narrow: narrow_bf16 }),
+            _ => None,
+        }
+    }
+}
+
+fn widen_bf16(from: &[u8], into: &mut [u8]) {
+    for (from, into) in from.as_chunks().0.iter().zip(into.as_chunks_mut().0) {
+        *into = (u32::from(u16::from_ne_bytes(*from)) << 16).to_ne_bytes();
+    }
+}
+
+/// Half of the last digit is added, less a trifle where that digit is even, and the rest is cut off. That would
+/// carry a NaN over to a number, so it is told apart; without a branch, so that all this becomes vectors.
+fn narrow_bf16(from: &[u8], into: &mut [u8]) {
+    for (from, into) in from.as_chunks().0.iter().zip(into.as_chunks_mut().0) {
+        let number = f32::from_ne_bytes(*from);
+        let bits = number.to_bits();
+        let rounded = bits.wrapping_add(0x7FFF + (bits >> 16 & 1));
+        let bits = if number.is_nan() { bf16::NAN.to_bits().into() } else { rounded >> 16 };
+        *into = (bits as u16).to_ne_bytes();
+    }
+}
+
+fn widen_f16(from: &[u8], into: &mut [u8]) {
+    let (mut halves, mut floats) = ([f16::ZERO; CHUNK], [0.0; CHUNK]);
+    for (from, into) in from.chunks(2 * CHUNK).zip(into.chunks_mut(WIDE_BYTES * CHUNK)) {
+        let (from, into) = (from.as_chunks().0, into.as_chunks_mut().0);
+        let (halves, floats) = (&mut halves[..from.len()], &mut floats[..from.len()]);
+        for (half, bytes) in halves.iter_mut().zip(from) {
+            *half = f16::read(*bytes);
+        }
+        halves.convert_to_f32_slice(floats);
+        for (bytes, float) in into.iter_mut().zip(floats) {
+            *bytes = float.write();
+        }
+    }
+}
+
+fn narrow_f16(from: &[u8], into: &mut [u8]) {
+    let (mut halves, mut floats) = ([f16::ZERO; CHUNK], [0.0; CHUNK]);
+    for (from, into) in from.chunks(WIDE_BYTES * CHUNK).zip(into.chunks_mut(2 * CHUNK)) {
+        let (from, into) = (from.as_chunks().0, into.as_chunks_mut().0);
+        let (halves, floats) = (&mut halves[..from.len()], &mut floats[..from.len()]);
+        for (float, bytes) in floats.iter_mut().zip(from) {
+            *float = f32::read(*bytes);
+        }
+        halves.convert_from_f32_slice(floats);
+        for (bytes, half) in into.iter_mut().zip(halves) {
+            *bytes = half.write();
+        }
+    }
+}
+
+/// Least and greatest of halves with these bits of infinity.
+pub(super) fn order<const INFINITY: u16>(op: ReduceOp) -> Functions {
+    match op {
+        ReduceOp::Min => Some((|into, from| super::zip(into, from, less::<INFINITY>), None)),
+        ReduceOp::Max => Some((|into, from| super::zip(into, from, greater::<INFINITY>), None)),
+        _ => None,
+    }
+}
+
+#[inline(always)]
+fn less<const INFINITY: u16>(a: u16, b: u16) -> u16 {
+    let number = if rank(a) < rank(b) { a } else { b };
+    if is_nan::<INFINITY>(a) | is_nan::<INFINITY>(b) { nan::<INFINITY>() } else { number }
+}
+
+#[inline(always)]
+fn greater<const INFINITY: u16>(a: u16, b: u16) -> u16 {
+    let number = if rank(a) > rank(b) { a } else { b };
+    if is_nan::<INFINITY>(a) | is_nan::<INFINITY>(b) { nan::<INFINITY>() } else { number }
+}
+
+/// Numbers in the order of the floats with these bits, -0 before +0.
+#[inline(always)]
+fn rank(bits: u16) -> i16 {
+    let bits = bits as i16;
+    bits ^ (bits >> 15 & i16::MAX)
+}
+
+#[inline(always)]
+fn is_nan<const INFINITY: u16>(bits: u16) -> bool {
+    bits & 0x7FFF > INFINITY
+}
+
+/// A quiet NaN: the first digit behind the exponent is set.
+#[inline(always)]
+fn nan<const INFINITY: u16>() -> u16 {
+    INFINITY | (INFINITY & INFINITY.wrapping_neg()) >> 1
+}

@@ -1,0 +1,93 @@
+//! Folds: all ranks' shares, added by one rank in the order of the ranks.
+//!
+//! Who adds has all shares, not sums of some, so it can add them with more digits than they have and round once.
+//! The result is that of a plain loop over the ranks, whatever the number of elements.
+
+use std::ops::Range;
+
+use super::{Apply, Plan, Stream};
+use crate::kernels::Fold;
+
+/// Most elements whose sums are in progress where a range can be folded in pieces.
+///
+/// A piece fills a request to the system, and its sums stay in the cache until the last share is added.
+pub(super) const WINDOW: usize = 64 << 10;
+
+/// Receives everybody's share of `range` and adds it to this rank's own there; which stream ends it.
+///
+/// Shares are added in the order of the ranks: each stream waits for the one before it. The first waits for
+/// `start`, or it is at most `window` elements ahead of the last, so that only so many sums are kept.
+pub(super) fn push(
+    plan: &mut Plan,
+    rank: usize,
+    world: usize,
+    range: Range<usize>,
+    start: Start,
+) -> Option<usize> {
+    let last = world.checked_sub(2)?;
+    let mut gate = match start {
+        Start::Behind(stream) => (stream, 0),
+        Start::Window(window) => (Some(plan.streams.len() + last), window),
+    };
+    plan.window = if let Start::Window(window) = start { window.min(range.len()) } else { range.len() };
+    for (index, peer) in (0..world).filter(|&peer| peer != rank).enumerate() {
+        // The own share is added between those of the ranks before and behind; two operands can be swapped.
+        let own = peer + 1 == rank || rank == 0 && index == 0;
+        let step = Fold { first: index == 0, own, last: index == last };
+        let stream = Stream::recv(peer, [(range.clone(), Apply::Fold(step))]);
+        gate = (Some(plan.push(stream.after(gate.0, gate.1))), 0);
+    }
+    gate.0
+}
+
+/// What the first share of a fold waits for.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Start {
+    /// Another stream, element by element.
+    Behind(Option<usize>),
+    /// The last share, so many elements behind.
+    Window(usize),
+}
+
+/// All-reduce in one round, as `rank` of `world` sees it: everybody sends everything to everybody, and all ranks
+/// add the same in the same order.
+///
+/// The result replaces what is sent, so it waits until that is gone: to one rank after the other.
+pub(super) fn all_reduce(rank: usize, world: usize, count: usize) -> Plan {
+    let mut plan = Plan::default();
+    let mut sent = None;
+    for distance in 1..world {
+        let stream = Stream::send((rank + distance) % world, Some(0..count));
+        sent = Some(plan.push(stream.after(sent, 0)));
+    }
+    push(&mut plan, rank, world, 0..count, Start::Behind(sent));
+    plan
+}
+
+/// Reduce in one round, as `rank` of `world` sees it: everybody sends everything to `root`.
+pub(super) fn reduce(rank: usize, world: usize, count: usize, root: usize, window: usize) -> Plan {
+    let mut plan = Plan::default();
+    if rank == root {
+        push(&mut plan, rank, world, 0..count, Start::Window(window));
+    } else {
+        plan.push(Stream::send(root, Some(0..count)));
+    }
+    plan
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::plan::check::{all_reduce_is_right_up_to, reduce_is_right};
+
+    #[test]
+    fn every_rank_counts_once_in_every_element() {
+        // With as many elements on the way as pairs of ranks, larger worlds take long.
+        all_reduce_is_right_up_to(17, super::all_reduce);
+    }
+
+    #[test]
+    fn the_root_gets_everybodys_share() {
+        let window = 2;
+        reduce_is_right(|rank, world, count, root| super::reduce(rank, world, count, root, window));
+    }
+}

@@ -1,0 +1,102 @@
+//! What a collective adds by: a named operation, or one that the program makes.
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::sync::Arc;
+
+use crate::dtype::sealed::Factor;
+use crate::dtype::{Element, ReduceOp};
+use crate::error::CommError;
+use crate::kernels::{Function, Kernel, ScaleFn, function};
+
+/// How the ranks' elements of type `T` become one: a [`ReduceOp`], or an operation of the program.
+///
+/// ```
+/// use convoke_comm::{ReduceOp, Reduction};
+///
+/// # fn main() -> Result<(), convoke_comm::CommError> {
+/// # let world = convoke_comm::init()?;
+/// let mut buf = [1.0_f32, -3.0];
+/// world.all_reduce(&mut buf, ReduceOp::Max)?;
+/// world.all_reduce(&mut buf, Reduction::premul_sum(0.5))?;
+/// let farthest = Reduction::new(|into: &mut [f32], from: &[f32]| {
+///     for (a, b) in into.iter_mut().zip(from) {
+///         *a = a.abs().max(b.abs());
+///     }
+/// });
+/// world.all_reduce(&mut buf, farthest)?;
+/// # Ok(())
+/// # }
+/// ```
+pub struct Reduction<T> {
+    op: ReduceOp,
+    scale: Option<Arc<ScaleFn>>,
+    function: Option<Arc<Function>>,
+    of: PhantomData<fn(T)>,
+}
+
+impl<T: Element> Reduction<T> {
+    /// The sum of all ranks' elements, of which this rank multiplies its own by `factor` first.
+    ///
+    /// Ranks may have different factors. Products of halves are not rounded before they are added.
+    #[must_use]
+    pub fn premul_sum(factor: T::Factor) -> Self {
+        let scale: Arc<ScaleFn> = Arc::new(move |bytes: &mut [u8]| factor.multiply(bytes));
+        Self { op: ReduceOp::PremulSum, scale: Some(scale), function: None, of: PhantomData }
+    }
+
+    /// A function of the program: it replaces each element of its first argument by that element combined with the
+    /// one in the same place of its second, which is as long. All ranks pass the same function.
+    ///
+    /// It combines elements in any order and bracketing, so it should be commutative and associative. Whatever it is,
+    /// all ranks get the same bits, and the same ones on a rerun; one that is not associative gives other results
+    /// for other lengths and numbers of ranks.
+    ///
+    /// The thread that calls it is one of those that have a call on the group in progress. It cannot use the group
+    /// itself: there every call is refused. If it panics, the group ends with [`CommError::Aborted`] on all ranks.
+    /// Its time is not bounded by the call's.
+    #[must_use]
+    pub fn new(combine: impl Fn(&mut [T], &[T]) + Send + Sync + 'static) -> Self {
+        let function: Arc<Function> = Arc::new(function(combine));
+        Self { op: ReduceOp::Custom, scale: None, function: Some(function), of: PhantomData }
+    }
+
+    /// What the ranks compare.
+    #[must_use]
+    pub fn op(&self) -> ReduceOp {
+        self.op
+    }
+
+    /// The arithmetic over `world` ranks, if there is any for the type.
+    pub(crate) fn kernel(&self, world: usize) -> Result<Kernel, CommError> {
+        let Self { op, scale, function, .. } = self;
+        let kernel = match (op, scale, function) {
+            (ReduceOp::PremulSum, Some(scale), _) => Kernel::scaled_sum(T::DTYPE, Arc::clone(scale)),
+            (ReduceOp::Custom, _, Some(function)) => Some(Kernel::custom(Arc::clone(function))),
+            (ReduceOp::PremulSum | ReduceOp::Custom, ..) => {
+                let what = format!("{op} alone says too little: Reduction has what makes one");
+                return Err(CommError::InvalidArgument(what));
+            }
+            _ => Kernel::of(T::DTYPE, *op, world),
+        };
+        kernel.ok_or_else(|| CommError::InvalidArgument(format!("{op} of {} has no meaning", T::DTYPE)))
+    }
+}
+
+impl<T> From<ReduceOp> for Reduction<T> {
+    fn from(op: ReduceOp) -> Self {
+        Self { op, scale: None, function: None, of: PhantomData }
+    }
+}
+
+impl<T> Clone for Reduction<T> {
+    fn clone(&self) -> Self {
+        Self { op: self.op, scale: self.scale.clone(), function: self.function.clone(), of: PhantomData }
+    }
+}
+
+impl<T> fmt::Debug for Reduction<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Reduction").field(&self.op).finish()
+    }
+}
