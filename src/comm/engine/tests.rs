@@ -326,12 +326,7 @@ fn a_peer_that_goes_mad_is_a_protocol_error_on_all_ranks() {
                     Lane::Message => &mut peer.messages.conn,
                 };
                 send_all(conn.as_mut().unwrap(), &bytes);
-                // Stay until both have told that they give up.
-                let deadline = Instant::now() + LONG;
-                while !(0..2).all(|peer| has_ended(&mut engine, peer)) {
-                    assert!(Instant::now() < deadline, "{what}: nobody noticed");
-                    std::thread::yield_now();
-                }
+                await_ends(&mut engine, what);
             },
         );
         for (rank, error) in errors.iter().enumerate() {
@@ -368,4 +363,94 @@ fn has_ended(engine: &mut Engine, peer: usize) -> bool {
         control.consume(end);
     }
     closed
+}
+
+#[test]
+fn bools_are_true_or_false_whatever_a_peer_sends() {
+    // Few enough to be read ahead, and so many that they are received straight into the buffer.
+    const SHARED: [usize; 2] = [300, 60_000];
+    const SENT: [usize; 2] = [300, 70_000];
+    let hostile = |count: usize| (0..count).map(|i| (i % 256) as u8).collect::<Vec<u8>>();
+    let call = |kind, op, root: usize, count: usize| {
+        Call { kind, dtype: Dtype::Bool, op, root: root as u32, count: count as u64 }.encode()
+    };
+    let bytes_of = |buf: &[bool]| {
+        // SAFETY: initialised memory may be read as bytes.
+        #[allow(unsafe_code)]
+        let bytes = unsafe { std::slice::from_raw_parts(buf.as_ptr().cast::<u8>(), buf.len()) };
+        bytes.to_vec()
+    };
+    let outcomes = siege(
+        |group| {
+            let (group, mut seen) = (group.unwrap(), Vec::new());
+            for count in SHARED {
+                let mut buf = vec![false; count];
+                group.broadcast(&mut buf, FAKE).unwrap();
+                seen.push(bytes_of(&buf));
+            }
+            for count in SENT {
+                let mut buf = vec![false; count];
+                group.recv(&mut buf, FAKE, 0).unwrap();
+                seen.push(bytes_of(&buf));
+            }
+            let mut buf = vec![false; SHARED[0]];
+            group.all_reduce(&mut buf, ReduceOp::Sum).unwrap();
+            seen.push(bytes_of(&buf));
+            seen
+        },
+        |siege| {
+            let mut engine = siege.engine();
+            for peer in 0..2 {
+                let peer = &mut engine.peers[peer];
+                let (data, messages) =
+                    (peer.collective.as_mut().unwrap(), peer.messages.conn.as_mut().unwrap());
+                for (seq, count) in (0..).zip(SHARED) {
+                    let call = call(CallKind::Broadcast, None, FAKE, count);
+                    send_all(data, &with(Frame { seq, call, ..frame(Kind::Data, count) }, &hostile(count)));
+                }
+                let message = |kind, seq, count: usize, len: usize| Frame {
+                    seq,
+                    call: call(CallKind::PointToPoint, None, 0, count),
+                    ..frame(kind, len)
+                };
+                send_all(messages, &with(message(Kind::Eager, 0, SENT[0], SENT[0]), &hostile(SENT[0])));
+                send_all(messages, &with(message(Kind::Rts, 1, SENT[1], 0), &[]));
+                await_frame(messages, Kind::Cts);
+                send_all(messages, &with(message(Kind::Message, 1, SENT[1], SENT[1]), &hostile(SENT[1])));
+                // Only one of them adds what the third rank has.
+                let (count, call) = (SHARED[0], call(CallKind::AllReduce, Some(ReduceOp::Sum), 0, SHARED[0]));
+                send_all(data, &with(Frame { seq: 2, call, ..frame(Kind::Data, count) }, &hostile(count)));
+            }
+            await_ends(&mut engine, "bools");
+        },
+    );
+    for bytes in outcomes.iter().flatten() {
+        assert!(bytes.iter().enumerate().all(|(i, &byte)| byte == u8::from(i % 256 != 0)), "{bytes:?}");
+    }
+}
+
+/// Reads until a frame of this kind has come.
+fn await_frame(conn: &mut Conn, kind: Kind) {
+    let deadline = Instant::now() + LONG;
+    loop {
+        conn.fill(HEADER_BYTES).unwrap();
+        if let Some(header) = conn.unread().first_chunk::<HEADER_BYTES>() {
+            let found = Frame::decode(header).unwrap().kind;
+            conn.consume(HEADER_BYTES);
+            if found == kind {
+                return;
+            }
+        }
+        assert!(Instant::now() < deadline, "no {kind:?}");
+        std::thread::yield_now();
+    }
+}
+
+/// Stays until both peers have given up or left.
+fn await_ends(engine: &mut Engine, what: &str) {
+    let deadline = Instant::now() + LONG;
+    while !(0..2).all(|peer| has_ended(engine, peer)) {
+        assert!(Instant::now() < deadline, "{what}: nobody noticed");
+        std::thread::yield_now();
+    }
 }

@@ -4,56 +4,67 @@
 
 mod common;
 
-use common::{Group, GroupOptions, ReduceOp, ranks, with_options};
-use convoke_comm::{CommError, Element};
+use common::{Group, GroupOptions, ReduceOp, Sample, for_every_type, is_full, ranks, with_options};
+use convoke_comm::CommError;
 
-/// Values whose sums are exact in every order, so that any order of adding gives the same.
-fn value(rank: usize, index: usize) -> i64 {
-    ((rank + 1) * (index % 13 + 1)) as i64 % 6 - 2
+/// Numbers whose sums are exact in every order, so that any order of adding gives the same.
+fn number<T: Sample>(rank: usize, index: usize) -> i64 {
+    T::number(((rank + 1) * (index % 13 + 1)) as i64 % 6 - 2)
 }
 
-fn reduced(op: ReduceOp, world: usize, index: usize) -> i64 {
-    let values = (0..world).map(|rank| value(rank, index));
-    match op {
-        ReduceOp::Min => values.min().unwrap(),
-        ReduceOp::Max => values.max().unwrap(),
-        ReduceOp::Product => values.product(),
-        _ => values.sum(),
-    }
+fn reduced<T: Sample>(op: ReduceOp, world: usize, index: usize) -> T {
+    let numbers = (0..world).map(|rank| number::<T>(rank, index));
+    let number = match op {
+        ReduceOp::Min => numbers.min(),
+        ReduceOp::Max => numbers.max(),
+        ReduceOp::Product => numbers.reduce(|a, b| a * b),
+        ReduceOp::Band => numbers.reduce(|a, b| a & b),
+        ReduceOp::Bor => numbers.reduce(|a, b| a | b),
+        ReduceOp::Bxor => numbers.reduce(|a, b| a ^ b),
+        _ => numbers.reduce(|a, b| a + b),
+    };
+    T::of(number.unwrap())
 }
 
-fn check<T: Element + PartialEq + std::fmt::Debug>(group: &Group, count: usize, from: impl Fn(i64) -> T) {
-    for op in [ReduceOp::Sum, ReduceOp::Min, ReduceOp::Max, ReduceOp::Product] {
-        let mut buf: Vec<T> = (0..count).map(|i| from(value(group.rank(), i))).collect();
+fn check<T: Sample>(group: &Group, count: usize) {
+    let share = |rank: usize| (0..count).map(|i| T::of(number::<T>(rank, i))).collect::<Vec<_>>();
+    // The others are not exact, or take more than a name.
+    let left_out = [ReduceOp::Avg, ReduceOp::PremulSum, ReduceOp::Custom];
+    for op in ReduceOp::ALL.into_iter().filter(|op| op.accepts(T::DTYPE) && !left_out.contains(op)) {
+        let mut buf = share(group.rank());
         group.all_reduce(&mut buf, op).unwrap();
-        let want: Vec<T> = (0..count).map(|i| from(reduced(op, group.size(), i))).collect();
+        let want: Vec<T> = (0..count).map(|i| reduced(op, group.size(), i)).collect();
         assert!(buf == want, "{op} of {count} {} on rank {} of {}", T::DTYPE, group.rank(), group.size());
     }
     for root in [0, group.size() - 1] {
-        let mut buf: Vec<T> = (0..count).map(|i| from(value(group.rank(), i))).collect();
+        let mut buf = share(group.rank());
         group.broadcast(&mut buf, root).unwrap();
-        let want: Vec<T> = (0..count).map(|i| from(value(root, i))).collect();
-        assert!(buf == want, "broadcast of {count} {} from {root}", T::DTYPE);
+        assert!(buf == share(root), "broadcast of {count} {} from {root}", T::DTYPE);
     }
 }
 
 /// Sizes in elements around every threshold of the tuning table, for 4-byte elements.
 const COUNTS: [usize; 14] = [0, 1, 2, 3, 5, 1000, 2047, 2048, 2049, 16_384, 16_385, 32_769, 65_536, 65_537];
 
+/// One size for each algorithm.
+fn check_some<T: Sample>(group: &Group) {
+    for bytes in [0, 8 << 10, 256 << 10] {
+        check::<T>(group, bytes / size_of::<T>() + 5);
+    }
+}
+
 #[test]
 fn every_type_operation_size_and_number_of_ranks() {
-    for world in 1..=5 {
+    for world in 1..=if is_full() { 8 } else { 4 } {
         ranks(world, |group| {
             for count in COUNTS {
-                check::<f32>(&group, count, |v| v as f32);
-                if count < 3000 || count == 65_537 {
-                    check::<f64>(&group, count, |v| v as f64);
-                    check::<i32>(&group, count, |v| v as i32);
-                    check::<i64>(&group, count, |v| v);
-                    check::<i8>(&group, count, |v| v as i8);
+                check::<f32>(&group, count);
+                if is_full() {
+                    for_every_type!(check, (&group, 2 * count));
                 }
             }
-            check::<f32>(&group, 3_000_001, |v| v as f32);
+            for_every_type!(check_some, (&group));
+            check::<f32>(&group, 3_000_001);
             group.barrier().unwrap();
         });
     }

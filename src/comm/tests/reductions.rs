@@ -1,0 +1,347 @@
+//! Halves, factors and functions of the program, over real connections, ranks as threads.
+
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+mod common;
+
+use common::{CommError, Group, GroupOptions, ReduceOp, ranks, with_options};
+use convoke_comm::{Complex, Element, Reduction, bf16, f16};
+
+/// What a test needs of a half.
+trait Half: Element<Factor = f32> + PartialEq + std::fmt::Debug {
+    fn of(value: f32) -> Self;
+    fn wide(self) -> f32;
+}
+
+macro_rules! half {
+    ($($half:ty),*) => {$(
+        impl Half for $half {
+            fn of(value: f32) -> Self {
+                Self::from_f32(value)
+            }
+            fn wide(self) -> f32 {
+                self.to_f32()
+            }
+        }
+    )*};
+}
+
+half!(f16, bf16);
+
+/// What `rank` has at `index`: with all digits, so that every rounding shows.
+fn share<T: Half>(rank: usize, index: usize) -> T {
+    let mixed = (index * 17 + rank + 1) as u32;
+    T::of((mixed.wrapping_mul(0x9E37_79B9) >> 12) as f32 / 137.0 - 3000.0)
+}
+
+fn shares<T: Half>(rank: usize, range: std::ops::Range<usize>) -> Vec<T> {
+    range.map(|index| share(rank, index)).collect()
+}
+
+/// All shares up to `ranks`, as they are changed by `change`, added as `f32` in the order of the ranks.
+fn sum<T: Half>(ranks: usize, index: usize, change: impl Fn(usize, f32) -> f32) -> f32 {
+    (0..ranks).map(|rank| change(rank, share::<T>(rank, index).wide())).reduce(|a, b| a + b).unwrap()
+}
+
+fn rounded<T: Half>(range: std::ops::Range<usize>, value: impl Fn(usize) -> f32) -> Vec<T> {
+    range.map(|index| T::of(value(index))).collect()
+}
+
+/// Every operation that adds gives the sum in the order of the ranks, rounded once.
+fn halves<T: Half>(group: &Group, count: usize) {
+    let (me, world) = (group.rank(), group.size());
+    let name = format!("{count} {} on rank {me} of {world}", T::DTYPE);
+    let plain = |_: usize, x: f32| x;
+    let factor = |rank: usize| 1.0 / (rank as f32 + 3.0);
+    let scaled = |rank: usize, x: f32| x * factor(rank);
+    type Want<'a> = &'a dyn Fn(usize) -> f32;
+    let cases: [(Reduction<T>, Want<'_>); 3] = [
+        (ReduceOp::Sum.into(), &|i| sum::<T>(world, i, plain)),
+        (ReduceOp::Avg.into(), &|i| sum::<T>(world, i, plain) / world as f32),
+        (Reduction::premul_sum(factor(me)), &|i| sum::<T>(world, i, scaled)),
+    ];
+    for (reduction, want) in cases {
+        let op = reduction.op();
+        let mut buf = shares::<T>(me, 0..count);
+        group.all_reduce(&mut buf, reduction.clone()).unwrap();
+        assert!(buf == rounded(0..count, want), "all_reduce {op} of {name}");
+
+        let mut buf = shares::<T>(me, 0..count);
+        group.reduce(&mut buf, reduction.clone(), world - 1).unwrap();
+        assert!(me + 1 < world || buf == rounded(0..count, want), "reduce {op} of {name}");
+
+        let own = me * count..(me + 1) * count;
+        let send = shares::<T>(me, 0..count * world);
+        let mut recv = vec![T::of(9.0); count];
+        group.reduce_scatter(&send, &mut recv, reduction).unwrap();
+        assert!(recv == rounded(own, want), "reduce_scatter {op} of {name}");
+    }
+}
+
+#[test]
+fn halves_are_added_in_the_order_of_the_ranks_and_rounded_once() {
+    for world in 1..=8 {
+        ranks(world, |group| {
+            for count in [1, 5, 2049, 5000] {
+                halves::<bf16>(&group, count);
+            }
+            halves::<f16>(&group, 5000);
+            if [2, 3].contains(&world) {
+                // More for each rank than is in progress at once.
+                halves::<bf16>(&group, 200_001);
+            }
+        });
+    }
+}
+
+#[test]
+fn scans_of_halves_are_rounded_once() {
+    for world in 1..=5 {
+        ranks(world, |group| {
+            let me = group.rank();
+            for count in [0, 1, 3000] {
+                let mut buf = shares::<bf16>(me, 0..count);
+                group.scan(&mut buf, ReduceOp::Sum).unwrap();
+                let upto = |ranks| rounded::<bf16>(0..count, |i| sum::<bf16>(ranks, i, |_, x| x));
+                assert!(buf == upto(me + 1), "scan of {count} on {me} of {world}");
+
+                let mut buf = shares::<bf16>(me, 0..count);
+                group.exclusive_scan(&mut buf, ReduceOp::Sum).unwrap();
+                let want = if me == 0 { shares(0, 0..count) } else { upto(me) };
+                assert!(buf == want, "exclusive_scan of {count} on {me} of {world}");
+
+                let mut buf = shares::<bf16>(me, 0..count);
+                group.exclusive_scan(&mut buf, Reduction::premul_sum(0.3)).unwrap();
+                let halved = rounded::<bf16>(0..count, |i| sum::<bf16>(me.max(1), i, |_, x| x * 0.3));
+                assert!(buf == if me == 0 { shares(0, 0..count) } else { halved }, "premul on {me}");
+            }
+        });
+    }
+}
+
+/// Whichever algorithm adds, and however many ranks: these sums are exact in `f32`, but no halves.
+#[test]
+fn partial_sums_of_halves_are_not_rounded() {
+    let check = |group: Group| {
+        let (me, world) = (group.rank(), group.size());
+        let value = |rank: usize, i: usize| ((i * 7 + rank * 5) % 255 + 1) as f32;
+        let sum = |i: usize| bf16::from_f32((0..world).map(|rank| value(rank, i)).sum());
+        for count in [1, 700, 30_000] {
+            let mine = |len: usize| (0..len).map(|i| bf16::from_f32(value(me, i))).collect::<Vec<_>>();
+            let mut buf = mine(count);
+            group.all_reduce(&mut buf, ReduceOp::Sum).unwrap();
+            assert!(buf.iter().enumerate().all(|(i, &x)| x == sum(i)), "all_reduce of {count}");
+            let mut buf = mine(count);
+            group.reduce(&mut buf, ReduceOp::Sum, 1).unwrap();
+            assert!(me != 1 || buf.iter().enumerate().all(|(i, &x)| x == sum(i)), "reduce of {count}");
+            let mut recv = vec![bf16::ZERO; count];
+            group.reduce_scatter(&mine(count * world), &mut recv, ReduceOp::Sum).unwrap();
+            assert!(recv.iter().enumerate().all(|(i, &x)| x == sum(me * count + i)), "scatter of {count}");
+        }
+    };
+    for algorithms in
+        ["all_reduce:ring,reduce:chain,reduce_scatter:ring", "all_reduce:doubling,reduce:binomial"]
+    {
+        with_options(3, GroupOptions::default().algorithms(algorithms), check);
+    }
+    ranks(17, check);
+}
+
+#[test]
+fn lists_and_unequal_blocks_of_halves_too() {
+    ranks(3, |group| {
+        let me = group.rank();
+        let sums = |range| rounded::<f16>(range, |i| sum::<f16>(3, i, |_, x| x));
+        let lens = [5, 0, 4000];
+        let mut own = vec![f16::ZERO; lens[me]];
+        group.reduce_scatter_v(&shares(me, 0..4005), &mut own, &lens, ReduceOp::Sum).unwrap();
+        let at: usize = lens[..me].iter().sum();
+        assert_eq!(own, sums(at..at + lens[me]));
+
+        let mut list = [shares::<f16>(me, 0..3), shares(me, 3..3000), Vec::new(), shares(me, 3000..3001)];
+        group.all_reduce_coalesced(&mut list, ReduceOp::Sum).unwrap();
+        assert_eq!(list, [sums(0..3), sums(3..3000), Vec::new(), sums(3000..3001)]);
+        group.all_reduce_coalesced(&mut list, Reduction::premul_sum(0.0)).unwrap();
+        assert!(list.iter().flatten().all(|&x| x == f16::ZERO));
+    });
+}
+
+/// Shares times factors that differ from rank to rank; whole numbers, so that every order gives the same.
+fn factors<T: Element + PartialEq + std::fmt::Debug>(
+    group: &Group,
+    make: impl Fn(i64) -> T,
+    factor: impl Fn(i64) -> T::Factor,
+) {
+    let (me, world) = (group.rank(), group.size());
+    let value = |rank: usize, i: usize| ((rank * 3 + i) % 7) as i64 - 3;
+    let mine = |len: usize| (0..len).map(|i| make(value(me, i))).collect::<Vec<_>>();
+    let sum = |i: usize| make((0..world).map(|rank| value(rank, i) * (rank as i64 + 2)).sum());
+    let premul = || Reduction::premul_sum(factor(me as i64 + 2));
+    for count in [0, 1, 1000, 20_000] {
+        let name = format!("{count} {} of {world}", T::DTYPE);
+        let mut buf = mine(count);
+        group.all_reduce(&mut buf, premul()).unwrap();
+        assert!(buf.iter().enumerate().all(|(i, x)| *x == sum(i)), "all_reduce of {name}");
+        let send = mine(count * world);
+        let mut recv = vec![make(99); count];
+        group.reduce_scatter(&send, &mut recv, premul()).unwrap();
+        assert!(recv.iter().enumerate().all(|(i, x)| *x == sum(me * count + i)), "reduce_scatter of {name}");
+        assert!(send == mine(count * world), "what is only sent stays as it is");
+        let mut recv = vec![make(99); if me == 0 { count } else { 0 }];
+        group.reduce_into(&mine(count), &mut recv, premul(), 0).unwrap();
+        assert!(recv.iter().enumerate().all(|(i, x)| *x == sum(i)), "reduce_into of {name}");
+    }
+}
+
+#[test]
+fn each_rank_multiplies_its_share_by_a_factor_of_its_own() {
+    for world in [1, 2, 3, 5] {
+        ranks(world, |group| {
+            factors::<f32>(&group, |v| v as f32, |f| f as f32);
+            factors::<i64>(&group, |v| v, |f| f);
+            factors::<u8>(&group, |v| v as u8, |f| f as u8);
+            factors::<f16>(&group, |v| f16::from_f32(v as f32), |f| f as f32);
+            factors::<Complex<f64>>(
+                &group,
+                |v| Complex::new(v as f64, -v as f64),
+                |f| Complex::new(f as f64, 0.0),
+            );
+        });
+    }
+}
+
+/// Greatest common divisor.
+fn gcd(mut a: u32, mut b: u32) -> u32 {
+    while b > 0 {
+        (a, b) = (b, a % b);
+    }
+    a
+}
+
+#[test]
+fn functions_of_the_program_combine_elements() {
+    let gcds = || {
+        Reduction::new(|into: &mut [u32], from: &[u32]| {
+            for (a, b) in into.iter_mut().zip(from) {
+                *a = gcd(*a, *b);
+            }
+        })
+    };
+    for world in [1, 2, 3, 5] {
+        ranks(world, |group| {
+            let me = group.rank();
+            for count in [0, 1, 1000, 100_000] {
+                let value = |rank: usize, i: usize| ((i % 50 + 1) * 6 * (rank + 1)) as u32;
+                let want = |i: usize| (0..world).map(|rank| value(rank, i)).reduce(gcd).unwrap();
+                let mine = |len: usize| (0..len).map(|i| value(me, i)).collect::<Vec<_>>();
+                let mut buf = mine(count);
+                group.all_reduce(&mut buf, gcds()).unwrap();
+                assert!(buf.iter().enumerate().all(|(i, &x)| x == want(i)), "all_reduce of {count}");
+                let mut recv = vec![0; count];
+                group.reduce_scatter(&mine(count * world), &mut recv, gcds()).unwrap();
+                assert!(recv.iter().enumerate().all(|(i, &x)| x == want(me * count + i)), "of {count}");
+                let work = group.nonblocking().reduce(mine(count), gcds(), 0).unwrap();
+                let buf = work.wait().unwrap();
+                assert!(me > 0 || buf.iter().enumerate().all(|(i, &x)| x == want(i)), "reduce of {count}");
+            }
+        });
+    }
+}
+
+/// The farther from zero of two, which of -1 and 1 depends on which stands first: all ranks get the same even so.
+#[test]
+fn functions_need_not_be_commutative_for_equal_bits() {
+    for algorithm in ["all_reduce:ring", "all_reduce:direct", "all_reduce:doubling"] {
+        let results = with_options(5, GroupOptions::default().algorithms(algorithm), |group| {
+            let farther = Reduction::new(|into: &mut [f32], from: &[f32]| {
+                for (a, b) in into.iter_mut().zip(from) {
+                    *a = if b.abs() > a.abs() { *b } else { *a };
+                }
+            });
+            let mut buf: Vec<f32> =
+                (0..1000).map(|i| if (i >> group.rank()) % 2 == 0 { 1.0 } else { -1.0 }).collect();
+            group.all_reduce(&mut buf, farther).unwrap();
+            buf
+        });
+        assert!(results.iter().all(|buf| *buf == results[0]), "{algorithm}");
+    }
+}
+
+#[test]
+fn a_function_that_panics_ends_the_group_with_one_cause_on_all_ranks() {
+    for world in [2, 3, 5] {
+        let errors = ranks(world, |group| {
+            // Else it ends before it begins.
+            group.barrier().unwrap();
+            let fails = group.rank() == 1;
+            let reduction =
+                Reduction::new(move |_: &mut [i32], _: &[i32]| assert!(!fails, "rank 1 cannot add"));
+            let mut buf = vec![1; 10_000];
+            // Rank 1 may come to add only when others are done.
+            let first = group.all_reduce(&mut buf, reduction).and_then(|()| group.barrier()).unwrap_err();
+            assert!(matches!(group.barrier(), Err(CommError::Aborted { by: 1, .. })), "it stays so");
+            first
+        });
+        for error in errors {
+            assert_eq!(error.blame(), Some(1));
+            assert!(error.to_string().contains("panicked: rank 1 cannot add"), "{error}");
+        }
+    }
+}
+
+#[test]
+fn a_function_cannot_wait_for_the_group_that_called_it() {
+    ranks(2, |group| {
+        let inner = group.clone();
+        let reduction = Reduction::new(move |into: &mut [i32], _: &[i32]| {
+            let refused = inner.barrier().unwrap_err().to_string();
+            into.fill(i32::from(refused.contains("a reduction function cannot use a group")));
+        });
+        let mut buf = [7; 3];
+        group.all_reduce(&mut buf, reduction).unwrap();
+        assert_eq!(buf, [1; 3]);
+        group.barrier().unwrap();
+    });
+}
+
+#[test]
+fn pairs_without_meaning_are_refused_before_anything_is_sent() {
+    fn refused<T: Element>(group: &Group, value: T, op: ReduceOp) {
+        // Only on one rank: had anything been sent, the barrier below would be another call than the others'.
+        if group.rank() == 0 {
+            let error = group.all_reduce(&mut [value], op).unwrap_err();
+            assert!(matches!(error, CommError::InvalidArgument(_)), "{op} of {}: {error}", T::DTYPE);
+            assert!(error.to_string().contains(op.to_string().as_str()), "{error}");
+        }
+        group.barrier().unwrap();
+    }
+    for world in [1, 2] {
+        ranks(world, |group| {
+            for op in [ReduceOp::Band, ReduceOp::Bor, ReduceOp::Bxor] {
+                refused(&group, 1.0_f32, op);
+                refused(&group, bf16::ONE, op);
+                refused(&group, Complex::new(1.0_f64, 0.0), op);
+            }
+            for op in [ReduceOp::Min, ReduceOp::Max] {
+                refused(&group, Complex::new(1.0_f32, 0.0), op);
+            }
+            refused(&group, true, ReduceOp::Avg);
+            refused(&group, 1_u64, ReduceOp::Avg);
+            // Without the factor, and without the function.
+            refused(&group, 1_i32, ReduceOp::PremulSum);
+            refused(&group, 1_i32, ReduceOp::Custom);
+        });
+    }
+}
+
+#[test]
+fn ranks_that_reduce_by_different_means_are_told_so() {
+    let errors = ranks(2, |group| {
+        let reduction =
+            if group.rank() == 0 { ReduceOp::Sum.into() } else { Reduction::<f32>::premul_sum(2.0) };
+        group.all_reduce(&mut [1.0], reduction).unwrap_err().to_string()
+    });
+    for error in errors {
+        assert!(error.contains("(f32, 1, sum)") && error.contains("(f32, 1, premul_sum)"), "{error}");
+    }
+}
