@@ -239,7 +239,7 @@ pub(crate) mod sealed {
     }
 }
 
-/// A type whose values can be sent and reduced: `f32`, `f64`, [`f16`], [`bf16`], [`Complex`] of `f32` and `f64`,
+/// A type whose values can be sent and reduced: `f32`, `f64`, [`struct@f16`], [`bf16`], [`Complex`] of `f32` and `f64`,
 /// the integers of 8 to 64 bits, and `bool`.
 pub trait Element: sealed::Sealed + Send + Sync + 'static {
     /// The type as a value.

@@ -16,6 +16,7 @@
 //!
 //! - [`init`] and [`Session`]: from the variables of `convoke` or `torchrun` to the [`World`].
 //! - [`Group`]: what ranks do together; [`Group::new`] needs a store and no environment.
+//! - [`Element`], [`ReduceOp`] and [`Reduction`]: what can be sent, and how it is added.
 //! - [`CommError`]: who, what and how far. One cause for all ranks.
 //!
 //! - [`Nonblocking`] and [`Work`]: the same operations without waiting, in scopes, as futures, with callbacks.

@@ -50,7 +50,7 @@ impl<'m> Row<'m> {
     pub(crate) fn begin(&mut self) {
         let Some(kernel) = self.kernel.as_ref().filter(|_| !self.begun) else { return };
         self.begun = true;
-        self.sums = vec![0; self.window * kernel.wide().map_or(self.element_bytes, |_| WIDE_BYTES)];
+        self.sums = vec![0; self.window * self.sum_bytes()];
         let scale = |shares: &mut [u8]| kernel.scale().map_or((), |scale| scale(shares));
         let is_written = self.lent.ranges().all(|(_, writable)| writable);
         if self.wide.is_none() && (is_written || kernel.scale().is_none()) {
@@ -87,6 +87,7 @@ impl<'m> Row<'m> {
     /// The error says how a function of the program failed.
     pub(crate) fn take(&mut self, arrival: &Arrival<'_>) -> Result<usize, String> {
         let Arrival { bytes, apply, at, before, is_first } = *arrival;
+        let sum_bytes = self.sum_bytes();
         // Not through `self`, which would lend the sums and the kernel as well.
         let mut into = match &mut self.copy {
             None => self.lent.bytes_mut(at..at + bytes.len()),
@@ -104,8 +105,7 @@ impl<'m> Row<'m> {
             }
             (Apply::Fold(step), Some(kernel)) => {
                 let wide = kernel.wide().filter(|_| self.wide.is_none());
-                let sum_bytes = self.sums.len() / self.window;
-                let sums = before % self.window * sum_bytes;
+                let sums = before % self.window.max(1) * sum_bytes;
                 let sums = &mut self.sums[sums..sums + used / self.element_bytes * sum_bytes];
                 kernel.fold(step, wide, sums, from, into)?;
             }
@@ -120,7 +120,7 @@ impl<'m> Row<'m> {
     pub(crate) fn most(&self, apply: Apply, before: usize) -> usize {
         match apply {
             Apply::Copy | Apply::Reduce | Apply::ReduceLast => usize::MAX,
-            Apply::Fold(_) => (self.window - before % self.window) * self.element_bytes,
+            Apply::Fold(_) => (self.window - before % self.window.max(1)) * self.element_bytes,
         }
     }
 
@@ -138,6 +138,11 @@ impl<'m> Row<'m> {
             None => self.lent.bytes_mut(range),
             Some(copy) => copy.get_mut(range).unwrap_or_default().into(),
         }
+    }
+
+    /// Size of the elements in which shares are folded.
+    fn sum_bytes(&self) -> usize {
+        self.kernel.as_ref().and_then(Kernel::wide).map_or(self.element_bytes, |_| WIDE_BYTES)
     }
 
     /// Bytes of the copy for one of the memory.

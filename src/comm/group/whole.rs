@@ -6,17 +6,19 @@ use crate::plan;
 impl Group {
     /// Replaces `buf` on every rank by the elementwise `op` over all ranks' `buf`.
     ///
-    /// All ranks pass the same length, type and `op`. Sums are added in one fixed order: bitwise equal on
-    /// all ranks and on a rerun.
+    /// All ranks pass the same length, type and `op`, a [`ReduceOp`](crate::ReduceOp) or a [`Reduction`]. Sums are
+    /// added in one fixed order: bitwise equal on all ranks and on a rerun. Those of `f16` and `bf16` are added as
+    /// `f32` and rounded once.
     ///
     /// # Errors
     /// [`CommError::InvalidArgument`], before anything is sent, if `op` has no meaning for the type
-    /// ([`ReduceOp::Avg`] of integers). [`CommError::Mismatch`] on all ranks if they disagree. Else
-    /// whatever ended the group; `buf` is then unspecified.
+    /// ([`ReduceOp::accepts`](crate::ReduceOp::accepts)). [`CommError::Mismatch`] on all ranks if they disagree.
+    /// Else whatever ended the group; `buf` is then unspecified.
     ///
     /// # Cost
     /// With P ranks and S bytes: few bytes, log2(P) exchanges of S; many, a ring of 2(P−1) steps in which
-    /// each rank sends 2·S·(P−1)/P bytes.
+    /// each rank sends 2·S·(P−1)/P bytes. Sums of halves, up to 16 ranks: few bytes, one round in which each rank
+    /// sends S·(P−1) bytes; many, two rounds and 2·S·(P−1)/P bytes. Beyond they travel as `f32`.
     pub fn all_reduce<T: Element>(
         &self,
         buf: &mut [T],
@@ -94,7 +96,8 @@ impl Group {
     /// As [`Self::all_reduce`]; [`CommError::InvalidArgument`] also if there is no such rank.
     ///
     /// # Cost
-    /// Few bytes: a tree of log2(P) steps. Many: a chain in which every rank sends S bytes at most.
+    /// Few bytes: a tree of log2(P) steps. Many: a chain in which every rank sends S bytes at most. Sums of halves,
+    /// up to 16 ranks: one round, or two, in which every rank sends S bytes.
     pub fn reduce<T: Element>(
         &self,
         buf: &mut [T],

@@ -1,5 +1,5 @@
 //! Ranks as threads around a store in memory.
-#![allow(dead_code, unused_imports, missing_docs)]
+#![allow(dead_code, unused_imports, unused_macros, missing_docs)]
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
