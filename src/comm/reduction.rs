@@ -73,14 +73,16 @@ impl<T: Element> Reduction<T> {
         let kernel = match (op, scale, function) {
             (ReduceOp::PremulSum, Some(scale), _) => Kernel::scaled_sum(T::DTYPE, Arc::clone(scale)),
             (ReduceOp::Custom, _, Some(function)) => Some(Kernel::custom(Arc::clone(function))),
-            (ReduceOp::PremulSum | ReduceOp::Custom, ..) => {
-                let what = format!("{op} alone says too little: Reduction has what makes one");
-                return Err(CommError::InvalidArgument(what));
-            }
+            (ReduceOp::PremulSum, ..) => return Err(incomplete(*op, "its factor: Reduction::premul_sum")),
+            (ReduceOp::Custom, ..) => return Err(incomplete(*op, "its function: Reduction::new")),
             _ => Kernel::of(T::DTYPE, *op, world),
         };
         kernel.ok_or_else(|| CommError::InvalidArgument(format!("{op} of {} has no meaning", T::DTYPE)))
     }
+}
+
+fn incomplete(op: ReduceOp, needs: &str) -> CommError {
+    CommError::InvalidArgument(format!("{op} needs {needs}"))
 }
 
 impl<T> From<ReduceOp> for Reduction<T> {

@@ -29,6 +29,9 @@ impl Wide {
     /// Size of the elements that become `f32`.
     pub(crate) const NARROW_BYTES: usize = size_of::<u16>();
 
+    /// Elements that stay as they are.
+    pub(super) const NOT: Self = Self { widen: copy, narrow: copy };
+
     pub(super) fn of(dtype: Dtype) -> Option<&'static Self> {
         match dtype {
             Dtype::F16 => Some(&Self { widen: widen_f16, narrow: narrow_f16 }),
@@ -36,6 +39,10 @@ impl Wide {
             _ => None,
         }
     }
+}
+
+fn copy(from: &[u8], into: &mut [u8]) {
+    into.copy_from_slice(from);
 }
 
 fn widen_bf16(from: &[u8], into: &mut [u8]) {

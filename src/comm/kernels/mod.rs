@@ -153,12 +153,11 @@ impl Kernel {
         share: &mut [u8],
     ) -> Result<(), String> {
         let Fold { first, own, last } = step;
+        let Wide { widen, narrow } = *wide.unwrap_or(&Wide::NOT);
         let mut memory = [0; CHUNK * WIDE_BYTES];
-        let sizes = (CHUNK * WIDE_BYTES, wide.map_or(CHUNK * WIDE_BYTES, |_| CHUNK * WIDE_BYTES / 2));
-        let widen = wide.map_or(copy as fn(&[u8], &mut [u8]), |wide| wide.widen);
-        let narrow = wide.map_or(copy as fn(&[u8], &mut [u8]), |wide| wide.narrow);
-        let shares = from.chunks(sizes.1).zip(share.chunks_mut(sizes.1));
-        for (sums, (from, share)) in sums.chunks_mut(sizes.0).zip(shares) {
+        let chunk = CHUNK * wide.map_or(WIDE_BYTES, |_| Wide::NARROW_BYTES);
+        let shares = from.chunks(chunk).zip(share.chunks_mut(chunk));
+        for (sums, (from, share)) in sums.chunks_mut(memory.len()).zip(shares) {
             let next = &mut memory[..sums.len()];
             if first {
                 widen(from, sums);
@@ -185,10 +184,6 @@ impl fmt::Debug for Kernel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Kernel").finish_non_exhaustive()
     }
-}
-
-fn copy(from: &[u8], into: &mut [u8]) {
-    into.copy_from_slice(from);
 }
 
 type Functions = Option<(ReduceFn, Option<DivideFn>)>;
