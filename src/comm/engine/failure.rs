@@ -85,16 +85,17 @@ impl Engine {
         let me = self.settings.me;
         let cause = Cause::Aborted { reason: format!("a thread of rank {me} panicked inside a call") };
         let report = Report::new(me, cause);
-        if self.failure.is_none() {
-            self.failure = Some(Failure::new(report.clone()));
-        }
+        let told = self.failure.is_some();
+        self.failure.get_or_insert_with(|| Failure::new(report.clone()));
         let tasks = self.mailbox.collect().map(|(tasks, _)| tasks);
         self.answer_everybody();
         for task in tasks.into_iter().flatten() {
             self.start(task);
         }
-        let abort = self.frame(Kind::Abort, 0);
-        self.tell_all(&abort, &report.encode());
+        if !told {
+            let abort = self.frame(Kind::Abort, 0);
+            self.tell_all(&abort, &report.encode());
+        }
     }
 
     /// Takes all tasks out of the engine and closes the data lanes.
