@@ -77,6 +77,11 @@ impl<T, B: Bell> Mailbox<T, B> {
         }
     }
 
+    /// Whether anything was left that nobody has taken.
+    pub(super) fn has_letters(&self) -> bool {
+        self.flag.load(Ordering::SeqCst)
+    }
+
     /// Tasks and the reason of an abort, if any came.
     pub(super) fn collect(&self) -> Option<(Vec<T>, Option<String>)> {
         if !self.flag.load(Ordering::Relaxed) || !self.flag.swap(false, Ordering::SeqCst) {

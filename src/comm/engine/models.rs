@@ -47,6 +47,7 @@ struct Fake {
     mailbox: Arc<Mailbox<Arc<Ticket>, Arc<Gong>>>,
     gong: Arc<Gong>,
     tasks: Vec<Arc<Ticket>>,
+    aborted: bool,
 }
 
 impl Drive for Fake {
@@ -72,8 +73,9 @@ impl Drive for Fake {
     }
 
     fn collect(&mut self) {
-        if let Some((tasks, _)) = self.mailbox.collect() {
+        if let Some((tasks, abort)) = self.mailbox.collect() {
             self.tasks.extend(tasks);
+            self.aborted |= abort.is_some();
         }
     }
 
@@ -87,7 +89,7 @@ impl Drive for Fake {
 fn core() -> Core<Fake> {
     let gong = Arc::new(Gong::default());
     let mailbox = Arc::new(Mailbox::with_bell(Arc::clone(&gong)));
-    Core::new(Fake { mailbox: Arc::clone(&mailbox), gong, tasks: Vec::new() }, mailbox)
+    Core::new(Fake { mailbox: Arc::clone(&mailbox), gong, tasks: Vec::new(), aborted: false }, mailbox)
 }
 
 /// All orders, but for those with more than so many interruptions of a thread that could have gone on.
@@ -178,6 +180,60 @@ fn a_caller_is_not_forgotten_by_the_background_thread() {
         core.wait(std::slice::from_ref(&loose), None);
         core.close(|| background.thread().unpark());
         background.join().unwrap();
+    });
+}
+
+#[test]
+fn an_abort_is_seen_though_whoever_drives_is_about_to_leave() {
+    model(3, || {
+        let core = Arc::new(core());
+        let other = Arc::clone(&core);
+        let other = thread::spawn(move || other.abort("enough".to_owned()));
+        let ticket = Arc::new(Ticket::new(LONG));
+        core.post(Arc::clone(&ticket));
+        core.wait(std::slice::from_ref(&ticket), None);
+        other.join().unwrap();
+        assert!(core.with_engine(|engine| engine.aborted));
+    });
+}
+
+#[test]
+fn a_callback_is_called_though_the_group_is_closed_at_once() {
+    model(2, || {
+        let core = Arc::new(core());
+        let background = Arc::clone(&core);
+        let background = thread::spawn(move || background.background());
+        let told = Arc::new(AtomicUsize::new(0));
+        let tell = Arc::clone(&told);
+        let ticket = Arc::new(Ticket::nonblocking(LONG, Arc::clone(core.chores())));
+        assert!(ticket.call(Box::new(move || drop(tell.fetch_add(1, SeqCst).to_string()))).is_ok());
+        core.post(Arc::clone(&ticket));
+        core.nudge(|| background.thread().unpark());
+        while !ticket.is_done() {
+            thread::yield_now();
+        }
+        core.close(|| background.thread().unpark());
+        background.join().unwrap();
+        assert_eq!(told.load(SeqCst), 1);
+    });
+}
+
+#[test]
+fn all_who_wait_for_an_operation_are_woken() {
+    model(3, || {
+        let ticket = Arc::new(Ticket::new(LONG));
+        let waiting: Vec<_> = (0..2)
+            .map(|_| {
+                let ticket = Arc::clone(&ticket);
+                thread::spawn(move || {
+                    while ticket.unpark_me() {
+                        thread::park();
+                    }
+                })
+            })
+            .collect();
+        ticket.complete(Ok(None));
+        waiting.into_iter().for_each(|thread| thread.join().unwrap());
     });
 }
 

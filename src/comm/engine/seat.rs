@@ -15,8 +15,8 @@ use std::time::{Duration, Instant};
 use super::chores::Chores;
 use super::mailbox::{Bell, Mailbox};
 use super::sync::{
-    AtomicBool, AtomicUsize, Mutex, MutexGuard, Ordering, PoisonError, TryLockError, current as me, park,
-    park_timeout,
+    AtomicBool, AtomicUsize, Mutex, MutexGuard, Ordering, PoisonError, SeatGuard, SeatLock, TryLockError,
+    current as me, fence, park, park_timeout,
 };
 use super::ticket::Ticket;
 
@@ -135,7 +135,7 @@ impl<E: Drive> Shared<E> {
         if let Some(background) = background.filter(|other| other.thread().id() != thread::current().id()) {
             let _ = background.join();
         }
-        last(&mut self.core.seat.lock().unwrap_or_else(PoisonError::into_inner));
+        self.core.with_engine(last);
     }
 
     fn background(&self) -> MutexGuard<'_, Option<JoinHandle<()>>> {
@@ -146,7 +146,7 @@ impl<E: Drive> Shared<E> {
 /// The engine, its mailbox, and what threads that want to drive it must know of each other.
 #[derive(Debug)]
 pub(super) struct Core<E: Drive> {
-    seat: Mutex<E>,
+    seat: SeatLock<E>,
     mailbox: Arc<Mailbox<E::Task, E::Bell>>,
     chores: Arc<Chores>,
     /// Callers that wait for the seat.
@@ -161,7 +161,7 @@ pub(super) struct Core<E: Drive> {
 impl<E: Drive> Core<E> {
     pub(super) fn new(engine: E, mailbox: Arc<Mailbox<E::Task, E::Bell>>) -> Self {
         Self {
-            seat: Mutex::new(engine),
+            seat: SeatLock::new(engine),
             mailbox,
             chores: Arc::default(),
             callers: AtomicUsize::new(0),
@@ -218,7 +218,7 @@ impl<E: Drive> Core<E> {
         }
     }
 
-    fn abort(&self, reason: String) {
+    pub(super) fn abort(&self, reason: String) {
         self.mailbox.post(|letters| letters.abort = Some(reason));
         if let Some(mut seat) = self.take_seat() {
             seat.engine.collect();
@@ -262,6 +262,13 @@ impl<E: Drive> Core<E> {
             }
             taken = None;
         }
+        // Of what was done last: nobody else may come by.
+        self.run_chores();
+    }
+
+    /// For who is alone with it.
+    pub(super) fn with_engine<R>(&self, look: impl FnOnce(&mut E) -> R) -> R {
+        look(&mut self.seat.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     fn goal<'a>(&'a self, tickets: &'a [Arc<Ticket>], until: Option<Instant>) -> Goal<'a> {
@@ -278,11 +285,11 @@ impl<E: Drive> Core<E> {
 
     fn try_seat(&self) -> Option<Seat<'_, E>> {
         match self.seat.try_lock() {
-            Ok(engine) => Some(Seat { engine, _next: Next(&self.mailbox) }),
+            Ok(engine) => Some(Seat { engine, _next: Next(self) }),
             Err(TryLockError::Poisoned(poisoned)) => {
                 let mut engine = poisoned.into_inner();
                 engine.forget_everything();
-                Some(Seat { engine, _next: Next(&self.mailbox) })
+                Some(Seat { engine, _next: Next(self) })
             }
             Err(TryLockError::WouldBlock) => None,
         }
@@ -327,14 +334,22 @@ impl<E: Drive> Drop for Caller<'_, E> {
 /// The engine, while one thread drives it. Fields are dropped in order: first the lock, then the
 /// threads that wait for it are woken.
 struct Seat<'a, E: Drive> {
-    engine: MutexGuard<'a, E>,
-    _next: Next<'a, E::Task, E::Bell>,
+    engine: SeatGuard<'a, E>,
+    _next: Next<'a, E>,
 }
 
-struct Next<'a, T, B: Bell>(&'a Mailbox<T, B>);
+struct Next<'a, E: Drive>(&'a Core<E>);
 
-impl<T, B: Bell> Drop for Next<'_, T, B> {
+impl<E: Drive> Drop for Next<'_, E> {
     fn drop(&mut self) {
-        self.0.call_next();
+        self.0.mailbox.call_next();
+        // What came after this thread had looked for the last time, from somebody who found the seat still taken,
+        // was left to it: an abort, which nobody waits for.
+        fence(Ordering::SeqCst);
+        if self.0.mailbox.has_letters()
+            && let Some(mut seat) = self.0.try_seat()
+        {
+            seat.engine.collect();
+        }
     }
 }

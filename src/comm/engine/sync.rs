@@ -5,7 +5,7 @@ pub(super) use std::sync::PoisonError;
 #[cfg(not(loom))]
 pub(super) use std::{
     sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence},
-    sync::{Mutex, MutexGuard, TryLockError},
+    sync::{Mutex, Mutex as SeatLock, MutexGuard, MutexGuard as SeatGuard, TryLockError},
     thread::{Thread, current, park, park_timeout},
 };
 
@@ -22,4 +22,62 @@ pub(super) use std::sync::TryLockError;
 #[cfg(loom)]
 pub(super) fn park_timeout(_: std::time::Duration) {
     loom::thread::yield_now();
+}
+
+/// A lock that is tried more often than waited for. loom's own does not look at what happens when somebody tries just
+/// before it is released; with an atomic in its place it does.
+#[cfg(loom)]
+#[derive(Debug)]
+pub(super) struct SeatLock<T> {
+    held: AtomicBool,
+    inner: Mutex<T>,
+}
+
+#[cfg(loom)]
+#[derive(Debug)]
+pub(super) struct SeatGuard<'a, T> {
+    held: &'a AtomicBool,
+    inner: Option<MutexGuard<'a, T>>,
+}
+
+#[cfg(loom)]
+impl<T> SeatLock<T> {
+    pub(super) fn new(value: T) -> Self {
+        Self { held: AtomicBool::new(false), inner: Mutex::new(value) }
+    }
+
+    pub(super) fn try_lock(&self) -> Result<SeatGuard<'_, T>, TryLockError<SeatGuard<'_, T>>> {
+        let taken = self.held.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed);
+        taken.map_err(|_| TryLockError::WouldBlock)?;
+        Ok(SeatGuard { held: &self.held, inner: self.inner.lock().ok() })
+    }
+
+    /// For who is alone with it.
+    pub(super) fn lock(&self) -> std::sync::LockResult<SeatGuard<'_, T>> {
+        Ok(self.try_lock().expect("somebody else holds it"))
+    }
+}
+
+#[cfg(loom)]
+impl<T> std::ops::Deref for SeatGuard<'_, T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        self.inner.as_ref().expect("held until it is dropped")
+    }
+}
+
+#[cfg(loom)]
+impl<T> std::ops::DerefMut for SeatGuard<'_, T> {
+    fn deref_mut(&mut self) -> &mut T {
+        self.inner.as_mut().expect("held until it is dropped")
+    }
+}
+
+#[cfg(loom)]
+impl<T> Drop for SeatGuard<'_, T> {
+    fn drop(&mut self) {
+        self.inner = None;
+        self.held.store(false, Ordering::Release);
+    }
 }

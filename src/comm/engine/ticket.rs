@@ -7,6 +7,7 @@ use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use nix::sys::eventfd::{EfdFlags, EventFd};
+use smallvec::SmallVec;
 
 use super::chores::{Chore, Chores};
 use super::sync::{AtomicBool, Mutex, MutexGuard, Ordering, PoisonError, Thread, current};
@@ -32,7 +33,8 @@ pub(crate) struct Ticket {
 #[derive(Default)]
 struct State {
     outcome: Option<Outcome>,
-    waiter: Option<Thread>,
+    /// Of a handle that was moved out of its scope, there may be two.
+    waiters: SmallVec<[Thread; 1]>,
     waker: Option<Waker>,
     callbacks: Vec<Chore>,
     /// What nobody waits for any more, but the engine still works on.
@@ -75,11 +77,11 @@ impl Ticket {
             return;
         }
         state.outcome = Some(outcome);
-        let (waiter, waker) = (state.waiter.take(), state.waker.take());
+        let (waiters, waker) = (std::mem::take(&mut state.waiters), state.waker.take());
         let (callbacks, keep) = (std::mem::take(&mut state.callbacks), state.keep.take());
         self.done.store(true, Ordering::SeqCst);
         drop(state);
-        if let Some(waiter) = waiter {
+        for waiter in waiters {
             waiter.unpark();
         }
         if let Some(descriptor) = self.descriptor.get() {
@@ -108,19 +110,23 @@ impl Ticket {
 
     /// Has this thread unparked when it is done; `false` if it is.
     pub(super) fn unpark_me(&self) -> bool {
-        let mut state = self.state();
-        state.waiter = Some(current());
+        let (mut state, me) = (self.state(), current());
+        if state.waiters.iter().all(|known| known.id() != me.id()) {
+            state.waiters.push(me);
+        }
         !self.is_done()
     }
 
     /// Has `waker` woken when it is done; `false` if it is.
     pub(crate) fn wake(&self, waker: &Waker) -> bool {
-        let mut state = self.state();
-        match &mut state.waker {
-            Some(known) => known.clone_from(waker),
-            none => *none = Some(waker.clone()),
-        }
-        !self.is_done()
+        // Copied, and the one before dropped, outside the lock: that is code which is not ours.
+        let waker = waker.clone();
+        let (before, waits) = {
+            let mut state = self.state();
+            (state.waker.replace(waker), !self.is_done())
+        };
+        drop(before);
+        waits
     }
 
     /// Has `callback` called when it is done; gives it back if it is.
@@ -153,9 +159,12 @@ impl Ticket {
                 self.descriptor.get_or_init(|| made)
             }
         };
+        // With the lock: either `complete` finds the descriptor, or we find that it is done.
+        let state = self.state();
         if self.is_done() {
             let _ = descriptor.write(1);
         }
+        drop(state);
         Ok(descriptor.as_fd())
     }
 }
