@@ -39,6 +39,8 @@ struct State {
     callbacks: Vec<Chore>,
     /// What nobody waits for any more, but the engine still works on.
     keep: Option<Box<dyn Any + Send>>,
+    /// Its handle was dropped: whoever else has it may take the outcome.
+    dropped: bool,
 }
 
 impl std::fmt::Debug for State {
@@ -137,6 +139,16 @@ impl Ticket {
         }
         state.callbacks.push(callback);
         Ok(())
+    }
+
+    /// Its handle was dropped.
+    pub(crate) fn drop_handle(&self) {
+        self.state().dropped = true;
+    }
+
+    /// The outcome that nobody else will ask for, once.
+    pub(crate) fn take_dropped(&self) -> Option<Outcome> {
+        if self.state().dropped { self.take() } else { None }
     }
 
     /// Keeps what the operation works on until it is done; gives it back if it is.

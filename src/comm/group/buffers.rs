@@ -128,7 +128,7 @@ macro_rules! compound {
 }
 
 compound! {
-    [] (), |_nothing| None;
+    [] (), |nothing| Some(Box::new(nothing));
     [S, R] (S, R), |both| Some(Box::new((both.0.owned(), both.1.owned())));
     [B] List<B>, |list| Some(all_owned(list.0));
     [S, R] (List<S>, List<R>), |both| Some(Box::new((all_owned(both.0.0), all_owned(both.1.0))));

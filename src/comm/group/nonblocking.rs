@@ -50,7 +50,7 @@ impl Group {
     /// ```
     ///
     /// # Errors
-    /// What `body` returns, else the first error of an operation that it did not wait for.
+    /// What `body` returns, else the first error of an operation whose handle was dropped.
     ///
     /// # Panics
     /// If `body` does; the group is aborted first, so that what it began ends at once.
@@ -72,8 +72,8 @@ impl Group {
             while !ticket.is_done() {
                 self.wait_for(std::slice::from_ref(&ticket), None);
             }
-            // Gone if it was waited for.
-            let outcome = ticket.take().map_or(Ok(()), |outcome| outcome.map(drop));
+            // That of a handle which has left the scope is for whoever has it.
+            let outcome = ticket.take_dropped().map_or(Ok(()), |outcome| outcome.map(drop));
             first = first.and(outcome);
         }
         match result {

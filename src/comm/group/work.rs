@@ -163,7 +163,11 @@ impl<M: Memory> Drop for Work<M> {
         // is kept alive below, or is borrowed and the scope waits.
         #[allow(unsafe_code)]
         let memory = unsafe { memory.assume_init() };
-        let Some(ticket) = ticket.filter(|ticket| !ticket.is_done()) else { return };
+        let Some(ticket) = ticket else { return };
+        ticket.drop_handle();
+        if ticket.is_done() {
+            return;
+        }
         if let Some(owned) = memory.into_owned() {
             // With the group: it must not take leave while this is under way.
             drop(ticket.keep(Box::new((owned, group))));

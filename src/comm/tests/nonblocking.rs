@@ -230,6 +230,47 @@ fn a_dropped_handle_lets_it_go_on_even_without_the_group() {
     assert_eq!(sums, [0, 8]);
 }
 
+#[test]
+fn a_dropped_barrier_goes_on_even_without_the_group() {
+    ranks(4, |group| {
+        if group.rank() == 0 {
+            return drop(group.nonblocking().barrier().unwrap());
+        }
+        std::thread::sleep(Duration::from_millis(20));
+        group.barrier().unwrap();
+    });
+}
+
+#[test]
+fn a_handle_that_leaves_its_scope_keeps_its_outcome() {
+    ranks(2, |group| {
+        group.barrier().unwrap();
+        let (mut kept, mut failed) = (None, None);
+        if group.rank() == 0 {
+            group.send(&[7_u8], 1, 0).unwrap();
+        } else {
+            group
+                .scope(|scope| {
+                    kept = Some(scope.recv_any(vec![0_u8], 0)?);
+                    Ok(())
+                })
+                .unwrap();
+            assert_eq!(kept.unwrap().wait().unwrap(), (vec![7], 0));
+        }
+        group
+            .scope(|scope| {
+                failed = Some(scope.recv(vec![0_u8], 1 - group.rank(), 1)?);
+                group.abort("enough");
+                Ok(())
+            })
+            .unwrap();
+        let error = failed.unwrap().wait().unwrap_err();
+        assert!(matches!(error, CommError::Aborted { .. }), "{error}");
+        let dropped = group.scope(|scope| scope.barrier().map(drop)).unwrap_err();
+        assert!(matches!(dropped, CommError::Aborted { .. }), "{dropped}");
+    });
+}
+
 /// Runs a future on this thread.
 fn block_on<F: Future>(future: F) -> F::Output {
     struct Unpark(Thread);
