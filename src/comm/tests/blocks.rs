@@ -67,7 +67,7 @@ const COUNTS: [usize; 9] = [0, 1, 3, 1000, 13_107, 13_108, 21_846, 65_537, 200_0
 
 #[test]
 fn every_collective_size_type_and_number_of_ranks() {
-    for world in 1..=if is_full() { 8 } else { 4 } {
+    for world in 1..=if is_full() { 8 } else { 5 } {
         ranks(world, |group| {
             for count in COUNTS {
                 check::<f32>(&group, count);
@@ -75,8 +75,10 @@ fn every_collective_size_type_and_number_of_ranks() {
                     for_every_type!(check, (&group, count));
                 }
             }
-            for_every_type!(check, (&group, 1001));
-            check::<bf16>(&group, 40_001);
+            if is_full() || world <= 3 {
+                for_every_type!(check, (&group, 1001));
+                check::<bf16>(&group, 40_001);
+            }
             check::<f32>(&group, 1_000_001);
         });
     }

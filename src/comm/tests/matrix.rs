@@ -55,7 +55,7 @@ fn check_some<T: Sample>(group: &Group) {
 
 #[test]
 fn every_type_operation_size_and_number_of_ranks() {
-    for world in 1..=if is_full() { 8 } else { 4 } {
+    for world in 1..=if is_full() { 8 } else { 5 } {
         ranks(world, |group| {
             for count in COUNTS {
                 check::<f32>(&group, count);
@@ -63,7 +63,9 @@ fn every_type_operation_size_and_number_of_ranks() {
                     for_every_type!(check, (&group, 2 * count));
                 }
             }
-            for_every_type!(check_some, (&group));
+            if is_full() || world <= 3 {
+                for_every_type!(check_some, (&group));
+            }
             check::<f32>(&group, 3_000_001);
             group.barrier().unwrap();
         });
