@@ -29,8 +29,13 @@ pub enum Listen {
     Loopback,
     /// At this address of this host.
     Address(IpAddr),
-    /// At the first address of the first of these network interfaces that exists (`eth0,ib0`).
+    /// At the first address of one of these network interfaces, IPv4 before IPv6. The syntax is that of
+    /// NCCL_SOCKET_IFNAME: `eth,ib0` takes the first that exists of these names or beginnings of names,
+    /// `=eth0` whole names only, `^docker,lo` any other interface.
     Interface(String),
+    /// Where other hosts are most likely to reach this one: at the first interface that is up and has an
+    /// address; at loopback only if there is no other.
+    Outward,
     /// At the address from which this host reaches that one: a name or an address.
     RouteTo(String),
 }

@@ -1,6 +1,8 @@
 //! The variables that describe one worker, from the launcher to the environment and back.
 
+use crate::ancestor;
 use crate::generation::Generation;
+use crate::placement::Placement;
 use crate::vars;
 
 /// Role of a worker and its place among the workers of that role.
@@ -17,7 +19,8 @@ pub struct Role {
 /// Everything that torchrun's variables say about a worker.
 ///
 /// `rank`, `world_size`, `master_addr` and `master_port` are what `env://` needs; a launcher that is
-/// neither torchrun nor convoke may leave out the rest, which then reads as one node.
+/// neither torchrun nor convoke may leave out the rest, which then reads as one node. Under `mpirun` and
+/// `srun` their variables stand for those of torchrun that are not set (`docs/ways-in.md`).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WorkerEnv {
     /// Global rank, below `world_size`.
@@ -58,8 +61,8 @@ pub struct WorkerEnv {
 pub enum EnvError {
     /// Some of the variables are there, others not.
     #[error(
-        "{} set, but not {}: start the worker with convoke or torchrun, or set all of RANK, WORLD_SIZE, \
-         MASTER_ADDR and MASTER_PORT (none of them: a world of one)",
+        "{} set, but not {}: start the worker with convoke, torchrun, mpirun or srun, or set all of RANK, \
+         WORLD_SIZE, MASTER_ADDR and MASTER_PORT (none of them: a world of one)",
         present.join(", "), missing.join(", ")
     )]
     Missing {
@@ -77,6 +80,22 @@ pub enum EnvError {
         value: String,
         /// What it should be.
         expected: &'static str,
+    },
+    /// mpirun or srun started this process, but not all that is needed can be known from them.
+    #[error(
+        "{starter} started this process as rank {rank} of {world_size}, but nothing tells {variable}: set it ({how})"
+    )]
+    NoMaster {
+        /// Who started it.
+        starter: String,
+        /// Its rank.
+        rank: usize,
+        /// Number of ranks.
+        world_size: usize,
+        /// The variable to set.
+        variable: &'static str,
+        /// How to set it for all ranks.
+        how: String,
     },
     /// A rank that is not below its size.
     #[error("{rank_name}={rank} is out of range: {size_name}={size} allows 0 to {}", size.saturating_sub(1))]
@@ -125,23 +144,41 @@ impl WorkerEnv {
     /// # Errors
     /// As [`WorkerEnv::from_vars`].
     pub fn from_process() -> Result<Option<Self>, EnvError> {
-        Self::from_vars(|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
+        let get = |name: &str| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned());
+        // All ranks that a Hydra started here come from one proxy, which is no rank itself.
+        let local_job = || Some(format!("hydra-{}", ancestor::nearest_without("PMI_RANK")?));
+        Self::read(get, local_job)
     }
 
-    /// Reads the variables through `get`; `None` if none of the four of `env://` is set.
+    /// Reads the variables through `get`; `None` if none of the four of `env://` is set, and neither
+    /// mpirun nor srun has started this process.
     ///
     /// # Errors
     /// [`EnvError`]: some are missing, or one has a value that makes no sense.
     pub fn from_vars(get: impl Fn(&str) -> Option<String>) -> Result<Option<Self>, EnvError> {
+        Self::read(get, || None)
+    }
+
+    /// As [`Self::from_vars`]; for `local_job` see [`Placement::from_vars`].
+    pub(crate) fn read(
+        explicit: impl Fn(&str) -> Option<String>,
+        local_job: impl FnOnce() -> Option<String>,
+    ) -> Result<Option<Self>, EnvError> {
         const NEEDED: [&str; 4] = [vars::RANK, vars::WORLD_SIZE, vars::MASTER_ADDR, vars::MASTER_PORT];
+        // Who sets a rank by hand means it, and has to set the rest as well.
+        let by_hand = explicit(vars::RANK).or_else(|| explicit(vars::WORLD_SIZE)).is_some();
+        let placed = if by_hand { None } else { Placement::from_vars(&explicit, local_job)? };
+        let get = |name: &str| explicit(name).or_else(|| placed.as_ref()?.var(name));
         let (present, missing): (Vec<_>, Vec<_>) = NEEDED.into_iter().partition(|name| get(name).is_some());
         if present.is_empty() {
             return Ok(None);
         }
-        if !missing.is_empty() {
-            return Err(EnvError::Missing { present, missing });
+        match (missing.first(), &placed) {
+            (None, _) => {}
+            (Some(first), Some(placed)) => return Err(placed.lacks(first)),
+            (Some(_), None) => return Err(EnvError::Missing { present, missing }),
         }
-        let number = |name: &'static str, default: usize| parse(&get, name, "a whole number", default);
+        let number = |name: &'static str, default: usize| parse(get, name, "a whole number", default);
         let rank = number(vars::RANK, 0)?;
         let world_size = number(vars::WORLD_SIZE, 1)?;
         below((vars::RANK, rank), (vars::WORLD_SIZE, world_size))?;
@@ -184,9 +221,9 @@ impl WorkerEnv {
                 world_size: role_world_size,
             },
             master_addr,
-            master_port: parse(&get, vars::MASTER_PORT, "a port (0 to 65535)", 0)?,
-            restart_count: parse(&get, vars::RESTART_COUNT, "a whole number", 0)?,
-            max_restarts: parse(&get, vars::MAX_RESTARTS, "a whole number", 0)?,
+            master_port: parse(get, vars::MASTER_PORT, "a port (0 to 65535)", 0)?,
+            restart_count: parse(get, vars::RESTART_COUNT, "a whole number", 0)?,
+            max_restarts: parse(get, vars::MAX_RESTARTS, "a whole number", 0)?,
             run_id: text(vars::RUN_ID, "none"),
             use_agent_store,
             error_file: get(vars::ERROR_FILE).filter(|path| !path.is_empty()),
@@ -195,7 +232,7 @@ impl WorkerEnv {
     }
 }
 
-fn parse<N: std::str::FromStr>(
+pub(crate) fn parse<N: std::str::FromStr>(
     get: impl Fn(&str) -> Option<String>,
     name: &'static str,
     expected: &'static str,
@@ -204,14 +241,14 @@ fn parse<N: std::str::FromStr>(
     get(name).map_or(Ok(default), |value| value.trim().parse().map_err(|_| invalid(name, &value, expected)))
 }
 
-fn below(rank: (&'static str, usize), size: (&'static str, usize)) -> Result<(), EnvError> {
+pub(crate) fn below(rank: (&'static str, usize), size: (&'static str, usize)) -> Result<(), EnvError> {
     if rank.1 < size.1 {
         return Ok(());
     }
     Err(EnvError::OutOfRange { rank_name: rank.0, rank: rank.1, size_name: size.0, size: size.1 })
 }
 
-fn invalid(name: &'static str, value: &str, expected: &'static str) -> EnvError {
+pub(crate) fn invalid(name: &'static str, value: &str, expected: &'static str) -> EnvError {
     EnvError::Invalid { name, value: value.chars().take(64).collect(), expected }
 }
 

@@ -3,6 +3,9 @@
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, ToSocketAddrs, UdpSocket};
 
+use nix::net::if_::InterfaceFlags;
+
+use super::interfaces::{self, Interface};
 use crate::error::CommError;
 use crate::options::Listen;
 
@@ -11,7 +14,18 @@ pub(super) fn address(listen: &Listen) -> Result<IpAddr, CommError> {
     match listen {
         Listen::Loopback => Ok(IpAddr::V4(Ipv4Addr::LOCALHOST)),
         Listen::Address(address) => Ok(*address),
-        Listen::Interface(names) => interface(names),
+        Listen::Interface(names) => {
+            let all = list()?;
+            interfaces::choose(&all, names).ok_or_else(|| {
+                let there: Vec<_> = all.iter().map(|one| one.name.as_str()).collect();
+                CommError::InvalidArgument(format!(
+                    "no network interface {names:?} that is up and has an address; there are {}",
+                    there.join(", ")
+                ))
+            })
+        }
+        Listen::Outward => interfaces::outward(list()?.iter())
+            .ok_or_else(|| CommError::InvalidArgument("no network interface is up and has an address".to_owned())),
         Listen::RouteTo(host) => {
             route_to(host).map_err(|error| CommError::system(&format!("no route to {host}"), error))
         }
@@ -35,30 +49,28 @@ fn route_to(host: &str) -> io::Result<IpAddr> {
     Err(last)
 }
 
-/// The first address of the first interface in `names` that has one, IPv4 before IPv6.
-fn interface(names: &str) -> Result<IpAddr, CommError> {
-    let all = nix::ifaddrs::getifaddrs()
+/// The network interfaces of this host, in the system's order.
+fn list() -> Result<Vec<Interface>, CommError> {
+    let entries = nix::ifaddrs::getifaddrs()
         .map_err(|error| CommError::system("cannot list the network interfaces", error))?;
-    let all: Vec<_> = all.collect();
-    for name in names.split(',').map(str::trim).filter(|name| !name.is_empty()) {
-        let addresses = || all.iter().filter(|one| one.interface_name == name).filter_map(|one| one.address);
-        let v4 = addresses().find_map(|address| address.as_sockaddr_in().map(|v4| IpAddr::V4(v4.ip())));
-        let v6 = || {
-            let mut all = addresses().filter_map(|address| address.as_sockaddr_in6().map(|v6| v6.ip()));
-            // A link-local address needs a scope, which an address in a record cannot carry.
-            all.find(|v6| !v6.is_unicast_link_local()).map(IpAddr::V6)
-        };
-        if let Some(address) = v4.or_else(v6) {
-            return Ok(address);
+    let mut all: Vec<Interface> = Vec::new();
+    // One entry for each address, and one without.
+    for entry in entries {
+        let known = all.iter().position(|one| one.name == entry.interface_name);
+        let index = known.unwrap_or(all.len());
+        if known.is_none() {
+            all.push(Interface {
+                name: entry.interface_name,
+                is_up: entry.flags.contains(InterfaceFlags::IFF_UP),
+                is_loopback: entry.flags.contains(InterfaceFlags::IFF_LOOPBACK),
+                addresses: Vec::new(),
+            });
         }
+        let v4 = entry.address.and_then(|address| Some(IpAddr::V4(address.as_sockaddr_in()?.ip())));
+        let v6 = entry.address.and_then(|address| Some(IpAddr::V6(address.as_sockaddr_in6()?.ip())));
+        all[index].addresses.extend(v4.or(v6));
     }
-    let mut known: Vec<_> = all.iter().map(|one| one.interface_name.as_str()).collect();
-    known.sort_unstable();
-    known.dedup();
-    Err(CommError::InvalidArgument(format!(
-        "no network interface {names:?} with an address (there are {})",
-        known.join(", ")
-    )))
+    Ok(all)
 }
 
 #[cfg(test)]
@@ -70,8 +82,15 @@ mod tests {
         for listen in [Listen::Loopback, Listen::RouteTo("127.0.0.1".to_owned())] {
             assert_eq!(address(&listen).unwrap(), IpAddr::V4(Ipv4Addr::LOCALHOST));
         }
-        assert!(address(&Listen::RouteTo("localhost".to_owned())).unwrap().is_loopback());
-        assert!(address(&Listen::Interface("none0,lo".to_owned())).unwrap().is_loopback());
+        for listen in [Listen::RouteTo("localhost".to_owned()), Listen::Interface("none0,lo".to_owned())] {
+            assert!(address(&listen).unwrap().is_loopback());
+        }
+        assert_eq!(address(&Listen::RouteTo("::1".to_owned())).unwrap(), "::1".parse::<IpAddr>().unwrap());
+    }
+
+    #[test]
+    fn any_host_has_an_address() {
+        address(&Listen::Outward).unwrap();
     }
 
     #[test]

@@ -9,6 +9,7 @@
 //! confirmed the generation in a handshake.
 
 mod address;
+mod interfaces;
 mod record;
 
 use std::net::SocketAddr;

@@ -1,0 +1,48 @@
+//! The processes above this one.
+
+use std::fs;
+use std::os::unix::process::parent_id;
+
+/// How far up is looked.
+const GENERATIONS: usize = 32;
+
+/// Pids of the processes above this one, its parent first, as far as they can be seen.
+pub fn ancestors() -> impl Iterator<Item = u32> {
+    std::iter::successors(Some(parent_id()), |&pid| parent_of(pid)).take(GENERATIONS)
+}
+
+/// Pid of the nearest ancestor in whose environment `variable` is not set, so also of the program that
+/// set it; `None` if that cannot be seen.
+pub(crate) fn nearest_without(variable: &str) -> Option<u32> {
+    let sets =
+        |entry: &[u8]| entry.strip_prefix(variable.as_bytes()).is_some_and(|rest| rest.starts_with(b"="));
+    for pid in ancestors() {
+        let environment = fs::read(format!("/proc/{pid}/environ")).ok()?;
+        if !environment.split(|&byte| byte == 0).any(sets) {
+            return Some(pid);
+        }
+    }
+    None
+}
+
+fn parent_of(pid: u32) -> Option<u32> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The name before it, in parentheses, may hold anything.
+    stat.rsplit_once(") ")?.1.split(' ').nth(1)?.parse().ok().filter(|&parent| parent != 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_parent_has_no_variable_that_nobody_sets() {
+        assert_eq!(nearest_without("CONVOKE_NO_SUCH_VARIABLE"), Some(parent_id()));
+        assert_eq!(parent_of(std::process::id()), Some(parent_id()));
+    }
+
+    #[test]
+    fn who_passes_the_variable_on_is_not_the_one() {
+        assert_ne!(nearest_without("PATH"), Some(parent_id()));
+    }
+}

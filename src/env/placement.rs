@@ -1,0 +1,417 @@
+//! Where mpirun and srun have put this process, in the words of torchrun's variables. Pure.
+//!
+//! They tell a process its rank, but not where rank 0 is: that is looked for in what else they say.
+
+use std::fmt;
+
+use crate::vars;
+use crate::worker_env::{EnvError, below, invalid, parse};
+
+/// Ports that a job without MASTER_PORT may get: below those that the system picks for connections.
+const PORTS: std::ops::Range<u64> = 20_000..30_000;
+
+/// Who started this process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Starter {
+    OpenMpi,
+    /// The mpirun of MPICH and its relatives.
+    Hydra,
+    Srun,
+}
+
+/// What a starter says of this process.
+#[derive(Debug)]
+pub(crate) struct Placement {
+    starter: Starter,
+    rank: usize,
+    world_size: usize,
+    local_rank: usize,
+    local_world_size: usize,
+    /// Rank of the node, and number of nodes; only srun tells.
+    node: Option<(usize, usize)>,
+    /// The same for all ranks of this job, and for no other job that runs here.
+    job: Option<String>,
+    /// A host that should be that of rank 0.
+    master: Option<String>,
+    restart_count: Option<String>,
+}
+
+impl Placement {
+    /// Reads what mpirun or srun have set; `None` if neither has.
+    ///
+    /// mpirun is looked for first, since what it starts inside of a Slurm job has Slurm's variables of
+    /// other processes. `local_job` names this host's part of a job of Hydra, which has no name of its own.
+    pub(crate) fn from_vars(
+        get: impl Fn(&str) -> Option<String>,
+        local_job: impl FnOnce() -> Option<String>,
+    ) -> Result<Option<Self>, EnvError> {
+        let has = |name: &str| get(name).is_some();
+        let number = |name: &'static str| -> Result<usize, EnvError> {
+            if has(name) { parse(&get, name, "a whole number", 0) } else { Err(missing(name)) }
+        };
+        let joined = |first: &str, second: &str| Some(format!("{}.{}", get(first)?, get(second)?));
+        let slurm_job = || Some(format!("slurm-{}", joined("SLURM_JOB_ID", "SLURM_STEP_ID")?));
+        let first_node = |list: &str| get(list).and_then(|nodes| first_host(&nodes));
+        let placement = if has("OMPI_COMM_WORLD_RANK") {
+            let job = get("PMIX_NAMESPACE").or_else(|| get("OMPI_MCA_ess_base_jobid"));
+            let mpirun = || get("OMPI_MCA_orte_hnp_uri").and_then(|uri| first_address(&uri));
+            Self {
+                starter: Starter::OpenMpi,
+                rank: number("OMPI_COMM_WORLD_RANK")?,
+                world_size: number("OMPI_COMM_WORLD_SIZE")?,
+                local_rank: number("OMPI_COMM_WORLD_LOCAL_RANK")?,
+                local_world_size: number("OMPI_COMM_WORLD_LOCAL_SIZE")?,
+                node: None,
+                job: job.map(|job| format!("mpirun-{job}")),
+                // mpirun itself may run on a login node, outside of the job's nodes.
+                master: first_node("SLURM_JOB_NODELIST").or_else(mpirun),
+                restart_count: get("SLURM_RESTART_COUNT"),
+            }
+        } else if has("PMI_RANK") && has("MPI_LOCALRANKID") {
+            let (world_size, local_world_size) = (number("PMI_SIZE")?, number("MPI_LOCALNRANKS")?);
+            Self {
+                starter: Starter::Hydra,
+                rank: number("PMI_RANK")?,
+                world_size,
+                local_rank: number("MPI_LOCALRANKID")?,
+                local_world_size,
+                node: None,
+                // The step is that of mpirun's proxies, the same on all hosts.
+                job: if world_size == local_world_size { local_job() } else { slurm_job() },
+                master: first_node("SLURM_JOB_NODELIST"),
+                restart_count: get("SLURM_RESTART_COUNT"),
+            }
+        } else if has("SLURM_PROCID") && has("SLURM_STEP_ID") {
+            // In a batch script, which has no step, SLURM_PROCID says nothing.
+            let total = if has("SLURM_STEP_NUM_TASKS") { "SLURM_STEP_NUM_TASKS" } else { "SLURM_NTASKS" };
+            let node = number("SLURM_NODEID")?;
+            let tasks =
+                get("SLURM_STEP_TASKS_PER_NODE").ok_or_else(|| missing("SLURM_STEP_TASKS_PER_NODE"))?;
+            let tasks = tasks_of_node(&tasks, node).ok_or_else(|| {
+                invalid("SLURM_STEP_TASKS_PER_NODE", &tasks, "a list of counts with one for SLURM_NODEID")
+            })?;
+            let nodes = number("SLURM_STEP_NUM_NODES")?;
+            below(("SLURM_NODEID", node), ("SLURM_STEP_NUM_NODES", nodes))?;
+            Self {
+                starter: Starter::Srun,
+                rank: number("SLURM_PROCID")?,
+                world_size: number(total)?,
+                local_rank: number("SLURM_LOCALID")?,
+                local_world_size: tasks,
+                node: Some((node, nodes)),
+                job: slurm_job(),
+                master: first_node("SLURM_STEP_NODELIST"),
+                restart_count: get("SLURM_RESTART_COUNT"),
+            }
+        } else {
+            return Ok(None);
+        };
+        placement.check()?;
+        Ok(Some(placement))
+    }
+
+    fn check(&self) -> Result<(), EnvError> {
+        let [rank, size, local_rank, local_size] = match self.starter {
+            Starter::OpenMpi => [
+                "OMPI_COMM_WORLD_RANK",
+                "OMPI_COMM_WORLD_SIZE",
+                "OMPI_COMM_WORLD_LOCAL_RANK",
+                "OMPI_COMM_WORLD_LOCAL_SIZE",
+            ],
+            Starter::Hydra => ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
+            Starter::Srun => ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"],
+        };
+        below((rank, self.rank), (size, self.world_size))?;
+        below((local_rank, self.local_rank), (local_size, self.local_world_size))
+    }
+
+    /// What torchrun's variable `name` would be; `None` for what the starter does not say.
+    pub(crate) fn var(&self, name: &str) -> Option<String> {
+        let number = |number: usize| Some(number.to_string());
+        match name {
+            vars::RANK => number(self.rank),
+            vars::WORLD_SIZE => number(self.world_size),
+            vars::LOCAL_RANK => number(self.local_rank),
+            vars::LOCAL_WORLD_SIZE => number(self.local_world_size),
+            vars::GROUP_RANK => number(self.node?.0),
+            vars::GROUP_WORLD_SIZE => number(self.node?.1),
+            vars::RESTART_COUNT => self.restart_count.clone(),
+            vars::RUN_ID => self.job.clone(),
+            vars::MASTER_ADDR if self.world_size == self.local_world_size => Some("127.0.0.1".to_owned()),
+            vars::MASTER_ADDR => self.master.clone(),
+            vars::MASTER_PORT => Some(port(self.job.as_ref()?).to_string()),
+            _ => None,
+        }
+    }
+
+    /// The error for a variable that nothing tells.
+    pub(crate) fn lacks(&self, variable: &'static str) -> EnvError {
+        let &Self { rank, world_size, .. } = self;
+        let how = match self.starter {
+            Starter::OpenMpi => format!("mpirun -x {variable}=..."),
+            Starter::Hydra => format!("mpirun -genv {variable} ..."),
+            Starter::Srun => format!("export {variable}=... before srun"),
+        };
+        EnvError::NoMaster { starter: self.starter.to_string(), rank, world_size, variable, how }
+    }
+}
+
+impl fmt::Display for Starter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::OpenMpi => "Open MPI's mpirun",
+            Self::Hydra => "MPICH's mpirun",
+            Self::Srun => "srun",
+        })
+    }
+}
+
+fn missing(name: &'static str) -> EnvError {
+    invalid(name, "", "set, though others of its kind are")
+}
+
+/// The port of a job by its name (FNV-1a), the same on all ranks.
+fn port(job: &str) -> u64 {
+    let hash = job.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+    });
+    PORTS.start + hash % (PORTS.end - PORTS.start)
+}
+
+/// The first host of Slurm's list, as in `rack[1-2]node[07,09-12],login`.
+fn first_host(list: &str) -> Option<String> {
+    let mut host = String::new();
+    let mut rest = list;
+    loop {
+        let end = rest.find(['[', ',']).unwrap_or(rest.len());
+        host.push_str(&rest[..end]);
+        let Some(ranges) = rest[end..].strip_prefix('[') else { break };
+        let (ranges, after) = ranges.split_once(']')?;
+        host.push_str(ranges.split([',', '-']).next()?);
+        rest = after;
+    }
+    (!host.is_empty()).then_some(host)
+}
+
+/// Entry `node` of Slurm's list of counts, as in `2(x3),1`.
+fn tasks_of_node(list: &str, node: usize) -> Option<usize> {
+    let mut before = 0;
+    for entry in list.split(',') {
+        let (tasks, times) = match entry.split_once("(x") {
+            Some((tasks, times)) => (tasks, times.strip_suffix(')')?.parse().ok()?),
+            None => (entry, 1),
+        };
+        if node - before < times {
+            return tasks.parse().ok();
+        }
+        before += times;
+    }
+    None
+}
+
+/// The first address in where mpirun listens, as in `7.0;tcp://10.0.0.1,10.1.0.1:4000;tcp6://[::1]:4001`.
+fn first_address(uri: &str) -> Option<String> {
+    let (_, addresses) = uri.split_once("://")?;
+    let end = addresses.find([',', ';']).unwrap_or(addresses.len());
+    match addresses[..end].strip_prefix('[') {
+        Some(v6) => Some(v6.split_once(']')?.0.to_owned()),
+        None => addresses[..end].split(':').next().filter(|host| !host.is_empty()).map(str::to_owned),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::worker_env::WorkerEnv;
+
+    type Vars = [(&'static str, &'static str)];
+
+    const OPEN_MPI: &Vars = &[
+        ("OMPI_COMM_WORLD_RANK", "3"),
+        ("OMPI_COMM_WORLD_SIZE", "4"),
+        ("OMPI_COMM_WORLD_LOCAL_RANK", "1"),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE", "2"),
+        ("OMPI_COMM_WORLD_NODE_RANK", "1"),
+        ("OMPI_MCA_orte_hnp_uri", "802095104.0;tcp://192.0.2.2,10.0.0.1:55807;tcp6://[fd00::2]:38355"),
+        ("PMIX_NAMESPACE", "802095105"),
+        ("PMIX_RANK", "3"),
+    ];
+    const HYDRA: &Vars = &[
+        ("PMI_RANK", "1"),
+        ("PMI_SIZE", "2"),
+        ("PMI_FD", "8"),
+        ("MPI_LOCALRANKID", "1"),
+        ("MPI_LOCALNRANKS", "2"),
+    ];
+    const SRUN: &Vars = &[
+        ("SLURM_JOB_ID", "7"),
+        ("SLURM_STEP_ID", "0"),
+        ("SLURM_PROCID", "2"),
+        ("SLURM_NTASKS", "3"),
+        ("SLURM_STEP_NUM_TASKS", "3"),
+        ("SLURM_LOCALID", "0"),
+        ("SLURM_NODEID", "1"),
+        ("SLURM_STEP_NUM_NODES", "2"),
+        ("SLURM_STEP_NODELIST", "h[1-2]"),
+        ("SLURM_JOB_NODELIST", "h[1-2]"),
+        ("SLURM_STEP_TASKS_PER_NODE", "2,1"),
+    ];
+    /// What mpirun's ranks find of Slurm's: made for other processes.
+    const WRONG_SLURM: &Vars = &[
+        ("SLURM_JOB_ID", "7"),
+        ("SLURM_STEP_ID", "1"),
+        ("SLURM_PROCID", "0"),
+        ("SLURM_NTASKS", "1"),
+        ("SLURM_NODEID", "0"),
+        ("SLURM_JOB_NODELIST", "node[07-08]"),
+    ];
+
+    fn read(sets: &[&[(&str, &str)]]) -> Result<Option<WorkerEnv>, EnvError> {
+        // The last set wins; an empty value stands for a variable that is not set.
+        let get = |name: &str| {
+            let pairs = sets.iter().rev().flat_map(|set| set.iter());
+            let value = pairs.into_iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned());
+            value.filter(|value| !value.is_empty())
+        };
+        WorkerEnv::read(get, || Some("hydra-17".to_owned()))
+    }
+
+    fn worker(sets: &[&[(&str, &str)]]) -> WorkerEnv {
+        read(sets).unwrap().unwrap()
+    }
+
+    fn place(worker: &WorkerEnv) -> (usize, usize, usize, usize) {
+        (worker.rank, worker.world_size, worker.local_rank, worker.local_world_size)
+    }
+
+    #[test]
+    fn each_starter_tells_rank_and_place() {
+        let open_mpi = worker(&[OPEN_MPI]);
+        assert_eq!(place(&open_mpi), (3, 4, 1, 2));
+        assert_eq!(
+            (open_mpi.master_addr.as_str(), open_mpi.run_id.as_str()),
+            ("192.0.2.2", "mpirun-802095105")
+        );
+        let hydra = worker(&[HYDRA]);
+        assert_eq!(place(&hydra), (1, 2, 1, 2));
+        assert_eq!((hydra.master_addr.as_str(), hydra.run_id.as_str()), ("127.0.0.1", "hydra-17"));
+        let srun = worker(&[SRUN]);
+        assert_eq!(place(&srun), (2, 3, 0, 1));
+        assert_eq!((srun.group_rank, srun.group_world_size), (1, 2));
+        assert_eq!((srun.master_addr.as_str(), srun.run_id.as_str()), ("h1", "slurm-7.0"));
+        assert!(PORTS.contains(&u64::from(srun.master_port)));
+        assert!(!srun.use_agent_store);
+    }
+
+    #[test]
+    fn inside_a_slurm_job_mpirun_is_believed_and_the_first_node_is_that_of_rank_0() {
+        let open_mpi = worker(&[OPEN_MPI, WRONG_SLURM]);
+        assert_eq!((place(&open_mpi), open_mpi.master_addr.as_str()), ((3, 4, 1, 2), "node07"));
+        let hydra = worker(&[HYDRA, WRONG_SLURM, &[("PMI_SIZE", "4")]]);
+        assert_eq!((place(&hydra), hydra.master_addr.as_str()), ((1, 4, 1, 2), "node07"));
+        assert_eq!(hydra.run_id, "slurm-7.1");
+    }
+
+    #[test]
+    fn explicit_variables_win() {
+        let master =
+            [("MASTER_ADDR", "head"), ("MASTER_PORT", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "9")];
+        for starter in [OPEN_MPI, HYDRA, SRUN] {
+            let worker = worker(&[starter, &master]);
+            assert_eq!((worker.master_addr.as_str(), worker.master_port), ("head", 1));
+            assert_eq!((worker.local_rank, worker.local_world_size), (0, 9));
+        }
+        let torchrun = [("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "h"), ("MASTER_PORT", "1")];
+        assert_eq!(place(&worker(&[OPEN_MPI, HYDRA, SRUN, &torchrun])), (0, 1, 0, 1));
+        let error = read(&[SRUN, &torchrun[..2]]).unwrap_err().to_string();
+        assert!(error.starts_with("RANK, WORLD_SIZE set, but not MASTER_ADDR, MASTER_PORT"), "{error}");
+    }
+
+    #[test]
+    fn other_processes_of_a_slurm_job_are_not_placed() {
+        assert_eq!(read(&[SRUN, &[("SLURM_STEP_ID", "")]]), Ok(None), "a batch script");
+        assert_eq!(read(&[&[("PMI_RANK", "1"), ("PMI_SIZE", "2")]]), Ok(None), "srun --mpi=pmi2 tells more");
+    }
+
+    #[test]
+    fn what_nothing_tells_is_asked_for() {
+        let cases: [(&[&Vars], &str); 3] = [
+            (
+                &[OPEN_MPI, &[("OMPI_MCA_orte_hnp_uri", "")]],
+                "Open MPI's mpirun started this process as rank 3 of 4, but nothing tells MASTER_ADDR: set it \
+                 (mpirun -x MASTER_ADDR=...)",
+            ),
+            (
+                &[HYDRA, &[("PMI_SIZE", "4")]],
+                "nothing tells MASTER_ADDR: set it (mpirun -genv MASTER_ADDR ...)",
+            ),
+            (
+                &[SRUN, &[("SLURM_JOB_ID", "")]],
+                "nothing tells MASTER_PORT: set it (export MASTER_PORT=... before",
+            ),
+        ];
+        for (sets, message) in cases {
+            let error = read(sets).unwrap_err().to_string();
+            assert!(error.contains(message), "{error}");
+        }
+    }
+
+    #[test]
+    fn malformed_values_are_named() {
+        let cases = [
+            (OPEN_MPI, "OMPI_COMM_WORLD_RANK", "x", "OMPI_COMM_WORLD_RANK=\"x\" is not a whole number"),
+            (
+                OPEN_MPI,
+                "OMPI_COMM_WORLD_RANK",
+                "4",
+                "OMPI_COMM_WORLD_RANK=4 is out of range: OMPI_COMM_WORLD_SIZE=4",
+            ),
+            (OPEN_MPI, "OMPI_COMM_WORLD_SIZE", "", "OMPI_COMM_WORLD_SIZE=\"\" is not set"),
+            (OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK", "2", "OMPI_COMM_WORLD_LOCAL_RANK=2 is out of range"),
+            (OPEN_MPI, "MASTER_PORT", "http", "MASTER_PORT=\"http\" is not a port"),
+            (HYDRA, "PMI_RANK", "2", "PMI_RANK=2 is out of range: PMI_SIZE=2"),
+            (HYDRA, "PMI_SIZE", "-2", "PMI_SIZE=\"-2\" is not a whole number"),
+            (HYDRA, "MPI_LOCALNRANKS", "", "MPI_LOCALNRANKS=\"\" is not set"),
+            (SRUN, "SLURM_PROCID", "3", "SLURM_PROCID=3 is out of range: SLURM_NTASKS=3"),
+            (SRUN, "SLURM_NODEID", "2", "SLURM_STEP_TASKS_PER_NODE=\"2,1\" is not a list of counts"),
+            (SRUN, "SLURM_STEP_TASKS_PER_NODE", "2(x", "is not a list of counts"),
+            (SRUN, "SLURM_STEP_TASKS_PER_NODE", "2(x99999999999999999999)", "is not a list of counts"),
+            (SRUN, "SLURM_STEP_NUM_NODES", "1", "SLURM_NODEID=1 is out of range: SLURM_STEP_NUM_NODES=1"),
+            (SRUN, "SLURM_LOCALID", "1", "SLURM_LOCALID=1 is out of range"),
+        ];
+        for (starter, name, value, message) in cases {
+            let error = read(&[starter, &[(name, value)]]).unwrap_err().to_string();
+            assert!(error.contains(message), "{name}={value}: {error}");
+        }
+    }
+
+    #[test]
+    fn lists_of_hosts_and_counts() {
+        let hosts = [
+            ("h1", Some("h1")),
+            ("h[1-2]", Some("h1")),
+            ("node[007-010,020],login", Some("node007")),
+            ("a,b[1-2]", Some("a")),
+            ("rack[1-2]node[07,09-12]-ib", Some("rack1node07-ib")),
+            ("", None),
+            ("h[1-2", None),
+            (",h2", None),
+        ];
+        for (list, first) in hosts {
+            assert_eq!(first_host(list).as_deref(), first, "{list}");
+        }
+        let counts = [("2(x3),1", 2, Some(2)), ("2(x3),1", 3, Some(1)), ("2(x3),1", 4, None), ("x", 0, None)];
+        for (list, node, tasks) in counts {
+            assert_eq!(tasks_of_node(list, node), tasks, "{list} {node}");
+        }
+        let addresses = [
+            ("1.0;tcp6://[fd00::2]:38355", Some("fd00::2")),
+            ("1.0;tcp://10.0.0.1:4", Some("10.0.0.1")),
+            ("1.0;tcp://", None),
+            ("1.0", None),
+        ];
+        for (uri, first) in addresses {
+            assert_eq!(first_address(uri).as_deref(), first, "{uri}");
+        }
+    }
+}
