@@ -35,6 +35,8 @@ const CLOSED_KEY: &[u8] = b"cleanup/";
 pub struct FileStore {
     path: PathBuf,
     worker_count: Option<usize>,
+    /// Being dropped: a file that is gone by now must not come back.
+    closing: bool,
     log: Mutex<Log>,
 }
 
@@ -50,7 +52,8 @@ impl FileStore {
         worker_count: Option<usize>,
         deadline: Instant,
     ) -> Result<FileStore, StoreError> {
-        let store = FileStore { path: path.as_ref().to_owned(), worker_count, log: Mutex::default() };
+        let path = path.as_ref().to_owned();
+        let store = FileStore { path, worker_count, closing: false, log: Mutex::default() };
         store.add_raw("open", OPEN_KEY, 1, deadline)?;
         Ok(store)
     }
@@ -104,7 +107,7 @@ impl FileStore {
     /// Opened anew each time, as torch does: the file may have been replaced.
     fn open_file(&self, operation: &'static str) -> Result<File, StoreError> {
         let mut options = OpenOptions::new();
-        options.read(true).write(true).create(true).truncate(false);
+        options.read(true).write(true).create(!self.closing).truncate(false);
         options.open(&self.path).map_err(|source| self.lost(operation, source))
     }
 
@@ -219,9 +222,7 @@ impl FileStore {
 
 impl Drop for FileStore {
     fn drop(&mut self) {
-        if !self.path.exists() {
-            return;
-        }
+        self.closing = true;
         let deadline = Instant::now() + SIGN_OFF_TIME;
         let closed = self.add_raw("close", CLOSED_KEY, 1, deadline);
         let open = self.add_raw("close", OPEN_KEY, -1, deadline);
