@@ -1,5 +1,6 @@
 //! The one reason for which a group ends, as ranks tell it each other and keep it in the store.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -12,6 +13,19 @@ use crate::frame::CONTROL_PAYLOAD_BYTES;
 pub(crate) const NAMED_RANKS: usize = 64;
 /// Most characters of a text that the program or the system provided.
 const TEXT_CHARS: usize = 256;
+
+/// Whether the last group of this process that ended did so because of another rank's own failure.
+static IS_CONSEQUENCE: AtomicBool = AtomicBool::new(false);
+
+/// Whether what fails in this process now is most likely the consequence of another rank's failure.
+pub(crate) fn is_consequence() -> bool {
+    IS_CONSEQUENCE.load(Ordering::SeqCst)
+}
+
+/// A new group has formed: what was before is overcome.
+pub(crate) fn forget() {
+    IS_CONSEQUENCE.store(false, Ordering::SeqCst);
+}
 
 /// Why a group ends.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -46,6 +60,20 @@ impl Report {
             Cause::PeerLost { .. } | Cause::Mismatch { .. } => {}
         }
         Self { by, cause }
+    }
+
+    /// Remembers that a group of rank `me` in this process ended so.
+    pub(crate) fn note(&self, me: usize) {
+        let by_another = match self.cause {
+            Cause::PeerLost { rank, .. } => rank != me,
+            Cause::Aborted { .. } => self.by != me,
+            // These may have come up on any rank, and no other will tell more.
+            Cause::Timeout { .. }
+            | Cause::Mismatch { .. }
+            | Cause::Protocol { .. }
+            | Cause::Unauthorized { .. } => false,
+        };
+        IS_CONSEQUENCE.store(by_another, Ordering::SeqCst);
     }
 
     pub(crate) fn encode(&self) -> Vec<u8> {

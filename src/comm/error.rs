@@ -4,7 +4,7 @@ use std::fmt;
 use std::io;
 use std::time::Duration;
 
-use convoke_env::{ChannelError, EnvError};
+use convoke_env::{ChannelError, EnvError, ExitCause, TokenError};
 use convoke_store::StoreError;
 use serde::{Deserialize, Serialize};
 
@@ -102,6 +102,20 @@ pub enum CommError {
     /// The arguments of this call make no sense; nothing was sent, the group goes on.
     #[error("invalid argument: {0}")]
     InvalidArgument(String),
+    /// A URL does not tell where and as whom to join.
+    #[error("cannot join at {url:?}: {what}")]
+    Url {
+        /// The URL.
+        url: String,
+        /// What is wrong with it, and what to do.
+        what: String,
+    },
+    /// Another thread of this process is making the same.
+    #[error("another thread of this process is already joining as {what}")]
+    Concurrent {
+        /// Which rank of which group, and where.
+        what: String,
+    },
     /// An object could not be sent or read; the group goes on.
     #[error("the object of rank {rank} {what}")]
     Object {
@@ -127,6 +141,9 @@ pub enum CommError {
     /// The channel to the launcher cannot be used.
     #[error(transparent)]
     Channel(#[from] ChannelError),
+    /// The token that the user gave cannot be used.
+    #[error(transparent)]
+    Token(#[from] TokenError),
     /// The store failed.
     #[error(transparent)]
     Store(#[from] StoreError),
@@ -143,10 +160,13 @@ impl CommError {
             Self::Protocol { peer: rank, .. } | Self::Object { rank, .. } => Some(*rank),
             Self::Unauthorized { .. }
             | Self::InvalidArgument(_)
+            | Self::Url { .. }
+            | Self::Concurrent { .. }
             | Self::Unsupported(_)
             | Self::System { .. }
             | Self::Env(_)
             | Self::Channel(_)
+            | Self::Token(_)
             | Self::Store(_) => None,
         }
     }
@@ -164,10 +184,13 @@ impl CommError {
             | Self::Unauthorized { .. }
             | Self::Bootstrap { .. }
             | Self::InvalidArgument(_)
+            | Self::Url { .. }
+            | Self::Concurrent { .. }
             | Self::Unsupported(_)
             | Self::System { .. }
             | Self::Env(_)
             | Self::Channel(_)
+            | Self::Token(_)
             | Self::Store(_) => None,
         }
     }
@@ -201,6 +224,15 @@ pub enum Loss {
     },
     /// It left the group in good order, but this call needs it.
     Left,
+}
+
+impl From<ExitCause> for Loss {
+    fn from(cause: ExitCause) -> Self {
+        match cause {
+            ExitCause::Code(code) => Self::Exit { code },
+            ExitCause::Signal(signal) => Self::Signal { signal },
+        }
+    }
 }
 
 impl fmt::Display for Loss {

@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 use convoke_env::Generation;
 use convoke_store::{PrefixStore, Store};
 
-use crate::bootstrap::{self, Invitation};
+use crate::bootstrap::{self, Formed, Invitation};
 use crate::call::{Call, CallKind, Envelope};
 use crate::dtype::{Dtype, Element, ReduceOp};
 use crate::engine::buffer::Lent;
@@ -59,6 +59,8 @@ struct Inner {
     name: String,
     rank: usize,
     size: usize,
+    /// Index of this rank among those on its host, and their number.
+    on_host: (usize, usize),
     generation: Generation,
     tuning: Tuning,
     /// `None` in a group of one, which needs nobody.
@@ -85,7 +87,8 @@ impl Group {
     /// where they listen; each passes its own `rank`.
     ///
     /// # Errors
-    /// [`CommError::Bootstrap`] names who did not come or differs. [`CommError::InvalidArgument`],
+    /// [`CommError::Bootstrap`] names who did not come or differs. [`CommError::Concurrent`] if another
+    /// thread is making the same rank's group through this store. [`CommError::InvalidArgument`],
     /// [`CommError::Unauthorized`], [`CommError::PeerLost`], [`CommError::Store`],
     /// [`CommError::System`].
     pub fn new(
@@ -94,11 +97,13 @@ impl Group {
         size: usize,
         options: GroupOptions,
     ) -> Result<Self, CommError> {
+        // Two handles of one store are one place.
+        let place = format!("the store {:p}", Arc::as_ptr(&store));
         let store = Arc::new(PrefixStore::new("convoke", store));
         let tuning = Tuning::parse(&options.algorithms).map_err(CommError::InvalidArgument)?;
         let origin = (0..size).collect();
         let invitation =
-            Invitation { store, store_rank: None, rank, size, origin, options, tuning, agent: None };
+            Invitation { store, place, store_rank: None, rank, size, origin, options, tuning, agent: None };
         Self::join(invitation, None)
     }
 
@@ -118,22 +123,24 @@ impl Group {
                     Generation::random().map_err(|error| CommError::system("no random numbers", error))?
                 }
             };
-            return Ok(Self::of(&invitation, generation, None, keep));
+            return Ok(Self::of(&invitation, generation, None, (0, 1), keep));
         }
-        let (engine, generation) = bootstrap::connect(&invitation)?;
-        Ok(Self::of(&invitation, generation, Some(Shared::new(engine)), keep))
+        let Formed { engine, generation, on_host } = bootstrap::connect(&invitation)?;
+        Ok(Self::of(&invitation, generation, Some(Shared::new(*engine)), on_host, keep))
     }
 
     fn of(
         invitation: &Invitation,
         generation: Generation,
         shared: Option<Shared>,
+        on_host: (usize, usize),
         keep: Option<Box<dyn Any + Send + Sync>>,
     ) -> Self {
         let inner = Inner {
             name: invitation.options.name.clone(),
             rank: invitation.rank,
             size: invitation.size,
+            on_host,
             generation,
             tuning: invitation.tuning.clone(),
             shared,
@@ -159,6 +166,13 @@ impl Group {
     #[must_use]
     pub fn size(&self) -> usize {
         self.inner.size
+    }
+
+    /// Index of this rank among those of the group that share its host (and could share memory), and their
+    /// number.
+    #[must_use]
+    pub fn place_on_host(&self) -> (usize, usize) {
+        self.inner.on_host
     }
 
     /// Name of the group.

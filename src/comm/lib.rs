@@ -14,7 +14,8 @@
 //! # }
 //! ```
 //!
-//! - [`init`] and [`Session`]: from the variables of `convoke` or `torchrun` to the [`World`].
+//! - [`init`] and [`Session`]: from the variables of a launcher, a URL or a store to the [`World`].
+//! - [`spawn()`]: ranks without a launcher, as processes of this program.
 //! - [`Group`]: what ranks do together; [`Group::new`] needs a store and no environment.
 //! - [`Element`], [`ReduceOp`] and [`Reduction`]: what can be sent, and how it is added.
 //! - [`CommError`]: who, what and how far. One cause for all ranks.
@@ -26,8 +27,10 @@
 //!
 //! Inside, each layer knows only those before it: `kernels` (arithmetic), `plan` (who sends what
 //! when), `frame` and `links` (bytes), `engine` (carries out plans, notices failures), `bootstrap`
-//! (from a store to connections), `group` and `session` (the public face).
+//! (from a store to connections), `group` and `session` (the public face), `spawn`. What happens is
+//! said through the `log` crate (`logger`). `docs/ways-in.md` is about `session` and `spawn`.
 
+mod backend;
 mod bootstrap;
 mod call;
 mod cause;
@@ -38,13 +41,16 @@ mod frame;
 mod group;
 mod kernels;
 mod links;
+mod logger;
 mod options;
 mod plan;
 mod reduction;
 mod session;
+mod spawn;
 #[cfg(test)]
 mod testing;
 
+pub use backend::{Backend, is_available};
 pub use call::{Call, CallKind, Envelope};
 pub use convoke_env::{Generation, Token};
 pub use convoke_store::Store;
@@ -59,4 +65,5 @@ pub use half::{bf16, f16};
 pub use num_complex::Complex;
 pub use options::{GroupOptions, Listen};
 pub use reduction::Reduction;
-pub use session::{Session, World, init};
+pub use session::{Session, World, init, is_elastic, is_initialized};
+pub use spawn::{Spawn, SpawnError, spawn};

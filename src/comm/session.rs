@@ -1,22 +1,28 @@
-//! From the environment of a launcher to the world.
+//! The ways in: from the environment, a URL or a store to the world.
 
-use std::fmt;
-use std::net::{SocketAddr, ToSocketAddrs};
-use std::ops::Deref;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
-use std::time::{Duration, Instant};
+mod agent;
+mod living;
+mod meeting;
+mod url;
+mod world;
 
-use convoke_env::{AgentChannel, Generation, ToWorker, Token, WorkerEnv, vars};
-use convoke_store::{PrefixStore, Store, StoreServer, TcpStore};
+use std::sync::{Arc, Mutex};
+
+use convoke_env::{AgentChannel, Generation, Token, WorkerEnv, vars};
+use convoke_store::{PrefixStore, Store};
 
 use crate::bootstrap::Invitation;
 use crate::error::CommError;
 use crate::group::Group;
+use crate::logger;
 use crate::options::{GroupOptions, Listen};
 use crate::plan::Tuning;
-
-/// How long the launcher may take for the first message on the agent channel: it is there before us.
-const HELLO: Duration = Duration::from_secs(10);
+use agent::Hello;
+use living::Alive;
+pub use living::is_initialized;
+use meeting::{Master, Meeting, Opened};
+use url::{Url, Way};
+pub use world::{World, is_elastic};
 
 /// Joins the job that the environment describes, and connects to all its ranks.
 ///
@@ -33,49 +39,143 @@ pub fn init() -> Result<World, CommError> {
 ///
 /// A launcher that restarts workers starts new processes, whose first world is the new round. A process
 /// that lives on after a failure, together with all others, goes on with [`Self::next_round`].
+///
+/// All ways in honour CONVOKE_TOKEN or CONVOKE_TOKEN_FILE (secret of the job, if the agent channel brings
+/// none), CONVOKE_SOCKET_IFNAME, else GLOO_SOCKET_IFNAME, else NCCL_SOCKET_IFNAME (interface to listen
+/// on, see [`Listen::Interface`]), CONVOKE_ALGO (see [`GroupOptions::algorithms`]) and CONVOKE_LOG (see
+/// `docs/worker-env.md`).
 #[derive(Debug)]
 pub struct Session {
-    place: Option<Place>,
+    rank: usize,
+    size: usize,
+    launched: Launched,
+    meeting: Meeting,
+    /// The meeting's store, once it is needed.
+    opened: Option<Opened>,
+    agent: Option<(Arc<Mutex<AgentChannel>>, Generation)>,
     options: GroupOptions,
     round: u32,
 }
 
-/// What a launcher said.
-#[derive(Debug)]
-struct Place {
-    env: WorkerEnv,
-    agent: Option<(Arc<Mutex<AgentChannel>>, Generation)>,
-    store: Option<Arc<dyn Store>>,
-    /// Set on rank 0 if the launcher serves no store.
-    server: Option<Arc<StoreServer>>,
+/// What only a launcher knows.
+#[derive(Debug, Clone, Copy, Default)]
+struct Launched {
+    /// Rank and number of ranks on this node.
+    local: Option<(usize, usize)>,
+    restart_count: u32,
 }
 
 impl Session {
-    /// Reads what the launcher says: the variables of torchrun, and the agent channel of convoke.
-    ///
-    /// Also honoured: CONVOKE_TOKEN or CONVOKE_TOKEN_FILE (secret of the job, if the channel brings
-    /// none), CONVOKE_SOCKET_IFNAME (interface to listen on; else that of the route to MASTER_ADDR),
-    /// CONVOKE_ALGO (see [`GroupOptions::algorithms`]).
+    /// Reads what the launcher says: the variables of torchrun and the agent channel of convoke, else
+    /// the variables of mpirun or srun. Without any of them this is a world of one.
     ///
     /// # Errors
     /// [`CommError::Env`] if variables are missing or malformed, [`CommError::Channel`] if the agent
-    /// channel is broken, [`CommError::System`] if the token's file cannot be read.
+    /// channel is broken, [`CommError::Token`] if there is a token that cannot be used,
+    /// [`CommError::InvalidArgument`] if there is no such interface.
     pub fn join() -> Result<Self, CommError> {
-        let Some(env) = WorkerEnv::from_process()? else {
-            return Ok(Self { place: None, options: GroupOptions::default().name("world"), round: 0 });
-        };
-        let hello = inherited_hello()?;
+        logger::install()?;
+        match WorkerEnv::from_process()? {
+            Some(env) => Self::launched(env),
+            None => {
+                log::info!("no launcher: a world of one");
+                Self::new(0, 1, Meeting::Alone)
+            }
+        }
+    }
+
+    /// Joins at a URL that tells everything: `tcp://host:port?rank=0&world_size=2`, where rank 0 serves
+    /// the store; `file:///path?rank=0&world_size=2`, a file that all ranks can reach; `env://`, as
+    /// [`Self::join`].
+    ///
+    /// # Errors
+    /// [`CommError::Url`] if it is malformed or does not tell the rank. Else as [`Self::join`].
+    pub fn from_url(url: &str) -> Result<Self, CommError> {
+        logger::install()?;
+        let parsed = Url::parse(url)?;
+        match (parsed.way, parsed.place) {
+            (Way::Env, None) => Self::join(),
+            (way, Some((rank, size))) => Self::by(way, rank, size),
+            (Way::Tcp { .. } | Way::File(_), None) => Err(CommError::Url {
+                url: url.to_owned(),
+                what:
+                    "it does not tell the rank: add ?rank=0&world_size=2, or pass them (Session::from_url_as)"
+                        .to_owned(),
+            }),
+        }
+    }
+
+    /// As [`Self::from_url`], with a URL that is the same for all ranks. `env://` then takes only
+    /// MASTER_ADDR and MASTER_PORT from the environment.
+    ///
+    /// # Errors
+    /// [`CommError::Url`] also if the URL tells a rank itself; [`CommError::InvalidArgument`] if `rank` is not
+    /// below `world_size`.
+    pub fn from_url_as(url: &str, rank: usize, world_size: usize) -> Result<Self, CommError> {
+        logger::install()?;
+        let parsed = Url::parse(url)?;
+        if parsed.place.is_some() {
+            let what = "it tells a rank, and another was passed: leave one of them out".to_owned();
+            return Err(CommError::Url { url: url.to_owned(), what });
+        }
+        Self::by(parsed.way, rank, world_size)
+    }
+
+    /// Joins through a store that all ranks can reach. [`Group::new`] does so without reading any variable.
+    ///
+    /// # Errors
+    /// [`CommError::InvalidArgument`] if `rank` is not below `world_size`. Else as [`Self::join`].
+    pub fn from_store(store: Arc<dyn Store>, rank: usize, world_size: usize) -> Result<Self, CommError> {
+        logger::install()?;
+        Self::new(rank, world_size, Meeting::Store(store))
+    }
+
+    fn by(way: Way, rank: usize, size: usize) -> Result<Self, CommError> {
+        match way {
+            Way::Tcp { host, port } => Self::new(rank, size, Meeting::Tcp(Master::explicit(host, port))),
+            Way::File(path) => Self::new(rank, size, Meeting::File(path)),
+            Way::Env => {
+                let variable = |name: &str| match name {
+                    vars::RANK => Some(rank.to_string()),
+                    vars::WORLD_SIZE => Some(size.to_string()),
+                    _ => std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()),
+                };
+                match WorkerEnv::from_vars(variable)? {
+                    Some(env) => Self::launched(env),
+                    None => Self::new(rank, size, Meeting::Alone),
+                }
+            }
+        }
+    }
+
+    fn new(rank: usize, size: usize, meeting: Meeting) -> Result<Self, CommError> {
+        if rank >= size {
+            let what = format!("rank {rank} of {size}: ranks are 0 to {}", size.saturating_sub(1));
+            return Err(CommError::InvalidArgument(what));
+        }
         let mut options = GroupOptions::default()
             .name("world")
-            .listen(listen(&env))
+            .listen(interface()?.unwrap_or_else(|| meeting.listen()))
             .algorithms(std::env::var("CONVOKE_ALGO").unwrap_or_default());
-        options.generation = env.generation.or(hello.as_ref().map(|hello| hello.generation));
-        options.token = match hello.as_ref().and_then(|hello| hello.token.clone()) {
-            Some(token) => Some(token),
-            None => token()?,
+        options.token = Token::from_process()?;
+        let launched = Launched::default();
+        Ok(Self { rank, size, launched, meeting, opened: None, agent: None, options, round: 0 })
+    }
+
+    fn launched(env: WorkerEnv) -> Result<Self, CommError> {
+        let hello = agent::inherited_hello()?;
+        let launched = Launched {
+            local: Some((env.local_rank, env.local_world_size)),
+            restart_count: env.restart_count,
         };
-        let agent = hello.and_then(|hello| Some((hello.channel?, hello.generation)));
-        Ok(Self { place: Some(Place { env, agent, store: None, server: None }), options, round: 0 })
+        let mut session = Self::new(env.rank, env.world_size, Meeting::Tcp(Master::of(&env)))?;
+        session.launched = launched;
+        session.options.generation = env.generation.or(hello.as_ref().map(|hello| hello.generation));
+        if let Some(Hello { generation, token, channel }) = hello {
+            session.options.token = token.or(session.options.token);
+            session.agent = channel.map(|channel| (channel, generation));
+        }
+        Ok(session)
     }
 
     /// Changes how worlds are made, such as their timeouts. Name, generation, token and address come
@@ -89,35 +189,37 @@ impl Session {
     /// Connects to all ranks of the job.
     ///
     /// # Errors
-    /// As [`Group::new`]; [`CommError::Store`] if no store answers at MASTER_ADDR:MASTER_PORT.
+    /// As [`Group::new`]; [`CommError::Store`] if no store answers where the ranks meet.
     pub fn world(&mut self) -> Result<World, CommError> {
         let options = self.options.clone();
         let tuning = Tuning::parse(&options.algorithms)
             .map_err(|what| CommError::InvalidArgument(format!("CONVOKE_ALGO: {what}")))?;
-        let round = self.round;
-        let Some(place) = &mut self.place else { return World::alone(options) };
-        let env = place.env.clone();
-        if env.world_size == 1 {
-            return World::of(Group::join(Invitation::alone(options, tuning), None)?, env);
+        let (rank, size, round) = (self.rank, self.size, self.round);
+        if size == 1 {
+            let group = Group::join(Invitation::alone(options, tuning), Some(Box::new(Alive::new())))?;
+            return Ok(self.world_of(group));
         }
-        let store = place.store(options.init_timeout)?;
-        let prefix = match round {
-            0 => format!("convoke/{}", env.run_id),
-            round => format!("convoke/{}/round-{round}", env.run_id),
+        log::info!("{}: rank {rank} of {size} meets the others at {}", options.name, self.meeting);
+        let opened = match &mut self.opened {
+            Some(opened) => opened,
+            none => none.insert(self.meeting.open(rank, size, options.init_timeout)?),
         };
         let invitation = Invitation {
-            store: Arc::new(PrefixStore::new(prefix, store)),
-            store_rank: (!env.use_agent_store).then_some(0),
-            rank: env.rank,
-            size: env.world_size,
-            origin: (0..env.world_size).collect(),
+            store: Arc::new(PrefixStore::new(self.meeting.prefix(round), Arc::clone(&opened.store))),
+            place: format!("{}, round {round}", self.meeting),
+            store_rank: self.meeting.store_rank(),
+            rank,
+            size,
+            origin: (0..size).collect(),
             // Only the first round has the launcher's generation.
             options: GroupOptions { generation: options.generation.filter(|_| round == 0), ..options },
             tuning,
-            agent: place.agent.clone(),
+            agent: self.agent.clone(),
         };
-        let keep = place.server.clone().map(|server| Box::new(server) as Box<_>);
-        World::of(Group::join(invitation, keep)?, env)
+        let keep = (opened.keep.clone(), Alive::new());
+        let group = Group::join(invitation, Some(Box::new(keep)))?;
+        opened.has_formed(group.generation());
+        Ok(self.world_of(group))
     }
 
     /// Connects to all ranks again, in the same processes, after the world before was dropped or has
@@ -129,171 +231,30 @@ impl Session {
         self.round += 1;
         self.world()
     }
+
+    fn world_of(&self, group: Group) -> World {
+        World::new(group, self.launched.local, self.launched.restart_count)
+    }
 }
 
-impl Place {
-    /// The store of the job: served by the launcher, else by rank 0.
-    fn store(&mut self, timeout: Duration) -> Result<Arc<dyn Store>, CommError> {
-        if let Some(store) = &self.store {
-            return Ok(Arc::clone(store));
+/// Where the variables say to listen, if they do.
+fn interface() -> Result<Option<Listen>, CommError> {
+    const NAMES: [&str; 3] = ["CONVOKE_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"];
+    let given = NAMES.iter().find_map(|name| {
+        let value = std::env::var(name).ok().filter(|value| !value.trim().is_empty())?;
+        Some((*name, value))
+    });
+    let Some((name, value)) = given else { return Ok(None) };
+    // gloo knows whole names only.
+    let names = if name.starts_with("GLOO") { format!("={value}") } else { value.clone() };
+    match crate::bootstrap::address(&Listen::Interface(names)) {
+        Ok(address) => {
+            log::info!("{name}={value:?} is {address}");
+            Ok(Some(Listen::Address(address)))
         }
-        let WorkerEnv { master_addr: host, master_port: port, .. } = &self.env;
-        let store: Arc<dyn Store> = if !self.env.use_agent_store && self.env.rank == 0 {
-            let server = Arc::new(serve(host, *port)?);
-            let store = server.store();
-            self.server = Some(server);
-            store
-        } else {
-            let address =
-                if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
-            Arc::new(TcpStore::connect(&address, Instant::now() + timeout)?)
-        };
-        self.store = Some(Arc::clone(&store));
-        Ok(store)
-    }
-}
-
-/// Serves the store at the address that the others were told, or at any if that is not ours (it may
-/// be translated on the way).
-fn serve(host: &str, port: u16) -> Result<StoreServer, CommError> {
-    let wrong = |source| CommError::system(&format!("cannot serve the store at {host}:{port}"), source);
-    let named: Vec<SocketAddr> = (host, port).to_socket_addrs().map_err(wrong)?.collect();
-    let any = SocketAddr::from((std::net::Ipv6Addr::UNSPECIFIED, port));
-    let first = match StoreServer::bind(&named) {
-        Ok(server) => return Ok(server),
-        Err(error) => error,
-    };
-    StoreServer::bind(&[any]).map_err(|_| wrong(std::io::Error::other(first)))
-}
-
-fn listen(env: &WorkerEnv) -> Listen {
-    match std::env::var("CONVOKE_SOCKET_IFNAME") {
-        Ok(names) if !names.trim().is_empty() => Listen::Interface(names),
-        Ok(_) | Err(_) => Listen::RouteTo(env.master_addr.clone()),
-    }
-}
-
-fn token() -> Result<Option<Token>, CommError> {
-    if let Some(token) = std::env::var_os(vars::TOKEN).filter(|token| !token.is_empty()) {
-        return Ok(Some(Token::new(token.into_encoded_bytes())));
-    }
-    let Some(path) = std::env::var_os(vars::TOKEN_FILE).filter(|path| !path.is_empty()) else {
-        return Ok(None);
-    };
-    let bytes = std::fs::read(&path).map_err(|error| {
-        CommError::system(&format!("cannot read CONVOKE_TOKEN_FILE={}", path.display()), error)
-    })?;
-    let bytes = bytes.trim_ascii();
-    if bytes.is_empty() {
-        return Err(CommError::InvalidArgument(format!("CONVOKE_TOKEN_FILE={} is empty", path.display())));
-    }
-    Ok(Some(Token::new(bytes.to_vec())))
-}
-
-/// What the agent channel said first.
-#[derive(Debug, Clone)]
-struct Hello {
-    generation: Generation,
-    token: Option<Token>,
-    channel: Option<Arc<Mutex<AgentChannel>>>,
-}
-
-/// The first message on the inherited channel; `None` without a channel.
-///
-/// All duplicates of the descriptor share one stream, and its first message can be read only once. So
-/// what it said is kept for later sessions of this process, as the environment is; the channel itself
-/// is shared by the sessions that are alive and closed with the last.
-fn inherited_hello() -> Result<Option<Hello>, CommError> {
-    static SAID: Mutex<Option<(Hello, Weak<Mutex<AgentChannel>>)>> = Mutex::new(None);
-    let mut said = SAID.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some((hello, channel)) = &mut *said {
-        let open = match channel.upgrade() {
-            Some(open) => Some(open),
-            None => AgentChannel::inherited()?.map(|channel| Arc::new(Mutex::new(channel))),
-        };
-        *channel = open.as_ref().map_or_else(Weak::new, Arc::downgrade);
-        return Ok(Some(Hello { channel: open, ..hello.clone() }));
-    }
-    let Some(mut channel) = AgentChannel::inherited()? else { return Ok(None) };
-    loop {
-        if let ToWorker::Hello { generation, token } = channel.receive(HELLO)? {
-            let channel = Arc::new(Mutex::new(channel));
-            let hello = Hello { generation, token, channel: None };
-            *said = Some((hello.clone(), Arc::downgrade(&channel)));
-            return Ok(Some(Hello { channel: Some(channel), ..hello }));
+        Err(CommError::InvalidArgument(what)) => {
+            Err(CommError::InvalidArgument(format!("{name}={value:?}: {what}")))
         }
-    }
-}
-
-impl Invitation {
-    /// To a group of one, which needs no store.
-    fn alone(options: GroupOptions, tuning: Tuning) -> Self {
-        let store = Arc::new(convoke_store::MemoryStore::new());
-        Self { store, store_rank: None, rank: 0, size: 1, origin: vec![0], options, tuning, agent: None }
-    }
-}
-
-/// All ranks of a job, in one round.
-///
-/// Is a [`Group`], and knows more about where this process stands.
-pub struct World {
-    group: Group,
-    local_rank: usize,
-    local_world_size: usize,
-    restart_count: u32,
-}
-
-impl World {
-    fn of(group: Group, env: WorkerEnv) -> Result<Self, CommError> {
-        let WorkerEnv { local_rank, local_world_size, restart_count, .. } = env;
-        Ok(Self { group, local_rank, local_world_size, restart_count })
-    }
-
-    fn alone(options: GroupOptions) -> Result<Self, CommError> {
-        let group = Group::join(Invitation::alone(options, Tuning::default()), None)?;
-        Ok(Self { group, local_rank: 0, local_world_size: 1, restart_count: 0 })
-    }
-
-    /// Index of this process among those of its node.
-    #[must_use]
-    pub fn local_rank(&self) -> usize {
-        self.local_rank
-    }
-
-    /// Number of processes on this node.
-    #[must_use]
-    pub fn local_world_size(&self) -> usize {
-        self.local_world_size
-    }
-
-    /// How often this node's launcher has restarted its workers.
-    #[must_use]
-    pub fn restart_count(&self) -> u32 {
-        self.restart_count
-    }
-
-    /// The group of all ranks, as a handle of its own.
-    #[must_use]
-    pub fn group(&self) -> Group {
-        self.group.clone()
-    }
-}
-
-impl Deref for World {
-    type Target = Group;
-
-    fn deref(&self) -> &Group {
-        &self.group
-    }
-}
-
-impl fmt::Debug for World {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("World")
-            .field("group", &self.group)
-            .field("local_rank", &self.local_rank)
-            .field("local_world_size", &self.local_world_size)
-            .field("restart_count", &self.restart_count)
-            .finish()
+        Err(error) => Err(error),
     }
 }

@@ -10,7 +10,7 @@ use crate::error::CommError;
 use crate::options::Listen;
 
 /// The address of this host that `listen` means.
-pub(super) fn address(listen: &Listen) -> Result<IpAddr, CommError> {
+pub(crate) fn address(listen: &Listen) -> Result<IpAddr, CommError> {
     match listen {
         Listen::Loopback => Ok(IpAddr::V4(Ipv4Addr::LOCALHOST)),
         Listen::Address(address) => Ok(*address),
@@ -24,8 +24,9 @@ pub(super) fn address(listen: &Listen) -> Result<IpAddr, CommError> {
                 ))
             })
         }
-        Listen::Outward => interfaces::outward(list()?.iter())
-            .ok_or_else(|| CommError::InvalidArgument("no network interface is up and has an address".to_owned())),
+        Listen::Outward => interfaces::outward(list()?.iter()).ok_or_else(|| {
+            CommError::InvalidArgument("no network interface is up and has an address".to_owned())
+        }),
         Listen::RouteTo(host) => {
             route_to(host).map_err(|error| CommError::system(&format!("no route to {host}"), error))
         }

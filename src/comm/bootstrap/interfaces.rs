@@ -1,4 +1,4 @@
-//! Which network interface a list of names means. Pure.
+//! Which network interface a list of names means; the interfaces are given to it.
 
 use std::net::IpAddr;
 
@@ -14,7 +14,8 @@ pub(super) struct Interface {
 impl Interface {
     /// Its first address that others could use, IPv4 before IPv6.
     fn address(&self) -> Option<IpAddr> {
-        let usable = || self.addresses.iter().copied().filter(|_| self.is_up).filter(|&one| can_be_recorded(one));
+        let usable =
+            || self.addresses.iter().copied().filter(|_| self.is_up).filter(|&one| can_be_recorded(one));
         usable().find(IpAddr::is_ipv4).or_else(|| usable().next())
     }
 
@@ -50,7 +51,8 @@ pub(super) fn choose(all: &[Interface], names: &str) -> Option<IpAddr> {
     }
     // Of `eth1` and `eth10` the first is meant by `eth1`, whatever their order.
     let exact = |name: &str| all.iter().filter(|one| one.name == name).find_map(Interface::address);
-    let prefix = |name: &str| all.iter().filter(|one| one.name.starts_with(name)).find_map(Interface::address);
+    let prefix =
+        |name: &str| all.iter().filter(|one| one.name.starts_with(name)).find_map(Interface::address);
     names.iter().find_map(|name| exact(name).or_else(|| prefix(name).filter(|_| !whole)))
 }
 

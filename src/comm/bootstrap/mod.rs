@@ -4,13 +4,16 @@
 //! writes, n reads by rank 0, one read by each other rank. Then connections are made, and when rank 0
 //! is connected to everybody it removes the keys, so that nobody can be misled by them later.
 //!
-//! If no launcher gave a generation, rank 0 draws one and announces it. What a rank reads as the
-//! announcement may be left over from a round that crashed, so it reads again until rank 0 has
-//! confirmed the generation in a handshake.
+//! If no launcher gave a generation, rank 0 draws one and announces it (`generation`).
 
 mod address;
+mod claim;
+mod generation;
 mod interfaces;
+mod lanes;
 mod record;
+
+pub(crate) use address::address;
 
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
@@ -19,24 +22,26 @@ use std::time::{Duration, Instant};
 use convoke_env::{AgentChannel, Generation};
 use convoke_store::{Store, StoreError};
 
-use crate::cause::{Cause, Report};
+use crate::cause::{self, Cause, Report};
 use crate::engine::{Engine, Settings};
 use crate::error::{CommError, Loss, Ranks};
 use crate::frame::VERSION;
-use crate::links::hello::{Credentials, Lane};
+use crate::links::hello::Credentials;
 use crate::links::tcp::{self, Listener};
 use crate::options::GroupOptions;
 use crate::plan::Tuning;
-use record::{Announcement, Record};
+use claim::Claim;
+use lanes::lanes;
+use record::Record;
 
-/// Groups up to this size open all connections at once; larger ones the usual ones, others on demand.
-const FULL_MESH_RANKS: usize = 16;
 /// How long to wait before looking whether rank 0 has announced another generation.
 const RECHECK: Duration = Duration::from_millis(250);
 /// How long nobody may listen at a published address before that rank is given up.
 const REFUSAL: Duration = Duration::from_millis(700);
 /// How long the removal of keys may take; nothing depends on it.
 const CLEAN_UP: Duration = Duration::from_secs(2);
+/// How long somebody may be missing before it is said, at most a third of the time that there is.
+const NOTICE: Duration = Duration::from_secs(10);
 /// Most records that are looked up one by one to name who is missing.
 const LOOKED_UP: usize = 1024;
 
@@ -44,6 +49,8 @@ const LOOKED_UP: usize = 1024;
 #[derive(Debug)]
 pub(crate) struct Invitation {
     pub(crate) store: Arc<dyn Store>,
+    /// Where the ranks meet, in words; the same for threads that would disturb each other there.
+    pub(crate) place: String,
     /// The rank in whose process the store lives, if it lives in one.
     pub(crate) store_rank: Option<usize>,
     pub(crate) rank: usize,
@@ -55,27 +62,67 @@ pub(crate) struct Invitation {
     pub(crate) agent: Option<(Arc<Mutex<AgentChannel>>, Generation)>,
 }
 
-/// Connects the ranks; also tells the generation that they agreed on.
-pub(crate) fn connect(invitation: &Invitation) -> Result<(Engine, Generation), CommError> {
-    let deadline = Instant::now() + invitation.options.init_timeout;
+/// Ranks that are connected.
+#[derive(Debug)]
+pub(crate) struct Formed {
+    pub(crate) engine: Box<Engine>,
+    /// What they agreed on.
+    pub(crate) generation: Generation,
+    /// Index of this rank among those on its host, and their number.
+    pub(crate) on_host: (usize, usize),
+}
+
+/// Connects the ranks.
+pub(crate) fn connect(invitation: &Invitation) -> Result<Formed, CommError> {
+    let Invitation { rank, size, ref options, .. } = *invitation;
+    let started = Instant::now();
+    let name = &options.name;
+    let outcome = find_together(invitation, started + options.init_timeout);
+    match &outcome {
+        Ok(Formed { generation, .. }) => {
+            cause::forget();
+            let took = started.elapsed().as_millis();
+            log::info!("{name}: rank {rank} of {size} connected after {took} ms, generation {generation}");
+        }
+        // What ended the group has been said already.
+        Err(error) if error.place().is_some() => {}
+        Err(error) => log::error!("{name}: rank {rank} of {size}: {error}"),
+    }
+    outcome
+}
+
+fn find_together(invitation: &Invitation, deadline: Instant) -> Result<Formed, CommError> {
+    let _claim = Claim::new(invitation)?;
     let listener = listen(invitation)?;
     let ours = Ours { invitation, record: invitation.record(&listener)?, listener, deadline };
+    let Record { rank, address, .. } = ours.record;
+    log::info!("{}: rank {rank} listens at {address}", ours.name());
     let mut generation = ours.first_generation()?;
     loop {
         match ours.round(generation)? {
-            Outcome::Connected(engine) => return Ok((*engine, generation)),
-            Outcome::Stale(announced) => generation = announced,
+            Outcome::Connected(formed) => return Ok(*formed),
+            Outcome::Stale(announced) => {
+                log::info!("{}: rank {rank} leaves generation {generation} for {announced}", ours.name());
+                generation = announced;
+            }
         }
     }
 }
 
 fn listen(invitation: &Invitation) -> Result<Listener, CommError> {
-    let address = address::address(&invitation.options.listen)?;
+    let address = address(&invitation.options.listen)?;
     tcp::listen(SocketAddr::new(address, 0))
         .map_err(|error| CommError::system(&format!("cannot listen at {address}"), error))
 }
 
 impl Invitation {
+    /// To a group of one, which needs no store.
+    pub(crate) fn alone(options: GroupOptions, tuning: Tuning) -> Self {
+        let store = Arc::new(convoke_store::MemoryStore::new());
+        let (place, origin) = ("no place".to_owned(), vec![0]);
+        Self { store, place, store_rank: None, rank: 0, size: 1, origin, options, tuning, agent: None }
+    }
+
     fn record(&self, listener: &Listener) -> Result<Record, CommError> {
         let address = listener.address().map_err(|error| CommError::system("no local address", error))?;
         Ok(Record {
@@ -100,7 +147,7 @@ struct Ours<'a> {
 }
 
 enum Outcome {
-    Connected(Box<Engine>),
+    Connected(Box<Formed>),
     /// Rank 0 has announced another generation.
     Stale(Generation),
 }
@@ -114,10 +161,6 @@ impl Ours<'_> {
         &self.invitation.options.name
     }
 
-    fn announcement_key(&self) -> Vec<u8> {
-        format!("{}/generation", self.name()).into_bytes()
-    }
-
     fn key(&self, generation: Generation, what: &str) -> Vec<u8> {
         format!("{}/{generation}/{what}", self.name()).into_bytes()
     }
@@ -127,60 +170,8 @@ impl Ours<'_> {
     }
 
     fn failed(&self, what: String, mut ranks: Vec<usize>) -> CommError {
-        ranks.truncate(crate::cause::NAMED_RANKS);
+        ranks.truncate(cause::NAMED_RANKS);
         CommError::Bootstrap { group: self.name().to_owned(), what, ranks }
-    }
-
-    /// The given generation, or that which rank 0 draws, or what it seems to have announced.
-    fn first_generation(&self) -> Result<Generation, CommError> {
-        let given = self.invitation.options.generation;
-        if self.invitation.rank == 0 {
-            let generation = match given {
-                Some(given) => given,
-                None => {
-                    Generation::random().map_err(|error| CommError::system("no random numbers", error))?
-                }
-            };
-            let announcement = Announcement { generation: generation.to_string(), given: given.is_some() };
-            let bytes = serde_json::to_vec(&announcement).unwrap_or_default();
-            self.store().set(&self.announcement_key(), &bytes, self.deadline)?;
-            return Ok(generation);
-        }
-        if let Some(given) = given {
-            return Ok(given);
-        }
-        loop {
-            let announced = match self.store().get(&self.announcement_key(), self.deadline) {
-                Ok(announced) => announced,
-                Err(StoreError::Timeout { .. }) => {
-                    return Err(self.failed("rank 0 did not come".to_owned(), vec![0]));
-                }
-                Err(error) => return Err(error.into()),
-            };
-            if let Some((generation, _)) = Announcement::decode(&announced) {
-                return Ok(generation);
-            }
-            self.pause()?;
-        }
-    }
-
-    /// Another generation than `current` that rank 0 has announced since.
-    fn announced(&self, current: Generation) -> Result<Option<Generation>, CommError> {
-        if self.invitation.rank == 0 {
-            return Ok(None);
-        }
-        let announced = match self.store().try_get(&self.announcement_key(), self.deadline) {
-            // That the time is over is for the caller to say, who knows what it waits for.
-            Err(StoreError::Timeout { .. }) => None,
-            other => other?,
-        };
-        let announced = announced.as_deref().and_then(Announcement::decode);
-        Ok(announced.and_then(|(generation, given)| {
-            // Two launchers' generations that differ are two rounds, and ours is not the old one:
-            // wait for rank 0 of ours. But rank 0 without a launcher of ours draws its own.
-            let foreign = given && self.invitation.options.generation.is_some();
-            (generation != current && !foreign).then_some(generation)
-        }))
     }
 
     /// Tries to connect under `generation`.
@@ -248,20 +239,32 @@ impl Ours<'_> {
     fn gather(&self, generation: Generation) -> Result<Vec<Vec<u8>>, CommError> {
         let keys: Vec<_> = (0..self.invitation.size).map(|rank| self.record_key(generation, rank)).collect();
         let keys: Vec<&[u8]> = keys.iter().map(Vec::as_slice).collect();
-        match self.store().multi_get(&keys, self.deadline) {
-            Err(StoreError::Timeout { .. }) => Err(self.missing(generation)),
-            other => Ok(other?),
+        let notice = NOTICE.min(self.invitation.options.init_timeout / 3);
+        loop {
+            match self.store().multi_get(&keys, self.deadline.min(Instant::now() + notice)) {
+                Err(StoreError::Timeout { .. }) if Instant::now() < self.deadline => {
+                    let absent = self.absent(generation);
+                    log::warn!("{}: rank(s) {} have not come yet", self.name(), Ranks(&absent));
+                }
+                Err(StoreError::Timeout { .. }) => return Err(self.missing(generation)),
+                other => return Ok(other?),
+            }
         }
     }
 
-    /// The error that names who left no record.
-    fn missing(&self, generation: Generation) -> CommError {
+    /// Ranks that left no record, among the first.
+    fn absent(&self, generation: Generation) -> Vec<usize> {
         let soon = Instant::now() + CLEAN_UP;
         let absent = |&rank: &usize| {
             let found = self.store().try_get(&self.record_key(generation, rank), soon);
             matches!(found, Ok(None))
         };
-        let missing: Vec<_> = (0..self.invitation.size).take(LOOKED_UP).filter(absent).collect();
+        (0..self.invitation.size).take(LOOKED_UP).filter(absent).collect()
+    }
+
+    /// The error that names who left no record.
+    fn missing(&self, generation: Generation) -> CommError {
+        let missing = self.absent(generation);
         let waited = self.invitation.options.init_timeout.as_millis();
         if missing.is_empty() {
             return self.failed(format!("rank 0 gathered nobody within {waited} ms: did it die?"), vec![0]);
@@ -286,7 +289,8 @@ impl Ours<'_> {
     fn meet(&self, generation: Generation, table: &[Record]) -> Result<Outcome, CommError> {
         let Invitation { rank, size, ref options, .. } = *self.invitation;
         let listener = self.listener.try_clone();
-        let local = table.iter().filter(|record| record.host == self.record.host).count();
+        let local = |records: &[Record]| records.iter().filter(|one| one.host == self.record.host).count();
+        let on_host = (local(&table[..rank]), local(table));
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let settings = Settings {
             name: options.name.clone(),
@@ -300,11 +304,11 @@ impl Ours<'_> {
             store_rank: self.invitation.store_rank,
             agent: self.invitation.agent.clone(),
             peer_timeout: options.peer_timeout,
-            crowded: local > cores,
+            crowded: on_host.1 > cores,
         };
-        let mut engine = Engine::new(settings)?;
+        let mut engine = Box::new(Engine::new(settings)?);
         match self.connect_all(&mut engine, generation) {
-            Ok(None) => Ok(Outcome::Connected(Box::new(engine))),
+            Ok(None) => Ok(Outcome::Connected(Box::new(Formed { engine, generation, on_host }))),
             Ok(Some(announced)) => Ok(Outcome::Stale(announced)),
             Err(error) => {
                 // With a word to those who are there: or they would take this rank for the culprit.
@@ -364,41 +368,6 @@ impl Ours<'_> {
                 let after_ms = options.init_timeout.as_millis() as u64;
                 engine.give_up(Report::new(rank, Cause::Timeout { missing: ranks.clone(), after_ms }));
                 return Err(self.failed(what, ranks));
-            }
-        }
-    }
-}
-
-/// Lanes that are opened from the start: control to all; data to all in small groups, else to the
-/// neighbours at powers of two, which rings, trees and exchanges use.
-fn lanes(rank: usize, size: usize) -> Vec<(usize, Lane)> {
-    let others = (0..size).filter(|&peer| peer != rank);
-    let near = |peer: usize| {
-        let ahead = (peer + size - rank) % size;
-        ahead.is_power_of_two() || (size - ahead).is_power_of_two() || (rank ^ peer).is_power_of_two()
-    };
-    let all = size <= FULL_MESH_RANKS;
-    others
-        .flat_map(|peer| Lane::ALL.map(|lane| (peer, lane)))
-        .filter(|&(peer, lane)| match lane {
-            Lane::Control => true,
-            Lane::Collective => all || near(peer),
-            Lane::Message => all,
-        })
-        .collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn both_ends_expect_the_same_lanes() {
-        for size in 1..40 {
-            for rank in 0..size {
-                for (peer, lane) in lanes(rank, size) {
-                    assert!(lanes(peer, size).contains(&(rank, lane)), "{rank} {peer} of {size}");
-                }
             }
         }
     }

@@ -188,8 +188,7 @@ impl Engine {
         for (rank, cause) in deaths {
             let how = match cause {
                 ExitCause::Code(0) => continue,
-                ExitCause::Code(code) => Loss::Exit { code },
-                ExitCause::Signal(signal) => Loss::Signal { signal },
+                ended => Loss::from(ended),
             };
             if rank >= self.settings.size || rank == self.settings.me || self.peers[rank].left {
                 continue;

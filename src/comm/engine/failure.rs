@@ -51,6 +51,8 @@ impl Engine {
         let abort = self.frame(Kind::Abort, 0);
         self.tell_all(&abort, &report.encode());
         let failure = self.confirm(report);
+        failure.report.note(self.settings.me);
+        log::error!("{}", self.error(&failure, None, 0, (0, 0)));
         self.failure = Some(failure);
         // A call whose data is all here has succeeded, though the news of a later failure overtook it.
         let _ = (0..LAST_TURNS).find(|_| !self.turn());

@@ -82,6 +82,7 @@ impl Group {
         options.id = fingerprint(&[options.id as usize, number as usize, ranks[0]]);
         let invitation = Invitation {
             store: Arc::clone(&self.inner.store),
+            place: format!("generation {}", self.generation()),
             store_rank: ranks.iter().position(|&rank| Some(rank) == self.inner.store_rank),
             rank,
             size: ranks.len(),

@@ -4,8 +4,10 @@
 
 #![allow(clippy::unwrap_used, clippy::panic, clippy::print_stderr)]
 
+mod common;
+
 use std::io::{BufRead, BufReader, Read, Write};
-use std::net::{SocketAddr, TcpListener};
+use std::net::SocketAddr;
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::net::UnixStream;
 use std::process::{Child, ChildStdin, Command, Stdio};
@@ -197,7 +199,7 @@ impl Job {
         let token = Token::random().unwrap();
         let local = SocketAddr::from(([127, 0, 0, 1], 0));
         let store = (launcher != Launcher::Plain).then(|| StoreServer::bind(&[local]).unwrap());
-        let port = store.as_ref().map_or_else(free_port, StoreServer::port);
+        let port = store.as_ref().map_or_else(common::free_port, StoreServer::port);
         let (events, received) = channel();
         let workers = (0..world)
             .map(|rank| {
@@ -284,10 +286,6 @@ impl Drop for Job {
             }
         }
     }
-}
-
-fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
 
 /// Gives the worker the other end of a channel that already holds the first message.

@@ -54,6 +54,18 @@ pub(crate) fn on<R: Send>(
     })
 }
 
+/// A port that nobody uses now, below those that the system picks for connections.
+pub(crate) fn free_port() -> u16 {
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    loop {
+        let number = std::process::id() as usize * 61 + NEXT.fetch_add(1, Ordering::Relaxed);
+        let port = 10_000 + (number % 10_000) as u16;
+        if std::net::TcpListener::bind(("127.0.0.1", port)).is_ok() {
+            return port;
+        }
+    }
+}
+
 /// Whether tests run in their whole form.
 pub(crate) fn is_full() -> bool {
     std::env::var_os("CONVOKE_FULL").is_some_and(|value| value == "1")

@@ -1,0 +1,69 @@
+//! Which generation the ranks meet under: that of the launcher, or what rank 0 draws and announces.
+//!
+//! What a rank reads as the announcement may be left over from a round that crashed, so it reads again until
+//! rank 0 has confirmed the generation in a handshake.
+
+use convoke_env::Generation;
+use convoke_store::StoreError;
+
+use super::Ours;
+use super::record::Announcement;
+use crate::error::CommError;
+
+impl Ours<'_> {
+    pub(super) fn announcement_key(&self) -> Vec<u8> {
+        format!("{}/generation", self.name()).into_bytes()
+    }
+
+    /// The given generation, or that which rank 0 draws, or what it seems to have announced.
+    pub(super) fn first_generation(&self) -> Result<Generation, CommError> {
+        let given = self.invitation.options.generation;
+        if self.invitation.rank == 0 {
+            let generation = match given {
+                Some(given) => given,
+                None => {
+                    Generation::random().map_err(|error| CommError::system("no random numbers", error))?
+                }
+            };
+            let announcement = Announcement { generation: generation.to_string(), given: given.is_some() };
+            let bytes = serde_json::to_vec(&announcement).unwrap_or_default();
+            self.store().set(&self.announcement_key(), &bytes, self.deadline)?;
+            return Ok(generation);
+        }
+        if let Some(given) = given {
+            return Ok(given);
+        }
+        loop {
+            let announced = match self.store().get(&self.announcement_key(), self.deadline) {
+                Ok(announced) => announced,
+                Err(StoreError::Timeout { .. }) => {
+                    return Err(self.failed("rank 0 did not come".to_owned(), vec![0]));
+                }
+                Err(error) => return Err(error.into()),
+            };
+            if let Some((generation, _)) = Announcement::decode(&announced) {
+                return Ok(generation);
+            }
+            self.pause()?;
+        }
+    }
+
+    /// Another generation than `current` that rank 0 has announced since.
+    pub(super) fn announced(&self, current: Generation) -> Result<Option<Generation>, CommError> {
+        if self.invitation.rank == 0 {
+            return Ok(None);
+        }
+        let announced = match self.store().try_get(&self.announcement_key(), self.deadline) {
+            // That the time is over is for the caller to say, who knows what it waits for.
+            Err(StoreError::Timeout { .. }) => None,
+            other => other?,
+        };
+        let announced = announced.as_deref().and_then(Announcement::decode);
+        Ok(announced.and_then(|(generation, given)| {
+            // Two launchers' generations that differ are two rounds, and ours is not the old one:
+            // wait for rank 0 of ours. But rank 0 without a launcher of ours draws its own.
+            let foreign = given && self.invitation.options.generation.is_some();
+            (generation != current && !foreign).then_some(generation)
+        }))
+    }
+}

@@ -1,0 +1,41 @@
+//! Which connections a rank opens from the start.
+
+use crate::links::hello::Lane;
+
+/// Groups up to this size open all connections at once; larger ones the usual ones, others on demand.
+const FULL_MESH_RANKS: usize = 16;
+
+/// Lanes that are opened from the start: control to all; data to all in small groups, else to the
+/// neighbours at powers of two, which rings, trees and exchanges use.
+pub(super) fn lanes(rank: usize, size: usize) -> Vec<(usize, Lane)> {
+    let others = (0..size).filter(|&peer| peer != rank);
+    let near = |peer: usize| {
+        let ahead = (peer + size - rank) % size;
+        ahead.is_power_of_two() || (size - ahead).is_power_of_two() || (rank ^ peer).is_power_of_two()
+    };
+    let all = size <= FULL_MESH_RANKS;
+    others
+        .flat_map(|peer| Lane::ALL.map(|lane| (peer, lane)))
+        .filter(|&(peer, lane)| match lane {
+            Lane::Control => true,
+            Lane::Collective => all || near(peer),
+            Lane::Message => all,
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_ends_expect_the_same_lanes() {
+        for size in 1..40 {
+            for rank in 0..size {
+                for (peer, lane) in lanes(rank, size) {
+                    assert!(lanes(peer, size).contains(&(rank, lane)), "{rank} {peer} of {size}");
+                }
+            }
+        }
+    }
+}

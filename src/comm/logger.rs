@@ -1,0 +1,93 @@
+//! What the runtime has to say, through the `log` crate; on stderr if the user asks for it.
+//!
+//! A program that has a logger gets everything by it. For others CONVOKE_LOG=info installs the one here.
+
+use std::io::{self, Write};
+use std::sync::{Once, OnceLock};
+use std::time::Instant;
+
+use convoke_env::EnvError;
+use log::{LevelFilter, Log, Metadata, Record};
+
+use crate::error::CommError;
+
+/// Names the least important level that is written.
+const VARIABLE: &str = "CONVOKE_LOG";
+
+/// Writes to stderr what this crate logs, one line each: `convoke[PID] 1.234 s info: ...`, seconds since
+/// the first session.
+#[derive(Debug)]
+struct Stderr {
+    since: OnceLock<Instant>,
+}
+
+static STDERR: Stderr = Stderr { since: OnceLock::new() };
+
+/// Installs the logger for stderr if CONVOKE_LOG asks for it and the program has none.
+pub(crate) fn install() -> Result<(), CommError> {
+    static INSTALLED: Once = Once::new();
+    let level = level(std::env::var_os(VARIABLE).map(|value| value.to_string_lossy().into_owned()))?;
+    INSTALLED.call_once(|| {
+        STDERR.since.get_or_init(Instant::now);
+        if level != LevelFilter::Off && log::set_logger(&STDERR).is_ok() {
+            log::set_max_level(level);
+        }
+    });
+    Ok(())
+}
+
+fn level(value: Option<String>) -> Result<LevelFilter, EnvError> {
+    let Some(value) = value.filter(|value| !value.trim().is_empty()) else { return Ok(LevelFilter::Off) };
+    value.trim().parse().map_err(|_| EnvError::Invalid {
+        name: VARIABLE,
+        value: value.chars().take(64).collect(),
+        expected: "off, error, warn, info, debug or trace",
+    })
+}
+
+impl Log for Stderr {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        metadata.target().starts_with("convoke")
+    }
+
+    fn log(&self, record: &Record<'_>) {
+        if !self.enabled(record.metadata()) {
+            return;
+        }
+        let seconds = self.since.get().map_or(0.0, |since| since.elapsed().as_secs_f64());
+        let level = record.level().as_str().to_ascii_lowercase();
+        let line = format!("convoke[{}] {seconds:.3} s {level}: {}\n", std::process::id(), record.args());
+        // One write, so that lines of several processes do not mix. Nobody is left to tell if it fails.
+        let _ = io::stderr().lock().write_all(line.as_bytes());
+    }
+
+    fn flush(&self) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn levels_are_those_of_the_log_crate() {
+        let cases = [
+            (None, Some(LevelFilter::Off)),
+            (Some(""), Some(LevelFilter::Off)),
+            (Some("info"), Some(LevelFilter::Info)),
+            (Some(" WARN "), Some(LevelFilter::Warn)),
+            (Some("trace"), Some(LevelFilter::Trace)),
+            (Some("off"), Some(LevelFilter::Off)),
+            (Some("1"), None),
+            (Some("verbose"), None),
+        ];
+        for (value, expected) in cases {
+            let read = level(value.map(str::to_owned));
+            assert_eq!(read.as_ref().ok().copied(), expected, "{value:?}");
+            if let Err(error) = read {
+                let value = value.unwrap();
+                let wanted = format!("CONVOKE_LOG={value:?} is not off, error, warn, info, debug or trace");
+                assert_eq!(error.to_string(), wanted);
+            }
+        }
+    }
+}

@@ -1,0 +1,46 @@
+//! What convoke's launcher says over the inherited channel.
+
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::Duration;
+
+use convoke_env::{AgentChannel, Generation, ToWorker, Token};
+
+use crate::error::CommError;
+
+/// How long the launcher may take for the first message on the agent channel: it is there before us.
+const HELLO: Duration = Duration::from_secs(10);
+
+/// What the agent channel said first.
+#[derive(Debug, Clone)]
+pub(super) struct Hello {
+    pub(super) generation: Generation,
+    pub(super) token: Option<Token>,
+    pub(super) channel: Option<Arc<Mutex<AgentChannel>>>,
+}
+
+/// The first message on the inherited channel; `None` without a channel.
+///
+/// All duplicates of the descriptor share one stream, and its first message can be read only once. So
+/// what it said is kept for later sessions of this process, as the environment is; the channel itself
+/// is shared by the sessions that are alive and closed with the last.
+pub(super) fn inherited_hello() -> Result<Option<Hello>, CommError> {
+    static SAID: Mutex<Option<(Hello, Weak<Mutex<AgentChannel>>)>> = Mutex::new(None);
+    let mut said = SAID.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((hello, channel)) = &mut *said {
+        let open = match channel.upgrade() {
+            Some(open) => Some(open),
+            None => AgentChannel::inherited()?.map(|channel| Arc::new(Mutex::new(channel))),
+        };
+        *channel = open.as_ref().map_or_else(Weak::new, Arc::downgrade);
+        return Ok(Some(Hello { channel: open, ..hello.clone() }));
+    }
+    let Some(mut channel) = AgentChannel::inherited()? else { return Ok(None) };
+    loop {
+        if let ToWorker::Hello { generation, token } = channel.receive(HELLO)? {
+            let channel = Arc::new(Mutex::new(channel));
+            let hello = Hello { generation, token, channel: None };
+            *said = Some((hello.clone(), Arc::downgrade(&channel)));
+            return Ok(Some(Hello { channel: Some(channel), ..hello }));
+        }
+    }
+}

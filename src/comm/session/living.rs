@@ -1,0 +1,62 @@
+//! How many worlds this process has.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Bits of [`LIVING`] that count.
+const COUNT_BITS: u32 = 32;
+
+/// Number of living worlds, and above it the process that has them: a fork of it has none.
+static LIVING: AtomicU64 = AtomicU64::new(0);
+
+/// Whether this process has a [`World`](crate::World) whose group is not dropped yet.
+///
+/// Groups made by [`Group::new`](crate::Group::new) do not count, as in torch only the default group does.
+#[must_use]
+pub fn is_initialized() -> bool {
+    count(LIVING.load(Ordering::SeqCst)) > 0
+}
+
+/// As long as this is, a world lives.
+#[derive(Debug)]
+pub(super) struct Alive;
+
+impl Alive {
+    pub(super) fn new() -> Self {
+        change(|count| count + 1);
+        Self
+    }
+}
+
+impl Drop for Alive {
+    fn drop(&mut self) {
+        change(|count| count.saturating_sub(1));
+    }
+}
+
+fn change(change: impl Fn(u64) -> u64) {
+    // Never refused: the closure always gives a value.
+    let _ =
+        LIVING.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |word| Some(process() | change(count(word))));
+}
+
+fn process() -> u64 {
+    u64::from(std::process::id()) << COUNT_BITS
+}
+
+/// The count in `word`, if it is this process's.
+fn count(word: u64) -> u64 {
+    let count = word & ((1 << COUNT_BITS) - 1);
+    if word - count == process() { count } else { 0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_worlds_of_another_process_do_not_count() {
+        assert_eq!(count(process() | 3), 3);
+        assert_eq!(count((process() + (1 << COUNT_BITS)) | 3), 0);
+        assert_eq!(count(0), 0);
+    }
+}

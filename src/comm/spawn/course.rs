@@ -1,0 +1,171 @@
+//! What becomes of all ranks when one ends. Pure: the time is given to it.
+
+use std::time::{Duration, Instant};
+
+use super::SpawnError;
+
+/// How long the rank may take to end whose failure made others fail.
+const CAUSE_TIME: Duration = Duration::from_secs(1);
+
+/// How a rank ended.
+#[derive(Debug)]
+pub(super) enum End {
+    Well,
+    /// By a failure of its own.
+    Failed(SpawnError),
+    /// Most likely since another rank failed.
+    Consequence(SpawnError),
+}
+
+/// What is to be done to the ranks that still live.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Action {
+    Terminate,
+    Kill,
+}
+
+/// The ranks of one call, from the first to the last end.
+#[derive(Debug)]
+pub(super) struct Course {
+    state: State,
+    grace: Duration,
+}
+
+#[derive(Debug)]
+enum State {
+    /// Until the deadline, if there is one.
+    Running { deadline: Option<Instant> },
+    /// Some have failed, but who made them fail still lives, it seems.
+    Waiting { first: SpawnError, until: Instant },
+    /// The others were told to end, and are killed then.
+    Stopping { cause: SpawnError, kill_at: Option<Instant> },
+    /// There is nothing left but to reap.
+    Killing { cause: SpawnError },
+}
+
+impl Course {
+    pub(super) fn new(deadline: Option<Instant>, grace: Duration) -> Self {
+        Self { state: State::Running { deadline }, grace }
+    }
+
+    /// When time alone changes something.
+    pub(super) fn wake_at(&self) -> Option<Instant> {
+        match self.state {
+            State::Running { deadline } => deadline,
+            State::Waiting { until, .. } => Some(until),
+            State::Stopping { kill_at, .. } => kill_at,
+            State::Killing { .. } => None,
+        }
+    }
+
+    /// A rank has ended.
+    pub(super) fn ended(&mut self, now: Instant, end: End) -> Option<Action> {
+        match (&self.state, end) {
+            (State::Running { .. } | State::Waiting { .. }, End::Failed(cause)) => Some(self.stop(now, cause)),
+            (State::Running { .. }, End::Consequence(first)) => {
+                self.state = State::Waiting { first, until: now + CAUSE_TIME };
+                None
+            }
+            (State::Waiting { .. }, End::Consequence(_))
+            | (State::Running { .. } | State::Waiting { .. }, End::Well)
+            // Whatever ends now was told to.
+            | (State::Stopping { .. } | State::Killing { .. }, End::Well | End::Failed(_) | End::Consequence(_)) => None,
+        }
+    }
+
+    /// Time has passed; `late` is the error if it is the deadline of all.
+    pub(super) fn tick(&mut self, now: Instant, late: impl FnOnce() -> SpawnError) -> Option<Action> {
+        if self.wake_at().is_none_or(|at| now < at) {
+            return None;
+        }
+        match std::mem::replace(&mut self.state, State::Running { deadline: None }) {
+            State::Running { .. } => Some(self.stop(now, late())),
+            State::Waiting { first, .. } => Some(self.stop(now, first)),
+            State::Stopping { cause, .. } | State::Killing { cause } => {
+                self.state = State::Killing { cause };
+                Some(Action::Kill)
+            }
+        }
+    }
+
+    fn stop(&mut self, now: Instant, cause: SpawnError) -> Action {
+        self.state = State::Stopping { cause, kill_at: now.checked_add(self.grace) };
+        Action::Terminate
+    }
+
+    /// What is returned when all have ended.
+    pub(super) fn outcome(self) -> Result<(), SpawnError> {
+        match self.state {
+            State::Running { .. } => Ok(()),
+            State::Waiting { first: cause, .. }
+            | State::Stopping { cause, .. }
+            | State::Killing { cause } => Err(cause),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    fn error(rank: usize) -> SpawnError {
+        SpawnError::Timeout { ranks: vec![rank], after: SECOND }
+    }
+
+    fn course() -> (Course, Instant) {
+        let start = Instant::now();
+        (Course::new(Some(start + 60 * SECOND), 5 * SECOND), start)
+    }
+
+    fn named(course: Course) -> Option<usize> {
+        course.outcome().err().and_then(|error| error.blame())
+    }
+
+    #[test]
+    fn all_end_well() {
+        let (mut course, start) = course();
+        assert_eq!(course.ended(start, End::Well), None);
+        assert_eq!(course.tick(start + 59 * SECOND, || error(0)), None);
+        assert_eq!(course.ended(start + 59 * SECOND, End::Well), None);
+        assert_eq!(named(course), None);
+    }
+
+    #[test]
+    fn the_first_failure_ends_the_others_and_is_named() {
+        let (mut course, start) = course();
+        assert_eq!(course.ended(start, End::Failed(error(1))), Some(Action::Terminate));
+        assert_eq!(course.ended(start, End::Failed(error(0))), None);
+        assert_eq!(course.tick(start + 4 * SECOND, || error(9)), None);
+        assert_eq!(course.tick(start + 5 * SECOND, || error(9)), Some(Action::Kill));
+        assert_eq!(course.wake_at(), None);
+        assert_eq!(course.tick(start + 500 * SECOND, || error(9)), None);
+        assert_eq!(named(course), Some(1));
+    }
+
+    #[test]
+    fn a_consequence_waits_for_its_cause() {
+        let (mut course, start) = course();
+        assert_eq!(course.ended(start, End::Consequence(error(0))), None);
+        assert_eq!(course.ended(start, End::Consequence(error(2))), None);
+        assert_eq!(course.ended(start + SECOND / 2, End::Failed(error(1))), Some(Action::Terminate));
+        assert_eq!(named(course), Some(1));
+    }
+
+    #[test]
+    fn a_cause_that_does_not_come_leaves_the_first_consequence() {
+        let (mut course, start) = course();
+        assert_eq!(course.ended(start, End::Consequence(error(0))), None);
+        assert_eq!(course.tick(start + SECOND, || error(9)), Some(Action::Terminate));
+        assert_eq!(named(course), Some(0));
+    }
+
+    #[test]
+    fn the_deadline_ends_all() {
+        let (mut course, start) = course();
+        assert_eq!(course.wake_at(), Some(start + 60 * SECOND));
+        assert_eq!(course.tick(start + 60 * SECOND, || error(3)), Some(Action::Terminate));
+        assert_eq!(named(course), Some(3));
+    }
+}

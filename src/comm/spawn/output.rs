@@ -1,0 +1,216 @@
+//! What ranks write, and the marks that they put into it. Pure.
+
+/// Starts and ends a mark: a character that texts do not use.
+const FENCE: u8 = 0x1E;
+/// Longest line that is kept until it is whole.
+const LINE_BYTES: usize = 64 << 10;
+/// How much of the end of standard error is kept, and how much of that an error shows.
+const KEPT_BYTES: usize = 64 << 10;
+const SHOWN_BYTES: usize = 4 << 10;
+
+/// What a rank says between what its program writes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Mark {
+    /// The program has come to the call; what follows is the rank's.
+    Begin,
+    /// The failure that follows is most likely the consequence of another rank's.
+    Consequence,
+}
+
+/// The bytes of a mark.
+pub(super) fn mark(token: &str, what: Mark) -> Vec<u8> {
+    let what = match what {
+        Mark::Begin => b'b',
+        Mark::Consequence => b'c',
+    };
+    [&[FENCE], token.as_bytes(), &[what, FENCE]].concat()
+}
+
+/// One of the two outputs of a rank.
+#[derive(Debug)]
+pub(super) struct Output {
+    marks: [(Mark, Vec<u8>); 2],
+    /// The beginning of what may be a mark.
+    held: Vec<u8>,
+    /// A line that is not whole.
+    line: Vec<u8>,
+    /// The end of what came before and after the beginning.
+    before: Tail,
+    after: Tail,
+    begun: bool,
+    consequence: bool,
+}
+
+impl Output {
+    pub(super) fn new(token: &str) -> Self {
+        let marks = [Mark::Begin, Mark::Consequence].map(|what| (what, mark(token, what)));
+        let (before, after) = (Tail::default(), Tail::default());
+        Self { marks, held: Vec::new(), line: Vec::new(), before, after, begun: false, consequence: false }
+    }
+
+    /// Takes what was read; returns the whole lines that are to be shown now.
+    pub(super) fn take(&mut self, bytes: &[u8]) -> Vec<u8> {
+        self.held.extend_from_slice(bytes);
+        let held = std::mem::take(&mut self.held);
+        let mut rest = held.as_slice();
+        while let Some(at) = rest.iter().position(|&byte| byte == FENCE) {
+            self.text(&rest[..at]);
+            rest = &rest[at..];
+            let found = self.marks.iter().find(|(_, mark)| rest.starts_with(mark));
+            if let Some((what, mark)) = found {
+                rest = &rest[mark.len()..];
+                match what {
+                    Mark::Begin => self.begun = true,
+                    Mark::Consequence => self.consequence = true,
+                }
+            } else if self.marks.iter().any(|(_, mark)| mark.starts_with(rest)) {
+                self.held = rest.to_vec();
+                return self.lines();
+            } else {
+                self.text(&rest[..1]);
+                rest = &rest[1..];
+            }
+        }
+        self.text(rest);
+        self.lines()
+    }
+
+    /// What is left when no more comes.
+    pub(super) fn finish(&mut self) -> Vec<u8> {
+        let held = std::mem::take(&mut self.held);
+        self.text(&held);
+        std::mem::take(&mut self.line)
+    }
+
+    fn text(&mut self, bytes: &[u8]) {
+        if self.begun {
+            self.after.push(bytes);
+            self.line.extend_from_slice(bytes);
+        } else {
+            self.before.push(bytes);
+        }
+    }
+
+    fn lines(&mut self) -> Vec<u8> {
+        let end = self.line.iter().rposition(|&byte| byte == b'\n').map_or(0, |at| at + 1);
+        let end = if end == 0 && self.line.len() > LINE_BYTES { self.line.len() } else { end };
+        self.line.drain(..end).collect()
+    }
+
+    pub(super) fn has_begun(&self) -> bool {
+        self.begun
+    }
+
+    pub(super) fn is_consequence(&self) -> bool {
+        self.consequence
+    }
+
+    /// The end of it, of the part that matters.
+    pub(super) fn tail(&self) -> String {
+        let tail = if self.begun { &self.after } else { &self.before };
+        without_backtraces(&String::from_utf8_lossy(&tail.bytes))
+    }
+}
+
+/// The end of `text` without Rust's backtraces, which would hide the panics before them.
+fn without_backtraces(text: &str) -> String {
+    let mut inside = false;
+    let told = text.split_inclusive('\n').filter(|line| {
+        inside = line.trim_end() == "stack backtrace:" || inside && line.starts_with(' ');
+        !inside
+    });
+    let mut told: Vec<u8> = told.collect::<String>().into_bytes();
+    cut_to(SHOWN_BYTES, &mut told);
+    String::from_utf8_lossy(&told).into_owned()
+}
+
+/// Drops what comes before the last `limit` bytes, and the rest of a line there if others follow.
+fn cut_to(limit: usize, bytes: &mut Vec<u8>) {
+    if bytes.len() > limit {
+        let cut = bytes.len() - limit;
+        let line = bytes[cut..].iter().position(|&byte| byte == b'\n').map_or(0, |at| at + 1);
+        bytes.drain(..if cut + line < bytes.len() { cut + line } else { cut });
+    }
+}
+
+/// The last bytes of a text.
+#[derive(Debug, Default)]
+struct Tail {
+    bytes: Vec<u8>,
+}
+
+impl Tail {
+    fn push(&mut self, bytes: &[u8]) {
+        self.bytes.extend_from_slice(bytes);
+        cut_to(KEPT_BYTES, &mut self.bytes);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn marks_are_found_in_any_pieces_and_what_is_before_the_first_is_dropped() {
+        let foreign = mark("other", Mark::Consequence);
+        let parts: [&[u8]; 6] = [
+            b"running 1 test\ntest x ... ",
+            &mark("token", Mark::Begin),
+            b"one\ntwo\x1E",
+            &foreign,
+            b"\nthree",
+            &mark("token", Mark::Consequence),
+        ];
+        let all = parts.concat();
+        let shown = [b"one\ntwo\x1E", foreign.as_slice(), b"\nthree"].concat();
+        for step in 1..=all.len() {
+            let mut output = Output::new("token");
+            let mut seen = Vec::new();
+            for piece in all.chunks(step) {
+                let lines = output.take(piece);
+                assert!(lines.is_empty() || lines.ends_with(b"\n"));
+                seen.extend(lines);
+            }
+            seen.extend(output.finish());
+            assert_eq!(seen, shown, "pieces of {step}");
+            assert!(output.has_begun() && output.is_consequence());
+            assert_eq!(output.tail().as_bytes(), shown);
+        }
+    }
+
+    #[test]
+    fn the_end_of_what_was_said_too_early_is_kept() {
+        let mut output = Output::new("token");
+        assert_eq!(output.take(b"no such option\n"), b"");
+        assert!(!output.has_begun());
+        assert_eq!(output.tail(), "no such option\n");
+    }
+
+    #[test]
+    fn a_backtrace_does_not_hide_the_panic() {
+        let mut output = Output::new("token");
+        output.take(b"thread 'x' panicked at x.rs:1:2:\nwhat it was\nstack backtrace:\n");
+        for frame in 0..1000 {
+            output.take(format!("  {frame}: a_function\n             at ./x.rs:1:2\n").as_bytes());
+        }
+        output.take(b"note: Some details are omitted\n");
+        assert_eq!(
+            output.tail(),
+            "thread 'x' panicked at x.rs:1:2:\nwhat it was\nnote: Some details are omitted\n"
+        );
+    }
+
+    #[test]
+    fn a_long_line_is_shown_in_parts_and_memory_is_bounded() {
+        let mut output = Output::new("token");
+        output.take(&mark("token", Mark::Begin));
+        let mut shown = 0;
+        for _ in 0..100 {
+            shown += output.take(&[b'x'; 8 << 10]).len();
+            assert!(output.line.len() <= LINE_BYTES && output.after.bytes.len() <= KEPT_BYTES);
+        }
+        assert_eq!(shown + output.finish().len(), 100 * (8 << 10));
+        output.take(b"\nthe last line\n");
+        assert_eq!(output.tail(), "the last line\n");
+    }
+}

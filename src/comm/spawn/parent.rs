@@ -1,0 +1,349 @@
+//! The side that starts ranks and waits for them.
+
+use std::ffi::OsString;
+use std::io::{self, Read, Write};
+use std::net::{Ipv4Addr, SocketAddr};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStderr, ChildStdout, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use convoke_env::{ExitCause, Generation, Role, WorkerEnv, vars};
+use convoke_store::StoreServer;
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
+use nix::sys::signal::{Signal, kill, killpg};
+use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
+use nix::unistd::{Pid, getpid, gettid};
+use rustix::process::{PidfdFlags, pidfd_open};
+
+use super::course::{Action, Course, End};
+use super::output::Output;
+use super::{Spawn, SpawnError, Ticket, VARIABLE, past};
+
+/// How often ranks are looked at for which there is no pidfd (an old kernel, a sandbox).
+const LOOK: Duration = Duration::from_millis(10);
+/// How often an output is read before the others get their turn: more than a pipe holds.
+const READS: usize = 64;
+/// What a rank may not inherit: words of a launcher to this process.
+const NOT_FOR_RANKS: [&str; 5] =
+    [vars::RUN_ID, vars::RESTART_COUNT, vars::MAX_RESTARTS, vars::ERROR_FILE, vars::AGENT_FD];
+
+/// Starts the ranks and waits until all have ended.
+pub(super) fn run(spec: &Spawn, ticket: &Ticket) -> Result<(), SpawnError> {
+    if spec.size == 0 {
+        return Err(SpawnError::Unusable("0 ranks: there must be one at least".to_owned()));
+    }
+    let program = Program::find()?;
+    let local = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
+    let store = StoreServer::bind(&[local])
+        .map_err(|error| SpawnError::system("serve a store", io::Error::other(error)))?;
+    let random = || Generation::random().map_err(|error| SpawnError::system("get random numbers", error));
+    let (generation, secret) = (random()?, format!("{}{}", random()?, random()?));
+    let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)
+        .map_err(|error| SpawnError::system("make an epoll instance", error))?;
+    let deadline = spec.timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+    let mut ranks = Ranks {
+        all: Vec::new(),
+        epoll,
+        captured: !program.is_main,
+        course: Course::new(deadline, spec.grace),
+    };
+    for rank in 0..spec.size {
+        let mut command = program.command();
+        for name in NOT_FOR_RANKS {
+            command.env_remove(name);
+        }
+        let told = worker_env(rank, spec.size, store.port(), generation).to_vars();
+        command.envs(told.into_iter().filter(|(name, _)| !NOT_FOR_RANKS.contains(name)));
+        if [vars::TOKEN, vars::TOKEN_FILE].iter().all(|name| std::env::var_os(name).is_none()) {
+            command.env(vars::TOKEN, &secret);
+        }
+        command.envs(spec.env.iter().map(|(name, value)| (name, value)));
+        command.env(VARIABLE, ticket.to_string()).env(past::VARIABLE, past::told());
+        ranks.start(command, ticket, spec.use_pidfds)?;
+    }
+    ranks.wait(spec, ticket)
+}
+
+fn worker_env(rank: usize, size: usize, port: u16, generation: Generation) -> WorkerEnv {
+    WorkerEnv {
+        rank,
+        world_size: size,
+        local_rank: rank,
+        local_world_size: size,
+        group_rank: 0,
+        group_world_size: 1,
+        role: Role { name: "default".to_owned(), rank, world_size: size },
+        master_addr: Ipv4Addr::LOCALHOST.to_string(),
+        master_port: port,
+        restart_count: 0,
+        max_restarts: 0,
+        run_id: String::new(),
+        use_agent_store: true,
+        error_file: None,
+        generation: Some(generation),
+    }
+}
+
+/// This program, and with which arguments it comes to where it is now.
+struct Program {
+    path: PathBuf,
+    arguments: Vec<OsString>,
+    /// We are on the main thread, and not in a test.
+    is_main: bool,
+}
+
+impl Program {
+    fn find() -> Result<Self, SpawnError> {
+        let path = std::env::current_exe().ok().filter(|path| path.exists());
+        // The file may be gone, as after another build, and is still what runs.
+        let path = path.unwrap_or_else(|| Path::new("/proc/self/exe").to_owned());
+        if gettid() == getpid() {
+            let arguments = std::env::args_os().skip(1).collect();
+            return Ok(Self { path, arguments, is_main: true });
+        }
+        // Rust's test harness names each test's thread after it.
+        let Some(test) = std::thread::current().name().map(OsString::from) else {
+            let what =
+                "this thread is neither the main one nor that of a test, so a rank would not come here";
+            return Err(SpawnError::Unusable(what.to_owned()));
+        };
+        let rest = ["--exact", "--nocapture", "--include-ignored", "--test-threads=1"].map(OsString::from);
+        Ok(Self { path, arguments: [test].into_iter().chain(rest).collect(), is_main: false })
+    }
+
+    fn command(&self) -> Command {
+        let mut command = Command::new(&self.path);
+        if let Some(name) = std::env::args_os().next() {
+            command.arg0(name);
+        }
+        command.args(&self.arguments);
+        // A group of its own: what a rank starts can be ended with it.
+        command.process_group(0).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command
+    }
+}
+
+/// What epoll says has happened, as a number: three for each rank.
+const OUT: u64 = 0;
+const ERR: u64 = 1;
+const PID: u64 = 2;
+const KINDS: u64 = 3;
+
+/// Dropping it kills and reaps all that are left.
+struct Ranks {
+    all: Vec<Rank>,
+    epoll: Epoll,
+    /// Inside of a test: output goes where the harness can catch it.
+    captured: bool,
+    course: Course,
+}
+
+struct Rank {
+    child: Child,
+    pidfd: Option<OwnedFd>,
+    out: Stream<ChildStdout>,
+    err: Stream<ChildStderr>,
+    has_ended: bool,
+}
+
+/// One of a rank's outputs; the pipe is closed when nothing more comes.
+struct Stream<P> {
+    pipe: Option<P>,
+    output: Output,
+}
+
+impl Ranks {
+    fn start(&mut self, mut command: Command, ticket: &Ticket, use_pidfds: bool) -> Result<(), SpawnError> {
+        let rank = self.all.len();
+        let failed = |what: &'static str| move |error: io::Error| SpawnError::system(what, error);
+        let mut child = command.spawn().map_err(failed("start this program again"))?;
+        let (out, err) = (child.stdout.take(), child.stderr.take());
+        let pid = rustix::process::Pid::from_raw(child.id().cast_signed()).filter(|_| use_pidfds);
+        let pidfd = pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
+        let output = || Output::new(&ticket.token);
+        let (out, err) = (Stream { pipe: out, output: output() }, Stream { pipe: err, output: output() });
+        // From here on it is killed and reaped whatever happens.
+        self.all.push(Rank { child, pidfd, out, err, has_ended: false });
+        let Rank { pidfd, out, err, .. } = &self.all[rank];
+        let watch = |fd: &dyn AsFd, kind: u64| -> io::Result<()> {
+            let event = EpollEvent::new(EpollFlags::EPOLLIN, rank as u64 * KINDS + kind);
+            Ok(self.epoll.add(fd.as_fd(), event)?)
+        };
+        let watch_all = || {
+            if let Some(pipe) = &out.pipe {
+                fcntl(pipe, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
+                watch(pipe, OUT)?;
+            }
+            if let Some(pipe) = &err.pipe {
+                fcntl(pipe, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
+                watch(pipe, ERR)?;
+            }
+            pidfd.iter().try_for_each(|pidfd| watch(pidfd, PID))
+        };
+        watch_all().map_err(failed("watch a rank"))
+    }
+
+    fn wait(mut self, spec: &Spawn, ticket: &Ticket) -> Result<(), SpawnError> {
+        while self.all.iter().any(|rank| !rank.has_ended) {
+            let mut events = [EpollEvent::empty(); 64];
+            let count = match self.epoll.wait(&mut events, self.patience()) {
+                Ok(count) => count,
+                Err(nix::errno::Errno::EINTR) => 0,
+                Err(error) => return Err(SpawnError::system("wait for ranks", error)),
+            };
+            // The kernel gives them in the order in which they happened: who failed first is seen first.
+            for event in &events[..count] {
+                let (rank, kind) = ((event.data() / KINDS) as usize, event.data() % KINDS);
+                match kind {
+                    OUT => self.all[rank].out.forward(self.captured, false),
+                    ERR => self.all[rank].err.forward(self.captured, true),
+                    _ => self.reap(rank, ticket),
+                }
+            }
+            for rank in 0..self.all.len() {
+                if self.all[rank].pidfd.is_none() && !self.all[rank].has_ended && self.all[rank].is_dead() {
+                    self.reap(rank, ticket);
+                }
+            }
+            let running = || (0..self.all.len()).filter(|&rank| !self.all[rank].has_ended).collect();
+            let late = || SpawnError::Timeout { ranks: running(), after: spec.timeout.unwrap_or_default() };
+            let action = self.course.tick(Instant::now(), late);
+            self.act(action);
+        }
+        let grace = spec.grace;
+        std::mem::replace(&mut self.course, Course::new(None, grace)).outcome()
+    }
+
+    /// How long nothing needs to be looked at.
+    fn patience(&self) -> EpollTimeout {
+        let look = self.all.iter().any(|rank| rank.pidfd.is_none() && !rank.has_ended).then_some(LOOK);
+        let wake = self.course.wake_at().map(|at| at.saturating_duration_since(Instant::now()));
+        let Some(patience) = look.into_iter().chain(wake).min() else { return EpollTimeout::NONE };
+        // Rounded up, or the last millisecond is spent spinning.
+        let millis = u16::try_from(patience.as_millis() + 1).unwrap_or(u16::MAX);
+        EpollTimeout::from(millis)
+    }
+
+    /// A rank is dead: takes its last words, ends what it has left, and decides what follows.
+    fn reap(&mut self, rank: usize, ticket: &Ticket) {
+        let size = self.all.len();
+        let one = &mut self.all[rank];
+        if let Some(pidfd) = one.pidfd.take() {
+            let _ = self.epoll.delete(&pidfd);
+        }
+        one.out.finish(self.captured, false);
+        one.err.finish(self.captured, true);
+        let status = one.end();
+        let stderr = one.err.output.tail();
+        let has_begun = one.out.output.has_begun();
+        let is_consequence = one.out.output.is_consequence();
+        let end = match status.map(how) {
+            Err(source) => {
+                End::Failed(SpawnError::System { what: format!("learn how rank {rank} ended"), source })
+            }
+            Ok(how) if !has_begun => {
+                let place = ticket.place.clone();
+                End::Failed(SpawnError::Unreached { rank, size, place, how, stderr })
+            }
+            Ok(ExitCause::Code(0)) => End::Well,
+            Ok(how) if is_consequence => End::Consequence(SpawnError::Failed { rank, size, how, stderr }),
+            Ok(how) => End::Failed(SpawnError::Failed { rank, size, how, stderr }),
+        };
+        let action = self.course.ended(Instant::now(), end);
+        self.act(action);
+    }
+
+    fn act(&self, action: Option<Action>) {
+        let signal = match action {
+            None => return,
+            Some(Action::Terminate) => Signal::SIGTERM,
+            Some(Action::Kill) => Signal::SIGKILL,
+        };
+        for rank in self.all.iter().filter(|rank| !rank.has_ended) {
+            rank.signal(signal);
+        }
+    }
+}
+
+impl Drop for Ranks {
+    fn drop(&mut self) {
+        for rank in self.all.iter_mut().filter(|rank| !rank.has_ended) {
+            rank.signal(Signal::SIGKILL);
+            let _ = rank.end();
+        }
+    }
+}
+
+impl Rank {
+    /// To it and to what it has started. Only before it is reaped: then its number may be another's.
+    fn signal(&self, signal: Signal) {
+        let pid = Pid::from_raw(self.child.id().cast_signed());
+        let _ = killpg(pid, signal);
+        // It may have joined another group.
+        let _ = kill(pid, signal);
+    }
+
+    fn is_dead(&self) -> bool {
+        let flags = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
+        let pid = Pid::from_raw(self.child.id().cast_signed());
+        !matches!(waitid(Id::Pid(pid), flags), Ok(WaitStatus::StillAlive))
+    }
+
+    /// Reaps it and kills what is left of its group.
+    fn end(&mut self) -> io::Result<ExitStatus> {
+        self.has_ended = true;
+        self.signal(Signal::SIGKILL);
+        self.child.wait()
+    }
+}
+
+fn how(status: ExitStatus) -> ExitCause {
+    match (status.code(), status.signal()) {
+        (Some(code), _) => ExitCause::Code(code),
+        (None, signal) => ExitCause::Signal(signal.unwrap_or_default()),
+    }
+}
+
+impl<P: Read + AsRawFd> Stream<P> {
+    /// Shows what has come, as far as lines are whole.
+    fn forward(&mut self, captured: bool, is_stderr: bool) {
+        let mut buffer = [0; 16 << 10];
+        // Bounded, so that one that writes without end does not keep us from the others.
+        for _ in 0..READS {
+            let Some(pipe) = &mut self.pipe else { return };
+            match pipe.read(&mut buffer) {
+                Ok(0) => self.pipe = None,
+                Ok(count) => show(&self.output.take(&buffer[..count]), captured, is_stderr),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+                Err(_) => self.pipe = None,
+            }
+        }
+    }
+
+    /// The rank is dead: nothing more comes, but from processes that it has left behind.
+    fn finish(&mut self, captured: bool, is_stderr: bool) {
+        self.forward(captured, is_stderr);
+        self.pipe = None;
+        show(&self.output.finish(), captured, is_stderr);
+    }
+}
+
+/// Writes what a rank has written to where this process writes.
+#[allow(clippy::print_stdout, clippy::print_stderr)] // these two are what a test harness captures
+fn show(bytes: &[u8], captured: bool, is_stderr: bool) {
+    if bytes.is_empty() {
+        return;
+    }
+    let text = || String::from_utf8_lossy(bytes);
+    // Who does not listen misses it; the ranks go on.
+    let _ = match (captured, is_stderr) {
+        (true, true) => return eprint!("{}", text()),
+        (true, false) => return print!("{}", text()),
+        (false, true) => io::stderr().write_all(bytes),
+        (false, false) => io::stdout().write_all(bytes).and_then(|()| io::stdout().flush()),
+    };
+}

@@ -1,0 +1,45 @@
+use super::*;
+use convoke_env::ExitCause;
+
+#[test]
+fn tickets_round_trip() {
+    let ticket =
+        Ticket { spawner: 7, token: "abc".to_owned(), call: 2, place: "a folder/x.rs:1:2".to_owned() };
+    assert_eq!(ticket.to_string().parse(), Ok(ticket));
+    for text in ["", "7", "7 abc", "7 abc 2", "x abc 2 place", "7 abc x place"] {
+        assert!(text.parse::<Ticket>().is_err(), "{text}");
+    }
+}
+
+#[test]
+fn without_pidfds_ranks_are_looked_at() {
+    let mut spawn = Spawn::new(2);
+    spawn.use_pidfds = false;
+    spawn.clone().run(|_| ()).unwrap();
+    let error = spawn.run(|rank| if rank == 1 { Err("on purpose") } else { Ok(()) }).unwrap_err();
+    assert!(matches!(error, SpawnError::Failed { rank: 1, size: 2, how: ExitCause::Code(1), .. }), "{error}");
+}
+
+#[test]
+fn errors_reach_ranks_as_they_were_and_do_not_grow_without_bound() {
+    let failed = |stderr: &str| SpawnError::Failed {
+        rank: 1,
+        size: 2,
+        how: ExitCause::Signal(9),
+        stderr: stderr.to_owned(),
+    };
+    let errors = [
+        failed("words\n"),
+        SpawnError::Timeout { ranks: vec![1], after: Duration::from_millis(1) },
+        SpawnError::system("do this", std::io::Error::other("no")),
+        SpawnError::Unusable("not so".to_owned()),
+    ];
+    for error in errors {
+        let copy: SpawnError = serde_json::from_slice(&serde_json::to_vec(&error).unwrap()).unwrap();
+        assert_eq!(copy.to_string(), error.to_string());
+    }
+    for call in 0..1000 {
+        past::remember(call, &Err(failed(&"x".repeat(4 << 10))));
+    }
+    assert!(past::told().len() < 128 << 10);
+}

@@ -1,0 +1,310 @@
+//! Ranks as processes of the test program: what they are told, how their failures are named, and that nothing
+//! is left of them.
+
+#![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout, clippy::print_stderr, clippy::exit)]
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use convoke_comm::{CommError, ReduceOp, Spawn, SpawnError, World, init, is_elastic, is_initialized, spawn};
+use convoke_env::{ExitCause, WorkerEnv};
+use nix::sys::signal::{Signal, kill, raise};
+use nix::unistd::Pid;
+
+/// Bound for anything that should happen.
+const LONG: Duration = Duration::from_secs(60);
+
+fn sum(world: &World) -> Result<i64, CommError> {
+    let mut sum = [world.rank() as i64 + 1];
+    world.all_reduce(&mut sum, ReduceOp::Sum)?;
+    Ok(sum[0])
+}
+
+#[test]
+fn ranks_are_workers_that_find_each_other() {
+    Spawn::new(3)
+        .env("THE_SPAWNER", std::process::id().to_string())
+        .timeout(LONG)
+        .run(|rank| {
+            let spawner = std::env::var("THE_SPAWNER").unwrap();
+            assert_eq!(std::os::unix::process::parent_id().to_string(), spawner);
+            let env = WorkerEnv::from_process().unwrap().unwrap();
+            assert_eq!((env.rank, env.local_rank, env.role.rank), (rank, rank, rank));
+            assert_eq!((env.world_size, env.local_world_size, env.group_world_size), (3, 3, 1));
+            assert!(!is_initialized() && !is_elastic());
+            let world = init().unwrap();
+            assert!(is_initialized());
+            assert_eq!(
+                (world.rank(), world.size(), world.local_rank(), world.local_world_size()),
+                (rank, 3, rank, 3)
+            );
+            assert_eq!(sum(&world).unwrap(), 6);
+            drop(world);
+            assert!(!is_initialized());
+        })
+        .unwrap();
+}
+
+#[test]
+fn several_calls_follow_each_other_also_in_a_loop() {
+    for round in 0..2 {
+        spawn(2, |rank| {
+            let world = init()?;
+            let mut both = [0_u64; 2];
+            world.all_gather(&[round * 10 + rank as u64], &mut both)?;
+            assert_eq!(both, [round * 10, round * 10 + 1]);
+            Ok::<(), CommError>(())
+        })
+        .unwrap();
+    }
+    let error = spawn(1, |_| std::process::exit(7)).unwrap_err();
+    assert!(matches!(error, SpawnError::Failed { how: ExitCause::Code(7), .. }), "{error}");
+}
+
+/// The error of two ranks of which rank 1 ends so, while rank 0 is in a barrier with it.
+#[track_caller]
+fn failure(rank_1: impl FnOnce(World) -> Result<(), String>) -> (usize, ExitCause, String) {
+    let outcome = Spawn::new(2).timeout(LONG).run(|rank| {
+        let world = init().map_err(|error| error.to_string())?;
+        world.barrier().map_err(|error| error.to_string())?;
+        match rank {
+            1 => rank_1(world),
+            // Exits with a code of its own as soon as it has lost its peer.
+            _ => world.barrier().map_err(|error| format!("rank 0 has lost rank 1: {error}")),
+        }
+    });
+    match outcome.unwrap_err() {
+        SpawnError::Failed { rank, size: 2, how, stderr } => (rank, how, stderr),
+        other => panic!("{other}"),
+    }
+}
+
+#[test]
+fn a_panic_is_named_with_its_message() {
+    let (rank, how, stderr) = failure(|_world| panic!("the data set is empty"));
+    assert_eq!((rank, how), (1, ExitCause::Code(101)));
+    assert!(stderr.contains("panicked at") && stderr.contains("the data set is empty"), "{stderr}");
+}
+
+#[test]
+fn an_error_is_named_with_its_text() {
+    let (rank, how, stderr) = failure(|_world| Err("no such file".to_owned()));
+    assert_eq!((rank, how), (1, ExitCause::Code(1)));
+    assert!(stderr.contains("Error: \"no such file\""), "{stderr}");
+}
+
+#[test]
+fn an_exit_code_is_named_with_the_last_words() {
+    let (rank, how, stderr) = failure(|_world| {
+        eprintln!("giving up");
+        std::process::exit(3)
+    });
+    assert_eq!((rank, how, stderr.as_str()), (1, ExitCause::Code(3), "giving up\n"));
+}
+
+#[test]
+fn a_signal_is_named() {
+    let (rank, how, _) = failure(|_world| {
+        raise(Signal::SIGKILL).unwrap();
+        Ok(())
+    });
+    assert_eq!((rank, how), (1, ExitCause::Signal(9)));
+}
+
+#[test]
+fn a_rank_that_leaves_too_early_does_not_hide_who_fails_then() {
+    let (rank, how, stderr) = failure(|world| {
+        drop(world);
+        Ok(())
+    });
+    assert_eq!((rank, how), (0, ExitCause::Code(1)));
+    assert!(stderr.contains("rank 1 at") && stderr.contains("has left the group"), "{stderr}");
+}
+
+#[test]
+fn a_rank_that_does_not_end_is_killed_when_another_fails() {
+    let folder = folder();
+    let error = Spawn::new(2)
+        .env("FOLDER", &folder.0)
+        .timeout(LONG)
+        .grace(Duration::from_millis(50))
+        .run(|rank| {
+            if rank == 1 {
+                write_pid("rank", std::process::id());
+                // As it is stopped, SIGTERM does not end it.
+                raise(Signal::SIGSTOP).unwrap();
+            }
+            wait_for_pid(Path::new(&std::env::var_os("FOLDER").unwrap()), "rank");
+            std::process::exit(2);
+        })
+        .unwrap_err();
+    assert!(matches!(&error, SpawnError::Failed { rank: 0, how: ExitCause::Code(2), .. }), "{error}");
+    assert!(!lives(read_pid(&folder.0, "rank")));
+}
+
+#[test]
+fn what_takes_too_long_is_ended_and_named() {
+    let after = Duration::from_millis(100);
+    let error = Spawn::new(2).timeout(after).run(|_| std::thread::sleep(LONG)).unwrap_err();
+    assert!(matches!(&error, SpawnError::Timeout { ranks, .. } if *ranks == [0, 1]), "{error}");
+    assert_eq!(error.to_string(), "rank(s) 0, 1 still ran after 100 ms");
+}
+
+#[test]
+#[allow(clippy::zombie_processes)] // that is the point
+fn what_a_rank_has_started_ends_with_it() {
+    let folder = folder();
+    Spawn::new(1)
+        .env("FOLDER", &folder.0)
+        .run(|_| {
+            let child = Command::new("sleep").arg("1000").stdout(Stdio::inherit()).spawn().unwrap();
+            write_pid("child", child.id());
+        })
+        .unwrap();
+    gone(read_pid(&folder.0, "child"));
+}
+
+#[test]
+fn a_failure_before_the_call_is_told_apart() {
+    if std::env::var_os("CONVOKE_SPAWN").is_some() {
+        eprintln!("not this way");
+        std::process::exit(4);
+    }
+    let error = spawn(1, |_| ()).unwrap_err();
+    assert!(matches!(&error, SpawnError::Unreached { rank: 0, how: ExitCause::Code(4), .. }), "{error}");
+    let text = error.to_string();
+    assert!(text.contains("tests/spawn.rs:") && text.contains("not this way"), "{text}");
+}
+
+#[test]
+fn a_rank_that_comes_to_another_call_says_so() {
+    let other = std::env::var_os("CONVOKE_SPAWN").is_some();
+    let error = if other { spawn(1, |_| ()) } else { spawn(1, |_| ()) }.unwrap_err();
+    assert!(matches!(&error, SpawnError::Unreached { how: ExitCause::Code(1), .. }), "{error}");
+    assert!(error.to_string().contains("came to call 0 of spawn at"), "{error}");
+}
+
+#[test]
+fn ranks_cannot_spawn_and_no_ranks_are_refused() {
+    spawn(1, |_| {
+        let error = spawn(1, |_| ()).unwrap_err();
+        assert!(matches!(error, SpawnError::Unusable(_)), "{error}");
+    })
+    .unwrap();
+    assert!(matches!(spawn(0, |_| ()), Err(SpawnError::Unusable(_))));
+    let unnamed = std::thread::spawn(|| spawn(1, |_| ())).join().unwrap().unwrap_err();
+    assert!(unnamed.to_string().contains("neither the main one nor that of a test"), "{unnamed}");
+}
+
+#[test]
+fn a_program_that_a_rank_starts_may_spawn() {
+    spawn(1, |_| {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["ranks_cannot_spawn_and_no_ranks_are_refused", "--exact"]).stdout(Stdio::null());
+        assert!(command.status().unwrap().success());
+    })
+    .unwrap();
+}
+
+#[test]
+fn ranks_die_with_the_process_that_has_spawned_them() {
+    let folder = folder();
+    let mut spawner = start_spawner(&folder, "");
+    let ranks = [wait_for_pid(&folder.0, "0"), wait_for_pid(&folder.0, "1")];
+    spawner.kill().unwrap();
+    spawner.wait().unwrap();
+    ranks.into_iter().for_each(gone);
+}
+
+#[test]
+fn a_rank_whose_spawner_has_died_before_the_call_does_not_spawn_itself() {
+    let folder = folder();
+    let mut spawner = start_spawner(&folder, "before the call");
+    let rank = wait_for_pid(&folder.0, "early");
+    spawner.kill().unwrap();
+    spawner.wait().unwrap();
+    gone(rank);
+    assert!(!folder.0.join("0").exists());
+}
+
+/// Runs [`spawner`] in a process of its own, whose ranks stop to wait for its death `when`.
+fn start_spawner(folder: &Folder, when: &str) -> std::process::Child {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["spawner", "--exact", "--nocapture"]).env("FOLDER", &folder.0).env("WHEN", when);
+    command.stdout(Stdio::null()).spawn().unwrap()
+}
+
+/// Not a test: a process that is killed by others.
+#[test]
+fn spawner() {
+    let Ok(when) = std::env::var("WHEN") else { return };
+    let early = when == "before the call";
+    if early && std::env::var_os("CONVOKE_SPAWN").is_some() {
+        let (spawner, until) = (std::os::unix::process::parent_id(), Instant::now() + LONG);
+        write_pid("early", std::process::id());
+        while std::os::unix::process::parent_id() == spawner && Instant::now() < until {
+            std::thread::yield_now();
+        }
+    }
+    // The only one, or the other might see the death before it could know of whom.
+    spawn(if early { 1 } else { 2 }, |rank| {
+        write_pid(&rank.to_string(), std::process::id());
+        std::thread::sleep(LONG);
+    })
+    .unwrap();
+}
+
+// ---------------------------------------------------------------- pids, through files
+
+/// A folder that is removed with this.
+struct Folder(std::path::PathBuf);
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+fn folder() -> Folder {
+    let name = format!("convoke-spawn-{}-{:?}", std::process::id(), std::thread::current().id());
+    let path = std::env::temp_dir().join(name);
+    // Ranks come here too, and have no use for it: FOLDER tells them that of the test.
+    if std::env::var_os("CONVOKE_SPAWN").is_none() {
+        std::fs::create_dir(&path).unwrap();
+    }
+    Folder(path)
+}
+
+fn write_pid(name: &str, pid: u32) {
+    let folder = std::env::var_os("FOLDER").unwrap();
+    std::fs::write(Path::new(&folder).join(name), format!("{pid}\n")).unwrap();
+}
+
+fn read_pid(folder: &Path, name: &str) -> Pid {
+    let text = std::fs::read_to_string(folder.join(name)).unwrap();
+    Pid::from_raw(text.trim().parse().unwrap())
+}
+
+fn wait_for_pid(folder: &Path, name: &str) -> Pid {
+    let until = Instant::now() + LONG;
+    while !std::fs::read_to_string(folder.join(name)).is_ok_and(|text| text.ends_with('\n')) {
+        assert!(Instant::now() < until, "rank {name} did not come");
+        std::thread::yield_now();
+    }
+    read_pid(folder, name)
+}
+
+/// Whether there is such a process that is not just waiting to be reaped by somebody else.
+fn lives(pid: Pid) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    kill(pid, None).is_ok() && !stat.contains(") Z ")
+}
+
+fn gone(pid: Pid) {
+    let until = Instant::now() + LONG;
+    while lives(pid) {
+        assert!(Instant::now() < until, "{pid} is left over");
+        std::thread::yield_now();
+    }
+}
