@@ -72,6 +72,15 @@ impl Job {
         self.command_of(command, arguments)
     }
 
+    /// Another program, as a launcher is started.
+    pub fn command_of_other<I: AsRef<OsStr>>(
+        &self,
+        program: impl AsRef<OsStr>,
+        arguments: impl IntoIterator<Item = I>,
+    ) -> Command {
+        self.command_of(Command::new(program), arguments)
+    }
+
     fn command_of<I: AsRef<OsStr>>(
         &self,
         mut command: Command,
@@ -195,6 +204,18 @@ pub fn wait_until<T>(what: &str, mut check: impl FnMut() -> Option<T>) -> T {
         assert!(Instant::now() < end, "waited {PATIENCE:?} for {what}");
         std::thread::sleep(Duration::from_millis(2));
     }
+}
+
+/// Why simulated hosts and the like cannot be had here, if so: they need root and these programs.
+pub fn lacks(tools: &[&str]) -> Option<String> {
+    if !nix::unistd::geteuid().is_root() {
+        return Some("not root".to_owned());
+    }
+    let there = |tool: &str| {
+        let look = Command::new("sh").args(["-c", &format!("command -v {tool}")]).output();
+        look.is_ok_and(|output| output.status.success())
+    };
+    tools.iter().find(|tool| !there(tool)).map(|missing| format!("no program {missing}"))
 }
 
 /// Says that something could not be tested here. Not by a macro, whose output is shown of failed tests only.

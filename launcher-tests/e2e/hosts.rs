@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use super::harness::{Ended, Job, describe, skip, wait_until};
+use super::harness::{Ended, Job, describe, lacks, skip, wait_until};
 
 /// From the loss of a host to the end of the other node; documented are 4 s.
 const LIMIT: Duration = Duration::from_secs(15);
@@ -18,12 +18,8 @@ struct Hosts {
 impl Hosts {
     /// None if there can be no such hosts here, which it says.
     fn up() -> Option<Self> {
-        let why = if !nix::unistd::geteuid().is_root() {
-            "not root".to_owned()
-        } else if let Some(missing) =
-            ["ip", "nsenter", "unshare", "pgrep"].into_iter().find(|tool| !has(tool))
-        {
-            format!("no program {missing}")
+        let why = if let Some(why) = lacks(&["ip", "nsenter", "unshare", "pgrep"]) {
+            why
         } else {
             let hosts =
                 Self { state: tempfile::Builder::new().prefix("convoke-e2e-hosts-").tempdir().unwrap() };
@@ -57,11 +53,6 @@ impl Drop for Hosts {
     fn drop(&mut self) {
         let _ = self.command(["down"]).output();
     }
-}
-
-fn has(tool: &str) -> bool {
-    let look = Command::new("sh").args(["-c", &format!("command -v {tool}")]).output();
-    look.is_ok_and(|output| output.status.success())
 }
 
 /// Node 0 on h1, node 1 on h2, two workers each that wait for ever; then `what` happens to the host of node `lost`, and

@@ -20,6 +20,7 @@ mod nodes;
 mod output;
 mod processes;
 mod standalone;
+mod starters;
 mod terminal;
 mod tutorials;
 mod workers;

@@ -1,0 +1,17 @@
+//! `group_worker`: joins its job by whatever started it, adds up the ranks with all others and says who it is.
+
+use std::error::Error;
+use std::io::{self, Write};
+
+use convoke_comm::ReduceOp;
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let world = convoke_comm::init()?;
+    let mut sum = [world.rank() as u64 + 1];
+    world.all_reduce(&mut sum, ReduceOp::Sum)?;
+    let (rank, size) = (world.rank(), world.size());
+    let (local_rank, local_size) = (world.local_rank(), world.local_world_size());
+    // In one piece: several write to one output.
+    let line = format!("rank {rank} of {size}, {local_rank} of {local_size} here, sum {}\n", sum[0]);
+    Ok(io::stdout().write_all(line.as_bytes())?)
+}

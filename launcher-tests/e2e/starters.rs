@@ -1,0 +1,140 @@
+//! Workers of the runtime that other launchers start: mpirun of Open MPI and of MPICH, and srun.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use super::harness::{Ended, Job, lacks, skip};
+
+/// Executes its arguments where there is no network but loopback: mpirun listens everywhere.
+const ALONE: &str = "ip link set lo up && exec \"$@\"";
+const OPEN_MPI: &[&str] = &["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe"];
+
+fn worker() -> &'static str {
+    env!("CARGO_BIN_EXE_group_worker")
+}
+
+/// Runs `starter`, with `rest` after it, on a host of its own; `None` if that cannot be done here, which it says.
+fn run(starter: &[&str], rest: &[&str]) -> Option<Ended> {
+    if let Some(why) = lacks(&["unshare", "ip", starter[0]]) {
+        skip(&format!("workers under {}", starter[0]), &why);
+        return None;
+    }
+    let job = Job::new();
+    let mut command = job.command_of_other("unshare", ["--net", "sh", "-c", ALONE, "sh"]);
+    command.args(starter).args(rest);
+    Some(job.start(command).wait().expect(0))
+}
+
+/// What all workers say, in the order of their ranks; `here` is local rank and size of each.
+fn expected(here: &[(usize, usize)]) -> Vec<String> {
+    let size = here.len();
+    let line = |(rank, (local, local_size)): (usize, &(usize, usize))| {
+        format!("rank {rank} of {size}, {local} of {local_size} here, sum {}", size * (size + 1) / 2)
+    };
+    here.iter().enumerate().map(line).collect()
+}
+
+fn said(ended: &Ended) -> Vec<String> {
+    let mut lines: Vec<_> =
+        ended.stdout.lines().filter(|line| line.starts_with("rank ")).map(str::to_owned).collect();
+    lines.sort();
+    lines
+}
+
+#[test]
+fn workers_under_open_mpis_mpirun() {
+    let Some(ended) = run(OPEN_MPI, &["-np", "3", worker()]) else { return };
+    assert_eq!(said(&ended), expected(&[(0, 3), (1, 3), (2, 3)]), "{}", ended.stderr);
+}
+
+#[test]
+fn workers_under_mpichs_mpirun() {
+    let Some(ended) = run(&["mpirun.mpich"], &["-n", "3", worker()]) else { return };
+    assert_eq!(said(&ended), expected(&[(0, 3), (1, 3), (2, 3)]), "{}", ended.stderr);
+    // Also if a script stands in between.
+    let script = format!("{}; exit $?", worker());
+    let Some(ended) = run(&["mpirun.mpich"], &["-n", "2", "sh", "-c", &script]) else { return };
+    assert_eq!(said(&ended), expected(&[(0, 2), (1, 2)]), "{}", ended.stderr);
+}
+
+#[test]
+fn a_launcher_under_mpirun_has_the_last_word() {
+    let launcher = env!("CARGO_BIN_EXE_convoke_dup");
+    let rest = ["-np", "1", launcher, "--nproc-per-node=2", worker()];
+    let Some(ended) = run(OPEN_MPI, &rest) else { return };
+    assert_eq!(said(&ended), expected(&[(0, 2), (1, 2)]), "{}", ended.stderr);
+}
+
+/// Slurm on two simulated hosts, as long as this exists.
+struct Slurm {
+    state: tempfile::TempDir,
+}
+
+impl Slurm {
+    fn up() -> Option<Self> {
+        let tools = ["ip", "nsenter", "unshare", "pgrep", "srun", "slurmctld", "slurmd", "munged"];
+        let tools = [&tools[..], &["mpirun.openmpi", "mpirun.mpich"]].concat();
+        let why = if let Some(why) = lacks(&tools) {
+            why
+        } else {
+            let slurm = Self { state: tempfile::Builder::new().prefix("convoke-slurm-").tempdir().unwrap() };
+            let up = slurm.command(["up", "2"]).output().unwrap();
+            if up.status.success() {
+                return Some(slurm);
+            }
+            String::from_utf8_lossy(&up.stderr).trim().to_owned()
+        };
+        skip("workers under srun, and under mpirun inside of Slurm", &why);
+        None
+    }
+
+    fn script() -> PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("testbed/slurm.sh")
+    }
+
+    fn command<'a>(&self, arguments: impl IntoIterator<Item = &'a str>) -> Command {
+        let mut command = Command::new(Self::script());
+        command.args(arguments).env("TESTBED_DIR", self.state.path());
+        command
+    }
+
+    /// Runs a command of Slurm's to its end.
+    fn run(&self, job: &Job, arguments: &[&str], variables: &[(&str, &str)]) -> Ended {
+        let mut command = job.command_of_other(Self::script(), [&["exec"], arguments].concat());
+        command.env("TESTBED_DIR", self.state.path()).envs(variables.iter().copied());
+        job.start(command).wait()
+    }
+}
+
+impl Drop for Slurm {
+    fn drop(&mut self) {
+        let _ = self.command(["down"]).output();
+    }
+}
+
+#[test]
+fn workers_on_two_hosts_under_srun_and_under_mpirun_inside_of_slurm() {
+    let Some(slurm) = Slurm::up() else { return };
+    let job = Job::new();
+    let check = |arguments: &[&str], variables: &[(&str, &str)], here: &[(usize, usize)]| {
+        let ended = slurm.run(&job, arguments, variables).expect(0);
+        assert_eq!(said(&ended), expected(here), "{arguments:?}: {}", ended.stderr);
+    };
+    check(&["srun", "-N2", "-n3", worker()], &[], &[(0, 2), (1, 2), (0, 1)]);
+    check(&["srun", "--mpi=pmi2", "-N1", "-n2", worker()], &[], &[(0, 2), (1, 2)]);
+    let both = [(0, 2), (1, 2), (0, 2), (1, 2)];
+    let job_of_4 = ["salloc", "-Q", "-N2", "--ntasks-per-node=2"];
+    check(&[&job_of_4[..], &["mpirun.openmpi", "--allow-run-as-root", worker()]].concat(), &[], &both);
+    check(&[&job_of_4[..], &["mpirun.mpich", "-n", "4", "-ppn", "2", worker()]].concat(), &[], &both);
+
+    // Rank 0 is not on the first node: it says so, and is believed if told better.
+    let list = job.path("hosts");
+    std::fs::write(&list, "h2\nh1\n").unwrap();
+    let list = ("SLURM_HOSTFILE", list.to_str().unwrap());
+    let turned = ["srun", "-K", "-N2", "-n2", "-m", "arbitrary", worker()];
+    let ended = slurm.run(&job, &turned, &[list]);
+    assert_ne!(ended.status.code(), Some(0));
+    assert!(ended.stderr.contains("cannot serve the store at h1:"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("MASTER_ADDR and MASTER_PORT win"), "{}", ended.stderr);
+    check(&turned, &[list, ("MASTER_ADDR", "h2")], &[(0, 1), (0, 1)]);
+}
