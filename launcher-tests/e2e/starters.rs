@@ -131,13 +131,13 @@ fn workers_on_two_hosts_under_srun_and_under_mpirun_inside_of_slurm() {
     let list = job.path("hosts");
     std::fs::write(&list, "h2\nh1\n").unwrap();
     let list = ("SLURM_HOSTFILE", list.to_str().unwrap());
-    // Into a file: what a task says just before its step is killed may be lost on the way to srun.
-    let errors = job.path("errors");
-    let turned = ["srun", "-K", "-e", errors.to_str().unwrap(), "-N2", "-n2", "-m", "arbitrary", worker()];
-    let ended = slurm.run(&job, &turned, &[list]);
+    let turned = ["srun", "-K", "-N2", "-n2", "-m", "arbitrary"];
+    // Written by the task itself: what is on its way to srun when the step is killed is lost.
+    let errors = format!("exec {} 2> '{}'.$SLURM_PROCID", worker(), job.path("errors").display());
+    let ended = slurm.run(&job, &[&turned[..], &["sh", "-c", &errors]].concat(), &[list]);
     assert_ne!(ended.status.code(), Some(0));
-    let said = std::fs::read_to_string(&errors).unwrap();
-    assert!(said.contains("cannot serve the store at h1:"), "{said}");
-    assert!(said.contains("MASTER_ADDR and MASTER_PORT win"), "{said}");
-    check(&turned, &[list, ("MASTER_ADDR", "h2")], &[(0, 1), (0, 1)]);
+    let said_by_0 = std::fs::read_to_string(job.path("errors.0")).unwrap();
+    assert!(said_by_0.contains("cannot serve the store at h1:"), "{said_by_0}{}", ended.stderr);
+    assert!(said_by_0.contains("MASTER_ADDR and MASTER_PORT win"), "{said_by_0}");
+    check(&[&turned[..], &[worker()]].concat(), &[list, ("MASTER_ADDR", "h2")], &[(0, 1), (0, 1)]);
 }
