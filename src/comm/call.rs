@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use convoke_env::flight::names;
 use serde::{Deserialize, Serialize};
 
 use crate::dtype::{Dtype, ReduceOp};
@@ -45,11 +46,15 @@ pub enum CallKind {
     Scan,
     /// `exclusive_scan`
     ExclusiveScan,
+    /// `monitored_barrier`
+    MonitoredBarrier,
+    /// `subgroup`, `split`, and what is made of them
+    Subgroup,
 }
 
 impl CallKind {
     /// In the order of their numbers on the wire.
-    const ALL: [Self; 17] = [
+    pub(crate) const ALL: [Self; 19] = [
         Self::Barrier,
         Self::AllReduce,
         Self::Broadcast,
@@ -67,34 +72,39 @@ impl CallKind {
         Self::AllToAllV,
         Self::Scan,
         Self::ExclusiveScan,
+        Self::MonitoredBarrier,
+        Self::Subgroup,
     ];
 
-    const fn name(self) -> &'static str {
+    /// How a call reads, see [`convoke_env::flight::names`].
+    pub(crate) const fn template(self) -> &'static str {
         match self {
-            Self::Barrier => "barrier",
-            Self::AllReduce => "all_reduce",
-            Self::Broadcast => "broadcast",
-            Self::PointToPoint => "send/recv",
-            Self::Reduce => "reduce",
-            Self::AllGather => "all_gather",
-            Self::ReduceScatter => "reduce_scatter",
-            Self::Gather => "gather",
-            Self::Scatter => "scatter",
-            Self::AllToAll => "all_to_all",
-            Self::AllGatherV => "all_gather_v",
-            Self::ReduceScatterV => "reduce_scatter_v",
-            Self::GatherV => "gather_v",
-            Self::ScatterV => "scatter_v",
-            Self::AllToAllV => "all_to_all_v",
-            Self::Scan => "scan",
-            Self::ExclusiveScan => "exclusive_scan",
+            Self::Barrier => "barrier()",
+            Self::AllReduce => "all_reduce(%t, %n%l%o)",
+            Self::Broadcast => "broadcast(%t, %n%o, root %r)",
+            Self::PointToPoint => "send/recv(%t, %n, tag %r)",
+            Self::Reduce => "reduce(%t, %n%o, root %r)",
+            Self::AllGather => "all_gather(%t, %n%l%o)",
+            Self::ReduceScatter => "reduce_scatter(%t, %n%l%o)",
+            Self::Gather => "gather(%t, %n%o, root %r)",
+            Self::Scatter => "scatter(%t, %n%o, root %r)",
+            Self::AllToAll => "all_to_all(%t, %n%l%o)",
+            Self::AllGatherV => "all_gather_v(%t, %n in blocks of lengths %x%o)",
+            Self::ReduceScatterV => "reduce_scatter_v(%t, %n in blocks of lengths %x%o)",
+            Self::GatherV => "gather_v(%t, root %r)",
+            Self::ScatterV => "scatter_v(%t, root %r)",
+            Self::AllToAllV => "all_to_all_v(%t)",
+            Self::Scan => "scan(%t, %n%l%o)",
+            Self::ExclusiveScan => "exclusive_scan(%t, %n%l%o)",
+            Self::MonitoredBarrier => "monitored_barrier()",
+            Self::Subgroup => "subgroup/split()",
         }
     }
 }
 
 impl fmt::Display for CallKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
+        f.write_str(self.template().split('(').next().unwrap_or_default())
     }
 }
 
@@ -201,35 +211,7 @@ impl TryFrom<[u8; 16]> for Call {
 impl fmt::Display for Call {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { kind, dtype, op, root, count } = self;
-        match kind {
-            CallKind::Barrier => write!(f, "barrier()"),
-            CallKind::AllReduce
-            | CallKind::ReduceScatter
-            | CallKind::AllGather
-            | CallKind::AllToAll
-            | CallKind::Scan
-            | CallKind::ExclusiveScan => {
-                write!(f, "{kind}({dtype}, {count}")?;
-                if *root != 0 {
-                    write!(f, " in a list of lengths {root:08x}")?;
-                }
-                op.map_or(Ok(()), |op| write!(f, ", {op}"))?;
-                write!(f, ")")
-            }
-            CallKind::Broadcast | CallKind::Reduce | CallKind::Gather | CallKind::Scatter => {
-                write!(f, "{kind}({dtype}, {count}")?;
-                op.map_or(Ok(()), |op| write!(f, ", {op}"))?;
-                write!(f, ", root {root})")
-            }
-            CallKind::AllGatherV | CallKind::ReduceScatterV => {
-                write!(f, "{kind}({dtype}, {count} in blocks of lengths {root:08x}")?;
-                op.map_or(Ok(()), |op| write!(f, ", {op}"))?;
-                write!(f, ")")
-            }
-            CallKind::GatherV | CallKind::ScatterV => write!(f, "{kind}({dtype}, root {root})"),
-            CallKind::AllToAllV => write!(f, "{kind}({dtype})"),
-            CallKind::PointToPoint => write!(f, "send/recv({dtype}, {count}, tag {root})"),
-        }
+        f.write_str(&names::fill(kind.template(), dtype.name(), op.map(ReduceOp::name), *root, *count))
     }
 }
 
@@ -272,6 +254,19 @@ mod tests {
                 assert_eq!(Call::decode(call.encode()), Ok(call));
             }
         }
+    }
+
+    #[test]
+    fn random_descriptors_never_do_harm() {
+        let op = Some(ReduceOp::Max);
+        let good = CallKind::ALL
+            .map(|kind| Call { kind, dtype: Dtype::I64, op, root: 0x0102_0304, count: 1 << 40 }.encode());
+        let decode = |bytes: &[u8]| Call::decode(bytes.try_into().ok()?).ok();
+        let encode = |call: &Call| {
+            assert!(call.to_string().len() < 200);
+            call.encode().to_vec()
+        };
+        crate::testing::fuzz("random_descriptors_never_do_harm", &good, 1000, decode, encode);
     }
 
     #[test]

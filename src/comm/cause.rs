@@ -144,21 +144,19 @@ mod tests {
 
     #[test]
     fn random_reports_never_do_harm() {
-        let mut random = crate::testing::Random::new("random_reports_never_do_harm");
-        let seeds: Vec<_> = causes().into_iter().map(|cause| Report::new(0, cause).encode()).collect();
-        for round in 0..20_000 {
-            let mut bytes = seeds[round % seeds.len()].clone();
-            for _ in 0..1 + random.below(6) {
-                let at = random.below(bytes.len());
-                match random.below(3) {
-                    0 => bytes[at] = random.next() as u8,
-                    1 => bytes.truncate(at.max(1)),
-                    _ => bytes.insert(at, random.next() as u8),
-                }
-            }
-            if let Ok(report) = Report::decode(&bytes) {
-                assert!(report.encode().len() <= CONTROL_PAYLOAD_BYTES);
-            }
-        }
+        let good: Vec<_> = causes().into_iter().map(|cause| Report::new(0, cause).encode()).collect();
+        let decode = |bytes: &[u8]| Report::decode(bytes).ok();
+        let encode = |report: &Report| {
+            let bytes = report.encode();
+            assert!(bytes.len() <= CONTROL_PAYLOAD_BYTES);
+            bytes
+        };
+        crate::testing::fuzz(
+            "random_reports_never_do_harm",
+            &good,
+            4 * CONTROL_PAYLOAD_BYTES,
+            decode,
+            encode,
+        );
     }
 }

@@ -94,7 +94,7 @@ impl Dtype {
         matches!(self, Self::ComplexF32 | Self::ComplexF64)
     }
 
-    const fn name(self) -> &'static str {
+    pub(crate) const fn name(self) -> &'static str {
         match self {
             Self::I8 => "i8",
             Self::U8 => "u8",
@@ -192,7 +192,7 @@ impl ReduceOp {
         dtype.is_half() && matches!(self, Self::Sum | Self::Product | Self::Avg | Self::PremulSum)
     }
 
-    const fn name(self) -> &'static str {
+    pub(crate) const fn name(self) -> &'static str {
         match self {
             Self::Sum => "sum",
             Self::Min => "min",

@@ -116,6 +116,23 @@ pub enum CommError {
         /// Which rank of which group, and where.
         what: String,
     },
+    /// This rank has destroyed its handle of the group; the others are not concerned by this call.
+    #[error("group {group} was destroyed on this rank")]
+    Destroyed {
+        /// Name of the group.
+        group: String,
+    },
+    /// The survivors of a failure went on without this rank.
+    #[error(
+        "the survivors of group {group}, rank(s) {}, went on without this rank: it came too late, or was lost to them",
+        Ranks(survivors)
+    )]
+    Excluded {
+        /// Name of the group that failed.
+        group: String,
+        /// Who went on, as ranks of that group.
+        survivors: Vec<usize>,
+    },
     /// An object could not be sent or read; the group goes on.
     #[error("the object of rank {rank} {what}")]
     Object {
@@ -162,6 +179,8 @@ impl CommError {
             | Self::InvalidArgument(_)
             | Self::Url { .. }
             | Self::Concurrent { .. }
+            | Self::Destroyed { .. }
+            | Self::Excluded { .. }
             | Self::Unsupported(_)
             | Self::System { .. }
             | Self::Env(_)
@@ -186,6 +205,8 @@ impl CommError {
             | Self::InvalidArgument(_)
             | Self::Url { .. }
             | Self::Concurrent { .. }
+            | Self::Destroyed { .. }
+            | Self::Excluded { .. }
             | Self::Unsupported(_)
             | Self::System { .. }
             | Self::Env(_)

@@ -50,6 +50,8 @@ pub(crate) enum Kind {
     Open,
     /// What its sender is waiting in: `seq`, `call`; payload: the ranks it waits for, 4 bytes each.
     State,
+    /// "What are you waiting in?" `seq` is 1 if its sender waits for messages only.
+    Ask,
     /// The group has failed; payload: [`crate::cause::Report`].
     Abort,
     /// The sender leaves, and owes nothing.
@@ -57,7 +59,7 @@ pub(crate) enum Kind {
 }
 
 impl Kind {
-    const ALL: [Self; 14] = [
+    pub(crate) const ALL: [Self; 15] = [
         Self::Hello,
         Self::Welcome,
         Self::Proof,
@@ -70,6 +72,7 @@ impl Kind {
         Self::Credit,
         Self::Open,
         Self::State,
+        Self::Ask,
         Self::Abort,
         Self::Goodbye,
     ];
@@ -191,7 +194,7 @@ pub(crate) mod tests {
         assert_eq!(with(0, b'X'), FrameError::Magic(*b"XVK1"));
         assert_eq!(with(4, 2), FrameError::Version(2));
         assert_eq!(with(5, 0), FrameError::Kind(0));
-        assert_eq!(with(5, 15), FrameError::Kind(15));
+        assert_eq!(with(5, 16), FrameError::Kind(16));
         assert_eq!(with(6, 1), FrameError::Reserved(Kind::State));
         assert_eq!(with(79, 1), FrameError::Reserved(Kind::State));
         assert!(matches!(with(63, 0x80), FrameError::Length { .. }));

@@ -7,6 +7,7 @@ pub(crate) mod messages;
 pub(crate) mod nonblocking;
 mod objects;
 mod scan;
+mod shrink;
 mod subgroup;
 mod unequal;
 mod whole;
@@ -14,7 +15,7 @@ pub(crate) mod work;
 
 use std::any::Any;
 use std::fmt;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -25,12 +26,14 @@ use crate::bootstrap::{self, Formed, Invitation};
 use crate::call::{Call, CallKind, Envelope};
 use crate::dtype::{Dtype, Element, ReduceOp};
 use crate::engine::buffer::Lent;
-use crate::engine::{self, Engine, Operation, Shared, Ticket};
+use crate::engine::{self, Engine, Limit, Operation, Shared, Ticket};
 use crate::error::CommError;
 use crate::kernels::{self, Kernel};
+use crate::links::fork::forks;
 use crate::options::GroupOptions;
-use crate::plan::{self, Blocks, Plan, Tuning};
+use crate::plan::{self, Blocks, Plan, Topology, Tuning};
 use crate::reduction::Reduction;
+pub(crate) use subgroup::Agreed;
 
 /// Plans that are kept for the next call of the same kind.
 const PLANS: usize = 16;
@@ -44,38 +47,49 @@ type Prepared<'a> = Result<Option<Operation<'a>>, CommError>;
 ///
 /// Collectives of a group happen in the same order on all ranks: every rank makes the same calls, and
 /// calls on one group from several threads must be ordered by the program. What ranks get is the same to
-/// the last bit on all of them, and from run to run for the same number of ranks (payloads of NaN
-/// excepted).
+/// the last bit on all of them, and from run to run for the same number of ranks on hosts in the same way
+/// (payloads of NaN excepted).
 ///
 /// A call that fails with [`CommError::place`] ends the group on all ranks. Clones are the same group;
-/// when the last is dropped, the group takes leave of its peers and no thread, socket or file stays.
+/// when the last is dropped, or one is [destroyed](Self::destroy), the group takes leave of its peers and no
+/// thread, socket or file stays.
 #[derive(Clone)]
 pub struct Group {
     inner: Arc<Inner>,
     timeout: Duration,
+    /// Set on a handle for the parts of one call: what is left for them together.
+    rest: Option<Limit>,
+    /// What subgroups made through this handle are called.
+    subgroup_name: Option<Arc<str>>,
 }
+
+/// What must outlive a group and those that come from it, such as the store that this process serves.
+type Keep = Arc<dyn Any + Send + Sync>;
 
 struct Inner {
     name: String,
     rank: usize,
     size: usize,
-    /// Index of this rank among those on its host, and their number.
-    on_host: (usize, usize),
     generation: Generation,
     tuning: Tuning,
+    topology: Topology,
     /// `None` in a group of one, which needs nobody.
     shared: Option<Shared>,
     plans: Mutex<Vec<(Call, Arc<Plan>)>>,
     /// The process that made the group: a forked child must not speak for it.
     pid: u32,
-    /// What must outlive the group, such as the store that this process serves.
-    keep: Option<Box<dyn Any + Send + Sync>>,
+    /// How many forks that process was from the first.
+    forks: u32,
+    keep: Option<Keep>,
+    destroyed: AtomicBool,
     /// What its subgroups are made from.
     store: Arc<dyn Store>,
     store_rank: Option<usize>,
     options: GroupOptions,
-    /// Number of subgroups so far, the same on all ranks.
-    subgroups: AtomicU64,
+    /// Times that subgroups were made so far, the same on all ranks. Locked while the ranks agree on the next.
+    subgroups: Mutex<u64>,
+    /// Whether the survivors have gone on. Locked while they find together.
+    shrunk: Mutex<bool>,
     /// The ranks' ranks in the first of the groups that this one comes from.
     origin: Vec<usize>,
 }
@@ -107,10 +121,7 @@ impl Group {
         Self::join(invitation, None)
     }
 
-    pub(crate) fn join(
-        invitation: Invitation,
-        keep: Option<Box<dyn Any + Send + Sync>>,
-    ) -> Result<Self, CommError> {
+    pub(crate) fn join(invitation: Invitation, keep: Option<Keep>) -> Result<Self, CommError> {
         let Invitation { rank, size, .. } = invitation;
         if rank >= size || size > 1 << 24 {
             let what = format!("rank {rank} of {size}: ranks are 0 to {}", size.saturating_sub(1));
@@ -123,37 +134,41 @@ impl Group {
                     Generation::random().map_err(|error| CommError::system("no random numbers", error))?
                 }
             };
-            return Ok(Self::of(&invitation, generation, None, (0, 1), keep));
+            return Ok(Self::of(&invitation, generation, Topology::one_host(1), None, keep));
         }
-        let Formed { engine, generation, on_host } = bootstrap::connect(&invitation)?;
-        Ok(Self::of(&invitation, generation, Some(Shared::new(*engine)), on_host, keep))
+        let Formed { engine, generation, topology } = bootstrap::connect(&invitation)?;
+        Ok(Self::of(&invitation, generation, topology, Some(Shared::new(*engine)), keep))
     }
 
     fn of(
         invitation: &Invitation,
         generation: Generation,
+        topology: Topology,
         shared: Option<Shared>,
-        on_host: (usize, usize),
-        keep: Option<Box<dyn Any + Send + Sync>>,
+        keep: Option<Keep>,
     ) -> Self {
         let inner = Inner {
             name: invitation.options.name.clone(),
             rank: invitation.rank,
             size: invitation.size,
-            on_host,
             generation,
             tuning: invitation.tuning.clone(),
+            topology,
             shared,
             plans: Mutex::default(),
             pid: std::process::id(),
+            forks: forks(),
             keep,
             store: Arc::clone(&invitation.store),
             store_rank: invitation.store_rank,
             options: invitation.options.clone(),
-            subgroups: AtomicU64::new(0),
+            destroyed: AtomicBool::new(false),
+            subgroups: Mutex::default(),
+            shrunk: Mutex::default(),
             origin: invitation.origin.clone(),
         };
-        Self { inner: Arc::new(inner), timeout: invitation.options.timeout }
+        let timeout = invitation.options.timeout;
+        Self { inner: Arc::new(inner), timeout, rest: None, subgroup_name: None }
     }
 
     /// This rank, below [`Self::size`].
@@ -172,7 +187,8 @@ impl Group {
     /// number.
     #[must_use]
     pub fn place_on_host(&self) -> (usize, usize) {
-        self.inner.on_host
+        let Inner { rank, ref topology, .. } = *self.inner;
+        (topology.place(rank).1, topology.ranks_beside(rank).len())
     }
 
     /// Name of the group.
@@ -197,7 +213,7 @@ impl Group {
     /// takes longer ends the group with [`CommError::Timeout`].
     #[must_use]
     pub fn with_timeout(&self, timeout: Duration) -> Self {
-        Self { inner: Arc::clone(&self.inner), timeout }
+        Self { timeout, rest: None, ..self.clone() }
     }
 
     /// Ends the group on all ranks: every pending or later call returns [`CommError::Aborted`] with
@@ -208,12 +224,39 @@ impl Group {
         }
     }
 
+    /// Takes leave of the other ranks now, though there are handles left: later calls on any of them, on this rank,
+    /// return [`CommError::Destroyed`]. Its subgroups go on.
+    ///
+    /// First waits until all that is under way here is done, each within its time; [`Self::abort`] ends it at once.
+    /// Who needs this rank later gets [`CommError::PeerLost`], left. Ranks need not destroy a group together. In a
+    /// forked child and inside a reduction function it does nothing.
+    pub fn destroy(&self) {
+        let refused = self.inner.check_caller().is_err();
+        if refused || self.inner.destroyed.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        let Some(shared) = &self.inner.shared else { return };
+        // Of who comes between the two, the engine knows that it has left.
+        let _ = shared.call(Operation::Leave, Limit::from(Duration::MAX));
+        shared.close(|_| {});
+    }
+
     /// Carries out an operation and waits for it.
     fn carry_out(&self, prepared: Option<Operation<'_>>) -> Result<Option<Envelope>, CommError> {
         match (prepared, &self.inner.shared) {
-            (Some(operation), Some(shared)) => shared.call(operation, self.timeout),
+            (Some(operation), Some(shared)) => shared.call(operation, self.limit()),
             (None, _) | (_, None) => Ok(None),
         }
+    }
+
+    /// A handle for the parts of one call, which have its time together.
+    pub(crate) fn in_parts(&self) -> Self {
+        Self { rest: Some(self.limit()), ..self.clone() }
+    }
+
+    /// How long an operation that begins now may take.
+    fn limit(&self) -> Limit {
+        self.rest.unwrap_or_else(|| Limit::from(self.timeout))
     }
 
     /// Drives until one of `tickets` is done, at most until `until`.
@@ -265,11 +308,14 @@ impl Group {
 
 impl Inner {
     fn is_forked(&self) -> bool {
-        std::process::id() != self.pid
+        forks() != self.forks
     }
 
     /// Whether whoever calls may use the group.
     fn check_caller(&self) -> Result<(), CommError> {
+        if self.destroyed.load(Ordering::Relaxed) {
+            return Err(CommError::Destroyed { group: self.name.clone() });
+        }
         if kernels::is_inside_function() {
             let what = "a reduction function cannot use a group: it is called in the middle of an operation";
             return Err(CommError::InvalidArgument(what.to_owned()));
@@ -286,34 +332,36 @@ impl Inner {
         if let Some((_, plan)) = plans.iter().find(|(known, _)| *known == call) {
             return Arc::clone(plan);
         }
-        let (rank, world, count) = (self.rank, self.size, call.count as usize);
+        let Self { rank, size: world, ref tuning, ref topology, .. } = *self;
+        let (count, root) = (call.count as usize, call.root as usize);
         let (bytes, element_bytes) = (call.bytes() as usize, call.dtype.size_bytes());
         let rounding = call.rounding();
         let blocks = || Blocks::equal_of(world, count);
         let plan = Arc::new(match call.kind {
             CallKind::AllReduce => {
-                let algorithm = self.tuning.all_reduce(bytes, world, rounding);
-                plan::all_reduce(algorithm, rounding, rank, world, count, element_bytes)
+                let algorithm = tuning.all_reduce(bytes, topology, rounding);
+                plan::all_reduce(algorithm, rounding, rank, topology, count, element_bytes)
             }
-            CallKind::Broadcast => {
-                plan::broadcast(self.tuning.broadcast(bytes), rank, world, count, call.root as usize)
-            }
+            CallKind::Broadcast => plan::broadcast(tuning.broadcast(bytes), rank, topology, count, root),
             CallKind::Reduce => {
-                let algorithm = self.tuning.reduce(bytes, world, rounding);
-                plan::reduce(algorithm, rounding, rank, world, count, call.root as usize)
+                let algorithm = tuning.reduce(bytes, topology, rounding);
+                plan::reduce(algorithm, rounding, rank, topology, count, root)
             }
-            CallKind::AllGather => {
-                plan::all_gather(self.tuning.all_gather(bytes, world), rank, &blocks(), element_bytes)
+            CallKind::AllGather | CallKind::Subgroup => {
+                let algorithm = tuning.all_gather(bytes, topology);
+                plan::all_gather(algorithm, rank, topology, &blocks(), element_bytes)
             }
             CallKind::ReduceScatter => {
-                let algorithm = self.tuning.reduce_scatter(bytes, world, rounding);
-                plan::reduce_scatter(algorithm, rounding, rank, &blocks(), element_bytes)
+                let algorithm = tuning.reduce_scatter(bytes, topology, rounding);
+                plan::reduce_scatter(algorithm, rounding, rank, topology, &blocks(), element_bytes)
             }
-            CallKind::Gather => plan::gather(rank, &blocks(), call.root as usize),
-            CallKind::Scatter => plan::scatter(rank, &blocks(), call.root as usize),
+            CallKind::Gather => plan::gather(rank, &blocks(), root),
+            CallKind::Scatter => plan::scatter(rank, &blocks(), root),
             CallKind::Scan => plan::scan(rounding, rank, world, count),
             CallKind::ExclusiveScan => plan::exclusive_scan(rounding, rank, world, count),
             CallKind::AllToAll => plan::all_to_all(rank, &blocks(), &blocks()),
+            // No data: the ranks tell each other that they are there.
+            CallKind::MonitoredBarrier => Plan::default(),
             // Unequal blocks are not known by the call, and are planned by who has them.
             CallKind::Barrier
             | CallKind::PointToPoint
@@ -321,7 +369,7 @@ impl Inner {
             | CallKind::ReduceScatterV
             | CallKind::GatherV
             | CallKind::ScatterV
-            | CallKind::AllToAllV => plan::barrier(rank, world),
+            | CallKind::AllToAllV => plan::barrier(rank, topology),
         });
         if plans.len() == PLANS {
             plans.remove(0);

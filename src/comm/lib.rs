@@ -17,6 +17,7 @@
 //! - [`init`] and [`Session`]: from the variables of a launcher, a URL or a store to the [`World`].
 //! - [`spawn()`]: ranks without a launcher, as processes of this program.
 //! - [`Group`]: what ranks do together; [`Group::new`] needs a store and no environment.
+//! - [`Mesh`]: a group's ranks along named axes, for tensor, data and other parallelism together.
 //! - [`Element`], [`ReduceOp`] and [`Reduction`]: what can be sent, and how it is added.
 //! - [`CommError`]: who, what and how far. One cause for all ranks.
 //!
@@ -26,9 +27,9 @@
 //! happens while none is in progress. `docs/collectives.md` tells how it works inside.
 //!
 //! Inside, each layer knows only those before it: `kernels` (arithmetic), `plan` (who sends what
-//! when), `frame` and `links` (bytes), `engine` (carries out plans, notices failures), `bootstrap`
-//! (from a store to connections), `group` and `session` (the public face), `spawn`. What happens is
-//! said through the `log` crate (`logger`). `docs/ways-in.md` is about `session` and `spawn`.
+//! when), `frame` and `links` (bytes), `flight` (records what is done), `engine` (carries out plans,
+//! notices failures), `bootstrap` (from a store to connections), `group`, `mesh` and `session` (the public face),
+//! `spawn`. What happens is said through the `log` crate (`logger`). `docs/ways-in.md` is about `session` and `spawn`.
 
 mod backend;
 mod bootstrap;
@@ -37,13 +38,18 @@ mod cause;
 mod dtype;
 mod engine;
 mod error;
+mod fault;
+mod flight;
 mod frame;
 mod group;
 mod kernels;
 mod links;
 mod logger;
+mod mesh;
 mod options;
 mod plan;
+#[cfg(all(test, not(loom)))]
+mod programs;
 mod reduction;
 mod session;
 mod spawn;
@@ -56,12 +62,16 @@ pub use convoke_env::{Generation, Token};
 pub use convoke_store::Store;
 pub use dtype::{Dtype, Element, ReduceOp};
 pub use error::{CommError, Loss, Place};
+#[cfg(feature = "fault-points")]
+#[doc(hidden)]
+pub use fault::{Moment, on_moment};
 pub use group::Group;
 pub use group::buffers::{AnySource, Buffer, BufferMut, List, Lists, Memory};
 pub use group::messages::Batch;
 pub use group::nonblocking::Nonblocking;
 pub use group::work::{Work, wait_all, wait_any};
 pub use half::{bf16, f16};
+pub use mesh::Mesh;
 pub use num_complex::Complex;
 pub use options::{GroupOptions, Listen};
 pub use reduction::Reduction;

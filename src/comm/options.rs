@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use convoke_env::{Generation, Token};
 
-/// How a group is made; all ranks pass the same, but for where they listen.
+/// How a group is made; all ranks pass the same, but for where they are and listen.
 #[derive(Debug, Clone)]
 pub struct GroupOptions {
     pub(crate) name: String,
@@ -16,6 +16,7 @@ pub struct GroupOptions {
     pub(crate) token: Option<Token>,
     pub(crate) listen: Listen,
     pub(crate) algorithms: String,
+    pub(crate) part_of_host: String,
     /// Tells the connections of groups of one generation apart; 0 but for subgroups.
     pub(crate) id: u64,
 }
@@ -51,6 +52,7 @@ impl Default for GroupOptions {
             token: None,
             listen: Listen::default(),
             algorithms: String::new(),
+            part_of_host: String::new(),
             id: 0,
         }
     }
@@ -111,10 +113,19 @@ impl GroupOptions {
     }
 
     /// Overrides of the choice of algorithms, for people who measure: `all_reduce:ring` with `ring`,
-    /// `direct`, `doubling`; `broadcast:chain` with `binomial`, `chain`; several with commas.
+    /// `direct`, `doubling`, `hierarchy`; `all_gather:` and `reduce_scatter:` with `direct`, `ring`, `hierarchy`;
+    /// `broadcast:` and `reduce:` with `binomial`, `chain`; several with commas.
     #[must_use]
     pub fn algorithms(mut self, algorithms: impl Into<String>) -> Self {
         self.algorithms = algorithms.into();
+        self
+    }
+
+    /// Name of the part of its host where this rank is. Ranks in different parts count as ranks of different hosts:
+    /// for who knows that the way between these is slow, or wants to see what happens between hosts.
+    #[must_use]
+    pub fn part_of_host(mut self, part: impl Into<String>) -> Self {
+        self.part_of_host = part.into();
         self
     }
 }

@@ -196,7 +196,7 @@ impl Session {
             .map_err(|what| CommError::InvalidArgument(format!("CONVOKE_ALGO: {what}")))?;
         let (rank, size, round) = (self.rank, self.size, self.round);
         if size == 1 {
-            let group = Group::join(Invitation::alone(options, tuning), Some(Box::new(Alive::new())))?;
+            let group = Group::join(Invitation::alone(options, tuning), Some(Arc::new(Alive::new())))?;
             return Ok(self.world_of(group));
         }
         log::info!("{}: rank {rank} of {size} meets the others at {}", options.name, self.meeting);
@@ -217,7 +217,7 @@ impl Session {
             agent: self.agent.clone(),
         };
         let keep = (opened.keep.clone(), Alive::new());
-        let group = Group::join(invitation, Some(Box::new(keep)))?;
+        let group = Group::join(invitation, Some(Arc::new(keep)))?;
         opened.has_formed(group.generation());
         Ok(self.world_of(group))
     }

@@ -308,6 +308,8 @@ fn duplicate(raw: RawFd) -> Option<OwnedFd> {
 mod tests {
     use std::io::Write;
 
+    use proptest::prelude::*;
+
     use super::*;
 
     const SOON: Duration = Duration::from_secs(5);
@@ -369,6 +371,31 @@ mod tests {
             assert!(matches!(worker.receive(SOON), Err(ChannelError::Malformed { .. })), "{bytes:?}");
             drop(worker);
             let _ = writer.join().unwrap();
+        }
+    }
+
+    proptest! {
+        /// What the launcher may be taken to say, in any words, is a message, refused or of the future.
+        #[test]
+        fn random_lines_never_do_harm(
+            which in 0..2_usize,
+            changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>(), 0..3_u8), 0..5),
+            noise in prop::option::weighted(0.1, prop::collection::vec(any::<u8>(), 0..100)),
+        ) {
+            let (generation, cause) = (Generation::from_bytes([2; 16]), ExitCause::Signal(9));
+            let exit = ToWorker::PeerExit { generation, rank: 3, cause };
+            let mut line = noise.unwrap_or_else(|| [hello(), exit][which].encode());
+            for (place, byte, how) in changes {
+                let place = place.index(line.len() + 1);
+                match how {
+                    0 => line.truncate(place),
+                    1 => line.insert(place, byte),
+                    _ => line.iter_mut().skip(place).take(1).for_each(|old| *old = byte),
+                }
+            }
+            if let Ok(Some(message)) = ToWorker::decode(&line) {
+                prop_assert_eq!(ToWorker::decode(&message.encode()).unwrap(), Some(message));
+            }
         }
     }
 

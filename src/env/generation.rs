@@ -70,7 +70,18 @@ impl FromStr for Generation {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
+
+    proptest! {
+        #[test]
+        fn any_text_is_a_generation_or_refused(text in "[0-9a-fA-F]{30,34}|.{0,40}") {
+            if let Ok(generation) = text.parse::<Generation>() {
+                prop_assert_eq!(generation.to_string(), text.to_ascii_lowercase());
+            }
+        }
+    }
 
     #[test]
     fn text_and_bytes_round_trip() {

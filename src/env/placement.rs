@@ -221,6 +221,8 @@ fn first_address(uri: &str) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
     use crate::worker_env::WorkerEnv;
 
@@ -282,6 +284,53 @@ mod tests {
 
     fn place(worker: &WorkerEnv) -> (usize, usize, usize, usize) {
         (worker.rank, worker.world_size, worker.local_rank, worker.local_world_size)
+    }
+
+    /// What torchrun sets.
+    const TORCHRUN: &Vars = &[
+        ("RANK", "1"),
+        ("WORLD_SIZE", "4"),
+        ("LOCAL_RANK", "1"),
+        ("LOCAL_WORLD_SIZE", "2"),
+        ("GROUP_RANK", "0"),
+        ("GROUP_WORLD_SIZE", "2"),
+        ("ROLE_RANK", "1"),
+        ("ROLE_WORLD_SIZE", "4"),
+        ("MASTER_ADDR", "node-1"),
+        ("MASTER_PORT", "29500"),
+        ("TORCHELASTIC_RESTART_COUNT", "1"),
+        ("TORCHELASTIC_MAX_RESTARTS", "3"),
+        ("TORCHELASTIC_USE_AGENT_STORE", "True"),
+        ("CONVOKE_GENERATION", "00000000000000000000000000000001"),
+    ];
+
+    proptest! {
+        /// Whatever some of the variables become, all describe a worker that can be described again, or an error does.
+        #[test]
+        fn random_variables_never_do_harm(
+            starter in prop::sample::select(vec![TORCHRUN, OPEN_MPI, HYDRA, SRUN]),
+            changes in prop::collection::vec(
+                (
+                    any::<prop::sample::Index>(),
+                    "[0-3]|[0-9]{1,21}|[0-9](\\(x[0-9]{1,20}\\)(,[0-9])?)?|n\\[[0-9,-]{0,5}\\]?,?|.{0,12}",
+                ),
+                0..4,
+            ),
+        ) {
+            let changes: Vec<_> =
+                changes.iter().map(|(place, value)| (place.get(starter).0, value.as_str())).collect();
+            let (all, whole) = ([&[("MASTER_ADDR", "h"), ("MASTER_PORT", "1")], starter, &changes], changes.is_empty());
+            match read(&all) {
+                Ok(Some(worker)) => {
+                    let again = worker.to_vars();
+                    let again: Vec<_> =
+                        again.iter().map(|(name, value)| (*name, value.as_str())).collect();
+                    prop_assert_eq!(read(&[&again]), Ok(Some(worker)));
+                }
+                Ok(None) => prop_assert!(!whole),
+                Err(error) => prop_assert!(!whole && error.to_string().len() < 1000, "{}", error),
+            }
+        }
     }
 
     #[test]

@@ -40,3 +40,11 @@ pub const AGENT_FD: &str = "CONVOKE_AGENT_FD";
 pub const TOKEN: &str = "CONVOKE_TOKEN";
 /// File that holds the secret of the job.
 pub const TOKEN_FILE: &str = "CONVOKE_TOKEN_FILE";
+/// Name, password, and file with the password, by which the launcher proves to etcd who it is. Workers do not get them.
+pub const ETCD_USER: &str = "CONVOKE_ETCD_USER";
+/// See [`ETCD_USER`].
+pub const ETCD_PASSWORD: &str = "CONVOKE_ETCD_PASSWORD";
+/// See [`ETCD_USER`].
+pub const ETCD_PASSWORD_FILE: &str = "CONVOKE_ETCD_PASSWORD_FILE";
+/// Folder for the recordings of the flight recorder; unset or empty: none are written.
+pub const FLIGHT_DIR: &str = "CONVOKE_FLIGHT_DIR";

@@ -30,6 +30,6 @@ pub use file::FileStore;
 pub use keys::KeyStyle;
 pub use memory::MemoryStore;
 pub use prefix::PrefixStore;
-pub use server::{ServeError, StoreServer, raise_descriptor_limit};
+pub use server::{ServeError, StoreServer, listen, raise_descriptor_limit};
 pub use store::Store;
 pub use wire::{MAX_KEY_BYTES, MAX_KEY_COUNT, MAX_VALUE_BYTES};

@@ -17,6 +17,7 @@ use crate::memory::MemoryStore;
 use crate::store::Store;
 use event_loop::EventLoop;
 pub use limits::raise_descriptor_limit;
+pub use listen::listen;
 
 /// Why a server cannot be started.
 #[derive(Debug, thiserror::Error)]
@@ -80,7 +81,7 @@ impl StoreServer {
     /// # Errors
     /// [`ServeError`], which names the address.
     pub fn bind(addresses: &[SocketAddr]) -> Result<StoreServer, ServeError> {
-        StoreServer::serve(listen::listen_at(addresses)?)
+        StoreServer::serve(listen(addresses)?)
     }
 
     /// Starts a server on sockets that listen already.

@@ -3,6 +3,8 @@
 //! What a rank reads as the announcement may be left over from a round that crashed, so it reads again until
 //! rank 0 has confirmed the generation in a handshake.
 
+use std::time::Instant;
+
 use convoke_env::Generation;
 use convoke_store::StoreError;
 
@@ -55,7 +57,7 @@ impl Ours<'_> {
         }
         let announced = match self.store().try_get(&self.announcement_key(), self.deadline) {
             // That the time is over is for the caller to say, who knows what it waits for.
-            Err(StoreError::Timeout { .. }) => None,
+            Err(_) if Instant::now() >= self.deadline => None,
             other => other?,
         };
         let announced = announced.as_deref().and_then(Announcement::decode);

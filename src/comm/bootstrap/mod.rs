@@ -16,20 +16,24 @@ mod record;
 pub(crate) use address::address;
 
 use std::net::SocketAddr;
+use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use convoke_env::{AgentChannel, Generation};
 use convoke_store::{Store, StoreError};
+use nix::unistd::{Pid, getsid};
 
 use crate::cause::{self, Cause, Report};
-use crate::engine::{Engine, Settings};
+use crate::engine::{Crowd, Engine, Settings};
 use crate::error::{CommError, Loss, Ranks};
+use crate::fault::moment;
+use crate::flight::{Recorder, Track};
 use crate::frame::VERSION;
 use crate::links::hello::Credentials;
 use crate::links::tcp::{self, Listener};
 use crate::options::GroupOptions;
-use crate::plan::Tuning;
+use crate::plan::{Topology, Tuning};
 use claim::Claim;
 use lanes::lanes;
 use record::Record;
@@ -37,7 +41,7 @@ use record::Record;
 /// How long to wait before looking whether rank 0 has announced another generation.
 const RECHECK: Duration = Duration::from_millis(250);
 /// How long nobody may listen at a published address before that rank is given up.
-const REFUSAL: Duration = Duration::from_millis(700);
+const REFUSAL: Duration = Duration::from_millis(100);
 /// How long the removal of keys may take; nothing depends on it.
 const CLEAN_UP: Duration = Duration::from_secs(2);
 /// How long somebody may be missing before it is said, at most a third of the time that there is.
@@ -68,8 +72,7 @@ pub(crate) struct Formed {
     pub(crate) engine: Box<Engine>,
     /// What they agreed on.
     pub(crate) generation: Generation,
-    /// Index of this rank among those on its host, and their number.
-    pub(crate) on_host: (usize, usize),
+    pub(crate) topology: Topology,
 }
 
 /// Connects the ranks.
@@ -94,7 +97,8 @@ pub(crate) fn connect(invitation: &Invitation) -> Result<Formed, CommError> {
 fn find_together(invitation: &Invitation, deadline: Instant) -> Result<Formed, CommError> {
     let _claim = Claim::new(invitation)?;
     let listener = listen(invitation)?;
-    let ours = Ours { invitation, record: invitation.record(&listener)?, listener, deadline };
+    let flight = Arc::new(invitation.track());
+    let ours = Ours { invitation, record: invitation.record(&listener)?, listener, deadline, flight };
     let Record { rank, address, .. } = ours.record;
     log::info!("{}: rank {rank} listens at {address}", ours.name());
     let mut generation = ours.first_generation()?;
@@ -123,6 +127,11 @@ impl Invitation {
         Self { store, place, store_rank: None, rank: 0, size: 1, origin, options, tuning, agent: None }
     }
 
+    fn track(&self) -> Track {
+        let Self { rank, size, origin, options, .. } = self;
+        Recorder::of_process().group(&options.name, options.id, options.generation, (*rank, *size), origin)
+    }
+
     fn record(&self, listener: &Listener) -> Result<Record, CommError> {
         let address = listener.address().map_err(|error| CommError::system("no local address", error))?;
         Ok(Record {
@@ -130,7 +139,7 @@ impl Invitation {
             rank: self.rank,
             size: self.size,
             address,
-            host: record::host_key(),
+            host: record::host_key(&self.options.part_of_host),
             pid: std::process::id(),
             tuning: self.tuning.to_string(),
             token: self.options.token.is_some(),
@@ -144,6 +153,7 @@ struct Ours<'a> {
     record: Record,
     listener: Listener,
     deadline: Instant,
+    flight: Arc<Track>,
 }
 
 enum Outcome {
@@ -179,6 +189,7 @@ impl Ours<'_> {
         let own = serde_json::to_vec(&self.record).unwrap_or_default();
         let own_key = self.record_key(generation, self.invitation.rank);
         self.store().set(&own_key, &own, self.deadline)?;
+        moment("recorded", 0, 0);
         let table = match self.table(generation)? {
             Ok(table) => table,
             Err(announced) => {
@@ -215,10 +226,8 @@ impl Ours<'_> {
             slice = (slice * 2).min(Duration::from_secs(2));
             match self.store().get(&key, until) {
                 Ok(bytes) => {
-                    let texts: Vec<String> = serde_json::from_slice(&bytes)
-                        .map_err(|error| self.failed(format!("malformed table: {error}"), vec![0]))?;
-                    let table =
-                        record::decode_all(&texts).and_then(|table| record::compare(&table).map(|()| table));
+                    let table = record::decode_table(&bytes)
+                        .and_then(|table| record::compare(&table).map(|()| table));
                     let table = table.map_err(|(what, ranks)| self.failed(what, ranks))?;
                     if table.get(self.invitation.rank) == Some(&self.record) {
                         return Ok(Ok(table));
@@ -288,34 +297,51 @@ impl Ours<'_> {
     /// Connects to the ranks in `table`.
     fn meet(&self, generation: Generation, table: &[Record]) -> Result<Outcome, CommError> {
         let Invitation { rank, size, ref options, .. } = *self.invitation;
-        let listener = self.listener.try_clone();
-        let local = |records: &[Record]| records.iter().filter(|one| one.host == self.record.host).count();
-        let on_host = (local(&table[..rank]), local(table));
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let listener = self
+            .listener
+            .try_clone()
+            .map_err(|error| CommError::system("cannot duplicate a socket", error))?;
+        let topology = Topology::new(table.iter().map(|record| &record.host));
         let settings = Settings {
             name: options.name.clone(),
             me: rank,
             size,
             credentials: Credentials::new(options.token.as_ref(), generation, options.id),
             addresses: table.iter().map(|record| record.address).collect(),
-            listener: listener.map_err(|error| CommError::system("cannot duplicate a socket", error))?,
             store: Arc::clone(&self.invitation.store),
             abort_key: self.key(generation, "abort"),
             store_rank: self.invitation.store_rank,
             agent: self.invitation.agent.clone(),
             peer_timeout: options.peer_timeout,
-            crowded: on_host.1 > cores,
+            place: topology.place(rank).1,
+            crowd: crowd(topology.ranks_beside(rank).len()),
+            flight: Arc::clone(&self.flight),
         };
-        let mut engine = Box::new(Engine::new(settings)?);
+        let mut engine = Box::new(Engine::new(settings, listener)?);
+        moment("meeting", 0, 0);
         match self.connect_all(&mut engine, generation) {
-            Ok(None) => Ok(Outcome::Connected(Box::new(Formed { engine, generation, on_host }))),
+            Ok(None) => {
+                self.flight.formed(generation);
+                moment("connected", 0, 0);
+                Ok(Outcome::Connected(Box::new(Formed { engine, generation, topology })))
+            }
             Ok(Some(announced)) => Ok(Outcome::Stale(announced)),
             Err(error) => {
                 // With a word to those who are there: or they would take this rank for the culprit.
                 engine.leave();
-                Err(error)
+                Err(match error {
+                    // Another rank's patience ended before ours.
+                    CommError::Timeout { missing, after, .. } => self.unconnected(missing, after, ""),
+                    error => error,
+                })
             }
         }
+    }
+
+    fn unconnected(&self, ranks: Vec<usize>, after: Duration, notes: &str) -> CommError {
+        let what =
+            format!("no connection with rank(s) {} after {} ms{notes}", Ranks(&ranks), after.as_millis());
+        self.failed(what, ranks)
     }
 
     /// Connects to everybody; or finds that rank 0 has announced another generation.
@@ -327,21 +353,12 @@ impl Ours<'_> {
         let Invitation { rank, size, ref options, .. } = *self.invitation;
         let lanes = lanes(rank, size);
         loop {
-            let now = Instant::now();
-            match engine.connect(&lanes, (now + RECHECK).min(self.deadline)) {
+            match engine.connect(&lanes, (Instant::now() + RECHECK).min(self.deadline)) {
                 Ok(true) => return Ok(None),
                 Ok(false) => {}
-                // Another rank's patience ended before ours.
-                Err(CommError::Timeout { missing, after, .. }) => {
-                    let what = format!(
-                        "no connection with rank(s) {} after {} ms",
-                        Ranks(&missing),
-                        after.as_millis()
-                    );
-                    return Err(self.failed(what, missing));
-                }
                 Err(error) => return Err(error),
             }
+            let now = Instant::now();
             let confirmed = rank == 0 || engine.is_connected(0);
             if !confirmed && let Some(announced) = self.announced(generation)? {
                 return Ok(Some(announced));
@@ -349,8 +366,8 @@ impl Ours<'_> {
             if let Ok(Some(report)) = self.store().try_get(&self.key(generation, "abort"), now + RECHECK) {
                 return Err(engine.aborted(&report));
             }
-            let certain = confirmed || options.generation == Some(generation);
-            let given_up = engine.door().refusing(REFUSAL, now).next().filter(|_| certain);
+            // Not left over from a round that crashed: it came into one table with us.
+            let given_up = engine.door().refusing(REFUSAL, now).next();
             if let Some(gone) = given_up {
                 let how = Loss::Unreachable { what: "nobody listens where it did".to_owned() };
                 return Err(engine.give_up(Report::new(rank, Cause::PeerLost { rank: gone, how })));
@@ -359,16 +376,22 @@ impl Ours<'_> {
                 let mut ranks: Vec<_> = engine.unconnected(&lanes).collect();
                 ranks.sort_unstable();
                 ranks.dedup();
-                let what = format!(
-                    "no connection with rank(s) {} after {} ms ({})",
-                    Ranks(&ranks),
-                    options.init_timeout.as_millis(),
-                    engine.door().notes().join("; ")
-                );
+                let notes = format!(" ({})", engine.door().notes().join("; "));
                 let after_ms = options.init_timeout.as_millis() as u64;
                 engine.give_up(Report::new(rank, Cause::Timeout { missing: ranks.clone(), after_ms }));
-                return Err(self.failed(what, ranks));
+                return Err(self.unconnected(ranks, options.init_timeout, &notes));
             }
         }
+    }
+}
+
+/// How `local` ranks share the cores of this host.
+fn crowd(local: usize) -> Crowd {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let alone = || getsid(None) == Ok(Pid::this()) && convoke_env::schedules_sessions(Path::new("/"));
+    match local > cores {
+        false => Crowd::No,
+        true if alone() => Crowd::Apart,
+        true => Crowd::Cores,
     }
 }

@@ -67,6 +67,13 @@ pub(super) fn decode_all(values: &[impl AsRef<[u8]>]) -> Result<Vec<Record>, (St
     Ok(records)
 }
 
+/// Reads the table of all ranks' records that rank 0 has made; as [`decode_all`].
+pub(super) fn decode_table(bytes: &[u8]) -> Result<Vec<Record>, (String, Vec<usize>)> {
+    let texts: Vec<String> =
+        serde_json::from_slice(bytes).map_err(|error| (format!("malformed table: {error}"), vec![0]))?;
+    decode_all(&texts)
+}
+
 /// Whether all ranks would decide alike.
 pub(super) fn compare(records: &[Record]) -> Result<(), (String, Vec<usize>)> {
     same(records, "the choice of algorithms (CONVOKE_ALGO, build)", |record| record.tuning.clone())?;
@@ -95,14 +102,14 @@ fn same(
 }
 
 /// A name for this host that is equal in two processes only if they could share memory: the boot, the
-/// namespaces and the user. Empty if the system does not say.
-pub(super) fn host_key() -> String {
+/// namespaces and the user, and the part that the program names.
+pub(super) fn host_key(part: &str) -> String {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let namespaces = ["net", "ipc", "pid", "user"].map(|name| {
         std::fs::read_link(format!("/proc/self/ns/{name}"))
             .map_or_else(|_| String::new(), |link| link.display().to_string())
     });
-    format!("{}/{}", boot.trim(), namespaces.join("/"))
+    format!("{}/{}/{part}", boot.trim(), namespaces.join("/"))
 }
 
 #[cfg(test)]
@@ -115,7 +122,7 @@ mod tests {
             rank,
             size: 3,
             address: SocketAddr::from(([127, 0, 0, 1], 1000 + rank as u16)),
-            host: host_key(),
+            host: host_key(""),
             pid: 1,
             tuning: "table".to_owned(),
             token: false,
@@ -131,6 +138,23 @@ mod tests {
         let records: Vec<_> = (0..3).map(record).collect();
         assert_eq!(decode_all(&encode(&records)), Ok(records.clone()));
         assert_eq!(compare(&records), Ok(()));
+    }
+
+    #[test]
+    fn random_tables_and_announcements_never_do_harm() {
+        let test = "random_tables_and_announcements_never_do_harm";
+        let encode = |records: &Vec<Record>| {
+            let texts: Vec<_> = records.iter().map(|record| serde_json::to_string(record).unwrap()).collect();
+            serde_json::to_vec(&texts).unwrap()
+        };
+        let table = encode(&(0..3).map(record).collect());
+        let decode = |bytes: &[u8]| decode_table(bytes).ok();
+        crate::testing::fuzz(test, &[&table], 32 * table.len(), decode, encode);
+        let encode = |&(generation, given): &(Generation, bool)| {
+            serde_json::to_vec(&Announcement { generation: generation.to_string(), given }).unwrap()
+        };
+        let announced = encode(&(Generation::from_bytes([7; 16]), true));
+        crate::testing::fuzz(test, &[&announced], 8 * announced.len(), Announcement::decode, encode);
     }
 
     #[test]

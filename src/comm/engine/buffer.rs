@@ -20,6 +20,8 @@ use crate::dtype::{Dtype, Element};
 pub(crate) struct Lent<'a> {
     /// In the order of the row; they do not overlap.
     parts: SmallVec<[Part; 2]>,
+    /// What is copied from one lent memory to another, beside the row.
+    copies: SmallVec<[Copied; 1]>,
     /// Memory of its own in which a part lies.
     scratch: Option<Box<dyn Any + Send>>,
     /// Elements are `bool`: not any byte is one.
@@ -33,6 +35,14 @@ pub(crate) struct Lent<'a> {
 pub(crate) struct BytesMut<'a> {
     bytes: &'a mut [u8],
     bools: bool,
+}
+
+/// The rest of a copy.
+#[derive(Debug)]
+struct Copied {
+    from: *const u8,
+    into: *mut u8,
+    len: usize,
 }
 
 #[derive(Debug)]
@@ -78,6 +88,16 @@ impl<'a> Lent<'a> {
         lent
     }
 
+    /// Has the elements of `from` copied into `into`, which is as long and no part of the row, when there is time.
+    pub(crate) fn copied<T: Element>(mut self, from: &'a [T], into: &'a mut [T]) -> Self {
+        debug_assert_eq!(from.len(), into.len());
+        let len = size_of_val(from).min(size_of_val(into));
+        if len > 0 {
+            self.copies.push(Copied { from: from.as_ptr().cast(), into: into.as_mut_ptr().cast(), len });
+        }
+        self
+    }
+
     fn part<T: Element>(mut self, at: usize, start: *mut u8, buf: &[T], writable: bool) -> Self {
         self.bools |= T::DTYPE == Dtype::Bool;
         let (at, len) = (at.saturating_mul(size_of::<T>()), size_of_val(buf));
@@ -117,7 +137,28 @@ impl Lent<'_> {
     /// Until this is dropped the memory stays valid, as it was borrowed for: nothing else touches what was
     /// lent to be filled, nothing writes what was lent to be read.
     pub(crate) unsafe fn outliving(self) -> Lent<'static> {
-        Lent { parts: self.parts, scratch: self.scratch, bools: self.bools, borrowed: PhantomData }
+        let Self { parts, copies, scratch, bools, .. } = self;
+        Lent { parts, copies, scratch, bools, borrowed: PhantomData }
+    }
+
+    /// Copies at most `most` bytes of what [`Self::copied`] asked for; how many.
+    pub(crate) fn copy_some(&mut self, most: usize) -> usize {
+        let mut done = 0;
+        while done < most {
+            let Some(last) = self.copies.last_mut() else { break };
+            let step = last.len.min(most - done);
+            last.len -= step;
+            // SAFETY:
+            // - in bounds and valid: `from` and `into` are slices that are lent, of more than `len` + `step` bytes.
+            // - apart: one was borrowed exclusively beside the other; nobody else touches them, see the type.
+            // - whole elements in the end: the slices are of one type, and nobody looks before all is copied.
+            unsafe { std::ptr::copy_nonoverlapping(last.from.add(last.len), last.into.add(last.len), step) };
+            done += step;
+            if last.len == 0 {
+                self.copies.pop();
+            }
+        }
+        done
     }
 
     /// The bytes in `range`, cut to the part in which it begins.
@@ -211,11 +252,22 @@ mod tests {
     }
 
     #[test]
+    fn copies_are_made_by_and_by() {
+        let (from, mut into, other, mut beside) = ([1_u16, 2, 3], [0_u16; 3], [9_u16], [0_u16; 1]);
+        let mut lent = Lent::default().copied(&from, &mut into).copied(&other, &mut beside);
+        let steps: Vec<usize> =
+            std::iter::from_fn(|| Some(lent.copy_some(3)).filter(|&done| done > 0)).collect();
+        assert_eq!(steps, [3, 3, 2]);
+        assert_eq!((into, beside), (from, other));
+    }
+
+    #[test]
     fn places_count_in_elements() {
         let mut memory = [1_u32, 2];
         let lent = Lent::default().filled(3, &mut memory);
         assert_eq!(lent.bytes(16..20), 2_u32.to_ne_bytes());
     }
+
     #[test]
     fn a_bool_is_true_or_false_whatever_is_written() {
         let mut memory = [false; 256];

@@ -17,8 +17,11 @@ impl Engine {
     pub(crate) fn connect(&mut self, lanes: &[(usize, Lane)], until: Instant) -> Result<bool, CommError> {
         loop {
             for &(peer, lane) in lanes {
-                if self.settings.me > peer && self.lacks(peer, lane) {
-                    self.door.dial(peer, lane, self.settings.addresses[peer], Instant::now());
+                let address = self.settings.addresses[peer];
+                if self.lacks(peer, lane) && self.settings.me > peer {
+                    self.door.dial(peer, lane, address, Instant::now());
+                } else if self.lacks(peer, lane) && lane == Lane::Control {
+                    self.door.expect(peer, lane, address, Instant::now());
                 }
             }
             let now = Instant::now();

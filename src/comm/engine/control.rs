@@ -1,5 +1,6 @@
 //! What ranks tell each other beside the data: aborts, farewells, what they wait in.
 
+use std::collections::BTreeSet;
 use std::io::IoSlice;
 use std::sync::PoisonError;
 use std::time::{Duration, Instant};
@@ -7,18 +8,23 @@ use std::time::{Duration, Instant};
 use convoke_env::{ExitCause, ToWorker};
 
 use super::core::Engine;
-use super::state::PeerState;
-use crate::call::Call;
+use super::state::{PeerState, Wait};
+use super::ticket::Ticket;
+use crate::call::{Call, CallKind};
 use crate::cause::{Cause, NAMED_RANKS, Report};
 use crate::error::Loss;
 use crate::frame::{CONTROL_PAYLOAD_BYTES, Frame, HEADER_BYTES, Kind};
 use crate::links::hello::Lane;
 
-/// How long a collective stands still before its ranks tell each other what they wait in; a quarter
-/// of its timeout if that is less.
+/// How long calls stand still before their rank tells the others what it waits in; a quarter of the timeout if
+/// that is less.
 const STILL: Duration = Duration::from_millis(100);
+/// How long before a deadline the others are asked what they wait in; a quarter of the timeout if that is less.
+const ASK: Duration = Duration::from_millis(500);
 /// Most control bytes that wait for one peer; more are not worth keeping.
 const CONTROL_QUEUE_BYTES: usize = 64 << 10;
+/// Most requests to the system for what one peer says, before the others have their turn.
+const CONTROL_FILLS: u32 = 16;
 /// Longest sleep: nothing depends on it.
 const LONGEST_SLEEP: Duration = Duration::from_secs(30);
 
@@ -60,6 +66,7 @@ impl Engine {
 
     /// Reads and obeys what a peer says on its control connection.
     pub(super) fn read_control(&mut self, peer: usize) {
+        let mut fills = 0;
         loop {
             // The connection stays in its place while a frame is obeyed: the peer may have to be told.
             let place = &mut self.peers[peer];
@@ -76,9 +83,13 @@ impl Engine {
                 self.obey(peer, &frame, &payload);
                 continue;
             }
+            if fills == CONTROL_FILLS {
+                // The rest stays ready to be read.
+                return;
+            }
             match control.fill(HEADER_BYTES + CONTROL_PAYLOAD_BYTES) {
                 Ok(0) => return,
-                Ok(_) => {}
+                Ok(_) => fills += 1,
                 Err(broken) => {
                     if let Some(fd) = control.pollable() {
                         self.poller.remove(fd);
@@ -115,11 +126,21 @@ impl Engine {
                     let words = payload.as_chunks::<4>().0.iter().take(NAMED_RANKS);
                     let awaits = words.map(|&word| u32::from_le_bytes(word) as usize);
                     let awaits = awaits.filter(|&rank| rank < self.settings.size).collect();
-                    self.peers[peer].state = Some(PeerState { seq: frame.seq, call, awaits });
+                    if call.kind == CallKind::MonitoredBarrier {
+                        self.peers[peer].signed = Some(frame.seq);
+                    }
+                    let heard = Instant::now();
+                    self.peers[peer].state = Some(PeerState { seq: frame.seq, call, awaits, heard });
                     self.compare_with_states();
                 }
                 Err(what) => self.fail_by(peer, what),
             },
+            Kind::Ask => {
+                if let Some(wait) = self.waits_to_tell(frame.seq == 0) {
+                    let (frame, payload) = self.state(&wait);
+                    self.tell(peer, &frame, &payload);
+                }
+            }
             kind @ (Kind::Hello | Kind::Welcome | Kind::Proof | Kind::Refuse | Kind::Data | Kind::Eager)
             | kind @ (Kind::Rts | Kind::Cts | Kind::Message | Kind::Credit) => {
                 self.fail_by(peer, format!("a {kind:?} frame on the control connection"));
@@ -138,6 +159,9 @@ impl Engine {
         };
         let found = self.peers.iter().enumerate().find_map(|(rank, peer)| {
             let PeerState { seq, call, .. } = peer.state.as_ref()?;
+            if call.kind == CallKind::PointToPoint {
+                return None;
+            }
             Some((rank, *seq, *call, differs(*seq, call)?))
         });
         if let Some((rank, seq, theirs, ours)) = found {
@@ -146,22 +170,68 @@ impl Engine {
         }
     }
 
+    /// What this rank waits in: its first collective, else its messages.
+    fn waits(&self) -> Option<Wait> {
+        if let Some(first) = self.collectives.front() {
+            let awaits = first.awaited(self.settings.me, &self.peers).take(NAMED_RANKS).collect();
+            return Some((first.run.seq, first.run.call, awaits));
+        }
+        let (_, call, _) = self.message_waits().next()?;
+        let awaits: BTreeSet<usize> = self.message_waits().flat_map(|(.., awaits)| awaits).collect();
+        Some((0, call, awaits.into_iter().take(NAMED_RANKS).collect()))
+    }
+
+    /// What others may hear of that, who wait in a collective or for messages. If nobody waits for what this rank has
+    /// begun, the program computes, and others may wait for what it calls next; but a collective is one for all.
+    fn waits_to_tell(&self, in_collective: bool) -> Option<Wait> {
+        let attended = || self.attended || self.message_waits().any(|(ticket, ..)| ticket.is_awaited());
+        let told = |kind| in_collective && kind != CallKind::PointToPoint || attended();
+        self.waits().filter(|(_, call, _)| told(call.kind))
+    }
+
+    fn state(&self, (seq, call, awaits): &Wait) -> (Frame, Vec<u8>) {
+        let payload = awaits.iter().flat_map(|&rank| (rank as u32).to_le_bytes()).collect();
+        (Frame { call: call.encode(), ..self.frame(Kind::State, *seq) }, payload)
+    }
+
     /// Tells all ranks what this one waits in, if it has been long enough and they do not know.
     fn tell_state(&mut self, now: Instant) {
-        let Some(since) = self.still_since else { return };
-        let Some(first) = self.collectives.front_mut() else { return };
-        if now < since + still(first.ticket.timeout) {
+        if self.tell_at().is_none_or(|at| now < at) {
             return;
         }
-        let awaits: Vec<usize> = first.run.awaited().take(NAMED_RANKS).collect();
-        if first.told.as_ref() == Some(&awaits) {
-            return;
-        }
-        let (seq, call) = (first.run.seq, first.run.call.encode());
-        let payload: Vec<u8> = awaits.iter().flat_map(|&rank| (rank as u32).to_le_bytes()).collect();
-        first.told = Some(awaits);
-        let frame = Frame { call, ..self.frame(Kind::State, seq) };
+        let wait = self.waits_to_tell(true).filter(|wait| self.told.as_ref() != Some(wait));
+        let Some(wait) = wait else { return };
+        let (frame, payload) = self.state(&wait);
+        self.told = Some(wait);
         self.tell_all(&frame, &payload);
+    }
+
+    /// When the others shall hear what this rank waits in.
+    fn tell_at(&self) -> Option<Instant> {
+        let shortest = self.tickets().map(|ticket| ticket.timeout).min()?;
+        Some(self.still_since? + STILL.min(shortest / 4))
+    }
+
+    /// Asks all ranks what they wait in, shortly before a deadline: what they have said before may be out of date,
+    /// and who cannot answer is not waiting for anybody.
+    fn ask(&mut self, now: Instant) {
+        let due = |ticket: &Ticket| now >= ask_at(ticket) && self.asked.is_none_or(|at| at < ask_at(ticket));
+        if self.tickets().any(due) {
+            self.asked = Some(now);
+            let ask = self.question();
+            self.tell_all(&ask, &[]);
+        }
+    }
+
+    /// Asks what somebody waits in.
+    pub(super) fn question(&self) -> Frame {
+        self.frame(Kind::Ask, u64::from(self.collectives.is_empty()))
+    }
+
+    /// When a call has waited long enough: at its deadline; later if this rank was late to ask the others.
+    pub(super) fn due(&self, ticket: &Ticket) -> Instant {
+        let answered = self.asked.map_or(ticket.deadline, |asked| asked + time_to_answer(ticket));
+        answered.clamp(ticket.deadline, ticket.deadline + ASK)
     }
 
     /// Reads what the launcher says about the deaths of others.
@@ -209,21 +279,25 @@ impl Engine {
 
     /// When to look at the clock again though nothing is ready.
     pub(super) fn wake_at(&self, now: Instant) -> Instant {
-        let first = self.collectives.front().zip(self.still_since);
-        let tell = first.filter(|(first, _)| first.told.is_none());
-        let tell = tell.map(|(first, since)| since + still(first.ticket.timeout));
+        let tell = self.tell_at().filter(|&at| at > now);
+        let asks = self.tickets().map(ask_at).filter(|&at| self.asked.is_none_or(|asked| asked < at));
         let suspects = self.peers.iter().filter_map(|peer| peer.suspect.as_ref().map(|(until, _)| *until));
-        let deadlines = self.tickets().map(|ticket| ticket.deadline);
-        let times = deadlines.chain(suspects).chain(tell).chain(self.door.wake_at());
+        let deadlines = self.tickets().map(|ticket| self.due(ticket));
+        let times = deadlines.chain(asks).chain(suspects).chain(tell).chain(self.door.wake_at());
         times.min().unwrap_or(now + LONGEST_SLEEP).min(now + LONGEST_SLEEP)
     }
 
     pub(super) fn look_at_clock(&mut self, now: Instant) {
         self.tell_state(now);
+        self.ask(now);
         self.look_for_overdue(now);
     }
 }
 
-fn still(timeout: Duration) -> Duration {
-    STILL.min(timeout / 4)
+fn time_to_answer(ticket: &Ticket) -> Duration {
+    ASK.min(ticket.timeout / 4)
+}
+
+fn ask_at(ticket: &Ticket) -> Instant {
+    ticket.deadline - time_to_answer(ticket)
 }

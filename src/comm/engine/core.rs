@@ -1,34 +1,31 @@
 //! The engine and its loop: move what can be moved; look around now and then; sleep.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 
 use super::buffer::Lent;
 use super::door::Door;
 use super::failure::Failure;
 use super::messages::{MessageError, Open};
+use super::patience::{Patience, Step};
 use super::poller::{Poller, Source};
 use super::probe::Probe;
 use super::run::{Run, RunError};
 use super::seat::{Drive, Goal};
-use super::state::{Collective, Collectives, Peer, Settings};
+use super::state::{Collective, Collectives, Peer, Settings, Wait};
 use super::ticket::Ticket;
 use super::{Mailbox, Operation, Task};
 use crate::call::{Call, Envelope};
 use crate::cause::{Cause, Report};
 use crate::error::CommError;
+use crate::fault::moment;
 use crate::frame::Kind;
 use crate::links::hello::Lane;
+use crate::links::tcp::Listener;
 
 /// Turns between two looks at control connections and clock while data keeps moving.
 const TURNS_BETWEEN_LOOKS: u32 = 64;
-/// Turns without progress before sleeping: first some that only spin, then some that yield the core.
-/// Yielding costs little where nobody else wants the core, and much is gained where somebody does.
-const SPINS: u32 = 20;
-const YIELDS: u32 = 100;
-/// The same with more ranks than cores: whoever is waited for needs the core.
-const CROWDED_YIELDS: u32 = 8;
 /// Calls that are remembered to compare with what others say they are waiting in.
 const HISTORY: usize = 64;
 
@@ -47,23 +44,33 @@ pub(crate) struct Engine {
     pub(super) probes: Vec<Probe>,
     pub(super) history: VecDeque<(u64, Call)>,
     pub(super) failure: Option<Failure>,
-    /// Since when nothing moved in the first collective.
+    /// Since when nothing moved.
     pub(super) still_since: Option<Instant>,
+    /// What the others were last told that this rank waits in.
+    pub(super) told: Option<Wait>,
+    /// When the others were last asked what they wait in.
+    pub(super) asked: Option<Instant>,
+    /// A caller waits for what is driven.
+    pub(super) attended: bool,
     pub(super) agent_registered: bool,
     pub(super) left: bool,
+    patience: Patience,
+    /// When this rank last went to another core.
+    pub(super) moved_at: Option<Instant>,
+    /// Who waits until nothing is under way and this rank has left.
+    leaving: Vec<Arc<Ticket>>,
     /// Turns so far: looking around must not wait for a call that is long enough.
     turns: u32,
 }
 
 impl Engine {
-    pub(crate) fn new(settings: Settings) -> Result<Self, CommError> {
+    /// `listener` is where the others reach this rank.
+    pub(crate) fn new(settings: Settings, listener: Listener) -> Result<Self, CommError> {
         let system = |what: &'static str| move |error| CommError::system(what, error);
         let poller = Poller::new().map_err(system("cannot make an epoll set"))?;
         let mailbox = Mailbox::new().map_err(system("cannot make an eventfd"))?;
         poller.add(mailbox.bell(), Source::Doorbell, false).map_err(system("cannot watch an eventfd"))?;
         let Settings { me, size, .. } = settings;
-        let listener =
-            settings.listener.try_clone().map_err(system("cannot duplicate the listening socket"))?;
         poller
             .add(listener.pollable(), Source::Listener, false)
             .map_err(system("cannot watch the listener"))?;
@@ -80,8 +87,14 @@ impl Engine {
             history: VecDeque::new(),
             failure: None,
             still_since: None,
+            told: None,
+            asked: None,
+            attended: false,
             agent_registered: false,
             left: false,
+            patience: Patience::new(settings.crowd),
+            moved_at: None,
+            leaving: Vec::new(),
             turns: 0,
             settings,
         };
@@ -95,11 +108,24 @@ impl Engine {
 
     pub(super) fn start(&mut self, task: Task) {
         let Task { operation, ticket } = task;
+        let call = match &operation {
+            Operation::Leave => return self.leaving.push(ticket),
+            Operation::Look(into) => {
+                *into.lock().unwrap_or_else(PoisonError::into_inner) = self.presence();
+                return ticket.complete(Ok(None));
+            }
+            Operation::Collective { call, .. } | Operation::Probe { call, .. } => *call,
+            Operation::Send { call, .. } | Operation::Recv { call, .. } => *call,
+        };
+        if self.left {
+            ticket.complete(Err(CommError::Destroyed { group: self.settings.name.clone() }));
+            return;
+        }
         if let Some(failure) = &self.failure {
-            let call = operation.call();
             ticket.complete(Err(self.error(failure, Some(call), self.next_seq, (0, 0))));
             return;
         }
+        self.record_message(&operation, &ticket);
         match operation {
             Operation::Collective { call, plan, lent, kernel } => {
                 let seq = self.next_seq;
@@ -111,11 +137,13 @@ impl Engine {
                 let me = self.settings.me;
                 let run = Run::new(&self.settings.credentials, call, seq, plan, lent, kernel, me);
                 let peers: Vec<_> = run.peers().collect();
-                self.collectives.push_back(Collective { run, ticket, told: None });
+                self.record_collective(&run, &ticket);
+                self.collectives.push_back(Collective { run, ticket, signed: false });
                 for peer in peers {
                     self.need(peer, Lane::Collective);
                 }
                 self.compare_with_states();
+                moment("calling", seq, 0);
             }
             Operation::Send { to, call, lent } => {
                 self.need(to, Lane::Message);
@@ -136,6 +164,7 @@ impl Engine {
                 }
             }
             Operation::Probe { from, call, wait } => self.probe(from, call, wait, ticket),
+            Operation::Look(_) | Operation::Leave => {}
         }
     }
 
@@ -170,10 +199,16 @@ impl Engine {
                 Ok(some) => moved = some,
                 Err(error) => self.run_failed(error),
             }
-            if let Some(done) = self.collectives.pop_front_if(|first| first.run.is_finished()) {
+            self.sign();
+            let (me, peers, failed) = (self.settings.me, &self.peers, self.failure.is_some());
+            let is_done =
+                |first: &mut Collective| first.run.is_finished() && first.is_attended(me, peers, failed);
+            if let Some(done) = self.collectives.pop_front_if(is_done) {
                 let Collective { run, ticket, .. } = done;
+                moment("moved", run.seq, 0);
                 drop(run);
                 ticket.complete(Ok(None));
+                self.record_turn();
                 moved = true;
             }
         }
@@ -186,6 +221,10 @@ impl Engine {
             if self.peers[peer].messages.is_busy() {
                 moved |= self.turn_messages(peer);
             }
+        }
+        if !self.leaving.is_empty() && self.tickets().next().is_none() {
+            self.leave();
+            self.leaving.drain(..).for_each(|ticket| ticket.complete(Ok(None)));
         }
         moved
     }
@@ -246,51 +285,9 @@ impl Drive for Engine {
     type Bell = nix::sys::eventfd::EventFd;
 
     fn drive(&mut self, goal: &Goal<'_>) {
-        let mut idle = 0;
-        let (spins, yields) = match self.settings.crowded {
-            _ if goal.is_background() => (0, 0),
-            true => (0, CROWDED_YIELDS),
-            false => (SPINS, YIELDS),
-        };
-        loop {
-            self.collect();
-            let moved = self.turn();
-            if goal.is_reached() {
-                return;
-            }
-            if let Some(failure) = self.failure.as_ref().filter(|_| !goal.is_background()) {
-                // Nothing is in the engine after a failure, so nobody else would complete them.
-                for ticket in goal.tickets {
-                    ticket.complete(Err(self.error(failure, None, 0, (0, 0))));
-                }
-                return;
-            }
-            self.turns = self.turns.wrapping_add(1);
-            if moved {
-                idle = 0;
-                self.still_since = None;
-                if self.turns.is_multiple_of(TURNS_BETWEEN_LOOKS) {
-                    let now = Instant::now();
-                    self.look_around(now);
-                    if goal.until.is_some_and(|until| now >= until) {
-                        return;
-                    }
-                }
-                continue;
-            }
-            idle += 1;
-            if idle <= spins {
-                std::hint::spin_loop();
-            } else if idle <= spins + yields {
-                std::thread::yield_now();
-            } else {
-                self.sleep(goal);
-                if goal.until.is_some_and(|until| Instant::now() >= until) {
-                    return;
-                }
-                idle = 0;
-            }
-        }
+        self.attended = !goal.is_background();
+        self.drive_to(goal);
+        self.attended = false;
     }
 
     fn collect(&mut self) {
@@ -312,5 +309,55 @@ impl Drive for Engine {
 
     fn forget_everything(&mut self) {
         self.forget_all_tasks();
+    }
+}
+
+impl Engine {
+    fn drive_to(&mut self, goal: &Goal<'_>) {
+        loop {
+            self.collect();
+            let moved = self.turn();
+            if goal.is_reached() {
+                return;
+            }
+            if let Some(failure) = self.failure.as_ref().filter(|_| !goal.is_background()) {
+                // Nothing is in the engine after a failure, so nobody else would complete them.
+                for ticket in goal.tickets {
+                    ticket.complete(Err(self.error(failure, None, 0, (0, 0))));
+                }
+                return;
+            }
+            self.turns = self.turns.wrapping_add(1);
+            if moved {
+                self.patience.moved();
+                self.still_since = None;
+                if self.turns.is_multiple_of(TURNS_BETWEEN_LOOKS) {
+                    let now = Instant::now();
+                    self.look_around(now);
+                    if goal.until.is_some_and(|until| now >= until) {
+                        return;
+                    }
+                }
+                continue;
+            }
+            match self.patience.step(goal.is_background()) {
+                Step::Spin => std::hint::spin_loop(),
+                Step::Yield => {
+                    if self.turns.is_multiple_of(TURNS_BETWEEN_LOOKS) {
+                        self.take_place();
+                    }
+                    let begin = Instant::now();
+                    std::thread::yield_now();
+                    self.patience.yielded(begin.elapsed());
+                }
+                Step::Sleep if !goal.is_background() && self.leave_shared_core() => {}
+                Step::Sleep => {
+                    self.sleep(goal);
+                    if goal.until.is_some_and(|until| Instant::now() >= until) {
+                        return;
+                    }
+                }
+            }
+        }
     }
 }

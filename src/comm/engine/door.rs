@@ -16,13 +16,15 @@ use std::time::{Duration, Instant};
 use convoke_env::Generation;
 
 use super::poller::{Poller, Source};
+use crate::fault::moment;
 use crate::frame::{Frame, FrameError, HEADER_BYTES, Kind};
 use crate::links::conn::Conn;
 use crate::links::hello::{CAPABILITIES, Credentials, HELLO_BYTES, Hello, Lane, Role, SUITE_PLAIN, Welcome};
 use crate::links::tcp::Listener;
 use dial::Dial;
 
-/// Most connections that have not said a valid hello.
+/// Most connections that have not said a valid hello; as many more that have, than there can be real ones, but have
+/// proven nothing.
 const STRANGERS: usize = 64;
 /// How long a connection may take for its hello.
 const STRANGER_TIME: Duration = Duration::from_secs(5);
@@ -49,7 +51,8 @@ pub(crate) struct Door {
     me: usize,
     size: usize,
     credentials: Credentials,
-    listener: Listener,
+    /// `None` after [`Self::close`].
+    listener: Option<Listener>,
     inbound: Vec<Inbound>,
     dials: Vec<Dial>,
     notes: Vec<String>,
@@ -68,14 +71,28 @@ struct Inbound {
 
 impl Door {
     pub(crate) fn new(me: usize, size: usize, credentials: Credentials, listener: Listener) -> Self {
-        let (inbound, dials, notes) = (Vec::new(), Vec::new(), Vec::new());
+        let (listener, inbound, dials, notes) = (Some(listener), Vec::new(), Vec::new(), Vec::new());
         Self { me, size, credentials, listener, inbound, dials, notes, turned_away: 0 }
+    }
+
+    /// Lets nobody in any more, and calls nobody.
+    pub(crate) fn close(&mut self) {
+        self.listener = None;
+        self.inbound.clear();
+        self.dials.clear();
     }
 
     /// Begins to connect, unless that is under way.
     pub(crate) fn dial(&mut self, peer: usize, lane: Lane, address: SocketAddr, now: Instant) {
         if !self.dials.iter().any(|dial| dial.peer == peer && dial.lane == lane) {
             self.dials.push(Dial::new(peer, lane, address, now));
+        }
+    }
+
+    /// Begins to look whether `peer` still listens, until it has connected with `lane`.
+    pub(crate) fn expect(&mut self, peer: usize, lane: Lane, address: SocketAddr, now: Instant) {
+        if !self.dials.iter().any(|dial| dial.peer == peer && dial.lane == lane) {
+            self.dials.push(Dial::probe(peer, lane, address, now));
         }
     }
 
@@ -109,6 +126,9 @@ impl Door {
                 Ok(None) => index += 1,
                 Ok(Some(event)) => {
                     self.inbound.swap_remove(index);
+                    if let DoorEvent::Opened { peer, lane, .. } = event {
+                        self.dials.retain(|dial| (dial.peer, dial.lane) != (peer, lane));
+                    }
                     out.push(event);
                 }
                 Err(why) => {
@@ -131,20 +151,26 @@ impl Door {
 
     fn accept(&mut self, poller: &Poller, now: Instant) {
         for _ in 0..ACCEPTS {
-            let Ok((tcp, from)) = self.listener.accept() else { return };
+            let Some(Ok((tcp, from))) = self.listener.as_ref().map(Listener::accept) else { return };
             let conn = Conn::new(Box::new(tcp));
             if conn.pollable().is_none_or(|fd| poller.add(fd, Source::Door, false).is_err()) {
                 continue;
             }
             self.inbound.push(Inbound { conn, from, since: now, greeted: None });
-            let strangers = || self.inbound.iter().filter(|inbound| inbound.greeted.is_none());
-            if strangers().count() > STRANGERS {
-                // A real peer says hello at once, so the oldest is the least likely to be one.
-                if let Some(oldest) = self.inbound.iter().position(|inbound| inbound.greeted.is_none()) {
-                    self.inbound.remove(oldest);
-                    self.turned_away += 1;
-                }
-            }
+            self.keep_few(false, STRANGERS);
+            self.keep_few(true, STRANGERS + Lane::ALL.len() * self.size);
+        }
+    }
+
+    /// Closes the oldest of those that have said hello, or have not, if there are more than `most`: a real peer does
+    /// all at once, so it is the least likely to be one.
+    fn keep_few(&mut self, greeted: bool, most: usize) {
+        let alike = self.inbound.iter().enumerate().filter(|(_, one)| one.greeted.is_some() == greeted);
+        if alike.clone().count() > most
+            && let Some((oldest, _)) = alike.min_by_key(|(_, one)| one.since)
+        {
+            self.inbound.remove(oldest);
+            self.turned_away += 1;
         }
     }
 
@@ -190,6 +216,7 @@ impl Door {
                 let welcome = Welcome { suite: SUITE_PLAIN, capabilities: CAPABILITIES, nonce, proof };
                 send(&mut inbound.conn, Kind::Welcome, generation, group, &welcome.encode())
                     .map_err(|_| None)?;
+                moment("welcomed", 0, 0);
                 inbound.greeted = Some((hello, nonce));
                 Ok(None)
             }

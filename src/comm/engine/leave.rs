@@ -1,10 +1,13 @@
 //! The end of an engine: farewell, and nothing left behind.
 
+use std::io::IoSlice;
+use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
 use nix::poll::PollFlags;
 
 use super::core::Engine;
+use crate::fault::moment;
 use crate::frame::Kind;
 use crate::links::conn::Conn;
 
@@ -21,32 +24,62 @@ impl Engine {
         if std::mem::replace(&mut self.left, true) {
             return;
         }
+        moment("leaving", 0, 0);
         if self.failure.is_none() {
             let goodbye = self.frame(Kind::Goodbye, 0);
             self.tell_all(&goodbye, &[]);
         }
-        let mut conns: Vec<Conn> = Vec::new();
+        let mut parting: Vec<Parting> = Vec::new();
         for peer in &mut self.peers {
-            let lanes = [peer.control.take(), peer.collective.take(), peer.messages.conn.take()];
-            conns.extend(lanes.into_iter().flatten());
+            let words = std::mem::take(&mut peer.control_out);
+            parting.extend(peer.control.take().map(|conn| Parting { conn, words, closed: false }));
+            let data = [peer.collective.take(), peer.messages.conn.take()].into_iter().flatten();
+            parting.extend(data.map(|conn| Parting { conn, words: Vec::new(), closed: false }));
         }
-        for conn in &mut conns {
-            if let Some(fd) = conn.pollable() {
-                self.poller.remove(fd);
-            }
-            conn.close_write();
+        for conn in parting.iter().filter_map(|parting| parting.conn.pollable()) {
+            self.poller.remove(conn);
         }
+        moment("left", 0, 0);
         let deadline = Instant::now() + LINGER;
         loop {
-            conns.retain_mut(|conn| !conn.discard() && !conn.is_flushed());
-            if conns.is_empty() || Instant::now() >= deadline {
+            parting.retain_mut(|parting| !parting.is_over());
+            if parting.is_empty() || Instant::now() >= deadline {
                 break;
             }
-            let fds: Vec<_> =
-                conns.iter().filter_map(Conn::pollable).map(|fd| (fd, PollFlags::POLLIN)).collect();
+            let fds: Vec<_> = parting.iter().filter_map(Parting::poll).collect();
             // Acceptance makes no descriptor ready, so look again soon.
             self.poller.sleep(&fds, Duration::from_millis(1));
         }
+        self.door.close();
         self.unregister_agent();
+    }
+}
+
+/// A connection that is about to be closed.
+struct Parting {
+    conn: Conn,
+    /// What the connection has not taken yet: a farewell, or why the group has ended.
+    words: Vec<u8>,
+    /// Nothing more will be sent.
+    closed: bool,
+}
+
+impl Parting {
+    /// Takes it a step further; whether it can be closed.
+    fn is_over(&mut self) -> bool {
+        if !self.words.is_empty() {
+            // That the connection is gone is found when reading.
+            let sent = self.conn.send(&[IoSlice::new(&self.words)]).unwrap_or(0);
+            self.words.drain(..sent);
+        }
+        if self.words.is_empty() && !std::mem::replace(&mut self.closed, true) {
+            self.conn.close_write();
+        }
+        self.conn.discard() || self.closed && self.conn.is_flushed()
+    }
+
+    fn poll(&self) -> Option<(BorrowedFd<'_>, PollFlags)> {
+        let flags = if self.closed { PollFlags::POLLIN } else { PollFlags::POLLIN | PollFlags::POLLOUT };
+        Some((self.conn.pollable()?, flags))
     }
 }

@@ -50,6 +50,8 @@ impl Engine {
         if self.peers[peer].is_open(lane) {
             return;
         }
+        #[cfg(test)]
+        let conn = crate::links::rough::roughened(conn);
         let source = match lane {
             Lane::Control => Some(Source::Control(peer)),
             Lane::Message => Some(Source::Message(peer)),
@@ -85,8 +87,10 @@ impl Engine {
         if self.failure.is_some() {
             return;
         }
+        self.record_waiting();
         let wake = goal.until.into_iter().fold(self.wake_at(now), Instant::min);
         let timeout = wake.saturating_duration_since(now);
+        let mut registered = true;
         if self.mailbox.fall_asleep(|| goal.is_unwanted()) {
             let mut others = Vec::new();
             if let Some(first) = self.collectives.front() {
@@ -105,12 +109,18 @@ impl Engine {
                 let full = control.into_iter().chain(messages).filter_map(Conn::pollable);
                 others.extend(full.map(|fd| (fd, PollFlags::POLLOUT)));
             }
-            self.poller.sleep(&others, timeout);
+            registered = self.poller.sleep(&others, timeout);
         }
         self.mailbox.wake();
         for peer in 0..self.peers.len() {
             self.flush_control(peer);
         }
-        self.look_around(Instant::now());
+        let now = Instant::now();
+        // Woken by data, as a rule: then it need not ask for anything else.
+        if registered || self.door.wake_at().is_some_and(|at| now >= at) {
+            self.look_around(now);
+        } else {
+            self.look_at_clock(now);
+        }
     }
 }

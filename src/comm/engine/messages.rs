@@ -16,6 +16,7 @@ use std::sync::Arc;
 use crate::call::{Call, Envelope};
 use crate::engine::buffer::Lent;
 use crate::engine::ticket::Ticket;
+use crate::fault::moment;
 use crate::frame::{Frame, HEADER_BYTES, Kind};
 use crate::links::conn::{Broken, Conn, QUANTUM_BYTES};
 use crate::links::hello::Credentials;
@@ -291,6 +292,9 @@ impl Mailbox {
             let sent = conn.send(&parts).map_err(MessageError::Broken)?;
             out.sent += sent;
             any |= sent > 0;
+            if let Some(seq) = out.body {
+                moment("message sent", seq, out.sent.saturating_sub(HEADER_BYTES));
+            }
             if out.sent < total {
                 self.full = sent == 0;
                 return Ok(any);

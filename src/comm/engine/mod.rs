@@ -3,6 +3,7 @@
 //! Nothing happens while no call is in progress, but for nonblocking operations, which a background thread
 //! carries out if nobody waits for them.
 
+mod affinity;
 pub(crate) mod buffer;
 pub(crate) mod chores;
 mod connect;
@@ -12,12 +13,17 @@ mod door;
 mod failure;
 mod leave;
 mod look;
+mod losses;
 mod mailbox;
 mod messages;
+mod missing;
 #[cfg(all(test, loom))]
 mod models;
+mod patience;
 mod poller;
 mod probe;
+mod recording;
+mod roll_call;
 mod row;
 pub(crate) mod run;
 mod seat;
@@ -27,7 +33,7 @@ mod sync;
 mod tests;
 mod ticket;
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use crate::call::Call;
@@ -38,9 +44,10 @@ use crate::plan::Plan;
 use buffer::Lent;
 pub(crate) use core::Engine;
 pub(crate) use mailbox::Mailbox;
+pub(crate) use patience::Crowd;
 use row::Row;
 pub(crate) use state::Settings;
-pub(crate) use ticket::{Outcome, Ticket};
+pub(crate) use ticket::{Limit, Outcome, Ticket};
 
 /// An operation with its memory.
 #[derive(Debug)]
@@ -68,6 +75,19 @@ pub(crate) enum Operation<'a> {
         call: Call,
         wait: bool,
     },
+    /// Tells which ranks still have the group.
+    Look(Arc<Mutex<Presence>>),
+    /// Takes leave of the others when all that was begun before is done.
+    Leave,
+}
+
+/// Which ranks will still make calls of a group, as far as this one knows.
+#[derive(Debug, Default)]
+pub(crate) struct Presence {
+    /// Those whose processes have it.
+    pub(crate) here: Vec<usize>,
+    /// The one that it ended for, if one is lost.
+    pub(crate) lost: Option<usize>,
 }
 
 /// An operation, who waits for it and how long.
@@ -94,8 +114,8 @@ impl Shared {
     }
 
     /// Carries out an operation and waits for it.
-    pub(crate) fn call(&self, operation: Operation<'_>, timeout: Duration) -> Outcome {
-        let ticket = Arc::new(Ticket::new(timeout));
+    pub(crate) fn call(&self, operation: Operation<'_>, limit: Limit) -> Outcome {
+        let ticket = Arc::new(Ticket::new(limit));
         // SAFETY: the borrows last until this function returns, and it returns only with the outcome. It does not
         // unwind before: what is not ours and may panic, callbacks and user's reductions, is caught or runs with
         // the seat, whose poison makes the next driver forget all tasks.
@@ -107,13 +127,9 @@ impl Shared {
     }
 
     /// Carries out operations side by side, and waits for all of them.
-    pub(crate) fn call_all(
-        &self,
-        operations: Vec<Operation<'_>>,
-        timeout: Duration,
-    ) -> Result<(), CommError> {
+    pub(crate) fn call_all(&self, operations: Vec<Operation<'_>>, limit: Limit) -> Result<(), CommError> {
         let begin = |operation| {
-            let ticket = Arc::new(Ticket::new(timeout));
+            let ticket = Arc::new(Ticket::new(limit));
             // SAFETY: as in `call`.
             #[allow(unsafe_code)]
             unsafe {
@@ -124,6 +140,14 @@ impl Shared {
         let tickets: Vec<_> = operations.into_iter().map(begin).collect();
         let outcomes: Vec<_> = tickets.iter().map(|ticket| self.outcome(ticket)).collect();
         outcomes.into_iter().try_for_each(|outcome| outcome.map(drop))
+    }
+
+    /// Which ranks still have the group.
+    pub(crate) fn look(&self) -> Presence {
+        let into = Arc::new(Mutex::default());
+        // Done by whoever drives next.
+        let _ = self.call(Operation::Look(Arc::clone(&into)), Limit::from(Duration::MAX));
+        std::mem::take(&mut *into.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// Waits until a ticket, which only this thread has, is done.
@@ -166,15 +190,8 @@ impl Operation<'_> {
             Self::Send { to, call, lent } => Operation::Send { to, call, lent: outliving(lent) },
             Self::Recv { from, call, lent } => Operation::Recv { from, call, lent: outliving(lent) },
             Self::Probe { from, call, wait } => Operation::Probe { from, call, wait },
-        }
-    }
-
-    fn call(&self) -> Call {
-        match self {
-            Self::Collective { call, .. }
-            | Self::Send { call, .. }
-            | Self::Recv { call, .. }
-            | Self::Probe { call, .. } => *call,
+            Self::Look(into) => Operation::Look(into),
+            Self::Leave => Operation::Leave,
         }
     }
 }

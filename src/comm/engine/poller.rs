@@ -8,6 +8,8 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
+#[cfg(test)]
+use crate::links::rough;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
@@ -56,11 +58,17 @@ impl Source {
 #[derive(Debug)]
 pub(crate) struct Poller {
     epoll: Epoll,
+    #[cfg(test)]
+    chance: rough::Chance,
 }
 
 impl Poller {
     pub(crate) fn new() -> io::Result<Self> {
-        Ok(Self { epoll: Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)? })
+        Ok(Self {
+            epoll: Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?,
+            #[cfg(test)]
+            chance: rough::Chance::here(),
+        })
     }
 
     /// Watches `fd` for something to read, and if `write` for room to write.
@@ -80,12 +88,20 @@ impl Poller {
     pub(crate) fn ready(&self) -> impl Iterator<Item = Source> + use<> {
         let mut events = [EpollEvent::empty(); EVENTS];
         let count = self.epoll.wait(&mut events, EpollTimeout::ZERO).unwrap_or(0);
-        events.into_iter().take(count).map(|event| Source::from_data(event.data()))
+        let ready = events.into_iter().take(count).map(|event| Source::from_data(event.data()));
+        #[cfg(test)]
+        let ready = rough::shuffled(ready.collect(), self.chance.next()).into_iter();
+        ready
     }
 
     /// Sleeps until something registered or one of `others` is ready, at most `timeout`; whether
     /// something registered is.
     pub(crate) fn sleep(&self, others: &[(BorrowedFd<'_>, PollFlags)], timeout: Duration) -> bool {
+        #[cfg(test)]
+        if self.chance.next().is_some_and(|mut random| random.below(8) == 0) {
+            // As if a signal had come.
+            return false;
+        }
         let mut fds = Vec::with_capacity(others.len() + 1);
         fds.push(PollFd::new(self.epoll.0.as_fd(), PollFlags::POLLIN));
         fds.extend(others.iter().map(|&(fd, flags)| PollFd::new(fd, flags)));

@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use crate::engine::buffer::{BytesMut, Lent};
 use crate::kernels::{Kernel, WIDE_BYTES, Wide};
+use crate::links::conn::QUANTUM_BYTES;
 use crate::plan::{Apply, Plan};
 
 #[derive(Debug)]
@@ -70,8 +71,14 @@ impl<'m> Row<'m> {
         self.copy = Some(copy);
     }
 
+    /// Copies some of what the operation copies beside its row, while there is nothing else to do; whether it did.
+    pub(crate) fn copy_some(&mut self) -> bool {
+        self.lent.copy_some(QUANTUM_BYTES) > 0
+    }
+
     /// Leaves the results where the caller has its memory, after everything else.
     pub(crate) fn finish(&mut self) {
+        self.lent.copy_some(usize::MAX);
         let Some(copy) = self.copy.take() else { return };
         for (part, _) in self.lent.ranges().filter(|(_, writable)| *writable) {
             let results = &copy[self.in_copy(&part)];

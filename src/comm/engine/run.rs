@@ -6,16 +6,20 @@ use std::sync::Arc;
 use crate::call::Call;
 use crate::engine::buffer::Lent;
 use crate::engine::row::{Arrival, Row};
+use crate::fault::moment;
 use crate::frame::{Frame, HEADER_BYTES, Kind};
 use crate::kernels::Kernel;
 use crate::links::conn::{Broken, Conn, QUANTUM_BYTES};
 use crate::links::hello::Credentials;
-use crate::plan::{Apply, Direction, Plan, Segment};
+use crate::plan::{Algorithm, Apply, Direction, Plan, Segment};
 
 /// Whole transfers up to this size are read together with their header.
 const SHORT_BYTES: usize = 12 << 10;
 /// Pieces of this size and more are received into the buffer without reading ahead.
 const DIRECT_BYTES: usize = 4 << 10;
+/// A rank that has sent all of its share waits for one peer after the other, if what is to come is not more than this
+/// from each, and so does not hold up who sends it.
+const PATIENT_BYTES: usize = 64 << 10;
 /// Most pieces of one send.
 const PARTS: usize = 8;
 
@@ -38,6 +42,10 @@ pub(crate) struct Run {
     moved: Vec<usize>,
     flows: Vec<Flow>,
     unfinished: usize,
+    /// Flows to others that are not finished.
+    unsent: usize,
+    /// No more than [`PATIENT_BYTES`] come from any peer.
+    short: bool,
 }
 
 /// All streams of one direction between this rank and one peer, behind one header.
@@ -108,7 +116,10 @@ impl Run {
             len: 0,
         };
         let (moved, unfinished) = (vec![0; plan.streams.len()], flows.len());
-        Self { call, seq, plan, row, rank, header, moved, flows, unfinished }
+        let unsent = flows.iter().filter(|flow| flow.direction == Direction::Send).count();
+        let long = |flow: &Flow| flow.direction == Direction::Recv && flow.total > PATIENT_BYTES;
+        let short = !flows.iter().any(long);
+        Self { call, seq, plan, row, rank, header, moved, flows, unfinished, unsent, short }
     }
 
     pub(crate) fn is_finished(&self) -> bool {
@@ -117,8 +128,22 @@ impl Run {
 
     /// Bytes received, and bytes that are to be received in all.
     pub(crate) fn received(&self) -> (u64, u64) {
-        let recvs = self.flows.iter().filter(|flow| flow.direction == Direction::Recv);
-        recvs.fold((0, 0), |(done, total), flow| (done + flow.done as u64, total + flow.total as u64))
+        self.bytes(Direction::Recv)
+    }
+
+    /// The same of what it sends.
+    pub(crate) fn sent(&self) -> (u64, u64) {
+        self.bytes(Direction::Send)
+    }
+
+    fn bytes(&self, direction: Direction) -> (u64, u64) {
+        let flows = self.flows.iter().filter(|flow| flow.direction == direction);
+        flows.fold((0, 0), |(done, total), flow| (done + flow.done as u64, total + flow.total as u64))
+    }
+
+    /// Which of several algorithms its plan is.
+    pub(crate) fn algorithm(&self) -> Option<Algorithm> {
+        self.plan.algorithm
     }
 
     /// Peers with which it exchanges anything.
@@ -134,7 +159,13 @@ impl Run {
     /// Peers whose connection it waits for, and in which direction.
     pub(crate) fn blocked(&self) -> impl Iterator<Item = (usize, Direction)> + '_ {
         let waiting = self.flows.iter().filter(|flow| flow.blocked && !flow.finished && !flow.broken);
-        waiting.map(|flow| (flow.peer, flow.direction))
+        let most = if self.is_patient() { 1 } else { usize::MAX };
+        waiting.map(|flow| (flow.peer, flow.direction)).take(most)
+    }
+
+    /// Whether it is enough to wait for one peer: nobody waits for this rank, and it needs all of the rest.
+    fn is_patient(&self) -> bool {
+        self.short && self.unsent == 0
     }
 
     /// Moves what can be moved now; whether that was anything.
@@ -153,6 +184,7 @@ impl Run {
                 Direction::Send => self.send(index, lane),
                 Direction::Recv => self.recv(index, lane),
             };
+            let nothing = matches!(moved, Ok(false));
             any |= match moved {
                 Ok(moved) => moved,
                 Err(Stop::Broken(why)) => {
@@ -168,13 +200,20 @@ impl Run {
                 }
             };
             let flow = &mut self.flows[index];
+            moment(if direction == Direction::Send { "sent" } else { "received" }, self.seq, flow.done);
             if flow.header == HEADER_BYTES && flow.done == flow.total {
                 flow.finished = true;
                 self.unfinished -= 1;
+                self.unsent -= usize::from(direction == Direction::Send);
+            }
+            if nothing && self.flows[index].blocked && self.is_patient() {
+                break;
             }
         }
         if self.unfinished == 0 {
             self.row.finish();
+        } else if !any {
+            any = self.row.copy_some();
         }
         Ok(any)
     }
@@ -184,7 +223,8 @@ impl Run {
         let Some(&index) = flow.streams.get(flow.at) else { return 0 };
         let gate = self.plan.streams[index].gate;
         gate.map_or(usize::MAX, |gate| {
-            (gate.lead * self.row.element_bytes + self.moved[gate.stream]).saturating_sub(self.moved[index])
+            let lead = gate.lead.saturating_mul(self.row.element_bytes.cast_signed());
+            self.moved[gate.stream].saturating_add_signed(lead).saturating_sub(self.moved[index])
         })
     }
 

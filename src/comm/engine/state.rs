@@ -8,12 +8,13 @@ use convoke_env::{AgentChannel, Generation};
 use convoke_store::Store;
 
 use super::messages::Mailbox as Messages;
+use super::patience::Crowd;
 use super::run::{Lanes, Run};
 use super::ticket::Ticket;
 use crate::call::Call;
+use crate::flight::Track;
 use crate::links::conn::{Broken, Conn};
 use crate::links::hello::{Credentials, Lane};
-use crate::links::tcp::Listener;
 
 /// What an engine needs to know from the start.
 #[derive(Debug)]
@@ -25,7 +26,6 @@ pub(crate) struct Settings {
     pub(crate) credentials: Credentials,
     /// Where each rank listens.
     pub(crate) addresses: Vec<SocketAddr>,
-    pub(crate) listener: Listener,
     /// Where the ranks agree on the cause of a failure, and under which key.
     pub(crate) store: Arc<dyn Store>,
     pub(crate) abort_key: Vec<u8>,
@@ -35,8 +35,11 @@ pub(crate) struct Settings {
     pub(crate) agent: Option<(Arc<Mutex<AgentChannel>>, Generation)>,
     /// Bound for noticing a dead host or path.
     pub(crate) peer_timeout: Duration,
-    /// More ranks on this host than cores: do not spin.
-    pub(crate) crowded: bool,
+    pub(crate) crowd: Crowd,
+    /// Its place among the ranks of this host.
+    pub(crate) place: usize,
+    /// What the flight recorder knows the group by.
+    pub(crate) flight: Arc<Track>,
 }
 
 /// Everything about one other rank.
@@ -53,6 +56,8 @@ pub(super) struct Peer {
     pub(super) silent: Option<(Instant, Broken)>,
     /// A data connection ended: until when its control connection must say why.
     pub(super) suspect: Option<(Instant, String)>,
+    /// The last monitored barrier in which it said that it is there.
+    pub(super) signed: Option<u64>,
     /// What it last said it waits in, and for whom.
     pub(super) state: Option<PeerState>,
     /// Lanes that it was asked to open.
@@ -64,15 +69,19 @@ pub(super) struct PeerState {
     pub(super) seq: u64,
     pub(super) call: Call,
     pub(super) awaits: Vec<usize>,
+    pub(super) heard: Instant,
 }
 
 #[derive(Debug)]
 pub(super) struct Collective {
     pub(super) run: Run,
     pub(super) ticket: Arc<Ticket>,
-    /// Ranks it waited for when it last told the others.
-    pub(super) told: Option<Vec<usize>>,
+    /// In a monitored barrier: the others were told that this rank is there.
+    pub(super) signed: bool,
 }
+
+/// What a rank waits in: the number of the call, the call, and for whom.
+pub(super) type Wait = (u64, Call, Vec<usize>);
 
 impl Peer {
     pub(super) fn new(rank: usize) -> Self {
@@ -84,6 +93,7 @@ impl Peer {
             left: false,
             silent: None,
             suspect: None,
+            signed: None,
             state: None,
             asked: [false; 3],
         }

@@ -1,25 +1,32 @@
-//! Strangers at the door and peers that go mad: real ranks against a hand-written one.
+//! Strangers at the door: real ranks against a hand-written one. In `mad` it goes mad after it was let in, in
+//! `called` it is the one that is called.
+
+mod called;
+mod mad;
+mod rough;
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use convoke_env::{Generation, Token};
 use convoke_store::{MemoryStore, Store};
 
+use super::Crowd;
 use super::core::Engine;
 use super::state::Settings;
 use crate::call::{Call, CallKind};
 use crate::dtype::{Dtype, ReduceOp};
 use crate::error::CommError;
-use crate::frame::{CONTROL_PAYLOAD_BYTES, Frame, HEADER_BYTES, Kind};
+use crate::flight::Recorder;
+use crate::frame::{Frame, HEADER_BYTES, Kind};
 use crate::group::Group;
-use crate::links::conn::Conn;
 use crate::links::hello::{Credentials, Hello, Lane, Role, SUITE_PLAIN, Welcome};
 use crate::links::tcp;
 use crate::options::GroupOptions;
-use crate::plan::Tuning;
+use crate::plan::{Topology, Tuning};
 
 const LONG: Duration = Duration::from_secs(60);
 /// The rank that the tests play themselves: the highest, which connects to all others.
@@ -94,15 +101,16 @@ impl Siege {
             size: 3,
             credentials: credentials(),
             addresses: self.addresses,
-            listener: self.listener,
             store: self.store,
             abort_key: b"unused".to_vec(),
             store_rank: None,
             agent: None,
             peer_timeout: Duration::from_secs(10),
-            crowded: true,
+            crowd: Crowd::Cores,
+            place: 0,
+            flight: Arc::new(Recorder::of_process().group("default", 0, None, (FAKE, 3), &[0, 1, 2])),
         };
-        let mut engine = Engine::new(settings).unwrap();
+        let mut engine = Engine::new(settings, self.listener).unwrap();
         let lanes: Vec<_> = (0..2).flat_map(|peer| Lane::ALL.map(|lane| (peer, lane))).collect();
         assert!(engine.connect(&lanes, Instant::now() + LONG).unwrap());
         engine
@@ -210,6 +218,16 @@ fn strangers_are_turned_away_and_the_real_peers_still_connect() {
                 // Those that were turned away already cannot be written to.
                 let _ = stream.write_all(&greeting(FAKE, 0)[..index % HEADER_BYTES]);
             }
+            // The same with all that can be said without the secret.
+            let greet = |_| {
+                let mut stream = siege.call(0);
+                stream.write_all(&greeting(FAKE, 0)).unwrap();
+                read_welcome(&mut stream);
+                stream
+            };
+            let mut greeted: Vec<_> = (0..100).map(greet).collect();
+            let closed = greeted[0].read(&mut [0]);
+            assert!(!closed.is_err_and(|error| error.kind() == std::io::ErrorKind::WouldBlock));
             let shared = super::Shared::new(siege.engine());
             assert_eq!(sum(&shared), 7);
             shared.close(Engine::leave);
@@ -218,239 +236,51 @@ fn strangers_are_turned_away_and_the_real_peers_still_connect() {
     assert!(sums.iter().all(|sum| matches!(sum, Ok(7))), "{sums:?}");
 }
 
+#[test]
+fn strangers_disturb_no_call() {
+    let over = AtomicBool::new(false);
+    siege(
+        |group| {
+            let group = group.unwrap();
+            for round in 0..200 {
+                let mut got = [0];
+                group.send(&[round], 1 - group.rank(), 0).unwrap();
+                group.recv(&mut got, 1 - group.rank(), 0).unwrap();
+                assert_eq!(got, [round]);
+            }
+            over.store(true, Ordering::SeqCst);
+            // The third rank leaves, and is missed only now.
+            let error = group.barrier().unwrap_err();
+            assert!(matches!(error, CommError::PeerLost { rank: FAKE, .. }), "{error}");
+        },
+        |siege| {
+            let (addresses, mut engine) = (siege.addresses.clone(), siege.engine());
+            let mut random = crate::testing::Random::new("strangers_disturb_no_call");
+            while !over.load(Ordering::SeqCst) {
+                let mut stream = TcpStream::connect(addresses[random.below(2)]).unwrap();
+                let mut bytes = greeting(FAKE, random.below(2));
+                for _ in 0..random.below(5) {
+                    let at = random.below(bytes.len());
+                    bytes[at] = random.next() as u8;
+                }
+                let _ = stream.write_all(&bytes[..random.below(bytes.len())]);
+            }
+            engine.leave();
+        },
+    );
+}
+
 /// What the third rank adds.
 fn sum(shared: &super::Shared) -> i32 {
     let call =
         Call { kind: CallKind::AllReduce, dtype: Dtype::I32, op: Some(ReduceOp::Sum), root: 0, count: 1 };
     let rounding = call.rounding();
-    let algorithm = Tuning::default().all_reduce(4, 3, rounding);
-    let plan = Arc::new(crate::plan::all_reduce(algorithm, rounding, FAKE, 3, 1, 4));
+    let topology = Topology::one_host(3);
+    let algorithm = Tuning::default().all_reduce(4, &topology, rounding);
+    let plan = Arc::new(crate::plan::all_reduce(algorithm, rounding, FAKE, &topology, 1, 4));
     let kernel = crate::kernels::Kernel::of(Dtype::I32, ReduceOp::Sum, 3);
     let mut mine = [4_i32];
     let lent = super::Lent::default().filled(0, &mut mine);
-    shared.call(super::Operation::Collective { call, plan, lent, kernel }, LONG).unwrap();
+    shared.call(super::Operation::Collective { call, plan, lent, kernel }, LONG.into()).unwrap();
     mine[0]
-}
-
-/// What a mad third rank sends, on which lane, and what the error must say.
-fn madness() -> Vec<(&'static str, Lane, Vec<u8>, &'static str)> {
-    use Lane::{Collective, Control, Message};
-    let p2p = |count: u64, tag: u32| {
-        Call { kind: CallKind::PointToPoint, dtype: Dtype::U8, op: None, root: tag, count }.encode()
-    };
-    let eager = |count: u64, len: usize| {
-        with(Frame { call: p2p(count, 0), ..frame(Kind::Eager, len) }, &[0; 64][..len.min(64)])
-    };
-    let noise: Vec<u8> = (0..200).map(|i: u32| (i * 37 + 11) as u8).collect();
-    let other = Generation::from_bytes([4; 16]);
-    vec![
-        ("noise as data", Collective, noise.clone(), "not a convoke frame"),
-        ("a message among data", Collective, with(frame(Kind::Eager, 0), &[]), "among the data"),
-        (
-            "an unknown call",
-            Collective,
-            with(Frame { call: [0xEE; 16], ..frame(Kind::Data, 4) }, &[]),
-            "unknown",
-        ),
-        (
-            "data of another round",
-            Collective,
-            with(Frame { generation: other, ..frame(Kind::Data, 4) }, &[]),
-            "generation",
-        ),
-        ("noise as control", Control, noise.clone(), "not a convoke frame"),
-        ("data as control", Control, with(frame(Kind::Data, 0), &[]), "on the control connection"),
-        (
-            "control of another group",
-            Control,
-            with(Frame { group: 5, ..frame(Kind::Goodbye, 0) }, &[]),
-            "another generation or group",
-        ),
-        ("a report that is none", Control, with(frame(Kind::Abort, 5), b"{\"by\""), "malformed report"),
-        ("a huge report", Control, with(frame(Kind::Abort, 5000), &[]), "claims 5000 bytes"),
-        (
-            "a state without a call",
-            Control,
-            with(Frame { call: [9; 16], ..frame(Kind::State, 0) }, &[]),
-            "unknown",
-        ),
-        (
-            "an unknown lane",
-            Control,
-            with(Frame { seq: 77, ..frame(Kind::Open, 0) }, &[]),
-            "asks for lane 77",
-        ),
-        ("noise as messages", Message, noise, "not a convoke frame"),
-        ("control among messages", Message, with(frame(Kind::Goodbye, 0), &[]), "among messages"),
-        ("a length that is not that of the call", Message, eager(10, 11), "11 bytes for"),
-        ("a small message that is large", Message, eager(1 << 20, 1 << 20), "bytes for"),
-        ("a message nobody asked for", Message, with(frame(Kind::Message, 8), &[0; 8]), "was not asked for"),
-        ("a request for nothing", Message, with(frame(Kind::Cts, 0), &[]), "does not wait"),
-        (
-            "credit from nowhere",
-            Message,
-            with(Frame { seq: 1, ..frame(Kind::Credit, 0) }, &[]),
-            "credits 1 bytes",
-        ),
-        (
-            "credit beyond counting",
-            Message,
-            with(Frame { seq: u64::MAX, ..frame(Kind::Credit, 0) }, &[]),
-            "credits",
-        ),
-        (
-            "more than it has credit for",
-            Message,
-            (0..20)
-                .flat_map(|seq| {
-                    with(Frame { seq, call: p2p(60_000, 0), ..frame(Kind::Eager, 60_000) }, &[0; 60_000])
-                })
-                .collect(),
-            "more than it has credit for",
-        ),
-    ]
-}
-
-#[test]
-fn a_peer_that_goes_mad_is_a_protocol_error_on_all_ranks() {
-    for (what, lane, bytes, part) in madness() {
-        let errors = siege(
-            // It may happen while the group forms.
-            |group| group.and_then(|group| group.all_reduce(&mut [1_i32], ReduceOp::Sum)).unwrap_err(),
-            |siege| {
-                let mut engine = siege.engine();
-                let peer = &mut engine.peers[0];
-                let conn = match lane {
-                    Lane::Control => &mut peer.control,
-                    Lane::Collective => &mut peer.collective,
-                    Lane::Message => &mut peer.messages.conn,
-                };
-                send_all(conn.as_mut().unwrap(), &bytes);
-                await_ends(&mut engine, what);
-            },
-        );
-        for (rank, error) in errors.iter().enumerate() {
-            assert!(matches!(error, CommError::Protocol { peer: FAKE, .. }), "{what}, rank {rank}: {error}");
-            assert!(error.to_string().contains(part), "{what}, rank {rank}: {error}");
-        }
-    }
-}
-
-fn send_all(conn: &mut Conn, bytes: &[u8]) {
-    let (mut sent, deadline) = (0, Instant::now() + LONG);
-    while sent < bytes.len() {
-        // The receiver may give up in the middle.
-        match conn.send(&[std::io::IoSlice::new(&bytes[sent..])]) {
-            Ok(some) => sent += some,
-            Err(_) => return,
-        }
-        assert!(Instant::now() < deadline);
-    }
-}
-
-/// Whether a peer has said Abort or closed. What it says before, such as what it waits in, is skipped.
-fn has_ended(engine: &mut Engine, peer: usize) -> bool {
-    let Some(control) = engine.peers[peer].control.as_mut() else { return true };
-    let closed = control.fill(HEADER_BYTES + CONTROL_PAYLOAD_BYTES).is_err();
-    while let Some(Ok(frame)) = control.unread().first_chunk::<HEADER_BYTES>().map(Frame::decode) {
-        let end = HEADER_BYTES + frame.len as usize;
-        if frame.kind == Kind::Abort {
-            return true;
-        }
-        if control.unread().len() < end {
-            break;
-        }
-        control.consume(end);
-    }
-    closed
-}
-
-#[test]
-fn bools_are_true_or_false_whatever_a_peer_sends() {
-    // Few enough to be read ahead, and so many that they are received straight into the buffer.
-    const SHARED: [usize; 2] = [300, 60_000];
-    const SENT: [usize; 2] = [300, 70_000];
-    let hostile = |count: usize| (0..count).map(|i| (i % 256) as u8).collect::<Vec<u8>>();
-    let call = |kind, op, root: usize, count: usize| {
-        Call { kind, dtype: Dtype::Bool, op, root: root as u32, count: count as u64 }.encode()
-    };
-    let bytes_of = |buf: &[bool]| {
-        // SAFETY: initialised memory may be read as bytes.
-        #[allow(unsafe_code)]
-        let bytes = unsafe { std::slice::from_raw_parts(buf.as_ptr().cast::<u8>(), buf.len()) };
-        bytes.to_vec()
-    };
-    let outcomes = siege(
-        |group| {
-            let (group, mut seen) = (group.unwrap(), Vec::new());
-            for count in SHARED {
-                let mut buf = vec![false; count];
-                group.broadcast(&mut buf, FAKE).unwrap();
-                seen.push(bytes_of(&buf));
-            }
-            for count in SENT {
-                let mut buf = vec![false; count];
-                group.recv(&mut buf, FAKE, 0).unwrap();
-                seen.push(bytes_of(&buf));
-            }
-            let mut buf = vec![false; SHARED[0]];
-            group.all_reduce(&mut buf, ReduceOp::Sum).unwrap();
-            seen.push(bytes_of(&buf));
-            seen
-        },
-        |siege| {
-            let mut engine = siege.engine();
-            for peer in 0..2 {
-                let peer = &mut engine.peers[peer];
-                let (data, messages) =
-                    (peer.collective.as_mut().unwrap(), peer.messages.conn.as_mut().unwrap());
-                for (seq, count) in (0..).zip(SHARED) {
-                    let call = call(CallKind::Broadcast, None, FAKE, count);
-                    send_all(data, &with(Frame { seq, call, ..frame(Kind::Data, count) }, &hostile(count)));
-                }
-                let message = |kind, seq, count: usize, len: usize| Frame {
-                    seq,
-                    call: call(CallKind::PointToPoint, None, 0, count),
-                    ..frame(kind, len)
-                };
-                send_all(messages, &with(message(Kind::Eager, 0, SENT[0], SENT[0]), &hostile(SENT[0])));
-                send_all(messages, &with(message(Kind::Rts, 1, SENT[1], 0), &[]));
-                await_frame(messages, Kind::Cts);
-                send_all(messages, &with(message(Kind::Message, 1, SENT[1], SENT[1]), &hostile(SENT[1])));
-                // Only one of them adds what the third rank has.
-                let (count, call) = (SHARED[0], call(CallKind::AllReduce, Some(ReduceOp::Sum), 0, SHARED[0]));
-                send_all(data, &with(Frame { seq: 2, call, ..frame(Kind::Data, count) }, &hostile(count)));
-            }
-            await_ends(&mut engine, "bools");
-        },
-    );
-    for bytes in outcomes.iter().flatten() {
-        assert!(bytes.iter().enumerate().all(|(i, &byte)| byte == u8::from(i % 256 != 0)), "{bytes:?}");
-    }
-}
-
-/// Reads until a frame of this kind has come.
-fn await_frame(conn: &mut Conn, kind: Kind) {
-    let deadline = Instant::now() + LONG;
-    loop {
-        conn.fill(HEADER_BYTES).unwrap();
-        if let Some(header) = conn.unread().first_chunk::<HEADER_BYTES>() {
-            let found = Frame::decode(header).unwrap().kind;
-            conn.consume(HEADER_BYTES);
-            if found == kind {
-                return;
-            }
-        }
-        assert!(Instant::now() < deadline, "no {kind:?}");
-        std::thread::yield_now();
-    }
-}
-
-/// Stays until both peers have given up or left.
-fn await_ends(engine: &mut Engine, what: &str) {
-    let deadline = Instant::now() + LONG;
-    while !(0..2).all(|peer| has_ended(engine, peer)) {
-        assert!(Instant::now() < deadline, "{what}: nobody noticed");
-        std::thread::yield_now();
-    }
 }

@@ -13,9 +13,26 @@ use super::chores::{Chore, Chores};
 use super::sync::{AtomicBool, Mutex, MutexGuard, Ordering, PoisonError, Thread, current};
 use crate::call::Envelope;
 use crate::error::CommError;
+use crate::flight::Step;
 
 /// How an operation ended; a message tells what it was.
 pub(crate) type Outcome = Result<Option<Envelope>, CommError>;
+
+/// How long an operation may take, and until when that is.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Limit {
+    pub(crate) timeout: Duration,
+    pub(crate) deadline: Instant,
+}
+
+impl From<Duration> for Limit {
+    /// From now on.
+    fn from(timeout: Duration) -> Self {
+        // "For ever" is far enough away, but must not overflow the clock.
+        let deadline = Instant::now() + timeout.min(Duration::from_secs(100 * 365 * 86_400));
+        Self { timeout, deadline }
+    }
+}
 
 /// Set once by whoever drives the engine, taken once by the caller.
 #[derive(Debug)]
@@ -28,6 +45,8 @@ pub(crate) struct Ticket {
     descriptor: OnceLock<EventFd>,
     /// Of a nonblocking operation: what is to be done for its owner outside the engine's lock.
     chores: Option<Arc<Chores>>,
+    /// What the flight recorder knows it by, once the engine has it.
+    pub(super) step: OnceLock<Step>,
 }
 
 #[derive(Default)]
@@ -50,22 +69,21 @@ impl std::fmt::Debug for State {
 }
 
 impl Ticket {
-    /// A ticket for an operation that may take `timeout` from now and that somebody waits for.
-    pub(crate) fn new(timeout: Duration) -> Self {
-        Self::of(timeout, None)
+    /// A ticket for an operation that somebody waits for.
+    pub(crate) fn new(limit: impl Into<Limit>) -> Self {
+        Self::of(limit.into(), None)
     }
 
     /// A ticket for an operation that nobody need wait for.
-    pub(crate) fn nonblocking(timeout: Duration, chores: Arc<Chores>) -> Self {
+    pub(crate) fn nonblocking(limit: impl Into<Limit>, chores: Arc<Chores>) -> Self {
         chores.begin();
-        Self::of(timeout, Some(chores))
+        Self::of(limit.into(), Some(chores))
     }
 
-    fn of(timeout: Duration, chores: Option<Arc<Chores>>) -> Self {
-        // "For ever" is far enough away, but must not overflow the clock.
-        let deadline = Instant::now() + timeout.min(Duration::from_secs(100 * 365 * 86_400));
+    fn of(Limit { timeout, deadline }: Limit, chores: Option<Arc<Chores>>) -> Self {
         let (done, state) = (AtomicBool::new(false), Mutex::new(State::default()));
-        Self { timeout, deadline, done, state, descriptor: OnceLock::new(), chores }
+        let (descriptor, step) = (OnceLock::new(), OnceLock::new());
+        Self { timeout, deadline, done, state, descriptor, chores, step }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -77,6 +95,9 @@ impl Ticket {
         let mut state = self.state();
         if self.is_done() {
             return;
+        }
+        if let Some(step) = self.step.get() {
+            step.end(outcome.is_ok());
         }
         state.outcome = Some(outcome);
         let (waiters, waker) = (std::mem::take(&mut state.waiters), state.waker.take());
@@ -117,6 +138,12 @@ impl Ticket {
             state.waiters.push(me);
         }
         !self.is_done()
+    }
+
+    /// Whether a thread sleeps for it, or a future was polled.
+    pub(super) fn is_awaited(&self) -> bool {
+        let state = self.state();
+        !state.waiters.is_empty() || state.waker.is_some()
     }
 
     /// Has `waker` woken when it is done; `false` if it is.

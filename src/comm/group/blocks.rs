@@ -17,15 +17,20 @@ impl Group {
     ///
     /// # Cost
     /// With P ranks and blocks of S bytes each rank sends S·(P−1) bytes: few in one round, many around a
-    /// ring.
+    /// ring. On hosts of L ranks, if all have as many, S·(P−L) bytes leave each host.
     pub fn all_gather<T: Element>(&self, send: &[T], recv: &mut [T]) -> Result<(), CommError> {
         self.carry_out(self.prepare_all_gather(send, recv)?).map(drop)
     }
 
-    pub(super) fn prepare_all_gather<'a, T: Element>(&self, send: &[T], recv: &'a mut [T]) -> Prepared<'a> {
+    pub(super) fn prepare_all_gather<'a, T: Element>(
+        &self,
+        send: &'a [T],
+        recv: &'a mut [T],
+    ) -> Prepared<'a> {
         self.check_blocks("recv", recv.len(), send.len())?;
-        self.own(recv, send.len()).copy_from_slice(send);
-        self.prepare_all_gather_in_place(recv)
+        let own = self.own_range(send.len());
+        let call = call::<T>(CallKind::AllGather, None, 0, send.len());
+        self.planned(call, around(send, recv, own.clone()).sent(own.start, send), None)
     }
 
     /// As [`Self::all_gather`], with this rank's block already in its place in `buf`.
@@ -52,7 +57,7 @@ impl Group {
     ///
     /// # Cost
     /// With P ranks and blocks of S bytes each rank sends S·(P−1) bytes: few in one round, many around a
-    /// ring, for which `send` is copied.
+    /// ring, for which `send` is copied. On hosts of L ranks, if all have as many, S·(P−L) bytes leave each host.
     pub fn reduce_scatter<T: Element>(
         &self,
         send: &[T],
@@ -71,8 +76,9 @@ impl Group {
         self.check_blocks("send", send.len(), recv.len())?;
         let kernel = op.kernel(self.size())?;
         let call = call::<T>(CallKind::ReduceScatter, Some(op.op()), 0, recv.len());
-        let algorithm = self.inner.tuning.reduce_scatter(size_of_val(recv), self.size(), call.rounding());
-        let own = self.rank() * recv.len()..(self.rank() + 1) * recv.len();
+        let algorithm =
+            self.inner.tuning.reduce_scatter(size_of_val(recv), &self.inner.topology, call.rounding());
+        let own = self.own_range(recv.len());
         self.planned(call, reduced(algorithm, send, recv, own), Some(kernel))
     }
 
@@ -125,10 +131,9 @@ impl Group {
         let call = call::<T>(CallKind::Gather, None, root as u32, send.len());
         if self.rank() == root {
             self.check_blocks("recv", recv.len(), send.len())?;
-            self.own(recv, send.len()).copy_from_slice(send);
-            return self.planned(call, Lent::default().filled(0, recv), None);
+            return self.planned(call, around(send, recv, self.own_range(send.len())), None);
         }
-        self.planned(call, Lent::default().sent(self.rank() * send.len(), send), None)
+        self.planned(call, Lent::default().sent(self.own_range(send.len()).start, send), None)
     }
 
     /// Fills `recv` with this rank's block of the `send` of rank `root`.
@@ -156,10 +161,10 @@ impl Group {
         let call = call::<T>(CallKind::Scatter, None, root as u32, recv.len());
         if self.rank() == root {
             self.check_blocks("send", send.len(), recv.len())?;
-            recv.copy_from_slice(self.own_of(send, recv.len()));
-            return self.planned(call, Lent::default().sent(0, send), None);
+            let own = self.own_of(send, recv.len());
+            return self.planned(call, Lent::default().sent(0, send).copied(own, recv), None);
         }
-        self.planned(call, Lent::default().filled(self.rank() * recv.len(), recv), None)
+        self.planned(call, Lent::default().filled(self.own_range(recv.len()).start, recv), None)
     }
 
     /// Sends block i of `send` to rank i, and fills block i of `recv` with what rank i sends here.
@@ -182,9 +187,11 @@ impl Group {
     ) -> Prepared<'a> {
         let count = self.block_len("send", send.len())?;
         self.check_blocks("recv", recv.len(), count)?;
-        self.own(recv, count).copy_from_slice(self.own_of(send, count));
-        let call = call::<T>(CallKind::AllToAll, None, 0, count);
-        self.planned(call, Lent::default().sent(0, send).filled(send.len(), recv), None)
+        let own = self.own_range(count);
+        let (before, into, behind) = cut(recv, own.clone());
+        let lent = Lent::default().sent(0, send).copied(&send[own.clone()], into);
+        let lent = lent.filled(send.len(), before).filled(send.len() + own.end, behind);
+        self.planned(call::<T>(CallKind::AllToAll, None, 0, count), lent, None)
     }
 
     /// As [`Self::all_to_all`], with what is sent and what is received in the same `buf`.
@@ -224,18 +231,36 @@ impl Group {
         Err(CommError::InvalidArgument(format!("{name} has {len} elements, not {size} blocks of {block}")))
     }
 
+    /// Where this rank's block is in a buffer of blocks of `len`.
+    pub(super) fn own_range(&self, len: usize) -> Range<usize> {
+        self.rank() * len..(self.rank() + 1) * len
+    }
+
     /// This rank's block of a buffer that has been checked.
     pub(super) fn own<'a, T>(&self, buf: &'a mut [T], len: usize) -> &'a mut [T] {
-        &mut buf[self.rank() * len..(self.rank() + 1) * len]
+        &mut buf[self.own_range(len)]
     }
 
     pub(super) fn own_of<'a, T>(&self, buf: &'a [T], len: usize) -> &'a [T] {
-        &buf[self.rank() * len..(self.rank() + 1) * len]
+        &buf[self.own_range(len)]
     }
 }
 
+/// What is before `own`, that, and what is behind it.
+pub(super) fn cut<T>(buf: &mut [T], own: Range<usize>) -> (&mut [T], &mut [T], &mut [T]) {
+    let (rest, behind) = buf.split_at_mut(own.end);
+    let (before, own) = rest.split_at_mut(own.start);
+    (before, own, behind)
+}
+
+/// The row of what others send into `recv`, around the block `own`, which is a copy of `send`.
+pub(super) fn around<'a, T: Element>(send: &'a [T], recv: &'a mut [T], own: Range<usize>) -> Lent<'a> {
+    let (before, into, behind) = cut(recv, own.clone());
+    Lent::default().copied(send, into).filled(0, before).filled(own.end, behind)
+}
+
 /// The row of a reduce-scatter: `recv`, which begins as this rank's share of the result, in its place among what
-/// others own. The direct exchange only reads that; the ring works on a copy.
+/// others own. The direct exchange only reads that; ring and hierarchy work on a copy.
 pub(super) fn reduced<'a, T: Element>(
     algorithm: Algorithm,
     send: &'a [T],
@@ -244,7 +269,7 @@ pub(super) fn reduced<'a, T: Element>(
 ) -> Lent<'a> {
     recv.copy_from_slice(&send[own.clone()]);
     let lent = Lent::default().filled(own.start, recv);
-    if algorithm == Algorithm::Ring {
+    if algorithm != Algorithm::Direct {
         return lent.scratch_around(own, send.to_vec());
     }
     lent.sent(0, &send[..own.start]).sent(own.end, &send[own.end..])

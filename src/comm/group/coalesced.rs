@@ -151,10 +151,10 @@ impl Group {
         let count: usize = lens.iter().sum();
         let call = listed::<T>(CallKind::ReduceScatter, Some(op.op()), &lens);
         let (bytes, rounding) = (call.bytes() as usize, call.rounding());
-        let around = self.inner.tuning.reduce_scatter(bytes, self.size(), rounding) == Algorithm::Ring;
-        let (own, mut lent, mut within) =
-            (self.rank() * count..(self.rank() + 1) * count, Lent::default(), 0);
-        // The ring works on a copy of what others own; the direct exchange only reads it.
+        let algorithm = self.inner.tuning.reduce_scatter(bytes, &self.inner.topology, rounding);
+        let around = algorithm != Algorithm::Direct;
+        let (own, mut lent, mut within) = (self.own_range(count), Lent::default(), 0);
+        // The direct exchange only reads what others own; ring and hierarchy work on a copy.
         let mut copy = vec![Vec::new(); if around { self.size() } else { 0 }];
         for (send, recv) in sends.into_iter().zip(recvs) {
             let len = recv.len();

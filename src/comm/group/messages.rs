@@ -185,7 +185,7 @@ impl<'a> Batch<'a> {
     /// The first error, as of [`Group::send`] and [`Group::recv`].
     pub fn wait(self) -> Result<(), CommError> {
         match &self.group.inner.shared {
-            Some(shared) => shared.call_all(self.operations, self.group.timeout),
+            Some(shared) => shared.call_all(self.operations, self.group.limit()),
             None => Ok(()),
         }
     }

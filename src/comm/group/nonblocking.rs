@@ -161,7 +161,7 @@ impl<'scope> Nonblocking<'scope, '_> {
         };
         let mut ticket = None;
         if let (Some(shared), Some(operation)) = (&self.group.inner.shared, prepared) {
-            let begun = Arc::new(Ticket::nonblocking(self.group.timeout, Arc::clone(shared.chores())));
+            let begun = Arc::new(Ticket::nonblocking(self.group.limit(), Arc::clone(shared.chores())));
             // SAFETY: until the ticket is done, what `memory` owns stays where it is: with the handle, and with
             // the ticket if that is dropped (`Work::drop`); `mem::forget` frees nothing. What it borrows lives
             // for 'scope: either for ever, or until `Group::scope` has waited for the ticket, which it gets here.

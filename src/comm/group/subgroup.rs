@@ -1,28 +1,45 @@
 //! Groups of some of a group's ranks.
 
 use std::collections::BTreeSet;
-use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
+use std::time::{Duration, Instant};
 
-use super::{CommError, Group, Invitation};
+use super::{CallKind, CommError, Group, GroupOptions, Invitation, Lent, call};
 use crate::plan::fingerprint;
 
 /// Stands for "in no group" among the colors.
 const NO_COLOR: i64 = -1;
+/// Stands for a split where ranks compare what they make; a list of ranks has a fingerprint.
+const SPLIT: u64 = 0;
+/// Numbers that a rank tells the others when it makes subgroups.
+const TOLD: usize = 3;
+
+/// Groups that all ranks have agreed to make next.
+#[derive(Debug)]
+pub(crate) struct Agreed {
+    /// How many times subgroups were made before.
+    number: u64,
+    /// What each rank told the others beside.
+    told: Vec<[i64; 2]>,
+}
 
 impl Group {
     /// A group of these ranks, in this order: the first becomes rank 0. `None` on ranks that are not among them.
     ///
     /// All ranks of this group call it, with the same list, also those that are not in it. The new group has the
-    /// timeouts of this handle and connections of its own, works and fails by itself, and keeps this one alive.
+    /// timeouts of this handle and connections of its own, works and fails by itself, and may outlive this one.
+    ///
+    /// The ranks make their subgroups in the same order, as all they do together. Threads that do so side by side
+    /// give them different [names](Self::with_subgroup_name): then two that meet in different order get an error
+    /// instead of each other's group.
     ///
     /// # Errors
     /// [`CommError::InvalidArgument`] if the list is empty, names a rank twice or one that does not exist, and on
     /// all ranks if they disagree about it. [`CommError::Bootstrap`] if the new group does not form. Else as
-    /// [`Self::all_gather`].
+    /// [`Self::all_gather`]. The time of a call covers all of it.
     ///
     /// # Cost
-    /// An all-gather of 8 bytes, then as a new group of that size.
+    /// An all-gather of 24 bytes, then as a new group of that size.
     pub fn subgroup(&self, ranks: &[usize]) -> Result<Option<Self>, CommError> {
         let distinct: BTreeSet<usize> = ranks.iter().copied().collect();
         for &rank in ranks {
@@ -32,14 +49,9 @@ impl Group {
             let what = format!("a group of the ranks {ranks:?}: it needs some, each once");
             return Err(CommError::InvalidArgument(what));
         }
-        let mine = fingerprint(ranks);
-        let mut all = vec![0; self.size()];
-        self.all_gather(&[mine], &mut all)?;
-        if let Some(other) = all.iter().position(|&theirs| theirs != mine) {
-            let what = format!("rank {other} makes a group of other ranks than {ranks:?}");
-            return Err(CommError::InvalidArgument(what));
-        }
-        self.form(ranks)
+        let group = self.in_parts();
+        let agreed = group.agree(&format!("a group of the ranks {ranks:?}"), fingerprint(ranks), [0; 2])?;
+        group.form(&agreed, ranks)
     }
 
     /// Cuts this group in several: ranks with the same `color` are together, in the order of `key`, and of their
@@ -48,50 +60,128 @@ impl Group {
     /// All ranks of this group call it. The new groups are as those of [`Self::subgroup`].
     ///
     /// # Errors
-    /// [`CommError::Bootstrap`] if the new group does not form. Else as [`Self::all_gather`].
+    /// [`CommError::InvalidArgument`] on all ranks if some make other subgroups. [`CommError::Bootstrap`] if the new
+    /// group does not form. Else as [`Self::all_gather`].
     ///
     /// # Cost
-    /// An all-gather of 16 bytes, then as a new group of that size.
+    /// An all-gather of 24 bytes, then as a new group of that size.
     pub fn split(&self, color: Option<u32>, key: i64) -> Result<Option<Self>, CommError> {
         let color = color.map_or(NO_COLOR, i64::from);
-        let mut all = vec![0; 2 * self.size()];
-        self.all_gather(&[color, key], &mut all)?;
-        let (pairs, _) = all.as_chunks::<2>();
-        let with_us = |&rank: &usize| color != NO_COLOR && pairs[rank][0] == color;
+        let group = self.in_parts();
+        let agreed = group.agree("a split", SPLIT, [color, key])?;
+        let with_us = |&rank: &usize| color != NO_COLOR && agreed.told[rank][0] == color;
         let mut together: Vec<usize> = (0..self.size()).filter(with_us).collect();
-        together.sort_by_key(|&rank| (pairs[rank][1], rank));
-        self.form(&together)
+        together.sort_by_key(|&rank| (agreed.told[rank][1], rank));
+        group.form(&agreed, &together)
+    }
+
+    /// The same group; subgroups that are made through this handle have `name` in theirs, for error messages, and
+    /// are never taken for others.
+    #[must_use]
+    pub fn with_subgroup_name(&self, name: &str) -> Self {
+        Self { subgroup_name: Some(name.into()), ..self.clone() }
     }
 
     /// The ranks that this group's ranks have in the group that it comes from first: for subgroups of the world,
     /// and for theirs, ranks in the world.
     #[must_use]
-    pub fn origin_ranks(&self) -> &[usize] {
+    #[doc(alias = "get_process_group_ranks")]
+    pub fn global_ranks(&self) -> &[usize] {
         &self.inner.origin
     }
 
+    /// The rank that rank `rank` of this group has in the group that this one comes from first; `None` if there is
+    /// no such rank.
+    #[must_use]
+    #[doc(alias = "get_global_rank")]
+    pub fn global_rank(&self, rank: usize) -> Option<usize> {
+        self.inner.origin.get(rank).copied()
+    }
+
+    /// The rank in this group of the one that has `global_rank` in the group that this one comes from first; `None`
+    /// if it is not in this group.
+    #[must_use]
+    #[doc(alias = "get_group_rank")]
+    pub fn group_rank(&self, global_rank: usize) -> Option<usize> {
+        self.inner.origin.iter().position(|&origin| origin == global_rank)
+    }
+
+    /// Agrees with all ranks to make `what` next, for which `mark` stands, and exchanges what each has to tell.
+    ///
+    /// # Errors
+    /// [`CommError::InvalidArgument`] on all ranks if some make something else. Else as [`Self::all_gather`].
+    pub(crate) fn agree(&self, what: &str, mark: u64, told: [i64; 2]) -> Result<Agreed, CommError> {
+        let name = self.subgroup_name.as_deref().unwrap_or_default();
+        let mark = fingerprint(&[mark as usize, name_fingerprint(name) as usize]) as i64;
+        // Locked, so that what is agreed first has the lower number also where threads do so side by side.
+        let mut made = self.inner.subgroups.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut all = vec![0; TOLD * self.size()];
+        self.own(&mut all, TOLD).copy_from_slice(&[mark, told[0], told[1]]);
+        let call = call::<i64>(CallKind::Subgroup, None, 0, TOLD);
+        self.carry_out(self.planned(call, Lent::default().filled(0, &mut all), None)?)?;
+        let (all, _) = all.as_chunks::<TOLD>();
+        if let Some(other) = all.iter().position(|theirs| theirs[0] != mark) {
+            let named = if name.is_empty() { String::new() } else { format!(" named {name:?}") };
+            let what = format!(
+                "rank {other} makes another subgroup now than {what}{named}: all ranks make the same, in the same \
+                 order"
+            );
+            return Err(CommError::InvalidArgument(what));
+        }
+        let number = *made;
+        *made += 1;
+        Ok(Agreed { number, told: all.iter().map(|&[_, first, second]| [first, second]).collect() })
+    }
+
     /// Makes the group of `ranks`, of which this rank is one, if it is.
-    fn form(&self, ranks: &[usize]) -> Result<Option<Self>, CommError> {
-        let number = self.inner.subgroups.fetch_add(1, Ordering::Relaxed);
-        let Some(rank) = ranks.iter().position(|&rank| rank == self.rank()) else { return Ok(None) };
-        // Groups of one split have one number, and tell each other apart by their first rank.
-        let name = format!("{}/{number}.{}", self.name(), ranks[0]);
-        let origin: Vec<usize> = ranks.iter().map(|&rank| self.inner.origin[rank]).collect();
+    ///
+    /// Groups of which no rank is in two may have one agreement; others need different names as well.
+    pub(crate) fn form(&self, agreed: &Agreed, ranks: &[usize]) -> Result<Option<Self>, CommError> {
+        let (number, first) = (agreed.number, ranks.first().copied().unwrap_or_default());
+        let own = self.subgroup_name.as_deref().unwrap_or_default();
+        let dash = if own.is_empty() { "" } else { "-" };
+        let name = format!("{}/{number}{dash}{own}.{first}", self.name());
         let mut options = self.inner.options.clone().name(name).generation(self.generation());
-        options.timeout = self.timeout;
-        options.id = fingerprint(&[options.id as usize, number as usize, ranks[0]]);
-        let invitation = Invitation {
+        options.id =
+            fingerprint(&[options.id as usize, number as usize, first, name_fingerprint(own) as usize]);
+        let Some(invitation) = self.invitation(ranks, options) else { return Ok(None) };
+        let rest = self.limit().deadline.saturating_duration_since(Instant::now());
+        self.join_successor(invitation, rest).map(Some)
+    }
+
+    /// An invitation for `ranks` of this group, with the time of this handle; `None` if this rank is not among them.
+    pub(super) fn invitation(&self, ranks: &[usize], options: GroupOptions) -> Option<Invitation> {
+        Some(Invitation {
             store: Arc::clone(&self.inner.store),
             place: format!("generation {}", self.generation()),
             store_rank: ranks.iter().position(|&rank| Some(rank) == self.inner.store_rank),
-            rank,
+            rank: ranks.iter().position(|&rank| rank == self.rank())?,
             size: ranks.len(),
-            origin,
-            options,
+            origin: ranks.iter().map(|&rank| self.inner.origin[rank]).collect(),
+            options: options.timeout(self.timeout),
             tuning: self.inner.tuning.clone(),
             // The launcher's word on a dead peer goes to the first group.
             agent: None,
-        };
-        Self::join(invitation, Some(Box::new(self.clone()))).map(Some)
+        })
     }
+
+    /// Joins a group that comes from this one, within `time` if that is less than its ranks have as a rule.
+    pub(super) fn join_successor(
+        &self,
+        mut invitation: Invitation,
+        time: Duration,
+    ) -> Result<Self, CommError> {
+        let usual = invitation.options.init_timeout;
+        invitation.options.init_timeout = usual.min(time);
+        let mut group = Self::join(invitation, self.inner.keep.clone())?;
+        if let Some(inner) = Arc::get_mut(&mut group.inner) {
+            inner.options.init_timeout = usual;
+        }
+        Ok(group)
+    }
+}
+
+fn name_fingerprint(name: &str) -> u64 {
+    let bytes: Vec<usize> = name.bytes().map(usize::from).collect();
+    fingerprint(&bytes)
 }

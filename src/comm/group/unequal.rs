@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::blocks::reduced;
+use super::blocks::{around, cut, reduced};
 use super::{CallKind, CommError, Element, Group, Lent, Prepared, Reduction, call, check_len};
 use crate::plan::{self, Blocks};
 
@@ -29,7 +29,7 @@ impl Group {
 
     pub(super) fn prepare_all_gather_v<'a, T: Element>(
         &self,
-        send: &[T],
+        send: &'a [T],
         recv: &'a mut [T],
         lens: &[usize],
     ) -> Prepared<'a> {
@@ -37,11 +37,11 @@ impl Group {
         let own = blocks.of(self.rank());
         check_len("send", send.len(), own.len())?;
         check_len("recv", recv.len(), blocks.end())?;
-        recv[own].copy_from_slice(send);
         let call = call::<T>(CallKind::AllGatherV, None, blocks.fingerprint(), blocks.end());
-        let algorithm = self.inner.tuning.all_gather(size_of_val(recv) / self.size(), self.size());
-        let plan = || Arc::new(plan::all_gather(algorithm, self.rank(), &blocks, size_of::<T>()));
-        self.collective(call, plan, Lent::default().filled(0, recv), None)
+        let topology = &self.inner.topology;
+        let algorithm = self.inner.tuning.all_gather(size_of_val(recv) / self.size(), topology);
+        let plan = || Arc::new(plan::all_gather(algorithm, self.rank(), topology, &blocks, size_of::<T>()));
+        self.collective(call, plan, around(send, recv, own.clone()).sent(own.start, send), None)
     }
 
     /// Fills `recv` with the elementwise `op` over this rank's block of all ranks' `send`, in which rank i has a
@@ -78,10 +78,10 @@ impl Group {
         check_len("recv", recv.len(), own.len())?;
         let kernel = op.kernel(self.size())?;
         let call = call::<T>(CallKind::ReduceScatterV, Some(op.op()), blocks.fingerprint(), blocks.end());
-        let (world, rounding) = (self.size(), call.rounding());
-        let algorithm = self.inner.tuning.reduce_scatter(size_of_val(send) / world, world, rounding);
-        let plan =
-            || Arc::new(plan::reduce_scatter(algorithm, rounding, self.rank(), &blocks, size_of::<T>()));
+        let (rank, rounding, topology) = (self.rank(), call.rounding(), &self.inner.topology);
+        let algorithm = self.inner.tuning.reduce_scatter(size_of_val(send) / self.size(), topology, rounding);
+        let bytes = size_of::<T>();
+        let plan = || Arc::new(plan::reduce_scatter(algorithm, rounding, rank, topology, &blocks, bytes));
         self.collective(call, plan, reduced(algorithm, send, recv, own), Some(kernel))
     }
 
@@ -118,8 +118,8 @@ impl Group {
             let blocks = self.blocks(lens)?;
             check_len("send", send.len(), blocks.of(root).len())?;
             check_len("recv", recv.len(), blocks.end())?;
-            recv[blocks.of(root)].copy_from_slice(send);
-            (blocks, Lent::default().filled(0, recv))
+            let lent = around(send, recv, blocks.of(root));
+            (blocks, lent)
         } else {
             (self.only_mine(send.len()), Lent::default().sent(0, send))
         };
@@ -159,8 +159,8 @@ impl Group {
             let blocks = self.blocks(lens)?;
             check_len("send", send.len(), blocks.end())?;
             check_len("recv", recv.len(), blocks.of(root).len())?;
-            recv.copy_from_slice(&send[blocks.of(root)]);
-            (blocks, Lent::default().sent(0, send))
+            let lent = Lent::default().sent(0, send).copied(&send[blocks.of(root)], recv);
+            (blocks, lent)
         } else {
             (self.only_mine(recv.len()), Lent::default().filled(0, recv))
         };
@@ -197,9 +197,11 @@ impl Group {
         check_len("send", send.len(), sent.end())?;
         check_len("recv", recv.len(), filled.end())?;
         check_len("this rank's own block of recv", filled.of(rank).len(), sent.of(rank).len())?;
-        recv[filled.of(rank)].copy_from_slice(&send[sent.of(rank)]);
         let plan = || Arc::new(plan::all_to_all(rank, &sent, &filled));
-        let lent = Lent::default().sent(0, send).filled(sent.end(), recv);
+        let own = filled.of(rank);
+        let (before, into, behind) = cut(recv, own.clone());
+        let lent = Lent::default().sent(0, send).copied(&send[sent.of(rank)], into);
+        let lent = lent.filled(sent.end(), before).filled(sent.end() + own.end, behind);
         self.collective(call::<T>(CallKind::AllToAllV, None, 0, 0), plan, lent, None)
     }
 

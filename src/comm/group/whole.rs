@@ -1,5 +1,7 @@
 //! Collectives of whole buffers, one on each rank.
 
+use std::time::Duration;
+
 use super::{CallKind, CommError, Element, Group, Lent, Prepared, Reduction, call};
 use crate::plan;
 
@@ -17,8 +19,10 @@ impl Group {
     ///
     /// # Cost
     /// With P ranks and S bytes: few bytes, log2(P) exchanges of S; many, a ring of 2(P−1) steps in which
-    /// each rank sends 2·S·(P−1)/P bytes. Sums of halves, up to 16 ranks: few bytes, one round in which each rank
-    /// sends S·(P−1) bytes; many, two rounds and 2·S·(P−1)/P bytes. Beyond they travel as `f32`.
+    /// each rank sends 2·S·(P−1)/P bytes. On H hosts of several ranks 2·S·(H−1)/H bytes leave each host.
+    ///
+    /// Sums of halves, up to 16 ranks: few bytes, one round in which each rank sends S·(P−1) bytes; many, two rounds
+    /// and 2·S·(P−1)/P bytes. With more ranks sums travel as `f32`, as those of other types.
     pub fn all_reduce<T: Element>(
         &self,
         buf: &mut [T],
@@ -75,7 +79,8 @@ impl Group {
     /// disagree (a root that has returned gets it from its next call). Else whatever ended the group.
     ///
     /// # Cost
-    /// Few bytes: a tree of log2(P) steps. Many: a chain in which every rank sends S bytes at most.
+    /// Few bytes: a tree of log2(P) steps. Many: a chain in which every rank sends S bytes at most. S bytes go to
+    /// each other host.
     pub fn broadcast<T: Element>(&self, buf: &mut [T], root: usize) -> Result<(), CommError> {
         self.carry_out(self.prepare_broadcast(buf, root)?).map(drop)
     }
@@ -96,8 +101,10 @@ impl Group {
     /// As [`Self::all_reduce`]; [`CommError::InvalidArgument`] also if there is no such rank.
     ///
     /// # Cost
-    /// Few bytes: a tree of log2(P) steps. Many: a chain in which every rank sends S bytes at most. Sums of halves,
-    /// up to 16 ranks: one round, or two, in which every rank sends S bytes.
+    /// Few bytes: a tree of log2(P) steps. Many: a chain in which every rank sends S bytes at most. S bytes come
+    /// from each other host.
+    ///
+    /// Sums of halves, up to 16 ranks: one round, or two, in which every rank sends S bytes.
     pub fn reduce<T: Element>(
         &self,
         buf: &mut [T],
@@ -161,13 +168,37 @@ impl Group {
     /// Whatever ended the group.
     ///
     /// # Cost
-    /// log2(P) messages of a few bytes, one after the other.
+    /// Messages of a few bytes, one after the other: log2(L) inside hosts of L ranks, then log2(H) between H hosts.
     pub fn barrier(&self) -> Result<(), CommError> {
         self.carry_out(self.prepare_barrier()?).map(drop)
     }
 
+    /// Returns when all ranks have called it, as [`Self::barrier`]; if they do not within `timeout` from this rank's
+    /// call, the error names all that did not come, on every rank.
+    ///
+    /// For finding out who hangs, where a barrier would name only ranks that somebody happened to wait for. A rank
+    /// that does not come in time ends the group as every deadline does: it may still send for an earlier call, and
+    /// the others could not tell. [`Self::shrink`] goes on with those that came.
+    ///
+    /// # Errors
+    /// [`CommError::Timeout`], whose `missing` are all ranks that did not come, up to 64. Else whatever ended the
+    /// group.
+    ///
+    /// # Cost
+    /// Each rank sends every other a message of 80 bytes.
+    ///
+    /// Mirrors `torch.distributed.monitored_barrier`, with `wait_all_ranks` always on: it costs no time, as the
+    /// ranks do not tell one of them but each other.
+    pub fn monitored_barrier(&self, timeout: Duration) -> Result<(), CommError> {
+        self.with_timeout(timeout).carry_out(self.prepare_monitored_barrier()?).map(drop)
+    }
+
+    fn prepare_monitored_barrier(&self) -> Prepared<'static> {
+        self.planned(call::<u8>(CallKind::MonitoredBarrier, None, 0, 0), Lent::default(), None)
+    }
+
     pub(super) fn prepare_barrier(&self) -> Prepared<'static> {
-        let memory = vec![0_u8; plan::barrier_elements(self.size())];
+        let memory = vec![0_u8; plan::barrier_elements(&self.inner.topology)];
         self.planned(call::<u8>(CallKind::Barrier, None, 0, 0), Lent::default().scratch(0, memory), None)
     }
 }

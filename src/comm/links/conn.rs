@@ -49,12 +49,26 @@ impl Conn {
         Self::new(Box::new(super::Closed))
     }
 
+    /// Puts another link in the place of this one's.
+    #[cfg(test)]
+    pub(crate) fn replace(&mut self, link: Box<dyn Link>) -> Box<dyn Link> {
+        std::mem::replace(&mut self.link, link)
+    }
+
     pub(crate) fn pollable(&self) -> Option<BorrowedFd<'_>> {
         self.link.pollable()
     }
 
     pub(crate) fn watch_path(&self, bound: Duration) -> io::Result<()> {
         self.link.watch_path(bound)
+    }
+
+    pub(crate) fn unheard(&self) -> Option<Duration> {
+        self.link.unheard()
+    }
+
+    pub(crate) fn sender_cpu(&self) -> Option<usize> {
+        self.link.sender_cpu()
     }
 
     pub(crate) fn close_write(&mut self) {

@@ -115,6 +115,10 @@ impl Link for Fake {
         Ok(())
     }
 
+    fn unheard(&self) -> Option<Duration> {
+        None
+    }
+
     fn pollable(&self) -> Option<BorrowedFd<'_>> {
         None
     }

@@ -8,7 +8,7 @@
 
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::sync::Once;
-use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicU32, AtomicUsize, Ordering};
 
 use nix::libc;
 
@@ -18,6 +18,15 @@ const SLOTS: usize = 1 << 14;
 static OPEN: [AtomicI32; SLOTS] = [const { AtomicI32::new(0) }; SLOTS];
 /// Where to look for a free slot first.
 static HINT: AtomicUsize = AtomicUsize::new(0);
+
+/// How many forks lie between the first process and this one.
+static FORKS: AtomicU32 = AtomicU32::new(0);
+
+/// How many forks lie between the first process of this program and this one. Costs a load.
+pub(crate) fn forks() -> u32 {
+    install();
+    FORKS.load(Ordering::Relaxed)
+}
 
 /// A registered descriptor. Drop it before the descriptor is closed: the other way round a fork
 /// in between would close in the child whatever has got the number since.
@@ -59,6 +68,7 @@ fn install() {
 
 #[allow(unsafe_code)]
 unsafe extern "C" fn close_all() {
+    FORKS.fetch_add(1, Ordering::Relaxed);
     for slot in &OPEN {
         let fd = slot.swap(0, Ordering::Relaxed) - 1;
         if fd >= 0 {

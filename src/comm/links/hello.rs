@@ -213,6 +213,20 @@ mod tests {
     }
 
     #[test]
+    fn random_payloads_never_do_harm() {
+        let (test, most) = ("random_payloads_never_do_harm", 1000);
+        let decode = |bytes: &[u8]| Hello::decode(bytes).ok();
+        crate::testing::fuzz(test, &[hello().encode()], most, decode, |hello| hello.encode().to_vec());
+        let welcome = Welcome { suite: SUITE_PLAIN, capabilities: 9, nonce: [1; 32], proof: [2; 32] };
+        let decode = |bytes: &[u8]| Welcome::decode(bytes).ok();
+        crate::testing::fuzz(test, &[welcome.encode()], most, decode, |welcome| welcome.encode().to_vec());
+        let ours = credentials(b"secret");
+        let proof = ours.prove(Role::Connector, &hello(), 0, &[3; 32]);
+        let decode = |proof: &[u8]| ours.verify(Role::Connector, &hello(), 0, &[3; 32], proof).then_some(());
+        crate::testing::fuzz(test, &[proof], most, decode, |()| proof.to_vec());
+    }
+
+    #[test]
     fn a_proof_is_bound_to_everything_that_was_said() {
         let nonce = [3; 32];
         let ours = credentials(b"secret");

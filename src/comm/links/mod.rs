@@ -5,6 +5,8 @@ pub(crate) mod conn;
 pub(crate) mod fake;
 pub(crate) mod fork;
 pub(crate) mod hello;
+#[cfg(test)]
+pub(crate) mod rough;
 pub(crate) mod tcp;
 
 use std::fmt;
@@ -32,6 +34,14 @@ pub(crate) trait Link: fmt::Debug + Send {
     /// Asks the system to notice a dead peer host or path within `bound` though nothing is sent.
     fn watch_path(&self, bound: Duration) -> io::Result<()>;
 
+    /// How long ago the peer's host was last heard; `None` if nobody knows.
+    fn unheard(&self) -> Option<Duration>;
+
+    /// The core on which what came last was sent, if it was sent on this host; `None` if nobody knows.
+    fn sender_cpu(&self) -> Option<usize> {
+        None
+    }
+
     /// What to poll; `None` if the link has no descriptor.
     fn pollable(&self) -> Option<BorrowedFd<'_>>;
 }
@@ -57,6 +67,10 @@ impl Link for Closed {
 
     fn watch_path(&self, _: Duration) -> io::Result<()> {
         Ok(())
+    }
+
+    fn unheard(&self) -> Option<Duration> {
+        None
     }
 
     fn pollable(&self) -> Option<BorrowedFd<'_>> {

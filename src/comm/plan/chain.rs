@@ -1,35 +1,48 @@
 //! Pipelined chain: broadcast and reduce of large buffers, and scans.
 
-use super::{Apply, Plan, Stream};
+use super::{Apply, Plan, Stream, Topology};
 
-/// Broadcast from rank to rank, as `rank` of `world` sees it.
+/// Broadcast from rank to rank, host by host, as `rank` sees it.
 ///
 /// Each rank sends on what it has, as it comes. Every byte crosses each connection once, so the time is
-/// that of one transfer plus P−1 times the delay of the pieces in which the bytes happen to arrive.
-pub(super) fn broadcast(rank: usize, world: usize, count: usize, root: usize) -> Plan {
+/// that of one transfer plus P−1 times the delay of the pieces in which the bytes happen to arrive; H−1 times
+/// it goes from one of H hosts to another.
+pub(super) fn broadcast(rank: usize, topology: &Topology, count: usize, root: usize) -> Plan {
     let mut plan = Plan::default();
-    let place = (rank + world - root) % world;
-    let before = (rank + world - 1) % world;
-    let got = (place > 0).then(|| plan.push(Stream::recv(before, [(0..count, Apply::Copy)])));
-    if place + 1 < world {
-        plan.push(Stream::send((rank + 1) % world, Some(0..count)).after(got, 0));
+    let (before, next) = neighbours(rank, topology, root);
+    let got = before.map(|before| plan.push(Stream::recv(before, [(0..count, Apply::Copy)])));
+    if let Some(next) = next {
+        plan.push(Stream::send(next, Some(0..count)).after(got, 0));
     }
     plan
 }
 
-/// Reduce from rank to rank towards `root`, as `rank` of `world` sees it.
+/// Reduce from rank to rank towards `root`, as `rank` sees it.
 ///
 /// The broadcast backwards: each rank adds what comes and sends it on, as it comes. Buffers of ranks
 /// other than the root end as partial sums.
-pub(super) fn reduce(rank: usize, world: usize, count: usize, root: usize) -> Plan {
+pub(super) fn reduce(rank: usize, topology: &Topology, count: usize, root: usize) -> Plan {
     let mut plan = Plan::default();
-    let place = (rank + world - root) % world;
-    let apply = if place == 0 { Apply::ReduceLast } else { Apply::Reduce };
-    let got = (place + 1 < world).then(|| plan.push(Stream::recv((rank + 1) % world, [(0..count, apply)])));
-    if place > 0 {
-        plan.push(Stream::send((rank + world - 1) % world, Some(0..count)).after(got, 0));
+    let (before, next) = neighbours(rank, topology, root);
+    let apply = if before.is_none() { Apply::ReduceLast } else { Apply::Reduce };
+    let got = next.map(|next| plan.push(Stream::recv(next, [(0..count, apply)])));
+    if let Some(before) = before {
+        plan.push(Stream::send(before, Some(0..count)).after(got, 0));
     }
     plan
+}
+
+/// The rank before and the next one in a chain from `root` over its host and then the others.
+fn neighbours(rank: usize, topology: &Topology, root: usize) -> (Option<usize>, Option<usize>) {
+    let hosts = topology.hosts();
+    let (root_host, root_place) = topology.place(root);
+    let mut chain: Vec<usize> = Vec::with_capacity(topology.world());
+    chain.extend(&hosts[root_host][root_place..]);
+    chain.extend(&hosts[root_host][..root_place]);
+    let others = hosts.iter().cycle().skip(root_host + 1).take(hosts.len() - 1);
+    chain.extend(others.flatten());
+    let place = chain.iter().position(|&member| member == rank).unwrap_or(0);
+    (place.checked_sub(1).map(|place| chain[place]), chain.get(place + 1).copied())
 }
 
 /// Inclusive scan, as `rank` of `world` sees it: each rank adds what those before it have to its own, and
@@ -59,6 +72,8 @@ pub(super) fn exclusive_scan(rank: usize, world: usize, count: usize) -> Plan {
 
 #[cfg(test)]
 mod tests {
+    use crate::plan::check::{broadcast_is_right, on_hosts, reduce_is_right};
+
     #[test]
     fn a_scan_has_the_share_of_each_rank_up_to_this_one() {
         crate::plan::check::scan_is_right(super::scan);
@@ -71,11 +86,11 @@ mod tests {
 
     #[test]
     fn the_root_gets_everybodys_share() {
-        crate::plan::check::reduce_is_right(super::reduce);
+        reduce_is_right(on_hosts, super::reduce);
     }
 
     #[test]
     fn everyone_gets_what_the_root_has() {
-        crate::plan::check::broadcast_is_right(super::broadcast);
+        broadcast_is_right(on_hosts, super::broadcast);
     }
 }

@@ -4,10 +4,10 @@
 //! passes only if it is right for every interleaving that came up: no contribution lost or counted
 //! twice, both ends of each connection agree, nobody waits in a circle.
 
-use std::collections::VecDeque;
+mod simulation;
 
-use super::{Apply, Blocks, Direction, Plan};
-use crate::kernels::Fold;
+use super::{Apply, Blocks, Plan, Topology};
+use simulation::Simulation;
 
 /// What an element holds: who contributed, how it was bracketed, and whether its reduction ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -60,73 +60,94 @@ fn mix(mut x: u64) -> u64 {
     x ^ (x >> 31)
 }
 
+/// Largest number of ranks on one host, and on several.
 const LARGEST_WORLD: usize = 33;
+const LARGEST_ON_HOSTS: usize = 17;
+
+/// The topologies with so many ranks for which a plan is checked.
+pub(crate) type Topologies = fn(usize) -> Vec<Topology>;
+
+/// All ranks on one host.
+pub(crate) fn flat(world: usize) -> Vec<Topology> {
+    vec![Topology::one_host(world)]
+}
+
+/// Also on several hosts: one after the other, with as many ranks on each but the last, or in turn, or anyhow.
+pub(crate) fn on_hosts(world: usize) -> Vec<Topology> {
+    let mut topologies = flat(world);
+    if world <= LARGEST_ON_HOSTS {
+        topologies.extend((1..world).map(|ranks| Topology::new((0..world).map(|rank| rank / ranks))));
+        topologies.extend((2..world.min(5)).map(|hosts| Topology::new((0..world).map(|rank| rank % hosts))));
+        topologies.push(Topology::new((0..world).map(|rank| mix((world * 50 + rank) as u64) % 3)));
+    }
+    topologies
+}
+
+/// Those of them that have as many ranks on each host.
+pub(crate) fn on_even_hosts(world: usize) -> Vec<Topology> {
+    on_hosts(world).into_iter().filter(Topology::is_even).collect()
+}
+
+fn each_topology(topologies: Topologies, check: impl Fn(&Topology)) {
+    (1..=LARGEST_WORLD).flat_map(topologies).for_each(|topology| check(&topology));
+}
 
 /// Counts around the numbers where blocks change: none, fewer than ranks, odd ones.
 fn counts(world: usize) -> [usize; 5] {
     [0, 1, world.saturating_sub(1), world + 1, 3 * world + 2]
 }
 
-/// Checks `plan(rank, world, count)` for worlds up to [`LARGEST_WORLD`] and counts around them.
-pub(crate) fn all_reduce_is_right(plan: impl Fn(usize, usize, usize) -> Plan) {
-    all_reduce_is_right_up_to(LARGEST_WORLD, plan);
-}
-
-/// As [`all_reduce_is_right`], for worlds up to `largest`.
-pub(crate) fn all_reduce_is_right_up_to(largest: usize, plan: impl Fn(usize, usize, usize) -> Plan) {
-    for world in 1..=largest {
+/// Checks `plan(rank, topology, count)`.
+pub(crate) fn all_reduce_is_right(topologies: Topologies, plan: impl Fn(usize, &Topology, usize) -> Plan) {
+    each_topology(topologies, |topology| {
+        let world = topology.world();
         for count in counts(world) {
-            all_reduce_of(world, count, |rank| plan(rank, world, count));
-        }
-    }
-}
-
-fn all_reduce_of(world: usize, count: usize, plan: impl Fn(usize) -> Plan) {
-    let start: Vec<_> = (0..world).map(|rank| vec![Value::of(rank); count]).collect();
-    let plans = plans(world, plan);
-    let end = simulate(&plans, start);
-    for element in 0..count {
-        let first = end[0][element];
-        assert!(first.is_whole(world), "world {world} count {count}: {first:?}");
-        assert!(!fold(&plans) || first == in_rank_order(world), "world {world} count {count}: order");
-        for values in &end {
-            assert_eq!(values[element], first, "world {world} count {count}: ranks differ");
-        }
-    }
-}
-
-/// Checks `plan(rank, world, count, root)` for worlds up to [`LARGEST_WORLD`].
-pub(crate) fn broadcast_is_right(plan: impl Fn(usize, usize, usize, usize) -> Plan) {
-    for world in 1..=LARGEST_WORLD {
-        for root in [0, world / 2, world - 1] {
-            for count in [0, 1, 7] {
-                broadcast_of(world, count, root, |rank| plan(rank, world, count, root));
-            }
-        }
-    }
-}
-
-fn broadcast_of(world: usize, count: usize, root: usize, plan: impl Fn(usize) -> Plan) {
-    let start: Vec<_> = (0..world).map(|rank| vec![Value::of(rank); count]).collect();
-    let end = simulate(&plans(world, plan), start);
-    assert!(end.iter().flatten().all(|&value| value == Value::of(root)), "world {world} root {root}");
-}
-
-/// Checks `plan(rank, world, count, root)`: the root has everybody's share, the order is that of no accident.
-pub(crate) fn reduce_is_right(plan: impl Fn(usize, usize, usize, usize) -> Plan) {
-    for world in 1..=LARGEST_WORLD {
-        for root in [0, world / 2, world - 1] {
-            for count in [0, 1, 7] {
-                let start: Vec<_> = (0..world).map(|rank| vec![Value::of(rank); count]).collect();
-                let plans = plans(world, |rank| plan(rank, world, count, root));
-                let end = simulate(&plans, start);
-                for value in &end[root] {
-                    assert!(value.is_whole(world) && *value == end[root][0], "world {world} root {root}");
-                    assert!(!fold(&plans) || *value == in_rank_order(world), "world {world}: order");
+            let plans: Vec<_> = (0..world).map(|rank| plan(rank, topology, count)).collect();
+            let end = simulate(&plans, count);
+            for (element, &first) in end[0].iter().enumerate() {
+                assert!(first.is_whole(world), "{topology:?} count {count}: {first:?}");
+                assert!(!fold(&plans) || first == in_rank_order(world), "{topology:?} count {count}: order");
+                for values in &end {
+                    assert_eq!(values[element], first, "{topology:?} count {count}: ranks differ");
                 }
             }
         }
-    }
+    });
+}
+
+/// Checks `plan(rank, topology, count, root)`.
+pub(crate) fn broadcast_is_right(
+    topologies: Topologies,
+    plan: impl Fn(usize, &Topology, usize, usize) -> Plan,
+) {
+    each_root(topologies, plan, |root, _, end| {
+        assert!(end.iter().flatten().all(|&value| value == Value::of(root)));
+    });
+}
+
+/// Checks `plan(rank, topology, count, root)`: the root has everybody's share, the order is that of no accident.
+pub(crate) fn reduce_is_right(topologies: Topologies, plan: impl Fn(usize, &Topology, usize, usize) -> Plan) {
+    each_root(topologies, plan, |root, plans, end| {
+        let (world, first) = (plans.len(), end[root].first());
+        assert!(end[root].iter().all(|value| value.is_whole(world) && Some(value) == first));
+        assert!(!fold(plans) || first.is_none_or(|&first| first == in_rank_order(world)), "order");
+    });
+}
+
+fn each_root(
+    topologies: Topologies,
+    plan: impl Fn(usize, &Topology, usize, usize) -> Plan,
+    check: impl Fn(usize, &[Plan], &[Vec<Value>]),
+) {
+    each_topology(topologies, |topology| {
+        let world = topology.world();
+        for root in [0, world / 2, world - 1] {
+            for count in [0, 1, 7] {
+                let plans: Vec<_> = (0..world).map(|rank| plan(rank, topology, count, root)).collect();
+                check(root, &plans, &simulate(&plans, count));
+            }
+        }
+    });
 }
 
 /// Checks `plan(rank, world, count)`: each rank ends with the shares of all up to itself.
@@ -143,23 +164,31 @@ pub(crate) fn exclusive_scan_is_right(plan: impl Fn(usize, usize, usize) -> Plan
 }
 
 fn scans_are_right(rows: usize, plan: impl Fn(usize, usize, usize) -> Plan, check: impl Fn(usize, &[Value])) {
-    for world in 1..=LARGEST_WORLD {
+    each_topology(flat, |topology| {
+        let world = topology.world();
         for count in [0, 1, 7] {
-            let start: Vec<_> = (0..world).map(|rank| vec![Value::of(rank); rows * count]).collect();
-            let end = simulate(&plans(world, |rank| plan(rank, world, count)), start);
+            let start = (0..world).map(|rank| vec![Value::of(rank); rows * count]).collect();
+            let plans: Vec<_> = (0..world).map(|rank| plan(rank, world, count)).collect();
+            let end = Simulation::new(&plans, start).run();
             end.iter().enumerate().for_each(|(rank, row)| check(rank, row));
         }
-    }
+    });
 }
 
-/// Checks `plan(rank, blocks)` over a row of which each rank has its own block.
-pub(crate) fn all_gather_is_right(plan: impl Fn(usize, &Blocks) -> Plan) {
-    blocks_are_right(own_block, plan, |_, blocks, end| assert!(end.iter().copied().eq(whole_row(blocks))));
+/// Checks `plan(rank, topology, blocks)` over a row of which each rank has its own block.
+pub(crate) fn all_gather_is_right(topologies: Topologies, plan: impl Fn(usize, &Topology, &Blocks) -> Plan) {
+    blocks_are_right(topologies, own_block, plan, |_, blocks, end| {
+        assert!(end.iter().copied().eq(whole_row(blocks)));
+    });
 }
 
-/// Checks `plan(rank, blocks)`; the result is the rank's own block.
-pub(crate) fn reduce_scatter_is_right(plan: impl Fn(usize, &Blocks) -> Plan) {
+/// Checks `plan(rank, topology, blocks)`; the result is the rank's own block.
+pub(crate) fn reduce_scatter_is_right(
+    topologies: Topologies,
+    plan: impl Fn(usize, &Topology, &Blocks) -> Plan,
+) {
     blocks_are_right(
+        topologies,
         |rank, blocks| vec![Value::of(rank); blocks.end()],
         plan,
         |rank, blocks, end| {
@@ -182,13 +211,14 @@ pub(crate) fn all_to_all_is_right(plan: impl Fn(usize, &Blocks, &Blocks) -> Plan
         (0..mine.world()).flat_map(|from| vec![mark(from, rank); mine.of(from).len()]).collect()
     };
     blocks_are_right(
+        flat,
         |rank, blocks| {
             let mine = of_rank(rank, blocks);
             let sent = (0..mine.world()).flat_map(|to| vec![mark(rank, to); mine.of(to).len()]);
             let filled = got(rank, &mine).into_iter().map(|v| if v.ranks == 1 << rank { v } else { NOTHING });
             sent.chain(filled).collect()
         },
-        |rank, blocks| plan(rank, &of_rank(rank, blocks), &of_rank(rank, blocks)),
+        |rank, _, blocks| plan(rank, &of_rank(rank, blocks), &of_rank(rank, blocks)),
         |rank, blocks, end| {
             let mine = of_rank(rank, blocks);
             assert_eq!(end[mine.end()..], got(rank, &mine), "rank {rank}");
@@ -200,8 +230,9 @@ pub(crate) fn all_to_all_is_right(plan: impl Fn(usize, &Blocks, &Blocks) -> Plan
 pub(crate) fn gather_is_right(plan: impl Fn(usize, &Blocks, usize) -> Plan) {
     for root_of in [|_| 0, |world| world / 2, |world| world - 1] {
         blocks_are_right(
+            flat,
             own_block,
-            |rank, blocks| plan(rank, blocks, root_of(blocks.world())),
+            |rank, _, blocks| plan(rank, blocks, root_of(blocks.world())),
             |rank, blocks, end| {
                 let is_root = rank == root_of(blocks.world());
                 assert!(!is_root || end.iter().copied().eq(whole_row(blocks)));
@@ -214,11 +245,12 @@ pub(crate) fn gather_is_right(plan: impl Fn(usize, &Blocks, usize) -> Plan) {
 pub(crate) fn scatter_is_right(plan: impl Fn(usize, &Blocks, usize) -> Plan) {
     for root_of in [|_| 0, |world| world / 2, |world| world - 1] {
         blocks_are_right(
+            flat,
             |rank, blocks| {
                 let full = rank == root_of(blocks.world());
                 if full { whole_row(blocks).collect() } else { vec![NOTHING; blocks.end()] }
             },
-            |rank, blocks| plan(rank, blocks, root_of(blocks.world())),
+            |rank, _, blocks| plan(rank, blocks, root_of(blocks.world())),
             |rank, blocks, end| {
                 assert!(end[blocks.of(rank)].iter().all(|&value| value == Value::of(rank)), "rank {rank}");
             },
@@ -239,152 +271,41 @@ fn whole_row(blocks: &Blocks) -> impl Iterator<Item = Value> + '_ {
 
 /// Runs `plan` from the rows of `start` for many worlds and blocks, and gives every rank's row to `check`.
 fn blocks_are_right(
+    topologies: Topologies,
     start: impl Fn(usize, &Blocks) -> Vec<Value>,
-    plan: impl Fn(usize, &Blocks) -> Plan,
+    plan: impl Fn(usize, &Topology, &Blocks) -> Plan,
     check: impl Fn(usize, &Blocks, &[Value]),
 ) {
-    for world in 1..=LARGEST_WORLD {
+    each_topology(topologies, |topology| {
+        let world = topology.world();
         let unequal: Vec<_> = (0..world).map(|rank| mix((world * 40 + rank) as u64) as usize % 5).collect();
         let rows = [0, 1, 5].map(|count| Blocks::equal_of(world, count));
         for blocks in rows.into_iter().chain(Blocks::new(&unequal)) {
             let rows = (0..world).map(|rank| start(rank, &blocks)).collect();
-            let end = simulate(&plans(world, |rank| plan(rank, &blocks)), rows);
-            for (rank, row) in end.iter().enumerate() {
+            let plans: Vec<_> = (0..world).map(|rank| plan(rank, topology, &blocks)).collect();
+            for (rank, row) in Simulation::new(&plans, rows).run().iter().enumerate() {
                 check(rank, &blocks, row);
             }
         }
-    }
+    });
 }
 
-/// A barrier is right if each rank has heard, directly or not, of all others before it ends. A byte
-/// that a rank sends stands for all it has heard of by then.
-pub(crate) fn barrier_is_right(world: usize, rounds: usize, plan: impl Fn(usize) -> Plan) {
-    let plans = plans(world, plan);
-    let start = vec![vec![Value::of(0); rounds]; world];
-    simulate(&plans, start);
-    let mut heard: Vec<u64> = (0..world).map(|rank| 1 << rank).collect();
-    for round in 0..rounds {
-        let before = heard.clone();
-        for (rank, plan) in plans.iter().enumerate() {
-            let recv = &plan.streams[2 * round + 1];
-            assert_eq!(recv.direction, Direction::Recv);
-            assert_eq!(
-                plan.streams[2 * round].gate.map(|gate| gate.stream),
-                (round > 0).then(|| 2 * round - 1)
-            );
-            heard[rank] |= before[recv.peer];
+/// A barrier `plan(rank, topology)` over `rounds(topology)` elements is right if it ends nowhere as long as one
+/// rank has not come, and everywhere when all have.
+pub(crate) fn barrier_is_right(rounds: impl Fn(&Topology) -> usize, plan: impl Fn(usize, &Topology) -> Plan) {
+    each_topology(on_hosts, |topology| {
+        let world = topology.world();
+        let plans: Vec<_> = (0..world).map(|rank| plan(rank, topology)).collect();
+        let memory = || vec![vec![NOTHING; rounds(topology)]; world];
+        Simulation::new(&plans, memory()).run();
+        for late in 0..world {
+            let ended = Simulation::new(&plans, memory()).ended_without(late);
+            assert!(ended.is_empty(), "{topology:?}: {ended:?} did not wait for {late}");
         }
-    }
-    assert!(heard.iter().all(|&ranks| ranks == (1 << world) - 1), "world {world}");
+    });
 }
 
-fn plans(world: usize, plan: impl Fn(usize) -> Plan) -> Vec<Plan> {
-    (0..world).map(plan).collect()
-}
-
-/// One direction of one pair of ranks.
-struct Wire {
-    from: usize,
-    to: usize,
-    /// Remaining moves at each end: (stream, element, what to do), in the order of the plan.
-    sends: VecDeque<(usize, usize)>,
-    recvs: VecDeque<(usize, usize, Apply)>,
-    queue: VecDeque<Value>,
-}
-
-fn simulate(plans: &[Plan], mut memory: Vec<Vec<Value>>) -> Vec<Vec<Value>> {
-    let mut seed = mix(plans.len() as u64 + 7);
-    let mut random = move |below: usize| {
-        seed = mix(seed.wrapping_add(0x9E37_79B9_7F4A_7C15));
-        (seed % below.max(1) as u64) as usize
-    };
-    let capacity = 1 + random(4);
-    let mut wires = wires(plans);
-    let mut progress: Vec<Vec<usize>> = plans.iter().map(|plan| vec![0; plan.streams.len()]).collect();
-    let mut sums: Vec<Vec<Value>> = plans.iter().map(|plan| vec![NOTHING; plan.window]).collect();
-    let open = |progress: &[Vec<usize>], rank: usize, stream: usize| {
-        let gate = plans[rank].streams[stream].gate;
-        gate.is_none_or(|gate| progress[rank][stream] < gate.lead + progress[rank][gate.stream])
-    };
-    while !wires.is_empty() {
-        let start = random(wires.len());
-        let mut moved = false;
-        for offset in 0..wires.len() {
-            let index = (start + offset) % wires.len();
-            let wire = &mut wires[index];
-            let may_send = wire.queue.len() < capacity
-                && wire.sends.front().is_some_and(|&(stream, _)| open(&progress, wire.from, stream));
-            let may_recv = !wire.queue.is_empty()
-                && wire.recvs.front().is_some_and(|&(stream, ..)| open(&progress, wire.to, stream));
-            if may_send && (!may_recv || random(2) == 0) {
-                let (stream, element) = wire.sends.pop_front().unwrap();
-                wire.queue.push_back(memory[wire.from][element]);
-                progress[wire.from][stream] += 1;
-                moved = true;
-            } else if may_recv {
-                let (stream, element, apply) = wire.recvs.pop_front().unwrap();
-                let value = wire.queue.pop_front().unwrap();
-                let into = &mut memory[wire.to][element];
-                match apply {
-                    Apply::Copy => *into = value,
-                    Apply::Reduce => *into = into.plus(value, false),
-                    Apply::ReduceLast => *into = into.plus(value, true),
-                    Apply::Fold(Fold { first, own, last }) => {
-                        let slot = progress[wire.to][stream] % plans[wire.to].window;
-                        let sum = &mut sums[wire.to][slot];
-                        // Who comes too early finds the sum of another element, and takes it for its own.
-                        *sum = if first { value } else { sum.plus(value, last && !own) };
-                        *sum = if own { sum.plus(*into, last) } else { *sum };
-                        *into = if last { *sum } else { *into };
-                    }
-                }
-                progress[wire.to][stream] += 1;
-                moved = true;
-            }
-            if wire.sends.is_empty() && wire.recvs.is_empty() {
-                assert!(wire.queue.is_empty());
-                wires.swap_remove(index);
-            }
-            if moved {
-                break;
-            }
-        }
-        assert!(moved || wires.is_empty(), "the ranks wait for each other in a circle");
-    }
-    memory
-}
-
-fn wires(plans: &[Plan]) -> Vec<Wire> {
-    let mut wires = Vec::new();
-    for from in 0..plans.len() {
-        for to in 0..plans.len() {
-            let of = |rank: usize, peer: usize, direction: Direction| {
-                let streams = plans[rank].streams.iter().enumerate();
-                streams.filter(move |(_, stream)| stream.peer == peer && stream.direction == direction)
-            };
-            let sends: VecDeque<_> = of(from, to, Direction::Send)
-                .flat_map(|(index, stream)| {
-                    stream.segments.iter().flat_map(move |segment| {
-                        assert_eq!(segment.apply, Apply::Copy);
-                        segment.range.clone().map(move |element| (index, element))
-                    })
-                })
-                .collect();
-            let recvs: VecDeque<_> = of(to, from, Direction::Recv)
-                .flat_map(|(index, stream)| {
-                    stream.segments.iter().flat_map(move |segment| {
-                        let apply = segment.apply;
-                        segment.range.clone().map(move |element| (index, element, apply))
-                    })
-                })
-                .collect();
-            let ends = (of(from, to, Direction::Send).count(), of(to, from, Direction::Recv).count());
-            assert_eq!(ends.0 > 0, ends.1 > 0, "{from} to {to}: only one end knows of it");
-            assert_eq!(sends.len(), recvs.len(), "{from} to {to}: the ends disagree on the length");
-            if !sends.is_empty() {
-                wires.push(Wire { from, to, sends, recvs, queue: VecDeque::new() });
-            }
-        }
-    }
-    wires
+/// Every rank's memory after `plans` over `count` elements, which begin as the rank's own share.
+fn simulate(plans: &[Plan], count: usize) -> Vec<Vec<Value>> {
+    Simulation::new(plans, (0..plans.len()).map(|rank| vec![Value::of(rank); count]).collect()).run()
 }

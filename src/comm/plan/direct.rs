@@ -109,24 +109,28 @@ fn others(rank: usize, world: usize) -> impl Iterator<Item = usize> {
 #[cfg(test)]
 mod tests {
     use crate::plan::check::{
-        all_gather_is_right, all_reduce_is_right, all_to_all_is_right, reduce_is_right,
+        all_gather_is_right, all_reduce_is_right, all_to_all_is_right, flat, reduce_is_right,
         reduce_scatter_is_right,
     };
 
     #[test]
     fn blocks_reach_everybody_their_owner_or_their_addressee() {
-        all_gather_is_right(super::all_gather);
+        all_gather_is_right(flat, |rank, _, blocks| super::all_gather(rank, blocks));
         all_to_all_is_right(super::all_to_all);
         for folds in [None, Some(2)] {
-            reduce_scatter_is_right(|rank, blocks| super::reduce_scatter(rank, blocks, folds));
+            reduce_scatter_is_right(flat, |rank, _, blocks| super::reduce_scatter(rank, blocks, folds));
         }
     }
 
     #[test]
     fn every_rank_counts_once_in_every_element() {
         for folds in [None, Some(2)] {
-            all_reduce_is_right(|rank, world, count| super::all_reduce(rank, world, count, folds));
+            all_reduce_is_right(flat, |rank, topology, count| {
+                super::all_reduce(rank, topology.world(), count, folds)
+            });
         }
-        reduce_is_right(|rank, world, count, root| super::reduce(rank, world, count, root, 2));
+        reduce_is_right(flat, |rank, topology, count, root| {
+            super::reduce(rank, topology.world(), count, root, 2)
+        });
     }
 }

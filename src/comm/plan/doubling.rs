@@ -1,6 +1,6 @@
-//! Recursive doubling: the fewest rounds, the whole buffer in each.
+//! Recursive doubling: the fewest rounds, all that a rank has in each.
 
-use super::{Apply, Plan, Stream};
+use super::{Apply, Blocks, Plan, Stream};
 
 /// All-reduce in log2(P) exchanges, as `rank` of `world` sees it.
 ///
@@ -43,10 +43,58 @@ pub(super) fn all_reduce(rank: usize, world: usize, count: usize) -> Plan {
     plan
 }
 
+/// All-gather in log2(P) exchanges, as `rank` sees it; P is a power of two.
+///
+/// In round k a rank exchanges all blocks that it has with the rank that differs in bit k: its own, and then those of
+/// each round before, in the order in which they came. What came in a round may go on as it comes.
+///
+/// ```text
+///          begin   round 0   round 1
+/// rank 0   0       0 1       0 1 2 3
+/// rank 1   1       1 0       1 0 3 2
+/// rank 2   2       2 3       2 3 0 1
+/// rank 3   3       3 2       3 2 1 0
+/// ```
+pub(super) fn all_gather(rank: usize, blocks: &Blocks) -> Plan {
+    let mut plan = Plan::default();
+    let of = |ranks: &[usize]| ranks.iter().map(|&rank| blocks.of(rank)).collect::<Vec<_>>();
+    // What this rank and its partner have, in order.
+    let ours = order(rank, blocks.world());
+    let mut came: Vec<usize> = Vec::new();
+    for round in 0..blocks.world().ilog2() {
+        let (partner, had) = (rank ^ (1 << round), 1 << round);
+        // Its own block waits for nothing, and goes with that of the first round.
+        let first = ours[..had.min(2)].to_vec();
+        let own = blocks.of(rank).len().cast_signed();
+        plan.push(Stream::send(partner, of(&first)).after(came.first().copied(), own));
+        for (index, &stream) in came.iter().enumerate().skip(1) {
+            let piece = &ours[1 << index..2 << index];
+            plan.push(Stream::send(partner, of(piece)).after(Some(stream), 0));
+        }
+        let theirs = order(partner, blocks.world());
+        let pieces = of(&theirs[..had]).into_iter().map(|range| (range, Apply::Copy));
+        came.push(plan.push(Stream::recv(partner, pieces)));
+    }
+    plan
+}
+
+/// The ranks whose blocks a rank gets, in the order of the rounds.
+fn order(rank: usize, world: usize) -> Vec<usize> {
+    (0..world).map(|distance| rank ^ distance).collect()
+}
+
 #[cfg(test)]
 mod tests {
+    use crate::plan::check::{all_gather_is_right, all_reduce_is_right, flat};
+
+    #[test]
+    fn blocks_reach_everybody() {
+        let powers = |world: usize| if world.is_power_of_two() { flat(world) } else { Vec::new() };
+        all_gather_is_right(powers, |rank, _, blocks| super::all_gather(rank, blocks));
+    }
+
     #[test]
     fn every_rank_counts_once_in_every_element() {
-        crate::plan::check::all_reduce_is_right(super::all_reduce);
+        all_reduce_is_right(flat, |rank, topology, count| super::all_reduce(rank, topology.world(), count));
     }
 }

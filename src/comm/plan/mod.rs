@@ -19,8 +19,10 @@ mod direct;
 mod dissemination;
 mod doubling;
 mod fold;
+mod hierarchy;
 mod ring;
 mod star;
+mod topology;
 mod tree;
 pub(crate) mod tuning;
 
@@ -28,14 +30,23 @@ use std::ops::Range;
 
 use crate::kernels::Fold;
 pub(crate) use blocks::{Blocks, fingerprint};
+pub(crate) use topology::Topology;
 pub(crate) use tuning::{Algorithm, Tuning};
 
 /// Wide elements are twice as long as those that they are rounded to.
 const WIDER: usize = 2;
 
+/// Bytes of a block of which what goes around, ring or hierarchy, has one for each rank at a time.
+///
+/// Small enough that a block is still in the cache when it is sent on, large enough that the first
+/// block of each turn, which needs nothing from anybody, covers the round trip of a fast network.
+const BLOCK_BYTES: usize = 128 << 10;
+
 /// What one rank does in one collective.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) struct Plan {
+    /// Which of several algorithms it is; for the flight recorder.
+    pub(crate) algorithm: Option<Algorithm>,
     /// In an order that both ends of each pair agree on.
     pub(crate) streams: Vec<Stream>,
     /// Shares and partial sums travel, and lie in the row, as wide elements.
@@ -113,7 +124,8 @@ impl Rounding {
 pub(crate) struct Gate {
     /// Index of the other stream in the same plan.
     pub(crate) stream: usize,
-    pub(crate) lead: usize,
+    /// Below 0 if what is needed lies so far back in the other stream.
+    pub(crate) lead: isize,
 }
 
 impl Stream {
@@ -127,7 +139,7 @@ impl Stream {
         Self { peer, direction: Direction::Recv, segments, gate: None }
     }
 
-    fn after(mut self, stream: Option<usize>, lead: usize) -> Self {
+    fn after(mut self, stream: Option<usize>, lead: isize) -> Self {
         self.gate = stream.map(|stream| Gate { stream, lead });
         self
     }
@@ -153,39 +165,43 @@ fn block(index: usize, blocks: usize, count: usize) -> Range<usize> {
     start..start + size + usize::from(index < longer)
 }
 
-/// All-reduce of `count` elements of `element_bytes` each, as `rank` of `world` sees it.
+/// All-reduce of `count` elements of `element_bytes` each, as `rank` sees it.
 pub(crate) fn all_reduce(
     algorithm: Algorithm,
     rounding: Rounding,
     rank: usize,
-    world: usize,
+    topology: &Topology,
     count: usize,
     element_bytes: usize,
 ) -> Plan {
-    let wide = rounding.is_wide(algorithm);
-    let chunk = ring::chunk_elements(world, if wide { WIDER * element_bytes } else { element_bytes });
+    let (world, wide) = (topology.world(), rounding.is_wide(algorithm));
+    let chunk = chunk_elements(algorithm, topology, wide, element_bytes);
     let plan = match algorithm {
         Algorithm::Ring => ring::all_reduce(rank, world, count, chunk),
+        Algorithm::Hierarchy => hierarchy::all_reduce(rank, topology, count, chunk),
         Algorithm::Direct => direct::all_reduce(rank, world, count, rounding.folds(algorithm)),
         Algorithm::Flat | Algorithm::Star => fold::all_reduce(rank, world, count),
         Algorithm::Doubling | Algorithm::Binomial | Algorithm::Chain => {
             doubling::all_reduce(rank, world, count)
         }
     };
-    Plan { wide, ..plan }
+    Plan { wide, algorithm: Some(algorithm), ..plan }
 }
 
 /// Broadcast of `count` elements from `root`.
-pub(crate) fn broadcast(algorithm: Algorithm, rank: usize, world: usize, count: usize, root: usize) -> Plan {
-    match algorithm {
-        Algorithm::Chain => chain::broadcast(rank, world, count, root),
-        Algorithm::Binomial
-        | Algorithm::Ring
-        | Algorithm::Direct
-        | Algorithm::Doubling
-        | Algorithm::Flat
-        | Algorithm::Star => tree::broadcast(rank, world, count, root),
-    }
+pub(crate) fn broadcast(
+    algorithm: Algorithm,
+    rank: usize,
+    topology: &Topology,
+    count: usize,
+    root: usize,
+) -> Plan {
+    let plan = if algorithm == Algorithm::Chain {
+        chain::broadcast(rank, topology, count, root)
+    } else {
+        tree::broadcast(rank, topology, count, root)
+    };
+    Plan { algorithm: Some(algorithm), ..plan }
 }
 
 /// Reduce of `count` elements to `root`; buffers of other ranks end as partial sums.
@@ -193,47 +209,76 @@ pub(crate) fn reduce(
     algorithm: Algorithm,
     rounding: Rounding,
     rank: usize,
-    world: usize,
+    topology: &Topology,
     count: usize,
     root: usize,
 ) -> Plan {
+    let world = topology.world();
     let plan = match algorithm {
-        Algorithm::Chain => chain::reduce(rank, world, count, root),
+        Algorithm::Chain => chain::reduce(rank, topology, count, root),
         Algorithm::Direct => direct::reduce(rank, world, count, root, fold::WINDOW),
         Algorithm::Star => fold::reduce(rank, world, count, root, fold::WINDOW),
-        Algorithm::Binomial | Algorithm::Ring | Algorithm::Doubling | Algorithm::Flat => {
-            tree::reduce(rank, world, count, root)
-        }
+        Algorithm::Binomial
+        | Algorithm::Ring
+        | Algorithm::Doubling
+        | Algorithm::Flat
+        | Algorithm::Hierarchy => tree::reduce(rank, topology, count, root),
     };
-    Plan { wide: rounding.is_wide(algorithm), ..plan }
+    Plan { wide: rounding.is_wide(algorithm), algorithm: Some(algorithm), ..plan }
 }
 
 /// All-gather over a row of blocks, of which this rank has filled its own.
-pub(crate) fn all_gather(algorithm: Algorithm, rank: usize, blocks: &Blocks, element_bytes: usize) -> Plan {
-    if algorithm == Algorithm::Ring {
-        return ring::all_gather(rank, blocks, ring::chunk_elements(blocks.world(), element_bytes));
-    }
-    direct::all_gather(rank, blocks)
+pub(crate) fn all_gather(
+    algorithm: Algorithm,
+    rank: usize,
+    topology: &Topology,
+    blocks: &Blocks,
+    element_bytes: usize,
+) -> Plan {
+    let chunk = chunk_elements(algorithm, topology, false, element_bytes);
+    let plan = match algorithm {
+        Algorithm::Ring => ring::all_gather(rank, blocks, chunk),
+        Algorithm::Hierarchy => hierarchy::all_gather(rank, topology, blocks, chunk),
+        Algorithm::Doubling => doubling::all_gather(rank, blocks),
+        Algorithm::Direct | Algorithm::Binomial | Algorithm::Chain | Algorithm::Flat | Algorithm::Star => {
+            direct::all_gather(rank, blocks)
+        }
+    };
+    Plan { algorithm: Some(algorithm), ..plan }
 }
 
-/// Reduce-scatter of a row of blocks; the result is in this rank's own. The ring leaves partial sums in the others,
-/// the direct exchange only reads them.
+/// Reduce-scatter of a row of blocks; the result is in this rank's own. The direct exchange only reads the others,
+/// and else they are partial sums in the end.
 pub(crate) fn reduce_scatter(
     algorithm: Algorithm,
     rounding: Rounding,
     rank: usize,
+    topology: &Topology,
     blocks: &Blocks,
     element_bytes: usize,
 ) -> Plan {
     let wide = rounding.is_wide(algorithm);
-    let chunk =
-        ring::chunk_elements(blocks.world(), if wide { WIDER * element_bytes } else { element_bytes });
-    let plan = if algorithm == Algorithm::Ring {
-        ring::reduce_scatter(rank, blocks, chunk)
-    } else {
-        direct::reduce_scatter(rank, blocks, rounding.folds(algorithm))
+    let chunk = chunk_elements(algorithm, topology, wide, element_bytes);
+    let plan = match algorithm {
+        Algorithm::Ring => ring::reduce_scatter(rank, blocks, chunk),
+        Algorithm::Hierarchy => hierarchy::reduce_scatter(rank, topology, blocks, chunk),
+        Algorithm::Direct
+        | Algorithm::Doubling
+        | Algorithm::Binomial
+        | Algorithm::Chain
+        | Algorithm::Flat
+        | Algorithm::Star => direct::reduce_scatter(rank, blocks, rounding.folds(algorithm)),
     };
-    Plan { wide, ..plan }
+    Plan { wide, algorithm: Some(algorithm), ..plan }
+}
+
+/// Elements in one turn of `algorithm` over a buffer: a block of [`BLOCK_BYTES`] for each that owns one.
+fn chunk_elements(algorithm: Algorithm, topology: &Topology, wide: bool, element_bytes: usize) -> usize {
+    let owners = match algorithm {
+        Algorithm::Hierarchy => topology.hosts().len() * topology.lanes(),
+        _ => topology.world(),
+    };
+    owners * BLOCK_BYTES / if wide { WIDER * element_bytes } else { element_bytes }
 }
 
 /// Inclusive scan of `count` elements, as `rank` of `world` sees it.
@@ -251,13 +296,13 @@ pub(crate) use direct::all_to_all;
 pub(crate) use star::{gather, scatter};
 
 /// Barrier, over a buffer of [`barrier_elements`] one-byte elements whose values do not matter.
-pub(crate) fn barrier(rank: usize, world: usize) -> Plan {
-    dissemination::barrier(rank, world)
+pub(crate) fn barrier(rank: usize, topology: &Topology) -> Plan {
+    dissemination::barrier(rank, topology)
 }
 
 /// Elements in the buffer of a barrier: one for each round.
-pub(crate) fn barrier_elements(world: usize) -> usize {
-    dissemination::rounds(world)
+pub(crate) fn barrier_elements(topology: &Topology) -> usize {
+    dissemination::rounds(topology)
 }
 
 #[cfg(test)]

@@ -2,17 +2,6 @@
 
 use super::{Apply, Blocks, Plan, Stream, block};
 
-/// Bytes that one turn of the ring works on, for each rank.
-///
-/// Small enough that a block is still in the cache when it is sent on, large enough that the first
-/// block of each turn, which needs nothing from anybody, covers the round trip of a fast network.
-const BLOCK_BYTES: usize = 128 << 10;
-
-/// Elements in one turn of the ring.
-pub(super) fn chunk_elements(world: usize, element_bytes: usize) -> usize {
-    world * BLOCK_BYTES / element_bytes
-}
-
 /// Ring all-reduce over `world` blocks (`world >= 1`) of each chunk, as `rank` sees it.
 ///
 /// P−1 rounds of reduce-scatter, then P−1 of all-gather; each rank sends 2·S·(P−1)/P bytes. Who holds
@@ -60,7 +49,7 @@ pub(super) fn all_reduce(rank: usize, world: usize, count: usize, chunk: usize) 
         }
     }
     let recv = plan.push(Stream::recv(from, received));
-    plan.push(Stream::send(to, sent).after(Some(recv), lead));
+    plan.push(Stream::send(to, sent).after(Some(recv), lead.cast_signed()));
     plan
 }
 
@@ -101,7 +90,7 @@ fn around(rank: usize, blocks: &Blocks, chunk: usize, first: usize, apply: impl 
         }
     }
     let recv = plan.push(Stream::recv(from, received));
-    plan.push(Stream::send(to, sent).after(Some(recv), lead));
+    plan.push(Stream::send(to, sent).after(Some(recv), lead.cast_signed()));
     plan
 }
 
@@ -116,22 +105,25 @@ fn even_chunk(world: usize, count: usize, chunk: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::Direction;
-    use crate::plan::check::all_reduce_is_right;
+    use crate::plan::check::{all_gather_is_right, all_reduce_is_right, flat, reduce_scatter_is_right};
+    use crate::plan::{BLOCK_BYTES, Direction};
 
     #[test]
     fn every_rank_counts_once_in_every_element() {
         for chunk in [|_| 1, |world| 4 * world, |_| usize::MAX] {
-            all_reduce_is_right(|rank, world, count| all_reduce(rank, world, count, chunk(world)));
+            all_reduce_is_right(flat, |rank, topology, count| {
+                all_reduce(rank, topology.world(), count, chunk(topology.world()))
+            });
         }
     }
 
     #[test]
     fn its_halves_gather_and_scatter() {
-        use crate::plan::check::{all_gather_is_right, reduce_scatter_is_right};
         for chunk in [|_| 1, |world| 4 * world, |_| usize::MAX] {
-            all_gather_is_right(|rank, blocks| all_gather(rank, blocks, chunk(blocks.world())));
-            reduce_scatter_is_right(|rank, blocks| reduce_scatter(rank, blocks, chunk(blocks.world())));
+            all_gather_is_right(flat, |rank, _, blocks| all_gather(rank, blocks, chunk(blocks.world())));
+            reduce_scatter_is_right(flat, |rank, _, blocks| {
+                reduce_scatter(rank, blocks, chunk(blocks.world()))
+            });
         }
     }
 
@@ -145,8 +137,8 @@ mod tests {
 
     #[test]
     fn an_odd_count_does_not_shorten_the_lead() {
-        let plan = all_reduce(0, 2, (16 << 20) + 1, chunk_elements(2, 4));
+        let plan = all_reduce(0, 2, (16 << 20) + 1, 2 * BLOCK_BYTES / 4);
         let lead = plan.streams[1].gate.unwrap().lead;
-        assert!(lead * 4 > BLOCK_BYTES * 9 / 10, "{lead}");
+        assert!(lead.unsigned_abs() * 4 > BLOCK_BYTES * 9 / 10, "{lead}");
     }
 }

@@ -1,11 +1,71 @@
 //! Binomial tree: broadcast and reduce of small buffers.
 
-use super::{Apply, Plan, Stream};
+use super::{Apply, Plan, Stream, Topology};
 
-/// Broadcast in log2(P) rounds, as `rank` of `world` sees it.
+/// Broadcast in log2(H) and then log2(L) rounds, for H hosts of L ranks, as `rank` sees it.
 ///
-/// With v = rank − root, the parent of v is v without its lowest set bit, and the children of v are
-/// v + 2^k for all 2^k below that bit. The largest subtree is served first.
+/// The largest subtree is served first, other hosts before this one.
+pub(super) fn broadcast(rank: usize, topology: &Topology, count: usize, root: usize) -> Plan {
+    let mut plan = Plan::default();
+    let family = Family::of(rank, topology, root);
+    let got = family.parent.map(|parent| plan.push(Stream::recv(parent, [(0..count, Apply::Copy)])));
+    for &child in family.children.iter().rev() {
+        plan.push(Stream::send(child, Some(0..count)).after(got, 0));
+    }
+    plan
+}
+
+/// Reduce in log2(L) and then log2(H) rounds, as `rank` sees it: the broadcast backwards.
+///
+/// Shares of the children are added in a fixed order, that never depends on who is early. Buffers of ranks
+/// other than the root end as partial sums.
+pub(super) fn reduce(rank: usize, topology: &Topology, count: usize, root: usize) -> Plan {
+    let mut plan = Plan::default();
+    let Family { parent, children } = Family::of(rank, topology, root);
+    let mut before = None;
+    for &child in &children {
+        let last = parent.is_none() && Some(&child) == children.last();
+        let apply = if last { Apply::ReduceLast } else { Apply::Reduce };
+        before = Some(plan.push(Stream::recv(child, [(0..count, apply)]).after(before, 0)));
+    }
+    if let Some(parent) = parent {
+        plan.push(Stream::send(parent, Some(0..count)).after(before, 0));
+    }
+    plan
+}
+
+/// A rank's place in a binomial tree of hosts whose nodes are binomial trees of their ranks: every host but the
+/// root's is reached over one edge.
+struct Family {
+    parent: Option<usize>,
+    /// Smallest subtree first, those on other hosts last.
+    children: Vec<usize>,
+}
+
+impl Family {
+    fn of(rank: usize, topology: &Topology, root: usize) -> Self {
+        let hosts = topology.hosts();
+        let ((host, place), (root_host, root_place)) = (topology.place(rank), topology.place(root));
+        let leader = |host: usize| if host == root_host { root_place } else { 0 };
+        let here = &hosts[host];
+        let inside = |place: usize| here[(place + leader(host)) % here.len()];
+        let place = (place + here.len() - leader(host)) % here.len();
+        let parent = parent(place).map(inside);
+        let mut children: Vec<_> = children(place, here.len()).map(inside).collect();
+        if place > 0 {
+            return Self { parent, children };
+        }
+        let across = |place: usize| {
+            let host = (place + root_host) % hosts.len();
+            hosts[host][leader(host)]
+        };
+        let place = (host + hosts.len() - root_host) % hosts.len();
+        children.extend(self::children(place, hosts.len()).map(across));
+        Self { parent: self::parent(place).map(across), children }
+    }
+}
+
+/// The parent of `place` in a binomial tree with root 0: the same without its lowest set bit.
 ///
 /// ```text
 /// 0 ── 4 ── 6 ── 7
@@ -13,54 +73,27 @@ use super::{Apply, Plan, Stream};
 /// ├─── 2 ── 3
 /// └─── 1
 /// ```
-pub(super) fn broadcast(rank: usize, world: usize, count: usize, root: usize) -> Plan {
-    let mut plan = Plan::default();
-    let place = (rank + world - root) % world;
-    let real = |place: usize| (place + root) % world;
-    let parent = place & place.wrapping_sub(1);
-    let got = (place > 0).then(|| plan.push(Stream::recv(real(parent), [(0..count, Apply::Copy)])));
-    let reach = if place == 0 { world.next_power_of_two() } else { place & place.wrapping_neg() };
-    for bit in (0..reach.ilog2()).rev() {
-        let child = place + (1 << bit);
-        if child < world {
-            plan.push(Stream::send(real(child), Some(0..count)).after(got, 0));
-        }
-    }
-    plan
+fn parent(place: usize) -> Option<usize> {
+    (place > 0).then(|| place & (place - 1))
 }
 
-/// Reduce in log2(P) rounds, as `rank` of `world` sees it: the broadcast backwards.
-///
-/// Shares of the children are added in the order of the bits, so that the order never depends on who
-/// is early. Buffers of ranks other than the root end as partial sums.
-pub(super) fn reduce(rank: usize, world: usize, count: usize, root: usize) -> Plan {
-    let mut plan = Plan::default();
-    let place = (rank + world - root) % world;
-    let real = |place: usize| (place + root) % world;
-    let reach = if place == 0 { world.next_power_of_two() } else { place & place.wrapping_neg() };
-    let children: Vec<usize> =
-        (0..reach.ilog2()).map(|bit| place + (1 << bit)).filter(|&child| child < world).collect();
-    let mut before = None;
-    for &child in &children {
-        let last = place == 0 && Some(&child) == children.last();
-        let apply = if last { Apply::ReduceLast } else { Apply::Reduce };
-        before = Some(plan.push(Stream::recv(real(child), [(0..count, apply)]).after(before, 0)));
-    }
-    if place > 0 {
-        plan.push(Stream::send(real(place & (place - 1)), Some(0..count)).after(before, 0));
-    }
-    plan
+/// The children of `place`: it and 2^k, for all 2^k below its lowest set bit.
+fn children(place: usize, size: usize) -> impl Iterator<Item = usize> {
+    let reach = if place == 0 { size.next_power_of_two() } else { place & place.wrapping_neg() };
+    (0..reach.ilog2()).map(move |bit| place + (1 << bit)).filter(move |&child| child < size)
 }
 
 #[cfg(test)]
 mod tests {
+    use crate::plan::check::{broadcast_is_right, on_hosts, reduce_is_right};
+
     #[test]
     fn the_root_gets_everybodys_share() {
-        crate::plan::check::reduce_is_right(super::reduce);
+        reduce_is_right(on_hosts, super::reduce);
     }
 
     #[test]
     fn everyone_gets_what_the_root_has() {
-        crate::plan::check::broadcast_is_right(super::broadcast);
+        broadcast_is_right(on_hosts, super::broadcast);
     }
 }

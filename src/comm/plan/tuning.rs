@@ -1,26 +1,36 @@
 //! Which algorithm when: one table, and the overrides of people who measure.
 //!
-//! Every rank must decide alike, so only what all ranks know decides: size, number of ranks, and the
+//! Every rank must decide alike, so only what all ranks know decides: size, which ranks share a host, and the
 //! overrides, whose text is compared when the ranks meet.
 
 use std::fmt;
 
-use super::{Rounding, WIDER};
+use super::{Rounding, Topology, WIDER};
 
 /// Version of the table below: ranks with different tables refuse each other.
-pub(crate) const TABLE_VERSION: u32 = 3;
+pub(crate) const TABLE_VERSION: u32 = 5;
 
 /// Largest all-reduce by recursive doubling, in bytes: two ranks, more, and where folding is needed.
 const DOUBLING_PAIR_BYTES: usize = 128 << 10;
 const DOUBLING_BYTES: usize = 8 << 10;
-/// Largest all-reduce by direct exchange, in bytes, and most ranks for it.
-const DIRECT_BYTES: usize = 256 << 10;
+/// Largest all-gather by recursive doubling, in bytes of all blocks.
+const DOUBLING_GATHER_BYTES: usize = 64 << 10;
+/// Most ranks for a direct exchange: each is connected to all others.
 const DIRECT_RANKS: usize = 8;
+/// Largest direct exchange, in bytes, where ranks share several hosts: it sends the same over the network more than once.
+const DIRECT_DEEP_BYTES: usize = 256 << 10;
+/// Largest all-reduce by direct exchange elsewhere. Beyond, the ring's one neighbour each way is better for the caches;
+/// blocks are exchanged at any size, since a ring has to pass them on.
+const DIRECT_BYTES: usize = 4 << 20;
 /// Most ranks among which every share of what is rounded once goes to who adds it: those that are all connected from
 /// the start. Beyond, fewer connections are worth more than bytes, and partial sums travel as wide elements.
 const FOLD_RANKS: usize = 16;
 /// Largest broadcast and reduce by the binomial tree, in bytes.
 const BINOMIAL_BYTES: usize = 64 << 10;
+/// Least bytes for which a hierarchy of hosts pays.
+const HIERARCHY_BYTES: usize = 64 << 10;
+/// Most ranks for each lane: with more the lanes' owners would be the bottleneck.
+const HIERARCHY_RANKS_PER_LANE: usize = 2;
 
 /// A communication pattern.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,10 +42,23 @@ pub(crate) enum Algorithm {
     Chain,
     Flat,
     Star,
+    Hierarchy,
 }
 
 impl Algorithm {
-    const fn name(self) -> &'static str {
+    /// In the order of their numbers in recordings.
+    pub(crate) const ALL: [Self; 8] = [
+        Self::Ring,
+        Self::Direct,
+        Self::Doubling,
+        Self::Binomial,
+        Self::Chain,
+        Self::Flat,
+        Self::Star,
+        Self::Hierarchy,
+    ];
+
+    pub(crate) const fn name(self) -> &'static str {
         match self {
             Self::Ring => "ring",
             Self::Direct => "direct",
@@ -44,13 +67,17 @@ impl Algorithm {
             Self::Chain => "chain",
             Self::Flat => "flat",
             Self::Star => "star",
+            Self::Hierarchy => "hierarchy",
         }
     }
 }
 
-const ALL_REDUCE: [Algorithm; 3] = [Algorithm::Ring, Algorithm::Direct, Algorithm::Doubling];
+const ALL_REDUCE: [Algorithm; 4] =
+    [Algorithm::Ring, Algorithm::Direct, Algorithm::Doubling, Algorithm::Hierarchy];
 const BROADCAST: [Algorithm; 2] = [Algorithm::Binomial, Algorithm::Chain];
-const BLOCKS: [Algorithm; 2] = [Algorithm::Direct, Algorithm::Ring];
+const REDUCE_SCATTER: [Algorithm; 3] = [Algorithm::Direct, Algorithm::Ring, Algorithm::Hierarchy];
+const ALL_GATHER: [Algorithm; 4] =
+    [Algorithm::Direct, Algorithm::Ring, Algorithm::Hierarchy, Algorithm::Doubling];
 
 /// The choice of algorithms: the table, and what overrides it.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -75,8 +102,8 @@ impl Tuning {
                 "all_reduce" => (&mut tuning.all_reduce, &ALL_REDUCE),
                 "broadcast" => (&mut tuning.broadcast, &BROADCAST),
                 "reduce" => (&mut tuning.reduce, &BROADCAST),
-                "all_gather" => (&mut tuning.all_gather, &BLOCKS),
-                "reduce_scatter" => (&mut tuning.reduce_scatter, &BLOCKS),
+                "all_gather" => (&mut tuning.all_gather, &ALL_GATHER),
+                "reduce_scatter" => (&mut tuning.reduce_scatter, &REDUCE_SCATTER),
                 other => {
                     return Err(format!(
                         "{other:?} has no choice of algorithms: all_reduce, broadcast, reduce, all_gather, \
@@ -93,20 +120,17 @@ impl Tuning {
         Ok(tuning)
     }
 
-    /// Algorithm of an all-reduce of `bytes` over `world` ranks.
-    pub(crate) fn all_reduce(&self, bytes: usize, world: usize, rounding: Rounding) -> Algorithm {
+    /// Algorithm of an all-reduce of `bytes`.
+    pub(crate) fn all_reduce(&self, bytes: usize, topology: &Topology, rounding: Rounding) -> Algorithm {
+        let world = topology.world();
         let doubling = if world == 2 { DOUBLING_PAIR_BYTES } else { DOUBLING_BYTES };
-        let bytes = travelling(bytes, world, rounding);
-        self.all_reduce.unwrap_or(match bytes {
-            _ if folds(world, rounding) => {
-                if bytes <= doubling {
-                    Algorithm::Flat
-                } else {
-                    Algorithm::Direct
-                }
-            }
-            _ if bytes <= doubling => Algorithm::Doubling,
-            _ if bytes <= DIRECT_BYTES && world <= DIRECT_RANKS => Algorithm::Direct,
+        let sent = travelling(bytes, world, rounding);
+        self.all_reduce.unwrap_or(match sent {
+            _ if saves_network(bytes, topology, rounding) => Algorithm::Hierarchy,
+            _ if folds(world, rounding) && sent <= doubling => Algorithm::Flat,
+            _ if folds(world, rounding) => Algorithm::Direct,
+            _ if sent <= doubling => Algorithm::Doubling,
+            _ if is_direct(sent, DIRECT_BYTES, topology) => Algorithm::Direct,
             _ => Algorithm::Ring,
         })
     }
@@ -116,45 +140,56 @@ impl Tuning {
         self.broadcast.unwrap_or(Self::rooted(bytes))
     }
 
-    /// Algorithm of a reduce of `bytes` over `world` ranks.
-    pub(crate) fn reduce(&self, bytes: usize, world: usize, rounding: Rounding) -> Algorithm {
-        let bytes = travelling(bytes, world, rounding);
-        self.reduce.unwrap_or(match bytes {
-            _ if folds(world, rounding) => {
-                if bytes <= BINOMIAL_BYTES {
-                    Algorithm::Star
-                } else {
-                    Algorithm::Direct
-                }
-            }
-            _ => Self::rooted(bytes),
-        })
-    }
-
-    /// Algorithm of an all-gather of blocks of `bytes` of `world` ranks.
-    pub(crate) fn all_gather(&self, bytes: usize, world: usize) -> Algorithm {
-        self.all_gather.unwrap_or(Self::of_blocks(bytes, world))
-    }
-
-    /// Algorithm of a reduce-scatter of blocks of `bytes` of `world` ranks.
-    pub(crate) fn reduce_scatter(&self, bytes: usize, world: usize, rounding: Rounding) -> Algorithm {
-        self.reduce_scatter.unwrap_or(match rounding {
+    /// Algorithm of a reduce of `bytes`.
+    pub(crate) fn reduce(&self, bytes: usize, topology: &Topology, rounding: Rounding) -> Algorithm {
+        let world = topology.world();
+        let sent = travelling(bytes, world, rounding);
+        self.reduce.unwrap_or(match sent {
+            _ if folds(world, rounding) && sent <= BINOMIAL_BYTES => Algorithm::Star,
             _ if folds(world, rounding) => Algorithm::Direct,
-            _ => Self::of_blocks(travelling(bytes, world, rounding), world),
+            _ => Self::rooted(sent),
         })
+    }
+
+    /// Algorithm of an all-gather of blocks of `bytes`.
+    pub(crate) fn all_gather(&self, bytes: usize, topology: &Topology) -> Algorithm {
+        let doubles = topology.world() > 2 && topology.world().is_power_of_two();
+        match self.all_gather {
+            Some(Algorithm::Doubling) if !doubles => Algorithm::Direct,
+            None if doubles && bytes.saturating_mul(topology.world()) <= DOUBLING_GATHER_BYTES => {
+                Algorithm::Doubling
+            }
+            chosen => Self::of_blocks(chosen, bytes, topology, Rounding::Stepwise),
+        }
+    }
+
+    /// Algorithm of a reduce-scatter of blocks of `bytes`.
+    pub(crate) fn reduce_scatter(&self, bytes: usize, topology: &Topology, rounding: Rounding) -> Algorithm {
+        Self::of_blocks(self.reduce_scatter, bytes, topology, rounding)
     }
 
     fn rooted(bytes: usize) -> Algorithm {
         if bytes <= BINOMIAL_BYTES { Algorithm::Binomial } else { Algorithm::Chain }
     }
 
-    fn of_blocks(bytes: usize, world: usize) -> Algorithm {
-        // Two ranks have nobody to pass on to: one exchange is the whole ring.
+    fn of_blocks(
+        chosen: Option<Algorithm>,
+        bytes: usize,
+        topology: &Topology,
+        rounding: Rounding,
+    ) -> Algorithm {
+        let world = topology.world();
         let all = bytes.saturating_mul(world);
-        if world == 2 || all <= DIRECT_BYTES && world <= DIRECT_RANKS {
-            Algorithm::Direct
-        } else {
-            Algorithm::Ring
+        match chosen {
+            // Blocks belong to ranks: a rank without a lane has nobody to carry its block.
+            Some(Algorithm::Hierarchy) if !topology.is_even() => Algorithm::Ring,
+            Some(chosen) => chosen,
+            None if topology.is_even() && saves_network(all, topology, rounding) => Algorithm::Hierarchy,
+            None if folds(world, rounding) => Algorithm::Direct,
+            // Two ranks have nobody to pass on to: one exchange is the whole ring.
+            None if world == 2 => Algorithm::Direct,
+            None if is_direct(travelling(all, world, rounding), usize::MAX, topology) => Algorithm::Direct,
+            None => Algorithm::Ring,
         }
     }
 }
@@ -164,6 +199,12 @@ fn folds(world: usize, rounding: Rounding) -> bool {
     rounding != Rounding::Stepwise && world <= FOLD_RANKS
 }
 
+/// Whether each rank sends all others what is theirs: `sent` bytes, of at most `most`.
+fn is_direct(sent: usize, most: usize, topology: &Topology) -> bool {
+    let most = if topology.is_deep() { most.min(DIRECT_DEEP_BYTES) } else { most };
+    sent <= most && topology.world() <= DIRECT_RANKS
+}
+
 /// Bytes that `bytes` of elements are on their way.
 fn travelling(bytes: usize, world: usize, rounding: Rounding) -> usize {
     let wide = match rounding {
@@ -171,6 +212,16 @@ fn travelling(bytes: usize, world: usize, rounding: Rounding) -> usize {
         Rounding::Once { wide_shares } => wide_shares || !folds(world, rounding),
     };
     if wide { bytes.saturating_mul(WIDER) } else { bytes }
+}
+
+/// Whether it pays to add up `bytes` inside the hosts, so that only sums go over the network.
+///
+/// Not where all shares go to who adds them: then there are no sums that could.
+fn saves_network(bytes: usize, topology: &Topology, rounding: Rounding) -> bool {
+    !folds(topology.world(), rounding)
+        && topology.is_deep()
+        && topology.widest() <= HIERARCHY_RANKS_PER_LANE * topology.lanes()
+        && travelling(bytes, topology.world(), rounding) >= HIERARCHY_BYTES
 }
 
 /// Everything that decides, as one comparable text.
@@ -198,9 +249,9 @@ mod tests {
         let tuning = Tuning::parse(" all_reduce:ring, broadcast:chain").unwrap();
         assert_eq!(
             tuning.to_string(),
-            "table 3, all_reduce:ring, broadcast:chain, reduce:table, all_gather:table, reduce_scatter:table"
+            "table 5, all_reduce:ring, broadcast:chain, reduce:table, all_gather:table, reduce_scatter:table"
         );
-        assert_eq!(tuning.all_reduce(4, 2, Rounding::Stepwise), Algorithm::Ring);
+        assert_eq!(tuning.all_reduce(4, &Topology::one_host(2), Rounding::Stepwise), Algorithm::Ring);
         assert_eq!(tuning.broadcast(4), Algorithm::Chain);
         assert_eq!(Tuning::parse("").unwrap(), Tuning::default());
     }
@@ -210,7 +261,7 @@ mod tests {
         for (text, message) in [
             ("ring", "\"ring\" is not COLLECTIVE:ALGORITHM"),
             ("barrier:ring", "all_reduce, broadcast, reduce, all_gather, reduce_scatter have"),
-            ("all_reduce:fast", "ring, direct, doubling"),
+            ("all_reduce:fast", "ring, direct, doubling, hierarchy"),
             ("broadcast:ring", "binomial, chain"),
         ] {
             let error = Tuning::parse(text).unwrap_err();
@@ -219,30 +270,99 @@ mod tests {
     }
 
     #[test]
+    fn random_overrides_never_do_harm() {
+        let test = "random_overrides_never_do_harm";
+        let good = ["all_reduce:ring,broadcast:chain", " reduce : binomial ,, all_gather:direct", ""];
+        let decode = |bytes: &[u8]| Tuning::parse(&String::from_utf8_lossy(bytes)).ok();
+        let encode = |tuning: &Tuning| {
+            let shown = tuning.to_string();
+            let chosen = shown.split(", ").skip(1).filter(|entry| !entry.ends_with(":table"));
+            chosen.collect::<Vec<_>>().join(",").into_bytes()
+        };
+        crate::testing::fuzz(test, &good, 4000, decode, encode);
+    }
+
+    #[test]
     fn the_table_goes_from_few_rounds_to_few_bytes() {
         let tuning = Tuning::default();
-        let all_reduce = |bytes, world| tuning.all_reduce(bytes, world, Rounding::Stepwise);
+        let all_reduce =
+            |bytes, world| tuning.all_reduce(bytes, &Topology::one_host(world), Rounding::Stepwise);
         assert_eq!(all_reduce(4, 4), Algorithm::Doubling);
         assert_eq!(all_reduce(64 << 10, 4), Algorithm::Direct);
         assert_eq!(all_reduce(64 << 10, 9), Algorithm::Ring);
         assert_eq!(all_reduce(64 << 20, 4), Algorithm::Ring);
+        for (world, algorithm) in [(4, Algorithm::Direct), (9, Algorithm::Ring)] {
+            let topology = Topology::one_host(world);
+            assert_eq!(tuning.all_gather(16 << 20, &topology), algorithm);
+            assert_eq!(tuning.reduce_scatter(16 << 20, &topology, Rounding::Stepwise), algorithm);
+        }
         assert_eq!(tuning.broadcast(1 << 20), Algorithm::Chain);
+    }
+
+    #[test]
+    fn few_bytes_are_gathered_in_few_rounds_by_powers_of_two() {
+        let (tuning, forced) = (Tuning::default(), Tuning::parse("all_gather:doubling").unwrap());
+        let gather = |tuning: &Tuning, bytes, world| tuning.all_gather(bytes, &Topology::one_host(world));
+        assert_eq!(gather(&tuning, 16 << 10, 4), Algorithm::Doubling);
+        assert_eq!(gather(&tuning, 4, 64), Algorithm::Doubling);
+        assert_eq!(gather(&tuning, 17 << 10, 4), Algorithm::Direct);
+        assert_eq!((gather(&tuning, 4, 3), gather(&forced, 4, 3)), (Algorithm::Direct, Algorithm::Direct));
+        assert_eq!(gather(&forced, 1 << 20, 4), Algorithm::Doubling);
     }
 
     #[test]
     fn what_is_rounded_once_is_added_in_one_place_up_to_16_ranks() {
         let tuning = Tuning::default();
         let once = Rounding::Once { wide_shares: false };
-        let all_reduce = |bytes, world| tuning.all_reduce(bytes, world, once);
+        let all_reduce = |bytes, world| tuning.all_reduce(bytes, &Topology::one_host(world), once);
+        let (some, more) = (Topology::one_host(16), Topology::one_host(17));
         assert_eq!(all_reduce(8 << 10, 16), Algorithm::Flat);
         assert_eq!(all_reduce(64 << 20, 16), Algorithm::Direct);
         assert_eq!(all_reduce(4 << 10, 17), Algorithm::Doubling, "as many bytes, twice as long");
         assert_eq!(all_reduce(64 << 20, 17), Algorithm::Ring);
-        assert_eq!(tuning.reduce(4, 16, once), Algorithm::Star);
-        assert_eq!(tuning.reduce(1 << 20, 16, once), Algorithm::Direct);
-        assert_eq!(tuning.reduce(1 << 20, 17, once), Algorithm::Chain);
-        assert_eq!(tuning.reduce_scatter(1 << 20, 16, once), Algorithm::Direct);
-        assert_eq!(tuning.reduce_scatter(1 << 20, 17, once), Algorithm::Ring);
-        assert_eq!(tuning.reduce_scatter(1 << 20, 16, Rounding::Stepwise), Algorithm::Ring);
+        assert_eq!(tuning.reduce(4, &some, once), Algorithm::Star);
+        assert_eq!(tuning.reduce(1 << 20, &some, once), Algorithm::Direct);
+        assert_eq!(tuning.reduce(1 << 20, &more, once), Algorithm::Chain);
+        assert_eq!(tuning.reduce_scatter(1 << 20, &some, once), Algorithm::Direct);
+        assert_eq!(tuning.reduce_scatter(1 << 20, &more, once), Algorithm::Ring);
+        assert_eq!(tuning.reduce_scatter(1 << 20, &some, Rounding::Stepwise), Algorithm::Ring);
+    }
+
+    #[test]
+    fn hosts_with_several_ranks_make_a_hierarchy_of_what_is_large() {
+        let tuning = Tuning::default();
+        let all_reduce =
+            |hosts: &[usize], bytes| tuning.all_reduce(bytes, &Topology::new(hosts), Rounding::Stepwise);
+        assert_eq!(all_reduce(&[0, 0, 1, 1], 4), Algorithm::Doubling);
+        assert_eq!(all_reduce(&[0, 0, 1, 1], 1 << 20), Algorithm::Hierarchy);
+        assert_eq!(all_reduce(&[0, 0, 0, 1, 1], 1 << 20), Algorithm::Hierarchy);
+        assert_eq!(all_reduce(&[0, 1, 0, 1], 1 << 20), Algorithm::Hierarchy);
+        // One lane for three ranks; one rank a host.
+        assert_eq!(all_reduce(&[0, 0, 0, 1], 1 << 20), Algorithm::Ring);
+        assert_eq!(all_reduce(&[0, 1, 2], 1 << 20), Algorithm::Direct);
+        assert_eq!(all_reduce(&[0, 1, 2], 64 << 20), Algorithm::Ring);
+        let all_gather = |hosts: &[usize]| tuning.all_gather(1 << 20, &Topology::new(hosts));
+        assert_eq!(all_gather(&[0, 0, 1, 1]), Algorithm::Hierarchy);
+        assert_eq!(all_gather(&[0, 0, 0, 1, 1]), Algorithm::Ring);
+        let forced = Tuning::parse("reduce_scatter:hierarchy,all_reduce:hierarchy").unwrap();
+        let uneven = Topology::new([0, 0, 0, 1]);
+        assert_eq!(forced.reduce_scatter(4, &uneven, Rounding::Stepwise), Algorithm::Ring);
+        assert_eq!(forced.all_reduce(4, &uneven, Rounding::Stepwise), Algorithm::Hierarchy);
+    }
+
+    #[test]
+    fn what_is_rounded_once_makes_a_hierarchy_where_sums_travel() {
+        let tuning = Tuning::default();
+        let of = |hosts: usize| Topology::new((0..8 * hosts).map(|rank| rank / 8));
+        for wide_shares in [false, true] {
+            let once = Rounding::Once { wide_shares };
+            assert_eq!(tuning.all_reduce(1 << 20, &of(2), once), Algorithm::Direct, "16 ranks");
+            assert_eq!(tuning.reduce_scatter(1 << 20, &of(2), once), Algorithm::Direct);
+            assert_eq!(tuning.reduce(1 << 20, &of(2), once), Algorithm::Direct);
+            assert_eq!(tuning.all_reduce(1 << 20, &of(3), once), Algorithm::Hierarchy);
+            assert_eq!(tuning.all_reduce(32 << 10, &of(3), once), Algorithm::Hierarchy, "twice as long");
+            assert_eq!(tuning.reduce_scatter(1 << 20, &of(3), once), Algorithm::Hierarchy);
+            assert_eq!(tuning.reduce(1 << 20, &of(3), once), Algorithm::Chain);
+        }
     }
 }

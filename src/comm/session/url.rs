@@ -117,6 +117,24 @@ mod tests {
     }
 
     #[test]
+    fn random_urls_never_do_harm() {
+        let good =
+            ["tcp://[::1]:29500?world_size=4&rank=3", "tcp://node-1:29500/", "file:///tmp/x", "env://"];
+        let decode = |bytes: &[u8]| Url::parse(&String::from_utf8_lossy(bytes)).ok();
+        let encode = |url: &Url| {
+            let way = match &url.way {
+                Way::Env => "env://".to_owned(),
+                Way::Tcp { host, port } if host.contains(':') => format!("tcp://[{host}]:{port}"),
+                Way::Tcp { host, port } => format!("tcp://{host}:{port}"),
+                Way::File(path) => format!("file://{}", path.display()),
+            };
+            let place = url.place.map(|(rank, size)| format!("?rank={rank}&world_size={size}"));
+            (way + &place.unwrap_or_default()).into_bytes()
+        };
+        crate::testing::fuzz("random_urls_never_do_harm", &good, 4000, decode, encode);
+    }
+
+    #[test]
     fn malformed_urls_are_named_with_what_to_do() {
         let cases = [
             ("", "it has no scheme: tcp://host:port"),

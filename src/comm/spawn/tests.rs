@@ -1,5 +1,7 @@
-use super::*;
 use convoke_env::ExitCause;
+
+use super::*;
+use crate::testing::fuzz;
 
 #[test]
 fn tickets_round_trip() {
@@ -9,6 +11,13 @@ fn tickets_round_trip() {
     for text in ["", "7", "7 abc", "7 abc 2", "x abc 2 place", "7 abc x place"] {
         assert!(text.parse::<Ticket>().is_err(), "{text}");
     }
+}
+
+#[test]
+fn damaged_tickets_do_no_harm() {
+    let good = ["7 abc 2 a folder/x.rs:1:2", "4294967295 t 18446744073709551615 p"];
+    let read = |bytes: &[u8]| std::str::from_utf8(bytes).ok().and_then(|text| text.parse::<Ticket>().ok());
+    fuzz("spawn::damaged_tickets_do_no_harm", &good, 4096, read, |ticket| ticket.to_string().into_bytes());
 }
 
 #[test]

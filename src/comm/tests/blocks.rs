@@ -4,7 +4,10 @@
 
 mod common;
 
-use common::{Group, GroupOptions, ReduceOp, Sample, for_every_type, is_full, ranks, with_options};
+use common::{
+    Group, GroupOptions, HOSTS, ReduceOp, Sample, WITH_HIERARCHIES, for_every_type, is_full, on_hosts, ranks,
+    with_options,
+};
 use convoke_comm::{CommError, bf16};
 
 /// What rank `from` has at `index` of its block for rank `to`. Sums are exact in every order.
@@ -81,6 +84,20 @@ fn every_collective_size_type_and_number_of_ranks() {
             }
             check::<f32>(&group, 1_000_001);
         });
+    }
+}
+
+#[test]
+fn ranks_on_hosts_of_any_shape() {
+    for hosts in HOSTS {
+        for algorithms in WITH_HIERARCHIES {
+            on_hosts(hosts, algorithms, |group| {
+                for count in [0, 1, 2731, 65_537] {
+                    check::<f32>(&group, count);
+                }
+                for_every_type!(check, (&group, 3));
+            });
+        }
     }
 }
 

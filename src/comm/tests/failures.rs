@@ -7,8 +7,8 @@ mod common;
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
-use common::{CommError, Group, GroupOptions, LONG, ReduceOp, ranks, with_options};
-use convoke_comm::{CallKind, Dtype, Loss};
+use common::{CommError, Group, GroupOptions, LONG, ReduceOp, SHORT, ranks, ranks_together, with_options};
+use convoke_comm::Loss;
 
 fn all_reduce<T: convoke_comm::Element + Default>(
     group: &Group,
@@ -19,101 +19,11 @@ fn all_reduce<T: convoke_comm::Element + Default>(
 }
 
 #[test]
-fn calls_that_differ_are_a_mismatch_on_all_ranks() {
-    type Odd = fn(&Group) -> Result<(), CommError>;
-    let odd: [(&str, Odd); 6] = [
-        ("another operation", |group| all_reduce::<f32>(group, 1000, ReduceOp::Max)),
-        ("another type", |group| all_reduce::<i32>(group, 1000, ReduceOp::Sum)),
-        ("another count", |group| all_reduce::<f32>(group, 1001, ReduceOp::Sum)),
-        ("a count of another algorithm", |group| all_reduce::<f32>(group, 1_000_000, ReduceOp::Sum)),
-        ("a barrier", Group::barrier),
-        ("a broadcast", |group| group.broadcast(&mut [0.0_f32; 1000], 1)),
-    ];
-    for (name, odd) in odd {
-        for world in 2..=5 {
-            for who in [0, world - 1] {
-                let errors = ranks(world, |group| {
-                    // Who is slow may hear of the mismatch in this one already.
-                    let warm = all_reduce::<f32>(&group, 10, ReduceOp::Sum);
-                    let result = warm.and_then(|()| {
-                        if group.rank() == who {
-                            odd(&group)
-                        } else {
-                            all_reduce::<f32>(&group, 1000, ReduceOp::Sum)
-                        }
-                    });
-                    // A root that has returned hears of it with its next call.
-                    result.and_then(|()| group.barrier()).unwrap_err()
-                });
-                for error in &errors {
-                    let CommError::Mismatch { rank, by, .. } = error else {
-                        panic!("{name}, rank {who} of {world}: {error}");
-                    };
-                    assert!(*rank == who || *by == who, "{name}, rank {who} of {world}: {error}");
-                    assert_eq!(
-                        error.to_string().split("; group").next(),
-                        errors[0].to_string().split("; group").next()
-                    );
-                }
-            }
-        }
-    }
-}
-
-#[test]
-fn a_mismatch_is_found_where_no_data_flows_between_the_ranks_that_differ() {
-    let start = Instant::now();
-    // Each waits for its root, and nobody sends.
-    let errors = ranks(3, |group| group.broadcast(&mut [0_u8], (group.rank() + 1) % 3).unwrap_err());
-    for error in errors {
-        assert!(matches!(error, CommError::Mismatch { .. }), "{error}");
-    }
-    assert!(start.elapsed() < LONG / 2);
-}
-
-#[test]
-fn a_mismatch_names_both_calls() {
-    let errors = ranks(2, |group| {
-        if group.rank() == 0 { group.barrier() } else { all_reduce::<f64>(&group, 3, ReduceOp::Min) }
-            .unwrap_err()
-    });
-    for error in errors {
-        let CommError::Mismatch { rank, theirs, by, ours, .. } = &error else { panic!("{error}") };
-        let calls = if (*rank, *by) == (0, 1) { [theirs, ours] } else { [ours, theirs] };
-        assert_eq!(calls.map(convoke_comm::Call::kind), [CallKind::Barrier, CallKind::AllReduce]);
-        assert_eq!((calls[1].dtype(), calls[1].op(), calls[1].count()), (Dtype::F64, Some(ReduceOp::Min), 3));
-        assert!(error.to_string().contains("all_reduce(f64, 3, min)"), "{error}");
-    }
-}
-
-#[test]
-fn messages_of_another_length_or_type_are_a_mismatch() {
-    for early in [false, true] {
-        for large in [false, true] {
-            let count = if large { 100_000 } else { 100 };
-            let errors = ranks(2, |group| {
-                if group.rank() == 0 {
-                    let sent = group.send(&vec![1.0_f32; count], 1, 5);
-                    sent.and_then(|()| group.barrier()).unwrap_err()
-                } else {
-                    if early {
-                        // Behind the other message on the same connection.
-                        std::thread::sleep(Duration::from_millis(20));
-                    }
-                    group.recv(&mut vec![0.0_f32; count + 1], 0, 5).unwrap_err()
-                }
-            });
-            assert!(errors.iter().all(|error| matches!(error, CommError::Mismatch { .. })), "{errors:?}");
-        }
-    }
-}
-
-#[test]
 fn whoever_does_not_call_is_named_by_all_at_the_deadline() {
     for world in [2, 4] {
         for who in 0..world {
             let gate = Barrier::new(world);
-            let timeout = Duration::from_millis(400);
+            let timeout = SHORT;
             let errors = ranks(world, |group| {
                 group.barrier().unwrap();
                 if group.rank() == who {
@@ -145,8 +55,48 @@ fn whoever_does_not_call_is_named_by_all_at_the_deadline() {
 #[test]
 fn a_receive_without_a_send_times_out_naming_the_sender() {
     let errors = ranks(3, |group| match group.rank() {
-        0 => group.with_timeout(Duration::from_millis(200)).recv(&mut [0], 2, 0).unwrap_err(),
+        0 => group.with_timeout(SHORT).recv(&mut [0], 2, 0).unwrap_err(),
         _ => group.barrier().unwrap_err(),
+    });
+    for error in errors {
+        assert!(matches!(&error, CommError::Timeout { missing, .. } if *missing == [2]), "{error}");
+    }
+}
+
+#[test]
+fn who_keeps_a_chain_of_messages_waiting_is_named_and_not_who_waits_as_well() {
+    for world in [3, 5] {
+        let gate = Barrier::new(world);
+        let errors = ranks(world, |group| {
+            let (rank, last) = (group.rank(), world - 1);
+            // Each waits for the next, the last computes.
+            let waited = (rank != last).then(|| {
+                let timeout = if rank == 0 { SHORT } else { LONG };
+                group.with_timeout(timeout).recv(&mut [0_u8], rank + 1, 0).unwrap_err()
+            });
+            gate.wait();
+            waited.unwrap_or_else(|| group.barrier().unwrap_err())
+        });
+        for error in errors {
+            assert!(
+                matches!(&error, CommError::Timeout { missing, .. } if *missing == [world - 1]),
+                "{error}"
+            );
+        }
+    }
+}
+
+#[test]
+fn who_computes_is_named_though_messages_for_it_are_on_their_way() {
+    let gate = Barrier::new(3);
+    let errors = ranks(3, |group| {
+        // Rank 2 has asked for a message of rank 1 early; both compute, and only rank 2 is waited for.
+        let asked = (group.rank() == 2).then(|| group.irecv(vec![0_u8], 1, 0).unwrap());
+        let waited =
+            (group.rank() == 0).then(|| group.with_timeout(SHORT).recv(&mut [0_u8], 2, 0).unwrap_err());
+        gate.wait();
+        let error = waited.or_else(|| asked.map(|asked| asked.wait().unwrap_err()));
+        error.unwrap_or_else(|| group.barrier().unwrap_err())
     });
     for error in errors {
         assert!(matches!(&error, CommError::Timeout { missing, .. } if *missing == [2]), "{error}");
@@ -156,36 +106,11 @@ fn a_receive_without_a_send_times_out_naming_the_sender() {
 #[test]
 fn a_large_send_that_nobody_receives_times_out_naming_the_receiver() {
     let errors = ranks(2, |group| match group.rank() {
-        0 => group.with_timeout(Duration::from_millis(200)).send(&[0_u8; 100_000], 1, 0).unwrap_err(),
+        0 => group.with_timeout(SHORT).send(&[0_u8; 100_000], 1, 0).unwrap_err(),
         _ => group.barrier().unwrap_err(),
     });
     for error in errors {
         assert!(matches!(&error, CommError::Timeout { missing, .. } if *missing == [1]), "{error}");
-    }
-}
-
-#[test]
-fn an_abort_reaches_everybody_also_in_the_middle_of_a_call() {
-    let errors = ranks(3, |group| {
-        group.barrier().unwrap();
-        let waiting = Arc::new(Barrier::new(2));
-        std::thread::scope(|scope| {
-            if group.rank() == 2 {
-                // Another thread of this rank waits in a call as well.
-                let caller = scope.spawn(|| {
-                    waiting.wait();
-                    group.recv(&mut [0], 0, 1).unwrap_err()
-                });
-                waiting.wait();
-                group.abort("enough");
-                caller.join().unwrap()
-            } else {
-                group.barrier().unwrap_err()
-            }
-        })
-    });
-    for error in errors {
-        assert!(matches!(&error, CommError::Aborted { by: 2, reason, .. } if reason == "enough"), "{error}");
     }
 }
 
@@ -235,6 +160,88 @@ fn who_left_in_good_order_is_missed_only_by_calls_that_need_it() {
 }
 
 #[test]
+fn a_destroyed_group_takes_leave_and_refuses_later_calls_of_all_handles() {
+    ranks_together(3, |group| {
+        let pair = group.subgroup(&[2, 0]).unwrap();
+        group.barrier().unwrap();
+        if group.rank() == 2 {
+            let other = group.clone();
+            group.destroy();
+            group.destroy();
+            let destroyed = |result: Result<(), CommError>| {
+                let error = result.unwrap_err();
+                assert!(
+                    matches!(&error, CommError::Destroyed { group } if *group == other.name()),
+                    "{error}"
+                );
+            };
+            destroyed(other.barrier());
+            destroyed(other.send(&[1], 0, 0));
+            destroyed(other.try_probe(None, 0).map(drop));
+            destroyed(other.all_gather_object(&1).map(drop));
+            destroyed(other.nonblocking().all_reduce(vec![1], ReduceOp::Sum).map(drop));
+            destroyed(other.subgroup(&[0]).map(drop));
+            destroyed(other.shrink(LONG).map(drop));
+        } else {
+            let error = group.barrier().unwrap_err();
+            assert!(matches!(error, CommError::PeerLost { rank: 2, how: Loss::Left, .. }), "{error}");
+        }
+        // What came from it goes on.
+        pair.into_iter().for_each(|pair| pair.barrier().unwrap());
+    });
+    ranks(1, |group| {
+        group.destroy();
+        assert!(matches!(group.barrier(), Err(CommError::Destroyed { .. })));
+    });
+}
+
+#[test]
+fn a_group_is_destroyed_when_all_that_is_under_way_is_done() {
+    ranks(2, |group| {
+        let (mut message, large) = (vec![0_u8; 200_000], vec![1_u8; 200_000]);
+        if group.rank() == 0 {
+            let sum = group.nonblocking().all_reduce(vec![1; 100_000], ReduceOp::Sum).unwrap();
+            let sent = group.isend(large, 1, 0).unwrap();
+            // Nobody waits for this one.
+            drop(group.isend(vec![2_u8; 200_000], 1, 1).unwrap());
+            group.destroy();
+            assert!(sum.is_completed() && sent.is_completed());
+            assert_eq!(sum.wait().unwrap(), [2; 100_000]);
+            sent.wait().unwrap();
+        } else {
+            group.recv(&mut message, 0, 1).unwrap();
+            assert_eq!(message, [2; 200_000]);
+            group.recv(&mut message, 0, 0).unwrap();
+            assert_eq!(message, large);
+            let mut sum = vec![1; 100_000];
+            group.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
+            assert_eq!(sum, [2; 100_000]);
+        }
+    });
+    // Or has failed; other threads that come meanwhile are refused.
+    ranks_together(2, |group| {
+        if group.rank() == 0 {
+            let work = group.irecv(vec![0_u8; 1], 1, 0).unwrap();
+            std::thread::scope(|scope| {
+                let called = scope.spawn(|| {
+                    loop {
+                        if let Err(error) = group.try_probe(Some(1), 7) {
+                            return error;
+                        }
+                    }
+                });
+                group.destroy();
+                let error = called.join().unwrap();
+                assert!(matches!(error, CommError::Destroyed { .. } | CommError::Aborted { .. }), "{error}");
+            });
+            assert!(matches!(work.wait(), Err(CommError::Aborted { by: 1, .. })));
+        } else {
+            group.abort("no message");
+        }
+    });
+}
+
+#[test]
 fn different_settings_are_refused_by_all_ranks_with_their_names() {
     let store: Arc<dyn convoke_store::Store> = Arc::new(convoke_store::MemoryStore::new());
     std::thread::scope(|scope| {
@@ -279,7 +286,7 @@ fn who_does_not_join_is_named_by_all_others() {
         for rank in [0, 1, 3] {
             let store = Arc::clone(&store);
             scope.spawn(move || {
-                let options = common::options().init_timeout(Duration::from_millis(300));
+                let options = common::options().init_timeout(SHORT);
                 let error = Group::new(store, rank, 4, options).unwrap_err();
                 assert!(matches!(&error, CommError::Bootstrap { ranks, .. } if *ranks == [2]), "{error}");
                 assert!(error.to_string().contains("rank(s) 2 of 4 did not come"), "{error}");

@@ -58,6 +58,28 @@ fn a_long_wait_uses_no_cpu(standing: bool) {
     });
 }
 
+fn sockets() -> usize {
+    let fds = std::fs::read_dir("/proc/self/fd").unwrap();
+    let links = fds.filter_map(|fd| std::fs::read_link(fd.unwrap().path()).ok());
+    links.filter(|link| link.to_string_lossy().starts_with("socket:")).count()
+}
+
+/// Though its handles are there still.
+fn a_destroyed_group_has_no_socket_and_no_thread() {
+    let (before, threads, destroyed) = (sockets(), count("task"), Barrier::new(3));
+    common::ranks(3, |group| {
+        group.nonblocking().barrier().unwrap().wait().unwrap();
+        group.destroy();
+        destroyed.wait();
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while sockets() > before || count("task") > threads + 3 {
+            assert!(Instant::now() < deadline, "{} sockets instead of {before}", sockets());
+            std::thread::yield_now();
+        }
+        destroyed.wait();
+    });
+}
+
 /// Memory mappings, and resident memory in KiB.
 fn memory() -> (usize, usize) {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
@@ -71,6 +93,7 @@ fn a_dropped_group_leaves_no_descriptor_no_thread_and_no_key_and_a_waiting_one_u
     let cycles = std::env::var("CONVOKE_CYCLES").map_or(CYCLES, |text| text.parse().unwrap());
     let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
     [false, true].into_iter().for_each(a_long_wait_uses_no_cpu);
+    a_destroyed_group_has_no_socket_and_no_thread();
     let (fds, threads) = (count("fd"), count("task"));
     let mut warm = None;
     for cycle in 0..cycles {

@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{Group, GroupOptions, ReduceOp, Sample, for_every_type, is_full, ranks, with_options};
+use common::{Group, HOSTS, ReduceOp, Sample, WITH_HIERARCHIES, for_every_type, is_full, on_hosts, ranks};
 use convoke_comm::CommError;
 
 /// Numbers whose sums are exact in every order, so that any order of adding gives the same.
@@ -73,35 +73,72 @@ fn every_type_operation_size_and_number_of_ranks() {
 }
 
 #[test]
-fn inexact_sums_are_equal_to_the_last_bit_on_all_ranks_and_on_a_rerun() {
-    for algorithm in ["", "all_reduce:ring", "all_reduce:direct", "all_reduce:doubling"] {
-        for world in [2, 3, 5] {
-            let run = || {
-                with_options(world, GroupOptions::default().algorithms(algorithm), |group| {
-                    let mut all = Vec::new();
-                    for count in [1, 77, 5000, 100_003] {
-                        for op in [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Product] {
-                            let mut buf: Vec<f32> = (0..count)
-                                .map(|i| ((i * 31 + group.rank() * 17) as f32).sin() * 1.7)
-                                .collect();
-                            group.all_reduce(&mut buf, op).unwrap();
-                            all.extend(buf.iter().map(|x| x.to_bits()));
-                        }
-                    }
-                    all
-                })
-            };
-            let first = run();
-            assert!(first.iter().all(|bits| *bits == first[0]), "{algorithm} {world}: ranks differ");
-            assert!(first == run(), "{algorithm} {world}: runs differ");
+fn ranks_on_hosts_of_any_shape() {
+    for hosts in HOSTS {
+        for algorithms in WITH_HIERARCHIES {
+            on_hosts(hosts, algorithms, |group| {
+                for count in [0, 1, 3, 2049, 16_385, 300_007] {
+                    check::<f32>(&group, count);
+                }
+                for_every_type!(check, (&group, 41));
+                if is_full() {
+                    for_every_type!(check_some, (&group));
+                    check::<f32>(&group, 3_000_001);
+                }
+                group.barrier().unwrap();
+            });
         }
     }
 }
 
 #[test]
+fn parts_of_a_group_on_hosts() {
+    for algorithms in WITH_HIERARCHIES {
+        on_hosts(&[0, 1, 1, 2, 2, 0], algorithms, |group| {
+            // One host each, unequal parts of hosts, all; backwards.
+            let me = group.rank();
+            for color in [me.div_ceil(2) % 3, me / 4, 0] {
+                let part = group.split(Some(color as u32), -(me as i64)).unwrap().unwrap();
+                assert!(part.place_on_host().1 <= 2, "{:?}", part.place_on_host());
+                for count in [1, 3, 50_001] {
+                    check::<f64>(&part, count);
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn inexact_sums_are_equal_to_the_last_bit_on_all_ranks_and_on_a_rerun() {
+    let flat = ["", "all_reduce:ring", "all_reduce:direct", "all_reduce:doubling"]
+        .into_iter()
+        .flat_map(|algorithm| [2, 3, 5].map(|world| (algorithm, vec![0; world])));
+    let deep = HOSTS.into_iter().map(|hosts| ("all_reduce:hierarchy", hosts.to_vec()));
+    for (algorithm, hosts) in flat.chain(deep) {
+        let run = || {
+            on_hosts(&hosts, algorithm, |group| {
+                let mut all = Vec::new();
+                for count in [1, 77, 5000, 100_003] {
+                    for op in [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Product] {
+                        let mut buf: Vec<f32> =
+                            (0..count).map(|i| ((i * 31 + group.rank() * 17) as f32).sin() * 1.7).collect();
+                        group.all_reduce(&mut buf, op).unwrap();
+                        all.extend(buf.iter().map(|x| x.to_bits()));
+                    }
+                }
+                all
+            })
+        };
+        let first = run();
+        assert!(first.iter().all(|bits| *bits == first[0]), "{algorithm} {hosts:?}: ranks differ");
+        assert!(first == run(), "{algorithm} {hosts:?}: runs differ");
+    }
+}
+
+#[test]
 fn averages_divide_the_sum() {
-    for algorithm in ["all_reduce:ring", "all_reduce:direct", "all_reduce:doubling"] {
-        with_options(3, GroupOptions::default().algorithms(algorithm), |group| {
+    for algorithm in ["all_reduce:ring", "all_reduce:direct", "all_reduce:doubling", "all_reduce:hierarchy"] {
+        on_hosts(&[0, 0, 1], algorithm, |group| {
             let mut buf = vec![(group.rank() * 3) as f64; 1001];
             group.all_reduce(&mut buf, ReduceOp::Avg).unwrap();
             assert!(buf.iter().all(|&x| x == 3.0));

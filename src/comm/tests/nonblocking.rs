@@ -5,13 +5,9 @@
 
 mod common;
 
-use std::future::Future;
-use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc;
-use std::task::{Context, Poll, Wake, Waker};
-use std::thread::Thread;
 use std::time::{Duration, Instant};
 
 use common::*;
@@ -271,28 +267,10 @@ fn a_handle_that_leaves_its_scope_keeps_its_outcome() {
     });
 }
 
-/// Runs a future on this thread.
-fn block_on<F: Future>(future: F) -> F::Output {
-    struct Unpark(Thread);
-    impl Wake for Unpark {
-        fn wake(self: Arc<Self>) {
-            self.0.unpark();
-        }
-    }
-    let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
-    let mut future = pin!(future);
-    loop {
-        match future.as_mut().poll(&mut Context::from_waker(&waker)) {
-            Poll::Ready(output) => return output,
-            Poll::Pending => std::thread::park(),
-        }
-    }
-}
-
 #[test]
 fn it_can_be_awaited() {
     ranks(2, |group| {
-        let total = block_on(async {
+        let total = pollster::block_on(async {
             let one = group.nonblocking().all_reduce(vec![1_i32; 10], ReduceOp::Sum)?;
             let two = group.nonblocking().all_reduce(vec![2_i32; 100_000], ReduceOp::Sum)?;
             let two = two.await?;

@@ -6,27 +6,26 @@
 
 mod common;
 
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, Write};
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::net::UnixStream;
-use std::process::{Child, ChildStdin, Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use convoke_comm::{CommError, Loss, ReduceOp, Session, World};
+use convoke_comm::{CommError, Group, ReduceOp, Session, World};
 use convoke_env::{ExitCause, Generation, ToWorker, Token};
 use convoke_store::StoreServer;
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 
-/// Bound for anything that should happen; what is asserted of speed is stated beside it.
+/// Bound for anything that should happen.
 const LONG: Duration = Duration::from_secs(60);
-/// The promise is one second from a death to the error of the last rank; the rest is for a busy machine.
-const PROMISE: Duration = Duration::from_secs(5);
-
-/// How long a forked child holds what it has of its parent.
-const HELD: Duration = Duration::from_secs(3);
+/// How long survivors wait for each other.
+const TO_COME: Duration = Duration::from_secs(3);
 
 // ---------------------------------------------------------------- the worker's side
 
@@ -43,61 +42,29 @@ fn worker() {
         Ok(()) => say("done"),
         Err(error) => {
             let variant = match &error {
-                CommError::PeerLost { how: Loss::Signal { .. }, .. } => "PeerLost/signal",
-                CommError::PeerLost { .. } => "PeerLost",
-                CommError::Timeout { .. } => "Timeout",
-                CommError::Bootstrap { .. } => "Bootstrap",
+                CommError::Excluded { .. } => "Excluded",
+                CommError::Store(_) => "Store",
                 _ => "other",
             };
-            say(&format!("error {variant} {} {error}", error.blame().map_or(-1, |rank| rank as i64)));
+            say(&format!("error {variant} {error}"));
         }
     }
 }
 
 fn join() -> Result<Session, CommError> {
-    let init = Duration::from_millis(std::env::var("CONVOKE_TEST_INIT_MS").unwrap().parse().unwrap());
-    Ok(Session::join()?.with_options(|options| options.timeout(LONG).init_timeout(init)))
+    Ok(Session::join()?.with_options(|options| options.timeout(LONG).init_timeout(LONG)))
 }
 
 fn act(scenario: &str, session: &mut Session, world: World) -> Result<(), CommError> {
-    let mut memory = vec![1.0_f32; 4 << 20];
     match scenario {
-        "small" => loop {
-            world.all_reduce(&mut memory[..1], ReduceOp::Max)?;
-        },
-        "large" => loop {
-            world.all_reduce(&mut memory, ReduceOp::Max)?;
-        },
-        "barrier" => loop {
-            world.barrier()?;
-        },
-        // The last rank is in no call; the first two wait for each other in messages, others in a barrier.
-        "apart" => match world.rank() {
-            rank if rank + 1 == world.size() => {
-                wait_for_line();
-                Ok(())
-            }
-            rank @ (0 | 1) => world.recv(&mut memory, 1 - rank, 0),
-            _ => world.barrier(),
-        },
-        // In no call when it happens; one call after.
-        "late" => {
-            wait_for_line();
-            world.barrier()
-        }
+        "barrier" => world.barrier(),
         "fork" => fork(world),
-        "fork-and-hold" => {
-            if world.rank() == 1 {
-                hold_in_a_fork();
-            }
-            say("held");
-            world.recv(&mut memory, (world.rank() + 1) % world.size(), 0)
-        }
         "variables" => {
             assert_eq!((world.local_rank(), world.local_world_size(), world.restart_count()), (1, 2, 3));
             Ok(())
         }
         "two rounds" => two_rounds(session, world),
+        "shrink" => shrink(world.group()),
         other => panic!("no scenario {other}"),
     }
 }
@@ -126,19 +93,6 @@ fn fork(world: World) -> Result<(), CommError> {
     Ok(())
 }
 
-/// A forked child that outlives its parent and holds copies of its sockets.
-#[allow(unsafe_code)]
-fn hold_in_a_fork() {
-    // SAFETY: the child only sleeps and exits.
-    if let nix::unistd::ForkResult::Child = unsafe { nix::unistd::fork() }.unwrap() {
-        // SAFETY: sleep and _exit touch nothing of ours. It ends by itself soon after the test.
-        unsafe {
-            nix::libc::sleep(HELD.as_secs() as u32);
-            nix::libc::_exit(0);
-        }
-    }
-}
-
 /// After a failure all ranks go on in the same processes.
 fn two_rounds(session: &mut Session, world: World) -> Result<(), CommError> {
     let generation = world.generation();
@@ -157,28 +111,42 @@ fn two_rounds(session: &mut Session, world: World) -> Result<(), CommError> {
     session.next_round()?.barrier()
 }
 
+/// Goes on with the survivors, again and again.
+fn shrink(mut group: Group) -> Result<(), CommError> {
+    loop {
+        let want: usize = group.global_ranks().iter().sum();
+        let me = group.global_ranks()[group.rank()];
+        let mut memory = vec![0.0_f32; 100_000];
+        let lost = loop {
+            memory.fill(me as f32);
+            match group.all_reduce(&mut memory, ReduceOp::Sum) {
+                Ok(()) => assert!(memory.iter().all(|&sum| sum == want as f32)),
+                Err(error) => break error,
+            }
+        };
+        assert!(matches!(lost, CommError::PeerLost { .. }), "{lost}");
+        group = group.shrink(TO_COME)?;
+        say(&format!("shrunk {:?}", group.global_ranks()));
+    }
+}
+
 fn say(line: &str) {
     let mut out = std::io::stdout().lock();
     writeln!(out, "\n@ {line}").unwrap();
     out.flush().unwrap();
 }
 
-fn wait_for_line() {
-    std::io::stdin().read_exact(&mut [0]).unwrap();
-}
-
 // ---------------------------------------------------------------- the launcher's side
 
 struct Job {
     workers: Vec<Worker>,
-    events: Receiver<(usize, String, Instant)>,
+    events: Receiver<(usize, String)>,
     generation: Generation,
     _store: Option<StoreServer>,
 }
 
 struct Worker {
     child: Child,
-    stdin: Option<ChildStdin>,
     agent: Option<UnixStream>,
     reader: Option<JoinHandle<()>>,
 }
@@ -194,7 +162,7 @@ enum Launcher {
 }
 
 impl Job {
-    fn start(scenario: &str, world: usize, launcher: Launcher, init: Duration) -> Self {
+    fn start(scenario: &str, world: usize, launcher: Launcher) -> Self {
         let generation = Generation::random().unwrap();
         let token = Token::random().unwrap();
         let local = SocketAddr::from(([127, 0, 0, 1], 0));
@@ -206,47 +174,47 @@ impl Job {
                 let mut command = Command::new(std::env::current_exe().unwrap());
                 command.args(["worker", "--exact", "--nocapture"]);
                 command.env("CONVOKE_TEST_SCENARIO", scenario);
-                command.env("CONVOKE_TEST_INIT_MS", init.as_millis().to_string());
                 command.env("RANK", rank.to_string()).env("WORLD_SIZE", world.to_string());
                 command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
                 command.env("TORCHELASTIC_USE_AGENT_STORE", if store.is_some() { "True" } else { "False" });
-                command.stdin(Stdio::piped()).stdout(Stdio::piped());
+                command.stdin(Stdio::null()).stdout(Stdio::piped());
                 let agent = (launcher == Launcher::Convoke).then(|| agent(&mut command, generation, &token));
                 let mut child = command.spawn().unwrap();
                 let reader = watch(rank, &mut child, events.clone());
                 let agent = agent.map(|(ours, _theirs)| ours);
-                Worker { stdin: child.stdin.take(), child, agent, reader: Some(reader) }
+                Worker { child, agent, reader: Some(reader) }
             })
             .collect();
         Self { workers, events: received, generation, _store: store }
     }
 
-    /// Waits until each of `ranks` has said `what`; returns the whole lines and when they came.
-    fn wait(&self, ranks: &[usize], what: &str) -> Vec<(usize, String, Instant)> {
+    /// Waits until each of `ranks` has said `what`.
+    fn wait(&self, ranks: &[usize], what: &str) {
         let deadline = Instant::now() + LONG;
         let mut said = Vec::new();
         while said.len() < ranks.len() {
             let left = deadline.saturating_duration_since(Instant::now());
             match self.events.recv_timeout(left) {
-                Ok((rank, line, at)) if ranks.contains(&rank) && line.starts_with(what) => {
-                    said.push((rank, line, at));
-                }
-                Ok((rank, line, _)) => {
+                Ok((rank, line)) if ranks.contains(&rank) && line.starts_with(what) => said.push(rank),
+                Ok((rank, line)) => {
                     let expected = !ranks.contains(&rank) || !(line.starts_with("error") || line == "done");
                     assert!(expected, "rank {rank}: {line}, instead of {what}");
                 }
                 Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
-                    panic!("ranks {ranks:?} should say {what}, so far: {said:?}");
+                    panic!("ranks {ranks:?} should say {what}, but only {said:?} did");
                 }
             }
         }
-        said
     }
 
-    fn kill(&mut self, rank: usize) -> Instant {
-        let at = Instant::now();
+    fn kill(&mut self, rank: usize) {
         self.workers[rank].child.kill().unwrap();
         self.workers[rank].child.wait().unwrap();
+        self.say_dead(rank);
+    }
+
+    /// What the launcher tells the others.
+    fn say_dead(&mut self, rank: usize) {
         let cause = ExitCause::Signal(9);
         let verdict = ToWorker::PeerExit { generation: self.generation, rank, cause }.encode();
         for worker in &mut self.workers {
@@ -254,25 +222,6 @@ impl Job {
                 let _ = agent.write_all(&verdict);
             }
         }
-        at
-    }
-
-    fn others(&self, rank: usize) -> Vec<usize> {
-        (0..self.workers.len()).filter(|&other| other != rank).collect()
-    }
-
-    fn wake(&mut self, rank: usize) {
-        self.workers[rank].stdin.as_mut().unwrap().write_all(b"\n").unwrap();
-    }
-
-    /// All survivors must blame `rank`; how long the last took since `at`.
-    fn blames(&self, rank: usize, at: Instant, variant: &str) -> Duration {
-        let errors = self.wait(&self.others(rank), "error");
-        for (who, line, _) in &errors {
-            let wanted = format!("error {variant} {rank} ");
-            assert!(line.starts_with(&wanted), "rank {who} says {line:?}, not {wanted:?}");
-        }
-        errors.iter().map(|(.., when)| when.saturating_duration_since(at)).max().unwrap()
     }
 }
 
@@ -297,12 +246,12 @@ fn agent(command: &mut Command, generation: Generation, token: &Token) -> (UnixS
     (ours, theirs)
 }
 
-fn watch(rank: usize, child: &mut Child, events: Sender<(usize, String, Instant)>) -> JoinHandle<()> {
+fn watch(rank: usize, child: &mut Child, events: Sender<(usize, String)>) -> JoinHandle<()> {
     let stdout = BufReader::new(child.stdout.take().unwrap());
     std::thread::spawn(move || {
         for line in stdout.lines().map_while(Result::ok) {
             if let Some(line) = line.strip_prefix("@ ") {
-                let _ = events.send((rank, line.to_owned(), Instant::now()));
+                let _ = events.send((rank, line.to_owned()));
             }
         }
     })
@@ -312,15 +261,13 @@ fn watch(rank: usize, child: &mut Child, events: Sender<(usize, String, Instant)
 fn without_variables_it_is_a_world_of_one_and_with_some_an_error_that_names_the_others() {
     let run = |vars: &[(&str, &str)]| {
         let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["worker", "--exact", "--nocapture"]).env("CONVOKE_TEST_INIT_MS", "1000");
+        command.args(["worker", "--exact", "--nocapture"]);
         for name in ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"] {
             command.env_remove(name);
         }
-        command.env("CONVOKE_TEST_SCENARIO", if vars.is_empty() { "late" } else { "variables" });
-        command.envs(vars.iter().copied()).stdin(Stdio::piped()).stdout(Stdio::piped());
-        let mut child = command.spawn().unwrap();
-        child.stdin.take().unwrap().write_all(b"\n").unwrap();
-        String::from_utf8(child.wait_with_output().unwrap().stdout).unwrap()
+        command.env("CONVOKE_TEST_SCENARIO", if vars.is_empty() { "barrier" } else { "variables" });
+        command.envs(vars.iter().copied()).stdin(Stdio::null()).stdout(Stdio::piped());
+        String::from_utf8(command.output().unwrap().stdout).unwrap()
     };
     let said = run(&[]);
     assert!(said.contains("@ joined") && said.contains("@ done"), "{said}");
@@ -354,60 +301,9 @@ impl Moments {
     }
 }
 
-#[test]
-fn a_killed_rank_is_named_by_all_others_wherever_they_are() {
-    let mut moments = Moments::new();
-    let mut times = Vec::new();
-    for launcher in [Launcher::Torchrun, Launcher::Plain, Launcher::Convoke] {
-        for scenario in ["small", "large", "barrier", "apart", "late"] {
-            for world in [2, 4] {
-                let mut job = Job::start(scenario, world, launcher, LONG);
-                job.wait(&(0..world).collect::<Vec<_>>(), "joined");
-                moments.pass(Duration::from_millis(30));
-                // In "apart" it must be the one that is in no call.
-                let victim = match scenario {
-                    "apart" => world - 1,
-                    _ => moments.below(world as u64) as usize,
-                };
-                let mut at = job.kill(victim);
-                if scenario == "late" {
-                    at = Instant::now();
-                    job.others(victim).into_iter().for_each(|rank| job.wake(rank));
-                }
-                let variant = if launcher == Launcher::Convoke { "PeerLost/signal" } else { "PeerLost" };
-                let took = job.blames(victim, at, variant);
-                assert!(took < PROMISE, "{scenario} of {world}, rank {victim}: {took:?}");
-                times.push(took);
-            }
-        }
-    }
-    times.sort_unstable();
-    eprintln!(
-        "death to the last error: median {:?}, longest {:?}",
-        times[times.len() / 2],
-        times[times.len() - 1]
-    );
-}
-
-#[test]
-fn a_rank_that_dies_while_the_group_forms_is_named() {
-    let mut moments = Moments::new();
-    for round in 0..6 {
-        let init = Duration::from_secs(3);
-        let mut job = Job::start("barrier", 3, Launcher::Torchrun, init);
-        let victim = round % 3;
-        moments.pass(Duration::from_millis(25));
-        job.kill(victim);
-        for (who, line, _) in job.wait(&job.others(victim), "error") {
-            let blamed = [format!("error Bootstrap {victim} "), format!("error PeerLost {victim} ")];
-            assert!(blamed.iter().any(|wanted| line.starts_with(wanted)), "rank {who} of {victim}: {line}");
-        }
-    }
-}
-
 impl Job {
     fn ends_well(scenario: &str, world: usize, launcher: Launcher) {
-        let job = Self::start(scenario, world, launcher, LONG);
+        let job = Self::start(scenario, world, launcher);
         job.wait(&(0..world).collect::<Vec<_>>(), "done");
     }
 }
@@ -419,19 +315,78 @@ fn a_forked_child_disturbs_nobody() {
 }
 
 #[test]
-fn a_forked_child_that_holds_the_sockets_does_not_hide_the_death_of_its_parent() {
-    for (launcher, variant) in [(Launcher::Convoke, "PeerLost/signal"), (Launcher::Torchrun, "PeerLost")] {
-        let mut job = Job::start("fork-and-hold", 3, launcher, LONG);
-        job.wait(&[0, 1, 2], "held");
-        let at = job.kill(1);
-        let took = job.blames(1, at, variant);
-        assert!(took < HELD, "{took:?}");
-    }
-}
-
-#[test]
 fn all_ranks_can_go_on_in_the_same_processes() {
     for launcher in [Launcher::Convoke, Launcher::Torchrun, Launcher::Plain] {
         Job::ends_well("two rounds", 3, launcher);
     }
+}
+
+impl Job {
+    /// All survivors go on together, and with nobody else.
+    fn goes_on(&self, survivors: &[usize]) {
+        self.wait(survivors, &format!("shrunk {survivors:?}"));
+    }
+
+    fn signal(&self, rank: usize, signal: Signal) {
+        let pid = self.workers[rank].child.id();
+        kill(Pid::from_raw(i32::try_from(pid).unwrap()), signal).unwrap();
+    }
+}
+
+#[test]
+fn survivors_of_killed_ranks_go_on_again_and_again() {
+    let mut moments = Moments::new();
+    for launcher in [Launcher::Torchrun, Launcher::Convoke, Launcher::Plain] {
+        let mut job = Job::start("shrink", 6, launcher);
+        job.wait(&[0, 1, 2, 3, 4, 5], "joined");
+        moments.pass(Duration::from_millis(30));
+        job.kill(4);
+        job.goes_on(&[0, 1, 2, 3, 5]);
+        // Two at once; rank 0 serves the store if nobody else does.
+        moments.pass(Duration::from_millis(30));
+        let (first, left) = if launcher == Launcher::Plain { (1, [0, 2, 5]) } else { (0, [1, 2, 5]) };
+        job.kill(first);
+        job.kill(3);
+        job.goes_on(&left);
+        moments.pass(Duration::from_millis(30));
+        job.kill(2);
+        job.goes_on(&[left[0], 5]);
+        if launcher == Launcher::Plain {
+            job.kill(0);
+            job.wait(&[5], "error Store ");
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_dies_while_the_survivors_meet_is_left_out() {
+    let mut moments = Moments::new();
+    for _ in 0..6 {
+        let mut job = Job::start("shrink", 4, Launcher::Torchrun);
+        job.wait(&[0, 1, 2, 3], "joined");
+        job.kill(1);
+        moments.pass(Duration::from_millis(15));
+        job.kill(0);
+        job.goes_on(&[2, 3]);
+    }
+}
+
+#[test]
+fn a_rank_that_stands_still_while_the_survivors_meet_is_left_out_and_told() {
+    let mut job = Job::start("shrink", 4, Launcher::Torchrun);
+    job.wait(&[0, 1, 2, 3], "joined");
+    job.signal(2, Signal::SIGSTOP);
+    job.kill(1);
+    job.goes_on(&[0, 3]);
+    job.signal(2, Signal::SIGCONT);
+    job.wait(&[2], "error Excluded ");
+}
+
+#[test]
+fn a_rank_that_lives_but_was_lost_to_the_others_is_left_out_and_told() {
+    let mut job = Job::start("shrink", 3, Launcher::Convoke);
+    job.wait(&[0, 1, 2], "joined");
+    job.say_dead(1);
+    job.goes_on(&[0, 2]);
+    job.wait(&[1], "error Excluded ");
 }

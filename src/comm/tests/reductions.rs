@@ -6,7 +6,9 @@ mod common;
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use common::{CommError, Group, GroupOptions, ReduceOp, ranks, with_options};
+use common::{
+    CommError, Group, GroupOptions, HOSTS, ReduceOp, WITH_HIERARCHIES, on_hosts, ranks, with_options,
+};
 use convoke_comm::{Complex, Element, Reduction, bf16, f16};
 
 /// What a test needs of a half.
@@ -103,6 +105,16 @@ fn halves_are_added_in_the_order_of_the_ranks_and_rounded_once() {
 }
 
 #[test]
+fn halves_are_added_in_the_order_of_the_ranks_on_whatever_hosts() {
+    for hosts in HOSTS {
+        on_hosts(hosts, "", |group| {
+            halves::<bf16>(&group, 5);
+            halves::<bf16>(&group, 50_001);
+        });
+    }
+}
+
+#[test]
 fn scans_of_halves_are_rounded_once() {
     for world in 1..=5 {
         ranks(world, |group| {
@@ -153,6 +165,10 @@ fn partial_sums_of_halves_are_not_rounded() {
         with_options(3, GroupOptions::default().algorithms(algorithms), check);
     }
     ranks(17, check);
+    for hosts in HOSTS {
+        on_hosts(hosts, WITH_HIERARCHIES[1], check);
+    }
+    on_hosts(&[0, 1, 2].repeat(6), "", check);
 }
 
 #[test]
@@ -259,8 +275,8 @@ fn functions_of_the_program_combine_elements() {
 /// The farther from zero of two, which of -1 and 1 depends on which stands first: all ranks get the same even so.
 #[test]
 fn functions_need_not_be_commutative_for_equal_bits() {
-    for algorithm in ["all_reduce:ring", "all_reduce:direct", "all_reduce:doubling"] {
-        let results = with_options(5, GroupOptions::default().algorithms(algorithm), |group| {
+    for algorithm in ["all_reduce:ring", "all_reduce:direct", "all_reduce:doubling", "all_reduce:hierarchy"] {
+        let results = on_hosts(&[0, 1, 1, 0, 1], algorithm, |group| {
             let farther = Reduction::new(|into: &mut [f32], from: &[f32]| {
                 for (a, b) in into.iter_mut().zip(from) {
                     *a = if b.abs() > a.abs() { *b } else { *a };

@@ -4,6 +4,8 @@
 
 mod common;
 
+use std::sync::Barrier;
+
 use common::{Group, ReduceOp, ranks};
 use convoke_comm::CommError;
 
@@ -22,14 +24,15 @@ fn a_subgroup_has_its_ranks_in_the_order_given_and_all_groups_work_at_once() {
         let even = world.subgroup(&[0, 2, 4]).unwrap();
         assert_eq!((odd.is_some(), even.is_some()), (me % 2 == 1, me % 2 == 0));
         let mine = odd.or(even).unwrap();
-        assert_eq!(mine.origin_ranks(), if me % 2 == 1 { &[3, 1][..] } else { &[0, 2, 4] });
-        assert_eq!(mine.origin_ranks()[mine.rank()], me);
+        assert_eq!(mine.global_ranks(), if me % 2 == 1 { &[3, 1][..] } else { &[0, 2, 4] });
+        assert_eq!((mine.global_rank(mine.rank()), mine.group_rank(me)), (Some(me), Some(mine.rank())));
+        assert_eq!((mine.global_rank(3), mine.group_rank(if me % 2 == 1 { 0 } else { 1 })), (None, None));
         for round in 0..20 {
             let mut sum = [me as i64 + round];
             mine.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
-            let want: i64 = mine.origin_ranks().iter().map(|&rank| rank as i64 + round).sum();
+            let want: i64 = mine.global_ranks().iter().map(|&rank| rank as i64 + round).sum();
             assert_eq!(sum[0], want);
-            assert_eq!(members(&mine, me), mine.origin_ranks());
+            assert_eq!(members(&mine, me), mine.global_ranks());
             world.all_reduce(&mut sum, ReduceOp::Max).unwrap();
         }
         // A subgroup of a subgroup still knows where it comes from, and outlives its parents' handles.
@@ -37,10 +40,10 @@ fn a_subgroup_has_its_ranks_in_the_order_given_and_all_groups_work_at_once() {
         let inner = mine.subgroup(&[last]).unwrap();
         assert_eq!(inner.is_some(), mine.rank() == last);
         let pair = mine.subgroup(&[last, 0]).unwrap();
-        let origin = [mine.origin_ranks()[last], mine.origin_ranks()[0]];
+        let origin = [mine.global_ranks()[last], mine.global_ranks()[0]];
         drop((mine, world));
         if let Some(pair) = pair {
-            assert_eq!(pair.origin_ranks(), origin);
+            assert_eq!(pair.global_ranks(), origin);
             assert_eq!(members(&pair, me), origin);
         }
     });
@@ -58,11 +61,11 @@ fn a_split_cuts_by_color_and_orders_by_key() {
             None => assert_eq!(me, 5),
             Some(part) => {
                 let want: &[usize] = if me % 2 == 0 { &[4, 2, 0] } else { &[1, 3] };
-                assert_eq!(part.origin_ranks(), want);
+                assert_eq!(part.global_ranks(), want);
                 assert_eq!(members(&part, me), want);
                 let name = part.name().to_owned();
                 let again = part.split(Some(1), 0).unwrap().unwrap();
-                assert_eq!(again.origin_ranks(), want);
+                assert_eq!(again.global_ranks(), want);
                 assert_ne!(again.name(), name);
             }
         }
@@ -81,10 +84,69 @@ fn lists_that_make_no_sense_or_differ_are_refused_and_the_group_goes_on() {
         invalid(world.subgroup(&[1, 1]), "it needs some, each once");
         invalid(world.subgroup(&[0, 3]), "rank 3: ranks are 0 to 2");
         let mine: &[usize] = if world.rank() == 2 { &[0, 2] } else { &[0, 1] };
-        let other = if world.rank() == 2 { "rank 0 makes a group" } else { "rank 2 makes a group" };
+        let other =
+            if world.rank() == 2 { "rank 0 makes another subgroup" } else { "rank 2 makes another subgroup" };
         invalid(world.subgroup(mine), other);
         assert!(world.subgroup(&[2, 1, 0]).unwrap().is_some());
     });
+}
+
+#[test]
+fn subgroups_of_other_names_or_kinds_are_not_taken_for_each_other() {
+    ranks(3, |world| {
+        let odd = world.rank() == 1;
+        let refused = |result: Result<Option<Group>, CommError>| {
+            let Err(CommError::InvalidArgument(text)) = &result else { panic!("{:?}", result.is_ok()) };
+            assert!(text.contains(if odd { "rank 0 makes" } else { "rank 1 makes" }), "{text}");
+        };
+        refused(world.with_subgroup_name(if odd { "tp" } else { "dp" }).subgroup(&[0, 1, 2]));
+        refused(world.with_subgroup_name(if odd { "tp" } else { "dp" }).split(Some(0), 0));
+        refused(if odd { world.subgroup(&[0, 1, 2]) } else { world.split(Some(0), 0) });
+        let named = world.with_subgroup_name("dp").subgroup(&[0, 1, 2]).unwrap().unwrap();
+        assert!(named.name().contains("dp"), "{}", named.name());
+    });
+    // Nor for other collectives.
+    ranks(2, |world| {
+        let error = if world.rank() == 0 {
+            world.split(Some(0), 0).map(drop).unwrap_err()
+        } else {
+            world.all_gather(&[0_i64; 3], &mut [0; 6]).unwrap_err()
+        };
+        assert!(matches!(error, CommError::Mismatch { .. }), "{error}");
+    });
+}
+
+#[test]
+fn threads_that_make_named_subgroups_side_by_side_get_their_own_or_an_error() {
+    const ROUNDS: usize = 40;
+    let made = ranks(2, |world| {
+        let round = Barrier::new(2);
+        std::thread::scope(|scope| {
+            let threads = [0, 1].map(|thread| {
+                let (mine, round) = (world.with_subgroup_name(["a", "b"][thread]), &round);
+                scope.spawn(move || {
+                    let try_once = |_| {
+                        round.wait();
+                        let made = match mine.subgroup(&[0, 1]) {
+                            Ok(group) => {
+                                // The other rank's is of the same thread.
+                                assert_eq!(members(&group.unwrap(), thread), [thread, thread]);
+                                true
+                            }
+                            Err(CommError::InvalidArgument(_)) => false,
+                            Err(error) => panic!("{error}"),
+                        };
+                        // The next round begins when both are done, also with errors.
+                        round.wait();
+                        made
+                    };
+                    (0..ROUNDS).map(try_once).collect::<Vec<_>>()
+                })
+            });
+            threads.map(|thread| thread.join().unwrap())
+        })
+    });
+    assert_eq!(made[0], made[1], "both ranks agree on what was made");
 }
 
 #[test]

@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{Group, GroupOptions, ReduceOp, ranks, with_options};
+use common::{Group, GroupOptions, HOSTS, ReduceOp, WITH_HIERARCHIES, on_hosts, ranks, with_options};
 use convoke_comm::CommError;
 
 /// What rank `from` has at `index` of its block for rank `to`.
@@ -65,6 +65,19 @@ fn every_collective_size_and_number_of_ranks() {
     for algorithms in ["", "all_gather:ring,reduce_scatter:ring", "all_gather:direct,reduce_scatter:direct"] {
         for world in 1..=5 {
             with_options(world, GroupOptions::default().algorithms(algorithms), |group| {
+                for scale in [0, 1, 2, 3, 1000, 50_001] {
+                    check(&group, scale);
+                }
+            });
+        }
+    }
+}
+
+#[test]
+fn ranks_on_hosts_of_any_shape() {
+    for hosts in HOSTS {
+        for algorithms in WITH_HIERARCHIES {
+            on_hosts(hosts, algorithms, |group| {
                 for scale in [0, 1, 2, 3, 1000, 50_001] {
                     check(&group, scale);
                 }

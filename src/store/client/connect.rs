@@ -40,10 +40,11 @@ impl Address {
         let (host, port) = text.rsplit_once(':').ok_or_else(invalid)?;
         let port = port.parse().map_err(|_| invalid())?;
         let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
-        if host.is_empty() || (bare.is_none() && host.contains(':')) {
+        let name = bare.unwrap_or(host);
+        if name.is_empty() || name.contains(['[', ']']) || (bare.is_none() && name.contains(':')) {
             return Err(invalid());
         }
-        Ok(Address { host: bare.unwrap_or(host).to_owned(), port })
+        Ok(Address { host: name.to_owned(), port })
     }
 
     /// Connects and shakes hands, again and again until `deadline`.
@@ -153,7 +154,19 @@ pub(super) fn random() -> u32 {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
+
+    proptest! {
+        #[test]
+        fn any_text_is_an_address_or_refused(text in "(\\[?[a-z0-9:.%]{0,8}\\]?:?[0-9]{0,6}|\\PC{0,20})") {
+            if let Ok(address) = Address::parse(&text) {
+                let again = Address::parse(&address.to_string()).unwrap();
+                prop_assert_eq!((again.host, again.port), (address.host, address.port));
+            }
+        }
+    }
 
     #[test]
     fn addresses_are_host_and_port() {

@@ -92,6 +92,8 @@ pub(super) fn deletion(out: &mut Vec<u8>, key: &[u8]) {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     #[test]
@@ -113,6 +115,39 @@ mod tests {
                 (log.get(b"/k"), log.get(b"/n"), log.get(b"/-x")),
                 (None, Some(&b"5"[..]), Some(&b"-"[..]))
             );
+        }
+    }
+
+    proptest! {
+        /// A file of any bytes is read as far as it has whole records, in any pieces alike.
+        #[test]
+        fn random_files_never_do_harm(
+            pairs in prop::collection::vec((prop::collection::vec(any::<u8>(), 0..6), prop::collection::vec(any::<u8>(), 0..9)), 0..8),
+            changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..4),
+            step in 1..40_usize,
+        ) {
+            let mut bytes = Vec::new();
+            for (key, value) in &pairs {
+                record(&mut bytes, &[&[USER], &key[..]].concat(), value);
+            }
+            let whole = bytes.clone();
+            for (place, byte) in changes {
+                let place = place.index(bytes.len() + 1);
+                bytes.iter_mut().skip(place).take(1).for_each(|old| *old = byte);
+            }
+            let (mut log, mut result) = (Log::default(), Ok(()));
+            for end in (0..bytes.len()).step_by(step).chain([bytes.len()]) {
+                let from = log.replayed_bytes as usize;
+                result = result.and_then(|()| log.replay(&bytes[from..end.max(from)]));
+            }
+            let mut at_once = Log::default();
+            prop_assert_eq!(at_once.replay(&bytes), result);
+            prop_assert_eq!((&at_once.values, at_once.replayed_bytes), (&log.values, log.replayed_bytes));
+            if bytes == whole {
+                let last: HashMap<_, _> =
+                    pairs.into_iter().map(|(key, value)| ([&[USER], &key[..]].concat(), value)).collect();
+                prop_assert_eq!(&log.values, &last);
+            }
         }
     }
 

@@ -19,7 +19,10 @@ const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 const KEEPALIVE_PROBES: u32 = 3;
 
 /// Listens at all of `addresses`; see [`StoreServer::bind`](super::StoreServer::bind).
-pub(super) fn listen_at(addresses: &[SocketAddr]) -> Result<Vec<TcpListener>, ServeError> {
+///
+/// # Errors
+/// [`ServeError`], which names the address.
+pub fn listen(addresses: &[SocketAddr]) -> Result<Vec<TcpListener>, ServeError> {
     let mut attempt = 1;
     loop {
         match listen_once(addresses) {
@@ -55,9 +58,9 @@ fn listen_once(addresses: &[SocketAddr]) -> Result<Vec<TcpListener>, ServeError>
 /// `[::]` stands for every address; without IPv6 that is `0.0.0.0`.
 fn listen_with_fallback(address: SocketAddr, only_v6: bool) -> io::Result<TcpListener> {
     let everywhere = address.is_ipv6() && address.ip().is_unspecified();
-    match listen(address, only_v6) {
+    match listen_one(address, only_v6) {
         Err(_) if everywhere && !only_v6 && listen_would_work_without_v6(address) => {
-            listen(SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), address.port()), false)
+            listen_one(SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), address.port()), false)
         }
         result => result,
     }
@@ -65,10 +68,10 @@ fn listen_with_fallback(address: SocketAddr, only_v6: bool) -> io::Result<TcpLis
 
 /// Whether IPv6 itself is what is missing, and not the port.
 fn listen_would_work_without_v6(address: SocketAddr) -> bool {
-    listen(SocketAddr::new(address.ip(), 0), false).is_err()
+    listen_one(SocketAddr::new(address.ip(), 0), false).is_err()
 }
 
-fn listen(address: SocketAddr, only_v6: bool) -> io::Result<TcpListener> {
+fn listen_one(address: SocketAddr, only_v6: bool) -> io::Result<TcpListener> {
     let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
     if address.is_ipv6() {
         socket.set_only_v6(only_v6)?;

@@ -218,6 +218,39 @@ fn impossible_replies_are_protocol_errors() {
     }
 }
 
+/// Every call against replies of random bytes, mostly small numbers, so that lengths and counts are often good: an
+/// answer or an error, by the deadline.
+#[test]
+fn random_replies_never_do_harm() {
+    let seed = std::env::var("CONVOKE_SEED").map_or_else(
+        |_| std::time::SystemTime::UNIX_EPOCH.elapsed().unwrap().as_nanos() as u64,
+        |seed| seed.parse().unwrap(),
+    );
+    println!("replay with CONVOKE_SEED={seed}");
+    let mut state = seed;
+    let mut random = |below: u64| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) % below
+    };
+    for round in 0..20 {
+        for (name, call) in &CALLS {
+            let length = random(60);
+            let byte = |random: &mut dyn FnMut(u64) -> u64| match random(8) {
+                0 => random(256) as u8,
+                1 | 2 => random(4) as u8,
+                _ => 0,
+            };
+            let reply: Vec<u8> = (0..length).map(|_| byte(&mut random)).collect();
+            let told = format!("{name}, round {round}: {reply:?}");
+            let store = TcpStore::connect(&answering(reply).to_string(), soon()).unwrap();
+            let started = Instant::now();
+            let _ = call(&store, deadline(10));
+            // A wait that was given up is taken back, for which the server has two seconds.
+            assert!(started.elapsed() < Duration::from_secs(10), "{told}");
+        }
+    }
+}
+
 #[test]
 fn a_reply_that_stops_in_the_middle_is_a_timeout_and_takes_no_memory() {
     // Announces 200 MiB, sends 3 bytes.

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::{DoorEvent, HANDSHAKE_BYTES, STRANGER_TIME, handshake_frame, nonce, send};
 use crate::engine::poller::{Poller, Source};
+use crate::fault::moment;
 use crate::frame::{Frame, HEADER_BYTES, Kind};
 use crate::links::Link;
 use crate::links::conn::Conn;
@@ -29,6 +30,8 @@ pub(super) struct Dial {
     pub(super) last: String,
     /// Since when nobody listens there.
     pub(super) refused_since: Option<Instant>,
+    /// Only to see whether somebody listens there: the peer is the one that connects.
+    pub(super) probes: bool,
 }
 
 #[derive(Debug)]
@@ -42,7 +45,13 @@ enum Step {
 impl Dial {
     pub(super) fn new(peer: usize, lane: Lane, address: SocketAddr, now: Instant) -> Self {
         let (step, last) = (Step::Pausing { until: now }, "not tried yet".to_owned());
-        Self { peer, lane, address, step, pause: PAUSE, last, refused_since: None }
+        Self { peer, lane, address, step, pause: PAUSE, last, refused_since: None, probes: false }
+    }
+
+    /// Looks again and again whether `peer` listens, which is to connect with `lane`. Begins after a while.
+    pub(super) fn probe(peer: usize, lane: Lane, address: SocketAddr, now: Instant) -> Self {
+        let step = Step::Pausing { until: now + LONGEST_PAUSE };
+        Self { step, pause: LONGEST_PAUSE, probes: true, ..Self::new(peer, lane, address, now) }
     }
 
     pub(super) fn is_done(&self) -> bool {
@@ -71,6 +80,10 @@ impl Dial {
             Step::Pausing { until } if now < until => self.step = Step::Pausing { until },
             Step::Pausing { .. } => self.connect(poller, now),
             Step::Connecting { tcp, since } => match tcp.connected() {
+                Ok(true) if self.probes => {
+                    self.refused_since = None;
+                    self.again("it listens, but has not connected".to_owned(), now);
+                }
                 Ok(true) => self.greet(tcp, me, ours, poller, now),
                 Ok(false) if now < since + STRANGER_TIME => self.step = Step::Connecting { tcp, since },
                 Ok(false) => self.again("no answer".to_owned(), now),
@@ -125,6 +138,7 @@ impl Dial {
             let hello =
                 Hello { suite: SUITE_PLAIN, lane, capabilities: CAPABILITIES, source, destination, nonce };
             send(&mut conn, Kind::Hello, ours.generation, ours.group, &hello.encode())?;
+            moment("greeted", 0, 0);
             Ok(hello)
         });
         match sent {
@@ -164,6 +178,7 @@ impl Dial {
         if !ours.verify(Role::Acceptor, hello, caps, nonce, &welcome.proof) {
             return unauthorized("its proof is wrong: has it another token?".to_owned());
         }
+        moment("proving", 0, 0);
         let proof = ours.prove(Role::Connector, hello, caps, nonce);
         if let Err(error) = send(&mut conn, Kind::Proof, ours.generation, ours.group, &proof) {
             self.failed(&error, now);

@@ -5,6 +5,7 @@ use super::{
     bare, check,
 };
 use crate::call::Call;
+use crate::fault::moment;
 use crate::frame::{Frame, HEADER_BYTES, Kind};
 use crate::links::conn::{Conn, QUANTUM_BYTES};
 use crate::links::hello::Credentials;
@@ -36,6 +37,7 @@ impl Mailbox {
                     let range = recv.done..recv.done + target.1;
                     let got = conn.recv(&mut recv.lent.bytes_mut(range)).map_err(MessageError::Broken)?;
                     recv.done += got;
+                    moment("message received", recv.id, recv.done);
                     got
                 }
                 None => conn.fill(EAGER_BYTES).map_err(MessageError::Broken)?,
@@ -96,6 +98,7 @@ impl Mailbox {
                 recv.lent.bytes_mut(range).copy_from_slice(&conn.unread()[..take]);
                 conn.consume(take);
                 recv.done += take;
+                moment("message received", recv.id, recv.done);
                 if recv.done < recv.lent.len() {
                     return Ok(take > 0);
                 }
@@ -163,7 +166,7 @@ impl Mailbox {
                 Ok(())
             }
             kind @ (Kind::Hello | Kind::Welcome | Kind::Proof | Kind::Refuse | Kind::Data | Kind::Open)
-            | kind @ (Kind::State | Kind::Abort | Kind::Goodbye) => {
+            | kind @ (Kind::State | Kind::Ask | Kind::Abort | Kind::Goodbye) => {
                 protocol(format!("a {kind:?} frame among messages"))
             }
         }
@@ -190,9 +193,9 @@ impl Mailbox {
         }
         let kept =
             |early: &Early| early.bytes.is_some().then_some(early.call.bytes() as usize + HEADER_BYTES);
-        let kept: usize = self.early.iter().filter_map(kept).sum();
+        let kept = || self.early.iter().filter_map(kept).sum::<usize>();
         let total = frame.len as usize;
-        if eager && kept + total + HEADER_BYTES > CREDIT_BYTES || self.early.len() >= ANNOUNCEMENTS {
+        if eager && kept() + total + HEADER_BYTES > CREDIT_BYTES || self.early.len() >= ANNOUNCEMENTS {
             return Err(MessageError::Protocol("it sends more than it has credit for".to_owned()));
         }
         let (id, came) = (self.next_id, open.came);

@@ -9,7 +9,7 @@ use super::*;
 use crate::call::CallKind;
 use crate::dtype::{Dtype, Element, ReduceOp};
 use crate::links::fake::{self, Script};
-use crate::plan::{self, Algorithm, Rounding};
+use crate::plan::{self, Algorithm, Rounding, Topology};
 use crate::reduction::Reduction;
 use crate::testing::Random;
 
@@ -60,8 +60,8 @@ fn run_with<T: Element>(
     Run::new(&credentials(), call, seq, Arc::new(plan), lent, kernel, rank)
 }
 
-fn all_reduce(algorithm: Algorithm, rank: usize, world: usize, count: usize) -> Plan {
-    plan::all_reduce(algorithm, Rounding::Stepwise, rank, world, count, 4)
+fn all_reduce(algorithm: Algorithm, rank: usize, topology: &Topology, count: usize) -> Plan {
+    plan::all_reduce(algorithm, Rounding::Stepwise, rank, topology, count, 4)
 }
 
 /// Turns all runs in random order until all are finished or one fails.
@@ -90,7 +90,8 @@ fn scripts(random: &mut Random) -> [Script; 3] {
 fn sums_are_right_and_equal_whatever_the_links_do() {
     let mut random = Random::new("sums_are_right_and_equal_whatever_the_links_do");
     for world in 1..=6 {
-        for algorithm in [Algorithm::Ring, Algorithm::Direct, Algorithm::Doubling] {
+        let hosts = Topology::new((0..world).map(|rank| rank / 2));
+        for algorithm in [Algorithm::Ring, Algorithm::Direct, Algorithm::Doubling, Algorithm::Hierarchy] {
             for script in scripts(&mut random) {
                 let count = random.below(400);
                 let mut memory: Vec<Vec<f32>> = (0..world)
@@ -104,7 +105,7 @@ fn sums_are_right_and_equal_whatever_the_links_do() {
                     let start = memory.clone();
                     let mut runs: Vec<_> = (memory.iter_mut().enumerate())
                         .map(|(rank, memory)| {
-                            let plan = all_reduce(algorithm, rank, world, count);
+                            let plan = all_reduce(algorithm, rank, &hosts, count);
                             run(all_reduce_call(count), seq, plan, memory, (rank, world))
                         })
                         .collect();
@@ -131,6 +132,7 @@ fn reduce_with<T: Element>(
     random: &mut Random,
 ) -> Vec<Vec<T>> {
     let (world, count) = (start.len(), start[0].len());
+    let hosts = Topology::new((0..world).map(|rank| rank / 2));
     let mut memory = start.to_vec();
     let mut lanes = mesh(world, script);
     let mut runs: Vec<_> = (memory.iter_mut().enumerate())
@@ -139,7 +141,7 @@ fn reduce_with<T: Element>(
             let op = Some(reduction.op());
             let call = Call { dtype: T::DTYPE, op, ..all_reduce_call(count) };
             let plan =
-                plan::all_reduce(algorithm, call.rounding(), rank, world, count, T::DTYPE.size_bytes());
+                plan::all_reduce(algorithm, call.rounding(), rank, &hosts, count, T::DTYPE.size_bytes());
             run_with(reduction.kernel(world).ok(), call, 0, plan, memory, rank)
         })
         .collect();
@@ -225,6 +227,7 @@ fn functions_get_the_shares_of_lower_ranks_first() {
 fn broadcasts_arrive_whatever_the_links_do() {
     let mut random = Random::new("broadcasts_arrive_whatever_the_links_do");
     for world in 1..=6 {
+        let hosts = Topology::new((0..world).map(|rank| rank % 2));
         for algorithm in [Algorithm::Binomial, Algorithm::Chain] {
             for script in scripts(&mut random) {
                 let (count, root) = (random.below(5000), random.below(world));
@@ -234,7 +237,7 @@ fn broadcasts_arrive_whatever_the_links_do() {
                 let mut lanes = mesh(world, &script);
                 let mut runs: Vec<_> = (memory.iter_mut().enumerate())
                     .map(|(rank, memory)| {
-                        let plan = plan::broadcast(algorithm, rank, world, count, root);
+                        let plan = plan::broadcast(algorithm, rank, &hosts, count, root);
                         run(call, 9, plan, memory, (rank, world))
                     })
                     .collect();
@@ -254,9 +257,10 @@ fn a_connection_that_ends_anywhere_is_reported_and_not_waited_for() {
         let script = Script { end_after, capacity: 700, seed: random.next(), ..Script::default() };
         let mut lanes = mesh(2, &script);
         let (mut a, mut b) = (vec![1.0; 1000], vec![2.0; 1000]);
+        let pair = Topology::one_host(2);
         let mut runs = [
-            run(all_reduce_call(1000), 0, all_reduce(Algorithm::Ring, 0, 2, 1000), &mut a, (0, 2)),
-            run(all_reduce_call(1000), 0, all_reduce(Algorithm::Ring, 1, 2, 1000), &mut b, (1, 2)),
+            run(all_reduce_call(1000), 0, all_reduce(Algorithm::Ring, 0, &pair, 1000), &mut a, (0, 2)),
+            run(all_reduce_call(1000), 0, all_reduce(Algorithm::Ring, 1, &pair, 1000), &mut b, (1, 2)),
         ];
         let error = drive(&mut runs, &mut lanes, &mut random).unwrap_err();
         assert!(matches!(error, RunError::Broken { .. }), "{error:?}");
@@ -277,7 +281,7 @@ fn another_call_is_a_mismatch_before_data_is_touched() {
     for (theirs, seq) in others {
         let mut lanes = mesh(2, &Script::default());
         let (mut a, mut b) = (vec![1.0; 100], vec![2.0; 100]);
-        let plan = |rank| all_reduce(Algorithm::Doubling, rank, 2, 100);
+        let plan = |rank| all_reduce(Algorithm::Doubling, rank, &Topology::one_host(2), 100);
         let mut runs = [run(mine, 0, plan(0), &mut a, (0, 2)), run(theirs, seq, plan(1), &mut b, (1, 2))];
         let error = drive(&mut runs, &mut lanes, &mut random).unwrap_err();
         assert!(matches!(error, RunError::Mismatch { .. }), "{error:?}");
@@ -311,7 +315,7 @@ fn garbage_instead_of_a_header_is_a_protocol_error() {
         let mut lanes = HashMap::from([(1, Conn::new(Box::new(ours)))]);
         crate::links::Link::try_send(&mut stranger, &[IoSlice::new(&bytes)]).unwrap();
         let mut memory = vec![1.0; 100];
-        let plan = all_reduce(Algorithm::Doubling, 0, 2, 100);
+        let plan = all_reduce(Algorithm::Doubling, 0, &Topology::one_host(2), 100);
         let mut run = run(all_reduce_call(100), 0, plan, &mut memory, (0, 2));
         let mut result = Ok(true);
         for _ in 0..10 {

@@ -1,8 +1,8 @@
 //! Ranks as threads around a store in memory.
 #![allow(dead_code, unused_imports, unused_macros, missing_docs)]
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
 pub(crate) use convoke_comm::{CommError, Group, GroupOptions, ReduceOp};
@@ -11,6 +11,8 @@ use convoke_store::{MemoryStore, Store};
 
 /// Bound for anything that should succeed.
 pub(crate) const LONG: Duration = Duration::from_secs(60);
+/// For calls that shall time out: a quarter of it is what others have to say for whom they wait, also on a busy machine.
+pub(crate) const SHORT: Duration = Duration::from_secs(1);
 
 pub(crate) fn options() -> GroupOptions {
     GroupOptions::default().timeout(LONG).init_timeout(LONG)
@@ -21,16 +23,48 @@ pub(crate) fn ranks<R: Send>(world: usize, body: impl Fn(Group) -> R + Sync) -> 
     with_options(world, GroupOptions::default(), body)
 }
 
+/// As [`ranks`]; `body` begins when the group has worked on all of them, so that no failure can overtake that.
+pub(crate) fn ranks_together<R: Send>(world: usize, body: impl Fn(Group) -> R + Sync) -> Vec<R> {
+    let gate = Gate::new(world);
+    ranks(world, |group| {
+        group.barrier().unwrap();
+        gate.wait();
+        body(group)
+    })
+}
+
 pub(crate) fn with_options<R: Send>(
     world: usize,
     options: GroupOptions,
     body: impl Fn(Group) -> R + Sync,
 ) -> Vec<R> {
-    static NEXT: AtomicUsize = AtomicUsize::new(0);
-    let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
-    let name = format!("test-{}", NEXT.fetch_add(1, Ordering::Relaxed));
-    let options = options.timeout(LONG).init_timeout(LONG).name(name);
+    let (store, options) = place(options);
     on(&store, world, &options, body)
+}
+
+/// A store, and a name that is used once.
+fn place(options: GroupOptions) -> (Arc<dyn Store>, GroupOptions) {
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    let name = format!("test-{}", NEXT.fetch_add(1, Ordering::Relaxed));
+    (Arc::new(MemoryStore::new()), options.timeout(LONG).init_timeout(LONG).name(name))
+}
+
+/// Ranks on hosts, each one's: equally many or not, one after the other or not, one on each.
+pub(crate) const HOSTS: [&[usize]; 6] =
+    [&[0, 0, 1, 1], &[0, 1, 0, 1, 0], &[0, 0, 0, 1], &[0, 1, 2], &[0, 1, 1, 2, 2, 0], &[0, 0, 0, 1, 1, 2]];
+
+/// The table, and hierarchies of whatever there can be one.
+pub(crate) const WITH_HIERARCHIES: [&str; 2] =
+    ["", "all_reduce:hierarchy,all_gather:hierarchy,reduce_scatter:hierarchy"];
+
+/// As [`with_options`], a rank on each of `hosts`, with these choices of algorithms.
+pub(crate) fn on_hosts<R: Send>(
+    hosts: &[usize],
+    algorithms: &str,
+    body: impl Fn(Group) -> R + Sync,
+) -> Vec<R> {
+    let (store, options) = place(GroupOptions::default().algorithms(algorithms));
+    each(&store, hosts.len(), |rank| options.clone().part_of_host(hosts[rank].to_string()), body)
 }
 
 /// As [`with_options`], on a given store with exactly these options.
@@ -40,12 +74,21 @@ pub(crate) fn on<R: Send>(
     options: &GroupOptions,
     body: impl Fn(Group) -> R + Sync,
 ) -> Vec<R> {
+    each(store, world, |_| options.clone(), body)
+}
+
+fn each<R: Send>(
+    store: &Arc<dyn Store>,
+    world: usize,
+    options: impl Fn(usize) -> GroupOptions + Sync,
+    body: impl Fn(Group) -> R + Sync,
+) -> Vec<R> {
     std::thread::scope(|scope| {
         let threads: Vec<_> = (0..world)
             .map(|rank| {
-                let (store, body) = (Arc::clone(store), &body);
+                let (store, options, body) = (Arc::clone(store), options(rank), &body);
                 scope.spawn(move || {
-                    let group = Group::new(store, rank, world, options.clone());
+                    let group = Group::new(store, rank, world, options);
                     body(group.unwrap_or_else(|error| panic!("rank {rank}: {error}")))
                 })
             })
@@ -63,6 +106,26 @@ pub(crate) fn free_port() -> u16 {
         if std::net::TcpListener::bind(("127.0.0.1", port)).is_ok() {
             return port;
         }
+    }
+}
+
+/// As [`std::sync::Barrier`], for once, and not for ever if one of the threads has panicked.
+pub(crate) struct Gate {
+    left: Mutex<usize>,
+    open: Condvar,
+}
+
+impl Gate {
+    pub(crate) fn new(threads: usize) -> Self {
+        Self { left: Mutex::new(threads), open: Condvar::new() }
+    }
+
+    pub(crate) fn wait(&self) {
+        let mut left = self.left.lock().unwrap();
+        *left -= 1;
+        self.open.notify_all();
+        let (left, _) = self.open.wait_timeout_while(left, LONG, |left| *left > 0).unwrap();
+        assert_eq!(*left, 0, "the others did not come");
     }
 }
 

@@ -1,0 +1,141 @@
+//! Who is gone: the connections that have ended, and what that proves.
+
+use std::time::{Duration, Instant};
+
+use super::core::Engine;
+use super::state::Peer;
+use crate::cause::{Cause, Report};
+use crate::error::Loss;
+use crate::links::conn::{Broken, Conn};
+
+/// How long the launcher may take to say how a rank died whose connections have closed.
+const VERDICT: Duration = Duration::from_millis(60);
+/// How long a control connection may take to explain why a data connection ended.
+const EXPLAIN: Duration = Duration::from_millis(500);
+/// How long data that is already here may keep a dead peer from being noticed.
+const SILENCE: Duration = Duration::from_millis(50);
+/// How long the kernels of other hosts may take to show that they are there.
+const SIGN_OF_LIFE: Duration = Duration::from_millis(500);
+/// A connection that ends after so long a silence may have been given up by the other end.
+const DOUBTFUL: Duration = Duration::from_millis(500);
+
+impl Engine {
+    /// A data connection has ended. That is no verdict: the control connection of that peer must say
+    /// whether it died, left, or closed because of somebody else.
+    pub(super) fn suspect(&mut self, peer: usize, why: &Broken) {
+        self.read_control(peer);
+        let until = Instant::now() + EXPLAIN;
+        self.peers[peer].suspect.get_or_insert((until, why.to_string()));
+    }
+
+    /// Nothing moves: is it because somebody is gone?
+    pub(super) fn look_for_losses(&mut self, now: Instant) {
+        let gone = |peer: &Peer| peer.silent.is_some() && !peer.left;
+        if let Some(rank) = self.peers.iter().position(gone) {
+            self.wait_for_verdict(rank, now + VERDICT);
+            let how = match &self.peers[rank].silent {
+                Some((_, Broken::Failed(error))) => Loss::Unreachable { what: error.to_string() },
+                Some((_, Broken::Closed)) | None => Loss::Disconnected,
+            };
+            let since = self.peers[rank].silent.as_ref().map_or(now, |(since, _)| *since);
+            self.lose(rank, how, since);
+            return;
+        }
+        // Peers that left in good order, but are needed.
+        let first = self.collectives.front();
+        let awaited = first.into_iter().flat_map(|first| first.run.awaited());
+        let awaited = awaited.filter(|&rank| self.peers[rank].collective.is_none());
+        let absent = first.into_iter().flat_map(|first| first.absent(self.settings.me, &self.peers));
+        let mut awaited = awaited.chain(absent);
+        let messages = self.peers.iter().position(|peer| {
+            let waits = !peer.messages.sends.is_empty() || !peer.messages.recvs.is_empty();
+            peer.left && waits && peer.messages.conn.is_none()
+        });
+        let gone = |rank: usize| self.peers[rank].left && self.peers[rank].messages.conn.is_none();
+        let mut others = (0..self.settings.size).filter(|&rank| rank != self.settings.me);
+        let probed = self.probes.iter().filter_map(|probe| probe.from).find(|&rank| gone(rank));
+        let open = self.open_tickets().next().and_then(|_| others.clone().next());
+        let nobody = open.filter(|_| others.all(gone));
+        if let Some(rank) = awaited.find(|&rank| self.peers[rank].left).or(messages).or(probed).or(nobody) {
+            drop(awaited);
+            self.fail(Report::new(self.settings.me, Cause::PeerLost { rank, how: Loss::Left }));
+        }
+    }
+
+    /// Who has been silent for too long, though data keeps moving?
+    pub(super) fn look_for_silence(&mut self, now: Instant) {
+        let silent = |peer: &Peer| {
+            peer.silent.as_ref().is_some_and(|(since, _)| now >= *since + SILENCE && !peer.left)
+        };
+        if self.tickets().next().is_some() && self.peers.iter().any(silent) {
+            self.look_for_losses(now);
+        }
+        let unexplained = self.peers.iter().position(|peer| {
+            let late = peer.suspect.as_ref().is_some_and(|(until, _)| now >= *until);
+            late && !peer.left && peer.silent.is_none()
+        });
+        if let Some(rank) = unexplained {
+            let what = self.peers[rank].suspect.take().map(|(_, what)| what).unwrap_or_default();
+            self.lose(rank, Loss::Unreachable { what }, now - EXPLAIN);
+        }
+        for peer in &mut self.peers {
+            peer.suspect.take_if(|(until, _)| now >= *until);
+        }
+    }
+
+    /// Waits until somebody says how `rank` went, or why.
+    fn wait_for_verdict(&mut self, rank: usize, until: Instant) {
+        self.read_all_controls();
+        self.look_at_agent();
+        while self.failure.is_none() && self.settings.agent.is_some() && !self.peers[rank].left {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return;
+            }
+            self.poller.sleep(&[], left.min(Duration::from_millis(5)));
+            self.read_all_controls();
+            self.look_at_agent();
+        }
+    }
+
+    /// `rank` was given up at `since`. Says so, or that this rank is cut off: or else one that hears nobody, or that all
+    /// have given up because they do not hear it, would accuse others.
+    fn lose(&mut self, rank: usize, how: Loss, since: Instant) {
+        let unheard = self.peers[rank].control.as_ref().and_then(Conn::unheard);
+        let doubtful = how != Loss::Disconnected || unheard.is_some_and(|unheard| unheard > DOUBTFUL);
+        let (rank, how) = if doubtful && self.is_cut_off(rank, since) {
+            let what = "it does not hear any other host: is it cut off?".to_owned();
+            (self.settings.me, Loss::Unreachable { what })
+        } else {
+            (rank, how)
+        };
+        self.fail(Report::new(self.settings.me, Cause::PeerLost { rank, how }));
+    }
+
+    /// Whether no other host is heard though there are some beside that of `lost`. With that one alone nobody can tell.
+    fn is_cut_off(&mut self, lost: usize, since: Instant) -> bool {
+        let host = |rank: usize| self.settings.addresses[rank].ip();
+        let (ours, theirs) = (host(self.settings.me), host(lost));
+        let elsewhere = |&rank: &usize| {
+            let peer = &self.peers[rank];
+            ours != theirs && ![ours, theirs].contains(&host(rank)) && peer.control.is_some() && !peer.left
+        };
+        let others: Vec<usize> = (0..self.peers.len()).filter(elsewhere).collect();
+        // Any word will do: kernels acknowledge it though nobody reads.
+        let ask = self.question();
+        others.iter().for_each(|&rank| self.tell(rank, &ask, &[]));
+        let until = Instant::now() + SIGN_OF_LIFE;
+        while self.failure.is_none() && !others.is_empty() && Instant::now() < until {
+            let heard = |&rank: &usize| {
+                let unheard = self.peers[rank].control.as_ref().and_then(Conn::unheard);
+                unheard.is_none_or(|unheard| unheard < since.elapsed())
+            };
+            if others.iter().any(heard) {
+                return false;
+            }
+            self.poller.sleep(&[], Duration::from_millis(5));
+            self.read_all_controls();
+        }
+        !others.is_empty()
+    }
+}

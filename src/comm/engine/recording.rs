@@ -1,0 +1,84 @@
+//! What the engine tells the flight recorder.
+
+use std::time::Instant;
+
+use convoke_env::flight::layout;
+
+use super::Operation;
+use super::core::Engine;
+use super::run::Run;
+use super::ticket::Ticket;
+use crate::cause::Report;
+use crate::flight::Told;
+
+impl Engine {
+    /// A collective has come, and those that are there are before it.
+    pub(super) fn record_collective(&self, run: &Run, ticket: &Ticket) {
+        let told = Told {
+            operation: layout::Operation::Collective,
+            call: run.call,
+            at: made(ticket),
+            seq: run.seq,
+            algorithm: run.algorithm(),
+            peer: None,
+            to_receive_bytes: run.received().1,
+            to_send_bytes: run.sent().1,
+            queued: !self.collectives.is_empty(),
+        };
+        let _ = ticket.step.set(self.settings.flight.begin(told));
+    }
+
+    /// If it is about a message: it has come. Questions that are answered at once are not recorded.
+    pub(super) fn record_message(&self, operation: &Operation<'_>, ticket: &Ticket) {
+        let (kind, peer, call) = match *operation {
+            Operation::Collective { .. } | Operation::Probe { wait: false, .. } => return,
+            Operation::Look(_) | Operation::Leave => return,
+            Operation::Send { to, call, .. } => (layout::Operation::Send, Some(to), call),
+            Operation::Recv { from, call, .. } => (layout::Operation::Recv, from, call),
+            Operation::Probe { from, call, wait: true } => (layout::Operation::Probe, from, call),
+        };
+        let bytes = |of: layout::Operation| if kind == of { call.bytes() } else { 0 };
+        let told = Told {
+            operation: kind,
+            call,
+            at: made(ticket),
+            seq: 0,
+            algorithm: None,
+            peer,
+            to_receive_bytes: bytes(layout::Operation::Recv),
+            to_send_bytes: bytes(layout::Operation::Send),
+            queued: false,
+        };
+        let _ = ticket.step.set(self.settings.flight.begin(told));
+    }
+
+    /// A collective has ended, and it is the turn of the next.
+    pub(super) fn record_turn(&self) {
+        if let Some(step) = self.collectives.front().and_then(|first| first.ticket.step.get()) {
+            step.start();
+        }
+    }
+
+    /// Nothing moves: for whom, and how far the collective in progress is.
+    pub(super) fn record_waiting(&self) {
+        let Some(first) = self.collectives.front() else { return };
+        if let Some(step) = first.ticket.step.get() {
+            step.wait(
+                first.awaited(self.settings.me, &self.peers),
+                first.run.received().0,
+                first.run.sent().0,
+            );
+        }
+    }
+
+    /// The group fails.
+    pub(super) fn record_failure(&self, report: &Report) {
+        self.record_waiting();
+        self.settings.flight.failed(report);
+    }
+}
+
+/// When the call was made; without reading the clock again.
+fn made(ticket: &Ticket) -> Instant {
+    ticket.deadline.checked_sub(ticket.timeout).unwrap_or_else(Instant::now)
+}

@@ -1,0 +1,57 @@
+//! Real ranks over connections that move a few bytes at a time, or none though they could.
+
+use std::sync::Barrier;
+
+use super::*;
+use crate::Loss;
+use crate::links::rough;
+
+/// Runs `body` on two ranks, again and again, with connections that are awkward in ways of their own each time.
+fn pairs<R: Send>(rounds: u64, body: impl Fn(Group) -> R + Sync) -> Vec<R> {
+    let pair = |seed| {
+        let (store, body): (Arc<dyn Store>, _) = (Arc::new(MemoryStore::new()), &body);
+        std::thread::scope(|scope| {
+            let ranks: Vec<_> = (0..2)
+                .map(|rank| {
+                    let store = Arc::clone(&store);
+                    scope.spawn(move || {
+                        rough::on(Some(2 * seed + rank as u64));
+                        let options = GroupOptions::default().timeout(LONG).init_timeout(LONG);
+                        body(Group::new(store, rank, 2, options).unwrap())
+                    })
+                })
+                .collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect::<Vec<_>>()
+        })
+    };
+    (0..rounds).flat_map(pair).collect()
+}
+
+#[test]
+fn a_farewell_arrives_though_the_connection_does_not_take_it_at_once() {
+    pairs(60, |group| {
+        if group.rank() == 0 {
+            let error = group.recv(&mut [0], 1, 0).unwrap_err();
+            assert!(matches!(error, CommError::PeerLost { rank: 1, how: Loss::Left, .. }), "{error}");
+        }
+    });
+}
+
+#[test]
+fn what_a_peer_says_is_heard_however_many_pieces_it_comes_in() {
+    // Half a second before the deadline all ask each other again, and would hear it then.
+    let time = Duration::from_secs(20);
+    let (gate, late) = (Barrier::new(2), AtomicBool::new(false));
+    pairs(20, |group| {
+        for _ in 0..20 {
+            let start = Instant::now();
+            if !late.load(Ordering::SeqCst) {
+                group.monitored_barrier(time).unwrap();
+            }
+            late.fetch_or(start.elapsed() > time / 2, Ordering::SeqCst);
+            // Nobody says more until it was heard.
+            gate.wait();
+        }
+    });
+    assert!(!late.into_inner(), "a sign was not heard when it had come");
+}

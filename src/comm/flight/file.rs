@@ -1,0 +1,136 @@
+//! Where the words of a recording are: in a file that is mapped, else in memory, from where a failure saves them.
+//!
+//! Nothing here may harm the worker. Only a file whose blocks are allocated is mapped, since a store to a page for
+//! which the disk has no room would be a SIGBUS; and only one of a local file system, since a store to a page of a
+//! server may wait for the server. Whatever goes wrong leaves the worker with memory.
+
+use std::fs::{self, DirBuilder, OpenOptions};
+use std::io::{self, Write};
+use std::os::fd::AsFd;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicU64;
+use std::sync::mpsc::channel;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use convoke_env::flight::folder::EXTENSION;
+use convoke_env::flight::layout::{FILE_BYTES, FILE_WORDS, Header};
+use nix::fcntl::{FallocateFlags, fallocate};
+use nix::sys::statfs::{
+    BTRFS_SUPER_MAGIC, EXT4_SUPER_MAGIC, F2FS_SUPER_MAGIC, FsType, OVERLAYFS_SUPER_MAGIC, TMPFS_MAGIC,
+    XFS_SUPER_MAGIC, fstatfs,
+};
+
+use super::map::map;
+use super::ring::Ring;
+
+/// Local file systems whose allocated blocks can be relied on. (ext2, ext3 and ext4 have one number.)
+const LOCAL: [FsType; 6] = [
+    BTRFS_SUPER_MAGIC,
+    EXT4_SUPER_MAGIC,
+    F2FS_SUPER_MAGIC,
+    OVERLAYFS_SUPER_MAGIC,
+    TMPFS_MAGIC,
+    XFS_SUPER_MAGIC,
+];
+/// Most recordings of one rank and pid in one folder.
+const NAMES: u32 = 100;
+/// How long a failing call may wait until a recording is saved.
+const SAVE: Duration = Duration::from_secs(1);
+
+/// The file of a recording.
+#[derive(Debug)]
+pub(super) struct File {
+    /// Where to save it; `None` if it is mapped, or there is no folder.
+    save_to: Option<Unsaved>,
+}
+
+#[derive(Debug)]
+struct Unsaved {
+    folder: PathBuf,
+    name: String,
+    /// The file, once it was saved; whoever saves holds it.
+    path: Arc<Mutex<Option<PathBuf>>>,
+}
+
+impl File {
+    /// Words for a recording, in a new file in `folder` if there can be one.
+    pub(super) fn open(folder: Option<PathBuf>, header: &Header) -> (&'static [AtomicU64], Self) {
+        let name = match header.rank {
+            Some(rank) => format!("rank-{rank}.{}", header.process.pid),
+            None => format!("pid-{}", header.process.pid),
+        };
+        if let Some(path) = &folder {
+            match mapped(path, &name) {
+                Ok(words) => return (words, Self { save_to: None }),
+                Err(error) => {
+                    log::warn!("{}: {error}; calls are recorded in memory", path.display());
+                }
+            }
+        }
+        Self::in_memory(folder, name)
+    }
+
+    pub(super) fn in_memory(folder: Option<PathBuf>, name: String) -> (&'static [AtomicU64], Self) {
+        let words: Vec<AtomicU64> = (0..FILE_WORDS).map(|_| AtomicU64::new(0)).collect();
+        let save_to = folder.map(|folder| Unsaved { folder, name, path: Arc::default() });
+        (Box::leak(words.into_boxed_slice()), Self { save_to })
+    }
+
+    /// Writes what is recorded to a file in the folder, once or again, unless it is in one already. What goes wrong is
+    /// not told, and it waits for at most a second: whoever calls is about to fail, and shall do so.
+    pub(super) fn save(&self, ring: &Ring) {
+        let Some(Unsaved { folder, name, path }) = &self.save_to else { return };
+        let (folder, name, path, bytes) = (folder.clone(), name.clone(), Arc::clone(path), ring.bytes());
+        let (done, wait) = channel();
+        let save = move || {
+            let mut path = path.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(path) = &*path {
+                let _ = fs::write(path, bytes);
+            } else if let Ok((mut file, made)) = create(&folder, &name) {
+                match file.write_all(&bytes) {
+                    Ok(()) => *path = Some(made),
+                    Err(_) => drop(fs::remove_file(made)),
+                }
+            }
+            let _ = done.send(());
+        };
+        if std::thread::Builder::new().name("convoke-flight".to_owned()).spawn(save).is_ok() {
+            let _ = wait.recv_timeout(SAVE);
+        }
+    }
+}
+
+/// Makes a file and maps it.
+fn mapped(folder: &Path, name: &str) -> io::Result<&'static [AtomicU64]> {
+    let (file, path) = create(folder, name)?;
+    let mapped = allocate(&file).and_then(|()| map(&file, FILE_WORDS));
+    if mapped.is_err() {
+        let _ = fs::remove_file(path);
+    }
+    mapped
+}
+
+/// A new file, and its name, which no other file in `folder` had.
+fn create(folder: &Path, name: &str) -> io::Result<(fs::File, PathBuf)> {
+    DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
+    for number in 0..NAMES {
+        let number = if number == 0 { String::new() } else { format!(".{number}") };
+        let path = folder.join(format!("{name}{number}.{EXTENSION}"));
+        match OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&path) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+            opened => return opened.map(|file| (file, path)),
+        }
+    }
+    Err(io::ErrorKind::AlreadyExists.into())
+}
+
+/// Gives the file its length and the disk blocks for it.
+fn allocate(file: &fs::File) -> io::Result<()> {
+    if !LOCAL.contains(&fstatfs(file.as_fd())?.filesystem_type()) {
+        return Err(io::ErrorKind::Unsupported.into());
+    }
+    fallocate(file, FallocateFlags::empty(), 0, FILE_BYTES as i64)?;
+    Ok(())
+}

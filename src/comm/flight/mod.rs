@@ -1,0 +1,376 @@
+//! The flight recorder: what this process does in its groups, stored where it survives the process.
+//!
+//! ```text
+//! Recorder ─► Track (a group) ─► Step (a call)
+//!   └─► Ring ─► a file of CONVOKE_FLIGHT_DIR, mapped; or plain memory
+//! ```
+//!
+//! One recorder for each process, for all its sessions and groups: its last 1024 calls in the order in which they were
+//! made, whichever thread made them. It is always on. A call costs two readings of the clock and some stores, no
+//! lock and no system call; that two threads meet in one slot costs one of them its entry, and nobody waits.
+//!
+//! The file's form is part of the contract with the launcher, which reads it: [`convoke_env::flight`].
+//!
+//! This is the one thing in the runtime that is global, as a file belongs to a process, just as its environment does:
+//! whatever sessions and groups it has, theirs is one story, and which of its groups a process is in is what a reader
+//! wants to know. Nothing but the recorder itself depends on it.
+
+mod file;
+mod map;
+mod ring;
+#[cfg(test)]
+mod tests;
+
+use std::cell::Cell;
+use std::path::PathBuf;
+use std::sync::atomic::AtomicU64;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Instant, SystemTime};
+
+use convoke_env::Generation;
+use convoke_env::flight::layout::{
+    self, Cause as Why, CauseKind, Entry, Group, GroupState, Header, LISTED_PEERS, LISTED_RANKS, Operation,
+    State,
+};
+use convoke_env::flight::{names, process};
+use convoke_env::{WorkerEnv, vars};
+use nix::time::{ClockId, clock_gettime};
+
+use crate::call::{Call, CallKind};
+use crate::cause::{Cause, Report};
+use crate::dtype::{Dtype, ReduceOp};
+use crate::plan::Algorithm;
+use file::File;
+use ring::Ring;
+
+/// Records what this process does.
+#[derive(Debug)]
+pub(crate) struct Recorder {
+    ring: Ring,
+    groups: Mutex<Groups>,
+    file: File,
+    /// One moment by both clocks, which tick alike.
+    began: (Instant, u64),
+}
+
+/// The groups of a recording, by their slots; who has a track is in use.
+#[derive(Debug, Default)]
+struct Groups {
+    slots: Vec<(Group, bool)>,
+    made: u32,
+}
+
+impl Recorder {
+    /// That of this process.
+    pub(crate) fn of_process() -> &'static Self {
+        static OF_PROCESS: Mutex<Option<(u32, &'static Recorder)>> = Mutex::new(None);
+        let mut of_process = OF_PROCESS.lock().unwrap_or_else(PoisonError::into_inner);
+        let pid = std::process::id();
+        // A forked child tells its own story, in a file of its own.
+        if let Some((_, recorder)) = of_process.filter(|(owner, _)| *owner == pid) {
+            return recorder;
+        }
+        let folder = std::env::var_os(vars::FLIGHT_DIR).filter(|folder| !folder.is_empty());
+        let recorder = Self::new(folder.map(Into::into), WorkerEnv::from_process().ok().flatten().as_ref());
+        *of_process = Some((pid, recorder));
+        recorder
+    }
+
+    /// One that lasts as long as the process, since calls that nobody waits for may write to it until then.
+    fn new(folder: Option<PathBuf>, env: Option<&WorkerEnv>) -> &'static Self {
+        let header = header(env);
+        let (words, file) = File::open(folder, &header);
+        Self::of(words, file, &header)
+    }
+
+    fn of(words: &'static [AtomicU64], file: File, header: &Header) -> &'static Self {
+        let ring = Ring::new(words, header);
+        let began = (Instant::now(), now_ns());
+        Box::leak(Box::new(Self { ring, groups: Mutex::default(), file, began }))
+    }
+
+    /// Begins to record a group whose ranks are about to look for each other.
+    pub(crate) fn group(
+        &'static self,
+        name: &str,
+        id: u64,
+        generation: Option<Generation>,
+        (rank, size): (usize, usize),
+        origin: &[usize],
+    ) -> Track {
+        let same = origin.iter().enumerate().all(|(rank, &first)| rank == first);
+        let listed = origin.iter().take(LISTED_RANKS).map(|&rank| number(rank)).collect();
+        let mut groups = self.groups();
+        groups.made += 1;
+        let group = Group {
+            number: groups.made,
+            state: GroupState::Forming,
+            cause: None,
+            rank: number(rank),
+            size: number(size),
+            id,
+            generation,
+            made_ns: now_ns(),
+            ended_ns: 0,
+            name: name.to_owned(),
+            origin: (!same).then_some(listed),
+        };
+        let number = group.number;
+        let slot = groups.add(group);
+        drop(groups);
+        let track = Track { recorder: self, number, slot };
+        track.change(|_| {});
+        track
+    }
+
+    fn ns(&self, at: Instant) -> u64 {
+        self.began.1 + at.saturating_duration_since(self.began.0).as_nanos() as u64
+    }
+
+    fn groups(&self) -> MutexGuard<'_, Groups> {
+        self.groups.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Groups {
+    /// Takes a slot that was never used, else that of the group that has ended first; if there is none, the
+    /// group is not recorded, and its calls are those of a group without a name.
+    fn add(&mut self, group: Group) -> Option<usize> {
+        if self.slots.len() < layout::GROUPS {
+            self.slots.push((group, true));
+            return Some(self.slots.len() - 1);
+        }
+        let free = self.slots.iter().enumerate().filter(|(_, (_, in_use))| !in_use);
+        let (slot, _) = free.min_by_key(|(_, (group, _))| group.number)?;
+        self.slots[slot] = (group, true);
+        Some(slot)
+    }
+}
+
+/// A group that is recorded. Dropped, it has left, unless it has failed.
+#[derive(Debug)]
+pub(crate) struct Track {
+    recorder: &'static Recorder,
+    number: u32,
+    slot: Option<usize>,
+}
+
+/// What a call says of itself when it comes.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Told {
+    pub(crate) operation: Operation,
+    pub(crate) call: Call,
+    /// When it was made.
+    pub(crate) at: Instant,
+    /// Which collective of its group; of a message 0.
+    pub(crate) seq: u64,
+    pub(crate) algorithm: Option<Algorithm>,
+    /// Of a message: the other rank.
+    pub(crate) peer: Option<usize>,
+    pub(crate) to_receive_bytes: u64,
+    pub(crate) to_send_bytes: u64,
+    /// Others are before it.
+    pub(crate) queued: bool,
+}
+
+impl Track {
+    /// Its ranks have found together, in this generation.
+    pub(crate) fn formed(&self, generation: Generation) {
+        self.change(|group| {
+            group.state = GroupState::Formed;
+            group.generation = Some(generation);
+        });
+    }
+
+    /// It has failed; the first report counts.
+    pub(crate) fn failed(&self, report: &Report) {
+        let (kind, blamed) = match &report.cause {
+            Cause::PeerLost { rank, .. } => (CauseKind::Lost, Some(*rank)),
+            Cause::Timeout { missing, .. } => (CauseKind::Timeout, missing.first().copied()),
+            Cause::Mismatch { rank, .. } => (CauseKind::Mismatch, Some(*rank)),
+            Cause::Aborted { .. } => (CauseKind::Aborted, None),
+            Cause::Protocol { peer, .. } => (CauseKind::Other, Some(*peer)),
+            Cause::Unauthorized { .. } => (CauseKind::Other, None),
+        };
+        let why = Why { kind, blamed: blamed.map(number), by: number(report.by) };
+        self.change(|group| {
+            let ended = match group.state {
+                GroupState::Forming => GroupState::Unformed,
+                GroupState::Formed => GroupState::Failed,
+                GroupState::Unformed | GroupState::Failed | GroupState::Left => return,
+            };
+            (group.state, group.cause, group.ended_ns) = (ended, Some(why), now_ns());
+        });
+    }
+
+    /// Puts what is recorded into a file, if it is not in one already: the group has failed.
+    pub(crate) fn save(&self) {
+        self.recorder.file.save(&self.recorder.ring);
+    }
+
+    /// Begins to record a call.
+    pub(crate) fn begin(&self, told: Told) -> Step {
+        let thread = thread_id();
+        let at = self.recorder.ns(told.at);
+        let algorithm = told.algorithm.map_or(0, |algorithm| algorithm as u8 + 1);
+        let tags = layout::tags(self.number, State::Queued, told.operation, algorithm);
+        let mut peers = [0; LISTED_PEERS];
+        peers[0] = told.peer.map_or(0, number);
+        let entry = Entry {
+            number: 0,
+            group: self.number,
+            state: if told.queued { State::Queued } else { State::Running },
+            operation: told.operation,
+            algorithm,
+            seq: told.seq,
+            call: told.call.encode(),
+            enqueued_ns: at,
+            started_ns: if told.queued { 0 } else { at },
+            ended_ns: 0,
+            received_bytes: 0,
+            sent_bytes: 0,
+            to_receive_bytes: told.to_receive_bytes,
+            to_send_bytes: told.to_send_bytes,
+            thread,
+            waits_for: u32::from(told.peer.is_some()),
+            peers,
+        };
+        let ring = &self.recorder.ring;
+        let (to_receive_bytes, to_send_bytes) = (told.to_receive_bytes, told.to_send_bytes);
+        Step { ring, number: ring.add(entry), tags, thread, to_receive_bytes, to_send_bytes }
+    }
+
+    fn change(&self, change: impl FnOnce(&mut Group)) {
+        let Some(slot) = self.slot.filter(|_| self.recorder.ring.is_ours()) else { return };
+        let mut groups = self.recorder.groups();
+        let (group, _) = &mut groups.slots[slot];
+        change(group);
+        self.recorder.ring.set_group(slot, group);
+    }
+}
+
+impl Drop for Track {
+    fn drop(&mut self) {
+        self.change(|group| match group.state {
+            GroupState::Forming => (group.state, group.ended_ns) = (GroupState::Unformed, now_ns()),
+            GroupState::Formed => (group.state, group.ended_ns) = (GroupState::Left, now_ns()),
+            GroupState::Unformed | GroupState::Failed | GroupState::Left => {}
+        });
+        if let Some(slot) = self.slot.filter(|_| self.recorder.ring.is_ours()) {
+            self.recorder.groups().slots[slot].1 = false;
+        }
+    }
+}
+
+/// A call that is recorded.
+#[derive(Debug)]
+pub(crate) struct Step {
+    ring: &'static Ring,
+    /// `None` if it could not be.
+    number: Option<u64>,
+    tags: u64,
+    thread: u32,
+    to_receive_bytes: u64,
+    to_send_bytes: u64,
+}
+
+impl Step {
+    /// Its turn has come.
+    pub(crate) fn start(&self) {
+        self.change(|slot| {
+            slot.set(layout::entry::TAGS, self.tagged(State::Running));
+            slot.set(layout::entry::STARTED, now_ns());
+        });
+    }
+
+    /// It can go on only when these ranks have done something; how far it is.
+    pub(crate) fn wait(&self, ranks: impl Iterator<Item = usize>, received_bytes: u64, sent_bytes: u64) {
+        let (mut peers, mut count) = ([0; LISTED_PEERS], 0);
+        for rank in ranks.map(number) {
+            // A peer may be waited for in both directions.
+            if peers[..LISTED_PEERS.min(count as usize)].contains(&rank) {
+                continue;
+            }
+            if let Some(peer) = peers.get_mut(count as usize) {
+                *peer = rank;
+            }
+            count += 1;
+        }
+        self.change(|slot| {
+            slot.set(layout::entry::RECEIVED, received_bytes);
+            slot.set(layout::entry::RECEIVED + 1, sent_bytes);
+            slot.set(layout::entry::WAITING, layout::waiting(self.thread, count));
+            for (index, pair) in peers.as_chunks::<2>().0.iter().enumerate() {
+                slot.set(layout::entry::WAITING + 1 + index, layout::pair(pair[0], pair[1]));
+            }
+        });
+    }
+
+    /// It has ended.
+    pub(crate) fn end(&self, well: bool) {
+        self.change(|slot| {
+            slot.set(layout::entry::TAGS, self.tagged(if well { State::Done } else { State::Failed }));
+            slot.set(layout::entry::ENDED, now_ns());
+            if well {
+                slot.set(layout::entry::RECEIVED, self.to_receive_bytes);
+                slot.set(layout::entry::RECEIVED + 1, self.to_send_bytes);
+            }
+        });
+    }
+
+    /// `tags` were made for a call that is queued, whose number is 0.
+    fn tagged(&self, state: State) -> u64 {
+        self.tags | (state as u64) << 32
+    }
+
+    fn change(&self, change: impl FnOnce(&ring::Slot<'_>)) {
+        if let Some(number) = self.number {
+            self.ring.change(number, change);
+        }
+    }
+}
+
+fn header(env: Option<&WorkerEnv>) -> Header {
+    let wall = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    let host = nix::unistd::gethostname().unwrap_or_default();
+    Header {
+        rank: env.map(|env| number(env.rank)),
+        world_size: env.map(|env| number(env.world_size)),
+        local_rank: env.map(|env| number(env.local_rank)),
+        restart_count: env.map_or(0, |env| env.restart_count),
+        process: process::this(),
+        generation: env.and_then(|env| env.generation),
+        started_unix_ns: wall.map_or(0, |wall| wall.as_nanos() as u64),
+        started_ns: now_ns(),
+        run_id: env.map_or_else(String::new, |env| env.run_id.clone()),
+        host: host.to_string_lossy().into_owned(),
+        names: names::write(
+            &CallKind::ALL.map(CallKind::template),
+            &Dtype::ALL.map(Dtype::name),
+            &ReduceOp::ALL.map(ReduceOp::name),
+            &Algorithm::ALL.map(Algorithm::name),
+        ),
+    }
+}
+
+/// Ranks fit: groups have at most 2^24.
+fn number(rank: usize) -> u32 {
+    u32::try_from(rank).unwrap_or(u32::MAX)
+}
+
+/// CLOCK_MONOTONIC, which all processes of a host share.
+fn now_ns() -> u64 {
+    clock_gettime(ClockId::CLOCK_MONOTONIC)
+        .map_or(0, |time| time.tv_sec() as u64 * 1_000_000_000 + time.tv_nsec() as u64)
+}
+
+/// This thread's number as debuggers show it.
+fn thread_id() -> u32 {
+    thread_local!(static ID: Cell<u32> = const { Cell::new(0) });
+    ID.with(|id| {
+        if id.get() == 0 {
+            id.set(nix::unistd::gettid().as_raw().cast_unsigned());
+        }
+        id.get()
+    })
+}

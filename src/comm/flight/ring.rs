@@ -1,0 +1,113 @@
+//! The words of a recording, which several threads write and other processes read at the same time.
+//!
+//! Each group and each call has a lock, its first word (see [`layout`]). Who writes to a call makes its lock odd, if
+//! nobody else has, and even again; who finds it odd, or finds another call there, goes without. So nobody waits, and a
+//! reader that sees the same even lock before and after has read one state. Groups are written under a mutex.
+
+use std::sync::atomic::{AtomicU64, Ordering, fence};
+
+use convoke_env::flight::layout::{self, Entry, Group, Header, entry_at, group_at, lock};
+
+use crate::links::fork;
+
+/// The ring of calls, and all else that stands in a recording.
+#[derive(Debug)]
+pub(super) struct Ring {
+    words: &'static [AtomicU64],
+    /// How many forks lay before the process that made it: a child shares the memory, and must not write there.
+    forks: u32,
+}
+
+/// The place of a call.
+pub(super) struct Slot<'a>(&'a [AtomicU64; layout::ENTRY_WORDS]);
+
+impl Slot<'_> {
+    pub(super) fn set(&self, index: usize, word: u64) {
+        self.0[index].store(word, Ordering::Relaxed);
+    }
+}
+
+impl Ring {
+    /// A ring in `words`, which are zero and [`layout::FILE_WORDS`] in number.
+    pub(super) fn new(words: &'static [AtomicU64], header: &Header) -> Self {
+        let ring = Self { words, forks: fork::forks() };
+        // The first word last: what has it is a recording.
+        for (word, value) in ring.words.iter().zip(header.encode().iter()).skip(1) {
+            word.store(*value, Ordering::Relaxed);
+        }
+        ring.words[0].store(layout::MAGIC, Ordering::Release);
+        ring
+    }
+
+    /// Whether this is the process that made it, and no fork of that.
+    pub(super) fn is_ours(&self) -> bool {
+        self.forks == fork::forks()
+    }
+
+    /// Adds a call and returns the number that it gets; `None` if another thread is just writing to its slot.
+    pub(super) fn add(&self, entry: Entry) -> Option<u64> {
+        if !self.is_ours() {
+            return None;
+        }
+        let number = self.words[layout::header::CLAIMED].fetch_add(1, Ordering::Relaxed) + 1;
+        let slot = self.slot(number)?;
+        let before = slot.0[layout::entry::LOCK].load(Ordering::Relaxed);
+        // A thread may be held up here until the ring has gone round, and find a later call in its slot.
+        if before & 1 == 1 || before >= lock(number) || !slot.lock(before, number) {
+            self.words[layout::header::LOST].fetch_add(1, Ordering::Relaxed);
+            return None;
+        }
+        let words = Entry { number, ..entry }.encode();
+        for (place, word) in slot.0.iter().zip(words).skip(1) {
+            place.store(word, Ordering::Relaxed);
+        }
+        slot.unlock(number);
+        Some(number)
+    }
+
+    /// Changes the call with this number, if it is still there.
+    pub(super) fn change(&self, number: u64, change: impl FnOnce(&Slot<'_>)) {
+        let Some(slot) = self.slot(number).filter(|_| self.is_ours()) else { return };
+        if slot.lock(lock(number), number) {
+            change(&slot);
+            slot.unlock(number);
+        }
+    }
+
+    /// Sets a group; two threads must not do so at once.
+    pub(super) fn set_group(&self, slot: usize, group: &Group) {
+        let places = &self.words[group_at(slot)..][..layout::GROUP_WORDS];
+        places[0].store(1, Ordering::Relaxed);
+        fence(Ordering::Release);
+        for (place, word) in places.iter().zip(group.encode()).skip(1) {
+            place.store(word, Ordering::Relaxed);
+        }
+        places[0].store(lock(u64::from(group.number)), Ordering::Release);
+    }
+
+    /// A copy of all that is recorded.
+    pub(super) fn bytes(&self) -> Vec<u8> {
+        self.words.iter().flat_map(|word| word.load(Ordering::Acquire).to_le_bytes()).collect()
+    }
+
+    /// The place of a call; there always is one.
+    fn slot(&self, number: u64) -> Option<Slot<'_>> {
+        self.words[entry_at(number)..].first_chunk().map(Slot)
+    }
+}
+
+impl Slot<'_> {
+    /// Makes the lock odd if it is `before`; whether it was.
+    fn lock(&self, before: u64, number: u64) -> bool {
+        let lock = &self.0[layout::entry::LOCK];
+        let locked =
+            lock.compare_exchange(before, layout::lock(number) | 1, Ordering::Acquire, Ordering::Relaxed);
+        // What follows must not be seen before the odd lock is.
+        fence(Ordering::Release);
+        locked.is_ok()
+    }
+
+    fn unlock(&self, number: u64) {
+        self.0[layout::entry::LOCK].store(lock(number), Ordering::Release);
+    }
+}

@@ -1,0 +1,334 @@
+//! Recordings as their readers see them.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::Instant;
+
+use convoke_env::flight::Recording;
+use convoke_env::flight::folder::{self, Found};
+use convoke_env::flight::layout::{ENTRIES, GROUPS};
+use convoke_env::flight::names::Names;
+
+use super::*;
+
+/// A folder that is gone at the end of the test.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new() -> Self {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let name = format!("convoke-flight-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        Self(std::env::temp_dir().join(name))
+    }
+
+    fn recorder(&self) -> &'static Recorder {
+        Recorder::new(Some(self.0.clone()), None)
+    }
+
+    fn read(&self) -> Found {
+        folder::read(std::slice::from_ref(&self.0), |_| true)
+    }
+
+    fn only(&self) -> Recording {
+        let Found { mut recordings, skipped } = self.read();
+        assert!(skipped.is_empty() && recordings.len() == 1, "{recordings:?} {skipped:?}");
+        recordings.remove(0).1
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+fn told(seq: u64) -> Told {
+    let call = Call {
+        kind: CallKind::AllReduce,
+        dtype: Dtype::F32,
+        op: Some(ReduceOp::Sum),
+        root: 0,
+        count: 1000 + seq,
+    };
+    Told {
+        operation: Operation::Collective,
+        call,
+        at: Instant::now(),
+        seq,
+        algorithm: Some(Algorithm::Ring),
+        peer: None,
+        to_receive_bytes: 3 * seq,
+        to_send_bytes: 5 * seq,
+        queued: false,
+    }
+}
+
+fn of_three(recorder: &'static Recorder) -> Track {
+    recorder.group("world/0.5", 7, Some(Generation::from_bytes([1; 16])), (1, 3), &[5, 6, 8])
+}
+
+#[test]
+fn a_call_is_read_back_in_each_of_its_states() {
+    let folder = Folder::new();
+    let track = of_three(folder.recorder());
+    let group = &folder.only().groups[0];
+    assert_eq!((group.state, group.rank, group.size, group.id), (GroupState::Forming, 1, 3, 7));
+    assert_eq!((group.name.as_str(), group.origin.as_deref()), ("world/0.5", Some(&[5, 6, 8][..])));
+    track.formed(Generation::from_bytes([2; 16]));
+    assert_eq!(folder.only().groups[0].generation, Some(Generation::from_bytes([2; 16])));
+
+    let first = track.begin(told(41));
+    let second = track.begin(Told { queued: true, ..told(42) });
+    let read = || folder.only().entries;
+    let [entry, queued] = read().try_into().unwrap();
+    assert_eq!((entry.state, entry.operation, entry.seq), (State::Running, Operation::Collective, 41));
+    assert_eq!((entry.thread, entry.waits_for), (nix::unistd::gettid().as_raw().cast_unsigned(), 0));
+    assert_eq!(entry.enqueued_ns, entry.started_ns);
+    assert_eq!((queued.state, queued.started_ns, queued.number), (State::Queued, 0, 2));
+    first.wait([2, 0].into_iter(), 100, 200);
+    let entry = &read()[0];
+    assert_eq!((entry.listed_peers(), entry.received_bytes, entry.sent_bytes), (&[2, 0][..], 100, 200));
+    first.end(true);
+    second.start();
+    second.wait(0..1000, 1, 2);
+    let [entry, next] = read().try_into().unwrap();
+    assert_eq!((entry.state, entry.received_bytes, entry.sent_bytes), (State::Done, 3 * 41, 5 * 41));
+    assert!(entry.ended_ns >= entry.started_ns && next.started_ns >= entry.ended_ns);
+    assert_eq!(
+        (next.state, next.waits_for, next.listed_peers()),
+        (State::Running, 1000, &[0, 1, 2, 3, 4, 5][..])
+    );
+    second.end(false);
+    let entry = &read()[1];
+    assert_eq!((entry.state, entry.received_bytes, entry.sent_bytes), (State::Failed, 1, 2));
+
+    let recording = folder.only();
+    assert_eq!(recording.names.call(&entry.call), "all_reduce(f32, 1042, sum)");
+    assert_eq!(recording.names.algorithm(entry.algorithm).as_deref(), Some("ring"));
+    assert_eq!(recording.header.process, process::this());
+    track.failed(&Report::new(2, Cause::Timeout { missing: vec![0, 1], after_ms: 5 }));
+    drop(track);
+    let group = &folder.only().groups[0];
+    let cause = Why { kind: CauseKind::Timeout, blamed: Some(0), by: 2 };
+    assert_eq!((group.state, group.cause), (GroupState::Failed, Some(cause)));
+}
+
+#[test]
+fn every_call_reads_in_a_recording_as_in_an_error() {
+    let names = Names::read(&header(None).names);
+    for kind in CallKind::ALL {
+        for (dtype, op) in
+            Dtype::ALL.into_iter().zip([None].into_iter().chain(ReduceOp::ALL.map(Some)).cycle())
+        {
+            let call = Call { kind, dtype, op, root: 7, count: 1 << 33 };
+            assert_eq!(names.call(&call.encode()), call.to_string());
+        }
+    }
+    for (index, algorithm) in Algorithm::ALL.into_iter().enumerate() {
+        assert_eq!(names.algorithm(algorithm as u8 + 1).as_deref(), Some(Algorithm::ALL[index].name()));
+    }
+}
+
+#[test]
+fn the_last_calls_stay_and_one_whose_place_was_taken_changes_nothing() {
+    let folder = Folder::new();
+    let track = of_three(folder.recorder());
+    let early = track.begin(told(0));
+    let total = 3 * ENTRIES as u64;
+    for seq in 1..total {
+        track.begin(told(seq)).end(true);
+    }
+    early.end(false);
+    let recording = folder.only();
+    let seqs: Vec<u64> = recording.entries.iter().map(|entry| entry.seq).collect();
+    assert_eq!(seqs, (total - ENTRIES as u64..total).collect::<Vec<_>>());
+    assert!(
+        recording.entries.iter().all(|entry| entry.state == State::Done && entry.number == entry.seq + 1)
+    );
+    assert_eq!((recording.calls, recording.torn, recording.lost), (total, 0, 0));
+}
+
+#[test]
+fn a_call_that_was_half_written_is_not_read() {
+    let folder = Folder::new();
+    let track = of_three(folder.recorder());
+    let step = track.begin(told(0));
+    track.begin(told(1));
+    // As if the process were killed in there.
+    step.change(|slot| {
+        slot.set(layout::entry::SEQ, 99);
+        let recording = folder.only();
+        assert_eq!((recording.entries.len(), recording.entries[0].seq, recording.torn), (1, 1, 1));
+    });
+    assert_eq!(folder.only().entries.len(), 2);
+}
+
+#[test]
+fn threads_that_write_at_once_and_a_reader_beside_them_see_whole_calls() {
+    const THREADS: u64 = 4;
+    const CALLS: u64 = 100_000;
+    let folder = Folder::new();
+    let recorder = folder.recorder();
+    let done = AtomicBool::new(false);
+    let (reads, calls) = std::thread::scope(|scope| {
+        let writers: Vec<_> = (0..THREADS)
+            .map(|thread| {
+                scope.spawn(move || {
+                    let track = of_three(recorder);
+                    for call in 0..CALLS {
+                        let step = track.begin(told(THREADS * call + thread));
+                        step.wait([thread as usize].into_iter(), 0, 0);
+                        step.end(true);
+                    }
+                })
+            })
+            .collect();
+        let reader = scope.spawn(|| {
+            let mut reads = 0;
+            while !done.load(Ordering::Relaxed) {
+                for entry in folder.only().entries {
+                    let seq = entry.seq;
+                    assert_eq!((entry.to_receive_bytes, entry.to_send_bytes), (3 * seq, 5 * seq));
+                    assert_eq!(entry.call, told(seq).call.encode());
+                    assert!(entry.waits_for == 0 || u64::from(entry.peers[0]) == seq % THREADS, "{entry:?}");
+                }
+                reads += 1;
+            }
+            reads
+        });
+        writers.into_iter().for_each(|writer| writer.join().unwrap());
+        done.store(true, Ordering::Relaxed);
+        (reader.join().unwrap(), folder.only())
+    });
+    assert!(reads > 0);
+    assert_eq!((calls.calls, calls.torn), (THREADS * CALLS, 0));
+    // Two threads met in a slot only if one was held up for a whole round of the ring.
+    assert!(
+        calls.entries.len() as u64 + calls.lost >= ENTRIES as u64,
+        "{} {}",
+        calls.entries.len(),
+        calls.lost
+    );
+}
+
+#[test]
+fn groups_that_have_ended_make_room_and_calls_of_more_groups_than_there_is_room_for_go_on() {
+    let folder = Folder::new();
+    let recorder = folder.recorder();
+    let first = of_three(recorder);
+    for _ in 0..3 * GROUPS {
+        drop(of_three(recorder));
+    }
+    let groups = folder.only().groups;
+    assert_eq!(groups.len(), GROUPS);
+    assert_eq!((groups[0].number, groups[0].state), (1, GroupState::Forming));
+    let newest = groups.last().unwrap();
+    assert_eq!((newest.number, newest.state), (3 * GROUPS as u32 + 1, GroupState::Unformed));
+    let many: Vec<Track> = (0..GROUPS).map(|_| of_three(recorder)).collect();
+    let without_room = many.last().unwrap();
+    without_room.formed(Generation::from_bytes([1; 16]));
+    without_room.begin(told(3)).end(true);
+    let recording = folder.only();
+    let entry = recording.entries.last().unwrap();
+    assert_eq!((entry.seq, entry.state, recording.group(entry.group)), (3, State::Done, None));
+    drop((first, many));
+}
+
+#[test]
+#[allow(unsafe_code)]
+fn a_forked_child_does_not_write_into_its_parents_recording() {
+    let folder = Folder::new();
+    let track = of_three(folder.recorder());
+    let step = track.begin(told(1));
+    // SAFETY: the child makes no call that takes a lock or memory: it stores, if it can, and ends with _exit.
+    match unsafe { nix::unistd::fork() }.unwrap() {
+        nix::unistd::ForkResult::Child => {
+            step.end(true);
+            let lost = track.begin(told(2)).number.is_none();
+            drop(track);
+            // SAFETY: ends the process at once.
+            unsafe { nix::libc::_exit(i32::from(!lost)) };
+        }
+        nix::unistd::ForkResult::Parent { child } => {
+            let status = nix::sys::wait::waitpid(child, None).unwrap();
+            assert!(matches!(status, nix::sys::wait::WaitStatus::Exited(_, 0)), "{status:?}");
+        }
+    }
+    let recording = folder.only();
+    assert_eq!((recording.entries.len(), recording.calls), (1, 1));
+    assert_eq!(
+        (recording.entries[0].state, recording.groups[0].state),
+        (State::Running, GroupState::Forming)
+    );
+}
+
+#[test]
+fn without_a_file_a_recording_is_saved_when_a_group_fails_and_again_when_another_does() {
+    let folder = Folder::new();
+    let header = header(None);
+    let (words, file) = File::in_memory(Some(folder.0.clone()), "rank-3.77".to_owned());
+    let recorder = Recorder::of(words, file, &header);
+    let track = of_three(recorder);
+    track.begin(told(1)).end(false);
+    assert!(!folder.0.exists());
+    track.save();
+    assert_eq!(folder.only().entries.len(), 1);
+    track.begin(told(2)).end(false);
+    track.save();
+    assert_eq!(folder.only().entries.len(), 2);
+    assert_eq!(folder.read().recordings[0].0.file_name().unwrap(), "rank-3.77.flight");
+}
+
+#[test]
+fn a_folder_that_cannot_be_written_is_no_trouble() {
+    for folder in ["/dev/null/folder", "/proc/self", "/proc/no/such"] {
+        let recorder = Recorder::new(Some(PathBuf::from(folder)), None);
+        let track = of_three(recorder);
+        track.begin(told(1)).end(false);
+        track.save();
+        assert!(Recording::decode(&recorder.ring.bytes()).unwrap().entries.len() == 1);
+        assert!(folder::read(&[Path::new(folder).to_owned()], |_| true).recordings.is_empty());
+    }
+}
+
+#[test]
+fn two_recorders_of_one_process_do_not_share_a_file() {
+    let folder = Folder::new();
+    let tracks = [of_three(folder.recorder()), of_three(folder.recorder())];
+    assert_eq!(folder.read().recordings.len(), 2);
+    drop(tracks);
+}
+
+/// Measured, not asserted: the median of many short loops, which other processes disturb least.
+#[test]
+fn what_a_call_costs() {
+    const LOOPS: usize = 1000;
+    const CALLS: u32 = 100;
+    let folder = Folder::new();
+    let measure = |what: &str, call: &dyn Fn(u64)| {
+        let mut nanos: Vec<f64> = (0..LOOPS)
+            .map(|_| {
+                let start = Instant::now();
+                (0..u64::from(CALLS)).for_each(call);
+                start.elapsed().as_nanos() as f64 / f64::from(CALLS)
+            })
+            .collect();
+        nanos.sort_by(f64::total_cmp);
+        eprintln!("{what}: {:.1} ns", nanos[LOOPS / 2]);
+    };
+    measure("a reading of the clock", &|_| {
+        std::hint::black_box(now_ns());
+    });
+    // The engine knows when a call was made.
+    let made = told(0);
+    let track = of_three(folder.recorder());
+    measure("the beginning of a call", &|seq| {
+        std::hint::black_box(track.begin(Told { seq, ..made }));
+    });
+    measure("a call, recorded in a file", &|seq| track.begin(Told { seq, ..made }).end(true));
+    let memory = of_three(Recorder::new(None, None));
+    measure("a call, recorded in memory", &|seq| memory.begin(Told { seq, ..made }).end(true));
+    let step = track.begin(told(0));
+    measure("a wait", &|_| step.wait([1].into_iter(), 0, 0));
+}

@@ -1,0 +1,209 @@
+//! Going on without those who are lost.
+//!
+//! Ranks that call `shrink` say so in the store. The lowest of them decides who goes on as soon as nobody is to be
+//! waited for, or whoever's time is up first: with one `compare_set`, so that there is one decision and every rank
+//! knows whether it is in it. Those who are form a group under a generation that only the decision has, and cross a
+//! barrier in it.
+//!
+//! If one of them dies meanwhile, they agree again, now under the name of the group that was to be. So does a rank
+//! that was through the barrier before, when it shrinks that group: they meet. Ranks are called by their global
+//! ranks in the store, which are the same to both.
+
+use std::collections::BTreeSet;
+use std::sync::PoisonError;
+use std::time::{Duration, Instant};
+
+use convoke_env::Generation;
+use convoke_store::StoreError;
+use serde::{Deserialize, Serialize};
+
+use super::{CommError, Group};
+
+/// How long the store may take for one answer.
+const STORE_TIME: Duration = Duration::from_secs(10);
+/// How often the rank that is to decide looks who has come; the others look half as often each time.
+const LOOK: Duration = Duration::from_millis(10);
+const LONGEST_LOOK: Duration = Duration::from_millis(500);
+
+/// A group that is no more, or never was: under its name those agree who go on.
+struct Past {
+    name: String,
+    generation: Generation,
+    /// Global ranks, in the order of its ranks.
+    ranks: Vec<usize>,
+}
+
+/// Who goes on, and as which generation.
+#[derive(Serialize, Deserialize)]
+struct Decision {
+    generation: String,
+    ranks: Vec<usize>,
+}
+
+impl Group {
+    /// A group of those ranks that are left, in the order of their ranks here, after a failure or an abort.
+    ///
+    /// All that are left call it. Ranks that are known to be dead, or have dropped this group, are not waited for;
+    /// others that do not come within `within` of the first call are left out, and so is the rank that the group
+    /// ended for with [`CommError::PeerLost`]. All agree on who goes on by one write to the store; a rank that is
+    /// left out learns it. A group that has not failed is aborted first, so that no rank waits in it.
+    ///
+    /// The new group has the timeouts of this handle, a generation of its own, and may itself be shrunk. Subgroups
+    /// and meshes are to be made anew from it. This one stays as it is, and may be dropped.
+    ///
+    /// # Errors
+    /// [`CommError::Excluded`] if the others went on without this rank. [`CommError::Store`] if the store cannot be
+    /// reached: where rank 0 serves it, it is lost with rank 0. [`CommError::InvalidArgument`] if this group has been
+    /// shrunk already. As [`Group::new`] if the new group does not form though all are there.
+    ///
+    /// # Cost
+    /// A few calls of the store for each rank, then as a new group of that size. If ranks die meanwhile, again, each
+    /// time with `within` to come and to form.
+    ///
+    /// As `MPI_Comm_shrink` of ULFM.
+    pub fn shrink(&self, within: Duration) -> Result<Self, CommError> {
+        self.inner.check_caller()?;
+        let mut shrunk = self.inner.shrunk.lock().unwrap_or_else(PoisonError::into_inner);
+        if *shrunk {
+            let what = format!("group {} has been shrunk: shrink the group that came of it", self.name());
+            return Err(CommError::InvalidArgument(what));
+        }
+        self.abort("it goes on with those who are left");
+        let (name, ranks) = (self.name().to_owned(), self.global_ranks().to_vec());
+        let mut past = Past { name, generation: self.generation(), ranks };
+        // Groups that formed here and failed at once. They are kept: their ends would look like this rank's.
+        let mut formed: Vec<Self> = Vec::new();
+        let mut failed = None;
+        loop {
+            let gone = || self.gone(&past, &formed);
+            let (generation, ranks) = self.decide(&past, within, gone)?;
+            let survivors: Vec<usize> = ranks.iter().filter_map(|&rank| self.group_rank(rank)).collect();
+            if !survivors.contains(&self.rank()) {
+                return Err(CommError::Excluded { group: self.name().to_owned(), survivors });
+            }
+            if let Some(error) = failed.take().filter(|_| ranks.len() == past.ranks.len()) {
+                // All are there, and do not find together.
+                return Err(error);
+            }
+            *shrunk = true;
+            let came = past.key("came");
+            past = Past { name: format!("{}/shrunk", past.name), generation, ranks };
+            let options = self.inner.options.clone().name(past.name.clone()).generation(generation);
+            let Some(invitation) = self.invitation(&survivors, options) else { continue };
+            let error = match self.join_successor(invitation, within) {
+                Ok(group) => match group.with_timeout(within).barrier() {
+                    Ok(()) => {
+                        if group.rank() == 0 {
+                            let _ = self.inner.store.delete(&came, Instant::now() + STORE_TIME);
+                        }
+                        return Ok(group);
+                    }
+                    Err(error) => {
+                        formed.push(group);
+                        error
+                    }
+                },
+                Err(error) => error,
+            };
+            let of_ranks = error.place().is_some() || matches!(error, CommError::Bootstrap { .. });
+            failed = Some(if of_ranks { error } else { return Err(error) });
+        }
+    }
+
+    /// Agrees with those who come who goes on.
+    fn decide(
+        &self,
+        past: &Past,
+        within: Duration,
+        gone: impl Fn() -> BTreeSet<usize>,
+    ) -> Result<(Generation, Vec<usize>), CommError> {
+        let (store, me) = (&self.inner.store, self.inner.origin[self.rank()]);
+        let deadline = Instant::now().checked_add(within);
+        let soon = || Instant::now() + STORE_TIME;
+        let (came_key, decided) = (past.key("came"), past.key("decided"));
+        if let Some(decision) = store.try_get(&decided, soon())? {
+            return read(&decision);
+        }
+        store.append(&came_key, format!("{me} ").as_bytes(), soon())?;
+        let mut look = LOOK;
+        loop {
+            let gone = gone();
+            let late = deadline.is_some_and(|deadline| Instant::now() >= deadline);
+            let decides = past.ranks.iter().find(|rank| !gone.contains(rank)) == Some(&me);
+            if decides || late {
+                let came = store.try_get(&came_key, soon())?.unwrap_or_default();
+                let came = String::from_utf8_lossy(&came);
+                let came: BTreeSet<usize> =
+                    came.split_whitespace().filter_map(|rank| rank.parse().ok()).collect();
+                let left = past.ranks.iter().copied().filter(|rank| !gone.contains(rank));
+                let (here, awaited): (Vec<_>, Vec<_>) = left.partition(|rank| came.contains(rank));
+                if here.contains(&me) && (late || awaited.is_empty()) {
+                    let generation = Generation::random()
+                        .map_err(|error| CommError::system("no random numbers", error))?;
+                    let decision = Decision { generation: generation.to_string(), ranks: here };
+                    let decision = serde_json::to_vec(&decision).unwrap_or_default();
+                    return read(&store.compare_set(&decided, b"", &decision, soon())?);
+                }
+                if late {
+                    // Lost to the others, of whom none has come.
+                    return Ok((past.generation, here));
+                }
+            } else {
+                look = (look * 2).min(LONGEST_LOOK);
+            }
+            let until = Instant::now() + look;
+            match store.get(&decided, deadline.map_or(until, |deadline| deadline.min(until))) {
+                Ok(decision) => return read(&decision),
+                Err(StoreError::Timeout { .. }) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    /// Ranks of `past` that will not come: whose processes have ended, or have none of these groups any more, and
+    /// those that the groups ended for.
+    fn gone(&self, past: &Past, formed: &[Self]) -> BTreeSet<usize> {
+        let (mut present, mut lost) = (BTreeSet::new(), BTreeSet::new());
+        for group in formed.iter().chain([self]) {
+            let Some(shared) = &group.inner.shared else { continue };
+            let seen = shared.look();
+            present.extend(seen.here.into_iter().filter_map(|rank| group.global_rank(rank)));
+            lost.extend(seen.lost.and_then(|rank| group.global_rank(rank)));
+        }
+        present.extend(self.global_rank(self.rank()));
+        past.ranks.iter().copied().filter(|rank| !present.contains(rank) || lost.contains(rank)).collect()
+    }
+}
+
+impl Past {
+    fn key(&self, what: &str) -> Vec<u8> {
+        format!("{}/{}/shrink/{what}", self.name, self.generation).into_bytes()
+    }
+}
+
+fn read(decision: &[u8]) -> Result<(Generation, Vec<usize>), CommError> {
+    let wrong = |what: String| StoreError::Protocol { store: "the group's store".to_owned(), what };
+    let decision: Decision = serde_json::from_slice(decision)
+        .map_err(|error| wrong(format!("malformed decision on who goes on: {error}")))?;
+    let generation = decision.generation.parse();
+    Ok((generation.map_err(|error| wrong(format!("{error}")))?, decision.ranks))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn random_decisions_never_do_harm() {
+        let encode = |(generation, ranks): &(Generation, Vec<usize>)| {
+            serde_json::to_vec(&Decision { generation: generation.to_string(), ranks: ranks.clone() })
+                .unwrap()
+        };
+        let good = [
+            encode(&(Generation::from_bytes([1; 16]), vec![0, 2, 17])),
+            encode(&(Generation::from_bytes([2; 16]), vec![])),
+        ];
+        let decode = |bytes: &[u8]| read(bytes).ok();
+        crate::testing::fuzz("random_decisions_never_do_harm", &good, 4000, decode, encode);
+    }
+}

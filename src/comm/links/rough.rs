@@ -1,0 +1,127 @@
+//! Real connections as awkward as a system may make them: a few bytes at a time, refused though something could move,
+//! interrupted. And readiness in any order, or told later.
+//!
+//! Whatever a thread connects after [`on`] is so, until [`on`] is called with `None`.
+
+use std::cell::Cell;
+use std::io::{self, IoSlice};
+use std::os::fd::BorrowedFd;
+use std::time::Duration;
+
+use super::conn::Conn;
+use super::{Closed, Link};
+use crate::testing::Random;
+
+thread_local! {
+    static SEED: Cell<Option<u64>> = const { Cell::new(None) };
+}
+
+/// Makes what this thread connects from now on awkward in the way of `seed`, or not at all.
+pub(crate) fn on(seed: Option<u64>) {
+    SEED.set(seed);
+}
+
+/// What decides what goes wrong next; `None` if all is smooth.
+fn chance() -> Option<Random> {
+    SEED.with(next)
+}
+
+/// As [`chance`], for what lives longer than a call and on other threads.
+#[derive(Debug)]
+pub(crate) struct Chance(Cell<Option<u64>>);
+
+impl Chance {
+    /// As this thread wants it.
+    pub(crate) fn here() -> Self {
+        Self(Cell::new(chance().map(|mut random| random.next())))
+    }
+
+    pub(crate) fn next(&self) -> Option<Random> {
+        next(&self.0)
+    }
+}
+
+fn next(seed: &Cell<Option<u64>>) -> Option<Random> {
+    let current = seed.get()?;
+    seed.set(Some(current.wrapping_add(1)));
+    Some(Random::from_seed(current))
+}
+
+/// `conn`, awkward from now on if the thread wants that.
+pub(crate) fn roughened(mut conn: Conn) -> Conn {
+    if let Some(random) = chance() {
+        let link = conn.replace(Box::new(Closed));
+        conn.replace(Box::new(Rough::new(link, random)));
+    }
+    conn
+}
+
+#[derive(Debug)]
+struct Rough {
+    link: Box<dyn Link>,
+    random: Random,
+    /// Most bytes that one call moves.
+    step: usize,
+    /// One call in so many is refused, or interrupted.
+    trouble: usize,
+}
+
+impl Rough {
+    fn new(link: Box<dyn Link>, mut random: Random) -> Self {
+        let (step, trouble) = ([1, 7, 100, 5000][random.below(4)], 2 + random.below(6));
+        Self { link, random, step, trouble }
+    }
+
+    fn most(&mut self) -> io::Result<usize> {
+        match self.random.below(2 * self.trouble) {
+            0 => Err(io::ErrorKind::WouldBlock.into()),
+            1 => Err(io::ErrorKind::Interrupted.into()),
+            // One byte at a time for long would take too long.
+            _ if self.random.below(20) == 0 => Ok(1 << 16),
+            _ => Ok(1 + self.random.below(self.step)),
+        }
+    }
+}
+
+impl Link for Rough {
+    fn try_send(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize> {
+        let most = self.most()?;
+        let first = parts.iter().find(|part| !part.is_empty()).map_or(&[][..], |part| part);
+        self.link.try_send(&[IoSlice::new(&first[..first.len().min(most)])])
+    }
+
+    fn try_recv(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        let most = self.most()?.min(into.len());
+        self.link.try_recv(&mut into[..most])
+    }
+
+    fn close_write(&mut self) {
+        self.link.close_write();
+    }
+
+    fn is_flushed(&self) -> bool {
+        self.link.is_flushed()
+    }
+
+    fn watch_path(&self, bound: Duration) -> io::Result<()> {
+        self.link.watch_path(bound)
+    }
+
+    fn unheard(&self) -> Option<Duration> {
+        self.link.unheard()
+    }
+
+    fn pollable(&self) -> Option<BorrowedFd<'_>> {
+        self.link.pollable()
+    }
+}
+
+/// What is ready, in another order, and some of it not yet told.
+pub(crate) fn shuffled<T>(mut ready: Vec<T>, random: Option<Random>) -> Vec<T> {
+    let Some(mut random) = random else { return ready };
+    for index in (1..ready.len()).rev() {
+        ready.swap(index, random.below(index + 1));
+    }
+    ready.retain(|_| random.below(4) > 0);
+    ready
+}

@@ -1,0 +1,62 @@
+use super::*;
+use crate::plan::Direction;
+use crate::plan::check::{
+    all_gather_is_right, all_reduce_is_right, on_even_hosts, on_hosts, reduce_scatter_is_right,
+};
+
+/// Chunks of one element where that is quickly checked, of one for each rank, and one of all.
+const CHUNKS: [fn(usize) -> usize; 2] = [|world| if world < 7 { 1 } else { world + 1 }, |_| usize::MAX];
+
+#[test]
+fn every_rank_counts_once_in_every_element_on_whatever_hosts() {
+    for chunk in CHUNKS {
+        all_reduce_is_right(on_hosts, |rank, topology, count| {
+            all_reduce(rank, topology, count, chunk(topology.world()))
+        });
+    }
+}
+
+#[test]
+fn its_halves_gather_and_scatter() {
+    for chunk in CHUNKS {
+        all_gather_is_right(on_even_hosts, |rank, topology, blocks| {
+            all_gather(rank, topology, blocks, chunk(topology.world()))
+        });
+        reduce_scatter_is_right(on_even_hosts, |rank, topology, blocks| {
+            reduce_scatter(rank, topology, blocks, chunk(topology.world()))
+        });
+    }
+}
+
+/// Elements that leave each host.
+fn leaving(topology: &Topology, plan: impl Fn(usize) -> Plan) -> Vec<usize> {
+    let leaves = |host: usize, stream: &Stream| {
+        stream.direction == Direction::Send && topology.place(stream.peer).0 != host
+    };
+    let of = |host: usize| {
+        let streams = topology.hosts()[host].iter().flat_map(|&rank| plan(rank).streams);
+        streams.filter(|stream| leaves(host, stream)).map(|stream| stream.len()).sum()
+    };
+    (0..topology.hosts().len()).map(of).collect()
+}
+
+#[test]
+fn no_more_leaves_a_host_than_an_all_reduce_of_hosts_needs() {
+    for hosts in 1..=5 {
+        for ranks in 1..=5 {
+            let topology = Topology::new((0..hosts * ranks).map(|rank| rank / ranks));
+            let count = 60 * hosts * ranks;
+            let sent = leaving(&topology, |rank| all_reduce(rank, &topology, count, 20 * hosts * ranks));
+            assert_eq!(sent, vec![2 * count * (hosts - 1) / hosts; hosts], "{topology:?}");
+            let blocks = Blocks::equal_of(hosts * ranks, 60);
+            let want = vec![ranks * 60 * (hosts - 1); hosts];
+            assert_eq!(leaving(&topology, |rank| all_gather(rank, &topology, &blocks, 100)), want);
+            assert_eq!(leaving(&topology, |rank| reduce_scatter(rank, &topology, &blocks, 100)), want);
+        }
+    }
+    // Whatever the hosts and the count: in all 2·S·(H−1).
+    for topology in (2..=12).flat_map(on_hosts) {
+        let sent: usize = leaving(&topology, |rank| all_reduce(rank, &topology, 1001, 100)).iter().sum();
+        assert_eq!(sent, 2 * 1001 * (topology.hosts().len() - 1), "{topology:?}");
+    }
+}

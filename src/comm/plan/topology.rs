@@ -1,0 +1,98 @@
+//! Which ranks share a host.
+
+use std::collections::HashMap;
+use std::hash::Hash;
+
+/// Where the ranks of a group run; the same on all of them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Topology {
+    /// The ranks of each host, lowest first; hosts in the order of their lowest ranks. None is empty.
+    hosts: Vec<Vec<usize>>,
+    /// Of each rank: its host, and its place among the ranks there.
+    places: Vec<(usize, usize)>,
+}
+
+impl Topology {
+    /// Ranks with equal keys share a host; the keys are in rank order.
+    pub(crate) fn new<K: Eq + Hash>(keys: impl IntoIterator<Item = K>) -> Self {
+        let (mut hosts, mut places, mut known) = (Vec::<Vec<usize>>::new(), Vec::new(), HashMap::new());
+        for (rank, key) in keys.into_iter().enumerate() {
+            let host = *known.entry(key).or_insert(hosts.len());
+            if host == hosts.len() {
+                hosts.push(Vec::new());
+            }
+            places.push((host, hosts[host].len()));
+            hosts[host].push(rank);
+        }
+        Self { hosts, places }
+    }
+
+    /// All of `world` ranks on one host.
+    pub(crate) fn one_host(world: usize) -> Self {
+        Self::new(std::iter::repeat_n((), world))
+    }
+
+    /// Number of ranks.
+    pub(crate) fn world(&self) -> usize {
+        self.places.len()
+    }
+
+    /// The ranks of each host.
+    pub(crate) fn hosts(&self) -> &[Vec<usize>] {
+        &self.hosts
+    }
+
+    /// The host of `rank`, and its place there.
+    pub(crate) fn place(&self, rank: usize) -> (usize, usize) {
+        self.places[rank]
+    }
+
+    /// The ranks of the host of `rank`.
+    pub(crate) fn ranks_beside(&self, rank: usize) -> &[usize] {
+        &self.hosts[self.places[rank].0]
+    }
+
+    /// Ranks of each host that exchange with other hosts at the same time: as many as the smallest has.
+    pub(crate) fn lanes(&self) -> usize {
+        self.hosts.iter().map(Vec::len).min().unwrap_or(0)
+    }
+
+    /// Ranks of the largest host.
+    pub(crate) fn widest(&self) -> usize {
+        self.hosts.iter().map(Vec::len).max().unwrap_or(0)
+    }
+
+    /// Whether there are several hosts, and several ranks on one of them.
+    pub(crate) fn is_deep(&self) -> bool {
+        self.hosts.len() > 1 && self.widest() > 1
+    }
+
+    /// Whether all hosts have equally many ranks.
+    pub(crate) fn is_even(&self) -> bool {
+        self.lanes() == self.widest()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hosts_and_places_follow_the_ranks() {
+        let topology = Topology::new(["b", "a", "b", "c", "a", "b"]);
+        assert_eq!(topology.hosts(), [vec![0, 2, 5], vec![1, 4], vec![3]]);
+        assert_eq!(
+            (0..6).map(|rank| topology.place(rank)).collect::<Vec<_>>(),
+            [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (0, 2)]
+        );
+        assert_eq!((topology.world(), topology.lanes(), topology.widest()), (6, 1, 3));
+        assert!(topology.is_deep() && !topology.is_even());
+    }
+
+    #[test]
+    fn one_host_and_one_rank_a_host_are_not_deep() {
+        assert!(!Topology::one_host(4).is_deep());
+        assert!(!Topology::new(0..4).is_deep());
+        assert!(Topology::new([0, 0, 1, 1]).is_deep() && Topology::new([0, 0, 1, 1]).is_even());
+    }
+}

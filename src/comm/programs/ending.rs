@@ -1,0 +1,149 @@
+//! Endings other than that all is dropped. Of those that are errors: one rank does what the others do not expect,
+//! and all must learn the same of it.
+
+use crate::{CommError, Group, Loss, ReduceOp};
+
+use super::calls::Keeper;
+use super::program::{Badly, Fault};
+use super::works::{PATIENCE, Shelves, Stop};
+use crate::testing::Random;
+
+/// What an abort says.
+const REASON: &str = "the program wants it";
+/// A tag that nobody sends with.
+const SILENT: u32 = u32::MAX;
+
+/// Destroys all groups; subgroups go on without those that they come from.
+pub(crate) fn destroyed(groups: &[Option<Group>]) -> Result<(), Stop> {
+    for group in groups.iter().flatten() {
+        group.barrier()?;
+        destroy(group)?;
+    }
+    Ok(())
+}
+
+fn destroy(group: &Group) -> Result<(), Stop> {
+    let other_handle = group.clone();
+    group.destroy();
+    match other_handle.barrier() {
+        Err(CommError::Destroyed { .. }) => Ok(()),
+        other => Err(format!("a call in a destroyed group became {other:?}").into()),
+    }
+}
+
+/// Ends this rank's part in a group, of which one rank ends by a fault; the cause that it gets.
+pub(crate) fn badly(
+    groups: &mut Vec<Option<Group>>,
+    what: Badly,
+    mut random: Random,
+) -> Result<Option<String>, Stop> {
+    let Badly { group, culprit, fault, shrinks } = what;
+    let Some(group) = groups[group].take() else { return Ok(None) };
+    let guilty = group.rank() == culprit;
+    // Whoever is through knows that all others have come to this point. It may hear of the end here already.
+    let mut met = group.barrier();
+    if guilty && fault == Fault::Leaves {
+        groups.clear();
+        return Ok(None);
+    }
+    if guilty && fault == Fault::Destroys {
+        return destroy(&group).map(|()| None);
+    }
+    let mut waiting = Shelves::new(random.next());
+    if met.is_ok() && !(guilty && fault == Fault::Aborts) {
+        met = begin(&group, culprit, &mut waiting, &mut random);
+    }
+    let mut result = met;
+    if result.is_ok() {
+        match fault {
+            Fault::Aborts if guilty => group.abort(REASON),
+            Fault::Differs if guilty => result = other(&group, &mut random),
+            Fault::Aborts | Fault::Differs | Fault::Leaves | Fault::Destroys => {
+                result = expected(&group, &mut random)
+            }
+        }
+    }
+    // Who is done before it could notice, such as a root, hears of it in its next call.
+    while result.is_ok() {
+        result = group.barrier();
+    }
+    let mut errors = waiting.fail()?;
+    errors.extend(result.err());
+    errors.extend(group.barrier().err());
+    let causes: Vec<String> =
+        errors.iter().map(|error| cause(error, culprit, fault)).collect::<Result<_, _>>()?;
+    if shrinks {
+        shrink(&group, culprit, fault)?;
+    }
+    match causes.iter().find(|cause| **cause != causes[0]) {
+        Some(other) => Err(format!("two causes on one rank: {}; {other}", causes[0]).into()),
+        None => Ok(causes.into_iter().next()),
+    }
+}
+
+/// Begins what cannot end well.
+fn begin(group: &Group, culprit: usize, waiting: &mut Shelves, random: &mut Random) -> Result<(), CommError> {
+    let (own, others) = (group.nonblocking(), (0..group.size()).filter(|&rank| rank != group.rank()));
+    for from in others {
+        if from == culprit || random.below(2) == 0 {
+            waiting.keep(own.recv(vec![0_u8; random.below(100)], from, SILENT)?, Box::new(|_| Ok(())));
+        }
+    }
+    if random.below(2) == 0 {
+        waiting.keep(own.recv_any(vec![0_i64; 3], SILENT)?, Box::new(|_| Ok(())));
+    }
+    Ok(())
+}
+
+/// Goes on with those who are left.
+fn shrink(group: &Group, culprit: usize, fault: Fault) -> Result<(), Stop> {
+    let left: Vec<usize> = (0..group.size()).filter(|&rank| rank != culprit || !fault.is_leave()).collect();
+    let shrunk = group.shrink(PATIENCE)?;
+    let global: Vec<usize> = left.iter().filter_map(|&rank| group.global_rank(rank)).collect();
+    let ranks = shrunk.all_gather_object(&group.rank())?;
+    if (&ranks[..], shrunk.global_ranks()) == (&left[..], &global[..]) {
+        return Ok(());
+    }
+    Err(format!("{left:?} should be left of {:?}, not {ranks:?}", group.global_ranks()).into())
+}
+
+/// What all but the culprit call, in one form or another.
+fn expected(group: &Group, random: &mut Random) -> Result<(), CommError> {
+    let mut buf = vec![1.0_f32; 1000];
+    match random.below(3) {
+        0 => group.all_reduce(&mut buf, ReduceOp::Sum),
+        1 => group.nonblocking().all_reduce(buf, ReduceOp::Sum)?.wait().map(drop),
+        _ => group.scope(|scope| scope.all_reduce(&mut buf[..], ReduceOp::Sum).map(drop)),
+    }
+}
+
+/// What the culprit calls instead.
+fn other(group: &Group, random: &mut Random) -> Result<(), CommError> {
+    let (size, own) = (group.size(), group.nonblocking());
+    match random.below(8) {
+        0 => group.barrier(),
+        1 => group.all_reduce(&mut vec![1.0_f32; 1000], ReduceOp::Max),
+        2 => group.all_reduce(&mut vec![1_i32; 1000], ReduceOp::Sum),
+        3 => group.all_reduce(&mut vec![1.0_f32; 300_000], ReduceOp::Sum),
+        4 => own.broadcast(vec![1.0_f32; 1000], random.below(size))?.wait().map(drop),
+        5 => own.all_gather(vec![1.0_f32; 1000], vec![0.0; 1000 * size])?.wait().map(drop),
+        6 => own.scan(vec![1.0_f32; 1000], ReduceOp::Sum)?.wait().map(drop),
+        _ => group.gather(&[1.0_f32; 1000], &mut vec![0.0; 1000 * size], random.below(size)),
+    }
+}
+
+/// The cause that an error names, if it is the right one.
+fn cause(error: &CommError, culprit: usize, fault: Fault) -> Result<String, Stop> {
+    let right = match (fault, error) {
+        (Fault::Differs, CommError::Mismatch { rank, by, .. }) => *rank == culprit || *by == culprit,
+        (Fault::Aborts, CommError::Aborted { by, reason, .. }) => *by == culprit && reason == REASON,
+        (Fault::Leaves | Fault::Destroys, CommError::PeerLost { rank, how: Loss::Left, .. }) => {
+            *rank == culprit
+        }
+        _ => false,
+    };
+    let text = error.to_string();
+    // What follows is where this rank was.
+    let cause = text.split("; group").next().unwrap_or_default().to_owned();
+    if right { Ok(cause) } else { Err(format!("{fault:?} by rank {culprit} became: {text}").into()) }
+}

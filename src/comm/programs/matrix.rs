@@ -1,0 +1,121 @@
+//! The matrix: each collective with each type, each operation that has a meaning and each number of ranks, with
+//! lengths of all kinds, compared with the model.
+//!
+//! [`cases`] is the table. The short form has fewer numbers of ranks, and lengths around the lower thresholds only; of
+//! all lengths each case has some, the next case others. Values with more digits are in `tests/reductions.rs`.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use convoke_store::{MemoryStore, Store};
+
+use super::calls;
+use super::model::case;
+use super::program::{Collective, KINDS};
+use super::rank::text;
+use super::values::{TYPES, Value, hash, with_every_type, with_type};
+use super::works::{Shelves, Stop};
+use crate::{Dtype, Group, GroupOptions, ReduceOp};
+
+const LONG: Duration = Duration::from_secs(60);
+/// Numbers of ranks of the short and of the whole form.
+const WORLDS: [&[usize]; 2] = [&[1, 2, 3, 5], &[1, 2, 3, 4, 5, 6, 7, 8, 16, 17]];
+/// Lengths in elements.
+const FEW: [usize; 5] = [0, 1, 3, 7, 77];
+/// Lengths in bytes of all blocks together, around which algorithms, small messages and chunks change; each is tried
+/// with an element less, exactly and with one more.
+const THRESHOLDS: [&[usize]; 2] =
+    [&[4 << 10, 8 << 10, 12 << 10], &[4 << 10, 8 << 10, 12 << 10, 64 << 10, 128 << 10, 256 << 10]];
+
+/// Each case has one in so many lengths.
+const STEP: usize = 11;
+
+/// Whether all orders of combining values of this type give the same, among so many ranks.
+fn is_exact(dtype: Dtype, op: ReduceOp, ranks: usize) -> bool {
+    use {Dtype as D, ReduceOp as Op};
+    let most = match (dtype, op) {
+        (_, Op::Min | Op::Max) => usize::MAX,
+        (D::F16 | D::Bf16, _) => 5,
+        (D::ComplexF32, Op::Product) => 3,
+        (D::F32 | D::F64 | D::ComplexF64, Op::Product) => 8,
+        _ => usize::MAX,
+    };
+    ranks <= most
+}
+
+/// All cases for `world` ranks.
+fn cases(world: usize, thresholds: &[usize]) -> Vec<Collective> {
+    let mut cases = Vec::new();
+    for dtype in Dtype::ALL {
+        for kind in KINDS {
+            let has_meaning = |op: &ReduceOp| {
+                op.accepts(dtype) && is_exact(dtype, *op, world) && !(kind.is_scan() && *op == ReduceOp::Avg)
+            };
+            let ops = if kind.reduces() { &ReduceOp::ALL[..] } else { &[ReduceOp::Sum] };
+            for op in ops.iter().copied().filter(has_meaning) {
+                let (buffers, times) = kind.shape(world, 3);
+                let bytes = dtype.size_bytes() * buffers.max(1) * times;
+                let around =
+                    |threshold: &usize| (threshold / bytes).saturating_sub(1)..=threshold / bytes + 1;
+                let lens = FEW.into_iter().chain(thresholds.iter().flat_map(around));
+                for (index, len) in lens.enumerate().skip(cases.len() % STEP).step_by(STEP) {
+                    // Of unequal ones, no two neighbours are equal, and some are empty.
+                    let unequal = (0..buffers).map(|place| len.saturating_sub(place % 3)).collect();
+                    let (root, seed) = ((cases.len() + index) % world, cases.len() as u64);
+                    cases.push(Collective { kind, dtype, op, root, lens: unequal, rounded: false, seed });
+                }
+            }
+        }
+    }
+    cases
+}
+
+/// The blocking form.
+fn wait<T: Value>(group: &Group, call: &Collective) -> Result<(), Stop> {
+    let case = case::<T>(call, group.rank(), group.size());
+    let (send, mut recv) = (case.send.clone(), case.recv.clone());
+    calls::blocking(group, call, &send, &mut recv)?;
+    Ok(case.check(&send, &recv)?)
+}
+
+/// The same without waiting.
+fn begin<T: Value>(group: &Group, call: &Collective, shelves: &mut Shelves) -> Result<(), Stop> {
+    let case = case::<T>(call, group.rank(), group.size());
+    let (memory, what) = ((case.send.clone(), case.recv.clone()), (call, group.rank(), group.size()));
+    let check = Box::new(move |send: &[T], recv: &[T]| case.check(send, recv));
+    Ok(calls::begin::<T, _, _>(&group.nonblocking(), what, memory, shelves, check)?)
+}
+
+fn run(group: &Group, cases: &[Collective]) {
+    let fail = |call: &Collective, stop: &Stop| -> ! {
+        panic!("{call:?} on rank {} of {}: {}", group.rank(), group.size(), text(stop))
+    };
+    let mut shelves = Shelves::new(hash(0, group.rank(), 0));
+    for call in cases {
+        with_every_type!(call.dtype, T => wait::<T>(group, call)).unwrap_or_else(|stop| fail(call, &stop));
+        if TYPES.contains(&call.dtype) {
+            let begun = with_type!(call.dtype, T => begin::<T>(group, call, &mut shelves));
+            begun.and_then(|()| shelves.tidy()).unwrap_or_else(|stop| fail(call, &stop));
+        }
+    }
+    shelves.settle().unwrap_or_else(|stop| fail(&cases[0], &stop));
+}
+
+#[test]
+fn every_collective_type_operation_and_number_of_ranks() {
+    let full = std::env::var_os("CONVOKE_FULL").is_some_and(|value| value == "1");
+    for &world in WORLDS[usize::from(full)] {
+        let cases = cases(world, THRESHOLDS[usize::from(full)]);
+        let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
+        std::thread::scope(|scope| {
+            for rank in 0..world {
+                let (store, cases) = (Arc::clone(&store), &cases);
+                scope.spawn(move || {
+                    let options = GroupOptions::default().timeout(LONG).init_timeout(LONG);
+                    let group = Group::new(store, rank, world, options);
+                    run(&group.unwrap_or_else(|error| panic!("rank {rank}: {error}")), cases);
+                });
+            }
+        });
+    }
+}

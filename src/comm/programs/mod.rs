@@ -1,0 +1,130 @@
+//! Random programs: all operations, in all their forms, on overlapping groups and from several threads, compared with
+//! a model that computes what every rank must have.
+//!
+//! A seed stands for a program: groups, 200 operations, how it ends, and what its connections are like. On which
+//! thread and in which form a rank carries out an operation (blocking, begun and waited for in any way and order, in a
+//! scope, let go) is its own choice, and also of the seed. What the seed does not decide is time.
+//!
+//! [`matrix`] takes each collective in turn, against the same model.
+//!
+//! [`program`] says what is done, [`model`] what must come of it, [`calls`], [`messages`], [`objects`] and [`scope`] do
+//! it, [`works`] waits, [`rank`] ties that together, [`ending`] is how a program ends that shall not end well.
+//!
+//! The test runs the programs of the first seeds, always the same, and then others for some seconds, or 5,000 with
+//! CONVOKE_FULL=1; with CONVOKE_SEED the one program of that seed, again and again for the same time.
+
+// In a test a broken expectation ends it.
+#![allow(clippy::panic)]
+
+mod calls;
+mod ending;
+mod matrix;
+mod messages;
+mod model;
+mod objects;
+mod program;
+mod rank;
+mod scope;
+mod values;
+mod works;
+
+use std::collections::BTreeSet;
+use std::io::Write;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, mpsc};
+use std::time::{Duration, Instant};
+
+use convoke_store::{MemoryStore, Store};
+
+use crate::testing::Random;
+use program::Program;
+use rank::Common;
+
+/// Programs that are the same in every run.
+const FIXED: usize = 50;
+/// Programs of the whole form.
+const PROGRAMS: usize = 5000;
+/// How long the short form begins new ones beyond the fixed ones.
+const SHORT: Duration = Duration::from_secs(5);
+/// Longest run of a program: more than any of its waits.
+const LONGEST: Duration = Duration::from_secs(200);
+/// A program that takes so long has stood still, until its ranks asked each other before a deadline.
+const STALLED: Duration = Duration::from_secs(30);
+
+#[test]
+fn random_programs_end_as_the_model_says_and_leave_nothing() {
+    let variable = |name: &str| std::env::var(name).ok();
+    let given = variable("CONVOKE_SEED").and_then(|seed| seed.parse::<u64>().ok());
+    let full = given.is_none() && variable("CONVOKE_FULL").is_some_and(|value| value == "1");
+    // Short enough to be typed.
+    let first = given.unwrap_or_else(|| Random::new("").next() >> 32);
+    let (start, begun) = (Instant::now(), AtomicUsize::new(0));
+    let programs = || {
+        let mut ran = 0;
+        loop {
+            let number = begun.fetch_add(1, Ordering::Relaxed);
+            if number >= FIXED && if full { number >= PROGRAMS } else { start.elapsed() > SHORT } {
+                return Ok(ran);
+            }
+            let seed = given.unwrap_or(number as u64 + if number < FIXED { 0 } else { first });
+            run(seed).map_err(|what| {
+                format!("run it alone: CONVOKE_SEED={seed} cargo test -p convoke-comm --lib programs\n{what}")
+            })?;
+            ran += 1;
+        }
+    };
+    let workers = std::thread::available_parallelism().map_or(1, usize::from);
+    let ran: Vec<Result<usize, String>> = std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..workers).map(|_| scope.spawn(programs)).collect();
+        workers.into_iter().map(|worker| worker.join().unwrap()).collect()
+    });
+    let ran: usize = ran.into_iter().map(|ran| ran.unwrap_or_else(|wrong| panic!("{wrong}"))).sum();
+    // Past the harness, which shows nothing of a test that passes.
+    let took = start.elapsed().as_secs_f64();
+    writeln!(std::io::stderr(), "random programs: {ran} from seed {first}, {took:.0} s").unwrap();
+}
+
+/// Runs the program of `seed`; the error says what is wrong.
+fn run(seed: u64) -> Result<(), String> {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
+    let common = Arc::new(Common::new(Program::random(seed), Arc::clone(&store)));
+    let (ranks, ending) = (common.program.world(), common.program.to_string());
+    let (tell, told) = mpsc::channel();
+    for rank in 0..ranks {
+        let (common, tell) = (Arc::clone(&common), tell.clone());
+        std::thread::spawn(move || {
+            let ended = catch_unwind(AssertUnwindSafe(|| rank::run(&common, rank)));
+            drop(common);
+            // Nobody listens if another rank hangs.
+            let _ = tell.send((rank, ended.unwrap_or_else(|_| Err("panicked".to_owned()))));
+        });
+    }
+    let start = Instant::now();
+    let (deadline, mut wrong, mut causes) = (start + LONGEST, Vec::new(), BTreeSet::new());
+    for _ in 0..ranks {
+        match told.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+            Ok((_, Ok(cause))) => causes.extend(cause),
+            Ok((rank, Err(what))) => wrong.push(format!("rank {rank}: {what}")),
+            Err(_) => {
+                wrong.push(format!("it hangs; the threads of the ranks: {:#?}", common.doing.lock()));
+                break;
+            }
+        }
+    }
+    drop(common);
+    if wrong.is_empty() && start.elapsed() > STALLED {
+        wrong.push(format!("it took {} s", start.elapsed().as_secs()));
+    }
+    if wrong.is_empty() && causes.len() > 1 {
+        wrong.push(format!("the ranks name different causes: {causes:#?}"));
+    }
+    // Every group, its engine and its thread have the store.
+    while wrong.is_empty() && Arc::strong_count(&store) > 1 {
+        if Instant::now() > deadline {
+            wrong.push(format!("{} things are left that have the store", Arc::strong_count(&store) - 1));
+        }
+        std::thread::yield_now();
+    }
+    if wrong.is_empty() { Ok(()) } else { Err(format!("{}\n{ending}", wrong.join("\n"))) }
+}

@@ -1,0 +1,444 @@
+//! What a random program is: groups, and operations that all their ranks carry out in one order. Pure.
+
+use std::fmt;
+use std::sync::Arc;
+
+use crate::{Dtype, ReduceOp};
+
+use super::values::{TYPES, hash};
+use crate::testing::Random;
+
+/// Operations of a program.
+pub(crate) const STEPS: usize = 200;
+/// Most ranks.
+const WORLD: usize = 5;
+/// Tags of a lane; the last of them are for messages that must not meet others.
+pub(crate) const LANE_TAGS: u32 = 1000;
+
+#[derive(Debug)]
+pub(crate) struct Program {
+    pub(crate) seed: u64,
+    /// For each group its ranks in the world, in the order of the group. The first is the world.
+    pub(crate) groups: Vec<Vec<usize>>,
+    pub(crate) makes: Vec<Make>,
+    pub(crate) lanes: Vec<Lane>,
+    pub(crate) steps: Vec<Step>,
+    /// Each lane has a thread of its own on each rank; else one has all.
+    pub(crate) threads: bool,
+    /// Connections are as awkward as they can be.
+    pub(crate) rough: bool,
+    pub(crate) ending: Ending,
+}
+
+/// How groups come from another.
+#[derive(Debug)]
+pub(crate) struct Make {
+    pub(crate) parent: usize,
+    pub(crate) how: How,
+    /// Indices of the groups that it makes.
+    pub(crate) groups: std::ops::Range<usize>,
+}
+
+#[derive(Debug)]
+pub(crate) enum How {
+    /// Of these ranks of the parent.
+    Subgroup(Vec<usize>),
+    /// By each rank's color and key.
+    Split(Vec<(Option<u32>, i64)>),
+}
+
+/// Operations of one group, one after the other: its collectives, or messages with tags of their own.
+#[derive(Debug)]
+pub(crate) struct Lane {
+    pub(crate) group: usize,
+    pub(crate) collectives: bool,
+}
+
+#[derive(Debug)]
+pub(crate) struct Step {
+    pub(crate) lane: usize,
+    pub(crate) what: What,
+}
+
+#[derive(Debug)]
+pub(crate) enum What {
+    Collective(Collective),
+    Objects(Objects),
+    MonitoredBarrier,
+    Messages(Arc<Messages>),
+}
+
+#[derive(Debug, Clone)]
+pub(crate) struct Collective {
+    pub(crate) kind: Kind,
+    pub(crate) dtype: Dtype,
+    pub(crate) op: ReduceOp,
+    pub(crate) root: usize,
+    /// One length, one for each buffer of a list, for each rank, or for each pair of ranks.
+    pub(crate) lens: Vec<usize>,
+    /// Values whose sums are rounded.
+    pub(crate) rounded: bool,
+    pub(crate) seed: u64,
+}
+
+impl Collective {
+    /// Decides what a rank multiplies its share with, where it does.
+    pub(crate) fn factor(&self, rank: usize) -> u64 {
+        hash(self.seed, rank, usize::MAX)
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Barrier,
+    AllReduce,
+    AllReduceInto,
+    AllReduceList,
+    Broadcast,
+    BroadcastList,
+    Reduce,
+    ReduceInto,
+    ReduceList,
+    Scan,
+    ExclusiveScan,
+    AllGather,
+    AllGatherInPlace,
+    AllGatherV,
+    AllGatherList,
+    ReduceScatter,
+    ReduceScatterInPlace,
+    ReduceScatterV,
+    ReduceScatterList,
+    Gather,
+    GatherV,
+    Scatter,
+    ScatterV,
+    AllToAll,
+    AllToAllInPlace,
+    AllToAllV,
+}
+
+pub(crate) const KINDS: [Kind; 26] = [
+    Kind::Barrier,
+    Kind::AllReduce,
+    Kind::AllReduceInto,
+    Kind::AllReduceList,
+    Kind::Broadcast,
+    Kind::BroadcastList,
+    Kind::Reduce,
+    Kind::ReduceInto,
+    Kind::ReduceList,
+    Kind::Scan,
+    Kind::ExclusiveScan,
+    Kind::AllGather,
+    Kind::AllGatherInPlace,
+    Kind::AllGatherV,
+    Kind::AllGatherList,
+    Kind::ReduceScatter,
+    Kind::ReduceScatterInPlace,
+    Kind::ReduceScatterV,
+    Kind::ReduceScatterList,
+    Kind::Gather,
+    Kind::GatherV,
+    Kind::Scatter,
+    Kind::ScatterV,
+    Kind::AllToAll,
+    Kind::AllToAllInPlace,
+    Kind::AllToAllV,
+];
+
+impl Kind {
+    fn is_list(self) -> bool {
+        matches!(
+            self,
+            Self::AllReduceList
+                | Self::BroadcastList
+                | Self::ReduceList
+                | Self::AllGatherList
+                | Self::ReduceScatterList
+        )
+    }
+
+    pub(crate) fn is_scan(self) -> bool {
+        matches!(self, Self::Scan | Self::ExclusiveScan)
+    }
+
+    pub(crate) fn reduces(self) -> bool {
+        let of_blocks =
+            [Self::ReduceScatter, Self::ReduceScatterInPlace, Self::ReduceScatterV, Self::ReduceScatterList];
+        let of_one = [Self::Reduce, Self::ReduceInto, Self::ReduceList];
+        self.is_all_reduce() || self.is_scan() || of_one.contains(&self) || of_blocks.contains(&self)
+    }
+
+    /// Whether all ranks get the same sums.
+    pub(crate) fn is_all_reduce(self) -> bool {
+        matches!(self, Self::AllReduce | Self::AllReduceInto | Self::AllReduceList)
+    }
+
+    /// Lengths in [`Collective::lens`] for a group of `size` and lists of so many buffers, and how many times each of
+    /// them a rank has at most.
+    pub(crate) fn shape(self, size: usize, buffers: usize) -> (usize, usize) {
+        match self {
+            Self::Barrier => (0, 1),
+            Self::AllGatherV | Self::ReduceScatterV | Self::GatherV | Self::ScatterV => (size, 1),
+            Self::AllToAllV => (size * size, 1),
+            Self::AllGather | Self::AllGatherInPlace | Self::ReduceScatter | Self::ReduceScatterInPlace => {
+                (1, size)
+            }
+            Self::Gather | Self::Scatter | Self::AllToAll | Self::AllToAllInPlace => (1, size),
+            Self::AllGatherList | Self::ReduceScatterList => (buffers, size),
+            kind if kind.is_list() => (buffers, 1),
+            _ => (1, 1),
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Objects {
+    Broadcast { root: usize, seed: u64 },
+    AllGather { seed: u64 },
+    Gather { root: usize, seed: u64 },
+    Scatter { root: usize, seed: u64 },
+}
+
+#[derive(Debug, Clone)]
+pub(crate) struct Messages {
+    pub(crate) pattern: Pattern,
+    pub(crate) dtype: Dtype,
+    pub(crate) list: Vec<Message>,
+    pub(crate) seed: u64,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Pattern {
+    /// One after the other.
+    Plain,
+    /// Each rank sends to one and receives from one.
+    SendRecv,
+    /// Side by side.
+    Batch,
+    /// One rank receives from whoever sends.
+    AnySource,
+    /// The receiver looks first.
+    Probe,
+}
+
+#[derive(Debug, Clone)]
+pub(crate) struct Message {
+    pub(crate) from: usize,
+    pub(crate) to: usize,
+    pub(crate) tag: u32,
+    pub(crate) len: usize,
+}
+
+/// How a program ends: well, or with an error that all ranks of a group must get alike.
+#[derive(Debug, Clone)]
+pub(crate) enum Ending {
+    /// All handles are dropped.
+    Well,
+    /// All groups are destroyed, the first first, though there are handles left.
+    Destroyed,
+    /// One rank of a group does something that the others do not expect.
+    Badly(Badly),
+}
+
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Badly {
+    pub(crate) group: usize,
+    pub(crate) culprit: usize,
+    pub(crate) fault: Fault,
+    /// Those who are left go on in a group of their own.
+    pub(crate) shrinks: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Fault {
+    Differs,
+    Aborts,
+    /// Drops all its handles.
+    Leaves,
+    Destroys,
+}
+
+impl Fault {
+    /// Whether the rank is no longer in the group then.
+    pub(crate) fn is_leave(self) -> bool {
+        matches!(self, Self::Leaves | Self::Destroys)
+    }
+}
+
+impl Program {
+    /// The program that `seed` stands for.
+    pub(crate) fn random(seed: u64) -> Self {
+        let random = &mut Random::from_seed(seed);
+        let world = [1, 2, 2, 2, 3, 3, 3, 4, 4, WORLD, WORLD][random.below(11)];
+        let (mut groups, mut makes) = (vec![(0..world).collect::<Vec<_>>()], Vec::new());
+        for _ in 0..random.below(4) {
+            let make = random_make(&mut groups, random);
+            makes.push(make);
+        }
+        let mut lanes = Vec::new();
+        for (group, ranks) in groups.iter().enumerate() {
+            lanes.push(Lane { group, collectives: true });
+            let of_messages = if ranks.len() > 1 { random.below(3) } else { 0 };
+            lanes.extend((0..of_messages).map(|_| Lane { group, collectives: false }));
+        }
+        let mut steps = Vec::new();
+        for number in 0..STEPS {
+            let lane = random.below(lanes.len());
+            let size = groups[lanes[lane].group].len();
+            let what = match lanes[lane].collectives {
+                true if random.below(12) == 0 => What::Objects(random_objects(size, random)),
+                true if random.below(30) == 0 => What::MonitoredBarrier,
+                true => What::Collective(random_collective(size, random)),
+                false => What::Messages(Arc::new(random_messages(lane, number, size, random))),
+            };
+            steps.push(Step { lane, what });
+        }
+        let (threads, rough) = (random.below(2) == 0, random.below(4) == 0);
+        let ending = random_ending(&groups, random);
+        Self { seed, groups, makes, lanes, steps, threads, rough, ending }
+    }
+
+    pub(crate) fn world(&self) -> usize {
+        self.groups[0].len()
+    }
+}
+
+/// All but the steps.
+impl fmt::Display for Program {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { groups, makes, threads, rough, ending, .. } = self;
+        write!(f, "groups {groups:?} by {makes:?}, threads: {threads}, rough: {rough}, ending: {ending:?}")
+    }
+}
+
+fn random_make(groups: &mut Vec<Vec<usize>>, random: &mut Random) -> Make {
+    let parent = random.below(groups.len());
+    let ranks = groups[parent].clone();
+    let first = groups.len();
+    let how = if random.below(2) == 0 {
+        let mut chosen: Vec<usize> = (0..ranks.len()).filter(|_| random.below(3) > 0).collect();
+        if chosen.is_empty() {
+            chosen.push(random.below(ranks.len()));
+        }
+        shuffle(&mut chosen, random);
+        groups.push(chosen.iter().map(|&rank| ranks[rank]).collect());
+        How::Subgroup(chosen)
+    } else {
+        let color = |random: &mut Random| [None, Some(0), Some(1), Some(7), Some(7)][random.below(5)];
+        let of_each: Vec<_> = ranks.iter().map(|_| (color(random), random.below(3) as i64 - 1)).collect();
+        for color in [0, 1, 7] {
+            let has = |rank: &usize| of_each[*rank].0 == Some(color);
+            let mut together: Vec<usize> = (0..ranks.len()).filter(has).collect();
+            together.sort_by_key(|&rank| (of_each[rank].1, rank));
+            if !together.is_empty() {
+                groups.push(together.iter().map(|&rank| ranks[rank]).collect());
+            }
+        }
+        How::Split(of_each)
+    };
+    Make { parent, how, groups: first..groups.len() }
+}
+
+fn shuffle<T>(list: &mut [T], random: &mut Random) {
+    for index in (1..list.len()).rev() {
+        list.swap(index, random.below(index + 1));
+    }
+}
+
+/// Sizes at which the table of algorithms, the small messages and the reading ahead change, in bytes.
+const THRESHOLDS: [usize; 6] = [4 << 10, 8 << 10, 12 << 10, 64 << 10, 128 << 10, 256 << 10];
+
+/// A length such that `times` of it are mostly few bytes, sometimes around a threshold.
+fn random_len(element_bytes: usize, times: usize, random: &mut Random) -> usize {
+    let around =
+        |bytes: usize, random: &mut Random| (bytes / element_bytes / times + random.below(3)).max(1) - 1;
+    match random.below(100) {
+        0..10 => 0,
+        10..70 => random.below(40),
+        70..88 => random.below(1500) / times,
+        88..97 => around(THRESHOLDS[random.below(3)], random),
+        _ => around(THRESHOLDS[3 + random.below(3)], random),
+    }
+}
+
+fn random_type(random: &mut Random) -> Dtype {
+    TYPES[random.below(TYPES.len())]
+}
+
+fn random_collective(size: usize, random: &mut Random) -> Collective {
+    let kind = KINDS[random.below(KINDS.len())];
+    let dtype = random_type(random);
+    let (lens, times) = kind.shape(size, random.below(4));
+    let lens = (0..lens).map(|_| random_len(dtype.size_bytes(), times, random)).collect();
+    let fits = |op: &ReduceOp| op.accepts(dtype) && !(kind.is_scan() && *op == ReduceOp::Avg);
+    let ops: Vec<ReduceOp> = ReduceOp::ALL.into_iter().filter(fits).collect();
+    let rounded = kind.is_all_reduce() && random.below(3) == 0;
+    let (op, root) = (ops[random.below(ops.len())], random.below(size));
+    Collective { kind, dtype, op, root, lens, rounded, seed: random.next() }
+}
+
+fn random_objects(size: usize, random: &mut Random) -> Objects {
+    let (root, seed) = (random.below(size), random.next());
+    match random.below(4) {
+        0 => Objects::Broadcast { root, seed },
+        1 => Objects::AllGather { seed },
+        2 => Objects::Gather { root, seed },
+        _ => Objects::Scatter { root, seed },
+    }
+}
+
+/// Of a lane with tags of its own, in a group of at least two.
+fn random_messages(lane: usize, number: usize, size: usize, random: &mut Random) -> Messages {
+    let dtype = random_type(random);
+    let tags = lane as u32 * LANE_TAGS;
+    // No other message of the lane has this one.
+    let own_tag = tags + 10 + number as u32;
+    let len = |random: &mut Random| random_len(dtype.size_bytes(), 1, random);
+    let other_than = |rank: usize, random: &mut Random| (rank + 1 + random.below(size - 1)) % size;
+    let (pattern, list) = match random.below(5) {
+        0 => {
+            let distance = 1 + random.below(size - 1);
+            let tag = tags + random.below(3) as u32;
+            let one = |from| Message { from, to: (from + distance) % size, tag, len: len(random) };
+            (Pattern::SendRecv, (0..size).map(one).collect())
+        }
+        1 => {
+            let (to, len) = (random.below(size), len(random));
+            let mut senders: Vec<usize> =
+                (0..size).filter(|&rank| rank != to && random.below(3) > 0).collect();
+            shuffle(&mut senders, random);
+            let one = |from| Message { from, to, tag: own_tag, len };
+            (Pattern::AnySource, senders.into_iter().map(one).collect())
+        }
+        2 => {
+            let from = random.below(size);
+            let one = Message { from, to: other_than(from, random), tag: own_tag, len: len(random) };
+            (Pattern::Probe, vec![one])
+        }
+        which => {
+            let list = (0..1 + random.below(4))
+                .map(|_| {
+                    let (from, tag) = (random.below(size), tags + random.below(3) as u32);
+                    Message { from, to: other_than(from, random), tag, len: len(random) }
+                })
+                .collect();
+            (if which == 3 { Pattern::Plain } else { Pattern::Batch }, list)
+        }
+    };
+    Messages { pattern, dtype, list, seed: random.next() }
+}
+
+fn random_ending(groups: &[Vec<usize>], random: &mut Random) -> Ending {
+    let group = random.below(groups.len());
+    let fault = [Fault::Differs, Fault::Aborts, Fault::Leaves, Fault::Destroys][random.below(4)];
+    // Subgroups keep the groups that they come from, so nobody can leave those alone.
+    let group = if fault == Fault::Leaves { 0 } else { group };
+    let (culprit, shrinks) = (random.below(groups[group].len()), random.below(2) == 0);
+    match random.below(2) {
+        0 if groups[group].len() > 1 => Ending::Badly(Badly { group, culprit, fault, shrinks }),
+        _ if random.below(3) == 0 => Ending::Destroyed,
+        _ => Ending::Well,
+    }
+}

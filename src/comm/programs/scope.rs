@@ -1,0 +1,109 @@
+//! Operations on memory that they borrow.
+
+use std::sync::Arc;
+
+use crate::{CommError, Group, Nonblocking};
+
+use super::calls;
+use super::model::{Case, junk};
+use super::program::{Collective, Message, Messages, Pattern};
+use super::values::Value;
+use super::works::{OfScope, Stop};
+use crate::testing::Random;
+
+/// An operation with the memory that a scope borrows.
+pub(crate) trait Lent {
+    fn begin<'scope, 'env>(
+        &'env mut self,
+        scope: &Nonblocking<'scope, 'env>,
+        handles: &mut OfScope<'scope>,
+    ) -> Result<(), CommError>;
+
+    /// Looks at the memory when the scope is over.
+    fn check(&self) -> Result<(), String>;
+}
+
+/// Carries out all of them in one scope.
+pub(crate) fn carry_out(group: &Group, lent: &mut [Box<dyn Lent>], random: &mut Random) -> Result<(), Stop> {
+    let mut wrong = Ok(());
+    group.scope(|scope| {
+        let mut handles = OfScope::default();
+        for one in &mut *lent {
+            one.begin(scope, &mut handles)?;
+        }
+        match handles.settle(random) {
+            Err(Stop::Failed(error)) => return Err(error),
+            other => wrong = other,
+        }
+        Ok(())
+    })?;
+    wrong?;
+    Ok(lent.iter().try_for_each(|one| one.check())?)
+}
+
+/// Compares with the model what an operation has sent and filled.
+type Check<T> = Box<dyn Fn(&Case<T>, &[T], &[T]) -> Result<(), String>>;
+
+pub(crate) struct OfCollective<T> {
+    pub(crate) call: Collective,
+    pub(crate) place: (usize, usize),
+    pub(crate) case: Case<T>,
+    pub(crate) send: Vec<T>,
+    pub(crate) recv: Vec<T>,
+    /// Looks at what is left of the two.
+    pub(crate) check: Check<T>,
+}
+
+impl<T: Value> Lent for OfCollective<T> {
+    fn begin<'scope, 'env>(
+        &'env mut self,
+        scope: &Nonblocking<'scope, 'env>,
+        handles: &mut OfScope<'scope>,
+    ) -> Result<(), CommError> {
+        let (what, memory) = ((&self.call, self.place.0, self.place.1), (&self.send[..], &mut self.recv[..]));
+        calls::begin::<T, _, _>(scope, what, memory, handles, Box::new(|_, _| Ok(())))
+    }
+
+    fn check(&self) -> Result<(), String> {
+        (self.check)(&self.case, &self.send, &self.recv)
+    }
+}
+
+pub(crate) struct OfMessages<T> {
+    what: Arc<Messages>,
+    me: usize,
+    /// For each message of this rank.
+    memory: Vec<Vec<T>>,
+}
+
+impl<T: Value> OfMessages<T> {
+    /// `None` if only one who waits learns who has sent.
+    pub(crate) fn new(what: &Arc<Messages>, me: usize) -> Option<Self> {
+        let memory = |(index, message): (usize, &Message)| {
+            if message.from == me { what.content::<T>(index) } else { junk(message.len) }
+        };
+        let memory = what.of(me).map(memory).collect();
+        (what.pattern != Pattern::AnySource).then(|| Self { what: Arc::clone(what), me, memory })
+    }
+}
+
+impl<T: Value> Lent for OfMessages<T> {
+    fn begin<'scope, 'env>(
+        &'env mut self,
+        scope: &Nonblocking<'scope, 'env>,
+        handles: &mut OfScope<'scope>,
+    ) -> Result<(), CommError> {
+        for ((_, Message { from, to, tag, .. }), memory) in self.what.of(self.me).zip(&mut self.memory) {
+            if *from == self.me {
+                handles.add(scope.send(&memory[..], *to, *tag)?);
+            } else {
+                handles.add(scope.recv(&mut memory[..], *from, *tag)?);
+            }
+        }
+        Ok(())
+    }
+
+    fn check(&self) -> Result<(), String> {
+        self.what.of(self.me).zip(&self.memory).try_for_each(|((index, _), got)| self.what.check(index, got))
+    }
+}

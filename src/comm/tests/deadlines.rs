@@ -1,0 +1,250 @@
+//! Whoever waits for a rank that does not come is told in time, and whom it waited for.
+
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+mod common;
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::channel;
+use std::time::{Duration, Instant};
+
+use common::{CommError, Gate, Group, LONG, ReduceOp, ranks, ranks_together};
+use convoke_comm::{GroupOptions, Loss, Mesh};
+
+const TIMEOUT: Duration = Duration::from_millis(800);
+/// For a busy machine.
+const MARGIN: Duration = Duration::from_secs(10);
+/// The rank that never calls; where there is a root that sends, it is that.
+const ABSENT: usize = 2;
+
+type Op = fn(&Group) -> Result<(), CommError>;
+
+/// Each operation, so that a rank below [`ABSENT`] waits for it, or sends it something that it does not take.
+const OPERATIONS: [(&str, Op); 38] = [
+    ("barrier", Group::barrier),
+    ("monitored_barrier", |group| group.monitored_barrier(group.timeout())),
+    ("all_reduce", |group| group.all_reduce(&mut [1], ReduceOp::Sum)),
+    ("all_reduce, long", |group| group.all_reduce(&mut vec![1.0_f32; 300_000], ReduceOp::Sum)),
+    ("all_reduce_into", |group| group.all_reduce_into(&[1], &mut [0], ReduceOp::Sum)),
+    ("all_reduce_coalesced", |group| group.all_reduce_coalesced::<i32, _>(&mut [[1], [2]], ReduceOp::Sum)),
+    ("broadcast", |group| group.broadcast(&mut [1], ABSENT)),
+    ("broadcast, long", |group| group.broadcast(&mut vec![1_u8; 300_000], ABSENT)),
+    ("broadcast_coalesced", |group| group.broadcast_coalesced::<i32, _>(&mut [[1], [2]], ABSENT)),
+    ("reduce", |group| group.reduce(&mut [1], ReduceOp::Sum, 0)),
+    ("reduce_into", |group| group.reduce_into(&[1], &mut [0], ReduceOp::Sum, 0)),
+    ("reduce_coalesced", |group| group.reduce_coalesced::<i32, _>(&mut [[1], [2]], ReduceOp::Sum, 0)),
+    ("scan", |group| group.scan(&mut [1], ReduceOp::Sum)),
+    ("exclusive_scan", |group| group.exclusive_scan(&mut [1], ReduceOp::Sum)),
+    ("all_gather", |group| group.all_gather(&[1], &mut [0; 3])),
+    ("all_gather_in_place", |group| group.all_gather_in_place(&mut [0; 3])),
+    ("all_gather_coalesced", |group| group.all_gather_coalesced::<i32, _, _>(&[[1]], &mut [[0; 3]])),
+    ("all_gather_v", |group| group.all_gather_v(&[1], &mut [0; 3], &[1, 1, 1])),
+    ("reduce_scatter", |group| group.reduce_scatter(&[1; 3], &mut [0], ReduceOp::Sum)),
+    ("reduce_scatter_in_place", |group| group.reduce_scatter_in_place(&mut [0; 3], ReduceOp::Sum)),
+    ("reduce_scatter_coalesced", |group| {
+        group.reduce_scatter_coalesced::<i32, _, _>(&[[1; 3]], &mut [[0]], ReduceOp::Sum)
+    }),
+    ("reduce_scatter_v", |group| group.reduce_scatter_v(&[1; 3], &mut [0], &[1, 1, 1], ReduceOp::Sum)),
+    ("gather", |group| group.gather(&[1], &mut [0; 3], 0)),
+    ("gather_v", |group| group.gather_v(&[1], &mut [0; 3], &[1, 1, 1], 0)),
+    ("scatter", |group| group.scatter(&[], &mut [0], ABSENT)),
+    ("scatter_v", |group| group.scatter_v(&[], &mut [0], &[], ABSENT)),
+    ("all_to_all", |group| group.all_to_all(&[1; 3], &mut [0; 3])),
+    ("all_to_all_v", |group| group.all_to_all_v((&[1; 3], &[1, 1, 1]), (&mut [0; 3], &[1, 1, 1]))),
+    ("broadcast_object", |group| group.broadcast_object::<String>(None, ABSENT).map(drop)),
+    ("all_gather_object", |group| group.all_gather_object(&"x".to_owned()).map(drop)),
+    ("gather_object", |group| group.gather_object(&"x".to_owned(), 0).map(drop)),
+    ("scatter_object", |group| group.scatter_object::<String>(None, ABSENT).map(drop)),
+    ("recv", |group| group.recv(&mut [0], ABSENT, 0)),
+    ("send, long", |group| group.send(&[0_u8; 100_000], ABSENT, 0)),
+    ("probe", |group| group.probe(Some(ABSENT), 0).map(drop)),
+    ("send_recv", |group| group.send_recv((&[1], ABSENT, 0), (&mut [0], ABSENT, 0))),
+    ("subgroup", |group| group.subgroup(&[0, 1]).map(drop)),
+    ("split", |group| group.split(Some(0), 0).map(drop)),
+];
+
+/// Checks that an operation, begun at `start`, ended for the absent rank alone, and in time.
+fn check(name: &str, start: Instant, result: Result<(), CommError>) {
+    let error = result.unwrap_err();
+    let CommError::Timeout { missing, after, .. } = &error else { panic!("{name}: {error}") };
+    assert_eq!((missing.as_slice(), *after), (&[ABSENT][..], TIMEOUT), "{name}: {error}");
+    let took = start.elapsed();
+    assert!(took < TIMEOUT + MARGIN, "{name}: {took:?}");
+}
+
+/// Runs `body` on ranks 0 and 1 of a group of three; rank 2 is there and calls nothing.
+fn without_one(body: impl Fn(&Group) + Sync) {
+    let done = Gate::new(3);
+    ranks_together(3, |group| {
+        if group.rank() != ABSENT {
+            body(&group);
+        }
+        done.wait();
+    });
+}
+
+#[test]
+fn every_operation_ends_at_its_deadline_and_names_who_did_not_come() {
+    std::thread::scope(|scope| {
+        for (name, operation) in OPERATIONS {
+            scope.spawn(move || {
+                without_one(|group| {
+                    let (limited, start) = (group.with_timeout(TIMEOUT), Instant::now());
+                    // Whom it does not concern hears of it with the next call.
+                    check(name, start, operation(&limited).and_then(|()| limited.barrier()));
+                    assert!(start.elapsed() >= TIMEOUT / 2, "{name}");
+                });
+            });
+        }
+        scope.spawn(|| {
+            without_one(|group| {
+                let (limited, start) = (group.with_timeout(TIMEOUT), Instant::now());
+                let error = limited.recv_any(&mut [0], 0).unwrap_err();
+                // Anybody could have sent.
+                let CommError::Timeout { missing, .. } = &error else { panic!("{error}") };
+                assert!(missing.contains(&ABSENT) && start.elapsed() < TIMEOUT + MARGIN, "{error}");
+            });
+        });
+        scope.spawn(|| {
+            without_one(|group| {
+                let (limited, start) = (group.with_timeout(TIMEOUT), Instant::now());
+                check("mesh", start, Mesh::new(&limited, &[("x", 3)]).map(drop));
+            });
+        });
+    });
+}
+
+#[test]
+fn the_time_of_a_nonblocking_operation_runs_from_when_it_is_begun() {
+    without_one(|group| {
+        let (limited, start) = (group.with_timeout(TIMEOUT), Instant::now());
+        let work = limited.nonblocking().all_reduce(vec![1; 1000], ReduceOp::Sum).unwrap();
+        let (done, is_done) = channel();
+        work.on_complete(move || done.send(()).unwrap());
+        // Nobody waits for it.
+        is_done.recv_timeout(LONG).unwrap();
+        check("all_reduce", start, work.wait().map(drop));
+    });
+}
+
+#[test]
+fn the_parts_of_one_call_have_its_time_together() {
+    let timeout = Duration::from_secs(2);
+    ranks_together(2, |group| {
+        if group.rank() == 0 {
+            let start = Instant::now();
+            let error = group.with_timeout(timeout).all_gather_object(&7_u8).unwrap_err();
+            assert!(matches!(&error, CommError::Timeout { missing, after, .. }
+                if *missing == [1] && *after == timeout));
+            assert!(start.elapsed() < timeout * 3 / 2, "{:?}", start.elapsed());
+        } else {
+            // The first part, of the sizes, late; then nothing.
+            std::thread::sleep(timeout * 2 / 3);
+            group.all_gather(&[1_u64], &mut [0; 2]).unwrap();
+            let error = group.recv(&mut [0], 0, 0).unwrap_err();
+            assert!(matches!(error, CommError::Timeout { .. }), "{error}");
+        }
+    });
+}
+
+#[test]
+fn calls_have_half_an_hour_unless_told_otherwise() {
+    let store = std::sync::Arc::new(convoke_store::MemoryStore::new());
+    let group = Group::new(store, 0, 1, GroupOptions::default()).unwrap();
+    assert_eq!(group.timeout(), Duration::from_secs(30 * 60));
+    assert_eq!(group.with_timeout(TIMEOUT).timeout(), TIMEOUT);
+    group.with_timeout(Duration::MAX).barrier().unwrap();
+}
+
+#[test]
+fn a_monitored_barrier_names_all_who_did_not_come_on_every_rank() {
+    let timeout = 2 * TIMEOUT;
+    let names = |absent: &[usize]| {
+        let gate = Gate::new(4);
+        ranks_together(4, |group| {
+            let is_absent = absent.contains(&group.rank());
+            if is_absent {
+                gate.wait();
+            } else if group.rank() != absent[0] ^ 1 {
+                // One is early, and waits for longer than the others.
+                std::thread::sleep(timeout / 4);
+            }
+            let start = Instant::now();
+            let error = group.monitored_barrier(timeout).unwrap_err();
+            if !is_absent {
+                assert!(start.elapsed() >= timeout / 2 && start.elapsed() < timeout + MARGIN);
+                gate.wait();
+            }
+            let CommError::Timeout { missing, after, place, .. } = &error else { panic!("{error}") };
+            assert_eq!((missing.as_slice(), *after), (absent, timeout), "{error}");
+            assert!(place.confirmed, "{error}");
+            // The group has ended.
+            assert!(matches!(group.barrier(), Err(CommError::Timeout { .. })));
+        });
+    };
+    std::thread::scope(|scope| {
+        for absent in [&[2][..], &[1, 3], &[0], &[0, 3], &[0, 1, 2]] {
+            scope.spawn(move || names(absent));
+        }
+    });
+}
+
+#[test]
+fn a_monitored_barrier_waits_for_who_comes_in_time_and_takes_its_turn_among_collectives() {
+    for world in 1..=4 {
+        ranks(world, |group| {
+            if group.rank() == world / 2 {
+                std::thread::sleep(Duration::from_millis(200));
+            }
+            group.monitored_barrier(LONG).unwrap();
+            for round in 0..100 {
+                let mut sum = [round];
+                group.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
+                assert_eq!(sum, [round * world as i64]);
+                group.monitored_barrier(LONG).unwrap();
+                if round % 10 == 0 {
+                    group.barrier().unwrap();
+                }
+            }
+            // Whoever is through may leave at once.
+            group.monitored_barrier(LONG).unwrap();
+        });
+    }
+}
+
+#[test]
+fn nobody_is_through_a_monitored_barrier_before_all_have_come() {
+    // In large groups not all are connected for data.
+    for (world, rounds) in [(4, 200), (20, 5)] {
+        let come = AtomicUsize::new(0);
+        ranks(world, |group| {
+            for round in 1..=rounds {
+                come.fetch_add(1, Ordering::SeqCst);
+                group.monitored_barrier(LONG).unwrap();
+                assert!(come.load(Ordering::SeqCst) >= world * round);
+            }
+        });
+    }
+}
+
+#[test]
+fn a_monitored_barrier_fails_as_other_calls_do() {
+    // Another call is a mismatch, on all ranks.
+    ranks_together(3, |group| {
+        let result = if group.rank() == 1 {
+            group.all_reduce(&mut [1], ReduceOp::Sum)
+        } else {
+            group.monitored_barrier(LONG)
+        };
+        let error = result.unwrap_err();
+        assert!(matches!(error, CommError::Mismatch { .. }), "{error}");
+        assert!(error.to_string().contains("monitored_barrier()"), "{error}");
+    });
+    // Who has left will not come.
+    ranks_together(3, |group| {
+        if group.rank() != 1 {
+            let error = group.monitored_barrier(LONG).unwrap_err();
+            assert!(matches!(error, CommError::PeerLost { rank: 1, how: Loss::Left, .. }), "{error}");
+        }
+    });
+}

@@ -1,0 +1,257 @@
+//! Ranks that do not make the same calls are told so, all alike, and with the name of the rank that differs.
+
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+mod common;
+
+use std::sync::Barrier;
+use std::time::{Duration, Instant};
+
+use common::{CommError, Group, LONG, ReduceOp, SHORT, ranks};
+use convoke_comm::{CallKind, Dtype, Element, Loss};
+
+type Call = fn(&Group) -> Result<(), CommError>;
+/// A call with a root, or with some other rank that matters.
+type Rooted = fn(&Group, usize) -> Result<(), CommError>;
+
+fn sum<T: Element + Default>(group: &Group, count: usize, op: ReduceOp) -> Result<(), CommError> {
+    group.all_reduce(&mut vec![T::default(); count], op)
+}
+
+fn sum_1000(group: &Group) -> Result<(), CommError> {
+    sum::<f32>(group, 1000, ReduceOp::Sum)
+}
+
+fn broadcast_from(group: &Group, root: usize) -> Result<(), CommError> {
+    group.broadcast(&mut [0.0_f32; 1000], root)
+}
+
+fn reduce_to(group: &Group, root: usize) -> Result<(), CommError> {
+    group.reduce(&mut [0.0_f32; 1000], ReduceOp::Sum, root)
+}
+
+fn gather_to(group: &Group, root: usize) -> Result<(), CommError> {
+    group.gather(&[0.0_f32; 10], &mut vec![0.0; 10 * group.size()], root)
+}
+
+fn scatter_from(group: &Group, root: usize) -> Result<(), CommError> {
+    group.scatter(&vec![0.0_f32; 10 * group.size()], &mut [0.0; 10], root)
+}
+
+/// Blocks of which the first and the second share `three` elements, the others have one each.
+fn blocks(group: &Group, three: [usize; 2]) -> Vec<usize> {
+    (0..group.size()).map(|rank| three.get(rank).copied().unwrap_or(1)).collect()
+}
+
+fn gather_blocks(group: &Group, three: [usize; 2]) -> Result<(), CommError> {
+    let lens = blocks(group, three);
+    group.all_gather_v(&vec![0_i32; lens[group.rank()]], &mut vec![0; lens.iter().sum()], &lens)
+}
+
+fn sum_blocks(group: &Group, three: [usize; 2]) -> Result<(), CommError> {
+    let lens = blocks(group, three);
+    let mut own = vec![0_i32; lens[group.rank()]];
+    group.reduce_scatter_v(&vec![0; lens.iter().sum()], &mut own, &lens, ReduceOp::Sum)
+}
+
+/// What differs, what one rank calls, what the others call.
+const ODD: &[(&str, &[Call], &[Call])] = &[
+    ("the operation", &[|group| sum::<f32>(group, 1000, ReduceOp::Max)], &[sum_1000]),
+    ("the type", &[|group| sum::<i32>(group, 1000, ReduceOp::Sum)], &[sum_1000]),
+    ("the count", &[|group| sum::<f32>(group, 1001, ReduceOp::Sum)], &[sum_1000]),
+    ("the algorithm", &[|group| sum::<f32>(group, 1_000_000, ReduceOp::Sum)], &[sum_1000]),
+    ("nothing to add", &[|group| sum::<f32>(group, 0, ReduceOp::Sum)], &[sum_1000]),
+    ("a barrier", &[Group::barrier], &[sum_1000]),
+    ("a broadcast", &[|group| broadcast_from(group, 1)], &[sum_1000]),
+    ("a reduction to one", &[|group| reduce_to(group, 0)], &[sum_1000]),
+    ("a scan", &[|group| group.scan(&mut [0.0_f32; 1000], ReduceOp::Sum)], &[sum_1000]),
+    ("the root of a broadcast", &[|group| broadcast_from(group, 1)], &[|group| broadcast_from(group, 0)]),
+    ("the root of a reduction", &[|group| reduce_to(group, 1)], &[|group| reduce_to(group, 0)]),
+    ("the root of a gather", &[|group| gather_to(group, 1)], &[|group| gather_to(group, 0)]),
+    ("the root of a scatter", &[|group| scatter_from(group, 1)], &[|group| scatter_from(group, 0)]),
+    ("lengths to gather", &[|group| gather_blocks(group, [1, 2])], &[|group| gather_blocks(group, [2, 1])]),
+    ("lengths to sum up", &[|group| sum_blocks(group, [1, 2])], &[|group| sum_blocks(group, [2, 1])]),
+    ("the order", &[Group::barrier, sum_1000], &[sum_1000, Group::barrier]),
+    ("a missing call", &[Group::barrier], &[sum_1000, Group::barrier]),
+    ("one call more", &[sum_1000, sum_1000, Group::barrier], &[sum_1000, Group::barrier]),
+];
+
+/// What all ranks get that make these calls, after one that all of them make alike: who is slow could hear of the
+/// mismatch while the group forms.
+fn errors(world: usize, calls: impl Fn(&Group) -> Result<(), CommError> + Sync) -> Vec<CommError> {
+    ranks(world, |group| {
+        let result = sum::<f32>(&group, 10, ReduceOp::Sum).and_then(|()| calls(&group));
+        // Who has returned already, such as a root, hears of it with its next call.
+        result.and_then(|()| group.barrier()).and_then(|()| group.barrier()).unwrap_err()
+    })
+}
+
+#[test]
+fn calls_that_differ_are_a_mismatch_on_all_ranks() {
+    for &(name, odd, even) in ODD {
+        for world in if common::is_full() { vec![2, 3, 4, 5] } else { vec![2, 5] } {
+            for who in 0..world {
+                let errors = errors(world, |group| {
+                    let calls = if group.rank() == who { odd } else { even };
+                    calls.iter().try_for_each(|call| call(group))
+                });
+                let cause = |error: &CommError| error.to_string().split("; group").next().unwrap().to_owned();
+                for error in &errors {
+                    let CommError::Mismatch { rank, by, .. } = error else {
+                        panic!("{name}, rank {who} of {world}: {error}");
+                    };
+                    assert!(*rank == who || *by == who, "{name}, rank {who} of {world}: {error}");
+                    assert_eq!(cause(error), cause(&errors[0]), "{name}, rank {who} of {world}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_mismatch_is_found_where_no_data_flows_between_the_ranks_that_differ() {
+    let start = Instant::now();
+    // Each waits for its root and nobody sends; or all send, and nobody waits.
+    let all: [Rooted; 4] = [broadcast_from, scatter_from, reduce_to, gather_to];
+    for call in all {
+        for world in [3, 5] {
+            for error in errors(world, |group| call(group, (group.rank() + 1) % world)) {
+                assert!(matches!(error, CommError::Mismatch { .. }), "{error}");
+            }
+        }
+    }
+    assert!(start.elapsed() < LONG / 2);
+}
+
+#[test]
+fn a_mismatch_names_both_calls() {
+    let errors = ranks(2, |group| {
+        if group.rank() == 0 { group.barrier() } else { sum::<f64>(&group, 3, ReduceOp::Min) }.unwrap_err()
+    });
+    for error in errors {
+        let CommError::Mismatch { rank, theirs, by, ours, .. } = &error else { panic!("{error}") };
+        let calls = if (*rank, *by) == (0, 1) { [theirs, ours] } else { [ours, theirs] };
+        assert_eq!(calls.map(convoke_comm::Call::kind), [CallKind::Barrier, CallKind::AllReduce]);
+        assert_eq!((calls[1].dtype(), calls[1].op(), calls[1].count()), (Dtype::F64, Some(ReduceOp::Min), 3));
+        assert!(error.to_string().contains("all_reduce(f64, 3, min)"), "{error}");
+    }
+}
+
+#[test]
+fn who_makes_one_call_less_and_computes_or_leaves_is_named() {
+    for leaves in [false, true] {
+        for who in 0..3 {
+            let gate = Barrier::new(3);
+            let errors = ranks(3, |group| {
+                group.barrier().unwrap();
+                if group.rank() == who {
+                    let kept = (!leaves).then_some(group);
+                    gate.wait();
+                    return kept.map(|group| group.barrier().unwrap_err());
+                }
+                let timeout = if leaves { LONG } else { SHORT };
+                let error = group.with_timeout(timeout).barrier().unwrap_err();
+                gate.wait();
+                Some(error)
+            });
+            for error in errors.into_iter().flatten() {
+                let named = match &error {
+                    CommError::Timeout { missing, .. } => !leaves && *missing == [who],
+                    CommError::PeerLost { rank, how: Loss::Left, .. } => leaves && *rank == who,
+                    _ => false,
+                };
+                assert!(named, "rank {who}, leaves: {leaves}: {error}");
+            }
+        }
+    }
+}
+
+#[test]
+fn who_makes_one_call_more_than_all_others_is_told_whom_it_waits_for() {
+    for who in 0..3 {
+        let gate = Barrier::new(3);
+        let errors = ranks(3, |group| {
+            let group = group.with_timeout(SHORT);
+            group.barrier().unwrap();
+            let more = (group.rank() == who).then(|| group.barrier().unwrap_err());
+            gate.wait();
+            // What that one had sent may be all that theirs needs.
+            more.unwrap_or_else(|| group.barrier().and_then(|()| group.barrier()).unwrap_err())
+        });
+        let others: Vec<usize> = (0..3).filter(|&rank| rank != who).collect();
+        for error in errors {
+            // It waits for one of them, which need not be the first.
+            let CommError::Timeout { missing, .. } = &error else { panic!("{error}") };
+            assert!(!missing.is_empty() && missing.iter().all(|rank| others.contains(rank)), "{error}");
+        }
+    }
+}
+
+#[test]
+fn blocks_of_another_length_than_a_root_expects_name_who_sends_them() {
+    // Rank `odd` sends one element more than it should.
+    let cases: [(&str, Rooted); 3] = [
+        ("gather_v", |group, odd| {
+            let len = 2 + usize::from(group.rank() == odd);
+            let mut recv = vec![0_i32; 2 * group.size()];
+            group.gather_v(&vec![0; len], &mut recv, &vec![2; group.size()], 0)
+        }),
+        ("scatter_v", |group, odd| {
+            let lens: Vec<usize> = (0..group.size()).map(|rank| 2 + usize::from(rank == 1)).collect();
+            let mine = if group.rank() == odd { lens[odd] } else { 2 };
+            group.scatter_v(&vec![0_i32; lens.iter().sum()], &mut vec![0; mine], &lens, odd)
+        }),
+        ("all_to_all_v", |group, odd| {
+            let more = |to: usize| usize::from(group.rank() == odd && to == (odd + 1) % group.size());
+            let sent: Vec<usize> = (0..group.size()).map(|to| 2 + more(to)).collect();
+            let filled = vec![2; group.size()];
+            let send = vec![0_i32; sent.iter().sum()];
+            group.all_to_all_v((&send, &sent), (&mut vec![0; 2 * group.size()], &filled))
+        }),
+    ];
+    for (name, call) in cases {
+        // The root of a gather knows its own length, that of a scatter sends to another.
+        for odd in if name == "scatter_v" { [0, 2] } else { [1, 2] } {
+            for error in errors(3, |group| call(group, odd)) {
+                assert!(
+                    matches!(error, CommError::Protocol { peer, .. } if peer == odd),
+                    "{name}, {odd}: {error}"
+                );
+                assert!(error.to_string().contains("12 bytes for"), "{name}, {odd}: {error}");
+            }
+        }
+    }
+}
+
+#[test]
+fn messages_of_another_length_or_type_are_a_mismatch() {
+    for early in [false, true] {
+        for large in [false, true] {
+            let count = if large { 100_000 } else { 100 };
+            let errors = ranks(2, |group| {
+                if group.rank() == 0 {
+                    let sent = group.send(&vec![1.0_f32; count], 1, 5);
+                    sent.and_then(|()| group.barrier()).unwrap_err()
+                } else {
+                    if early {
+                        // Behind the other message on the same connection.
+                        std::thread::sleep(Duration::from_millis(20));
+                    }
+                    group.recv(&mut vec![0.0_f32; count + 1], 0, 5).unwrap_err()
+                }
+            });
+            assert!(errors.iter().all(|error| matches!(error, CommError::Mismatch { .. })), "{errors:?}");
+        }
+    }
+}
+
+#[test]
+fn a_message_with_another_tag_times_out_naming_its_sender() {
+    let errors = ranks(2, |group| match group.rank() {
+        0 => group.send(&[1], 1, 5).and_then(|()| group.barrier()).unwrap_err(),
+        _ => group.with_timeout(SHORT).recv(&mut [0], 0, 6).unwrap_err(),
+    });
+    for error in errors {
+        assert!(matches!(&error, CommError::Timeout { missing, .. } if *missing == [0]), "{error}");
+    }
+}

@@ -1,0 +1,447 @@
+//! What recordings say together; and what recordings that are none, or lie, can do.
+
+use proptest::prelude::*;
+
+use super::layout::*;
+use super::process::Life;
+use super::standing::{Standing, Witness, standings};
+use super::*;
+use crate::{ExitCause, Generation};
+
+const SECOND: u64 = 1_000_000_000;
+/// When everything began: in nanoseconds since 1970, and by the clock of the boot.
+const WALL: u64 = 1_795_249_985 * SECOND;
+const BOOT: u64 = 5000 * SECOND;
+const NAMES: &str = "barrier()\tall_reduce(%t, %n%o)\tsend/recv(%t, %n, tag %r)\nu8\tf32\nsum\nring";
+
+fn barrier() -> [u8; 16] {
+    [0, 0, 0xFF, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]
+}
+
+fn sum(count: u8) -> [u8; 16] {
+    [1, 1, 0, 0, 0, 0, 0, 0, count, 0, 0, 0, 0, 0, 0, 0]
+}
+
+fn message() -> [u8; 16] {
+    [2, 1, 0xFF, 0, 7, 0, 0, 0, 3, 0, 0, 0, 0, 0, 0, 0]
+}
+
+/// A recording in the making.
+#[derive(Clone)]
+struct Tape {
+    words: Vec<u64>,
+    next: u64,
+    groups: u32,
+}
+
+impl Tape {
+    fn of(rank: u32) -> Self {
+        let header = Header {
+            rank: Some(rank),
+            world_size: Some(4),
+            process: Process { pid: 100 + rank, start_ticks: 1, pid_namespace: 1, boot_id: 1 },
+            generation: Some(Generation::from_bytes([3; 16])),
+            started_unix_ns: WALL,
+            started_ns: BOOT,
+            run_id: "job7".to_owned(),
+            names: NAMES.to_owned(),
+            ..Header::default()
+        };
+        let mut words = header.encode().to_vec();
+        words.resize(FILE_WORDS, 0);
+        Self { words, next: 1, groups: 0 }
+    }
+
+    /// Adds a group that formed when everything began.
+    fn group(mut self, name: &str, rank: u32, size: u32, change: impl FnOnce(&mut Group)) -> Self {
+        self.groups += 1;
+        let mut group = Group {
+            number: self.groups,
+            state: GroupState::Formed,
+            cause: None,
+            rank,
+            size,
+            id: 9,
+            generation: Some(Generation::from_bytes([3; 16])),
+            made_ns: BOOT,
+            ended_ns: 0,
+            name: name.to_owned(),
+            origin: None,
+        };
+        change(&mut group);
+        let at = group_at(self.groups as usize - 1);
+        self.words[at..at + GROUP_WORDS].copy_from_slice(&group.encode());
+        self
+    }
+
+    fn world(self, rank: u32) -> Self {
+        self.group("world", rank, 4, |_| {})
+    }
+
+    /// Adds a call of group `group`, made `second` seconds after everything began, which took no time.
+    fn call(
+        mut self,
+        group: u32,
+        seq: u64,
+        second: u64,
+        call: [u8; 16],
+        change: impl FnOnce(&mut Entry),
+    ) -> Self {
+        let at = BOOT + second * SECOND;
+        let mut entry = Entry {
+            number: self.next,
+            group,
+            state: State::Done,
+            operation: Operation::Collective,
+            algorithm: 1,
+            seq,
+            call,
+            enqueued_ns: at,
+            started_ns: at,
+            ended_ns: at,
+            received_bytes: 0,
+            sent_bytes: 0,
+            to_receive_bytes: 0,
+            to_send_bytes: 0,
+            thread: 1,
+            waits_for: 0,
+            peers: [0; LISTED_PEERS],
+        };
+        change(&mut entry);
+        let at = entry_at(self.next);
+        self.words[at..at + ENTRY_WORDS].copy_from_slice(&entry.encode());
+        self.next += 1;
+        self
+    }
+
+    fn exit(mut self, second: u64, cause: ExitCause, stopped: bool) -> Self {
+        let exit = Exit { unix_ns: WALL + second * SECOND, cause, stopped };
+        self.words[header::EXIT..header::EXIT + 2].copy_from_slice(&exit.encode());
+        self
+    }
+
+    fn bytes(&self) -> Vec<u8> {
+        self.words.iter().flat_map(|word| word.to_le_bytes()).collect()
+    }
+
+    fn recording(&self) -> Recording {
+        Recording::decode(&self.bytes()).unwrap()
+    }
+}
+
+fn waits(peers: &'static [u32]) -> impl FnOnce(&mut Entry) {
+    move |entry| {
+        entry.state = State::Running;
+        entry.ended_ns = 0;
+        entry.waits_for = peers.len() as u32;
+        entry.peers[..peers.len()].copy_from_slice(peers);
+    }
+}
+
+fn fails(peers: &'static [u32]) -> impl FnOnce(&mut Entry) {
+    move |entry| {
+        waits(peers)(entry);
+        entry.state = State::Failed;
+    }
+}
+
+fn failed(kind: CauseKind, blamed: u32, second: u64) -> impl FnOnce(&mut Group) {
+    move |group| {
+        group.state = GroupState::Failed;
+        group.cause = Some(Cause { kind, blamed: Some(blamed), by: 0 });
+        group.ended_ns = BOOT + second * SECOND;
+    }
+}
+
+/// What is said 40 seconds after everything began.
+fn said(tapes: &[Tape], life: Life) -> Vec<Standing> {
+    let recordings: Vec<Recording> = tapes.iter().map(Tape::recording).collect();
+    let witnesses: Vec<_> = recordings.iter().map(|recording| Witness { recording, life }).collect();
+    standings(&witnesses, WALL + 40 * SECOND)
+}
+
+fn lines(tapes: &[Tape], life: Life) -> Vec<String> {
+    said(tapes, life).iter().map(ToString::to_string).collect()
+}
+
+fn line(tapes: &[Tape], life: Life) -> String {
+    let lines = lines(tapes, life);
+    assert_eq!(lines.len(), 1, "{lines:?}");
+    lines.concat()
+}
+
+/// Rank 2 does not call what the others wait in; around a ring, so that only one of them waits for it directly.
+fn one_is_late() -> Vec<Tape> {
+    let late = |rank: u32| Tape::of(rank).world(rank).call(1, 41, 10, barrier(), |_| {});
+    let peers: [&'static [u32]; 4] = [&[3], &[0], &[], &[2]];
+    (0..4)
+        .map(|rank| match rank {
+            2 => late(rank),
+            _ => late(rank).call(1, 42, 11, sum(100), waits(peers[rank as usize])),
+        })
+        .collect()
+}
+
+#[test]
+fn a_rank_that_does_not_call_is_named_with_how_long_it_has_been_idle() {
+    assert_eq!(
+        line(&one_is_late(), Life::Alive),
+        "group world: rank 2 is at seq 41 barrier() (idle 30 s); \
+         ranks 0,1,3 wait in seq 42 all_reduce(f32, 100, sum) for rank 2 (29 s)"
+    );
+}
+
+#[test]
+fn of_processes_that_are_gone_it_is_the_past_and_nobody_knows_how_long() {
+    assert_eq!(
+        line(&one_is_late(), Life::Gone),
+        "group world: rank 2 was at seq 41 barrier(); \
+         ranks 0,1,3 waited in seq 42 all_reduce(f32, 100, sum) for rank 2"
+    );
+}
+
+#[test]
+fn a_rank_that_has_not_called_at_all_or_was_not_recorded_is_said_to_be_so() {
+    let mut tapes = one_is_late();
+    tapes[2] = Tape::of(2).world(2);
+    let text = line(&tapes, Life::Alive);
+    assert!(
+        text.starts_with("group world: rank 2 has called nothing (idle 40 s); ranks 0,1,3 wait"),
+        "{text}"
+    );
+    // Its process is there, but not in this group.
+    tapes[2] = Tape::of(2);
+    let text = line(&tapes, Life::Alive);
+    assert!(text.starts_with("group world: rank 2 has not come; ranks 0,1,3 wait in"), "{text}");
+    tapes.remove(2);
+    let text = line(&tapes, Life::Alive);
+    assert!(text.ends_with("for rank 2 (29 s); no recording of rank 2"), "{text}");
+}
+
+#[test]
+fn times_count_up_to_the_failure_of_the_group() {
+    let tapes: Vec<Tape> = (0..4)
+        .map(|rank| {
+            let tape =
+                Tape::of(rank).group("world", rank, 4, failed(CauseKind::Timeout, 2, 25 + u64::from(rank)));
+            let tape = tape.call(1, 41, 10, barrier(), |_| {});
+            if rank == 2 { tape } else { tape.call(1, 42, 11, sum(100), fails(&[2])) }
+        })
+        .collect();
+    assert_eq!(
+        line(&tapes, Life::Gone),
+        "group world: rank 2 was at seq 41 barrier() (idle 15 s); \
+         ranks 0,1,3 waited in seq 42 all_reduce(f32, 100, sum) for rank 2 (rank 0 timed out waiting for rank 2)"
+    );
+}
+
+#[test]
+fn who_was_lost_has_died_and_who_was_stopped_has_not() {
+    let tape = |rank| Tape::of(rank).group("world", rank, 4, failed(CauseKind::Lost, 1, 20));
+    let mut tapes = vec![
+        tape(0).call(1, 5, 11, sum(100), fails(&[1])),
+        Tape::of(1).world(1).call(1, 5, 11, sum(100), waits(&[2])),
+        tape(2).call(1, 5, 11, sum(100), fails(&[1])),
+        Tape::of(3).world(3).call(1, 4, 9, barrier(), |_| {}),
+    ];
+    let text = "group world: rank 1 died in seq 5 all_reduce(f32, 100, sum); rank 3 was at seq 4 barrier(); \
+                ranks 0,2 waited in seq 5 all_reduce(f32, 100, sum) for rank 1 (rank 1 was lost, says rank 0)";
+    assert_eq!(line(&tapes, Life::Gone).replace(" (idle 11 s)", ""), text);
+    // The same if nobody noticed, but the launcher has written how they ended.
+    for rank in [0, 2] {
+        tapes[rank as usize] = Tape::of(rank).world(rank).call(1, 5, 11, sum(100), waits(&[1]));
+    }
+    tapes[1] = tapes[1].clone().exit(20, ExitCause::Signal(9), false);
+    for rank in [0, 2, 3] {
+        tapes[rank] = tapes[rank].clone().exit(21, ExitCause::Signal(15), true);
+    }
+    assert_eq!(
+        line(&tapes, Life::Gone),
+        "group world: rank 1 died in seq 5 all_reduce(f32, 100, sum); rank 3 was at seq 4 barrier() (idle 12 s); \
+         ranks 0,2 waited in seq 5 all_reduce(f32, 100, sum) for rank 1 (10 s)"
+    );
+}
+
+#[test]
+fn calls_that_differ_stand_side_by_side() {
+    let tape = |rank| Tape::of(rank).group("world", rank, 2, failed(CauseKind::Mismatch, 1, 20));
+    let tapes = [tape(0).call(1, 5, 11, sum(8), fails(&[1])), tape(1).call(1, 5, 11, sum(7), fails(&[0]))];
+    assert_eq!(
+        line(&tapes, Life::Gone),
+        "group world: rank 0 waited in seq 5 all_reduce(f32, 8, sum) for rank 1; \
+         rank 1 waited in seq 5 all_reduce(f32, 7, sum) for rank 0 (the calls of rank 1 and rank 0 differ)"
+    );
+}
+
+#[test]
+fn of_several_groups_it_is_told_who_is_in_another() {
+    let half = |tape: Tape, rank| tape.group("world/0.0", rank, 2, |group| group.origin = Some(vec![4, 6]));
+    let recv = |entry: &mut Entry| {
+        waits(&[1])(entry);
+        entry.operation = Operation::Recv;
+    };
+    let tapes = [
+        half(Tape::of(4).group("world", 4, 8, |_| {}), 0).call(2, 0, 11, message(), recv),
+        half(Tape::of(6).group("world", 6, 8, |_| {}), 1).call(1, 2, 12, barrier(), waits(&[4])),
+    ];
+    assert_eq!(
+        lines(&tapes, Life::Alive),
+        [
+            "group world: rank 4 is in group world/0.0: recv(f32, 3, tag 7) from rank 6; \
+             rank 6 waits in seq 2 barrier() for rank 4 (28 s); no recording of ranks 0-3,5,7",
+            "group world/0.0: rank 6 is in group world: seq 2 barrier(); \
+             rank 4 waits in recv(f32, 3, tag 7) from rank 6 (29 s)",
+        ]
+    );
+}
+
+#[test]
+fn groups_that_form_did_not_form_or_are_of_an_earlier_round_are_told_apart() {
+    let forming = |rank| Tape::of(rank).group("world", rank, 3, |group| group.state = GroupState::Forming);
+    assert_eq!(
+        line(&[forming(0), forming(1)], Life::Alive),
+        "group world: ranks 0,1 look for the others (40 s); no recording of rank 2"
+    );
+    let unformed = |group: &mut Group| {
+        failed(CauseKind::Timeout, 2, 30)(group);
+        group.state = GroupState::Unformed;
+    };
+    let tape = |rank| {
+        Tape::of(rank).group("world", rank, 2, unformed).group("world", rank, 2, |group| {
+            group.generation = Some(Generation::from_bytes([4; 16]));
+            group.made_ns = BOOT + 35 * SECOND;
+        })
+    };
+    let both = said(&[tape(0), tape(1)], Life::Alive);
+    assert_eq!(
+        both[0].to_string(),
+        "group world: ranks 0,1 did not find the others (rank 0 timed out waiting for rank 2)"
+    );
+    assert_eq!((both[0].superseded, both[1].superseded), (true, false));
+    assert_eq!(both[1].to_string(), "group world: ranks 0,1 have called nothing (idle 5.0 s)");
+    assert!(!both[0].is_open() && !both[1].is_open());
+}
+
+#[test]
+fn a_rank_that_is_not_recorded_as_waiting_ends_the_chain_and_a_circle_has_no_end() {
+    let tape =
+        |rank, peers| Tape::of(rank).group("world", rank, 3, |_| {}).call(1, 1, 5, barrier(), waits(peers));
+    let circle = [tape(0, &[1]), tape(1, &[2]), tape(2, &[0])];
+    assert!(line(&circle, Life::Alive).contains("wait in seq 1 barrier() for each other (35 s)"));
+    assert!(line(&circle[..2], Life::Alive).contains("ranks 0,1 wait in seq 1 barrier() for rank 2 (35 s)"));
+}
+
+#[test]
+fn ranks_and_spans_are_short() {
+    let ranks = |ranks: &[u32]| Ranks(ranks).to_string();
+    assert_eq!(ranks(&[3]), "rank 3");
+    assert_eq!(ranks(&[0, 1, 3]), "ranks 0,1,3");
+    assert_eq!(ranks(&[0, 1, 2, 3, 7, 8]), "ranks 0-3,7,8");
+    let odd: Vec<u32> = (0..1000).map(|rank| 2 * rank).collect();
+    assert!(ranks(&odd).ends_with(",28,30 and others"), "{}", ranks(&odd));
+    let spans = [250_000, 42 * SECOND / 1000, 3 * SECOND + SECOND / 10, 30 * SECOND, 900 * SECOND].map(span);
+    assert_eq!(spans, ["0.25 ms", "42 ms", "3.1 s", "30 s", "15 min"]);
+}
+
+#[test]
+fn everything_of_a_recording_round_trips() {
+    let texts = "x".repeat(500);
+    let header = Header {
+        rank: Some(7),
+        world_size: None,
+        local_rank: Some(1),
+        restart_count: 3,
+        process: Process { pid: 1, start_ticks: 2, pid_namespace: 3, boot_id: u128::MAX - 1 },
+        generation: None,
+        started_unix_ns: WALL,
+        started_ns: BOOT,
+        run_id: format!("\u{e9}{texts}"),
+        host: "node\u{1b}[2J".to_owned(),
+        names: NAMES.to_owned(),
+    };
+    let read = Header::decode(&header.encode());
+    assert_eq!(
+        read,
+        Header { run_id: format!("\u{e9}{}", &texts[..118]), host: "node\u{fffd}[2J".to_owned(), ..header }
+    );
+    let tape = Tape::of(1).group("a", 2, 100, |group| group.origin = Some((50..150).collect()));
+    let group = &tape.recording().groups[0];
+    assert_eq!(
+        (group.origin.as_ref().map(Vec::len), group.world_rank(63), group.world_rank(64)),
+        (Some(64), 113, 64)
+    );
+    for cause in [ExitCause::Code(-3), ExitCause::Signal(9)] {
+        let exit = Exit { unix_ns: 5, cause, stopped: true };
+        assert_eq!(Exit::decode(exit.encode()), Some(exit));
+    }
+}
+
+#[test]
+fn what_is_no_recording_of_this_version_says_what_it_is() {
+    let whole = one_is_late()[0].bytes();
+    let mut foreign = whole.clone();
+    foreign[0] ^= 1;
+    let mut later = whole.clone();
+    later[8] = 2;
+    let error = |bytes: &[u8]| Recording::decode(bytes).unwrap_err();
+    assert_eq!(error(&foreign), FormatError::Foreign);
+    assert_eq!(error(&later), FormatError::Version { found: 2 });
+    for length in [0, 7, 8, 15, 16, 2047, 2048, FILE_BYTES - 1] {
+        assert_eq!(error(&whole[..length]), FormatError::Truncated { found: length });
+    }
+    // A file that has room but was not begun.
+    assert_eq!(error(&vec![0; FILE_BYTES]), FormatError::Foreign);
+    assert_eq!(error(b"{\"version\": 1, \"outcome\": \"failed\"}"), FormatError::Foreign);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Whatever stands in recordings is read in bounded time, and said in bounded length.
+    #[test]
+    fn recordings_that_lie_do_no_harm(
+        changes in prop::collection::vec((0..4_usize, 0..FILE_WORDS, any::<u64>(), 0..3_u8), 0..40),
+        length in prop_oneof![4 => Just(FILE_BYTES), 1 => 0..FILE_BYTES],
+    ) {
+        let mut tapes = one_is_late();
+        for (which, place, word, how) in changes {
+            // Anywhere, or among what all tapes have.
+            let place = if how == 0 { place } else { place % (HEADER_WORDS + GROUP_WORDS) };
+            let place = if how == 2 { entry_at(1) + place % (2 * ENTRY_WORDS) } else { place };
+            if place > 1 {
+                tapes[which].words[place] = word;
+            }
+        }
+        let recordings: Vec<Recording> =
+            tapes.iter().filter_map(|tape| Recording::decode(&tape.bytes()[..length]).ok()).collect();
+        prop_assert_eq!(recordings.len(), if length == FILE_BYTES { 4 } else { 0 });
+        let witnesses: Vec<_> =
+            recordings.iter().map(|recording| Witness { recording, life: Life::Unknown }).collect();
+        for standing in standings(&witnesses, u64::MAX) {
+            let text = standing.to_string();
+            prop_assert!(text.len() < 10_000 && !text.contains(char::is_control), "{}", text);
+            prop_assert!(serde_json::to_string(&standing).is_ok());
+        }
+    }
+
+    /// The same for bytes of all kinds behind a good beginning.
+    #[test]
+    fn random_bytes_are_read_or_refused(seed in any::<u64>(), length in 0..=FILE_BYTES) {
+        let mut state = seed;
+        let mut bytes: Vec<u8> = std::iter::repeat_with(|| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 56) as u8
+        })
+        .take(length)
+        .collect();
+        let beginning = [MAGIC.to_le_bytes(), VERSION.to_le_bytes()].concat();
+        let common = length.min(beginning.len());
+        bytes[..common].copy_from_slice(&beginning[..common]);
+        if let Ok(recording) = Recording::decode(&bytes) {
+            let witness = Witness { recording: &recording, life: Life::Gone };
+            for standing in standings(&[witness], 0) {
+                prop_assert!(standing.to_string().len() < 10_000);
+            }
+        }
+    }
+}

@@ -1,0 +1,126 @@
+//! `convoke-flight`: what the workers of a job are doing in their groups, or were when it ended.
+
+mod json;
+mod text;
+
+use std::io::{self, Write};
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::SystemTime;
+
+use clap::Parser;
+use convoke_env::flight::Recording;
+use convoke_env::flight::folder::{self, Found};
+use convoke_env::flight::process::{self, Life};
+use convoke_env::flight::standing::{Standing, Witness, standings};
+
+/// Says who waits for whom in a job of convoke's runtime, from what its workers record.
+///
+/// First one line for each group: who is in no call, who waits in which call for whom, who died. Then the last
+/// calls of each worker. The job may be running: it is not disturbed. Recordings of several nodes, given together, are
+/// read together. The folder is in the launcher's report, and in CONVOKE_FLIGHT_DIR of each worker.
+///
+/// Ends with exit code 0, or 1 if a file could not be read or nothing was found.
+#[derive(Debug, Parser)]
+#[command(name = "convoke-flight", version)]
+struct Flags {
+    /// Folders with recordings (*.flight, also in folders below), or recordings
+    #[arg(required = true)]
+    paths: Vec<PathBuf>,
+
+    /// Show this many of the last calls of each worker; in JSON all by default, else 8
+    #[arg(long, value_name = "CALLS")]
+    last: Option<usize>,
+
+    /// Write one JSON object, with all that is known
+    #[arg(long)]
+    json: bool,
+}
+
+/// Everything that is to be said.
+struct View {
+    groups: Vec<Standing>,
+    workers: Vec<Worker>,
+    skipped: Vec<(PathBuf, String)>,
+    /// Most calls of a worker.
+    last: usize,
+}
+
+struct Worker {
+    path: PathBuf,
+    recording: Recording,
+    life: Life,
+}
+
+fn main() -> ExitCode {
+    let flags = Flags::parse();
+    let view = View::new(
+        folder::read(&flags.paths, |_| true),
+        flags.last.unwrap_or(if flags.json { usize::MAX } else { 8 }),
+    );
+    for (path, why) in &view.skipped {
+        say(&format!("warning: {}: {why}; skipped", path.display()));
+    }
+    let found = !view.workers.is_empty();
+    if !found {
+        say("error: no recordings there: do the workers use convoke's runtime, and do they live?");
+    }
+    let written = match (flags.json, found) {
+        (true, _) => print(&json::json(&view)),
+        (false, true) => print(&text::text(&view)),
+        (false, false) => Ok(()),
+    };
+    match written {
+        Ok(()) if found && view.skipped.is_empty() => ExitCode::SUCCESS,
+        Ok(()) => ExitCode::FAILURE,
+        Err(error) => {
+            say(&format!("error: cannot write to stdout: {error}"));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+impl View {
+    fn new(found: Found, last: usize) -> Self {
+        let here = process::this();
+        let life = |recording: &Recording| process::life(&recording.header.process, &here);
+        let mut workers: Vec<Worker> = (found.recordings.into_iter())
+            .map(|(path, recording)| Worker { life: life(&recording), path, recording })
+            .collect();
+        // Rounds in their order, as far as restarts tell; in a round the ranks in theirs.
+        workers.sort_by_key(|worker| {
+            let header = &worker.recording.header;
+            (header.restart_count, header.generation, header.rank, header.started_unix_ns)
+        });
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let now = u64::try_from(now.as_nanos()).unwrap_or(u64::MAX);
+        let witnesses: Vec<Witness<'_>> = workers
+            .iter()
+            .map(|worker| Witness { recording: &worker.recording, life: worker.life })
+            .collect();
+        Self { groups: standings(&witnesses, now), workers, skipped: found.skipped, last }
+    }
+}
+
+impl Worker {
+    /// A moment of the recording, in nanoseconds since 1970; `None` if it has not come.
+    fn unix_ns(&self, ns: u64) -> Option<i128> {
+        let header = &self.recording.header;
+        let since = i128::from(ns) - i128::from(header.started_ns);
+        (ns > 0).then(|| i128::from(header.started_unix_ns) + since)
+    }
+}
+
+/// Writes to stdout; a reader that left early (`| head`) is no error.
+fn print(text: &str) -> io::Result<()> {
+    let mut stdout = io::stdout().lock();
+    match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        written => written,
+    }
+}
+
+/// Writes a line for people. If stderr is gone, nobody reads it.
+fn say(line: &str) {
+    let _ = writeln!(io::stderr(), "convoke-flight: {line}");
+}
