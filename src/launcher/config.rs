@@ -6,6 +6,7 @@ pub(crate) mod build;
 mod conf;
 mod devices;
 mod endpoint;
+mod etcd;
 mod machine;
 mod macros;
 mod meeting;
@@ -17,6 +18,7 @@ mod topology;
 
 pub(crate) use build::count;
 pub(crate) use devices::{omp_num_threads, visible_devices};
+pub(crate) use etcd::EtcdCluster;
 pub(crate) use machine::Machine;
 pub(crate) use macros::{expand, substitute};
 pub(crate) use topology::cpu_ranges;
@@ -51,6 +53,8 @@ pub(crate) struct Config {
     pub(crate) program: Program,
     /// Where output goes.
     pub(crate) logs: LogConfig,
+    /// CONVOKE_FLIGHT_DIR: where workers record their calls.
+    pub(crate) flight: FlightDir,
     /// `--event-log-handler`.
     pub(crate) events: EventHandler,
     /// `--signals-to-handle`: signals that are passed on to the workers, unknown names dropped.
@@ -63,6 +67,10 @@ pub(crate) struct Config {
     pub(crate) virtual_local_rank: bool,
     /// `--bind`, `--numa-binding`: the CPUs of each worker by local rank; empty if they are not bound.
     pub(crate) cpus: Vec<Vec<usize>>,
+    /// Each worker leads a session of its own, as under torchrun, and not only a process group. Not so where there are
+    /// more workers than CPUs and the scheduler knows sessions: a worker that yields its CPU to another one would
+    /// keep it then.
+    pub(crate) own_sessions: bool,
     /// `--orphans`: what happens to processes that outlive a successful worker.
     pub(crate) orphans: Orphans,
     /// `--report-file`: where the report goes as JSON.
@@ -75,6 +83,13 @@ pub(crate) struct Config {
     pub(crate) warnings: Vec<String>,
 }
 
+impl Config {
+    /// Whether `--max-restarts` counts for all nodes together.
+    pub(crate) fn has_job_budget(&self) -> bool {
+        matches!(&self.rendezvous, Rendezvous::Elastic { terms, .. } if terms.job_budget)
+    }
+}
+
 /// `--nnodes`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct NodeRange {
@@ -82,6 +97,39 @@ pub(crate) struct NodeRange {
     pub(crate) min: usize,
     /// Most nodes.
     pub(crate) max: usize,
+}
+
+/// How rounds of an elastic job begin and end (`--rdzv-conf`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Terms {
+    /// `last_call_timeout`: how long a first round stays open after the fewest nodes are there.
+    pub(crate) last_call: Duration,
+    /// `join_timeout`: how long a node waits for a round.
+    pub(crate) join_timeout: Duration,
+    /// `close_timeout`: how long the end of a job may take to be written down.
+    pub(crate) close: Duration,
+    /// A node that is not heard for so long is lost; `keep_alive_interval` times `keep_alive_max_attempt` if given.
+    pub(crate) silence: Duration,
+    /// `restart_budget=job`: `--max-restarts` counts for all nodes together.
+    pub(crate) job_budget: bool,
+}
+
+/// Where the nodes of an elastic job meet.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Endpoint {
+    /// At the coordinator that is served there.
+    Host {
+        /// Its name or address.
+        host: String,
+        /// Its port.
+        port: u16,
+        /// `is_host`: whether this node serves it; else whoever can.
+        is_host: Option<bool>,
+    },
+    /// `store_type=file`: where this file says, which all share.
+    File(PathBuf),
+    /// `etcd`, `etcd-v2`: where etcd says.
+    Etcd(EtcdCluster),
 }
 
 /// How the nodes of the job find each other.
@@ -100,17 +148,12 @@ pub(crate) enum Rendezvous {
         /// Longest wait for the other nodes (`timeout`, 900 s).
         timeout: Duration,
     },
-    /// `c10d`: the built-in rendezvous, served at the endpoint.
-    C10d {
-        /// Host of the endpoint.
-        host: String,
-        /// Port of the endpoint; 0 is any free one.
-        port: u16,
-    },
-    /// `etcd`, `etcd-v2`.
-    Etcd {
-        /// `host:port`, at least one.
-        endpoints: Vec<(String, u16)>,
+    /// `c10d`, `etcd`, `etcd-v2`: nodes come and go.
+    Elastic {
+        /// Where they meet.
+        endpoint: Endpoint,
+        /// How rounds begin and end.
+        terms: Terms,
     },
 }
 
@@ -194,6 +237,17 @@ pub(crate) struct LogConfig {
     pub(crate) duplicate_stdout: Vec<String>,
     /// `--duplicate-stderr-filters`; empty is off.
     pub(crate) duplicate_stderr: Vec<String>,
+}
+
+/// CONVOKE_FLIGHT_DIR.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum FlightDir {
+    /// Not set: in the log folder.
+    Own,
+    /// This directory.
+    Given(PathBuf),
+    /// Empty: nowhere.
+    Nowhere,
 }
 
 /// `--log-dir`.

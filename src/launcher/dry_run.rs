@@ -7,15 +7,20 @@ use convoke_env::vars;
 
 use crate::agent::{Variables, command_line, variables};
 use crate::cli::VERSION;
-use crate::config::{Config, LogDir, Orphans, Rendezvous, StreamChoice, count, cpu_ranges};
+use crate::config::{
+    Config, Endpoint, FlightDir, LogDir, Orphans, Rendezvous, StreamChoice, count, cpu_ranges,
+};
 use crate::rendezvous::{Assignment, address};
 use crate::report::full_host_name;
 
 type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 
 /// Variables that are known only when the job runs, and what to show for them.
-const LATER: &[(&str, &str)] =
-    &[(vars::GENERATION, "<new for each round>"), (vars::ERROR_FILE, "<the worker's log folder>/error.json")];
+const LATER: &[(&str, &str)] = &[
+    (vars::GENERATION, "<new for each round>"),
+    (vars::ERROR_FILE, "<the worker's log folder>/error.json"),
+    (vars::FLIGHT_DIR, "<the launcher's log folder>/flight"),
+];
 
 /// The whole text.
 pub(crate) fn text(config: &Config, env: Env<'_>) -> String {
@@ -32,7 +37,11 @@ pub(crate) fn text(config: &Config, env: Env<'_>) -> String {
     line(&mut out, "signals", &signals(config));
     let mut each = Vec::new();
     for local_rank in 0..config.nproc_per_node {
-        match variables(config, &assignment, local_rank, 0, None, env) {
+        let flight = match &config.flight {
+            FlightDir::Given(folder) => Some(folder.as_os_str()),
+            FlightDir::Own | FlightDir::Nowhere => None,
+        };
+        match variables(config, &assignment, local_rank, 0, None, flight, env) {
             Ok(variables) => {
                 each.push((shown(config, variables, port_is_known), command(config, local_rank)))
             }
@@ -75,10 +84,12 @@ fn assignment(config: &Config) -> (Assignment, bool) {
     let alone = config.local_addr.clone().unwrap_or_else(|| "localhost".to_owned());
     let (node, host, port) = match &config.rendezvous {
         Rendezvous::Static { host, port, node_rank, .. } => (*node_rank, host.clone(), *port),
-        Rendezvous::Standalone | Rendezvous::C10d { .. } | Rendezvous::Etcd { .. } => (0, alone, 0),
+        Rendezvous::Standalone | Rendezvous::Elastic { .. } => (0, alone, 0),
     };
     let (base, world) = (node * config.nproc_per_node, nodes * config.nproc_per_node);
     let assignment = Assignment {
+        round: 0,
+        restarts: None,
         group_rank: node,
         group_world_size: nodes,
         base_rank: base,
@@ -102,13 +113,17 @@ fn job(config: &Config) -> String {
             address(host, *port),
             timeout.as_secs()
         ),
-        Rendezvous::C10d { host, port } => {
-            format!("c10d, {}: they meet at {}", nodes(config), address(host, *port))
-        }
-        Rendezvous::Etcd { endpoints } => {
-            let endpoints: Vec<_> = endpoints.iter().map(|(host, port)| address(host, *port)).collect();
-            format!("etcd, {}: they meet at {}", nodes(config), endpoints.join(", "))
-        }
+        Rendezvous::Elastic { endpoint, terms } => format!(
+            "elastic, {}: they meet at {}; a node waits {} s for a round, and is lost when it is silent for {} s",
+            nodes(config),
+            match endpoint {
+                Endpoint::Host { host, port, .. } => address(host, *port),
+                Endpoint::File(path) => format!("the place that {} names", path.display()),
+                Endpoint::Etcd(cluster) => format!("the place that {cluster} names"),
+            },
+            terms.join_timeout.as_secs(),
+            terms.silence.as_secs()
+        ),
     };
     format!("run id \"{}\", {how}", config.run_id)
 }
@@ -121,9 +136,7 @@ fn nodes(config: &Config) -> String {
 fn node(config: &Config, assignment: &Assignment) -> String {
     let given = match &config.rendezvous {
         Rendezvous::Standalone | Rendezvous::Static { .. } => "",
-        Rendezvous::C10d { .. } | Rendezvous::Etcd { .. } => {
-            " (if it comes first: ranks are given when the nodes meet)"
-        }
+        Rendezvous::Elastic { .. } => " (if it comes first: ranks are given when the nodes meet)",
     };
     format!("{} of {}, on {}{given}", assignment.group_rank, assignment.group_world_size, full_host_name())
 }
@@ -173,13 +186,17 @@ fn shown(config: &Config, variables: Variables, port_is_known: bool) -> Vec<(Str
     let mut set: Vec<(OsString, OsString)> = variables.set;
     if config.logs.dir != LogDir::Nothing {
         set.push((vars::ERROR_FILE.into(), OsString::new()));
+        if config.flight == FlightDir::Own {
+            set.push((vars::FLIGHT_DIR.into(), OsString::new()));
+        }
     }
     set.push((vars::GENERATION.into(), OsString::new()));
     let mut out: Vec<_> = set
         .into_iter()
         .map(|(name, value)| {
             let name = name.to_string_lossy().into_owned();
-            let later = LATER.iter().find(|(later, _)| *later == name).map(|(_, text)| *text);
+            let later =
+                LATER.iter().find(|(later, _)| *later == name && value.is_empty()).map(|(_, text)| *text);
             let value = match later {
                 Some(text) => text.to_owned(),
                 None if name == vars::MASTER_PORT && !port_is_known => "<a free port>".to_owned(),

@@ -9,7 +9,7 @@ use nix::libc::SIGTERM;
 use serde::Serialize;
 use serde_json::ser::{Formatter, Serializer};
 
-use crate::config::{Config, EventHandler, Rendezvous};
+use crate::config::{Config, Endpoint, EventHandler, Rendezvous};
 use crate::rendezvous::Assignment;
 use crate::report::{describe, full_host_name};
 
@@ -92,9 +92,9 @@ impl Events {
             role: config.role.clone(),
             host: full_host_name(),
             backend: match &config.rendezvous {
-                Rendezvous::Standalone | Rendezvous::C10d { .. } => "c10d",
                 Rendezvous::Static { .. } => "static",
-                Rendezvous::Etcd { .. } => "etcd",
+                Rendezvous::Elastic { endpoint: Endpoint::Etcd(_), .. } => "etcd",
+                Rendezvous::Standalone | Rendezvous::Elastic { .. } => "c10d",
             },
             entry_point: config.program.title.clone(),
         });
@@ -251,6 +251,8 @@ mod tests {
 
     fn assignment() -> Assignment {
         Assignment {
+            round: 0,
+            restarts: None,
             group_rank: 1,
             group_world_size: 2,
             base_rank: 4,

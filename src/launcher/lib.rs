@@ -14,8 +14,10 @@ mod dry_run;
 mod events;
 mod exit;
 mod fault;
+mod flight;
 mod guard;
 mod logs;
+mod membership;
 #[allow(unsafe_code)]
 mod os;
 mod rendezvous;

@@ -52,6 +52,7 @@ pub(crate) struct Prepared {
     argv: Vec<CString>,
     environment: Vec<CString>,
     cpus: Option<CpuSet>,
+    own_session: bool,
 }
 
 /// A process that has been forked and is on its way to its program.
@@ -100,7 +101,8 @@ impl fmt::Display for StartError {
 pub(crate) const NOT_BOUND: &str = "cannot be bound to its CPUs";
 
 impl Prepared {
-    /// With no `cpus` it keeps those of this process.
+    /// With no `cpus` it keeps those of this process. It leads a session, or else only a process group of this
+    /// process's session.
     ///
     /// # Errors
     /// A word or variable with a NUL in it, no program, or a CPU above those that the system call can name.
@@ -108,6 +110,7 @@ impl Prepared {
         argv: Vec<OsString>,
         environment: Vec<(OsString, OsString)>,
         cpus: &[usize],
+        own_session: bool,
     ) -> io::Result<Self> {
         if argv.is_empty() {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "no program"));
@@ -125,13 +128,14 @@ impl Prepared {
         }
         Ok(Self {
             cpus: (!cpus.is_empty()).then_some(set),
+            own_session,
             argv: argv.into_iter().map(c).collect::<io::Result<_>>()?,
             environment: environment.into_iter().map(pair).collect::<io::Result<_>>()?,
         })
     }
 }
 
-/// Forks a worker: own session, own CPUs, killed when this process dies, `channel` inherited under its
+/// Forks a worker: own session or process group, own CPUs, killed when this process dies, `channel` inherited under its
 /// own number. Does not wait for it to come to its program, so that several start side by side.
 ///
 /// To be called by the only thread of the guard.
@@ -172,7 +176,11 @@ fn become_worker(
         SigSet::empty().thread_set_mask()?;
         // SAFETY: SIG_DFL runs no code of ours.
         unsafe { signal(Signal::SIGPIPE, SigHandler::SigDfl) }?;
-        nix::unistd::setsid()?;
+        if program.own_session {
+            nix::unistd::setsid()?;
+        } else {
+            nix::unistd::setpgid(Pid::from_raw(0), Pid::from_raw(0))?;
+        }
         nix::sys::prctl::set_pdeathsig(Signal::SIGKILL)?;
         if Pid::parent() != guard {
             // It died before the line above could see it.
@@ -222,7 +230,7 @@ mod tests {
     /// several threads needs no more than system calls and malloc, which glibc's fork leaves in order.)
     fn start(argv: &[&str], cpus: &[usize]) -> Result<i32, String> {
         let argv = argv.iter().map(OsString::from).collect();
-        let prepared = Prepared::new(argv, Vec::new(), cpus).map_err(|error| error.to_string())?;
+        let prepared = Prepared::new(argv, Vec::new(), cpus, true).map_err(|error| error.to_string())?;
         let (channel, _other) = UnixStream::pair().expect("a channel");
         let started = start_worker(&prepared, &channel.into(), None, None).expect("a process");
         let mut error = [0; StartError::BYTES];

@@ -27,7 +27,7 @@ use crate::cause::{Class, Evidence, Facts, Findings, Verdict, decide, lines, sho
 use crate::os::NOT_BOUND;
 use error_file::Account;
 pub(crate) use host::{full_host_name, host_name};
-pub(crate) use model::{Failure, Outcome, Report};
+pub(crate) use model::{Failure, Flight, Outcome, Report};
 use model::{SignalName, VERSION, root_of};
 
 /// How far a time in an error file may lie outside of the attempt and still count as told by this host's clock.
@@ -109,6 +109,7 @@ pub(crate) fn without_failures(job: &Job, outcome: Outcome, message: Option<Stri
         failures: Vec::new(),
         root_cause: None,
         failures_left_out: 0,
+        flight: None,
     }
 }
 

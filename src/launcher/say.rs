@@ -27,33 +27,51 @@ fn write(text: &str, live: bool) {
     *was_live = live;
 }
 
-/// A wait for something that comes in steps: a terminal shows one line that is kept up to date, anything
-/// else gets a line for each change. The terminal's line is gone when this is dropped.
+/// A wait for something that comes in steps: a terminal shows one line that is kept up to date, anything else gets a line for each
+/// change, and every 10 s. The terminal's line is gone when this is dropped.
 #[derive(Debug)]
 pub(crate) struct Progress {
     terminal: bool,
     until: Instant,
     told: String,
+    told_at: Instant,
 }
 
 impl Progress {
     /// How often to look whether there is something new to show.
     pub(crate) const INTERVAL: Duration = Duration::from_secs(1);
+    /// How often the same is said again to what is no terminal.
+    const REPEAT: Duration = Duration::from_secs(10);
 
     /// For a wait that ends at `until`.
     pub(crate) fn new(until: Instant) -> Self {
         let dumb = std::env::var_os("TERM").is_none_or(|term| term.is_empty() || term == "dumb");
-        Self { terminal: !dumb && io::stderr().is_terminal(), until, told: String::new() }
+        Self {
+            terminal: !dumb && io::stderr().is_terminal(),
+            until,
+            told: String::new(),
+            told_at: Instant::now(),
+        }
     }
 
     /// What is waited for now. To be called every [`Self::INTERVAL`] or so.
     pub(crate) fn show(&mut self, what: &str) {
         let left = self.until.saturating_duration_since(Instant::now()).as_secs();
-        let line = format!("convoke: {what} ({left} s left)");
+        let again = self.told_at.elapsed() >= Self::REPEAT;
+        self.tell(what, &format!("convoke: {what} ({left} s left)"), again);
+    }
+
+    /// The same, of a wait that may last for ever; nobody needs to hear of that again and again.
+    pub(crate) fn show_endless(&mut self, what: &str) {
+        self.tell(what, &format!("convoke: {what}"), false);
+    }
+
+    fn tell(&mut self, what: &str, line: &str, again: bool) {
         if self.terminal {
-            write(&cut(&line, columns()), true);
-        } else if what != self.told {
+            write(&cut(line, columns()), true);
+        } else if again || what != self.told {
             say_raw(&format!("{line}\n"));
+            self.told_at = Instant::now();
         }
         what.clone_into(&mut self.told);
     }

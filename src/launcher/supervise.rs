@@ -75,8 +75,8 @@ pub(crate) enum Event {
     Exited { local_rank: usize, cause: ExitCause },
     /// A signal to the launcher: pass it on, and end the round within `grace`.
     Stop { signal: Signal, grace: Duration },
-    /// The job is over for reasons of other nodes: stop the workers, nobody here is to blame.
-    Abort,
+    /// The round is over for reasons of other nodes: stop the workers within `grace`, nobody here is to blame.
+    Abort { grace: Duration },
     /// Time has passed.
     Tick,
 }
@@ -162,11 +162,12 @@ impl Supervisor {
                 Phase::Stopping { .. } => self.kill(Some(Why::Signal(signal)), out),
                 Phase::Killing { .. } | Phase::Done => {}
             },
-            Event::Abort => match self.phase {
+            Event::Abort { grace } => match &mut self.phase {
                 Phase::Running | Phase::Settling { .. } => {
-                    self.stop(now, Signal::SIGTERM, self.policy.failure_grace, Why::Abort, out);
+                    self.stop(now, Signal::SIGTERM, grace, Why::Abort, out);
                 }
-                Phase::Stopping { .. } | Phase::Killing { .. } | Phase::Done => {}
+                Phase::Stopping { kill_at, .. } => *kill_at = (*kill_at).min(now + grace),
+                Phase::Killing { .. } | Phase::Done => {}
             },
             Event::Tick => match self.phase {
                 Phase::Settling { until } if now >= until => {

@@ -16,6 +16,7 @@ Options:
   --lr RATE              learning rate [0.1]
   --seed N               decides held-out images, initial weights and order [1]
   --checkpoint PATH      write the state here after each epoch, go on from it if it is there
+  --print-every N        print each Nth epoch only, and the last one [1]
   --die-at EPOCH:RANK    on the first attempt, this rank kills itself in the middle of this epoch
   -h, --help             this text
 ";
@@ -28,6 +29,7 @@ pub(crate) struct Arguments {
     pub(crate) learning_rate: f32,
     pub(crate) seed: u64,
     pub(crate) checkpoint: Option<PathBuf>,
+    pub(crate) print_every: u32,
     pub(crate) die_at: Option<DieAt>,
 }
 
@@ -42,8 +44,15 @@ pub(crate) struct DieAt {
 impl Arguments {
     /// `None` if help was asked for.
     pub(crate) fn parse(words: impl IntoIterator<Item = OsString>) -> Result<Option<Self>, lexopt::Error> {
-        let mut arguments =
-            Self { epochs: 30, batch: 64, learning_rate: 0.1, seed: 1, checkpoint: None, die_at: None };
+        let mut arguments = Self {
+            epochs: 30,
+            batch: 64,
+            learning_rate: 0.1,
+            seed: 1,
+            checkpoint: None,
+            print_every: 1,
+            die_at: None,
+        };
         let mut parser = lexopt::Parser::from_args(words);
         while let Some(argument) = parser.next()? {
             match argument {
@@ -59,6 +68,12 @@ impl Arguments {
                     })?;
                 }
                 Long("seed") => arguments.seed = parser.value()?.parse()?,
+                Long("print-every") => {
+                    arguments.print_every =
+                        checked(&parser.value()?, "a whole number of at least 1", |text| {
+                            text.parse().ok().filter(|&every: &u32| every > 0)
+                        })?;
+                }
                 Long("checkpoint") => arguments.checkpoint = Some(parser.value()?.into()),
                 Long("die-at") => {
                     arguments.die_at = Some(checked(&parser.value()?, "EPOCH:RANK, as in 3:1", die_at)?)
@@ -107,6 +122,7 @@ mod tests {
             learning_rate: 0.5,
             seed: 9,
             checkpoint: Some("x".into()),
+            print_every: 1,
             die_at: Some(DieAt { epoch: 2, rank: 1 }),
         };
         assert_eq!(parse(&words), Ok(Some(expected)));

@@ -68,7 +68,9 @@ pub(crate) fn train(arguments: &Arguments, world: &World) -> Result<(), TrainErr
             if let Some(path) = &arguments.checkpoint {
                 Checkpoint { epoch, seed: arguments.seed, network: network.clone() }.write(path)?;
             }
-            say(format_args!("epoch {epoch:3}   loss {loss:.4}   accuracy {:.2} %", 100.0 * accuracy))?;
+            if epoch % arguments.print_every == 0 || epoch == arguments.epochs {
+                say(format_args!("epoch {epoch:3}   loss {loss:.4}   accuracy {:.2} %", 100.0 * accuracy))?;
+            }
         }
     }
     finish(world, &network, &data.held_out)

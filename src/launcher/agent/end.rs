@@ -31,12 +31,19 @@ impl Shell {
                 End::Failed(failures) => self.report(failures).0.with_root_of(&theirs),
                 End::Success | End::Error(_) | End::Stopped(_) | End::Interrupted(_) | End::Aborted => theirs,
             });
-            if let Some(report) = &report {
+            if let Some(report) = &mut report {
+                report.flight = match &end {
+                    End::Failed(failures) => self.flight(Some(failures)),
+                    End::Success | End::Error(_) | End::Stopped(_) | End::Interrupted(_) | End::Aborted => {
+                        self.flight(None)
+                    }
+                };
                 say_raw(&report::render(report));
             }
         }
         let exit = match &end {
             End::Success => {
+                self.flight.discard();
                 self.events
                     .agent_succeeded(self.round.as_ref().map(|round| &round.assignment), self.restarts);
                 Exit::Code(exit::SUCCESS)
@@ -51,14 +58,19 @@ impl Shell {
             }
             End::Error(error) => {
                 say(&format!("error: {error}"));
+                self.tell_flight();
                 Exit::Code(exit::FAILURE)
             }
             End::Stopped(signal) => {
                 say(&format!("stopped by {signal}"));
+                self.tell_flight();
                 Exit::Code(exit::FAILURE)
             }
             End::Aborted => {
                 self.events.agent_failed(self.round.as_ref().map(|round| &round.assignment), self.restarts);
+                if report.is_none() {
+                    self.tell_flight();
+                }
                 Exit::Code(exit::FAILURE)
             }
             End::Interrupted(signal) => {

@@ -1,6 +1,6 @@
 //! What each worker is told: its variables and its command line. Pure.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::path::Path;
 
 use convoke_env::{Role, WorkerEnv, vars};
@@ -15,7 +15,7 @@ pub(crate) struct Variables {
     pub(crate) unset: Vec<OsString>,
 }
 
-/// The variables of the worker with this local rank. `parent` reads the launcher's own environment.
+/// The variables of the worker with this local rank. `flight` is the folder for its recording, `parent` reads the launcher's own environment.
 ///
 /// # Errors
 /// `--virtual-local-rank` with fewer devices than workers: a line for the user.
@@ -25,6 +25,7 @@ pub(crate) fn variables(
     local_rank: usize,
     restarts: u32,
     error_file: Option<&Path>,
+    flight: Option<&OsStr>,
     parent: &dyn Fn(&str) -> Option<OsString>,
 ) -> Result<Variables, String> {
     let worker = WorkerEnv {
@@ -62,8 +63,17 @@ pub(crate) fn variables(
         let devices = visible_devices(&text, local_rank).map_err(|error| error.to_string())?;
         set.extend(devices.into_iter().map(|(name, value)| (name.into(), value.into())));
     }
+    // The launcher's way into etcd is nobody else's.
+    let mut unset: Vec<OsString> =
+        [vars::ETCD_USER, vars::ETCD_PASSWORD, vars::ETCD_PASSWORD_FILE].map(Into::into).into();
     // A launcher that is itself a worker must not pass on the generation that it was told.
-    let unset = if assignment.generation.is_none() { vec![vars::GENERATION.into()] } else { Vec::new() };
+    if assignment.generation.is_none() {
+        unset.push(vars::GENERATION.into());
+    }
+    match flight {
+        Some(folder) => set.push((vars::FLIGHT_DIR.into(), folder.into())),
+        None => unset.push(vars::FLIGHT_DIR.into()),
+    }
     Ok(Variables { set, unset })
 }
 

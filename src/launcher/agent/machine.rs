@@ -2,8 +2,9 @@
 //!
 //! ```text
 //! Joining ─► Running ─► Sweeping ─┬─► Barrier ─► end        all workers succeeded
-//!    ▲                            ├─► end                   stopped, or no restarts left
-//!    └────────────────────────────┘                         a restart
+//!    ▲                            ├─► Waiting ─► end        no restart left, and the others know of no loss
+//!    │                            ├─► end                   stopped, or no restarts left
+//!    └────────────────────────────┘                         a restart, or all nodes begin anew
 //! ```
 
 use std::time::Duration;
@@ -18,6 +19,19 @@ pub(crate) struct Agent {
     state: State,
     rules: Rules,
     restarts: u32,
+    /// What the others have said of this round.
+    word: Option<Word>,
+    /// They have the last word on a failure without a restart.
+    last_word: bool,
+}
+
+/// What others have said of a round.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Word {
+    /// All begin anew.
+    Again,
+    /// A failure of this node has ended the job.
+    Final,
 }
 
 /// What the command line says about restarts and patience.
@@ -38,6 +52,8 @@ enum State {
     Joining,
     Running,
     Sweeping(Outcome),
+    /// For the others' word on a failure.
+    Waiting(Vec<Failure>),
     Barrier,
     Ended,
 }
@@ -45,8 +61,8 @@ enum State {
 /// What happens to the agent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Event {
-    /// The nodes of the round are known.
-    Joined,
+    /// The nodes of the round are known; whether they have the last word on a failure without a restart.
+    Joined { last_word: bool },
     /// The rendezvous failed.
     JoinFailed(String),
     /// All workers of the round have ended.
@@ -59,6 +75,10 @@ pub(crate) enum Event {
     Signalled(Signal),
     /// The job is over on all nodes.
     Verdict,
+    /// It is over, because of a failure of this node.
+    Final,
+    /// All nodes begin anew.
+    NewRound,
 }
 
 /// What is to be done.
@@ -100,7 +120,8 @@ pub(crate) enum End {
 impl Agent {
     /// A new agent, and the first thing to do.
     pub(crate) fn new(rules: Rules) -> (Self, Action) {
-        (Self { state: State::Joining, rules, restarts: 0 }, Action::Join { restarts: 0 })
+        let (state, word, last_word) = (State::Joining, None, false);
+        (Self { state, rules, restarts: 0, word, last_word }, Action::Join { restarts: 0 })
     }
 
     /// Takes in `event`; what is to be done, if anything.
@@ -108,9 +129,14 @@ impl Agent {
         let (next, action) = match (std::mem::replace(&mut self.state, State::Ended), event) {
             (State::Ended, _) => (State::Ended, None),
 
-            (State::Joining, Event::Joined) => (State::Running, Some(Action::Start)),
+            (State::Joining, Event::Joined { last_word }) => {
+                (self.word, self.last_word) = (None, last_word);
+                (State::Running, Some(Action::Start))
+            }
             (State::Joining, Event::JoinFailed(error)) => end(End::Error(error)),
-            (State::Joining | State::Barrier, Event::Signalled(signal)) => end(End::Interrupted(signal)),
+            (State::Joining | State::Barrier | State::Waiting(_), Event::Signalled(signal)) => {
+                end(End::Interrupted(signal))
+            }
 
             (State::Joining | State::Barrier, Event::Verdict) => end(End::Aborted),
             (State::Running, Event::Verdict) => (State::Running, Some(Action::Abort)),
@@ -121,6 +147,22 @@ impl Agent {
                     Outcome::NotStarted { .. } | Outcome::Stopped { .. } | Outcome::Aborted => false,
                 };
                 (State::Sweeping(if goes_on { Outcome::Aborted } else { outcome }), None)
+            }
+
+            (State::Waiting(failures), Event::Verdict | Event::Final) => end(End::Failed(failures)),
+
+            (State::Running, Event::NewRound) => {
+                self.word = Some(Word::Again);
+                (State::Running, Some(Action::Abort))
+            }
+            (State::Sweeping(outcome), Event::NewRound) => {
+                self.word = Some(Word::Again);
+                (State::Sweeping(outcome), None)
+            }
+            (State::Waiting(_) | State::Barrier, Event::NewRound) => self.join(),
+            (state @ (State::Running | State::Sweeping(_)), Event::Final) => {
+                self.word = Some(Word::Final);
+                (state, None)
             }
 
             (State::Running, Event::Signalled(signal)) => (State::Running, Some(Action::Stop(signal))),
@@ -147,7 +189,8 @@ impl Agent {
             (State::Barrier, Event::BarrierPassed) => end(End::Success),
 
             // Late or repeated news changes nothing.
-            (state, Event::Joined | Event::JoinFailed(_)) => (state, None),
+            (state, Event::Joined { .. } | Event::JoinFailed(_)) => (state, None),
+            (state, Event::Final | Event::NewRound) => (state, None),
             (state, Event::RoundEnded(_) | Event::Swept | Event::BarrierPassed) => (state, None),
         };
         self.state = next;
@@ -159,12 +202,22 @@ impl Agent {
         self.rules.max_restarts - self.restarts
     }
 
+    fn join(&self) -> (State, Option<Action>) {
+        (State::Joining, Some(Action::Join { restarts: self.restarts }))
+    }
+
     fn after(&mut self, outcome: Outcome) -> (State, Option<Action>) {
         match outcome {
-            Outcome::Succeeded => (State::Barrier, Some(Action::Barrier)),
             Outcome::Failed(_) if self.restarts_left() > 0 => {
                 self.restarts += 1;
-                (State::Joining, Some(Action::Join { restarts: self.restarts }))
+                self.join()
+            }
+            Outcome::Succeeded | Outcome::Failed(_) | Outcome::Aborted if self.word == Some(Word::Again) => {
+                self.join()
+            }
+            Outcome::Succeeded => (State::Barrier, Some(Action::Barrier)),
+            Outcome::Failed(failures) if self.last_word && self.word.is_none() => {
+                (State::Waiting(failures), None)
             }
             Outcome::Failed(failures) => end(End::Failed(failures)),
             Outcome::NotStarted { local_rank, error } => end(End::Error(format!(
@@ -212,7 +265,7 @@ mod tests {
         story(
             &mut agent(0, false),
             &[
-                (Event::Joined, Some(Action::Start)),
+                (Event::Joined { last_word: false }, Some(Action::Start)),
                 (
                     Event::RoundEnded(Outcome::Succeeded),
                     Some(Action::Sweep { patience: PATIENCE, grace: GRACE }),
@@ -228,10 +281,10 @@ mod tests {
         story(
             &mut agent(1, true),
             &[
-                (Event::Joined, Some(Action::Start)),
+                (Event::Joined { last_word: false }, Some(Action::Start)),
                 (Event::RoundEnded(failed()), Some(SWEEP)),
                 (Event::Swept, Some(Action::Join { restarts: 1 })),
-                (Event::Joined, Some(Action::Start)),
+                (Event::Joined { last_word: false }, Some(Action::Start)),
                 (Event::RoundEnded(Outcome::Succeeded), Some(Action::Barrier)),
             ],
         );
@@ -244,7 +297,7 @@ mod tests {
             story(
                 &mut agent,
                 &[
-                    (Event::Joined, Some(Action::Start)),
+                    (Event::Joined { last_word: false }, Some(Action::Start)),
                     (Event::RoundEnded(failed()), Some(SWEEP)),
                     (Event::Swept, Some(Action::Join { restarts })),
                 ],
@@ -254,7 +307,7 @@ mod tests {
         story(
             &mut agent,
             &[
-                (Event::Joined, Some(Action::Start)),
+                (Event::Joined { last_word: false }, Some(Action::Start)),
                 (Event::RoundEnded(failed()), Some(SWEEP)),
                 (Event::Swept, Some(Action::End(End::Failed(failures)))),
                 (Event::Signalled(Signal::SIGTERM), None),
@@ -267,7 +320,7 @@ mod tests {
         story(
             &mut agent(5, false),
             &[
-                (Event::Joined, Some(Action::Start)),
+                (Event::Joined { last_word: false }, Some(Action::Start)),
                 (Event::Signalled(Signal::SIGINT), Some(Action::Stop(Signal::SIGINT))),
                 (Event::RoundEnded(Outcome::Stopped { signal: Signal::SIGINT }), Some(SWEEP)),
                 (
@@ -292,7 +345,7 @@ mod tests {
         story(
             &mut agent(5, false),
             &[
-                (Event::Joined, Some(Action::Start)),
+                (Event::Joined { last_word: false }, Some(Action::Start)),
                 (Event::Verdict, Some(Action::Abort)),
                 (Event::RoundEnded(Outcome::Aborted), Some(SWEEP)),
                 (Event::Swept, aborted.clone()),
@@ -301,7 +354,7 @@ mod tests {
         story(
             &mut agent(5, false),
             &[
-                (Event::Joined, Some(Action::Start)),
+                (Event::Joined { last_word: false }, Some(Action::Start)),
                 (Event::RoundEnded(failed()), Some(SWEEP)),
                 (Event::Verdict, None),
                 (Event::Swept, aborted.clone()),
@@ -310,7 +363,7 @@ mod tests {
         story(
             &mut agent(5, true),
             &[
-                (Event::Joined, Some(Action::Start)),
+                (Event::Joined { last_word: false }, Some(Action::Start)),
                 (Event::RoundEnded(Outcome::Succeeded), Some(Action::Barrier)),
                 (Event::Verdict, aborted),
             ],
@@ -323,12 +376,66 @@ mod tests {
         story(
             &mut agent(0, false),
             &[
-                (Event::Joined, Some(Action::Start)),
+                (Event::Joined { last_word: false }, Some(Action::Start)),
                 (Event::RoundEnded(failed()), Some(SWEEP)),
                 (Event::Verdict, None),
                 (Event::Swept, Some(Action::End(End::Failed(failures)))),
             ],
         );
+    }
+
+    #[test]
+    fn a_new_round_of_all_uses_no_restart_whatever_this_node_was_doing() {
+        let (joined, join) = (Event::Joined { last_word: true }, Some(Action::Join { restarts: 0 }));
+        let stopped = [
+            (joined.clone(), Some(Action::Start)),
+            (Event::NewRound, Some(Action::Abort)),
+            (Event::RoundEnded(Outcome::Aborted), Some(SWEEP)),
+            (Event::Swept, join.clone()),
+        ];
+        let mut one = agent(0, false);
+        story(&mut one, &stopped);
+        story(&mut one, &stopped);
+        // All its workers were done.
+        let done = Event::RoundEnded(Outcome::Succeeded);
+        let sweep = Some(Action::Sweep { patience: PATIENCE, grace: GRACE });
+        story(
+            &mut one,
+            &[
+                (joined.clone(), Some(Action::Start)),
+                (done.clone(), sweep.clone()),
+                (Event::NewRound, None),
+                (Event::Swept, join.clone()),
+                (joined, Some(Action::Start)),
+                (done, sweep),
+                (Event::Swept, Some(Action::Barrier)),
+                (Event::NewRound, join),
+            ],
+        );
+    }
+
+    #[test]
+    fn the_others_have_the_last_word_on_a_failure_without_a_restart() {
+        let joined = (Event::Joined { last_word: true }, Some(Action::Start));
+        let failed = [joined, (Event::RoundEnded(failed()), Some(SWEEP)), (Event::Swept, None)];
+        let Outcome::Failed(failures) = self::failed() else { unreachable!() };
+        let end = Some(Action::End(End::Failed(failures)));
+        for (word, then) in [
+            (Event::Final, end.clone()),
+            (Event::Verdict, end.clone()),
+            (Event::NewRound, Some(Action::Join { restarts: 0 })),
+            (Event::Signalled(Signal::SIGTERM), Some(Action::End(End::Interrupted(Signal::SIGTERM)))),
+        ] {
+            let mut agent = agent(0, false);
+            story(&mut agent, &failed);
+            story(&mut agent, &[(word, then)]);
+        }
+        // The word may come first.
+        for (word, then) in [(Event::Final, end), (Event::NewRound, Some(Action::Join { restarts: 0 }))] {
+            let mut agent = agent(0, false);
+            story(&mut agent, &failed[..2]);
+            story(&mut agent, &[(word, None), (Event::Swept, then)]);
+        }
     }
 
     #[test]
@@ -343,7 +450,7 @@ mod tests {
         story(
             &mut agent(5, false),
             &[
-                (Event::Joined, Some(Action::Start)),
+                (Event::Joined { last_word: false }, Some(Action::Start)),
                 (Event::RoundEnded(outcome), Some(SWEEP)),
                 (Event::Swept, Some(Action::End(End::Error(text)))),
             ],

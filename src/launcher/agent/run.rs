@@ -16,15 +16,18 @@ use super::trial::start_thread;
 use super::workers::Workers;
 use crate::config::{Config, Orphans};
 use crate::events::Events;
+use crate::flight::Flight;
 use crate::guard::{FromGuard, GuardLink, ToGuard, reap};
 use crate::logs::{RunDir, Tee};
-use crate::rendezvous::{self, Assignment, Court, Rendezvous, Verdict, What};
+use crate::rendezvous::{self, Assignment, Barrier, Court, FromOthers, Rendezvous, Verdict, What};
 use crate::say::say;
 use crate::supervise::{self, Supervisor};
 use crate::{exit, fault};
 
 /// From SIGTERM to SIGKILL after a worker failed; torchrun's fixed value.
 pub(super) const FAILURE_GRACE: Duration = Duration::from_secs(30);
+/// The same when the others are about to begin a round without this node.
+const ALONE_GRACE: Duration = Duration::from_millis(500);
 /// How long a process may outlive a successful worker before anyone is bothered with it: helpers like
 /// Python's resource tracker end a moment after their worker.
 const LEFTOVER_PATIENCE: Duration = Duration::from_millis(250);
@@ -64,9 +67,9 @@ pub(super) enum Exit {
 /// What comes from threads and signal handlers.
 #[derive(Debug)]
 pub(super) enum News {
-    Joined(Result<(Assignment, Option<Arc<Court>>), String>),
-    Verdict(Verdict),
-    BarrierPassed(Option<String>),
+    Joined(Result<(Assignment, Option<Arc<dyn Court>>), String>),
+    Others(FromOthers),
+    Barrier(Barrier),
     Signalled(Signal),
     ChildEnded,
 }
@@ -80,16 +83,21 @@ pub(super) struct Shell {
     pub(super) agent: Agent,
     pub(super) rendezvous: Arc<Mutex<Box<dyn Rendezvous>>>,
     /// Once this node has joined others that can hear it.
-    pub(super) court: Option<Arc<Court>>,
+    pub(super) court: Option<Arc<dyn Court>>,
     /// What this node has said of its own failure, or is about to.
     pub(super) declared: Option<What>,
     /// How the job ended, as far as it is known.
     pub(super) verdict: Option<Verdict>,
     pub(super) token: Option<Token>,
     pub(super) run_dir: RunDir,
+    pub(super) flight: Flight,
     pub(super) events: Events,
     pub(super) restarts: u32,
     pub(super) round: Option<Round>,
+    /// The latest round that others have ended.
+    pub(super) ended_round: Option<u64>,
+    /// The latest round that this node has ended because it heard nobody.
+    pub(super) alone_in: Option<u64>,
     /// The last round did.
     pub(super) succeeded: bool,
     pub(super) next_worker_id: u64,
@@ -113,9 +121,11 @@ impl Shell {
         let (tell, news) = mpsc::unbounded_channel();
         watch_signals(&config, &tell)?;
         let run_dir = RunDir::create(&config.logs, &config.run_id);
+        let flight = Flight::new(&config.flight, run_dir.path());
         let events = Events::new(&config);
         let rules = Rules {
-            max_restarts: config.max_restarts,
+            // Where they are counted for all nodes, each asks for every one.
+            max_restarts: if config.has_job_budget() { 0 } else { config.max_restarts },
             sweep_patience: LEFTOVER_PATIENCE,
             sweep_grace: FAILURE_GRACE,
             keep_orphans: config.orphans == Orphans::Keep,
@@ -134,9 +144,12 @@ impl Shell {
             tell,
             agent,
             run_dir,
+            flight,
             events,
             restarts: 0,
             round: None,
+            ended_round: None,
+            alone_in: None,
             succeeded: false,
             next_worker_id: 0,
             guard_end: None,
@@ -176,27 +189,48 @@ impl Shell {
         match news {
             News::Joined(Ok((assignment, court))) => {
                 self.enter_court(court);
+                if self.ended_round >= Some(assignment.round) {
+                    // Its end was heard before its beginning.
+                    self.join(self.restarts);
+                    return None;
+                }
+                if let Some(restarts) = assignment.restarts {
+                    self.restarts = restarts;
+                }
+                let last_word = self.court.as_ref().is_some_and(|court| court.has_last_word());
                 let round = self.prepare(assignment);
                 match round {
                     Ok(round) => {
                         self.round = Some(round);
-                        self.decide(Event::Joined)
+                        self.decide(Event::Joined { last_word })
                     }
                     Err(error) => self.decide(Event::JoinFailed(error)),
                 }
             }
             News::Joined(Err(error)) => self.decide(Event::JoinFailed(error)),
-            News::BarrierPassed(warning) => {
-                if let Some(warning) = warning {
+            News::Barrier(Barrier::Interrupted) => None,
+            News::Barrier(barrier) => {
+                if let Barrier::Unknown(warning) = barrier {
                     say(&format!("warning: {warning}"));
                 }
                 self.decide(Event::BarrierPassed)
             }
-            News::Verdict(verdict) => {
+            News::Others(FromOthers::Verdict(verdict)) => {
                 // What this node said itself is already being acted on.
                 let mine = self.court.as_ref().is_some_and(|court| court.is_mine(&verdict));
                 self.verdict.get_or_insert(verdict);
-                if mine { None } else { self.decide(Event::Verdict) }
+                self.decide(if mine { Event::Final } else { Event::Verdict })
+            }
+            News::Others(FromOthers::NewRound { round, cause, alone }) => {
+                self.ended_round = self.ended_round.max(Some(round));
+                if self.round.as_ref().is_some_and(|current| current.assignment.round == round) {
+                    self.alone_in = alone.then_some(round).or(self.alone_in);
+                    let then = if alone { "this node stops its workers" } else { "all nodes begin anew" };
+                    say(&format!("{cause}; {then}"));
+                    self.decide(Event::NewRound)
+                } else {
+                    None
+                }
             }
             News::Signalled(signal) => {
                 self.declare_stop(signal);
@@ -283,11 +317,15 @@ impl Shell {
                 let grace = self.config.shutdown_timeout;
                 self.supervise(supervise::Event::Stop { signal, grace })
             }
-            Action::Abort => self.supervise(supervise::Event::Abort),
+            Action::Abort => {
+                let grace = if self.is_alone() { ALONE_GRACE } else { FAILURE_GRACE };
+                self.supervise(supervise::Event::Abort { grace })
+            }
             Action::Sweep { .. } if self.round.as_ref().is_some_and(|round| round.nothing_left) => {
                 self.decide(Event::Swept)
             }
             Action::Sweep { patience, grace } => {
+                let grace = if self.is_alone() { Duration::ZERO } else { grace };
                 let ms = |duration: Duration| u64::try_from(duration.as_millis()).unwrap_or(u64::MAX);
                 let sweep = ToGuard::Sweep { patience_ms: ms(patience), grace_ms: ms(grace) };
                 self.tell_guard(&sweep);
@@ -295,11 +333,18 @@ impl Shell {
             }
             Action::Barrier => {
                 fault::point("waiting");
-                self.meet(|rendezvous| News::BarrierPassed(rendezvous.barrier()));
+                self.meet(|rendezvous| News::Barrier(rendezvous.barrier()));
                 None
             }
             Action::End(end) => Some(end),
         }
+    }
+
+    /// Whether this node hears nobody, and the others are about to go on without it.
+    fn is_alone(&self) -> bool {
+        let round = self.round.as_ref().map(|round| round.assignment.round);
+        self.alone_in.is_some() && self.alone_in == round
+            || self.verdict.as_ref().is_some_and(|verdict| matches!(verdict.what, What::Alone { .. }))
     }
 
     /// Sends what has no descriptors. If the guard is gone, the select loop deals with that next.

@@ -54,7 +54,7 @@ pub(super) fn token(config: &Config) -> Result<Option<Token>, String> {
     }
     let alone = match &config.rendezvous {
         Choice::Standalone => true,
-        Choice::Static { .. } | Choice::C10d { .. } | Choice::Etcd { .. } => config.nodes.max == 1,
+        Choice::Static { .. } | Choice::Elastic { .. } => config.nodes.max == 1,
     };
     alone.then(Token::random).transpose().map_err(|error| format!("no random numbers: {error}"))
 }

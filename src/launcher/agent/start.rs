@@ -41,6 +41,7 @@ impl Shell {
                 local_rank,
                 self.restarts,
                 error_file.as_deref(),
+                self.flight.folder(),
                 &parent,
             )?;
             let added = round.workers.add(self.token.as_ref(), error_file, stdio.stderr_tail.clone());
@@ -56,6 +57,7 @@ impl Shell {
                 vars: variables.set,
                 unset: variables.unset,
                 cpus: config.cpus.get(local_rank).cloned().unwrap_or_default(),
+                own_session: config.own_sessions,
                 stdout,
                 stderr,
             });

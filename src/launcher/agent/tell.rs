@@ -2,11 +2,13 @@
 
 use std::time::{Duration, SystemTime};
 
+use convoke_env::flight::layout::Exit;
 use convoke_env::vars;
 
 use super::machine::End;
-use super::run::Shell;
+use super::run::{Round, Shell};
 use crate::cause::{Class, Evidence};
+use crate::flight;
 use crate::guard::Leftover;
 use crate::report::{self, Ended, How, Outcome, Report};
 use crate::say::{say, say_raw};
@@ -56,7 +58,30 @@ impl Shell {
                 self.config.nproc_per_node,
                 self.config.max_restarts
             ));
+            for line in self.flight(Some(failures)).map(|flight| flight.groups).unwrap_or_default() {
+                say(&format!("warning: {line}"));
+            }
         }
+    }
+
+    /// What the workers of this round have recorded, now that they have ended; without `failures` they were stopped.
+    pub(super) fn flight(&self, failures: Option<&[supervise::Failure]>) -> Option<report::Flight> {
+        let Round { assignment, workers, .. } = self.round.as_ref()?;
+        let stopped = |local_rank: usize| {
+            failures.is_none_or(|failures| {
+                failures.iter().any(|failure| failure.local_rank == local_rank && failure.stopped)
+            })
+        };
+        let exit = |&local_rank: &usize| {
+            let (time, cause) = workers.get(local_rank).ended?;
+            let exit = Exit { unix_ns: flight::unix_ns(time), cause, stopped: stopped(local_rank) };
+            Some((workers.rank(local_rank), exit))
+        };
+        self.flight.told(&flight::Round {
+            generation: assignment.generation,
+            began: workers.began,
+            exits: workers.in_order_of_end().iter().filter_map(exit).collect(),
+        })
     }
 
     pub(super) fn tell_swept(&self, stopped: &[Leftover], stuck: &[Leftover]) {
@@ -77,7 +102,8 @@ impl Shell {
 
     /// Says who failed and why, here and in the files that were asked for.
     pub(super) fn report_failures(&self, failures: &[supervise::Failure]) -> Report {
-        let (report, ended, wrong) = self.report(failures);
+        let (mut report, ended, wrong) = self.report(failures);
+        report.flight = self.flight(Some(failures));
         let target = std::env::var_os(vars::ERROR_FILE).filter(|path| !path.is_empty());
         if let Some(Err(error)) = target.map(|target| report::hand_on(&report, &ended, target.as_ref())) {
             say(&format!("warning: {error}"));
@@ -162,9 +188,21 @@ impl Shell {
             End::Aborted => bare(Outcome::Failed, None),
         });
         report.message = report.message.or(verdict);
+        if report.flight.is_none() && *end != End::Success {
+            report.flight = self.flight(None);
+        }
         if let Err(error) = report::write(&report, path) {
             say(&format!("warning: {error}"));
         }
+    }
+
+    /// Says what the recordings say, where no report does.
+    pub(super) fn tell_flight(&self) {
+        let Some(report::Flight { folder, groups }) = self.flight(None) else { return };
+        for line in groups {
+            say(&line);
+        }
+        say(&format!("recorded calls: convoke-flight {folder}"));
     }
 
     fn job(&self) -> report::Job {

@@ -10,25 +10,26 @@ use nix::sys::signal::Signal;
 use super::machine::End;
 use super::run::{News, Shell};
 use crate::cause::Weight;
-use crate::rendezvous::{Court, What};
+use crate::rendezvous::{Court, FromOthers, What};
 use crate::report::{self, Report};
 use crate::say::say;
 
 /// Longest wait for the court at the very end.
 const COURT_TIMEOUT: Duration = Duration::from_secs(3);
-/// How long a node whose worker only lost a peer lets that peer's node speak first.
-const CONSEQUENCE_PATIENCE: Duration = Duration::from_millis(500);
 
 impl Shell {
     /// Takes this node's seat, once.
-    pub(super) fn enter_court(&mut self, court: Option<Arc<Court>>) {
+    pub(super) fn enter_court(&mut self, court: Option<Arc<dyn Court>>) {
         let (None, Some(court)) = (&self.court, court) else { return };
         self.court = Some(Arc::clone(&court));
         let tell = self.tell.clone();
         start_thread("verdict", move || {
-            if let Some(verdict) = court.await_verdict() {
+            while let Some(news) = court.hear() {
+                let last = matches!(news, FromOthers::Verdict(_));
                 // Nobody listens any more if the launcher is just ending.
-                let _ = tell.send(News::Verdict(verdict));
+                if tell.send(News::Others(news)).is_err() || last {
+                    return;
+                }
             }
         });
     }
@@ -36,7 +37,8 @@ impl Shell {
     /// The first failure of a round: if no restart is left it is the end of the job, on all nodes at once.
     pub(super) fn declare_failure(&mut self, local_rank: usize, cause: ExitCause) {
         let (Some(court), Some(round)) = (&self.court, &self.round) else { return };
-        if self.agent.restarts_left() > 0 {
+        let restarts = self.agent.restarts_left() > 0;
+        if restarts && !court.has_last_word() {
             return;
         }
         let rank = round.workers.rank(local_rank);
@@ -44,12 +46,14 @@ impl Shell {
         let first = self.first_report();
         // A worker that lost its peer is not to blame if the peer's node has something to say.
         let consequence = first.root().is_some_and(|root| root.class.weight() != Weight::Own);
-        let patience = if consequence { CONSEQUENCE_PATIENCE } else { Duration::ZERO };
         let what = What::Failed { summary, report: first.root_only().to_json() };
         let (court, tell) = (Arc::clone(court), self.tell.clone());
-        self.declared = Some(what.clone());
+        self.declared = Some(what.clone()).filter(|_| !restarts);
+        let Some(verdict) = court.failed(what, restarts, consequence) else { return };
         start_thread("declare", move || {
-            let _ = tell.send(News::Verdict(court.declare_after(patience, what)));
+            if let Some(verdict) = verdict() {
+                let _ = tell.send(News::Others(FromOthers::Verdict(verdict)));
+            }
         });
     }
 
@@ -89,7 +93,7 @@ impl Shell {
 pub(super) fn told_by(what: &What) -> Option<Report> {
     match what {
         What::Failed { report, .. } => Report::from_json(report).ok(),
-        What::Error { .. } | What::Stopped { .. } | What::Lost => None,
+        What::Error { .. } | What::Stopped { .. } | What::Lost | What::Alone { .. } => None,
     }
 }
 

@@ -82,12 +82,15 @@ pub(crate) fn config(given: &Given, env: Env<'_>, machine: &Machine) -> Result<C
         role: role(given)?,
         program,
         logs,
+        flight: output::flight(env),
         events,
         signals,
         signals_text: signals_text.to_owned(),
         shutdown_timeout,
         virtual_local_rank,
         cpus,
+        own_sessions: nproc_per_node <= machine.cpu_count()
+            || !convoke_env::schedules_sessions(&machine.root),
         orphans: orphans(given)?,
         report_file: given
             .get("report-file")

@@ -53,19 +53,16 @@ const DYNAMIC: &[(&str, Kind)] = &[
     ("keep_alive_max_attempt", Kind::Positive),
     ("cas_backoff_max_seconds", Kind::Seconds),
     ("read_timeout", Kind::Positive),
+    ("restart_budget", Kind::Choice(&["agent", "job"])),
 ];
-const PROTOCOL: (&str, Kind) = ("protocol", Kind::Choice(&["http", "https"]));
 
 /// Keys of the built-in rendezvous.
 pub(crate) const C10D: &Known =
     &[DYNAMIC, &[("is_host", Kind::Switch), ("store_type", Kind::Choice(&["tcp", "file"]))]];
 
-/// Keys of `etcd-v2`.
-pub(crate) const ETCD_V2: &Known = &[DYNAMIC, &[PROTOCOL]];
-
-/// Keys of `etcd`.
+/// Keys of `etcd` and `etcd-v2`, those that are no texts.
 pub(crate) const ETCD: &Known =
-    &[&[("last_call_timeout", Kind::Positive), ("timeout", Kind::Positive), PROTOCOL]];
+    &[DYNAMIC, &[("timeout", Kind::Positive), ("protocol", Kind::Choice(&["http", "https"]))]];
 
 /// Keys of `static`.
 pub(crate) const STATIC: &Known = &[&[("timeout", Kind::Positive)]];

@@ -38,3 +38,19 @@ pub(crate) fn parse(text: &str) -> Result<(String, Option<u16>), EndpointError> 
     }
     Ok((host, port))
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn any_text_is_an_endpoint_or_refused(text in "(\\[?[a-z0-9:._-]{0,8}\\]?:?[0-9]{0,6}|\\PC{0,20})") {
+            if let Ok((host, Some(port))) = parse(&text) {
+                prop_assert_eq!(parse(&format!("[{host}]:{port}")), Ok((host, Some(port))));
+            }
+        }
+    }
+}

@@ -1,15 +1,25 @@
 //! How the nodes meet: backend, endpoint, id and settings.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use super::build::{Numbers, count};
-use super::{NodeRange, Rendezvous, conf, endpoint};
+use super::{Endpoint, EtcdCluster, NodeRange, Rendezvous, Terms, conf, endpoint};
 use crate::cli::{CliError, Given, Value, integer, suggest_choice};
 
 const BACKENDS: &[&str] = &["static", "c10d", "etcd-v2", "etcd"];
 const C10D_PORT: u16 = 29400;
 const ETCD_PORT: u16 = 2379;
 const STATIC_PORT: u16 = 29500;
+const LAST_CALL: Duration = Duration::from_secs(30);
+const JOIN_TIMEOUT: Duration = Duration::from_secs(600);
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(30);
+/// A node that is not heard for so long is lost.
+const SILENCE: Duration = Duration::from_secs(3);
+const LONGEST_SILENCE: Duration = Duration::from_secs(24 * 3600);
+/// What torchrun takes for the one if only the other is given.
+const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(5);
+const KEEP_ALIVE_ATTEMPTS: u32 = 3;
 const STATIC_TIMEOUT: Duration = Duration::from_secs(900);
 
 /// The rendezvous, the job's id, how many nodes it has, and `--rdzv-conf`.
@@ -62,13 +72,30 @@ pub(super) fn meeting(
         "c10d" => {
             check(conf::C10D)?;
             ignored_without_static(given, warnings);
-            let (host, port) = endpoint(Some(C10D_PORT))?;
-            Rendezvous::C10d { host, port }
+            let endpoint = if value(&conf, "store_type") == Some("file") {
+                Endpoint::File(shared_file(given, endpoint_text)?)
+            } else {
+                let (host, port) = endpoint(Some(C10D_PORT))?;
+                let is_host = value(&conf, "is_host").and_then(conf::switch);
+                if port == 0 && nodes.min > 1 {
+                    return Err(port_0(given));
+                }
+                Endpoint::Host { host, port, is_host }
+            };
+            Rendezvous::Elastic { endpoint, terms: terms(&conf) }
         }
         "etcd" | "etcd-v2" => {
-            check(if backend == "etcd" { conf::ETCD } else { conf::ETCD_V2 })?;
+            check(conf::ETCD)?;
             ignored_without_static(given, warnings);
-            Rendezvous::Etcd { endpoints: vec![endpoint(Some(ETCD_PORT))?] }
+            let members: Result<_, CliError> =
+                endpoint_text.split(',').map(|text| parse_member(given, text)).collect();
+            let cluster = EtcdCluster::new(members?, |key| value(&conf, key).map(str::to_owned));
+            let cluster = cluster.map_err(|what| CliError::value(format!("--rdzv-conf: {what}")))?;
+            let mut terms = terms(&conf);
+            if let (Some(timeout), None) = (seconds(&conf, "timeout"), value(&conf, "join_timeout")) {
+                terms.join_timeout = timeout;
+            }
+            Rendezvous::Elastic { endpoint: Endpoint::Etcd(cluster), terms }
         }
         other => {
             let example = suggest_choice(other, BACKENDS).map_or_else(|| BACKENDS.join("|"), str::to_owned);
@@ -78,13 +105,39 @@ pub(super) fn meeting(
             return Err(CliError::value(value));
         }
     };
-    not_yet(given, &rendezvous, nodes, &conf)?;
     let run_id = match given.get("rdzv-id") {
         None => "none".to_owned(),
         Some(value) if value.text.is_empty() => u128::from_be_bytes(random_uuid_bytes()?).to_string(),
         Some(value) => value.as_str()?.to_owned(),
     };
     Ok((rendezvous, run_id, nodes, conf))
+}
+
+fn value<'a>(conf: &'a [(String, String)], key: &str) -> Option<&'a str> {
+    conf.iter().find(|(known, _)| known == key).map(|(_, value)| value.as_str())
+}
+
+/// A number of seconds that has been checked.
+fn seconds(conf: &[(String, String)], key: &str) -> Option<Duration> {
+    let number = integer(value(conf, key)?)?;
+    Some(Duration::from_secs(u64::from(u32::try_from(number).unwrap_or(u32::MAX))))
+}
+
+fn terms(conf: &[(String, String)]) -> Terms {
+    let (interval, attempts) = (seconds(conf, "keep_alive_interval"), value(conf, "keep_alive_max_attempt"));
+    let attempts = attempts.and_then(integer).map(|number| u32::try_from(number).unwrap_or(u32::MAX));
+    let silence = if interval.is_some() || attempts.is_some() {
+        interval.unwrap_or(KEEP_ALIVE_INTERVAL).saturating_mul(attempts.unwrap_or(KEEP_ALIVE_ATTEMPTS))
+    } else {
+        SILENCE
+    };
+    Terms {
+        last_call: seconds(conf, "last_call_timeout").unwrap_or(LAST_CALL),
+        join_timeout: seconds(conf, "join_timeout").unwrap_or(JOIN_TIMEOUT),
+        close: seconds(conf, "close_timeout").unwrap_or(CLOSE_TIMEOUT),
+        silence: silence.min(LONGEST_SILENCE),
+        job_budget: value(conf, "restart_budget") == Some("job"),
+    }
 }
 
 /// `static`: an endpoint, or `--master-addr` and `--master-port`; both need a port.
@@ -114,15 +167,7 @@ fn fixed(
         (bare.to_owned(), port)
     } else {
         match parse_endpoint(given, endpoint_text, None)? {
-            (_, 0) => {
-                let value = given.get("rdzv-endpoint").map_or_else(String::new, |value| {
-                    value.wrong(
-                        "port 0 cannot be known to other nodes",
-                        "HOST:29500, or --standalone for one node",
-                    )
-                });
-                return Err(CliError::value(value));
-            }
+            (_, 0) => return Err(port_0(given)),
             found => found,
         }
     };
@@ -137,11 +182,25 @@ fn fixed(
         },
         _ => 0,
     };
-    let seconds = conf.iter().find(|(key, _)| key == "timeout").and_then(|(_, value)| integer(value));
-    let timeout = seconds.map_or(STATIC_TIMEOUT, |seconds| {
-        Duration::from_secs(u64::from(u32::try_from(seconds).unwrap_or(u32::MAX)))
-    });
+    let timeout = seconds(conf, "timeout").unwrap_or(STATIC_TIMEOUT);
     Ok(Rendezvous::Static { host, port, node_rank, timeout })
+}
+
+fn port_0(given: &Given) -> CliError {
+    let what = "port 0 cannot be known to other nodes";
+    let wrong = |value: &Value| value.wrong(what, "HOST:29500, or --standalone for one node");
+    CliError::value(given.get("rdzv-endpoint").map_or_else(String::new, wrong))
+}
+
+/// `store_type=file`: the endpoint is a path.
+fn shared_file(given: &Given, text: &str) -> Result<PathBuf, CliError> {
+    if text.is_empty() {
+        let what = "with store_type=file it is the path of a file that all nodes share";
+        let missing = || format!("--rdzv-endpoint is missing: {what}; write --rdzv-endpoint=/shared/job");
+        let value = given.get("rdzv-endpoint").map_or_else(missing, |value| value.wrong(what, "/shared/job"));
+        return Err(CliError::value(value));
+    }
+    Ok(PathBuf::from(text))
 }
 
 fn parse_endpoint(given: &Given, text: &str, default_port: Option<u16>) -> Result<(String, u16), CliError> {
@@ -158,33 +217,12 @@ fn parse_endpoint(given: &Given, text: &str, default_port: Option<u16>) -> Resul
     }
 }
 
-/// What this version cannot do yet, and what to use instead.
-fn not_yet(
-    given: &Given,
-    rendezvous: &Rendezvous,
-    nodes: NodeRange,
-    conf: &[(String, String)],
-) -> Result<(), CliError> {
-    let is_host = |(key, value): &(String, String)| (key == "is_host").then(|| conf::switch(value)).flatten();
-    let file_store = || conf.iter().any(|(key, value)| key == "store_type" && value == "file");
-    const STATIC: &str =
-        "use --rdzv-backend=static with --nnodes, --node-rank, --master-addr and --master-port";
-    let advice = match rendezvous {
-        Rendezvous::Standalone | Rendezvous::Static { .. } => return Ok(()),
-        Rendezvous::Etcd { .. } => format!("etcd is not built in yet; {STATIC}"),
-        Rendezvous::C10d { .. } if file_store() => {
-            "store_type=file is not built in yet; remove it, or use --standalone".to_owned()
-        }
-        Rendezvous::C10d { .. } if nodes.max > 1 => {
-            format!("more than one node is not built in yet; {STATIC}")
-        }
-        Rendezvous::C10d { .. } if conf.iter().find_map(is_host) == Some(false) => {
-            "is_host=false, so nobody serves the only node; remove it".to_owned()
-        }
-        Rendezvous::C10d { .. } => return Ok(()),
-    };
-    let backend = given.get("rdzv-backend").map_or_else(String::new, ToString::to_string);
-    Err(CliError::value(format!("{backend}: {advice}")))
+/// A member of an etcd cluster.
+fn parse_member(given: &Given, text: &str) -> Result<(String, u16), CliError> {
+    match parse_endpoint(given, text, Some(ETCD_PORT))? {
+        (_, 0) => Err(port_0(given)),
+        member => Ok(member),
+    }
 }
 
 /// Says which flags a job of one node ignores.

@@ -5,8 +5,10 @@ use std::ffi::OsString;
 use std::fs;
 use std::path::PathBuf;
 
+use convoke_env::vars;
+
 use super::build::{count, role};
-use super::{EventHandler, LogConfig, LogDir, StreamChoice, Streams};
+use super::{EventHandler, FlightDir, LogConfig, LogDir, StreamChoice, Streams};
 use crate::cli::{CliError, Given, Value, integer, streams, substrings};
 
 type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
@@ -96,6 +98,15 @@ fn warn_of_absent_ranks(
     if let Some(rank) = ranks.into_iter().find(|&rank| rank >= nproc_per_node) {
         let workers = count(nproc_per_node, "worker");
         warnings.push(format!("{value} names local rank {rank}, but this node has {workers}"));
+    }
+}
+
+/// CONVOKE_FLIGHT_DIR.
+pub(super) fn flight(env: Env<'_>) -> FlightDir {
+    match env(vars::FLIGHT_DIR) {
+        None => FlightDir::Own,
+        Some(folder) if folder.is_empty() => FlightDir::Nowhere,
+        Some(folder) => FlightDir::Given(PathBuf::from(folder)),
     }
 }
 

@@ -10,7 +10,7 @@ use proptest::prelude::*;
 
 use super::machine::{FileKind, Vendor, file_kind, in_path};
 use super::*;
-use crate::cli::{Invocation, float, integer, parse, streams, substrings};
+use crate::cli::{Invocation, float, integer, parse, parse_on, streams, substrings};
 
 fn none(_: &str) -> Option<OsString> {
     None
@@ -191,6 +191,26 @@ fn devices_are_counted_by_their_nodes() {
 }
 
 #[test]
+fn workers_share_a_session_only_where_yielding_a_cpu_needs_it() {
+    let (root, machine) = machine(&[], &[]);
+    let own = |workers: &str| {
+        let words = ["convoke", workers, "--no-python", "x"].map(OsString::from);
+        match parse_on(words.into_iter(), &none, &machine) {
+            Ok(Invocation::Run(config)) => config.own_sessions,
+            other => panic!("{other:?}"),
+        }
+    };
+    let sysctl = root.path().join("proc/sys/kernel");
+    fs::create_dir_all(&sysctl).expect("a directory");
+    for (autogroup, crowded) in [(None, true), (Some("0\n"), true), (Some("1\n"), false)] {
+        if let Some(text) = autogroup {
+            fs::write(sysctl.join("sched_autogroup_enabled"), text).expect("a file");
+        }
+        assert_eq!((own("--nproc-per-node=3"), own("--nproc-per-node=4")), (true, crowded), "{autogroup:?}");
+    }
+}
+
+#[test]
 fn hidden_devices_do_not_count() {
     let (_root, machine) = machine(&["nvidia0", "nvidia1", "nvidia2", "nvidia3"], &[]);
     for (list, count) in [
@@ -292,7 +312,7 @@ fn backends_are_selected_as_torchrun_does() {
     let c10d = |endpoint: &str| match config(&["--rdzv-backend=c10d", "--rdzv-endpoint", endpoint, "x"])
         .rendezvous
     {
-        Rendezvous::C10d { host, port } => (host, port),
+        Rendezvous::Elastic { endpoint: Endpoint::Host { host, port, .. }, .. } => (host, port),
         other => panic!("{endpoint}: {other:?}"),
     };
     assert_eq!(c10d(""), ("localhost".to_owned(), 29400));

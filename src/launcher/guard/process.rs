@@ -204,7 +204,7 @@ impl Guard {
         let stdout = request.stdout.then(&mut next).transpose()?;
         let stderr = request.stderr.then(&mut next).transpose()?;
         let environment = environment(&request, &channel);
-        let started = Prepared::new(request.argv, environment, &request.cpus)
+        let started = Prepared::new(request.argv, environment, &request.cpus, request.own_session)
             .and_then(|program| start_worker(&program, &channel, stdout.as_ref(), stderr.as_ref()));
         match started {
             Ok(Starting { pid, status }) => {

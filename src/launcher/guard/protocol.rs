@@ -44,6 +44,8 @@ pub(crate) struct SpawnRequest {
     pub(crate) unset: Vec<OsString>,
     /// The CPUs that it may run on; empty: those of the launcher.
     pub(crate) cpus: Vec<usize>,
+    /// It leads a session of its own, and not only a process group.
+    pub(crate) own_session: bool,
     /// A descriptor for stdout comes along; otherwise it is inherited.
     pub(crate) stdout: bool,
     /// The same for stderr.
@@ -125,6 +127,8 @@ impl Decoder {
 mod tests {
     use std::os::unix::ffi::OsStringExt;
 
+    use proptest::prelude::*;
+
     use super::*;
 
     #[test]
@@ -136,6 +140,7 @@ mod tests {
             vars: vec![("K".into(), odd)],
             unset: vec!["U".into()],
             cpus: vec![0, 65_536],
+            own_session: true,
             stdout: true,
             stderr: false,
         });
@@ -152,6 +157,36 @@ mod tests {
                 }
             }
             assert_eq!(got, messages);
+        }
+    }
+
+    proptest! {
+        /// What is no message is an error, and what is read is what was written.
+        #[test]
+        fn random_bytes_never_do_harm(
+            changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..4),
+            signal in any::<i32>(),
+            step in 1..50_usize,
+        ) {
+            let messages = [ToGuard::Signal { id: WorkerId(7), signal }, ToGuard::Leave];
+            let mut bytes: Vec<u8> = messages.iter().flat_map(|message| encode(message).unwrap()).collect();
+            let whole = changes.is_empty();
+            for (place, byte) in changes {
+                let place = place.index(bytes.len());
+                bytes[place] = byte;
+            }
+            let (mut decoder, mut got) = (Decoder::default(), Vec::new());
+            'parts: for part in bytes.chunks(step) {
+                decoder.push(part);
+                loop {
+                    match decoder.next::<ToGuard>() {
+                        Ok(Some(message)) => got.push(message),
+                        Ok(None) => break,
+                        Err(_) => break 'parts,
+                    }
+                }
+            }
+            prop_assert!(!whole || got == messages);
         }
     }
 

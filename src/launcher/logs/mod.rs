@@ -153,6 +153,11 @@ impl RunDir {
         Self { settings, path }
     }
 
+    /// Where it is; `None` if there are no files.
+    pub(crate) fn path(&self) -> Option<&Path> {
+        self.path.as_deref()
+    }
+
     /// The workers of an attempt have ended: tells if their files cannot have taken all that they wrote. Who has the
     /// file itself hears of that alone, and may have nobody to tell it to.
     pub(crate) fn check_space(&self) {

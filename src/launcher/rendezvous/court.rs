@@ -1,5 +1,6 @@
-//! How a static job ends on all nodes at once, with one cause: the first verdict in the store stands.
+//! How nodes learn of each other what ends a round or the job, and tell it.
 //!
+//! A static job ends on all nodes at once, with one cause: the first verdict in the store stands.
 //! Each agent leaves a will with node 0's store ("node 2 is lost") and watches the verdict. Who fails for
 //! good declares it; who vanishes is declared by its will; if node 0 itself vanishes, all others see
 //! their watch break. Only between convoke agents: torchrun's store knows no wills.
@@ -22,6 +23,8 @@ const OPERATION_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long node 0 serves on so that the others can read the verdict.
 const LINGER: Duration = Duration::from_millis(500);
 const LINGER_POLL: Duration = Duration::from_millis(2);
+/// How long a node whose worker only lost a peer lets that peer's node speak first.
+const CONSEQUENCE_PATIENCE: Duration = Duration::from_millis(500);
 /// A watch is renewed this often; it costs nothing.
 const WATCH_PERIOD: Duration = Duration::from_secs(3600);
 
@@ -59,12 +62,61 @@ pub(crate) enum What {
     },
     /// Its launcher is gone without a word, or its host.
     Lost,
+    /// This node hears nobody any more, or was left behind: what happened.
+    Alone {
+        /// One line.
+        text: String,
+    },
+}
+
+/// What other nodes have to say while this one runs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum FromOthers {
+    /// The job is over.
+    Verdict(Verdict),
+    /// This round is over, for this reason. All begin anew; or, if this node is `alone`, it does when it hears the others.
+    NewRound { round: u64, cause: String, alone: bool },
+}
+
+/// Waits for the verdict that ends the job; `None` if it goes on.
+pub(crate) type Verdicts = Box<dyn FnOnce() -> Option<Verdict> + Send>;
+
+/// Where a node of a job hears of the others, and tells them of itself. Calls may block, and end by their own deadlines.
+pub(crate) trait Court: Send + Sync + fmt::Debug {
+    /// Blocks until others have something to say; `None` once this node has left in peace. To be called by one thread.
+    fn hear(&self) -> Option<FromOthers>;
+
+    /// A worker of this node has failed, and there is a restart for it or not: says so at once. What it returns, if anything,
+    /// waits for the verdict. What may only be the consequence of what happened on another node has that one speak first.
+    fn failed(self: Arc<Self>, what: What, restarts: bool, consequence: bool) -> Option<Verdicts>;
+
+    /// Declares what ends this node; the verdict that stands, which may be an earlier one.
+    fn declare(&self, what: What) -> Verdict;
+
+    /// Leaves: the end of this process is no news any more.
+    fn leave(&self);
+
+    /// Whether `verdict` is about this node.
+    fn is_mine(&self, verdict: &Verdict) -> bool;
+
+    /// Whether a failure without a restart is final only when the others have been heard.
+    fn has_last_word(&self) -> bool;
+}
+
+impl Verdict {
+    pub(super) fn new(node: usize, host: &str, what: What) -> Self {
+        Self { version: 1, node, host: host.to_owned(), what }
+    }
 }
 
 impl fmt::Display for Verdict {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let What::Alone { text } = &self.what {
+            return f.write_str(text);
+        }
         write!(f, "node {} ({}) ", self.node, self.host)?;
         match &self.what {
+            What::Alone { text } => f.write_str(text),
             What::Failed { summary, .. } => write!(f, "failed: {summary}"),
             What::Error { text } => write!(f, "could not go on: {text}"),
             What::Stopped { signal } => match Signal::try_from(*signal) {
@@ -76,9 +128,9 @@ impl fmt::Display for Verdict {
     }
 }
 
-/// One node's seat in the court.
+/// One node's seat in the court of a static job.
 #[derive(Debug)]
-pub(crate) struct Court {
+pub(crate) struct StoreCourt {
     job: Arc<dyn Store>,
     node: usize,
     host: String,
@@ -89,7 +141,7 @@ pub(crate) struct Court {
     told_done: AtomicBool,
 }
 
-impl Court {
+impl StoreCourt {
     /// Leaves this node's will; `None` if node 0 is another launcher.
     pub(crate) fn enter(
         store: &TcpStore,
@@ -99,7 +151,7 @@ impl Court {
         (host, master_host): (String, String),
         deadline: Instant,
     ) -> Result<Option<Self>, StoreError> {
-        let lost = encode(&Verdict { version: 1, node, host: host.clone(), what: What::Lost });
+        let lost = encode(&Verdict::new(node, &host, What::Lost));
         match store.leave_will(format!("{run_id}/{VERDICT}").as_bytes(), &lost, deadline) {
             Ok((will, watch)) => Ok(Some(Self {
                 job,
@@ -116,44 +168,67 @@ impl Court {
         }
     }
 
-    /// Blocks until there is a verdict; `None` once this node has left in peace. To be called once.
-    pub(crate) fn await_verdict(&self) -> Option<Verdict> {
-        let mut watch = self.watch.lock().unwrap_or_else(PoisonError::into_inner).take()?;
-        loop {
-            match watch.wait(Instant::now() + WATCH_PERIOD) {
-                Ok(None) => {}
-                Ok(Some(text)) => {
-                    self.done();
-                    return Some(self.decode(&text));
-                }
-                // Who withdraws the will takes it out before. Else the store is gone, and leaving it is no use.
-                Err(_) => return lock(&self.will).take().map(|_| self.master_lost()),
-            }
-        }
-    }
-
     /// The verdict, if there is one already.
     pub(crate) fn standing(&self) -> Option<Verdict> {
         let text = self.job.try_get(VERDICT.as_bytes(), Instant::now() + OPERATION_TIMEOUT).ok()??;
         Some(self.decode(&text))
     }
 
-    /// As [`declare`](Self::declare), for what may only be the consequence of what happened on another
-    /// node: that one is given `patience` to speak first.
-    pub(crate) fn declare_after(&self, patience: Duration, what: What) -> Verdict {
-        let until = Instant::now() + patience;
-        while Instant::now() < until {
-            if let Some(standing) = self.standing() {
-                return standing;
-            }
-            std::thread::sleep(LINGER_POLL);
+    /// Tells node 0, once, that it need not stay for this node.
+    fn done(&self) {
+        if self.node != 0 && !self.told_done.swap(true, Ordering::Relaxed) {
+            // If the store is gone there is nobody to wait for us.
+            let _ = self.job.add(DONE, 1, Instant::now() + OPERATION_TIMEOUT);
         }
-        self.declare(what)
     }
 
-    /// Declares what became of this node; the verdict that stands, which may be an earlier one.
-    pub(crate) fn declare(&self, what: What) -> Verdict {
-        let mine = Verdict { version: 1, node: self.node, host: self.host.clone(), what };
+    fn master_lost(&self) -> Verdict {
+        Verdict::new(0, &self.master_host, What::Lost)
+    }
+
+    fn decode(&self, text: &[u8]) -> Verdict {
+        serde_json::from_slice(text).unwrap_or_else(|error| {
+            let text = format!("a verdict that makes no sense: {error}");
+            Verdict::new(self.node, &self.host, What::Error { text })
+        })
+    }
+}
+
+impl Court for StoreCourt {
+    fn hear(&self) -> Option<FromOthers> {
+        let mut watch = self.watch.lock().unwrap_or_else(PoisonError::into_inner).take()?;
+        loop {
+            match watch.wait(Instant::now() + WATCH_PERIOD) {
+                Ok(None) => {}
+                Ok(Some(text)) => {
+                    self.done();
+                    return Some(FromOthers::Verdict(self.decode(&text)));
+                }
+                // Who withdraws the will takes it out before. Else the store is gone, and leaving it is no use.
+                Err(_) => return lock(&self.will).take().map(|_| FromOthers::Verdict(self.master_lost())),
+            }
+        }
+    }
+
+    fn failed(self: Arc<Self>, what: What, restarts: bool, consequence: bool) -> Option<Verdicts> {
+        // A restart is local to the node.
+        if restarts {
+            return None;
+        }
+        Some(Box::new(move || {
+            let until = Instant::now() + if consequence { CONSEQUENCE_PATIENCE } else { Duration::ZERO };
+            while Instant::now() < until {
+                if let Some(standing) = self.standing() {
+                    return Some(standing);
+                }
+                std::thread::sleep(LINGER_POLL);
+            }
+            Some(self.declare(what))
+        }))
+    }
+
+    fn declare(&self, what: What) -> Verdict {
+        let mine = Verdict::new(self.node, &self.host, what);
         let deadline = Instant::now() + OPERATION_TIMEOUT;
         match self.job.compare_set(VERDICT.as_bytes(), b"", &encode(&mine), deadline) {
             Ok(standing) => self.decode(&standing),
@@ -161,9 +236,8 @@ impl Court {
         }
     }
 
-    /// Leaves: the end of this process is no news any more. Node 0 stays for a moment as long as others
-    /// may still need its store.
-    pub(crate) fn leave(&self) {
+    /// Node 0 stays for a moment as long as others may still need its store.
+    fn leave(&self) {
         let Some(will) = lock(&self.will).take() else { return };
         will.withdraw();
         if self.node != 0 {
@@ -181,30 +255,12 @@ impl Court {
         }
     }
 
-    /// Whether `verdict` is about this node.
-    pub(crate) fn is_mine(&self, verdict: &Verdict) -> bool {
-        verdict.node == self.node
+    fn is_mine(&self, verdict: &Verdict) -> bool {
+        verdict.node == self.node && !matches!(verdict.what, What::Alone { .. })
     }
 
-    /// Tells node 0, once, that it need not stay for this node.
-    fn done(&self) {
-        if self.node != 0 && !self.told_done.swap(true, Ordering::Relaxed) {
-            // If the store is gone there is nobody to wait for us.
-            let _ = self.job.add(DONE, 1, Instant::now() + OPERATION_TIMEOUT);
-        }
-    }
-
-    fn master_lost(&self) -> Verdict {
-        Verdict { version: 1, node: 0, host: self.master_host.clone(), what: What::Lost }
-    }
-
-    fn decode(&self, text: &[u8]) -> Verdict {
-        serde_json::from_slice(text).unwrap_or_else(|error| Verdict {
-            version: 1,
-            node: self.node,
-            host: self.host.clone(),
-            what: What::Error { text: format!("a verdict that makes no sense: {error}") },
-        })
+    fn has_last_word(&self) -> bool {
+        false
     }
 }
 

@@ -9,9 +9,10 @@ use convoke_store::{PrefixStore, Store, StoreError, StoreServer, TcpStore};
 
 use serde::{Deserialize, Serialize};
 
+use super::court::{Court, StoreCourt};
 use super::ranks::{Ranks, RoleInfo, assign, encode};
 use super::reach::reach;
-use super::{Assignment, Court, Rendezvous, RendezvousError, What};
+use super::{Assignment, Barrier, Rendezvous, RendezvousError, What};
 use crate::config::Config;
 use crate::report::full_host_name;
 use crate::say::{Progress, say};
@@ -37,7 +38,7 @@ const GENERATION: &str = "convoke/generation/";
 
 /// What a convoke agent says of itself.
 #[derive(Debug, Serialize, Deserialize)]
-struct Registration {
+pub(super) struct Registration {
     version: String,
     host: String,
     pid: u32,
@@ -66,7 +67,7 @@ struct Joined {
     /// The whole store, and the part of this job.
     store: Arc<dyn Store>,
     job: Arc<dyn Store>,
-    court: Option<Arc<Court>>,
+    court: Option<Arc<StoreCourt>>,
     assignment: Assignment,
     /// Number of the round that `assignment.generation` belongs to.
     round: u64,
@@ -128,7 +129,7 @@ impl Fixed {
     fn meet(
         &self,
         job: &dyn Store,
-        court: Option<&Court>,
+        court: Option<&StoreCourt>,
         deadline: Instant,
     ) -> Result<Assignment, RendezvousError> {
         let info = RoleInfo { role: self.role.clone(), rank: self.node, local_world_size: self.workers };
@@ -148,6 +149,8 @@ impl Fixed {
             None => self.read_generation(job, 0)?,
         };
         Ok(Assignment {
+            round: 0,
+            restarts: None,
             group_rank: self.node,
             group_world_size: self.nodes,
             base_rank: ranks.0,
@@ -168,7 +171,7 @@ impl Fixed {
         tcp: &TcpStore,
         job: &Arc<dyn Store>,
         deadline: Instant,
-    ) -> Result<Option<Court>, RendezvousError> {
+    ) -> Result<Option<StoreCourt>, RendezvousError> {
         let host = full_host_name();
         let me =
             Registration { version: VERSION.to_owned(), host, pid: std::process::id(), nodes: self.nodes };
@@ -181,7 +184,7 @@ impl Fixed {
             return Err(RendezvousError::Taken { node: self.node, nodes: self.nodes, other });
         }
         let (seat, hosts) = ((self.node, self.nodes), (me.host, self.host.clone()));
-        let court = Court::enter(tcp, Arc::clone(job), &self.run_id, seat, hosts, deadline)?;
+        let court = StoreCourt::enter(tcp, Arc::clone(job), &self.run_id, seat, hosts, deadline)?;
         if court.is_none() {
             return Ok(None);
         }
@@ -214,7 +217,7 @@ impl Fixed {
     fn assign_all(
         &self,
         job: &dyn Store,
-        court: Option<&Court>,
+        court: Option<&StoreCourt>,
         deadline: Instant,
     ) -> Result<(), RendezvousError> {
         let keys: Vec<String> = (0..self.nodes).map(|node| format!("{ROLE_INFO}{node}")).collect();
@@ -245,7 +248,7 @@ impl Fixed {
     fn wait_for_nodes(
         &self,
         job: &dyn Store,
-        court: Option<&Court>,
+        court: Option<&StoreCourt>,
         keys: &[&[u8]],
         deadline: Instant,
     ) -> Result<(), RendezvousError> {
@@ -282,7 +285,7 @@ impl Fixed {
     fn read_ranks(
         &self,
         job: &dyn Store,
-        court: Option<&Court>,
+        court: Option<&StoreCourt>,
         deadline: Instant,
     ) -> Result<Ranks, RendezvousError> {
         let key = format!("{ASSIGNED_RANKS}{}", self.node);
@@ -389,15 +392,12 @@ impl Rendezvous for Fixed {
         self.nodes > 1
     }
 
-    fn court(&self) -> Option<Arc<Court>> {
-        self.joined.as_ref()?.court.clone()
+    fn court(&self) -> Option<Arc<dyn Court>> {
+        Some(Arc::clone(self.joined.as_ref()?.court.as_ref()?) as Arc<dyn Court>)
     }
 
-    fn barrier(&mut self) -> Option<String> {
-        let joined = self.joined.as_ref()?;
-        if self.nodes == 1 {
-            return None;
-        }
+    fn barrier(&mut self) -> Barrier {
+        let Some(joined) = self.joined.as_ref().filter(|_| self.nodes > 1) else { return Barrier::Passed };
         let deadline = Instant::now() + BARRIER_TIMEOUT;
         let passed = joined.job.add(MEMBERS, 1, deadline).and_then(|arrived| {
             if arrived >= i64::try_from(self.nodes).unwrap_or(i64::MAX) {
@@ -406,8 +406,12 @@ impl Rendezvous for Fixed {
                 joined.job.wait(&[LAST_MEMBER], deadline)
             }
         });
-        let error = passed.err()?;
-        Some(format!("this node is done, but whether the others are is not known: {error}"))
+        match passed {
+            Ok(()) => Barrier::Passed,
+            Err(error) => Barrier::Unknown(format!(
+                "this node is done, but whether the others are is not known: {error}"
+            )),
+        }
     }
 }
 
@@ -420,6 +424,6 @@ fn no_random(source: std::io::Error) -> RendezvousError {
 }
 
 /// An error if another node has ended the job meanwhile.
-fn not_over(court: Option<&Court>) -> Result<(), RendezvousError> {
-    court.and_then(Court::standing).map_or(Ok(()), |verdict| Err(RendezvousError::Over(verdict)))
+fn not_over(court: Option<&StoreCourt>) -> Result<(), RendezvousError> {
+    court.and_then(StoreCourt::standing).map_or(Ok(()), |verdict| Err(RendezvousError::Over(verdict)))
 }

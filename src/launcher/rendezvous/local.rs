@@ -5,7 +5,7 @@ use std::net::{IpAddr, Ipv4Addr, TcpListener};
 use convoke_env::Generation;
 use convoke_store::StoreServer;
 
-use super::{Assignment, Rendezvous, RendezvousError};
+use super::{Assignment, Barrier, Rendezvous, RendezvousError};
 use crate::config::Config;
 
 /// See the module's head.
@@ -50,6 +50,8 @@ impl Rendezvous for Local {
             any.local_addr().map_err(system("no free port"))?.port()
         };
         Ok(Assignment {
+            round: 0,
+            restarts: None,
             group_rank: 0,
             group_world_size: 1,
             base_rank: 0,
@@ -63,8 +65,8 @@ impl Rendezvous for Local {
         })
     }
 
-    fn barrier(&mut self) -> Option<String> {
-        None
+    fn barrier(&mut self) -> Barrier {
+        Barrier::Passed
     }
 
     fn close(&mut self) {

@@ -1,27 +1,34 @@
 //! How the nodes of a job find each other and agree on ranks.
 
 mod court;
+mod elastic;
 mod fixed;
 mod holder;
+mod interfaces;
 mod local;
 mod ranks;
 mod reach;
+#[cfg(test)]
+mod tests;
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::sync::Arc;
 
-use convoke_env::Generation;
+use convoke_env::{Generation, Token};
 use convoke_store::{ServeError, StoreError, StoreServer};
 
 use crate::config::{Config, Rendezvous as Choice};
 
-pub(crate) use court::{Court, Verdict, What};
+pub(crate) use court::{Court, FromOthers, Verdict, What};
+pub(crate) use elastic::Elastic;
 pub(crate) use fixed::Fixed;
 pub(crate) use local::Local;
 
 /// What an agent needs to know to start the workers of a round.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Assignment {
+    /// Number of the round, where nodes come and go.
+    pub(crate) round: u64,
     /// Rank of this node.
     pub(crate) group_rank: usize,
     /// Number of nodes.
@@ -39,6 +46,8 @@ pub(crate) struct Assignment {
     pub(crate) use_agent_store: bool,
     /// `None` if node 0 is another launcher, which knows no generations.
     pub(crate) generation: Option<Generation>,
+    /// Restarts used up, where they are counted for all nodes together.
+    pub(crate) restarts: Option<u32>,
 }
 
 /// Why the nodes did not come together.
@@ -75,6 +84,12 @@ pub(crate) enum RendezvousError {
     #[error("{0}; so this node ends as well")]
     Over(Verdict),
     #[error("{0}")]
+    Refused(String),
+    #[error(
+        "is_host=true, but {host} is no address of this host\n  try: remove is_host, or name this host in --rdzv-endpoint"
+    )]
+    NotHere { host: String },
+    #[error("{0}")]
     Store(#[from] StoreError),
     #[error(
         "{address} is in use{}\n  try: another --master-port, or 0 on one node; or end what listens there",
@@ -93,13 +108,24 @@ fn nodes(ranks: &[usize]) -> String {
     format!("node{} {}{more}", if ranks.len() == 1 { "" } else { "s" }, list.join(", "))
 }
 
+/// What became of the wait for the others.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Barrier {
+    /// All have succeeded.
+    Passed,
+    /// Whether they have is not known: a warning.
+    Unknown(String),
+    /// The court has something to say instead.
+    Interrupted,
+}
+
 /// One way to meet; calls may block, and end by their own deadlines.
 pub(crate) trait Rendezvous: Send + std::fmt::Debug {
     /// Meets the other nodes for a round.
     fn join(&mut self, restarts: u32) -> Result<Assignment, RendezvousError>;
 
-    /// Waits until all nodes have succeeded; a warning if that could not be established.
-    fn barrier(&mut self) -> Option<String>;
+    /// Waits until all nodes have succeeded, or it is no use to wait any longer.
+    fn barrier(&mut self) -> Barrier;
 
     /// The workers have ended and none will be started again.
     fn close(&mut self) {}
@@ -110,7 +136,7 @@ pub(crate) trait Rendezvous: Send + std::fmt::Debug {
     }
 
     /// Where nodes that have joined learn of each other's end, if they can.
-    fn court(&self) -> Option<Arc<Court>> {
+    fn court(&self) -> Option<Arc<dyn Court>> {
         None
     }
 }
@@ -118,7 +144,12 @@ pub(crate) trait Rendezvous: Send + std::fmt::Debug {
 /// The way that `config` asks for.
 pub(crate) fn choose(config: &Config) -> Box<dyn Rendezvous> {
     match &config.rendezvous {
-        Choice::Standalone | Choice::C10d { .. } | Choice::Etcd { .. } => Box::new(Local::new(config)),
+        Choice::Standalone => Box::new(Local::new(config)),
+        Choice::Elastic { endpoint, terms } => {
+            // Not the secret of this node's workers, which is made here if nobody gave one.
+            let token = Token::from_process().ok().flatten();
+            Box::new(Elastic::new(config, endpoint.clone(), *terms, token))
+        }
         Choice::Static { host, port, node_rank, timeout } => {
             Box::new(Fixed::new(config, host, *port, *node_rank, *timeout))
         }

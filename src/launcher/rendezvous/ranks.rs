@@ -2,6 +2,10 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::membership;
+/// What node 0 answers, under `torchelastic/assigned_ranks/<node>`.
+pub(crate) use crate::membership::Ranks;
+
 /// What a node says of itself, under `torchelastic/role_info/<node>`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct RoleInfo {
@@ -11,30 +15,9 @@ pub(crate) struct RoleInfo {
     pub(crate) local_world_size: usize,
 }
 
-/// What node 0 answers, under `torchelastic/assigned_ranks/<node>`:
-/// base rank, world size, base role rank, role world size.
-pub(crate) type Ranks = (usize, usize, usize, usize);
-
-/// The ranks of all nodes: nodes in order, each with as many consecutive ranks as it has workers.
+/// The ranks of all nodes, in order; see [`membership::assign`].
 pub(crate) fn assign(nodes: &[RoleInfo]) -> Vec<Ranks> {
-    let world_size = nodes.iter().map(|node| node.local_world_size).sum();
-    let mut base_rank = 0;
-    let mut role_sizes = std::collections::HashMap::<&str, usize>::new();
-    let bases: Vec<_> = nodes
-        .iter()
-        .map(|node| {
-            let role_size = role_sizes.entry(&node.role).or_default();
-            let bases = (base_rank, *role_size);
-            base_rank += node.local_world_size;
-            *role_size += node.local_world_size;
-            bases
-        })
-        .collect();
-    nodes
-        .iter()
-        .zip(bases)
-        .map(|(node, (base, role_base))| (base, world_size, role_base, role_sizes[node.role.as_str()]))
-        .collect()
+    membership::assign(nodes.iter().map(|node| (node.role.as_str(), node.local_world_size)))
 }
 
 /// JSON as Python writes it, with a space after `,` and `:`.
@@ -68,6 +51,8 @@ pub(crate) fn encode(value: &impl Serialize) -> String {
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     fn node(role: &str, rank: usize, local_world_size: usize) -> RoleInfo {
@@ -78,6 +63,25 @@ mod tests {
     fn ranks_are_cumulative_in_node_order_and_within_roles() {
         let nodes = [node("x", 0, 2), node("y", 1, 1), node("x", 2, 3)];
         assert_eq!(assign(&nodes), [(0, 6, 0, 5), (2, 6, 0, 1), (3, 6, 2, 5)]);
+    }
+
+    proptest! {
+        /// Whatever nodes say, they are given ranks; without gaps if the numbers are any that can be.
+        #[test]
+        fn any_nodes_are_given_ranks(
+            sizes in prop::collection::vec(prop_oneof![4 => 1..9_usize, 1 => any::<usize>()], 1..6),
+        ) {
+            let nodes: Vec<_> = (0..).zip(&sizes).map(|(rank, &size)| node("x", rank, size)).collect();
+            let texts: Vec<_> = nodes.iter().map(encode).collect();
+            let read = texts.iter().map(|text| serde_json::from_str::<RoleInfo>(text).unwrap());
+            prop_assert!(read.eq(nodes.iter().cloned()));
+            let ranks = assign(&nodes);
+            if let Some(all) = sizes.iter().try_fold(0_usize, |sum, &size| sum.checked_add(size)) {
+                prop_assert_eq!(ranks[0].0, 0);
+                let ends = ranks.iter().zip(&sizes).map(|(ranks, size)| ranks.0 + size);
+                prop_assert!(ends.eq(ranks.iter().skip(1).map(|ranks| ranks.0).chain([all])));
+            }
+        }
     }
 
     #[test]

@@ -4,9 +4,8 @@ use std::net::{IpAddr, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
 use convoke_store::{StoreError, TcpStore};
-use nix::ifaddrs::getifaddrs;
 
-use super::RendezvousError;
+use super::{RendezvousError, interfaces};
 use crate::report::full_host_name;
 use crate::say::{Progress, say};
 
@@ -62,14 +61,7 @@ struct Elsewhere {
 fn elsewhere(host: &str) -> Option<Elsewhere> {
     let theirs: Vec<IpAddr> =
         (host.trim_matches(['[', ']']), 0).to_socket_addrs().ok()?.map(|a| a.ip()).collect();
-    let ours: Vec<IpAddr> = getifaddrs()
-        .ok()?
-        .filter_map(|interface| {
-            let address = interface.address?;
-            let v4 = address.as_sockaddr_in().map(|v4| IpAddr::V4(v4.ip()));
-            v4.or_else(|| address.as_sockaddr_in6().map(|v6| IpAddr::V6(v6.ip())))
-        })
-        .collect();
+    let ours: Vec<IpAddr> = interfaces::addresses().map(|(ip, _)| ip).collect();
     if theirs.iter().any(|ip| ours.contains(ip) || ip.is_loopback()) {
         return None;
     }

@@ -41,6 +41,18 @@ pub(crate) struct Report {
     /// How many failures were left out to keep it short.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub(crate) failures_left_out: usize,
+    /// What the workers of this node were doing in their groups, if they recorded it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) flight: Option<Flight>,
+}
+
+/// What recordings say.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Flight {
+    /// Where they are.
+    pub(crate) folder: String,
+    /// A line for each group in which somebody waited or died.
+    pub(crate) groups: Vec<String>,
 }
 
 /// How the job ended.
@@ -156,7 +168,7 @@ impl Report {
     pub(crate) fn root_only(&self) -> Self {
         let failures: Vec<Failure> = self.root().cloned().into_iter().collect();
         let root_cause = (!failures.is_empty()).then_some(0);
-        Self { failures_left_out: 0, failures, root_cause, ..self.clone() }
+        Self { failures_left_out: 0, failures, root_cause, flight: None, ..self.clone() }
     }
 
     /// The failure that came first.

@@ -3,7 +3,7 @@
 use jiff::Timestamp;
 use jiff::tz::TimeZone;
 
-use super::model::{Failure, Report};
+use super::model::{Failure, Flight, Report};
 use crate::cause::Class;
 
 /// Borders are as long as the longest line, but not longer than this.
@@ -42,10 +42,18 @@ pub(super) fn report(report: &Report, zone: &TimeZone) -> String {
     if others.is_empty() {
         others.push_str("  <NO_OTHER_FAILURES>\n");
     }
+    let flight = report.flight.as_ref().map_or_else(String::new, flight);
     format!(
         "\n{border}\n{title}\n{section}\nFailures:\n{others}{section}\nRoot Cause (first observed failure):\n\
-         {root_cause}{border}\n"
+         {root_cause}{flight}{border}\n"
     )
+}
+
+/// Who waited for whom.
+fn flight(flight: &Flight) -> String {
+    let groups = flight.groups.join("\n              ");
+    let calls = if groups.is_empty() { String::new() } else { format!("  calls     : {groups}\n") };
+    format!("{calls}  recorded  : convoke-flight {}\n", flight.folder)
 }
 
 fn block(index: usize, failure: &Failure, root: bool, zone: &TimeZone) -> String {

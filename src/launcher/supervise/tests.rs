@@ -145,9 +145,18 @@ fn a_worker_that_starts_late_is_stopped_as_well() {
 }
 
 #[test]
+fn an_abort_in_a_hurry_leaves_less_time_to_those_that_are_being_stopped() {
+    let mut story = Story::of(2, 0);
+    let stop = [Action::Failing { local_rank: 0, cause: ExitCause::Code(1) }, signal(1, Signal::SIGTERM)];
+    story.at(0, exit(0, 1), &stop);
+    story.at(1, Event::Abort { grace: Duration::from_millis(500) }, &[]);
+    story.at(600, Event::Tick, &[signal(1, Signal::SIGKILL)]);
+}
+
+#[test]
 fn an_abort_stops_the_workers_and_blames_nobody() {
     let mut story = Story::of(2, 0);
-    story.at(0, Event::Abort, &[signal(0, Signal::SIGTERM), signal(1, Signal::SIGTERM)]);
+    story.at(0, Event::Abort { grace: GRACE }, &[signal(0, Signal::SIGTERM), signal(1, Signal::SIGTERM)]);
     story.at(1, killed(0, Signal::SIGTERM), &[]);
     story.at(2, killed(1, Signal::SIGTERM), &[Action::Finish(Outcome::Aborted)]);
 }
@@ -193,7 +202,7 @@ fn random_round(seed: u64) {
         now += Duration::from_millis(random(2_000));
         let who = usize::try_from(random(count as u64)).unwrap();
         let event = match random(12) {
-            0 if random(2) == 0 => Event::Abort,
+            0 if random(2) == 0 => Event::Abort { grace: GRACE },
             0 => Event::Stop { signal: Signal::SIGINT, grace: GRACE },
             1..=5 => Event::Tick,
             _ if !alive[who] => continue,

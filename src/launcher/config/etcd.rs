@@ -1,0 +1,110 @@
+//! What is needed to use an etcd cluster.
+
+use std::fmt;
+use std::path::PathBuf;
+
+use convoke_env::vars;
+
+/// `PREFIX` of keys without `etcd_prefix`.
+const PREFIX: &str = "/convoke";
+
+/// An etcd cluster and the way into it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct EtcdCluster {
+    /// Its members, at least one.
+    pub(crate) endpoints: Vec<(String, u16)>,
+    /// `protocol=https`.
+    pub(crate) tls: Option<TlsFiles>,
+    /// `etcd_prefix`: what all keys begin with.
+    pub(crate) prefix: String,
+}
+
+/// Files in PEM.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct TlsFiles {
+    /// `ca_cert`, `cacert`: who has signed the servers' certificates; else those that this host trusts.
+    pub(crate) ca: Option<PathBuf>,
+    /// `ssl_cert` and `ssl_cert_key`, `cert` and `key`: the client's certificate and its key.
+    pub(crate) identity: Option<(PathBuf, PathBuf)>,
+}
+
+impl EtcdCluster {
+    /// Of `--rdzv-conf`, whose keys `value` looks up; both torch backends' names for a key are understood.
+    ///
+    /// # Errors
+    /// Settings that contradict each other.
+    pub(super) fn new(
+        endpoints: Vec<(String, u16)>,
+        value: impl Fn(&str) -> Option<String>,
+    ) -> Result<Self, String> {
+        if value("password").is_some() || value("etcd_password").is_some() {
+            return Err(format!(
+                "everybody on this host can read a password on a command line; set {} or {}",
+                vars::ETCD_PASSWORD,
+                vars::ETCD_PASSWORD_FILE
+            ));
+        }
+        let file = |names: [&str; 2]| names.into_iter().find_map(&value).map(PathBuf::from);
+        let ca = file(["ca_cert", "cacert"]);
+        let (certificate, key) = (file(["ssl_cert", "cert"]), file(["ssl_cert_key", "key"]));
+        let https = value("protocol").is_some_and(|protocol| protocol == "https");
+        if !https && (ca.is_some() || certificate.is_some() || key.is_some()) {
+            return Err("certificates are given, but not protocol=https".to_owned());
+        }
+        let identity = match (certificate, key) {
+            (None, None) => None,
+            (Some(certificate), Some(key)) => Some((certificate, key)),
+            _ => return Err("a client certificate needs its key: ssl_cert and ssl_cert_key".to_owned()),
+        };
+        Ok(Self {
+            endpoints,
+            tls: https.then_some(TlsFiles { ca, identity }),
+            prefix: value("etcd_prefix").unwrap_or_else(|| PREFIX.to_owned()),
+        })
+    }
+
+    /// Whether anybody who reaches it may read and write there, or listen to who does.
+    pub(crate) fn is_open(&self) -> bool {
+        let is_user = std::env::var_os(vars::ETCD_USER).is_some_and(|name| !name.is_empty());
+        self.tls.as_ref().is_none_or(|tls| tls.identity.is_none() && !is_user)
+    }
+
+    /// Name and password, which the environment has.
+    ///
+    /// # Errors
+    /// One without the other, or a file that cannot be read.
+    pub(crate) fn user(&self) -> Result<Option<(String, String)>, String> {
+        let get = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
+        let from_file = |path: String| {
+            let text = std::fs::read_to_string(&path)
+                .map_err(|error| format!("{}={path}: {error}", vars::ETCD_PASSWORD_FILE))?;
+            Ok::<_, String>(text.trim_end_matches(['\r', '\n']).to_owned())
+        };
+        let password = match get(vars::ETCD_PASSWORD) {
+            Some(password) => Some(password),
+            None => get(vars::ETCD_PASSWORD_FILE).map(from_file).transpose()?,
+        };
+        match (get(vars::ETCD_USER), password) {
+            (Some(user), Some(password)) => Ok(Some((user, password))),
+            (None, None) => Ok(None),
+            (Some(_), None) => Err(format!(
+                "{} is set without {} or {}",
+                vars::ETCD_USER,
+                vars::ETCD_PASSWORD,
+                vars::ETCD_PASSWORD_FILE
+            )),
+            (None, Some(_)) => Err(format!("a password for etcd is set without {}", vars::ETCD_USER)),
+        }
+    }
+}
+
+impl fmt::Display for EtcdCluster {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("etcd at ")?;
+        for (index, (host, port)) in self.endpoints.iter().enumerate() {
+            let comma = if index > 0 { "," } else { "" };
+            write!(f, "{comma}{}", crate::rendezvous::address(host, *port))?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,140 @@
+//! The workers' recordings ([`convoke_env::flight`]): where they are, what they say of a failure, when they go.
+//!
+//! Workers that use convoke's runtime record what they do in their groups. By default they do so below this launcher's
+//! log folder; they make the folder themselves, so that there is none if nobody records. It goes with a job that
+//! succeeds. CONVOKE_FLIGHT_DIR names another, where recordings stay; empty, nothing is recorded in files.
+
+use std::ffi::OsStr;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use convoke_env::flight::layout::{Exit, Header};
+use convoke_env::flight::process;
+use convoke_env::flight::standing::{Witness, standings};
+use convoke_env::flight::{Recording, folder};
+use convoke_env::{Generation, vars};
+use nix::unistd::{AccessFlags, access};
+
+use crate::config::FlightDir;
+use crate::report;
+use crate::say::say;
+
+/// Its name in the log folder of a launcher.
+const FOLDER: &str = "flight";
+/// Most groups of which a report tells.
+const GROUPS: usize = 8;
+
+/// The folder of the recordings.
+#[derive(Debug)]
+pub(crate) struct Flight {
+    folder: Option<PathBuf>,
+    /// It goes with a job that succeeds.
+    own: bool,
+}
+
+/// What the launcher knows of the workers of a round that has ended.
+#[derive(Debug)]
+pub(crate) struct Round {
+    pub(crate) generation: Option<Generation>,
+    pub(crate) began: SystemTime,
+    /// Ranks, and how they ended.
+    pub(crate) exits: Vec<(usize, Exit)>,
+}
+
+impl Flight {
+    /// `log_folder` is that of this launcher, if there is one.
+    pub(crate) fn new(config: &FlightDir, log_folder: Option<&Path>) -> Self {
+        match config {
+            FlightDir::Own => Self { folder: log_folder.map(|folder| folder.join(FOLDER)), own: true },
+            FlightDir::Nowhere => Self { folder: None, own: false },
+            FlightDir::Given(folder) => {
+                // Workers may change their directory.
+                let folder = std::path::absolute(folder).unwrap_or_else(|_| folder.clone());
+                let writable = || access(&folder, AccessFlags::W_OK).map_err(std::io::Error::from);
+                if let Err(error) = fs::create_dir_all(&folder).and_then(|()| writable()) {
+                    let name = vars::FLIGHT_DIR;
+                    say(&format!(
+                        "warning: {name}={}: {error}; calls are not recorded in files",
+                        folder.display()
+                    ));
+                    return Self { folder: None, own: false };
+                }
+                Self { folder: Some(folder), own: false }
+            }
+        }
+    }
+
+    /// What the workers are told.
+    pub(crate) fn folder(&self) -> Option<&OsStr> {
+        self.folder.as_deref().map(Path::as_os_str)
+    }
+
+    /// What the recordings say of a round; `None` if there are none. Also writes into them how their workers ended, for
+    /// those who read them later.
+    pub(crate) fn told(&self, round: &Round) -> Option<report::Flight> {
+        let folder = self.folder.as_ref()?;
+        let here = process::this();
+        let wanted = |header: &Header| round.has(header, here.boot_id);
+        let mut recordings = folder::read(std::slice::from_ref(folder), wanted).recordings;
+        for (path, recording) in &mut recordings {
+            if let Some(exit) = round.exit(recording, here.boot_id) {
+                recording.exit = Some(exit);
+                // Without it they tell less.
+                let _ = folder::write_exit(path, &exit);
+            }
+        }
+        if recordings.is_empty() {
+            return None;
+        }
+        let witnesses: Vec<Witness<'_>> = (recordings.iter())
+            .map(|(_, recording)| Witness {
+                recording,
+                life: process::life(&recording.header.process, &here),
+            })
+            .collect();
+        let open = standings(&witnesses, unix_ns(SystemTime::now()));
+        let open = open.into_iter().filter(|standing| standing.is_open());
+        let mut groups: Vec<String> = open.map(|standing| standing.to_string()).collect();
+        if groups.len() > GROUPS {
+            let more = groups.len() - GROUPS;
+            groups.truncate(GROUPS);
+            groups.push(format!("and {more} more groups"));
+        }
+        Some(report::Flight { folder: folder.display().to_string(), groups })
+    }
+
+    /// The job has succeeded: nobody will ask.
+    pub(crate) fn discard(&self) {
+        if let Some(folder) = self.folder.as_ref().filter(|_| self.own) {
+            // As a rule there is one only if the workers use the runtime.
+            let _ = fs::remove_dir_all(folder);
+        }
+    }
+}
+
+impl Round {
+    /// Whether a recording was made in this round, also on other nodes.
+    fn has(&self, header: &Header, boot_id: u128) -> bool {
+        match (self.generation, header.generation) {
+            (Some(ours), Some(theirs)) => ours == theirs,
+            // Another launcher's round has no generation.
+            (None, None) => {
+                header.process.boot_id == boot_id && header.started_unix_ns >= unix_ns(self.began)
+            }
+            (Some(_), None) | (None, Some(_)) => false,
+        }
+    }
+
+    fn exit(&self, recording: &Recording, boot_id: u128) -> Option<Exit> {
+        let header = &recording.header;
+        let rank = header.rank.filter(|_| header.process.boot_id == boot_id)? as usize;
+        self.exits.iter().find(|(ended, _)| *ended == rank).map(|(_, exit)| *exit)
+    }
+}
+
+/// Nanoseconds since 1970.
+pub(crate) fn unix_ns(time: SystemTime) -> u64 {
+    let since = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
+}

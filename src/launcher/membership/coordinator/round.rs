@@ -1,0 +1,141 @@
+//! A round and what becomes of its nodes. Pure.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::super::messages::{AgentId, Assignment, Failure};
+use super::super::record::{Record, Seat};
+use super::super::seats::{Ranks, assign};
+
+/// What became of a node of the round.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(in super::super) enum State {
+    Running,
+    Succeeded,
+    /// A worker failed. The failure waits until it is known whether a loss caused it.
+    Failed(Failure),
+    /// It was stopped by a signal. The others run on.
+    Left {
+        signal: i32,
+    },
+    /// It is gone: why, if it said so.
+    Lost(Option<String>),
+}
+
+/// The nodes of a round, by group rank.
+#[derive(Debug)]
+pub(in super::super) struct Round {
+    pub(super) record: Record,
+    pub(super) states: Vec<State>,
+    /// Ranks that failed, the first first.
+    pub(super) failed: Vec<usize>,
+    running: usize,
+    pub(super) succeeded: usize,
+    /// Those that a signal has stopped.
+    pub(super) left: BTreeSet<usize>,
+    /// The first that was lost.
+    pub(super) lost: Option<usize>,
+    /// Who has yet to say that it was there after a failure that may be final.
+    pub(super) unsure: Option<BTreeSet<AgentId>>,
+    /// Of the workers of each node.
+    ranks: Vec<Ranks>,
+}
+
+impl Round {
+    pub(super) fn new(record: Record) -> Self {
+        let seats = record.seats.iter().map(|seat| &seat.profile);
+        let ranks = assign(seats.map(|profile| (profile.role.as_str(), profile.workers)));
+        let size = record.seats.len();
+        let states = vec![State::Running; size];
+        let left = record.left.clone();
+        let mut round = Self {
+            record,
+            states,
+            failed: Vec::new(),
+            running: size,
+            succeeded: 0,
+            left: BTreeSet::new(),
+            lost: None,
+            unsure: None,
+            ranks,
+        };
+        for (rank, signal) in left.into_iter().filter(|(rank, _)| *rank < size) {
+            round.set(rank, State::Left { signal });
+        }
+        round
+    }
+
+    pub(super) fn number(&self) -> u64 {
+        self.record.round
+    }
+
+    pub(super) fn seat(&self, rank: usize) -> &Seat {
+        &self.record.seats[rank]
+    }
+
+    /// Rank of a node that has a seat.
+    pub(super) fn rank(&self, ranks: &BTreeMap<AgentId, usize>, agent: AgentId) -> Option<usize> {
+        ranks
+            .get(&agent)
+            .copied()
+            .filter(|&rank| self.record.seats.get(rank).is_some_and(|seat| seat.agent == agent))
+    }
+
+    /// Notes what became of a node. What is final stays.
+    pub(super) fn set(&mut self, rank: usize, state: State) {
+        let old = &mut self.states[rank];
+        let goes = match (&*old, &state) {
+            (State::Running, _) => true,
+            (State::Failed(_), State::Lost(_) | State::Left { .. }) => true,
+            (State::Succeeded | State::Failed(_) | State::Left { .. } | State::Lost(_), _) => false,
+        };
+        if !goes {
+            return;
+        }
+        self.running -= usize::from(*old == State::Running);
+        match state {
+            State::Running => {}
+            State::Succeeded => self.succeeded += 1,
+            State::Failed(_) => self.failed.push(rank),
+            State::Left { .. } => drop(self.left.insert(rank)),
+            State::Lost(_) => {
+                self.left.remove(&rank);
+                self.lost.get_or_insert(rank);
+            }
+        }
+        *old = state;
+    }
+
+    /// How many run.
+    pub(super) fn running(&self) -> usize {
+        self.running
+    }
+
+    /// Nodes that are still in it.
+    pub(super) fn staying(&self) -> usize {
+        self.states.len() - self.left.len()
+    }
+
+    /// The first node with a failure that nobody has answered.
+    pub(super) fn failure(&self) -> Option<(usize, &Failure)> {
+        self.failed.iter().find_map(|&rank| match &self.states[rank] {
+            State::Failed(failure) => Some((rank, failure)),
+            State::Running | State::Succeeded | State::Left { .. } | State::Lost(_) => None,
+        })
+    }
+
+    pub(super) fn assignment(&self, rank: usize, restarts: Option<u32>) -> Assignment {
+        let (base_rank, world_size, base_role_rank, role_world_size) = self.ranks[rank];
+        Assignment {
+            round: self.record.round,
+            generation: self.record.generation,
+            group_rank: rank,
+            group_world_size: self.record.seats.len(),
+            base_rank,
+            world_size,
+            base_role_rank,
+            role_world_size,
+            store: self.record.store.clone(),
+            restarts,
+        }
+    }
+}

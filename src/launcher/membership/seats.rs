@@ -1,0 +1,165 @@
+//! Which node gets which rank. Pure.
+
+use std::cmp::Ordering;
+use std::collections::{BTreeMap, HashMap};
+
+use super::messages::AgentId;
+
+/// Of a node: rank of its first worker, workers of all nodes, and the same among those of its role.
+pub(crate) type Ranks = (usize, usize, usize, usize);
+
+/// The ranks of all nodes, each given by its role and number of workers: nodes in order, each with as many consecutive
+/// ranks as it has workers. O(n).
+pub(crate) fn assign<'a>(nodes: impl Iterator<Item = (&'a str, usize)>) -> Vec<Ranks> {
+    let (mut base_rank, mut role_sizes) = (0_usize, HashMap::<&str, usize>::new());
+    let bases: Vec<_> = nodes
+        .map(|(role, workers)| {
+            let role_size = role_sizes.entry(role).or_default();
+            let bases = (role, base_rank, *role_size);
+            // What nodes say may be any numbers; sums that are too large fit nobody.
+            base_rank = base_rank.saturating_add(workers);
+            *role_size = role_size.saturating_add(workers);
+            bases
+        })
+        .collect();
+    let world_size = base_rank;
+    bases.into_iter().map(|(role, base, role_base)| (base, world_size, role_base, role_sizes[role])).collect()
+}
+
+/// A node that will be in the next round.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Candidate<'a> {
+    pub(super) agent: AgentId,
+    pub(super) host: &'a str,
+    pub(super) pid: u32,
+    /// Its rank in the round before, if it was in it.
+    pub(super) before: Option<usize>,
+}
+
+/// Those of `candidates` that take part, at most `max`, by rank.
+///
+/// Who had a rank keeps it; only ranks beyond the new size move, to the lowest that are free. The rest is filled by host
+/// name, numbers in it compared as numbers, then by pid. Who was in the round before comes before who was not.
+/// O(n log n).
+pub(super) fn seat(mut candidates: Vec<Candidate<'_>>, max: usize) -> Vec<AgentId> {
+    candidates.sort_by(|a, b| {
+        let old = |candidate: &Candidate<'_>| candidate.before.unwrap_or(usize::MAX);
+        old(a)
+            .cmp(&old(b))
+            .then_with(|| natural(a.host, b.host))
+            .then(a.pid.cmp(&b.pid))
+            .then(a.agent.cmp(&b.agent))
+    });
+    candidates.truncate(max);
+    let size = candidates.len();
+    let keeps = |candidate: &Candidate<'_>| candidate.before.filter(|&rank| rank < size);
+    let mut seats: BTreeMap<usize, AgentId> = BTreeMap::new();
+    let mut rest = Vec::new();
+    for candidate in &candidates {
+        match keeps(candidate) {
+            // Two with the same rank cannot be, but would not harm.
+            Some(rank) if !seats.contains_key(&rank) => drop(seats.insert(rank, candidate.agent)),
+            _ => rest.push(candidate.agent),
+        }
+    }
+    let free: Vec<usize> = (0..size).filter(|rank| !seats.contains_key(rank)).collect();
+    seats.extend(free.into_iter().zip(rest));
+    seats.into_values().collect()
+}
+
+/// Compares texts; numbers in them as numbers, so that h2 comes before h10.
+pub(super) fn natural(a: &str, b: &str) -> Ordering {
+    let (mut left, mut right) = (a, b);
+    while let (Some(x), Some(y)) = (left.chars().next(), right.chars().next()) {
+        if x.is_ascii_digit() && y.is_ascii_digit() {
+            let ((one, rest_left), (two, rest_right)) = (number(left), number(right));
+            // Longer is larger, without leading zeros.
+            let order = one.len().cmp(&two.len()).then_with(|| one.cmp(two));
+            if order.is_ne() {
+                return order;
+            }
+            (left, right) = (rest_left, rest_right);
+        } else if x == y {
+            (left, right) = (&left[x.len_utf8()..], &right[y.len_utf8()..]);
+        } else {
+            return x.cmp(&y);
+        }
+    }
+    left.len().cmp(&right.len()).then_with(|| a.cmp(b))
+}
+
+/// The number that `text` begins with, without leading zeros, and what follows it.
+fn number(text: &str) -> (&str, &str) {
+    let end = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    (text[..end].trim_start_matches('0'), &text[end..])
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn seated(candidates: &[(&str, Option<usize>)], max: usize) -> Vec<String> {
+        let list = candidates.iter().enumerate().map(|(index, &(host, before))| Candidate {
+            agent: AgentId(index as u128),
+            host,
+            pid: 1,
+            before,
+        });
+        let names =
+            seat(list.collect(), max).into_iter().map(|agent| candidates[agent.0 as usize].0.to_owned());
+        names.collect()
+    }
+
+    #[test]
+    fn the_first_round_is_in_order_of_names() {
+        assert_eq!(
+            seated(&[("h10", None), ("h9", None), ("h1", None), ("h02", None)], 9),
+            ["h1", "h02", "h9", "h10"]
+        );
+        assert_eq!(seated(&[("b", None), ("a", None), ("c", None)], 2), ["a", "b"]);
+    }
+
+    #[test]
+    fn who_has_a_rank_keeps_it_and_others_fill_the_holes() {
+        // h1 is lost: its rank goes to who was last.
+        assert_eq!(seated(&[("h0", Some(0)), ("h2", Some(2)), ("h3", Some(3))], 9), ["h0", "h3", "h2"]);
+        // A new one takes its place.
+        assert_eq!(seated(&[("a", None), ("h0", Some(0)), ("h2", Some(2))], 9), ["h0", "a", "h2"]);
+        // Who was there is never put out by who is new.
+        assert_eq!(seated(&[("a", None), ("z", Some(1)), ("y", Some(0))], 2), ["y", "z"]);
+    }
+
+    proptest! {
+        #[test]
+        fn everybody_sits_once_and_who_can_stay_stays(
+            before in prop::collection::vec(prop::option::of(0..12_usize), 1..12), max in 1..12_usize,
+        ) {
+            let mut used = std::collections::BTreeSet::new();
+            let before: Vec<_> = before.into_iter().map(|rank| rank.filter(|&rank| used.insert(rank))).collect();
+            let list: Vec<_> = before.iter().enumerate().map(|(index, &before)| Candidate {
+                agent: AgentId(index as u128), host: "h", pid: 1, before,
+            }).collect();
+            let seats = seat(list, max);
+            prop_assert_eq!(seats.len(), max.min(before.len()));
+            let distinct: std::collections::BTreeSet<_> = seats.iter().collect();
+            prop_assert_eq!(distinct.len(), seats.len());
+            for (rank, agent) in seats.iter().enumerate() {
+                match before[agent.0 as usize] {
+                    Some(old) if old < seats.len() => prop_assert_eq!(rank, old),
+                    _ => {}
+                }
+            }
+        }
+
+        #[test]
+        fn names_have_one_order(a in "[a-b0-2.]{0,6}", b in "[a-b0-2.]{0,6}", c in "[a-b0-2.]{0,6}") {
+            prop_assert_eq!(natural(&a, &b), natural(&b, &a).reverse());
+            prop_assert_eq!(natural(&a, &b).is_eq(), a == b);
+            if natural(&a, &b).is_le() && natural(&b, &c).is_le() {
+                prop_assert!(natural(&a, &c).is_le(), "{} {} {}", a, b, c);
+            }
+        }
+    }
+}

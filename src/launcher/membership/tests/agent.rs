@@ -1,0 +1,105 @@
+//! An agent of the simulation: a member, and workers that run, end and take their time to stop.
+
+use std::time::Duration;
+
+use super::super::*;
+
+/// Its workers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Workers {
+    pub(super) round: u64,
+    /// They are being stopped.
+    pub(super) stopping: bool,
+}
+
+#[derive(Debug)]
+pub(super) struct Agent {
+    pub(super) id: AgentId,
+    pub(super) profile: Profile,
+    pub(super) member: Member,
+    pub(super) workers: Option<Workers>,
+    pub(super) restarts: u32,
+    pub(super) max_restarts: u32,
+    /// Its process exists.
+    pub(super) alive: bool,
+    /// It has ended by itself; how.
+    pub(super) ended: Option<News>,
+    pub(super) paused: bool,
+    /// Nothing that it sends arrives; nothing that is sent to it does.
+    pub(super) mute: bool,
+    pub(super) deaf: bool,
+    /// Its clock: what it shows more than the world's, and by how many millionths it is fast.
+    pub(super) offset: Duration,
+    pub(super) fast: i64,
+    /// A worker of this round has failed by itself.
+    pub(super) own_failure: Option<u64>,
+    /// It was cut off, paused or killed at some time, so others may take it for lost.
+    pub(super) disturbed: bool,
+    /// Last round that it was in.
+    pub(super) last_round: u64,
+    /// It has been told to stop the workers of that.
+    pub(super) told: bool,
+}
+
+impl Agent {
+    pub(super) fn new(id: AgentId, profile: Profile, max_restarts: u32, lease: Duration) -> Self {
+        Self {
+            id,
+            profile,
+            member: Member::new(ready(id, 0, 0), lease),
+            workers: None,
+            restarts: 0,
+            max_restarts,
+            alive: true,
+            ended: None,
+            paused: false,
+            mute: false,
+            deaf: false,
+            offset: Duration::ZERO,
+            fast: 0,
+            own_failure: None,
+            disturbed: false,
+            last_round: 0,
+            told: false,
+        }
+    }
+
+    /// What its clock shows.
+    pub(super) fn local(&self, now: Duration) -> Duration {
+        let micros = i128::try_from(now.as_micros()).unwrap();
+        let drifted = micros + micros * i128::from(self.fast) / 1_000_000;
+        self.offset + Duration::from_micros(u64::try_from(drifted).unwrap())
+    }
+
+    /// It has heard nobody for so long that it may have no workers.
+    pub(super) fn stop_alone(&mut self) {
+        let after = self.last_round;
+        let store = vec![format!("{:x}:1", self.id.0)];
+        self.member.enter(Phase::Ready { after, restarts: self.restarts, store, alone: true });
+        self.workers = None;
+        self.disturbed = true;
+    }
+
+    /// Takes part as if it were new: the others have gone on without it.
+    pub(super) fn join_anew(&mut self, id: AgentId, lease: Duration) {
+        self.id = id;
+        let mut member = Member::new(ready(id, 0, self.restarts), lease);
+        member.planted = self.member.planted;
+        self.member = member;
+        self.workers = None;
+        self.told = false;
+    }
+
+    pub(super) fn status(&mut self, now: Duration) -> Status {
+        let local = self.local(now);
+        self.member.status(local)
+    }
+
+    pub(super) fn is_at_work(&self) -> bool {
+        self.alive && self.ended.is_none()
+    }
+}
+
+pub(super) fn ready(id: AgentId, after: u64, restarts: u32) -> Phase {
+    Phase::Ready { after, restarts, store: vec![format!("{:x}:1", id.0)], alone: false }
+}

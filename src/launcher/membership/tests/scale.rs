@@ -1,0 +1,104 @@
+//! What a job of many agents costs its coordinator: messages and work for each agent do not grow with their number.
+
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+use super::super::*;
+use super::agent::ready;
+
+const RULES: Rules = Rules {
+    last_call: Duration::from_secs(30),
+    join_timeout: Duration::from_secs(600),
+    silence: Duration::from_secs(3),
+    reconnect: Duration::from_millis(200),
+    stop_timeout: Duration::from_secs(90),
+    job_budget: None,
+};
+
+/// Members and their coordinator, between whom every message arrives at once.
+struct Crowd {
+    coordinator: Coordinator,
+    members: HashMap<AgentId, Member>,
+    now: Duration,
+    messages: usize,
+    /// Spent in the coordinator.
+    work: Duration,
+}
+
+impl Crowd {
+    fn tell(&mut self, event: Event) {
+        let mut events = vec![event];
+        while let Some(event) = events.pop() {
+            let (start, mut actions) = (Instant::now(), Vec::new());
+            self.coordinator.handle(self.now, event, &mut actions);
+            self.work += start.elapsed();
+            for action in actions {
+                match action {
+                    Action::Write(_) => events.push(Event::Written),
+                    Action::Send { agent, message } => {
+                        self.messages += 1;
+                        let Some(member) = self.members.get_mut(&agent) else { continue };
+                        let (news, reply) = member.hear(message);
+                        match news {
+                            Some(News::Run(run)) => member.enter(Phase::Running { round: run.round }),
+                            Some(News::Stop(_)) => {
+                                let Phase::Running { round } = *member.phase() else { continue };
+                                member.enter(ready(agent, round, 0));
+                            }
+                            _ if !reply => continue,
+                            _ => {}
+                        }
+                        self.messages += 1;
+                        events.push(Event::Status { agent, status: member.status(self.now) });
+                    }
+                }
+            }
+        }
+    }
+
+    fn running(&self) -> usize {
+        self.members.values().filter(|member| matches!(member.phase(), Phase::Running { .. })).count()
+    }
+}
+
+/// Messages and time in the coordinator, of each agent: `count` agents come and begin, one is lost, the others begin anew.
+fn cost(count: usize) -> (f64, Duration) {
+    let mut crowd = Crowd {
+        coordinator: Coordinator::new(RULES, 1, 7),
+        members: HashMap::new(),
+        now: Duration::ZERO,
+        messages: 0,
+        work: Duration::ZERO,
+    };
+    for index in 0..count {
+        let agent = AgentId(index as u128 * 0x9E37_79B9_7F4A_7C15 % (1 << 100));
+        let host = format!("h{index}");
+        let profile =
+            Profile { host, pid: 1, min: count - 1, max: count, workers: 8, role: "default".to_owned() };
+        let mut member = Member::new(ready(agent, 0, 0), RULES.silence);
+        let status = member.status(crowd.now);
+        crowd.members.insert(agent, member);
+        crowd.messages += 2;
+        crowd.tell(Event::Hello { agent, profile });
+        crowd.tell(Event::Status { agent, status });
+    }
+    assert_eq!(crowd.running(), count);
+    let lost = *crowd.members.keys().next().unwrap();
+    crowd.members.remove(&lost);
+    crowd.now += Duration::from_secs(1);
+    crowd.tell(Event::Cut { agent: lost });
+    crowd.now += Duration::from_secs(1);
+    crowd.tell(Event::Tick);
+    assert_eq!(crowd.running(), count - 1);
+    (crowd.messages as f64 / count as f64, crowd.work / u32::try_from(count).unwrap())
+}
+
+#[test]
+fn messages_and_work_of_each_agent_do_not_grow_with_their_number() {
+    let costs = [100, 1000, 10_000].map(|count| (count, cost(count)));
+    for (count, (messages, work)) in costs {
+        println!("{count} agents: {messages:.1} messages and {work:?} each");
+    }
+    let (few, many) = (costs[0].1.0, costs[2].1.0);
+    assert!(many < few * 1.1, "{costs:?}");
+}

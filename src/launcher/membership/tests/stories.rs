@@ -1,0 +1,244 @@
+//! Stories of one job, step by step: what a user would see.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::time::Duration;
+
+use super::super::*;
+
+const SECOND: Duration = Duration::from_secs(1);
+
+struct Job {
+    coordinator: Coordinator,
+    now: Duration,
+    /// The latest order to each.
+    orders: BTreeMap<u128, Order>,
+    seqs: BTreeMap<u128, u64>,
+    heard: BTreeMap<u128, (u64, u64)>,
+    asked: u64,
+}
+
+impl Job {
+    fn new(job_budget: Option<u32>) -> Self {
+        let rules = Rules {
+            last_call: 5 * SECOND,
+            join_timeout: 60 * SECOND,
+            silence: 3 * SECOND,
+            reconnect: SECOND / 5,
+            stop_timeout: 90 * SECOND,
+            job_budget,
+        };
+        Self {
+            coordinator: Coordinator::new(rules, 1, 7),
+            now: Duration::ZERO,
+            orders: BTreeMap::new(),
+            seqs: BTreeMap::new(),
+            heard: BTreeMap::new(),
+            asked: 0,
+        }
+    }
+
+    fn handle(&mut self, event: Event) {
+        let mut events = VecDeque::from([event]);
+        while let Some(event) = events.pop_front() {
+            let mut actions = Vec::new();
+            self.coordinator.handle(self.now, event, &mut actions);
+            for action in actions {
+                match action {
+                    Action::Write(_) => events.push_back(Event::Written),
+                    Action::Send { agent, message } => {
+                        self.asked = self.asked.max(message.ask);
+                        if let Some(order) = message.order {
+                            self.heard.insert(agent.0, (message.term, message.seq));
+                            self.orders.insert(agent.0, order);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    fn comes(&mut self, agent: u128, (min, max): (usize, usize)) {
+        let profile =
+            Profile { host: format!("h{agent}"), pid: 1, min, max, workers: 2, role: "default".to_owned() };
+        self.handle(Event::Hello { agent: AgentId(agent), profile });
+        self.says(
+            agent,
+            Phase::Ready { after: 0, restarts: 0, store: vec![format!("h{agent}:1")], alone: false },
+        );
+    }
+
+    fn says(&mut self, agent: u128, phase: Phase) {
+        let seq = self.seqs.entry(agent).or_default();
+        *seq += 1;
+        let heard = self.heard.get(&agent).copied().unwrap_or_default();
+        let status = Status { seq: *seq, phase, heard, asked: self.asked };
+        self.handle(Event::Status { agent: AgentId(agent), status });
+    }
+
+    /// It says again what it said.
+    fn is_there(&mut self, agent: u128, round: u64) {
+        self.says(agent, Phase::Running { round });
+    }
+
+    fn later(&mut self, by: Duration) {
+        self.now += by;
+        self.handle(Event::Tick);
+    }
+
+    /// Group rank and size of the round that it is to run.
+    fn runs(&self, agent: u128) -> Option<(u64, usize, usize)> {
+        match &self.orders[&agent] {
+            Order::Run(run) => Some((run.round, run.group_rank, run.group_world_size)),
+            Order::Wait(_) | Order::Stop { .. } | Order::End(_) | Order::Refuse(_) => None,
+        }
+    }
+
+    fn ready_again(&mut self, agent: u128, after: u64) {
+        self.says(agent, Phase::Ready { after, restarts: 0, store: Vec::new(), alone: false });
+    }
+
+    fn fails(&mut self, agent: u128, round: u64, restarts: bool) {
+        let failure =
+            Failure { summary: "rank 1 exited with 1".to_owned(), report: "r".to_owned(), restarts };
+        self.says(agent, Phase::Failed { round, failure });
+    }
+}
+
+/// Nodes 1 to `count` in round 1.
+fn running(count: u128, range: (usize, usize), job_budget: Option<u32>) -> Job {
+    let mut job = Job::new(job_budget);
+    (1..=count).for_each(|agent| job.comes(agent, range));
+    while job.runs(1).is_none() {
+        job.later(SECOND);
+        let ready =
+            |agent| Phase::Ready { after: 0, restarts: 0, store: vec![format!("h{agent}:1")], alone: false };
+        (1..=count).for_each(|agent| job.says(agent, ready(agent)));
+    }
+    (1..=count).for_each(|agent| job.is_there(agent, 1));
+    job
+}
+
+#[test]
+fn a_full_round_begins_at_once_and_a_smaller_one_after_the_last_call() {
+    let mut job = Job::new(None);
+    job.comes(2, (1, 2));
+    assert_eq!(job.runs(2), None);
+    job.comes(1, (1, 2));
+    assert_eq!((job.runs(1), job.runs(2)), (Some((1, 0, 2)), Some((1, 1, 2))));
+    let job = running(2, (1, 3), None);
+    assert_eq!((job.runs(1), job.runs(2)), (Some((1, 0, 2)), Some((1, 1, 2))));
+}
+
+#[test]
+fn who_comes_too_much_is_a_spare_and_takes_the_place_of_who_is_lost() {
+    let mut job = running(2, (2, 2), None);
+    job.comes(3, (2, 2));
+    assert!(matches!(&job.orders[&3], Order::Wait(muster) if muster.spare));
+    job.handle(Event::Cut { agent: AgentId(1) });
+    job.later(SECOND);
+    assert!(matches!(&job.orders[&2], Order::Stop { round: 1, cause: Cause::Lost { node: 0, .. } }));
+    job.ready_again(2, 1);
+    assert_eq!((job.runs(3), job.runs(2)), (Some((2, 0, 2)), Some((2, 1, 2))), "node 2 keeps its rank");
+}
+
+#[test]
+fn a_connection_that_is_back_in_time_changes_nothing() {
+    let mut job = running(2, (2, 2), None);
+    job.handle(Event::Cut { agent: AgentId(1) });
+    job.now += SECOND / 10;
+    job.is_there(1, 1);
+    job.later(SECOND);
+    assert_eq!(job.runs(2), Some((1, 1, 2)));
+}
+
+#[test]
+fn too_few_nodes_wait_for_another_and_in_the_end_go() {
+    let mut job = running(2, (2, 2), None);
+    job.handle(Event::Cut { agent: AgentId(1) });
+    job.later(SECOND);
+    job.ready_again(2, 1);
+    let Order::Wait(muster) = &job.orders[&2] else { panic!("{:?}", job.orders[&2]) };
+    assert_eq!((muster.here, muster.min, muster.names.as_slice()), (1, 2, &["h2 (pid 1)".to_owned()][..]));
+    assert!(matches!(&muster.cause, Some(Cause::Lost { node: 0, .. })));
+    for _ in 0..61 {
+        job.ready_again(2, 1);
+        job.later(SECOND);
+    }
+    assert!(matches!(&job.orders[&2], Order::Refuse(Refusal::Timeout { after_s: 60, .. })));
+}
+
+#[test]
+fn a_final_failure_waits_until_all_others_have_been_heard() {
+    let mut job = running(3, (1, 3), None);
+    job.fails(1, 1, false);
+    assert_eq!(job.runs(2), Some((1, 1, 3)), "not yet");
+    job.is_there(2, 1);
+    assert_eq!(job.runs(2), Some((1, 1, 3)), "node 3 has not answered");
+    job.is_there(3, 1);
+    let failed = |order: &Order| matches!(order, Order::End(Ending::Failed { node: 0, .. }));
+    assert!([1, 2, 3].iter().all(|agent| failed(&job.orders[agent])), "{:?}", job.orders);
+    // Who comes later is told.
+    job.comes(4, (1, 3));
+    assert!(matches!(&job.orders[&4], Order::Refuse(Refusal::Closed(Ending::Failed { .. }))));
+}
+
+#[test]
+fn a_failure_that_a_silent_loss_has_caused_ends_nothing() {
+    let mut job = running(3, (1, 3), None);
+    job.fails(1, 1, false);
+    job.is_there(2, 1);
+    for _ in 0..4 {
+        job.later(SECOND);
+        job.is_there(2, 1);
+        job.fails(1, 1, false);
+    }
+    for agent in [1, 2] {
+        assert!(matches!(&job.orders[&agent], Order::Stop { cause: Cause::Lost { node: 2, .. }, .. }));
+        job.ready_again(agent, 1);
+    }
+    assert_eq!((job.runs(1), job.runs(2)), (Some((2, 0, 2)), Some((2, 1, 2))));
+}
+
+#[test]
+fn restarts_are_counted_for_each_node_or_for_all() {
+    // Each node has one: both may fail once.
+    let mut job = running(2, (2, 2), None);
+    for (round, agent) in [(1, 1), (2, 2)] {
+        job.fails(agent, round, true);
+        assert!(matches!(&job.orders[&(3 - agent)], Order::Stop { cause: Cause::Failed { .. }, .. }));
+        (1..=2).for_each(|agent| job.ready_again(agent, round));
+        (1..=2).for_each(|agent| job.is_there(agent, round + 1));
+    }
+    // One for all: the second failure is final, wherever it is.
+    let mut job = running(2, (2, 2), Some(1));
+    job.fails(1, 1, true);
+    (1..=2).for_each(|agent| job.ready_again(agent, 1));
+    assert!(matches!(&job.orders[&2], Order::Run(run) if run.restarts == Some(1)));
+    (1..=2).for_each(|agent| job.is_there(agent, 2));
+    job.fails(2, 2, true);
+    job.is_there(1, 2);
+    assert!(matches!(&job.orders[&1], Order::End(Ending::Failed { node: 1, .. })));
+}
+
+#[test]
+fn who_is_stopped_by_a_signal_leaves_the_others_at_work() {
+    let mut job = running(2, (1, 2), None);
+    job.says(2, Phase::Left(Departure::Stopped { signal: 15 }));
+    assert_eq!(job.runs(1), Some((1, 0, 2)));
+    // What follows from it is no end either.
+    job.fails(1, 1, false);
+    assert!(matches!(&job.orders[&1], Order::Stop { cause: Cause::Lost { node: 1, .. }, .. }));
+    job.ready_again(1, 1);
+    assert_eq!(job.runs(1), Some((2, 0, 1)));
+    job.says(1, Phase::Succeeded { round: 2 });
+    assert_eq!(job.orders[&1], Order::End(Ending::Succeeded));
+}
+
+#[test]
+fn another_number_of_nodes_is_refused() {
+    let mut job = Job::new(None);
+    job.comes(1, (2, 2));
+    job.comes(2, (1, 3));
+    let nodes = Refusal::Nodes { mine: (1, 3), theirs: (2, 2), host: "h1".to_owned() };
+    assert_eq!(job.orders[&2], Order::Refuse(nodes));
+}

@@ -1,0 +1,86 @@
+//! What a node has been told, for threads that wait for it.
+
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::membership::{Assignment, Ending, Muster, Refusal};
+
+/// The latest of each kind.
+#[derive(Debug, Default)]
+pub(super) struct Told {
+    pub(super) muster: Option<Muster>,
+    pub(super) run: Option<Assignment>,
+    /// The latest round whose workers are to stop.
+    pub(super) stopped: Option<Stopped>,
+    pub(super) over: Option<Over>,
+    /// Why there is no connection, while there is none.
+    pub(super) trouble: Option<String>,
+    /// The thread behind it has ended.
+    pub(super) closed: bool,
+}
+
+/// A round that is over for this node while the job goes on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Stopped {
+    pub(super) round: u64,
+    pub(super) cause: String,
+    /// It hears nobody.
+    pub(super) alone: bool,
+}
+
+/// Why nothing more will come.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Over {
+    End(Ending),
+    Refused(Refusal),
+    Alone {
+        silent: Duration,
+        last: String,
+    },
+    /// The rendezvous cannot be used: why.
+    Unusable(String),
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Board {
+    told: Mutex<Told>,
+    changed: Condvar,
+}
+
+impl Board {
+    pub(super) fn lock(&self) -> MutexGuard<'_, Told> {
+        self.told.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn change(&self, change: impl FnOnce(&mut Told)) {
+        change(&mut self.lock());
+        self.changed.notify_all();
+    }
+
+    /// Waits until `look` finds something, at most until `deadline`.
+    pub(super) fn wait<T>(
+        &self,
+        deadline: Option<Instant>,
+        mut look: impl FnMut(&Told) -> Option<T>,
+    ) -> Option<T> {
+        let mut told = self.lock();
+        loop {
+            if let Some(found) = look(&told) {
+                return Some(found);
+            }
+            if told.closed {
+                return None;
+            }
+            told = match deadline {
+                None => self.changed.wait(told).unwrap_or_else(PoisonError::into_inner),
+                Some(deadline) => {
+                    let left = deadline.saturating_duration_since(Instant::now());
+                    if left.is_zero() {
+                        return None;
+                    }
+                    self.changed.wait_timeout(told, left).unwrap_or_else(PoisonError::into_inner).0
+                }
+            };
+        }
+    }
+}

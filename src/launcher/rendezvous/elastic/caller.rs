@@ -1,0 +1,105 @@
+//! Makes a node's connections to the coordinator, with proofs on both sides.
+
+use std::time::Duration;
+
+use convoke_env::Token;
+use futures_util::StreamExt;
+use futures_util::stream::FuturesUnordered;
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+
+use super::finder::{Attempt, Found};
+use super::link::{self, LinkError};
+use super::wire::{self, Hello, MAGIC, Nonce, STRANGERS_LIMIT, Seal, ToCoordinator, Welcome};
+use crate::membership::{AgentId, Profile};
+
+/// Who calls.
+pub(super) struct Caller {
+    pub(super) run_id: String,
+    pub(super) profile: Profile,
+    pub(super) agent: AgentId,
+    /// Longest time for a connection, and for the proofs on it.
+    pub(super) patience: Duration,
+}
+
+/// A connection that both sides have proven.
+pub(super) struct Connection {
+    pub(super) stream: TcpStream,
+    pub(super) ours: Seal,
+    pub(super) theirs: Seal,
+}
+
+impl Caller {
+    /// Connects to the first of its addresses that answers, and proves that it belongs to the job.
+    ///
+    /// # Errors
+    /// What came back from each.
+    pub(super) async fn connect(&self, found: &Found) -> Result<Connection, (String, Attempt)> {
+        let Found { addresses, token } = found;
+        let mut attempts: FuturesUnordered<_> = addresses
+            .iter()
+            .map(async |address| (*address, self.in_time(TcpStream::connect(address)).await))
+            .collect();
+        let mut failed = Vec::new();
+        while let Some((address, stream)) = attempts.next().await {
+            // Two proofs at once would be two connections of one agent.
+            let connected = match stream {
+                Ok(stream) => self.in_time(self.prove(stream, token.as_ref())).await,
+                Err(error) => Err(error),
+            };
+            match connected {
+                Ok(connection) => return Ok(connection),
+                Err(error) => failed.push((address, error)),
+            }
+        }
+        let refused = !failed.is_empty() && failed.iter().all(|(_, error)| is_refused(error));
+        let how = if refused { Attempt::Refused } else { Attempt::Failed };
+        failed.sort_by_key(|(address, _)| *address);
+        let why: Vec<_> = failed.iter().map(|(address, error)| format!("{address}: {error}")).collect();
+        Err((why.join("; "), how))
+    }
+
+    async fn in_time<T, E: Into<LinkError>>(
+        &self,
+        what: impl Future<Output = Result<T, E>>,
+    ) -> Result<T, LinkError> {
+        match timeout(self.patience, what).await {
+            Ok(done) => done.map_err(Into::into),
+            Err(_) => Err(LinkError::Silent(self.patience)),
+        }
+    }
+
+    async fn prove(&self, mut stream: TcpStream, token: Option<&Token>) -> Result<Connection, LinkError> {
+        link::prepare(&stream)?;
+        let mut nonce: Nonce = [0; 32];
+        getrandom::fill(&mut nonce).map_err(std::io::Error::other)?;
+        let hello = Hello::new(&self.run_id, self.agent, nonce);
+        let mut first = MAGIC.to_vec();
+        first.extend(wire::frame(&wire::encode(&hello)));
+        link::write_raw(&mut stream, &first).await?;
+        let (body, _) =
+            link::read_frame(&mut stream, STRANGERS_LIMIT, false).await.map_err(|error| match error {
+                LinkError::Wire(_) => LinkError::Stranger,
+                other => other,
+            })?;
+        let nonce = match wire::decode(&body).map_err(|_| LinkError::Stranger)? {
+            Welcome::Welcome { nonce, .. } => nonce,
+            Welcome::Refused(why) => return Err(LinkError::Refused(why)),
+        };
+        let (mut ours, mut theirs) = wire::seals(token, &hello, &nonce);
+        link::read::<()>(&mut stream, &mut theirs, STRANGERS_LIMIT).await?;
+        link::write(&mut stream, &mut ours, &ToCoordinator::Profile(self.profile.clone())).await?;
+        Ok(Connection { stream, ours, theirs })
+    }
+}
+
+fn is_refused(error: &LinkError) -> bool {
+    matches!(error, LinkError::Io(error) if error.kind() == std::io::ErrorKind::ConnectionRefused)
+}
+
+/// Who this node is from now on.
+pub(super) fn fresh_id() -> Result<AgentId, getrandom::Error> {
+    let mut id = [0; 16];
+    getrandom::fill(&mut id)?;
+    Ok(AgentId(u128::from_le_bytes(id)))
+}

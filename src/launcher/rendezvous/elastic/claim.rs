@@ -1,0 +1,240 @@
+//! A coordinator's claim to be the one of its job, where another one may take over: an entry in a [`Directory`].
+//!
+//! Who is cut off from etcd loses its lease there, and another one may take over. So a coordinator that hears neither etcd
+//! nor half of its round tells nobody that it has heard them: their leases end, and its own node's as well.
+
+use std::cell::{Cell, RefCell};
+use std::time::Duration;
+
+use tokio::sync::Notify;
+use tokio::time::{Instant, sleep};
+
+use super::directory::{Directory, Entry, Lease, Seen, Trouble};
+use crate::membership::Record;
+use crate::say::say;
+
+/// Between two attempts to reach the place, at first and at most.
+const RETRY: Duration = Duration::from_millis(100);
+const SLOWEST_RETRY: Duration = Duration::from_secs(1);
+/// How often a lease is kept alive in its time.
+const BEATS: u32 = 4;
+
+/// How long the node whose process has the coordinator may have workers after the last answer: shorter than others, since
+/// they wait for it.
+pub(super) fn own_lease(silence: Duration) -> Duration {
+    silence / 2
+}
+
+/// See the module's head.
+#[derive(Debug)]
+pub(super) struct Claim {
+    directory: Directory,
+    silence: Duration,
+    seen: RefCell<Seen>,
+    lease: Cell<Lease>,
+    /// When the place was last asked that has said that the lease lives.
+    confirmed: Cell<Instant>,
+    is_lost: Cell<bool>,
+    loses: Notify,
+    /// People have been told that the place cannot be reached.
+    told: Cell<bool>,
+}
+
+impl Claim {
+    /// Claims the place that says what was `seen`; `Err` is what it says if somebody else was faster.
+    ///
+    /// # Errors
+    /// The place cannot be reached.
+    pub(super) async fn stake(
+        directory: &Directory,
+        seen: &Seen,
+        entry: &Entry,
+        silence: Duration,
+    ) -> Result<Result<Self, Seen>, Trouble> {
+        let lease = directory.lease().await?;
+        let now = directory.replace(seen, entry, &lease).await?;
+        if now.entry.as_ref() != Some(entry) {
+            return Ok(Err(now));
+        }
+        Ok(Ok(Self {
+            directory: directory.clone(),
+            silence,
+            seen: RefCell::new(now),
+            lease: Cell::new(lease),
+            confirmed: Cell::new(lease.granted),
+            is_lost: Cell::new(false),
+            loses: Notify::new(),
+            told: Cell::new(false),
+        }))
+    }
+
+    /// Writes a record down, however long that takes; false if another coordinator has taken over.
+    pub(super) async fn write(&self, record: &Record) -> bool {
+        let mut retry = RETRY;
+        while !self.is_lost.get() {
+            let seen = self.seen.borrow().clone();
+            let Some(entry) = seen.entry.as_ref().map(|entry| entry.with(record)) else { return false };
+            match self.replace(&seen, &entry).await {
+                Ok(true) => return !self.is_lost.get(),
+                Ok(false) => continue,
+                // Its lease has ended while it was not needed.
+                Err(_) if matches!(self.renew().await, Ok(true)) => continue,
+                Err(trouble) => self.tell(&trouble),
+            }
+            sleep(retry).await;
+            retry = (retry * 2).min(SLOWEST_RETRY);
+        }
+        false
+    }
+
+    /// Replaces what was `seen`; false if it is to be tried again with what was written in between.
+    async fn replace(&self, seen: &Seen, entry: &Entry) -> Result<bool, Trouble> {
+        let now = self.directory.replace(seen, entry, &self.lease.get()).await?;
+        // What was written in vain, as it seemed, may be there all the same.
+        if now.entry.as_ref() == Some(entry) {
+            self.seen.replace(now);
+            self.is_well();
+            return Ok(true);
+        }
+        Ok(!self.still_stands(now))
+    }
+
+    /// Takes in what the place says now; whether that is no other coordinator's entry.
+    fn still_stands(&self, now: Seen) -> bool {
+        let term = |seen: &Seen| seen.entry.as_ref().map(|entry| entry.term);
+        let mut seen = self.seen.borrow_mut();
+        match (term(&now), term(&seen)) {
+            // Somebody has emptied it.
+            (None, _) => {
+                let mine = seen.entry.take();
+                *seen = now;
+                seen.entry = mine;
+            }
+            (theirs, mine) if theirs == mine => *seen = now,
+            _ => {
+                self.is_lost.set(true);
+                self.loses.notify_waiters();
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Keeps the claim alive until it is lost, but while it `rests`: then others may take over.
+    pub(super) async fn keep(&self, rests: impl Fn() -> bool) {
+        tokio::select! {
+            () = self.again(async || self.watch().await) => {}
+            () = self.again(async || self.keep_lease(&rests).await) => {}
+        }
+    }
+
+    /// Does it again and again until the claim is lost.
+    async fn again(&self, what: impl AsyncFn() -> Result<(), Trouble>) {
+        let mut retry = RETRY;
+        while !self.is_lost.get() {
+            match what().await {
+                Ok(()) => retry = RETRY,
+                Err(trouble) => {
+                    self.tell(&trouble);
+                    sleep(retry).await;
+                    retry = (retry * 2).min(SLOWEST_RETRY);
+                }
+            }
+        }
+    }
+
+    /// Waits until the place says something else, and looks whether the claim still stands.
+    async fn watch(&self) -> Result<(), Trouble> {
+        let seen = self.seen.borrow().clone();
+        self.directory.changed(&seen).await?;
+        let now = self.directory.read().await?;
+        let is_empty = now.entry.is_none();
+        if self.still_stands(now) && is_empty {
+            let seen = self.seen.borrow().clone();
+            if let Some(entry) = &seen.entry {
+                self.replace(&seen, entry).await?;
+            }
+        }
+        Ok(())
+    }
+
+    async fn keep_lease(&self, rests: impl Fn() -> bool) -> Result<(), Trouble> {
+        let lease = self.lease.get();
+        sleep(lease.ttl / BEATS).await;
+        if rests() {
+            return Ok(());
+        }
+        let asked = Instant::now();
+        if self.renew().await? {
+            // If nobody has taken over yet, the claim still stands.
+            let seen = self.seen.borrow().clone();
+            if let Some(entry) = &seen.entry {
+                self.replace(&seen, entry).await?;
+            }
+        }
+        self.confirmed.set(asked);
+        self.is_well();
+        Ok(())
+    }
+
+    /// Keeps the lease alive, or gets another one if it has ended; whether it had.
+    async fn renew(&self) -> Result<bool, Trouble> {
+        if self.directory.keep(&self.lease.get()).await? {
+            return Ok(false);
+        }
+        self.lease.set(self.directory.lease().await?);
+        Ok(true)
+    }
+
+    /// Whether it is certain that nobody else can have taken over for want of a lease.
+    pub(super) fn is_certain(&self) -> bool {
+        self.confirmed.get().elapsed() < self.tolerance()
+    }
+
+    /// How long ago a sign of life may be that still counts.
+    pub(super) fn tolerance(&self) -> Duration {
+        self.lease.get().ttl / 2
+    }
+
+    /// Ends when another coordinator has taken over.
+    pub(super) async fn lost(&self) {
+        while !self.is_lost.get() {
+            self.loses.notified().await;
+        }
+    }
+
+    /// How long whoever takes over a claim that nobody keeps alive waits for the node that has had it: by then that has
+    /// no workers any more, whatever it hears.
+    pub(super) fn patience(&self) -> Duration {
+        // It was last certain at most a beat before it was cut off, or heard half of its round then. For half of its
+        // lease it has answered its own node, whose lease began with the last answer.
+        let ttl = self.lease.get().ttl;
+        (own_lease(self.silence) + self.tolerance()).saturating_sub(ttl - ttl / BEATS)
+    }
+
+    /// What the place says.
+    pub(super) fn seen(&self) -> Seen {
+        self.seen.borrow().clone()
+    }
+
+    /// Gives it up, so that nobody waits until its lease ends.
+    pub(super) async fn release(&self) {
+        self.directory.release(&self.lease.get()).await;
+    }
+
+    pub(super) fn is_lost(&self) -> bool {
+        self.is_lost.get()
+    }
+
+    fn tell(&self, trouble: &Trouble) {
+        if !self.told.replace(true) {
+            say(&format!("warning: {trouble}; workers run on, and changes of membership wait"));
+        }
+    }
+
+    fn is_well(&self) {
+        if self.told.replace(false) {
+            say("what rounds are written down in can be reached again");
+        }
+    }
+}

@@ -1,0 +1,173 @@
+//! How a node of an elastic job hears of the others, and tells them of itself.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use nix::sys::signal::Signal;
+
+use super::board::{Over, Stopped, Told};
+use super::thread::Thread;
+use crate::membership::{Departure, Ending, Failure, Phase, Refusal};
+use crate::rendezvous::court::{Court, FromOthers, Verdict, Verdicts, What};
+
+/// One node's seat.
+#[derive(Debug)]
+pub(super) struct ElasticCourt {
+    thread: Arc<Thread>,
+    /// This node's rank and the round that it is in.
+    seat: Mutex<(usize, u64)>,
+    host: String,
+    endpoint: String,
+    /// The latest round whose end has been passed on.
+    ended: AtomicU64,
+}
+
+impl ElasticCourt {
+    pub(super) fn new(
+        thread: Arc<Thread>,
+        (node, host): (usize, String),
+        endpoint: String,
+        round: u64,
+    ) -> Self {
+        Self { thread, seat: Mutex::new((node, round)), host, endpoint, ended: AtomicU64::new(0) }
+    }
+
+    /// This node is in another round.
+    pub(super) fn move_to(&self, node: usize, round: u64) {
+        *self.seat.lock().unwrap_or_else(PoisonError::into_inner) = (node, round);
+    }
+
+    fn seat(&self) -> (usize, u64) {
+        *self.seat.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn verdict(&self, over: &Over) -> Verdict {
+        let (mine, _) = self.seat();
+        match over {
+            Over::End(Ending::Failed { node, host, summary, report }) => {
+                Verdict::new(*node, host, What::Failed { summary: summary.clone(), report: report.clone() })
+            }
+            Over::End(Ending::Deserted { node, host, why }) => {
+                Verdict::new(*node, host, What::Error { text: why.clone() })
+            }
+            over => Verdict::new(mine, &self.host, What::Alone { text: describe(over, &self.endpoint) }),
+        }
+    }
+}
+
+impl Court for ElasticCourt {
+    fn hear(&self) -> Option<FromOthers> {
+        let known = self.ended.load(Ordering::Relaxed);
+        let news = self.thread.board.wait(None, |told: &Told| {
+            if let Some(stopped) = told.stopped.as_ref().filter(|stopped| stopped.round > known) {
+                let Stopped { round, cause, alone } = stopped.clone();
+                return Some(Some(FromOthers::NewRound { round, cause, alone }));
+            }
+            match &told.over {
+                Some(Over::End(Ending::Succeeded)) => Some(None),
+                Some(over) => Some(Some(FromOthers::Verdict(self.verdict(over)))),
+                None => None,
+            }
+        });
+        let news = news.flatten();
+        if let Some(FromOthers::NewRound { round, .. }) = &news {
+            self.ended.store(*round, Ordering::Relaxed);
+        }
+        news
+    }
+
+    fn failed(self: Arc<Self>, what: What, restarts: bool, _consequence: bool) -> Option<Verdicts> {
+        let (_, round) = self.seat();
+        let (summary, report) = match what {
+            What::Failed { summary, report } => (summary, report),
+            What::Error { text } | What::Alone { text } => (text, String::new()),
+            What::Stopped { .. } | What::Lost => (String::new(), String::new()),
+        };
+        self.thread.enter(Phase::Failed { round, failure: Failure { summary, report, restarts } });
+        if restarts {
+            return None;
+        }
+        Some(Box::new(move || {
+            self.thread.board.wait(None, |told: &Told| {
+                let again = told.stopped.as_ref().is_some_and(|stopped| stopped.round >= round);
+                match &told.over {
+                    _ if again => Some(None),
+                    Some(over) => Some(Some(self.verdict(over))),
+                    None => None,
+                }
+            })?
+        }))
+    }
+
+    fn declare(&self, what: What) -> Verdict {
+        let mine = Verdict::new(self.seat().0, &self.host, what);
+        let (departure, why) = match &mine.what {
+            What::Stopped { signal } => {
+                let name = Signal::try_from(*signal).map_or("a signal", Signal::as_str);
+                (Departure::Stopped { signal: *signal }, format!("it was stopped by {name}"))
+            }
+            What::Error { text } | What::Alone { text } => (Departure::Error(text.clone()), text.clone()),
+            // The others know.
+            What::Failed { .. } | What::Lost => return mine,
+        };
+        let deserts = self.thread.is_host.then_some(why);
+        self.thread.leave(departure, deserts);
+        mine
+    }
+
+    fn leave(&self) {
+        self.thread.leave(Departure::Ended, None);
+    }
+
+    fn is_mine(&self, verdict: &Verdict) -> bool {
+        verdict.node == self.seat().0 && !matches!(verdict.what, What::Alone { .. })
+    }
+
+    fn has_last_word(&self) -> bool {
+        true
+    }
+}
+
+/// Why nothing more will come of this job for this node.
+pub(super) fn describe(over: &Over, endpoint: &str) -> String {
+    match over {
+        Over::End(ending) => match ending {
+            Ending::Succeeded => "the job has ended".to_owned(),
+            Ending::Failed { node, host, summary, .. } => format!("node {node} ({host}) failed: {summary}"),
+            Ending::Deserted { node, host, why } => {
+                format!(
+                    "node {node} ({host}) could not go on: {why}; it has served the rendezvous at {endpoint}"
+                )
+            }
+        },
+        Over::Refused(Refusal::Closed(ending)) => {
+            let how = match ending {
+                Ending::Succeeded => "well",
+                Ending::Failed { .. } => "with a failure",
+                Ending::Deserted { .. } => "when its rendezvous went",
+            };
+            format!("a job of this id has ended {how} at {endpoint}\n  try: another --rdzv-id")
+        }
+        Over::Refused(Refusal::Timeout { after_s, muster }) => {
+            let here = super::describe(muster);
+            format!(
+                "no round within {after_s} s (join_timeout): {here}\n  try: start more nodes, or a smaller --nnodes"
+            )
+        }
+        Over::Refused(Refusal::Nodes { mine, theirs, host }) => format!(
+            "--nnodes is {}:{} here and {}:{} on {host}\n  try: the same --nnodes on all nodes",
+            mine.0, mine.1, theirs.0, theirs.1
+        ),
+        Over::Refused(Refusal::GivenUp { silent_s }) => {
+            format!("this node was not heard for {silent_s} s, and the others went on without it")
+        }
+        Over::Unusable(why) => why.clone(),
+        Over::Alone { silent, last } => {
+            let last = if last.is_empty() { String::new() } else { format!(" ({last})") };
+            let silent = silent.as_secs_f64();
+            format!(
+                "the rendezvous at {endpoint} is lost: not heard for {silent:.1} s{last}; its host or the network is down"
+            )
+        }
+    }
+}

@@ -1,0 +1,234 @@
+//! Calls to an etcd cluster, at whichever of its members answers, and what is wrong in words.
+
+use std::cell::{Cell, RefCell};
+use std::error::Error as _;
+use std::fmt;
+use std::rc::Rc;
+use std::time::Duration;
+
+use etcd_client::{Channel, Client, ConnectOptions, Error};
+use tokio::time::timeout;
+use tonic::Code;
+use tonic::transport::{Certificate, ClientTlsConfig, Endpoint, Identity};
+
+use crate::config::EtcdCluster;
+use crate::rendezvous::address;
+
+/// Longest time for a connection to a member, with all that proves who is who.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+/// Longest time for one call to one member, if they answer quickly, and if they do not.
+const CALL_TIMEOUT: Duration = Duration::from_secs(1);
+const SLOWEST_CALL_TIMEOUT: Duration = Duration::from_secs(8);
+
+/// Why the place where a coordinator is written down says nothing.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(in super::super) enum Trouble {
+    /// It may pass.
+    Passing(String),
+    /// It will not.
+    Final(String),
+}
+
+impl fmt::Display for Trouble {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Passing(what) | Self::Final(what) => f.write_str(what),
+        }
+    }
+}
+
+/// See the module's head.
+pub(in super::super) struct Cluster {
+    members: Vec<Endpoint>,
+    names: Vec<String>,
+    user: Option<(String, String)>,
+    /// The member that is used, and the connection to it.
+    at: Cell<usize>,
+    client: RefCell<Option<Client>>,
+    /// Longest time for the next call: a slow cluster gets more with each that was too slow.
+    patience: Cell<Duration>,
+}
+
+impl fmt::Debug for Cluster {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Cluster").field("names", &self.names).finish_non_exhaustive()
+    }
+}
+
+impl Cluster {
+    /// Reads certificates and password. Connects later.
+    ///
+    /// # Errors
+    /// A file cannot be read.
+    pub(in super::super) fn new(config: &EtcdCluster) -> Result<Rc<Self>, String> {
+        let read = |what: &str, path: &std::path::Path| {
+            std::fs::read(path).map_err(|error| format!("{what} {}: {error}", path.display()))
+        };
+        let mut tls = None;
+        if let Some(files) = &config.tls {
+            let mut with = ClientTlsConfig::new();
+            with = match &files.ca {
+                Some(ca) => with.ca_certificate(Certificate::from_pem(read("CA certificate", ca)?)),
+                None => with.with_native_roots(),
+            };
+            if let Some((certificate, key)) = &files.identity {
+                let identity =
+                    Identity::from_pem(read("client certificate", certificate)?, read("client key", key)?);
+                with = with.identity(identity);
+            }
+            tls = Some(with);
+        }
+        let scheme = if tls.is_some() { "https" } else { "http" };
+        let mut members = Vec::new();
+        for (host, port) in &config.endpoints {
+            let at = address(host, *port);
+            let wrong = |error: tonic::transport::Error| format!("etcd at {at}: {}", chain(&error));
+            let mut member = Endpoint::from_shared(format!("{scheme}://{at}"))
+                .map_err(wrong)?
+                .connect_timeout(CONNECT_TIMEOUT)
+                .tcp_nodelay(true);
+            if let Some(tls) = &tls {
+                member = member.tls_config(tls.clone()).map_err(wrong)?;
+            }
+            members.push(member);
+        }
+        Ok(Rc::new(Self {
+            members,
+            names: config.endpoints.iter().map(|(host, port)| address(host, *port)).collect(),
+            user: config.user()?,
+            at: Cell::new(0),
+            client: RefCell::default(),
+            patience: Cell::new(CALL_TIMEOUT),
+        }))
+    }
+
+    /// Where it is, for people.
+    pub(in super::super) fn name(&self) -> String {
+        format!("etcd at {}", self.names.join(","))
+    }
+
+    /// Calls the member that has answered last, then the others.
+    ///
+    /// # Errors
+    /// None answers, or one refuses it.
+    pub(super) async fn call<T>(&self, call: impl AsyncFn(Client) -> Result<T, Error>) -> Result<T, Trouble> {
+        let mut failed = Vec::new();
+        for _ in 0..self.members.len() {
+            let name = &self.names[self.at.get()];
+            let patience = self.patience.get();
+            let attempt = async {
+                let client = timeout(CONNECT_TIMEOUT, self.client()).await.map_err(|_| CONNECT_TIMEOUT)?;
+                let done = match client {
+                    Ok(client) => timeout(patience, call(client)).await.map_err(|_| patience)?,
+                    Err(error) => Err(error),
+                };
+                Ok::<_, Duration>(done)
+            };
+            let why = match attempt.await {
+                Ok(Ok(value)) => {
+                    self.patience.set(CALL_TIMEOUT);
+                    return Ok(value);
+                }
+                Ok(Err(error)) => match self.in_words(name, &error) {
+                    Trouble::Passing(why) => why,
+                    refused => {
+                        self.client.take();
+                        return Err(refused);
+                    }
+                },
+                Err(after) => format!("{name}: no answer within {} s", after.as_secs()),
+            };
+            failed.push(why);
+            self.move_on();
+        }
+        self.patience.set((self.patience.get() * 2).min(SLOWEST_CALL_TIMEOUT));
+        Err(Trouble::Passing(format!("etcd at {}", failed.join("; "))))
+    }
+
+    /// What is wrong with a stream of the member that is used. The next call goes to another one.
+    pub(super) fn broken(&self, error: &Error) -> Trouble {
+        let trouble = self.in_words(&self.names[self.at.get()], error);
+        self.move_on();
+        match trouble {
+            Trouble::Passing(why) => Trouble::Passing(format!("etcd at {why}")),
+            refused => refused,
+        }
+    }
+
+    fn move_on(&self) {
+        self.client.take();
+        self.at.set((self.at.get() + 1) % self.members.len());
+    }
+
+    async fn client(&self) -> Result<Client, Error> {
+        if let Some(client) = self.client.borrow().as_ref() {
+            return Ok(client.clone());
+        }
+        let channel = self.members[self.at.get()].connect().await?;
+        let mut options = ConnectOptions::new().with_auto_token_refresh(true).with_require_leader(true);
+        if let Some((name, password)) = &self.user {
+            options = options.with_user(name, password);
+        }
+        let client = Client::from_channel(Channel::Tonic(channel), Some(options)).await?;
+        self.client.replace(Some(client.clone()));
+        Ok(client)
+    }
+
+    /// What an error of a call to member `name` means.
+    fn in_words(&self, name: &str, error: &Error) -> Trouble {
+        let all = match error {
+            Error::GRpcStatus(status) => match status.source() {
+                Some(source) => format!("{}: {}", status.message(), chain(source)),
+                None => status.message().to_owned(),
+            },
+            Error::TransportError(error) => chain(error),
+            other => other.to_string(),
+        };
+        if let Some((_, what)) = all.split_once("invalid peer certificate: ") {
+            return Trouble::Final(format!(
+                "the certificate of etcd at {name} is refused: {what}\n  try: the CA that has signed it (ca_cert or cacert)"
+            ));
+        }
+        if let Some((_, alert)) = all.split_once("received fatal alert: ") {
+            return Trouble::Final(format!(
+                "etcd at {name} refuses our certificate ({alert})\n  try: a certificate and its key that it accepts (ssl_cert and \
+                 ssl_cert_key, or cert and key)"
+            ));
+        }
+        let Error::GRpcStatus(status) = error else { return Trouble::Passing(format!("{name}: {all}")) };
+        let user = self.user.as_ref().map_or("", |(name, _)| name.as_str());
+        match status.code() {
+            Code::InvalidArgument if all.contains("authentication failed") => Trouble::Final(format!(
+                "etcd at {name} refuses user {user} or the password\n  try: CONVOKE_ETCD_USER and CONVOKE_ETCD_PASSWORD"
+            )),
+            Code::InvalidArgument if all.contains("user name is empty") => Trouble::Final(format!(
+                "etcd at {name} wants a user and a password\n  try: CONVOKE_ETCD_USER and CONVOKE_ETCD_PASSWORD"
+            )),
+            Code::FailedPrecondition if all.contains("authentication is not enabled") => {
+                Trouble::Final(format!(
+                    "etcd at {name} knows no users, but user {user} is given\n  try: without CONVOKE_ETCD_USER"
+                ))
+            }
+            Code::PermissionDenied => Trouble::Final(format!(
+                "etcd at {name} does not let user {user} read and write there\n  try: another etcd_prefix, or the right \
+                 to read and write below it"
+            )),
+            _ => Trouble::Passing(format!("{name}: {all}")),
+        }
+    }
+}
+
+/// An error and all that has caused it, each said once.
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut next = error.source();
+    while let Some(cause) = next {
+        let cause_text = cause.to_string();
+        if !text.ends_with(&cause_text) {
+            text.push_str(": ");
+            text.push_str(&cause_text);
+        }
+        next = cause.source();
+    }
+    text
+}

@@ -1,0 +1,184 @@
+//! The place that says where a job's coordinator is, and what another one must know to go on: a shared file, or etcd.
+//!
+//! Whoever finds no coordinator, or finds that it is gone, makes itself one: the entry is replaced only if it is still the
+//! one that was read, with a higher term. One that has been replaced begins no round any more ([`super::claim`]).
+
+mod cluster;
+mod etcd;
+mod file;
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use tokio::time::Instant;
+
+pub(super) use cluster::{Cluster, Trouble};
+pub(super) use etcd::EtcdDirectory;
+pub(super) use file::FileDirectory;
+
+use crate::membership::{AgentId, Record};
+
+/// What the place says of a job.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Entry {
+    version: u32,
+    pub(super) term: u64,
+    /// Where the coordinator of that term listens.
+    pub(super) addresses: Vec<SocketAddr>,
+    /// The agent that has it.
+    pub(super) agent: AgentId,
+    /// Proves to others that somebody may read this place; made by the first coordinator.
+    pub(super) key: [u8; 32],
+    pub(super) record: Option<Record>,
+}
+
+impl Entry {
+    const VERSION: u32 = 2;
+
+    pub(super) fn new(
+        term: u64,
+        addresses: Vec<SocketAddr>,
+        agent: AgentId,
+        key: [u8; 32],
+        record: Option<Record>,
+    ) -> Self {
+        Self { version: Self::VERSION, term, addresses, agent, key, record }
+    }
+
+    /// The same coordinator's, with another record.
+    pub(super) fn with(&self, record: &Record) -> Self {
+        Self { record: Some(record.clone()), ..self.clone() }
+    }
+
+    fn to_text(&self) -> Vec<u8> {
+        // Plain data into memory: it cannot fail.
+        serde_json::to_vec(self).unwrap_or_default()
+    }
+
+    /// What a place says, `at`.
+    fn from_text(text: &[u8], at: &str) -> Result<Self, Trouble> {
+        #[derive(Deserialize)]
+        struct Versioned {
+            version: u32,
+        }
+        let no_entry = |error| Trouble::Final(format!("{at}: no entry of convoke's: {error}"));
+        let Versioned { version } = serde_json::from_slice(text).map_err(no_entry)?;
+        if version != Self::VERSION {
+            return Err(Trouble::Final(format!(
+                "{at}: an entry of version {version}, this convoke writes {}: use one convoke on all nodes, or another \
+                 --rdzv-id",
+                Self::VERSION
+            )));
+        }
+        serde_json::from_slice(text).map_err(no_entry)
+    }
+}
+
+/// An entry as it was read, so that it can be replaced.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct Seen {
+    pub(super) entry: Option<Entry>,
+    /// The place vouches for the coordinator.
+    pub(super) held: bool,
+    /// Of the entry, as the file has it.
+    text: Vec<u8>,
+    /// Of the entry, and of all that was read, in etcd.
+    revisions: (i64, i64),
+}
+
+/// See the module's head.
+#[derive(Debug, Clone)]
+pub(super) enum Directory {
+    File(FileDirectory),
+    Etcd(EtcdDirectory),
+}
+
+impl Directory {
+    /// What it says now.
+    ///
+    /// # Errors
+    /// It cannot be reached, or what it says makes no sense.
+    pub(super) async fn read(&self) -> Result<Seen, Trouble> {
+        match self {
+            Self::File(file) => file.read().await,
+            Self::Etcd(etcd) => etcd.read().await,
+        }
+    }
+
+    /// Replaces what was `seen`, if it is still there; what it says afterwards. It vouches for the coordinator of `entry`
+    /// while the lease lives.
+    ///
+    /// # Errors
+    /// As [`Self::read`].
+    pub(super) async fn replace(&self, seen: &Seen, entry: &Entry, lease: &Lease) -> Result<Seen, Trouble> {
+        match self {
+            Self::File(file) => file.replace(seen, entry).await,
+            Self::Etcd(etcd) => etcd.replace(seen, entry, lease).await,
+        }
+    }
+
+    /// Ends when it says something else than was `seen`, or may do.
+    ///
+    /// # Errors
+    /// As [`Self::read`].
+    pub(super) async fn changed(&self, seen: &Seen) -> Result<(), Trouble> {
+        match self {
+            Self::File(file) => file.changed(seen).await,
+            Self::Etcd(etcd) => etcd.changed(seen).await,
+        }
+    }
+
+    /// What a coordinator keeps alive that claims the place.
+    ///
+    /// # Errors
+    /// As [`Self::read`].
+    pub(super) async fn lease(&self) -> Result<Lease, Trouble> {
+        match self {
+            Self::File(file) => Ok(file.lease()),
+            Self::Etcd(etcd) => etcd.lease().await,
+        }
+    }
+
+    /// Keeps a lease alive for once; false if it has ended.
+    ///
+    /// # Errors
+    /// As [`Self::read`].
+    pub(super) async fn keep(&self, lease: &Lease) -> Result<bool, Trouble> {
+        match self {
+            Self::File(file) => file.keep().await.map(|()| true),
+            Self::Etcd(etcd) => etcd.keep(lease).await,
+        }
+    }
+
+    /// Ends a lease; if that fails it ends by itself.
+    pub(super) async fn release(&self, lease: &Lease) {
+        match self {
+            Self::File(file) => file.release().await,
+            Self::Etcd(etcd) => etcd.release(lease).await,
+        }
+    }
+}
+
+/// A run id as one step of a path.
+fn one_step(run_id: &str) -> String {
+    run_id.replace('%', "%25").replace('/', "%2F")
+}
+
+/// While a coordinator keeps it alive, the place vouches for it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Lease {
+    /// In etcd: of the coordinator, and of the entry, which stays for a while.
+    ids: (i64, i64),
+    /// It ends when the place has not heard of it for so long.
+    pub(super) ttl: Duration,
+    /// When it was asked for.
+    pub(super) granted: Instant,
+}
+
+impl Lease {
+    /// How long one lives without a word from its coordinator, at best.
+    fn time(silence: Duration) -> Duration {
+        silence * 2 / 3
+    }
+}

@@ -1,0 +1,229 @@
+//! Finds the coordinator of a job, or becomes it.
+
+use std::cell::RefCell;
+use std::net::SocketAddr;
+use std::rc::Rc;
+use std::time::Duration;
+
+use convoke_env::Token;
+use tokio::net::TcpListener;
+
+use super::claim::Claim;
+use super::directory::{Directory, Entry, Seen, Trouble};
+use super::hall::{Backing, Hall};
+use super::place;
+use crate::membership::{AgentId, Ending, Rules};
+
+/// Attempts in vain, with nobody listening, until the coordinator is taken for dead.
+const ATTEMPTS: u32 = 3;
+
+/// Why it is not found.
+#[derive(Debug)]
+pub(super) enum Nowhere {
+    Because(Trouble),
+    /// The job has ended.
+    Closed(Ending),
+}
+
+impl From<Trouble> for Nowhere {
+    fn from(trouble: Trouble) -> Self {
+        Self::Because(trouble)
+    }
+}
+
+/// How the last attempt to reach it ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Attempt {
+    /// There was none, or it went well.
+    Fine,
+    /// Its host answers, and nobody listens there.
+    Refused,
+    /// Nobody answered, or something else went wrong.
+    Failed,
+}
+
+/// Where a coordinator may be, and what proves to it that this node belongs to the job.
+#[derive(Debug, Clone)]
+pub(super) struct Found {
+    pub(super) addresses: Vec<SocketAddr>,
+    pub(super) token: Option<Token>,
+}
+
+/// Where it may be.
+pub(super) enum Finder {
+    /// At the endpoint.
+    Endpoint { host: String, port: u16, token: Option<Token> },
+    /// Where a directory says.
+    Listed(Box<Listed>),
+}
+
+/// See [`super::directory`].
+pub(super) struct Listed {
+    directory: Directory,
+    run_id: String,
+    agent: AgentId,
+    token: Option<Token>,
+    rules: Rules,
+    /// How long the end of the job may take to be written down.
+    close: Duration,
+    /// The term whose coordinator was last looked for, and how often nobody listened there.
+    tried: (u64, u32),
+    /// What the directory said.
+    seen: RefCell<Seen>,
+    /// The coordinator that this node is, or was.
+    hall: Option<Rc<Hall>>,
+}
+
+impl Finder {
+    pub(super) fn listed(
+        directory: Directory,
+        run_id: String,
+        agent: AgentId,
+        token: Option<Token>,
+        rules: Rules,
+        close: Duration,
+    ) -> Self {
+        let (tried, seen) = ((0, 0), RefCell::default());
+        let hall = None;
+        Self::Listed(Box::new(Listed { directory, run_id, agent, token, rules, close, tried, seen, hall }))
+    }
+
+    /// Where the coordinator may be; `last` is how it went at the place that was found before.
+    pub(super) async fn find(&mut self, last: Attempt) -> Result<Found, Nowhere> {
+        match self {
+            Self::Endpoint { host, port, token } => {
+                let found = tokio::net::lookup_host((host.as_str(), *port)).await;
+                let found = found.map_err(|error| Trouble::Passing(format!("look up {host}: {error}")))?;
+                let mut addresses: Vec<SocketAddr> = found.collect();
+                addresses.dedup();
+                Ok(Found { addresses, token: token.clone() })
+            }
+            Self::Listed(listed) => listed.find(last).await,
+        }
+    }
+
+    /// Ends when it must be looked for anew.
+    pub(super) async fn moved(&self) {
+        match self {
+            Self::Endpoint { .. } => std::future::pending().await,
+            Self::Listed(listed) => listed.moved().await,
+        }
+    }
+
+    /// Whether the coordinator is there or nowhere.
+    pub(super) fn is_fixed(&self) -> bool {
+        matches!(self, Self::Endpoint { .. })
+    }
+
+    /// Whether the coordinator that was found is this process's, and another one may replace it.
+    pub(super) fn is_own(&self) -> bool {
+        match self {
+            Self::Endpoint { .. } => false,
+            Self::Listed(listed) => {
+                listed.seen.borrow().entry.as_ref().is_some_and(|entry| entry.agent == listed.agent)
+            }
+        }
+    }
+
+    /// The coordinator that this node has come to be.
+    pub(super) fn hall(&self) -> Option<Rc<Hall>> {
+        match self {
+            Self::Endpoint { .. } => None,
+            Self::Listed(listed) => listed.hall.clone(),
+        }
+    }
+}
+
+impl Listed {
+    async fn find(&mut self, last: Attempt) -> Result<Found, Nowhere> {
+        let mut seen = self.directory.read().await?;
+        let term = seen.entry.as_ref().map_or(0, |entry| entry.term);
+        // Another one has not been tried yet.
+        let last = if self.tried.0 == term { last } else { Attempt::Fine };
+        let times = if self.tried.0 == term { self.tried.1 } else { 0 };
+        self.tried = (term, times + u32::from(last == Attempt::Refused));
+        let refused = self.tried.1 >= ATTEMPTS;
+        if let Some(ending) = ending(&seen).filter(|_| !seen.held) {
+            return Err(Nowhere::Closed(ending));
+        }
+        if term == 0 || refused || !seen.held && last != Attempt::Fine {
+            if let Some(ending) = ending(&seen) {
+                return Err(Nowhere::Closed(ending));
+            }
+            seen = self.take_over(seen, term + 1, refused).await?;
+            self.tried = (seen.entry.as_ref().map_or(0, |entry| entry.term), 0);
+        }
+        let found = match &seen.entry {
+            Some(Entry { addresses, key, .. }) => {
+                Found { addresses: addresses.clone(), token: Some(self.token(key)) }
+            }
+            None => Found { addresses: Vec::new(), token: None },
+        };
+        self.seen.replace(seen);
+        Ok(found)
+    }
+
+    /// The user's, or what only those know who can read the directory.
+    fn token(&self, key: &[u8]) -> Token {
+        self.token.clone().unwrap_or_else(|| Token::new(key.to_vec()))
+    }
+
+    async fn moved(&self) {
+        loop {
+            let seen = self.seen.borrow().clone();
+            if self.directory.changed(&seen).await.is_err() {
+                // It is tried again with the next attempt to connect.
+                return std::future::pending().await;
+            }
+            let Ok(now) = self.directory.read().await else { return std::future::pending().await };
+            let term = |seen: &Seen| seen.entry.as_ref().map(|entry| entry.term);
+            if seen.held && !now.held || term(&now) != term(&seen) {
+                return;
+            }
+            self.seen.replace(now);
+        }
+    }
+
+    /// Makes this node the coordinator, if nobody else is faster.
+    async fn take_over(&mut self, seen: Seen, term: u64, refused: bool) -> Result<Seen, Trouble> {
+        let passing = |error: String| Trouble::Passing(error);
+        let listeners = place::listen_anywhere().map_err(|error| passing(error.to_string()))?;
+        let port =
+            listeners.first().and_then(|listener| listener.local_addr().ok()).map_or(0, |at| at.port());
+        let addresses = place::own_addresses().into_iter().map(|ip| SocketAddr::new(ip, port)).collect();
+        let before = seen.entry.as_ref();
+        let key = match before {
+            Some(before) => before.key,
+            None => random_key().map_err(|error| passing(format!("no random numbers: {error}")))?,
+        };
+        let record = before.and_then(|before| before.record.clone());
+        let mine = Entry::new(term, addresses, self.agent, key, record.clone());
+        let claim = match Claim::stake(&self.directory, &seen, &mine, self.rules.silence).await? {
+            Ok(claim) => Rc::new(claim),
+            Err(now) => return Ok(now),
+        };
+        let wait = if refused { self.rules.reconnect } else { claim.patience() };
+        let suspect = before.map(|before| (before.agent, wait));
+        let listeners = listeners.into_iter().filter_map(|listener| {
+            listener.set_nonblocking(true).ok()?;
+            TcpListener::from_std(listener).ok()
+        });
+        let now = claim.seen();
+        let run_id = self.run_id.clone();
+        let (agent, close) = (self.agent, self.close);
+        let backing = Backing { run_id, term, record, suspect, agent, claim, close };
+        let token = Some(self.token(&key));
+        self.hall = Some(Hall::open(listeners.collect(), token, self.rules, None, Some(backing)));
+        Ok(now)
+    }
+}
+
+fn random_key() -> Result<[u8; 32], getrandom::Error> {
+    let mut key = [0; 32];
+    getrandom::fill(&mut key)?;
+    Ok(key)
+}
+
+fn ending(seen: &Seen) -> Option<Ending> {
+    seen.entry.as_ref()?.record.as_ref()?.ending.clone()
+}

@@ -1,0 +1,244 @@
+//! Where agents meet: serves the coordinator of each run id to whoever connects and proves that it belongs to the job.
+//!
+//! One task for each connection, all on one thread, and no lock: what they share is borrowed between two awaits. What a
+//! stranger can make this process hold is bounded: so many connections that have proven nothing, each for so long, with
+//! so many bytes; if there are more, the oldest goes.
+
+use std::cell::{Cell, RefCell};
+use std::collections::hash_map::Entry;
+use std::collections::{HashMap, VecDeque};
+use std::net::SocketAddr;
+use std::rc::Rc;
+use std::time::Duration;
+
+use convoke_env::Token;
+use tokio::io::{AsyncReadExt, copy_bidirectional};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::task::{AbortHandle, spawn_local};
+use tokio::time::timeout;
+
+use super::archive::Archive;
+use super::claim::Claim;
+use super::job::Job;
+use super::link::{self, LinkError};
+use super::wire::{self, Hello, MAGIC, Nonce, STRANGERS_LIMIT, Seal, ToCoordinator, Welcome};
+use crate::membership::{AgentId, Coordinator, Event, Profile, Record, Rules};
+use crate::say::say;
+
+/// Longest time until a connection has proven itself.
+const PROOF_TIMEOUT: Duration = Duration::from_secs(5);
+/// Most connections that have not.
+const STRANGERS: usize = 256;
+/// Most jobs at one endpoint.
+const JOBS: usize = 1000;
+/// Between two attempts to take a connection when the system has no descriptor left.
+const BREATH: Duration = Duration::from_millis(20);
+
+/// What its tasks share.
+pub(super) struct Hall {
+    token: Option<Token>,
+    rules: Rules,
+    /// The TCPStore that is served to whoever speaks its protocol.
+    store: Option<SocketAddr>,
+    jobs: RefCell<HashMap<String, Rc<Job>>>,
+    strangers: RefCell<VecDeque<(u64, AbortHandle)>>,
+    connections: Cell<u64>,
+    /// The only job, if another coordinator may take over.
+    only: bool,
+}
+
+/// A job that can outlive its coordinator.
+pub(super) struct Backing {
+    pub(super) run_id: String,
+    pub(super) term: u64,
+    /// What the coordinator before has written down.
+    pub(super) record: Option<Record>,
+    /// The agent that has had it, and how long it is waited for.
+    pub(super) suspect: Option<(AgentId, Duration)>,
+    /// The agent of this process.
+    pub(super) agent: AgentId,
+    pub(super) claim: Rc<Claim>,
+    /// How long the end of the job may take to be written down.
+    pub(super) close: Duration,
+}
+
+impl Hall {
+    /// Serves at `listeners` until dropped with its tasks.
+    pub(super) fn open(
+        listeners: Vec<TcpListener>,
+        token: Option<Token>,
+        rules: Rules,
+        store: Option<SocketAddr>,
+        backing: Option<Backing>,
+    ) -> Rc<Self> {
+        let hall = Rc::new(Self {
+            token,
+            rules,
+            store,
+            jobs: RefCell::default(),
+            strangers: RefCell::default(),
+            connections: Cell::default(),
+            only: backing.is_some(),
+        });
+        if let Some(Backing { run_id, term, record, suspect, agent, claim, close }) = backing
+            && let Some(entropy) = entropy()
+        {
+            let coordinator = match record {
+                Some(record) => Coordinator::resume(rules, term, entropy, record, suspect),
+                None => Coordinator::new(rules, term, entropy),
+            };
+            let archive = Archive::new(agent, claim, close);
+            hall.jobs.borrow_mut().insert(run_id, Job::begin(coordinator, Some(archive)));
+        }
+        for listener in listeners {
+            let hall = Rc::clone(&hall);
+            spawn_local(async move { hall.accept(listener).await });
+        }
+        hall
+    }
+
+    /// The agent `host` goes, and this coordinator with it: its members are told why, those of other jobs as well.
+    pub(super) fn desert(&self, host: AgentId, why: &str) {
+        let jobs: Vec<_> = self.jobs.borrow().values().cloned().collect();
+        for job in jobs {
+            job.handle(Event::Deserted { agent: host, why: why.to_owned() });
+        }
+    }
+
+    /// Whether all members of all jobs have gone.
+    pub(super) fn is_deserted(&self) -> bool {
+        self.jobs.borrow().values().all(|job| job.is_deserted())
+    }
+
+    /// Whether others can go on with all jobs from what is written down.
+    pub(super) fn is_dispensable(&self) -> bool {
+        self.jobs.borrow().values().all(|job| job.is_dispensable())
+    }
+
+    async fn accept(self: Rc<Self>, listener: TcpListener) {
+        loop {
+            let Ok((stream, _)) = listener.accept().await else {
+                tokio::time::sleep(BREATH).await;
+                continue;
+            };
+            let number = self.connections.get() + 1;
+            self.connections.set(number);
+            let hall = Rc::clone(&self);
+            let task = spawn_local(async move { hall.serve(number, stream).await });
+            let mut strangers = self.strangers.borrow_mut();
+            strangers.push_back((number, task.abort_handle()));
+            if strangers.len() > STRANGERS
+                && let Some((_, oldest)) = strangers.pop_front()
+            {
+                oldest.abort();
+            }
+        }
+    }
+
+    /// It has proven itself, or gone.
+    fn is_no_stranger(&self, number: u64) {
+        self.strangers.borrow_mut().retain(|(other, _)| *other != number);
+    }
+
+    async fn serve(self: Rc<Self>, number: u64, mut stream: TcpStream) {
+        let _ = link::prepare(&stream);
+        match timeout(PROOF_TIMEOUT, self.prove(&mut stream)).await {
+            Ok(Ok(Some((hello, profile, (theirs, ours))))) => {
+                self.is_no_stranger(number);
+                if let Some(job) = self.job(&hello.run_id) {
+                    job.attend(number, stream, hello.agent, profile, theirs, ours).await;
+                }
+            }
+            Ok(Ok(None)) => {
+                self.is_no_stranger(number);
+                self.serve_store(stream).await;
+            }
+            Ok(Err(_)) | Err(_) => self.is_no_stranger(number),
+        }
+    }
+
+    /// Who it is; none if it speaks the protocol of a TCPStore.
+    async fn prove(
+        &self,
+        stream: &mut TcpStream,
+    ) -> Result<Option<(Hello, Profile, (Seal, Seal))>, LinkError> {
+        let mut first = [0; 1];
+        if stream.peek(&mut first).await? == 1 && first[0] == 0 {
+            return Ok(None);
+        }
+        let mut magic = [0; MAGIC.len()];
+        stream.read_exact(&mut magic).await?;
+        if magic[..7] != MAGIC[..7] {
+            return Err(LinkError::Stranger);
+        }
+        if magic != MAGIC {
+            let (mine, theirs) = (MAGIC[7], magic[7]);
+            let refusal = format!(
+                "it speaks version {theirs} of the rendezvous, this is {mine}: use one convoke on all nodes"
+            );
+            return refuse(stream, refusal).await;
+        }
+        let (body, _) = link::read_frame(stream, STRANGERS_LIMIT, false).await?;
+        let hello: Hello = wire::decode(&body)?;
+        if !hello.is_understood() {
+            return refuse(stream, "it wants a cryptography that is not known here".to_owned()).await;
+        }
+        let mut nonce: Nonce = [0; 32];
+        getrandom::fill(&mut nonce).map_err(std::io::Error::other)?;
+        let (mut theirs, mut ours) = wire::seals(self.token.as_ref(), &hello, &nonce);
+        let mut welcome = wire::encode(&Welcome::new(nonce));
+        // Only now does the other side learn the nonce that makes the key: the proof comes behind it.
+        welcome = wire::frame(&welcome);
+        welcome.extend_from_slice(&ours.seal(&()));
+        link::write_raw(stream, &welcome).await?;
+        let said: ToCoordinator = link::read(stream, &mut theirs, STRANGERS_LIMIT).await?;
+        let ToCoordinator::Profile(profile) = said else { return Err(LinkError::Stranger) };
+        if !profile.is_sound() {
+            return Err(LinkError::Stranger);
+        }
+        Ok(Some((hello, profile, (theirs, ours))))
+    }
+
+    /// Another coordinator may take over at once.
+    pub(super) async fn release(&self) {
+        let jobs: Vec<_> = self.jobs.borrow().values().cloned().collect();
+        for job in jobs {
+            job.release().await;
+        }
+    }
+
+    fn job(&self, run_id: &str) -> Option<Rc<Job>> {
+        let mut jobs = self.jobs.borrow_mut();
+        let full = self.only || jobs.len() >= JOBS;
+        match jobs.entry(run_id.to_owned()) {
+            Entry::Occupied(job) => Some(Rc::clone(job.get())).filter(|job| !job.has_resigned()),
+            Entry::Vacant(_) if full => None,
+            Entry::Vacant(place) => {
+                let coordinator = Coordinator::new(self.rules, 1, entropy()?);
+                Some(Rc::clone(place.insert(Job::begin(coordinator, None))))
+            }
+        }
+    }
+
+    async fn serve_store(&self, mut stream: TcpStream) {
+        let Some(address) = self.store else { return };
+        if let Ok(mut store) = TcpStream::connect(address).await {
+            let _ = copy_bidirectional(&mut stream, &mut store).await;
+        }
+    }
+}
+
+fn entropy() -> Option<u128> {
+    let mut bytes = [0; 16];
+    let filled = getrandom::fill(&mut bytes);
+    if let Err(error) = &filled {
+        say(&format!("warning: no random numbers for a job: {error}"));
+    }
+    filled.ok().map(|()| u128::from_le_bytes(bytes))
+}
+
+async fn refuse<T>(stream: &mut TcpStream, why: String) -> Result<T, LinkError> {
+    let refusal = wire::frame(&wire::encode(&Welcome::Refused(why.clone())));
+    link::write_raw(stream, &refusal).await?;
+    Err(LinkError::Refused(why))
+}

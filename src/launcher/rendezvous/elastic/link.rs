@@ -1,0 +1,82 @@
+//! Frames over a connection, each with a deadline.
+
+use std::io;
+use std::time::Duration;
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use socket2::SockRef;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+
+use super::wire::{self, LENGTH_BYTES, MAC_BYTES, Seal, WireError};
+
+/// Longest time that the other side may take to receive a frame.
+const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Why a connection ends.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum LinkError {
+    #[error("{0}")]
+    Io(#[from] io::Error),
+    #[error("{0}")]
+    Wire(#[from] WireError),
+    #[error("{0}")]
+    Refused(String),
+    #[error("it answers something else: no rendezvous of convoke's, or of another version")]
+    Stranger,
+    #[error("no answer within {0:?}")]
+    Silent(Duration),
+}
+
+/// What is said is short and soon said again: it is sent at once, and what was lost is sent again after the same time each
+/// time, not after twice as long.
+pub(super) fn prepare(stream: &TcpStream) -> io::Result<()> {
+    stream.set_nodelay(true)?;
+    SockRef::from(stream).set_tcp_thin_linear_timeouts(true)
+}
+
+/// Reads the next frame's body and, if `mac`, what follows it. Not to be cancelled halfway.
+pub(super) async fn read_frame(
+    stream: &mut (impl AsyncRead + Unpin),
+    limit: usize,
+    mac: bool,
+) -> Result<(Vec<u8>, [u8; MAC_BYTES]), LinkError> {
+    let mut length = [0; LENGTH_BYTES];
+    stream.read_exact(&mut length).await?;
+    let len = wire::body_len(length, limit)?;
+    let mut body = vec![0; len];
+    stream.read_exact(&mut body).await?;
+    let mut proof = [0; MAC_BYTES];
+    if mac {
+        stream.read_exact(&mut proof).await?;
+    }
+    Ok((body, proof))
+}
+
+/// Reads a frame that the other side has sealed.
+pub(super) async fn read<T: DeserializeOwned>(
+    stream: &mut (impl AsyncRead + Unpin),
+    seal: &mut Seal,
+    limit: usize,
+) -> Result<T, LinkError> {
+    let (body, mac) = read_frame(stream, limit, true).await?;
+    Ok(seal.open(&body, &mac)?)
+}
+
+/// Seals and sends a frame.
+pub(super) async fn write(
+    stream: &mut (impl AsyncWrite + Unpin),
+    seal: &mut Seal,
+    body: &impl Serialize,
+) -> Result<(), LinkError> {
+    write_raw(stream, &seal.seal(body)).await
+}
+
+pub(super) async fn write_raw(stream: &mut (impl AsyncWrite + Unpin), bytes: &[u8]) -> Result<(), LinkError> {
+    match timeout(WRITE_TIMEOUT, stream.write_all(bytes)).await {
+        Ok(written) => Ok(written?),
+        Err(_) => Err(LinkError::Silent(WRITE_TIMEOUT)),
+    }
+}

@@ -1,0 +1,198 @@
+//! Where things are: the endpoint, whether it is this host, and by which address a host can be reached.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
+use std::sync::mpsc::RecvTimeoutError;
+use std::time::{Duration, Instant};
+
+use convoke_env::Generation;
+use convoke_store::{ServeError, Store, TcpStore};
+
+use crate::rendezvous::interfaces;
+use crate::report::{full_host_name, host_name};
+
+/// Key in a round's worker store by which nodes know that they have reached the right one.
+pub(super) const GENERATION_KEY: &[u8] = b"convoke/generation";
+/// How long a node tries the addresses that the store of the workers may have.
+const REACH_TIMEOUT: Duration = Duration::from_secs(10);
+/// How often it is looked whether the round is over.
+const LOOK: Duration = Duration::from_millis(20);
+/// How much longer an address may take that is preferred to one that has answered.
+const PREFERENCE: Duration = Duration::from_millis(100);
+/// Addresses that are tried.
+const ADDRESSES: usize = 16;
+
+/// Addresses of this host's interfaces that are up, but for link-local ones; loopback last.
+pub(super) fn own_addresses() -> Vec<IpAddr> {
+    let useful = interfaces::addresses().filter(|(ip, up)| *up && !is_link_local(ip));
+    let mut addresses: Vec<IpAddr> = useful.map(|(ip, _)| ip).collect();
+    addresses.sort_by_key(IpAddr::is_loopback);
+    addresses.dedup();
+    addresses
+}
+
+fn is_link_local(ip: &IpAddr) -> bool {
+    match ip {
+        IpAddr::V4(ip) => ip.is_link_local(),
+        IpAddr::V6(ip) => ip.is_unicast_link_local(),
+    }
+}
+
+/// Where to listen so that others who are told `host` come here; `None` if `host` is another host.
+pub(super) fn listening_addresses(host: &str, port: u16, resolved: &[IpAddr]) -> Option<Vec<SocketAddr>> {
+    let at = |ips: &[IpAddr]| ips.iter().map(|ip| SocketAddr::new(*ip, port)).collect::<Vec<_>>();
+    let everywhere = || {
+        let any: [IpAddr; 2] = [Ipv6Addr::UNSPECIFIED.into(), Ipv4Addr::UNSPECIFIED.into()];
+        let possible = any.into_iter().find(|ip| TcpListener::bind((*ip, 0)).is_ok());
+        at(&possible.into_iter().collect::<Vec<_>>())
+    };
+    let own = own_addresses();
+    let is_own = |ip: &IpAddr| ip.is_loopback() || own.contains(ip);
+    if let Ok(ip) = host.parse::<IpAddr>() {
+        return is_own(&ip).then(|| at(&[ip]));
+    }
+    if host == "localhost" {
+        let loopback: [IpAddr; 2] = [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()];
+        let possible: Vec<IpAddr> =
+            loopback.into_iter().filter(|ip| TcpListener::bind((*ip, 0)).is_ok()).collect();
+        return Some(at(&possible));
+    }
+    // A name of this host may mean something else on others: 127.0.1.1 in /etc/hosts, for one.
+    let named = [host_name(), full_host_name()].iter().any(|name| name.eq_ignore_ascii_case(host));
+    (named || resolved.iter().any(is_own)).then(everywhere)
+}
+
+/// A free port at all addresses.
+pub(super) fn listen_anywhere() -> Result<Vec<TcpListener>, ServeError> {
+    let any: [IpAddr; 2] = [Ipv6Addr::UNSPECIFIED.into(), Ipv4Addr::UNSPECIFIED.into()];
+    let [six, four] = any.map(|ip| SocketAddr::new(ip, 0));
+    convoke_store::listen(&[six]).or_else(|_| convoke_store::listen(&[four]))
+}
+
+/// Where the store of a round's workers may be reached that this node serves at `port`: `own`, if the user has told, else
+/// the address by which this host reaches the coordinator, then its others.
+pub(super) fn offers(own: Option<&str>, towards: Option<IpAddr>, port: u16) -> Vec<String> {
+    if let Some(own) = own {
+        return vec![super::super::address(own, port)];
+    }
+    let mut all: Vec<IpAddr> = towards.into_iter().collect();
+    all.extend(own_addresses().into_iter().filter(|ip| Some(*ip) != towards));
+    all.truncate(ADDRESSES);
+    all.into_iter().map(|ip| SocketAddr::new(ip, port).to_string()).collect()
+}
+
+/// The first of `offers` at which the store of this generation answers, as host and port; one that comes later in the list only
+/// if those before it take longer by [`PREFERENCE`].
+///
+/// # Errors
+/// What came back from each; nothing more if the round `is_over` before.
+pub(super) fn reach(
+    offers: &[String],
+    generation: Generation,
+    is_over: impl Fn() -> bool,
+) -> Result<(String, u16), String> {
+    let deadline = Instant::now() + REACH_TIMEOUT;
+    let expected = generation.to_string();
+    let (tell, told) = std::sync::mpsc::channel();
+    let offers: Vec<String> = offers.iter().take(ADDRESSES).cloned().collect();
+    for (index, offer) in offers.iter().cloned().enumerate() {
+        let (tell, expected) = (tell.clone(), expected.clone());
+        let attempt = std::thread::Builder::new().name("convoke-reach".to_owned()).spawn(move || {
+            let answer = TcpStore::connect(&offer, deadline)
+                .and_then(|store| store.get(GENERATION_KEY, deadline))
+                .map_err(|error| error.to_string())
+                .and_then(|found| {
+                    if found == expected.as_bytes() {
+                        Ok(())
+                    } else {
+                        Err(format!("{offer}: the store of another job"))
+                    }
+                });
+            let _ = tell.send((index, answer));
+        });
+        attempt.map_err(|error| format!("no thread: {error}"))?;
+    }
+    drop(tell);
+    let (mut failed, mut open) = (Vec::new(), vec![true; offers.len()]);
+    let (mut best, mut until): (Option<usize>, Option<Instant>) = (None, None);
+    while best.is_none_or(|best| open[..best].contains(&true)) && open.contains(&true) && !is_over() {
+        let now = Instant::now();
+        if until.is_some_and(|until| now >= until) {
+            break;
+        }
+        let left = until.map_or(LOOK, |until| (until - now).min(LOOK));
+        let (index, answer) = match told.recv_timeout(left) {
+            Ok(answer) => answer,
+            Err(RecvTimeoutError::Timeout) => continue,
+            Err(RecvTimeoutError::Disconnected) => break,
+        };
+        open[index] = false;
+        match answer {
+            Ok(()) => {
+                best = Some(best.map_or(index, |best| best.min(index)));
+                until.get_or_insert_with(|| Instant::now() + PREFERENCE);
+            }
+            Err(error) => failed.push(error),
+        }
+    }
+    if let Some(best) = best {
+        return split(&offers[best]);
+    }
+    Err(format!("the store of the workers cannot be reached at any of its addresses: {}", failed.join("; ")))
+}
+
+/// The first of `offers`, where nobody listens yet.
+pub(super) fn first(offers: &[String]) -> Result<(String, u16), String> {
+    split(offers.first().map_or("", String::as_str))
+}
+
+fn split(offer: &str) -> Result<(String, u16), String> {
+    let parts = offer.rsplit_once(':').and_then(|(host, port)| Some((host.to_owned(), port.parse().ok()?)));
+    let (host, port): (String, u16) = parts.ok_or_else(|| format!("{offer:?} is no address"))?;
+    Ok((host.trim_matches(['[', ']']).to_owned(), port))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_store_of_this_generation_is_found_and_none_is_waited_for_when_the_round_is_over() {
+        let generation = Generation::from_bytes([7; 16]);
+        let server = convoke_store::StoreServer::bind(&[SocketAddr::from(([127, 0, 0, 1], 0))]).unwrap();
+        let deadline = Instant::now() + REACH_TIMEOUT;
+        server.store().set(GENERATION_KEY, generation.to_string().as_bytes(), deadline).unwrap();
+        let right = server.addresses()[0].to_string();
+        // Nobody listens at the first.
+        let offers = ["127.0.0.1:1".to_owned(), right.clone()];
+        let found = reach(&offers, generation, || false).unwrap();
+        assert_eq!(found, ("127.0.0.1".to_owned(), server.port()));
+        let begin = Instant::now();
+        let over = reach(&offers[..1], generation, || true).unwrap_err();
+        assert!(begin.elapsed() < REACH_TIMEOUT / 2 && over.contains("cannot be reached"), "{over}");
+        let other = Generation::from_bytes([8; 16]);
+        let stranger = reach(&[right], other, || false).unwrap_err();
+        assert!(stranger.contains("the store of another job"), "{stranger}");
+    }
+
+    #[test]
+    fn offers_are_what_the_user_said_or_all_addresses_with_the_likeliest_first() {
+        assert_eq!(offers(Some("h1"), None, 5), ["h1:5"]);
+        assert_eq!(offers(Some("fe80::1"), None, 5), ["[fe80::1]:5"]);
+        let towards: IpAddr = [10, 9, 8, 7].into();
+        let all = offers(None, Some(towards), 5);
+        assert_eq!(all[0], "10.9.8.7:5");
+        assert!(all.iter().all(|offer| split(offer).is_ok()));
+    }
+
+    #[test]
+    fn an_endpoint_is_served_where_it_is_this_host() {
+        let at = |host: &str, resolved: &[IpAddr]| listening_addresses(host, 5, resolved);
+        assert_eq!(at("127.0.0.1", &[]), Some(vec![SocketAddr::from(([127, 0, 0, 1], 5))]));
+        assert_eq!(at("192.0.2.77", &[]), None, "of another host");
+        // Whatever a name means here, others may come by another way.
+        for (host, resolved) in [(host_name(), vec![]), ("alias".to_owned(), vec![[127, 0, 1, 1].into()])] {
+            assert!(at(&host, &resolved).is_some_and(|all| all[0].ip().is_unspecified()), "{host}");
+        }
+        assert_eq!(at("elsewhere", &[[192, 0, 2, 77].into()]), None);
+    }
+}

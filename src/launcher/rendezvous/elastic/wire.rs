@@ -1,0 +1,280 @@
+//! What agents and their coordinator say over a connection, byte by byte. Pure.
+//!
+//! ```text
+//! agent → coordinator   "convoke", version
+//!                       Hello     run id, agent, nonce
+//! coordinator → agent   Welcome   nonce, proof; or Refused
+//! agent → coordinator   Proof     proof, profile
+//!                       Status ...
+//! coordinator → agent   Order ...
+//! ```
+//!
+//! A frame is a length (4 bytes, little endian), a body, and 32 bytes of HMAC-SHA256 over direction, number and body.
+//! The key is made of the job's token (nothing, in open mode), what was said in Hello and Welcome, and both nonces: so a
+//! frame cannot be made by a stranger, replayed, reflected, moved to another place, or left out. Nothing is encrypted;
+//! `suite` names the cryptography, so that this can change without a new format.
+
+use convoke_env::Token;
+use hmac::{Hmac, KeyInit, Mac};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use sha2::Sha256;
+
+use crate::membership::{AgentId, OrderMessage, Profile, Status};
+
+/// First bytes of a connection, the last of them the version. (A client of a TCPStore begins with 0.)
+pub(super) const MAGIC: [u8; 8] = *b"convoke\x01";
+/// HMAC-SHA256, plain bytes.
+const SUITE: u8 = 0;
+/// Longest body before its sender has proven itself.
+pub(super) const STRANGERS_LIMIT: usize = 2048;
+/// Longest body after that: a report of a failure, most of it.
+pub(super) const MEMBERS_LIMIT: usize = 1 << 20;
+pub(super) const LENGTH_BYTES: usize = 4;
+pub(super) const MAC_BYTES: usize = 32;
+
+pub(super) type Nonce = [u8; 32];
+
+/// The first frame of an agent.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Hello {
+    pub(super) suite: u8,
+    pub(super) run_id: String,
+    pub(super) agent: AgentId,
+    pub(super) nonce: Nonce,
+}
+
+/// The answer.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) enum Welcome {
+    /// The frame's own MAC proves that the token is known.
+    Welcome { suite: u8, nonce: Nonce },
+    /// Why not.
+    Refused(String),
+}
+
+/// What a proven agent says.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) enum ToCoordinator {
+    Profile(Profile),
+    Status(Status),
+}
+
+/// What the coordinator says to it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) enum ToMember {
+    Order(OrderMessage),
+}
+
+/// Why a frame is none.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub(super) enum WireError {
+    #[error("a frame of {len} bytes, {limit} are allowed")]
+    TooLong { len: usize, limit: usize },
+    #[error("a frame that the other side cannot have sent: is CONVOKE_TOKEN the same on all nodes?")]
+    Forged,
+    #[error("a frame that makes no sense: {0}")]
+    Malformed(String),
+}
+
+/// Who speaks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Side {
+    Agent,
+    Coordinator,
+}
+
+/// One direction of a connection: seals or opens its frames, in order.
+#[derive(Debug, Clone)]
+pub(super) struct Seal {
+    key: [u8; MAC_BYTES],
+    from: Side,
+    count: u64,
+}
+
+impl Hello {
+    pub(super) fn new(run_id: &str, agent: AgentId, nonce: Nonce) -> Self {
+        Self { suite: SUITE, run_id: run_id.to_owned(), agent, nonce }
+    }
+
+    /// Whether this version can talk so.
+    pub(super) fn is_understood(&self) -> bool {
+        self.suite == SUITE
+    }
+}
+
+impl Welcome {
+    pub(super) fn new(nonce: Nonce) -> Self {
+        Self::Welcome { suite: SUITE, nonce }
+    }
+}
+
+/// Both directions: of the agent, of the coordinator.
+pub(super) fn seals(token: Option<&Token>, hello: &Hello, nonce: &Nonce) -> (Seal, Seal) {
+    let mut mac = keyed(token.map_or(&[][..], Token::as_bytes));
+    mac.update(&MAGIC);
+    mac.update(&encode(hello));
+    mac.update(nonce);
+    let key: [u8; MAC_BYTES] = mac.finalize().into_bytes().into();
+    (Seal { key, from: Side::Agent, count: 0 }, Seal { key, from: Side::Coordinator, count: 0 })
+}
+
+fn keyed(key: &[u8]) -> Hmac<Sha256> {
+    // HMAC takes keys of every length.
+    Hmac::<Sha256>::new_from_slice(key).unwrap_or_else(|_| Hmac::new(&Default::default()))
+}
+
+impl Seal {
+    fn mac(&mut self, body: &[u8]) -> Hmac<Sha256> {
+        let mut mac = keyed(&self.key);
+        mac.update(&[self.from as u8]);
+        mac.update(&self.count.to_le_bytes());
+        mac.update(body);
+        self.count += 1;
+        mac
+    }
+
+    /// The next frame, ready to be sent.
+    pub(super) fn seal(&mut self, body: &impl Serialize) -> Vec<u8> {
+        let body = encode(body);
+        let mac = self.mac(&body).finalize().into_bytes();
+        let mut frame = frame(&body);
+        frame.extend_from_slice(&mac);
+        frame
+    }
+
+    /// What is in the next frame: its body, and the MAC behind it.
+    pub(super) fn open<T: DeserializeOwned>(&mut self, body: &[u8], mac: &[u8]) -> Result<T, WireError> {
+        self.mac(body).verify_slice(mac).map_err(|_| WireError::Forged)?;
+        decode(body)
+    }
+}
+
+/// A frame without MAC, for what is said before there is a key.
+pub(super) fn frame(body: &[u8]) -> Vec<u8> {
+    let len = u32::try_from(body.len()).unwrap_or(u32::MAX);
+    let mut frame = Vec::with_capacity(LENGTH_BYTES + body.len() + MAC_BYTES);
+    frame.extend_from_slice(&len.to_le_bytes());
+    frame.extend_from_slice(body);
+    frame
+}
+
+/// Length of the body that follows.
+pub(super) fn body_len(length: [u8; LENGTH_BYTES], limit: usize) -> Result<usize, WireError> {
+    let len = u32::from_le_bytes(length) as usize;
+    if len > limit { Err(WireError::TooLong { len, limit }) } else { Ok(len) }
+}
+
+pub(super) fn encode(body: &impl Serialize) -> Vec<u8> {
+    // Plain data into memory: neither can fail.
+    postcard::to_stdvec(body).unwrap_or_default()
+}
+
+pub(super) fn decode<T: DeserializeOwned>(body: &[u8]) -> Result<T, WireError> {
+    match postcard::take_from_bytes(body) {
+        Ok((value, [])) => Ok(value),
+        Ok((_, rest)) => Err(WireError::Malformed(format!("{} bytes too many", rest.len()))),
+        Err(error) => Err(WireError::Malformed(error.to_string())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::membership::{Departure, Failure, Order, Phase};
+
+    fn hello() -> Hello {
+        Hello::new("job", AgentId(7), [1; 32])
+    }
+
+    fn token(text: &str) -> Option<Token> {
+        Some(Token::new(text.as_bytes().to_vec()))
+    }
+
+    fn status() -> ToCoordinator {
+        let failure =
+            Failure { summary: "rank 3 exited with 1".to_owned(), report: "{}".to_owned(), restarts: false };
+        let phase = Phase::Failed { round: 2, failure };
+        ToCoordinator::Status(Status { seq: 9, phase, heard: (1, 4), asked: 2 })
+    }
+
+    fn split(frame: &[u8]) -> (&[u8], &[u8]) {
+        let body = &frame[LENGTH_BYTES..];
+        body.split_at(body.len() - MAC_BYTES)
+    }
+
+    #[test]
+    fn what_is_sealed_can_be_opened_once_and_in_order() {
+        let (mut agent, _) = seals(token("x").as_ref(), &hello(), &[2; 32]);
+        let (mut reader, mut other_way) = seals(token("x").as_ref(), &hello(), &[2; 32]);
+        let frames = [agent.seal(&status()), agent.seal(&status())];
+        let (body, mac) = split(&frames[0]);
+        assert_eq!(reader.open::<ToCoordinator>(body, mac), Ok(status()));
+        assert_eq!(reader.open::<ToCoordinator>(body, mac), Err(WireError::Forged), "said again");
+        let (body, mac) = split(&frames[1]);
+        assert_eq!(reader.open::<ToCoordinator>(body, mac), Err(WireError::Forged), "one was left out");
+        let (body, mac) = split(&frames[0]);
+        assert_eq!(other_way.open::<ToCoordinator>(body, mac), Err(WireError::Forged), "reflected");
+    }
+
+    #[test]
+    fn another_token_nonce_job_or_agent_opens_nothing() {
+        let (mut agent, _) = seals(token("x").as_ref(), &hello(), &[2; 32]);
+        let sealed = agent.seal(&status());
+        let (body, mac) = split(&sealed);
+        let other_run = Hello { run_id: "other".to_owned(), ..hello() };
+        let other_agent = Hello { agent: AgentId(8), ..hello() };
+        for (mut reader, _) in [
+            seals(token("y").as_ref(), &hello(), &[2; 32]),
+            seals(None, &hello(), &[2; 32]),
+            seals(token("x").as_ref(), &hello(), &[3; 32]),
+            seals(token("x").as_ref(), &other_run, &[2; 32]),
+            seals(token("x").as_ref(), &other_agent, &[2; 32]),
+        ] {
+            assert_eq!(reader.open::<ToCoordinator>(body, mac), Err(WireError::Forged));
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn damaged_or_random_bytes_are_an_error_or_what_they_say(
+            random in prop::collection::vec(any::<u8>(), 0..300), flip in any::<prop::sample::Index>(), cut in any::<prop::sample::Index>(),
+        ) {
+            let _ = decode::<ToCoordinator>(&random);
+            let _ = decode::<ToMember>(&random);
+            let _ = decode::<Hello>(&random);
+            let _ = decode::<Welcome>(&random);
+            let order = Order::Refuse(crate::membership::Refusal::GivenUp { silent_s: 3 });
+            let order = OrderMessage { term: 1, seq: 2, order: Some(order), heard: 3, ask: 4 };
+            for body in [encode(&status()), encode(&ToMember::Order(order)), encode(&Phase::Left(Departure::Ended))] {
+                let mut damaged = body.clone();
+                let at = flip.index(damaged.len());
+                damaged[at] ^= 1 << (at % 8);
+                let _ = decode::<ToCoordinator>(&damaged);
+                let _ = decode::<ToMember>(&damaged);
+            }
+            let body = encode(&status());
+            prop_assert!(decode::<ToCoordinator>(&body[..cut.index(body.len())]).is_err());
+        }
+
+        #[test]
+        fn a_damaged_frame_is_forged(flip in any::<prop::sample::Index>()) {
+            let (mut agent, _) = seals(None, &hello(), &[2; 32]);
+            let mut sealed = agent.seal(&status());
+            let at = LENGTH_BYTES + flip.index(sealed.len() - LENGTH_BYTES);
+            sealed[at] ^= 1;
+            let (body, mac) = split(&sealed);
+            let (mut reader, _) = seals(None, &hello(), &[2; 32]);
+            prop_assert_eq!(reader.open::<ToCoordinator>(body, mac), Err(WireError::Forged));
+        }
+    }
+
+    #[test]
+    fn a_length_beyond_the_limit_is_refused_before_anything_is_read() {
+        assert_eq!(body_len(2048_u32.to_le_bytes(), STRANGERS_LIMIT), Ok(2048));
+        let too_long = WireError::TooLong { len: 2049, limit: STRANGERS_LIMIT };
+        assert_eq!(body_len(2049_u32.to_le_bytes(), STRANGERS_LIMIT), Err(too_long));
+    }
+}

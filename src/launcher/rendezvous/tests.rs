@@ -1,0 +1,61 @@
+//! What agents read from the store, where anybody may have written: damaged texts are refused, not obeyed by half.
+
+use proptest::prelude::*;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::court::Verdict;
+use super::fixed::Registration;
+use super::ranks::{Ranks, RoleInfo};
+use crate::report::Report;
+
+/// Reads `text` as `T`; what is read reads the same when it is written again.
+fn reads<T: Serialize + DeserializeOwned>(text: &[u8]) -> bool {
+    let Ok(read) = serde_json::from_slice::<T>(text) else { return false };
+    let again = serde_json::to_vec(&read).expect("what was read can be written");
+    let same = serde_json::from_slice::<T>(&again).expect("what was written can be read");
+    assert_eq!(serde_json::to_vec(&same).expect("the same"), again);
+    true
+}
+
+const VERDICTS: [&str; 4] = [
+    r#"{"version":1,"node":3,"host":"b","what":{"failed":{"summary":"rank 3","report":"{}"}}}"#,
+    r#"{"version":1,"node":0,"host":"a","what":{"error":{"text":"no folder"}}}"#,
+    r#"{"version":1,"node":0,"host":"a","what":{"stopped":{"signal":15}}}"#,
+    r#"{"version":1,"node":0,"host":"a","what":"lost"}"#,
+];
+const REGISTRATION: &str = r#"{"version":"0.1.0","host":"a","pid":7,"nodes":2}"#;
+const ROLE_INFO: &str = r#"{"role": "x", "rank": 1, "local_world_size": 2}"#;
+const RANKS: &str = "[0, 1, 0, 1]";
+
+#[test]
+fn what_agents_write_is_read() {
+    assert!(VERDICTS.iter().all(|text| reads::<Verdict>(text.as_bytes())), "{VERDICTS:?}");
+    assert!(reads::<Registration>(REGISTRATION.as_bytes()));
+    assert!(reads::<RoleInfo>(ROLE_INFO.as_bytes()));
+    assert!(reads::<Ranks>(RANKS.as_bytes()));
+}
+
+proptest! {
+    #[test]
+    fn damaged_texts_do_no_harm(
+        which in 0..7_usize,
+        changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..4),
+        cut in any::<prop::sample::Index>(),
+    ) {
+        let text = [&VERDICTS[..], &[REGISTRATION, ROLE_INFO, RANKS]].concat()[which];
+        let mut bytes = text.as_bytes().to_vec();
+        for (place, byte) in changes {
+            let place = place.index(bytes.len());
+            bytes[place] = byte;
+        }
+        for end in [bytes.len(), cut.index(bytes.len())] {
+            let bytes = &bytes[..end];
+            reads::<Verdict>(bytes);
+            reads::<Registration>(bytes);
+            reads::<RoleInfo>(bytes);
+            reads::<Ranks>(bytes);
+            let _ = Report::from_json(&String::from_utf8_lossy(bytes));
+        }
+    }
+}
