@@ -139,9 +139,12 @@ fn cpus_that_were_taken_away_are_the_reason_and_not_the_program() {
     // It has chosen CPUs when it serves the store, and starts workers when the other node is there.
     let bound = node("0", &["--bind=core", "--report-file=report.json"]);
     wait_until("the store", || TcpStream::connect(format!("127.0.0.1:{port}")).ok());
-    for pid in job.processes() {
-        fs::write(cpuset.0.join("cgroup.procs"), pid.to_string()).unwrap();
-    }
+    // The launcher and its guard.
+    wait_until("two processes in the cpuset", || {
+        let all = job.processes();
+        all.iter().for_each(|pid| fs::write(cpuset.0.join("cgroup.procs"), pid.to_string()).unwrap());
+        (all.len() == 2).then_some(())
+    });
     let other = node("1", &[]);
     let ended = bound.wait().expect(1);
     let what =

@@ -8,8 +8,8 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-/// Longest wait for anything that a test waits for.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+pub use convoke_launcher_tests::hosts::lacks;
+pub use convoke_launcher_tests::{PATIENCE, try_until, wait_until};
 
 /// Environment variable that every process of a job inherits.
 const TAG: &str = "CONVOKE_TEST_TAG";
@@ -172,8 +172,13 @@ impl Launcher {
     }
 
     pub fn wait(mut self) -> Ended {
-        let status = wait_until("the launcher to end", || self.child.try_wait().unwrap());
+        let status = try_until(|| self.child.try_wait().unwrap());
         let read = |path: &Path| String::from_utf8_lossy(&fs::read(path).unwrap()).into_owned();
+        let Some(status) = status else {
+            let all = Command::new("ps").args(["-eo", "pid,ppid,psr,stat,etime,args"]).output();
+            let all = all.map(|ps| String::from_utf8_lossy(&ps.stdout).into_owned()).unwrap_or_default();
+            panic!("launcher {} does not end:\n{}\n{}\n{all}", self.pid(), read(&self.out), read(&self.err));
+        };
         Ended { status, stdout: read(&self.out), stderr: read(&self.err) }
     }
 }
@@ -192,30 +197,6 @@ impl Ended {
         assert_eq!(self.status.code(), Some(code), "{}\n{}\n{}", self.status, self.stdout, self.stderr);
         self
     }
-}
-
-/// Polls until `check` gives something; the test fails after [`PATIENCE`].
-pub fn wait_until<T>(what: &str, mut check: impl FnMut() -> Option<T>) -> T {
-    let end = Instant::now() + PATIENCE;
-    loop {
-        if let Some(value) = check() {
-            return value;
-        }
-        assert!(Instant::now() < end, "waited {PATIENCE:?} for {what}");
-        std::thread::sleep(Duration::from_millis(2));
-    }
-}
-
-/// Why simulated hosts and the like cannot be had here, if so: they need root and these programs.
-pub fn lacks(tools: &[&str]) -> Option<String> {
-    if !nix::unistd::geteuid().is_root() {
-        return Some("not root".to_owned());
-    }
-    let there = |tool: &str| {
-        let look = Command::new("sh").args(["-c", &format!("command -v {tool}")]).output();
-        look.is_ok_and(|output| output.status.success())
-    };
-    tools.iter().find(|tool| !there(tool)).map(|missing| format!("no program {missing}"))
 }
 
 /// Says that something could not be tested here. Not by a macro, whose output is shown of failed tests only.

@@ -1,86 +1,70 @@
-//! Jobs on simulated hosts: what a node does when another host loses its power or its network.
+//! Jobs on simulated hosts: what a node does when another host loses its power or its network, and what collectives
+//! send between hosts.
 
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
-use super::harness::{Ended, Job, describe, lacks, skip, wait_until};
+use convoke_launcher_tests::hosts::Hosts;
+
+use super::harness::{Ended, Job, Launcher, describe, skip, wait_until};
 
 /// From the loss of a host to the end of the other node; documented are 4 s.
 const LIMIT: Duration = Duration::from_secs(15);
 const PORT: &str = "29500";
 
-/// Two hosts that exist as long as this does.
-struct Hosts {
-    state: tempfile::TempDir,
+/// Two hosts; none if there can be no such hosts here, which it says.
+fn two_hosts() -> Option<Hosts> {
+    Hosts::up(2).inspect_err(|why| skip("jobs on several hosts", why)).ok()
 }
 
-impl Hosts {
-    /// None if there can be no such hosts here, which it says.
-    fn up() -> Option<Self> {
-        let why = if let Some(why) = lacks(&["ip", "nsenter", "unshare", "pgrep"]) {
-            why
-        } else {
-            let hosts =
-                Self { state: tempfile::Builder::new().prefix("convoke-e2e-hosts-").tempdir().unwrap() };
-            let up = hosts.command(["up", "2"]).output().unwrap();
-            if up.status.success() {
-                return Some(hosts);
-            }
-            String::from_utf8_lossy(&up.stderr).trim().to_owned()
-        };
-        skip("the loss of a host", &why);
-        None
-    }
-
-    fn command<'a>(&self, arguments: impl IntoIterator<Item = &'a str>) -> Command {
-        let mut command = Command::new(Self::script());
-        command.args(arguments).env("TESTBED_DIR", self.state.path());
-        command
-    }
-
-    fn script() -> PathBuf {
-        Path::new(env!("CARGO_MANIFEST_DIR")).join("testbed/hosts.sh")
-    }
-
-    fn tell(&self, what: &str, host: &str) {
-        let output = self.command([what, host]).output().unwrap();
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+/// As when a test is killed: only then does nobody take them down.
+#[test]
+fn hosts_and_their_wires_end_with_whoever_has_them() {
+    let Some(mut hosts) = two_hosts() else { return };
+    hosts.tell(["delay", "1", "1"]).unwrap();
+    let wire = std::fs::read_to_string(hosts.state().join("hosts/1.wire")).unwrap();
+    let inits = ["0", "1", "2"].map(|host| hosts.tell(["pid", host]).unwrap());
+    hosts.abandon();
+    for pid in inits.iter().chain([&wire]) {
+        let process = Path::new("/proc").join(pid.trim());
+        wait_until(&format!("process {pid} to end"), || (!process.exists()).then_some(()));
     }
 }
 
-impl Drop for Hosts {
-    fn drop(&mut self) {
-        let _ = self.command(["down"]).output();
-    }
-}
-
-/// Node 0 on h1, node 1 on h2, two workers each that wait for ever; then `what` happens to the host of node `lost`, and
-/// the other node ends.
-fn survivor(what: &str, lost: usize) -> Option<(Ended, Duration)> {
-    let hosts = Hosts::up()?;
-    let job = Job::new();
-    let worker = job.script("echo $$ > \"$JOB/up.$RANK\"\nexec sleep 1000\n");
-    let [first, second] = [0, 1].map(|node| {
+/// Node 0 on h1, node 1 on h2, with so many workers.
+fn start(hosts: &Hosts, job: &Job, workers: [usize; 2], worker: &Path) -> [Launcher; 2] {
+    [0, 1].map(|node| {
         let through = [Hosts::script().display().to_string(), "exec".to_owned(), (node + 1).to_string()];
         let through: Vec<_> = through.iter().map(String::as_str).collect();
         let mut command =
             job.command_through(&through, ["--nnodes=2", "--master-addr=h1", "--master-port", PORT]);
-        command.arg(format!("--node-rank={node}")).arg("--nproc-per-node=2").arg(&worker);
-        command.env("TESTBED_DIR", hosts.state.path()).env("OMP_NUM_THREADS", "1");
+        command
+            .arg(format!("--node-rank={node}"))
+            .arg(format!("--nproc-per-node={}", workers[node]))
+            .arg(worker);
+        command.env("TESTBED_DIR", hosts.state()).env("OMP_NUM_THREADS", "1");
         job.start(command)
-    });
+    })
+}
+
+/// Two nodes with two workers each that wait for ever; then `what` happens to the host of node `lost`, and the other
+/// node ends.
+fn survivor(what: &str, lost: usize) -> Option<(Ended, Duration)> {
+    let hosts = two_hosts()?;
+    let job = Job::new();
+    let worker = job.script("echo $$ > \"$JOB/up.$RANK\"\nexec sleep 1000\n");
+    let [first, second] = start(&hosts, &job, [2; 2], &worker);
     for rank in 0..4 {
         job.wait_for_file(&format!("up.{rank}"));
     }
     let (survivor, other) = if lost == 0 { (second, first) } else { (first, second) };
-    hosts.tell(what, &(lost + 1).to_string());
+    hosts.tell([what, &(lost + 1).to_string()]).unwrap();
     let start = Instant::now();
     let ended = survivor.wait().expect(1);
     let took = start.elapsed();
     let pid_namespace = |pid: i32| std::fs::read_link(format!("/proc/{pid}/ns/pid")).ok();
-    let here = hosts.command(["pid", &(2 - lost).to_string()]).output().unwrap();
-    let here = pid_namespace(String::from_utf8_lossy(&here.stdout).trim().parse().unwrap());
+    let here = hosts.tell(["pid", &(2 - lost).to_string()]).unwrap();
+    let here = pid_namespace(here.parse().unwrap());
     let left: Vec<_> = job.processes().into_iter().filter(|&pid| pid_namespace(pid) == here).collect();
     assert!(left.is_empty(), "{:?}", left.into_iter().map(describe).collect::<Vec<_>>());
     if what == "partition" {
@@ -111,4 +95,23 @@ fn a_host_without_power_is_lost_and_named() {
 #[test]
 fn a_host_without_network_is_lost_and_named() {
     expect_named("partition");
+}
+
+/// Six ranks: no power of two, and parts of the world that are unequal on the hosts.
+#[test]
+fn collectives_between_hosts_are_right_and_send_only_sums() {
+    let Some(hosts) = two_hosts() else { return };
+    for workers in [[3, 3], [4, 2]] {
+        let job = Job::new();
+        let worker = Path::new(env!("CARGO_BIN_EXE_collectives_worker"));
+        let [first, second] = start(&hosts, &job, workers, worker);
+        let ended = first.wait().expect(0);
+        second.wait().expect(0);
+        let (payload, sent) = ended.stdout.trim().strip_prefix("sent ").unwrap().split_once(": ").unwrap();
+        let payload: u64 = payload.parse().unwrap();
+        for sent in sent.split(' ').map(|sent| sent.parse::<u64>().unwrap()) {
+            // 2·S·(H−1)/H for two hosts, headers and acknowledgements. A flat ring would send two thirds more.
+            assert!(payload <= sent && sent < payload + payload / 10, "{workers:?}: {}", ended.stdout);
+        }
+    }
 }

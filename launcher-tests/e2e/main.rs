@@ -13,6 +13,9 @@
 mod bind;
 mod causes;
 mod container;
+mod elastic;
+mod etcd;
+mod flight;
 mod harness;
 mod hosts;
 mod kill;

@@ -97,10 +97,11 @@ const WRITES: &str = "seq 30000 2>/dev/null\nseq 30000 >&2\nexit 0\n";
 fn a_full_disk_is_told_once_and_the_job_goes_on() {
     for flag in ["--redirects=3", "--tee=3"] {
         let job = Job::new();
-        let mounts = "mount -t tmpfs -o size=64k tmpfs disk";
+        let mounts = "mount -t tmpfs -o size=64k tmpfs disk\nmkfifo both";
         let arguments = ["--nproc-per-node=2", "--log-dir=disk", "--max-restarts=1", flag];
-        // Also the second attempt has nowhere to write to.
-        let worker = format!("{WRITES}\n").replace("exit 0", "[ $TORCHELASTIC_RESTART_COUNT = 1 ]");
+        // Also the second attempt has nowhere to write to. Neither fails before both have written everything.
+        let meet = "if [ $RANK = 0 ]; then : > both; else : < both; fi\n[ $TORCHELASTIC_RESTART_COUNT = 1 ]";
+        let worker = WRITES.replace("exit 0", meet);
         let Some(ended) = with_mounts(&job, mounts, &arguments, &worker) else { return };
         let ended = ended.expect(0);
         let told: Vec<_> =

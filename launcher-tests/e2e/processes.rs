@@ -30,6 +30,26 @@ fn orphans_are_kept_on_request() {
 }
 
 #[test]
+fn each_worker_leads_a_process_group_without_a_terminal_also_where_workers_share_a_session() {
+    let cpus = std::thread::available_parallelism().unwrap().get();
+    for workers in [1, cpus + 1] {
+        let job = Job::new();
+        // Its own number, process group, session and terminal.
+        let worker = job.script("cut -d ' ' -f 1,5-7 /proc/$$/stat > \"$JOB/stat.$RANK\"\n");
+        let arguments =
+            [format!("--nproc-per-node={workers}"), "--no-python".into(), worker.display().to_string()];
+        job.run(arguments).expect(0);
+        for rank in 0..workers {
+            let stat = std::fs::read_to_string(job.path(&format!("stat.{rank}"))).unwrap();
+            let words: Vec<&str> = stat.split_whitespace().collect();
+            let [pid, group, session, terminal] = words[..] else { panic!("{stat}") };
+            assert_eq!((group, terminal), (pid, "0"), "{stat}");
+            assert!(workers > cpus || session == pid, "{stat}");
+        }
+    }
+}
+
+#[test]
 fn a_leftover_of_a_failed_attempt_is_gone_before_the_next_starts() {
     let job = Job::new();
     let worker = job.script(

@@ -350,7 +350,9 @@ def torch_waits_for_our_worker():
     thread.start()
     client = Ours("tcp", f"127.0.0.1:{port}")
     assert not made
-    same(client.call("announce_worker"), ["2"])
+    # Which of the two is counted first is open.
+    counted = client.call("announce_worker")
+    assert counted in (["1"], ["2"]), counted
     thread.join(LONG)
     assert made
     client.close()

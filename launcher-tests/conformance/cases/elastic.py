@@ -182,8 +182,7 @@ def node_replacement(ctx, backend):
     job = Job(ctx, backend)
     worker = ctx.script("""
         touch(f"up-{NODE}-{WORLD_SIZE}")
-        if not exists("up-c-2"):
-            time.sleep(90)
+        wait_for("up-c-2", 90)  # not a look and a sleep: all workers of the new round start at the same time
     """)
     first = job.node("a", 2, worker, env=newcomer_env(ctx))
     job.wait_ready()

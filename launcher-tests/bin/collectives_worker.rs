@@ -1,0 +1,123 @@
+//! `collectives_worker`: compares what collectives give with what they must give, to the last bit between the ranks,
+//! in the world and in parts of it. On success rank 0 prints, for one large `all_reduce`, its bytes and those that
+//! the network interface of each host has sent meanwhile: `sent S: A B ...`.
+
+use std::error::Error;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::io::Write;
+
+use convoke_comm::{Group, ReduceOp};
+
+/// Elements of 4 bytes: few, one less than the table's least for a hierarchy, that, and several chunks.
+const COUNTS: [usize; 4] = [5, 16_383, 16_384, 400_003];
+/// Elements of the `all_reduce` that is counted.
+const COUNTED: usize = 1 << 20;
+
+type Outcome = Result<(), Box<dyn Error>>;
+
+fn main() -> Outcome {
+    let world = convoke_comm::init()?;
+    check(&world)?;
+    // Unequal numbers of ranks on the hosts; the hosts in turn; one rank of each.
+    let (rank, half) = (world.rank(), world.size() / 2);
+    for (color, key) in [(rank % 2, rank), (0, rank % half), (rank % half, rank)] {
+        if let Some(part) = world.split(Some(color as u32), -(key as i64))? {
+            check(&part)?;
+        }
+    }
+    count(&world)
+}
+
+fn check(group: &Group) -> Outcome {
+    for count in COUNTS {
+        for op in [ReduceOp::Sum, ReduceOp::Avg] {
+            reductions(group, count, op)?;
+        }
+        copies(group, count)?;
+    }
+    Ok(group.barrier()?)
+}
+
+/// A number whose sums are rounded.
+fn inexact(rank: usize, index: usize) -> f32 {
+    ((index * 31 + rank * 17) as f32).sin() * 1.7
+}
+
+fn reductions(group: &Group, count: usize, op: ReduceOp) -> Outcome {
+    let (rank, size) = (group.rank(), group.size());
+    let mine: Vec<f32> = (0..count).map(|index| inexact(rank, index)).collect();
+    let divisor = if op == ReduceOp::Avg { size as f64 } else { 1.0 };
+    let right = |got: &[f32], from: usize| {
+        got.iter().enumerate().all(|(index, &got)| {
+            let sum: f64 = (0..size).map(|rank| f64::from(inexact(rank, from + index))).sum();
+            (f64::from(got) - sum / divisor).abs() < 1e-5
+        })
+    };
+    let mut all = mine.clone();
+    group.all_reduce(&mut all, op)?;
+    let mut again = mine.clone();
+    group.all_reduce(&mut again, op)?;
+    let mut root = mine.clone();
+    group.reduce(&mut root, op, size - 1)?;
+    let block = count / size;
+    let mut scattered = vec![0.0; block];
+    group.reduce_scatter(&mine[..block * size], &mut scattered, op)?;
+    expect(right(&all, 0), "all_reduce", group, count)?;
+    expect(rank + 1 < size || right(&root, 0), "reduce", group, count)?;
+    expect(right(&scattered, rank * block), "reduce_scatter", group, count)?;
+    let bits = |values: &[f32]| {
+        let mut hasher = DefaultHasher::new();
+        values.iter().for_each(|value| value.to_bits().hash(&mut hasher));
+        hasher.finish()
+    };
+    expect(bits(&all) == bits(&again), "all_reduce again", group, count)?;
+    let mut hashes = vec![0; size];
+    group.all_gather(&[bits(&all)], &mut hashes)?;
+    expect(hashes.iter().all(|&hash| hash == hashes[0]), "all_reduce's bits", group, count)
+}
+
+fn copies(group: &Group, count: usize) -> Outcome {
+    let (rank, size) = (group.rank(), group.size());
+    for root in 0..size {
+        let mut buf = vec![rank as u32; count];
+        group.broadcast(&mut buf, root)?;
+        expect(buf.iter().all(|&value| value == root as u32), "broadcast", group, count)?;
+    }
+    let block = count / size;
+    let mut row = vec![0; block * size];
+    group.all_gather(&vec![rank as u32; block], &mut row)?;
+    let gathered = row.chunks_exact(block.max(1)).enumerate();
+    expect(
+        gathered.into_iter().all(|(rank, block)| block.iter().all(|&v| v == rank as u32)),
+        "all_gather",
+        group,
+        count,
+    )
+}
+
+fn expect(right: bool, what: &str, group: &Group, count: usize) -> Outcome {
+    if right {
+        return Ok(());
+    }
+    let (rank, size, name) = (group.rank(), group.size(), group.name());
+    Err(format!("{what} of {count} elements is wrong on rank {rank} of {size} in {name}").into())
+}
+
+fn count(world: &Group) -> Outcome {
+    let sent = || -> Result<u64, Box<dyn Error>> {
+        Ok(std::fs::read_to_string("/sys/class/net/eth0/statistics/tx_bytes")?.trim().parse()?)
+    };
+    let mut buf = vec![1.0_f32; COUNTED];
+    world.barrier()?;
+    let before = sent()?;
+    world.barrier()?;
+    world.all_reduce(&mut buf, ReduceOp::Sum)?;
+    world.barrier()?;
+    let mut all = vec![0; world.size()];
+    world.all_gather(&[sent()? - before], &mut all)?;
+    if world.rank() == 0 {
+        let all: Vec<_> = all.iter().map(u64::to_string).collect();
+        writeln!(std::io::stdout(), "sent {}: {}", size_of_val(&buf[..]), all.join(" "))?;
+    }
+    Ok(())
+}

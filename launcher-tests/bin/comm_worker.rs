@@ -1,0 +1,73 @@
+//! `comm_worker SCENARIO [DIRECTORY]`: a worker of convoke's runtime. A barrier, then what the scenario says; whoever holds
+//! the others up waits for DIRECTORY/go.
+
+use std::error::Error;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use convoke_comm::{CommError, ReduceOp, Session, World};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+/// The rank that does something else than the others.
+const ODD_ONE: usize = 2;
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let (scenario, directory) = match arguments.as_slice() {
+        [scenario] => (scenario, Path::new(".")),
+        [scenario, directory] => (scenario, Path::new(directory)),
+        _ => return Err("usage: comm_worker SCENARIO [DIRECTORY]".into()),
+    };
+    let timeout = if scenario == "timeout" { Duration::from_millis(500) } else { PATIENCE };
+    if scenario == "absent" && std::env::var("RANK")? == ODD_ONE.to_string() {
+        wait_for_go(directory)?;
+    }
+    let world = Session::join()?.with_options(|options| options.timeout(timeout)).world()?;
+    world.barrier()?;
+    let odd = world.rank() == ODD_ONE;
+    match scenario.as_str() {
+        "good" | "absent" => {}
+        // One never calls what the others call, at least for a while.
+        "late" | "timeout" => {
+            if odd {
+                wait_for_go(directory)?;
+            }
+            sum(&world, 1 << 20)?;
+        }
+        "mismatch" => sum(&world, if odd { 7 } else { 8 })?,
+        // Rank 0 waits for a message of the odd one in a group of their own, which waits for rank 0 in the world.
+        "groups" => {
+            let even = world.rank().is_multiple_of(2);
+            let half = world.split(Some(u32::from(even)), 0)?.ok_or("no group")?;
+            if world.rank() == 0 {
+                half.recv(&mut [0_f32; 3], 1, 7)?;
+            }
+            world.barrier()?;
+        }
+        "crash" => {
+            if odd {
+                wait_for_go(directory)?;
+                std::process::abort();
+            }
+            world.barrier()?;
+        }
+        other => return Err(format!("no scenario {other}").into()),
+    }
+    world.barrier()?;
+    Ok(())
+}
+
+fn sum(world: &World, count: usize) -> Result<(), CommError> {
+    world.all_reduce(&mut vec![1.0_f32; count], ReduceOp::Sum)
+}
+
+fn wait_for_go(directory: &Path) -> Result<(), Box<dyn Error>> {
+    let deadline = Instant::now() + PATIENCE;
+    while !directory.join("go").exists() {
+        if Instant::now() > deadline {
+            return Err("waited in vain".into());
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    Ok(())
+}

@@ -1,0 +1,270 @@
+//! `fault_worker ORDERS`: a rank of the fault matrix. It makes its calls, fails where it is ordered to, and
+//! reports how it fared. `fault_worker store FOLDER` serves the store of a job until its stdin ends.
+
+use std::error::Error;
+use std::io::Read;
+use std::net::SocketAddr;
+use std::os::fd::RawFd;
+use std::path::Path;
+use std::process::ExitCode;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use convoke_comm::{CommError, Loss, Moment, ReduceOp, Session, World};
+use convoke_launcher_tests::fault::{Act, Failed, Orders, Report, Work, note, now};
+use convoke_store::StoreServer;
+use nix::libc;
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use nix::sys::signal::{SigHandler, Signal, raise, signal};
+use nix::unistd::{ForkResult, fork};
+
+const MIB: usize = 1 << 20;
+
+static ORDERS: OnceLock<(usize, Orders)> = OnceLock::new();
+
+fn main() -> Result<ExitCode, Box<dyn Error>> {
+    let arguments: Vec<String> = std::env::args().collect();
+    match arguments.as_slice() {
+        [_, store, folder] if store == "store" => serve(Path::new(folder)).map(|()| ExitCode::SUCCESS),
+        [_, orders] => work(serde_json::from_str(orders)?),
+        _ => Err("usage: fault_worker ORDERS | fault_worker store FOLDER".into()),
+    }
+}
+
+fn serve(folder: &Path) -> Result<(), Box<dyn Error>> {
+    let server = StoreServer::bind(&[SocketAddr::from(([0, 0, 0, 0], 0))])?;
+    note(folder, "port", 0, &server.port())?;
+    std::io::stdin().read_to_end(&mut Vec::new())?;
+    Ok(())
+}
+
+#[allow(unsafe_code)]
+fn work(orders: Orders) -> Result<ExitCode, Box<dyn Error>> {
+    // A launcher stops the others when one has died; how they learn of it themselves is what matters here.
+    // SAFETY: no handler is installed.
+    unsafe { signal(Signal::SIGTERM, SigHandler::SigIgn) }?;
+    let rank = std::env::var("RANK")?.parse()?;
+    let (rank, orders) = ORDERS.get_or_init(|| (rank, orders));
+    convoke_comm::on_moment(|Moment { point, seq, bytes }| moment(point, seq, bytes));
+    let mut world = None;
+    let (calls, outcome) = run(*rank, orders, &mut world);
+    let returned = now();
+    drop(world);
+    let failed = outcome.err().map(|error| failed(&error));
+    let code = ExitCode::from(u8::from(failed.is_some()));
+    let report = Report { rank: *rank, calls, returned, left: now(), failed };
+    note(&orders.folder, "report", *rank, &report)?;
+    Ok(code)
+}
+
+/// How many calls succeeded, and what ended them.
+fn run(rank: usize, orders: &Orders, world: &mut Option<World>) -> (u64, Result<(), CommError>) {
+    let joined = Session::join().and_then(|session| {
+        let times = |options: convoke_comm::GroupOptions| {
+            let options = options.timeout(orders.timeout).init_timeout(orders.init_timeout);
+            options.peer_timeout(orders.peer_timeout)
+        };
+        session.with_options(times).world()
+    });
+    let world = match joined {
+        Ok(joined) => world.insert(joined),
+        Err(error) => return (0, Err(error)),
+    };
+    let mut memory = Memory::default();
+    let calls = orders.early.filter(|&(who, _)| who == rank).map_or(orders.calls, |(_, calls)| calls);
+    for seq in 0..calls {
+        // Ranks that wait for ever in their first call are as much at work as those that are in their third.
+        if seq == if orders.work == Work::Idle { 0 } else { 2 } {
+            let _ = note(&orders.folder, "up", rank, &());
+        }
+        moment("computing", seq, 0);
+        if let Err(error) = memory.call(world, orders.work, seq) {
+            return (seq, Err(error));
+        }
+        std::thread::sleep(orders.pause);
+    }
+    (calls, Ok(()))
+}
+
+#[derive(Default)]
+struct Memory {
+    numbers: Vec<f32>,
+    bytes: Vec<u8>,
+    more_bytes: Vec<u8>,
+}
+
+impl Memory {
+    fn call(&mut self, world: &World, work: Work, seq: u64) -> Result<(), CommError> {
+        let (rank, size) = (world.rank(), world.size());
+        let (next, previous) = ((rank + 1) % size, (rank + size - 1) % size);
+        match work {
+            Work::Small => self.sum(world, 1),
+            Work::Direct => self.sum(world, 16 << 10),
+            // 8 MiB: less is exchanged directly.
+            Work::Ring => self.sum(world, 2 * MIB),
+            Work::Broadcast => {
+                self.bytes.resize(4 * MIB, 0);
+                world.broadcast(&mut self.bytes, seq as usize % size)
+            }
+            Work::Barrier => world.barrier(),
+            Work::AllToAll => {
+                self.bytes.resize(MIB / 4 * size, 0);
+                self.more_bytes.resize(MIB / 4 * size, 0);
+                world.all_to_all(&self.bytes, &mut self.more_bytes)
+            }
+            Work::Messages => {
+                self.bytes.resize(MIB, 0);
+                if rank == 0 {
+                    world.send(&self.bytes, next, 0)?;
+                }
+                world.recv(&mut self.bytes, previous, 0)?;
+                if rank == 0 { Ok(()) } else { world.send(&self.bytes, next, 0) }
+            }
+            Work::Idle => world.recv(&mut [0_u8], next, 0),
+        }
+    }
+
+    fn sum(&mut self, world: &World, count: usize) -> Result<(), CommError> {
+        self.numbers.clear();
+        self.numbers.resize(count, (world.rank() + 1) as f32);
+        world.all_reduce(&mut self.numbers, ReduceOp::Sum)?;
+        let sum = (world.size() * (world.size() + 1) / 2) as f32;
+        assert!(self.numbers.iter().all(|&number| number == sum), "a wrong sum");
+        Ok(())
+    }
+}
+
+fn failed(error: &CommError) -> Failed {
+    let (kind, named) = match error {
+        CommError::PeerLost { rank, .. } => ("PeerLost", vec![*rank]),
+        CommError::Timeout { missing, .. } => ("Timeout", missing.clone()),
+        CommError::Bootstrap { ranks, .. } => ("Bootstrap", ranks.clone()),
+        CommError::Aborted { by, .. } => ("Aborted", vec![*by]),
+        CommError::Protocol { peer, .. } => ("Protocol", vec![*peer]),
+        CommError::Mismatch { rank, by, .. } => ("Mismatch", vec![*rank, *by]),
+        CommError::Store(_) => ("Store", Vec::new()),
+        CommError::System { .. } => ("System", Vec::new()),
+        _ => ("other", Vec::new()),
+    };
+    let how = match error {
+        CommError::PeerLost { how, .. } => Some(match how {
+            Loss::Signal { signal } => format!("Signal {signal}"),
+            Loss::Exit { code } => format!("Exit {code}"),
+            Loss::Unreachable { .. } => "Unreachable".to_owned(),
+            other => format!("{other:?}"),
+        }),
+        _ => None,
+    };
+    let place = error.place();
+    Failed {
+        kind: kind.to_owned(),
+        how,
+        blamed: error.blame(),
+        named,
+        by: place.map(|place| place.reported_by),
+        confirmed: place.is_some_and(|place| place.confirmed),
+        text: error.to_string(),
+    }
+}
+
+/// Fails here if that is ordered.
+fn moment(point: &str, seq: u64, bytes: usize) {
+    static DONE: AtomicBool = AtomicBool::new(false);
+    let Some((rank, Orders { faults, folder, .. })) = ORDERS.get() else { return };
+    let Some(fault) = faults.iter().find(|fault| fault.rank == *rank) else { return };
+    let here = fault.point == point && seq >= fault.seq && bytes >= fault.bytes;
+    if !here || DONE.swap(true, Ordering::Relaxed) {
+        return;
+    }
+    let _ = note(folder, "fault", *rank, &now());
+    act(fault.act);
+}
+
+#[allow(unsafe_code, clippy::exit)]
+fn act(act: Act) {
+    match act {
+        Act::Kill => drop(raise(Signal::SIGKILL)),
+        Act::Exit => std::process::exit(3),
+        Act::Close => {
+            close_sockets();
+            forever();
+        }
+        Act::HoldAndDie => {
+            for socket in sockets() {
+                // SAFETY: the descriptor is open; its copy is meant to stay.
+                unsafe { libc::fcntl(socket, libc::F_DUPFD_CLOEXEC, 0) };
+            }
+            outlived();
+        }
+        Act::ForkAndDie => outlived(),
+        Act::Stop => drop(raise(Signal::SIGSTOP)),
+        Act::Sleep(time) => std::thread::sleep(time),
+        Act::NoDescriptors => no_descriptors(),
+    }
+}
+
+/// Dies, and leaves a child.
+#[allow(unsafe_code)]
+fn outlived() {
+    let piped = target(0).is_some_and(|target| target.starts_with("pipe:"));
+    // SAFETY: the child makes system calls only, until it ends with _exit.
+    match unsafe { fork() } {
+        Ok(ForkResult::Parent { .. }) => drop(raise(Signal::SIGKILL)),
+        // SAFETY: reads one byte into a place of its own and ends. The driver's end of stdin closes when the
+        // case is over; a launcher, which gives no stdin, ends what its workers leave.
+        Ok(ForkResult::Child) => unsafe {
+            let mut byte = 0_u8;
+            if piped {
+                while libc::read(0, (&raw mut byte).cast(), 1) > 0 {}
+            } else {
+                libc::pause();
+            }
+            libc::_exit(0);
+        },
+        Err(_) => {}
+    }
+}
+
+fn target(fd: RawFd) -> Option<String> {
+    Some(std::fs::read_link(format!("/proc/self/fd/{fd}")).ok()?.display().to_string())
+}
+
+fn descriptors() -> Vec<RawFd> {
+    let names = std::fs::read_dir("/proc/self/fd").into_iter().flatten().flatten();
+    names.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
+}
+
+fn sockets() -> impl Iterator<Item = RawFd> {
+    descriptors().into_iter().filter(|&fd| target(fd).is_some_and(|target| target.starts_with("socket:")))
+}
+
+/// Puts something else in the place of each socket, so that no later descriptor gets its number.
+#[allow(unsafe_code)]
+fn close_sockets() {
+    let Ok(null) = std::fs::File::open("/dev/null") else { return };
+    let null = std::os::fd::AsRawFd::as_raw_fd(&null);
+    for socket in sockets() {
+        // SAFETY: both are open. Whoever owns the socket finds that it is none any more.
+        unsafe { libc::dup2(null, socket) };
+    }
+}
+
+fn no_descriptors() {
+    let highest = descriptors().into_iter().max().unwrap_or(0);
+    // Fill the gaps, so that not one more can be opened.
+    while let Ok(file) = std::fs::File::open("/dev/null") {
+        let number = std::os::fd::IntoRawFd::into_raw_fd(file);
+        if number > highest {
+            if let Ok((_, hard)) = getrlimit(Resource::RLIMIT_NOFILE) {
+                let _ = setrlimit(Resource::RLIMIT_NOFILE, u64::from(number.unsigned_abs()) + 1, hard);
+            }
+            return;
+        }
+    }
+}
+
+fn forever() -> ! {
+    loop {
+        std::thread::park();
+    }
+}

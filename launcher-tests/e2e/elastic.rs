@@ -1,0 +1,249 @@
+//! Elastic jobs with the built-in rendezvous: what becomes of a job whose nodes come, go and fail, and who cannot meddle.
+
+use std::io::Write;
+use std::net::TcpStream;
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::Signal;
+
+use super::harness::{Ended, Job, Launcher, free_port, wait_until};
+
+/// From the death of a launcher to new workers on the others; documented is a second.
+const AGAIN: Duration = Duration::from_secs(6);
+/// From the end of one node to that of the others: a stated second, with a margin for a busy machine.
+const TOGETHER: Duration = Duration::from_secs(6);
+
+/// Its workers say `up.ROUND-SIZE.RANK` and wait until there is a file `go`.
+const WAITS: &str = "echo $TORCHELASTIC_RESTART_COUNT > \"$JOB/up.$WORLD_SIZE.$RANK\"\n\
+                     while [ ! -e \"$JOB/go\" ]; do sleep 0.02; done\n";
+
+fn command(job: &Job, endpoint: &str, nodes: &str, conf: &str, worker: &Path) -> Command {
+    let mut command = job.command(["--rdzv-backend=c10d", "--rdzv-endpoint", endpoint, "--rdzv-id=job"]);
+    command
+        .args(["--nnodes", nodes, "--rdzv-conf"])
+        .arg(format!("last_call_timeout=60,join_timeout=60{conf}"));
+    command.arg(worker).env("PET_SHUTDOWN_TIMEOUT", "5");
+    command
+}
+
+fn node(job: &Job, endpoint: &str, nodes: &str, worker: &Path) -> Launcher {
+    job.start(command(job, endpoint, nodes, "", worker))
+}
+
+fn endpoint() -> String {
+    format!("127.0.0.1:{}", free_port())
+}
+
+/// Waits until the workers of a round of `size` are up; what the first says.
+fn wait_for_round(job: &Job, size: usize) -> String {
+    let said: Vec<String> = (0..size).map(|rank| job.wait_for_file(&format!("up.{size}.{rank}"))).collect();
+    said[0].clone()
+}
+
+fn go(job: &Job) {
+    std::fs::write(job.path("go"), "").unwrap();
+}
+
+fn ended(nodes: impl IntoIterator<Item = Launcher>, code: i32) -> Vec<Ended> {
+    nodes.into_iter().map(|node| node.wait().expect(code)).collect()
+}
+
+#[test]
+fn a_job_goes_on_without_a_node_that_is_killed_and_with_one_that_comes() {
+    let (job, endpoint) = (Job::new(), endpoint());
+    let worker = job.script(WAITS);
+    let first = node(&job, &endpoint, "1:2", &worker);
+    wait_until("the endpoint", || TcpStream::connect(&endpoint).ok());
+    let second = node(&job, &endpoint, "1:2", &worker);
+    wait_for_round(&job, 2);
+    let since = Instant::now();
+    second.signal(Signal::SIGKILL);
+    assert_eq!(wait_for_round(&job, 1).trim(), "0", "a loss uses no restart");
+    assert!(since.elapsed() < AGAIN, "took {:?}", since.elapsed());
+    for rank in 0..2 {
+        std::fs::remove_file(job.path(&format!("up.2.{rank}"))).unwrap();
+    }
+    let third = node(&job, &endpoint, "1:2", &worker);
+    assert_eq!(wait_for_round(&job, 2).trim(), "0", "neither does one that comes");
+    go(&job);
+    let ended = ended([first, third], 0);
+    assert!(
+        ended[0].stderr.contains("node 1 (") && ended[0].stderr.contains(") is lost"),
+        "{}",
+        ended[0].stderr
+    );
+    assert!(ended[0].stderr.contains("a node has come: "), "{}", ended[0].stderr);
+    drop(second);
+    assert_eq!(job.processes(), [0; 0]);
+}
+
+#[test]
+fn a_final_failure_ends_all_nodes_with_one_cause() {
+    for culprit in 0..3 {
+        let (job, endpoint) = (Job::new(), endpoint());
+        let fails = format!("{WAITS}[ $RANK != {culprit} ] || exit 3\nexec sleep 1000\n");
+        let worker = job.script(&fails);
+        let nodes = [(); 3].map(|()| node(&job, &endpoint, "3", &worker));
+        wait_for_round(&job, 3);
+        let since = Instant::now();
+        go(&job);
+        for node in ended(nodes, 1) {
+            let root = node.stderr.split("Root Cause").nth(1).unwrap_or_default();
+            assert!(root.contains("exitcode  : 3 (pid: "), "{}", node.stderr);
+            assert!(root.contains(&format!("rank      : {culprit} (local_rank: 0)")), "{}", node.stderr);
+        }
+        assert!(since.elapsed() < TOGETHER, "took {:?}", since.elapsed());
+        assert_eq!(job.processes(), [0; 0]);
+    }
+}
+
+#[test]
+fn a_failure_that_a_loss_has_caused_does_not_end_a_job_without_restarts() {
+    let (job, endpoint) = (Job::new(), endpoint());
+    // A worker of two fails as soon as the other node is dead; one of one succeeds.
+    let worker = job.script(&format!(
+        "{}if [ $WORLD_SIZE = 2 ]; then while [ -d /proc/$(cat \"$JOB/other\") ]; do sleep 0.01; done; exit 1; fi\n",
+        "echo $TORCHELASTIC_RESTART_COUNT > \"$JOB/up.$WORLD_SIZE.$RANK\"\nwhile [ ! -e \"$JOB/other\" ]; do sleep 0.01; done\n",
+    ));
+    let first = node(&job, &endpoint, "1:2", &worker);
+    wait_until("the endpoint", || TcpStream::connect(&endpoint).ok());
+    let second = node(&job, &endpoint, "1:2", &worker);
+    wait_for_round(&job, 2);
+    std::fs::write(job.path("other"), second.pid().to_string()).unwrap();
+    second.signal(Signal::SIGKILL);
+    drop(second);
+    first.wait().expect(0);
+    assert_eq!(wait_for_round(&job, 1).trim(), "0");
+}
+
+#[test]
+fn the_node_that_serves_the_rendezvous_says_that_it_goes_and_its_death_is_noticed() {
+    for (signal, said) in [(Signal::SIGTERM, "was stopped by SIGTERM"), (Signal::SIGKILL, "is lost: ")] {
+        let (job, endpoint) = (Job::new(), endpoint());
+        let worker = job.script(WAITS);
+        let first = node(&job, &endpoint, "2", &worker);
+        wait_until("the endpoint", || TcpStream::connect(&endpoint).ok());
+        let second = node(&job, &endpoint, "2", &worker);
+        wait_for_round(&job, 2);
+        let since = Instant::now();
+        first.signal(signal);
+        let ended = second.wait().expect(1);
+        assert!(since.elapsed() < TOGETHER, "took {:?}", since.elapsed());
+        assert!(ended.stderr.contains(said), "{}", ended.stderr);
+        drop(first);
+        job.wait_until_all_gone(TOGETHER);
+    }
+}
+
+#[test]
+fn with_a_shared_file_any_node_may_be_killed() {
+    let job = Job::new();
+    let worker = job.script(WAITS);
+    let endpoint = job.path("shared").display().to_string();
+    let start = |nodes| job.start(command(&job, &endpoint, nodes, ",store_type=file", &worker));
+    // The first coordinates.
+    let first = start("1:2");
+    wait_until("the entry", || std::fs::metadata(&endpoint).ok().filter(|file| file.len() > 0));
+    let second = start("1:2");
+    wait_for_round(&job, 2);
+    let since = Instant::now();
+    first.signal(Signal::SIGKILL);
+    assert_eq!(wait_for_round(&job, 1).trim(), "0");
+    assert!(since.elapsed() < AGAIN, "took {:?}", since.elapsed());
+    go(&job);
+    second.wait().expect(0);
+    let late = start("1:2").wait().expect(1).stderr;
+    assert!(late.contains("a job of this id has ended well"), "{late}");
+    drop(first);
+    assert_eq!(job.processes(), [0; 0]);
+}
+
+#[test]
+fn nodes_that_were_told_another_number_of_nodes_are_refused() {
+    let (job, endpoint) = (Job::new(), endpoint());
+    let worker = job.script(WAITS);
+    let first = node(&job, &endpoint, "2", &worker);
+    wait_until("the endpoint", || TcpStream::connect(&endpoint).ok());
+    wait_until("it to wait", || first.stderr().contains("1 of 2 nodes are here").then_some(()));
+    let other = node(&job, &endpoint, "1:3", &worker).wait().expect(1).stderr;
+    assert!(other.contains("--nnodes is 1:3 here and 2:2 on "), "{other}");
+    let second = node(&job, &endpoint, "2", &worker);
+    wait_for_round(&job, 2);
+    go(&job);
+    ended([first, second], 0);
+}
+
+#[test]
+fn strangers_can_neither_join_nor_disturb() {
+    let (job, endpoint) = (Job::new(), endpoint());
+    let worker = job.script(WAITS);
+    let start = |token: Option<&str>, conf: &str| {
+        let mut command = command(&job, &endpoint, "2", conf, &worker);
+        if let Some(token) = token {
+            command.env("CONVOKE_TOKEN", token);
+        }
+        job.start(command)
+    };
+    let first = start(Some("sesame"), "");
+    wait_until("the endpoint", || TcpStream::connect(&endpoint).ok());
+    // More connections that say nothing, half of something, or too much than it keeps of those that prove nothing.
+    let words: [&[u8]; 5] = [
+        b"",
+        b"convoke",
+        b"convoke\x01\xff\xff\xff\xff",
+        b"GET / HTTP/1.0\r\n\r\n",
+        &[0, 0x3c, 0x85, 0xf7, 0xce],
+    ];
+    let strangers: Vec<TcpStream> = (0..400)
+        .map(|index| {
+            let mut stream = TcpStream::connect(&endpoint).unwrap();
+            let _ = stream.write_all(words[index % words.len()]);
+            stream
+        })
+        .collect();
+    for token in [Some("open"), None] {
+        let refused = start(token, ",join_timeout=2").wait().expect(1).stderr;
+        assert!(refused.contains("is CONVOKE_TOKEN the same on all nodes?"), "{refused}");
+    }
+    assert!(!job.path("up.2.0").exists());
+    let second = start(Some("sesame"), "");
+    wait_for_round(&job, 2);
+    go(&job);
+    ended([first, second], 0);
+    drop(strangers);
+}
+
+#[test]
+fn a_restart_budget_of_the_job_counts_for_all_nodes() {
+    let (job, endpoint) = (Job::new(), endpoint());
+    let worker = job.script(
+        "n=$TORCHELASTIC_RESTART_COUNT\necho > \"$JOB/up.$n.$RANK\"\n\
+         while [ ! -e \"$JOB/up.$n.$((1 - RANK))\" ]; do sleep 0.01; done\n[ $RANK != $n ] || exit 3\nexec sleep 1000\n",
+    );
+    let nodes = [(); 2].map(|()| {
+        let mut command = command(&job, &endpoint, "2", ",restart_budget=job", &worker);
+        command.env("PET_MAX_RESTARTS", "1");
+        job.start(command)
+    });
+    for node in ended(nodes, 1) {
+        let root = node.stderr.split("Root Cause").nth(1).unwrap_or_default();
+        assert!(root.contains("rank      : 1 (local_rank: 0)"), "{}", node.stderr);
+    }
+    for (restarts, rank) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
+        assert!(job.path(&format!("up.{restarts}.{rank}")).exists());
+    }
+    assert!(!job.path("up.2.0").exists());
+}
+
+#[test]
+fn who_waits_says_every_ten_seconds_who_is_there_and_how_many_are_missing() {
+    let (job, endpoint) = (Job::new(), endpoint());
+    let ended =
+        job.start(command(&job, &endpoint, "2", ",join_timeout=12", Path::new("true"))).wait().expect(1);
+    let line = "1 of 2 nodes are here: ";
+    let said: Vec<_> = ended.stderr.lines().filter(|text| text.contains(line)).collect();
+    assert!(said.len() >= 3, "at once, again, and why it ends: {}", ended.stderr);
+    assert!(said[0].contains("at least 1 more must come") && said[0].ends_with(" s left)"), "{said:?}");
+}

@@ -1,0 +1,170 @@
+//! Jobs that meet through a real etcd: ways into it, and what is said of those that are closed.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use convoke_launcher_tests::hosts::Hosts;
+
+use super::harness::{Ended, Job, free_port, lacks, skip};
+
+/// What is wrong for good is said at once; the margin is for a busy machine.
+const AT_ONCE: Duration = Duration::from_secs(10);
+
+/// An etcd on loopback, as long as this exists.
+struct Etcd {
+    state: tempfile::TempDir,
+    settings: Vec<(String, String)>,
+    pub endpoint: String,
+}
+
+impl Etcd {
+    /// With these settings of `etcd.sh`; none, which it says, if there can be none here.
+    fn up(settings: &[(&str, &str)]) -> Option<Self> {
+        if let Some(why) = lacks(&["etcd", "etcdctl", "openssl"]) {
+            skip("etcd", &why);
+            return None;
+        }
+        let base: u16 = free_port().parse().unwrap();
+        let mut settings: Vec<_> =
+            settings.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
+        settings.push(("TB_ETCD_PORT_BASE".to_owned(), base.to_string()));
+        let state = tempfile::Builder::new().prefix("convoke-etcd-").tempdir().unwrap();
+        let etcd = Self { state, settings, endpoint: format!("127.0.0.1:{}", base + 1) };
+        etcd.tell(&["up", "1"]);
+        Some(etcd)
+    }
+
+    fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(Hosts::script().with_file_name("etcd.sh"));
+        command.args(arguments).env("TESTBED_DIR", self.state.path()).envs(self.settings.iter().cloned());
+        command
+    }
+
+    fn tell(&self, arguments: &[&str]) -> String {
+        let output = self.command(arguments).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    }
+
+    fn file(&self, name: &str) -> PathBuf {
+        self.state.path().join("etcd/tls").join(name)
+    }
+}
+
+impl Drop for Etcd {
+    fn drop(&mut self) {
+        let _ = self.command(&["down"]).output();
+    }
+}
+
+/// One node with these settings and variables.
+fn run(job: &Job, endpoint: &str, conf: &str, variables: &[(&str, &str)], worker: &Path) -> Ended {
+    let conf = format!("--rdzv-conf=last_call_timeout=1,join_timeout=60{conf}");
+    let arguments = ["--rdzv-backend=etcd-v2", "--rdzv-id=job", "--nnodes=1", &conf];
+    let mut command = job.command(arguments);
+    command.args(["--rdzv-endpoint", endpoint]).arg(worker).envs(variables.iter().copied());
+    job.start(command).wait()
+}
+
+/// It ends at once, with exit code 1, and says this.
+fn expect(ended: Ended, since: Instant, words: &[&str]) {
+    let ended = ended.expect(1);
+    assert!(since.elapsed() < AT_ONCE, "took {:?}", since.elapsed());
+    for word in words {
+        assert!(ended.stderr.contains(word), "no \"{word}\" in\n{}", ended.stderr);
+    }
+}
+
+#[test]
+fn a_refused_certificate_is_called_that() {
+    let Some(etcd) = Etcd::up(&[("TB_ETCD_TLS", "mutual")]) else { return };
+    let job = Job::new();
+    let worker = job.script("echo ran\n");
+    let (ca, other) = (etcd.file("ca.pem"), etcd.file("other-ca.pem"));
+    let identity = |name: &str| {
+        let file = |end: &str| etcd.file(&format!("{name}{end}.pem")).display().to_string();
+        format!(",ssl_cert={},ssl_cert_key={}", file(""), file("-key"))
+    };
+    let https = |ca: &Path, identity: &str| format!(",protocol=https,ca_cert={}{identity}", ca.display());
+    let start = |conf: &str| {
+        let since = Instant::now();
+        (run(&job, &etcd.endpoint, conf, &[], &worker), since)
+    };
+
+    let (ended, since) = start(&https(&other, &identity("client")));
+    expect(ended, since, &["the certificate of etcd at 127.0.0.1", "is refused", "try: the CA"]);
+    for identity in [String::new(), identity("other-client")] {
+        let (ended, since) = start(&https(&ca, &identity));
+        expect(ended, since, &["etcd at 127.0.0.1", "refuses our certificate", "try: a certificate"]);
+    }
+    let (ended, since) = start(&https(Path::new("/no/such.pem"), ""));
+    expect(ended, since, &["CA certificate /no/such.pem: No such file"]);
+
+    let ended = run(&job, &etcd.endpoint, &https(&ca, &identity("client")), &[], &worker).expect(0);
+    assert_eq!(ended.stdout, "ran\n");
+    // The names of the other backend.
+    let names = https(&ca, &identity("client")).replace("ca_cert", "cacert").replace("ssl_cert", "cert");
+    let names = names.replace("cert_key", "key");
+    let ended = run(&job, &etcd.endpoint, &names, &[], &worker).expect(1);
+    assert!(ended.stderr.contains("a job of this id has ended well"), "{}", ended.stderr);
+}
+
+#[test]
+fn a_refused_password_is_called_that() {
+    let Some(etcd) = Etcd::up(&[("TB_ETCD_AUTH", "1")]) else { return };
+    let job = Job::new();
+    let worker = job.script("env | grep ETCD\necho ran\n");
+    let user = ("CONVOKE_ETCD_USER", "convoke");
+    let start = |variables: &[(&str, &str)], conf: &str| {
+        let since = Instant::now();
+        (run(&job, &etcd.endpoint, conf, variables, &worker), since)
+    };
+    let (ended, since) = start(&[user, ("CONVOKE_ETCD_PASSWORD", "wrong")], "");
+    expect(ended, since, &["refuses user convoke or the password", "CONVOKE_ETCD_PASSWORD"]);
+    let (ended, since) = start(&[], "");
+    expect(ended, since, &["wants a user and a password"]);
+    let (ended, since) = start(&[user], "");
+    expect(ended, since, &["CONVOKE_ETCD_USER is set without CONVOKE_ETCD_PASSWORD"]);
+    let right = [user, ("CONVOKE_ETCD_PASSWORD", "convokepw")];
+    let (ended, since) = start(&right, ",etcd_prefix=/elsewhere");
+    expect(ended, since, &["does not let user convoke read and write there", "etcd_prefix"]);
+
+    std::fs::write(job.path("password"), "convokepw\n").unwrap();
+    let file = job.path("password").display().to_string();
+    let ended = run(&job, &etcd.endpoint, "", &[user, ("CONVOKE_ETCD_PASSWORD_FILE", &file)], &worker);
+    assert_eq!(ended.expect(0).stdout, "ran\n", "workers do not get the password");
+    let ended = run(&job, &etcd.endpoint, "", &right, &worker).expect(1);
+    assert!(ended.stderr.contains("a job of this id has ended well"), "{}", ended.stderr);
+}
+
+#[test]
+fn who_has_come_and_what_came_back_is_told_of_an_etcd_that_is_none() {
+    let Some(etcd) = Etcd::up(&[]) else { return };
+    let job = Job::new();
+    let worker = job.script("echo ran\n");
+    let dead = format!("127.0.0.1:{}", free_port());
+    // The first of the list is dead, which does not matter.
+    let ended = run(&job, &format!("{dead},{}", etcd.endpoint), "", &[], &worker).expect(0);
+    assert_eq!(ended.stdout, "ran\n");
+    let ended = run(&job, &dead, ",join_timeout=1", &[], &worker).expect(1);
+    assert!(ended.stderr.contains(&dead) && ended.stderr.contains("refused"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("within 1 s"), "{}", ended.stderr);
+    let user = [("CONVOKE_ETCD_USER", "x"), ("CONVOKE_ETCD_PASSWORD", "y")];
+    let ended = run(&job, &etcd.endpoint, "", &user, &worker).expect(1);
+    assert!(ended.stderr.contains("knows no users"), "{}", ended.stderr);
+    let ended = run(&job, &etcd.endpoint, ",protocol=https,join_timeout=1", &[], &worker).expect(1);
+    assert!(ended.stderr.contains(&etcd.endpoint), "{}", ended.stderr);
+}
+
+/// What another version, or somebody else, has written is not overwritten.
+#[test]
+fn keys_of_others_are_left_alone() {
+    let Some(etcd) = Etcd::up(&[]) else { return };
+    let job = Job::new();
+    let worker = job.script("echo ran\n");
+    etcd.tell(&["ctl", "put", "/convoke/job/entry", r#"{"version":77}"#]);
+    let since = Instant::now();
+    expect(run(&job, &etcd.endpoint, "", &[], &worker), since, &["of version 77", "another --rdzv-id"]);
+    assert!(etcd.tell(&["ctl", "get", "/convoke/job/entry"]).contains("77"));
+}

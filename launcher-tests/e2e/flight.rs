@@ -1,0 +1,261 @@
+//! The flight recorder: who waits for whom, while a job hangs and after it has ended.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use serde_json::Value;
+
+use super::harness::{Ended, Job, Launcher, free_port, skip, wait_until};
+
+const SUM: &str = "seq 1 all_reduce(f32, 1048576, sum)";
+
+/// What `convoke-flight` says.
+fn flight(arguments: &[&Path]) -> Ended {
+    let output = Command::new(env!("CARGO_BIN_EXE_convoke_flight_dup")).args(arguments).output().unwrap();
+    let text = |bytes: &[u8]| String::from_utf8(bytes.to_vec()).unwrap();
+    Ended { status: output.status, stdout: text(&output.stdout), stderr: text(&output.stderr) }
+}
+
+/// The same as JSON.
+fn flight_json(arguments: &[&Path]) -> Value {
+    let arguments: Vec<&Path> = [Path::new("--json")].into_iter().chain(arguments.iter().copied()).collect();
+    serde_json::from_str(&flight(&arguments).stdout).unwrap()
+}
+
+/// Waits until the first line of `convoke-flight` has all these parts.
+fn wait_for_line(folders: &[&Path], parts: &[&str]) {
+    let mut last = String::new();
+    wait_until(&format!("{parts:?}"), || {
+        let line = flight(folders).stdout.lines().next().unwrap_or_default().to_owned();
+        if line != last {
+            println!("{line}");
+        }
+        last = line;
+        parts.iter().all(|part| last.contains(part)).then_some(())
+    });
+}
+
+/// The lines of a report or of the launcher that tell what the recordings say, without times; and the folder.
+fn told(stderr: &str) -> (String, PathBuf) {
+    let line =
+        |mark: &str| stderr.lines().find_map(|line| line.split_once(mark)).map(|(_, rest)| rest.trim());
+    let calls = line("  calls     : ").or(line("convoke: group ")).unwrap_or_else(|| panic!("{stderr}"));
+    let folder = line("convoke-flight ").unwrap_or_else(|| panic!("{stderr}"));
+    (without_times(calls), folder.into())
+}
+
+/// `(idle 30 s)` and `(29 ms)` depend on the moment.
+fn without_times(line: &str) -> String {
+    let mut out = String::new();
+    for (at, part) in line.split(" (").enumerate() {
+        let is_time = part
+            .split_once(')')
+            .is_some_and(|(inside, _)| [" ms", " s", " min"].iter().any(|unit| inside.ends_with(unit)));
+        match part.split_once(')') {
+            Some((_, rest)) if is_time && at > 0 => out.push_str(rest),
+            _ if at == 0 => out.push_str(part),
+            _ => out.push_str(&format!(" ({part}")),
+        }
+    }
+    out
+}
+
+impl Job {
+    /// Starts four workers with this scenario, their logs in `logs`.
+    fn four(&self, scenario: &str, flags: &[&str], variables: &[(&str, &str)]) -> Launcher {
+        let mut command = self.command(["--nproc-per-node=4", "--log-dir=logs"]);
+        command.args(flags).arg(env!("CARGO_BIN_EXE_comm_worker")).arg(scenario).arg(self.dir.path());
+        command.envs(variables.iter().copied());
+        self.start(command)
+    }
+
+    fn go(&self) {
+        fs::write(self.path("go"), "").unwrap();
+    }
+
+    /// Names of the files below a folder whose names end so.
+    fn files(&self, folder: &str) -> Vec<PathBuf> {
+        let mut found = Vec::new();
+        let mut folders = vec![self.path(folder)];
+        while let Some(folder) = folders.pop() {
+            for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+                match entry.file_type().unwrap().is_dir() {
+                    true => folders.push(entry.path()),
+                    false => found.push(entry.path()),
+                }
+            }
+        }
+        found
+    }
+}
+
+#[test]
+fn who_waits_for_whom_is_seen_while_a_job_hangs_and_still_after_a_rank_was_killed() {
+    let job = Job::new();
+    let launcher = job.four("late", &[], &[]);
+    let logs = job.path("logs");
+    let waiting = format!("ranks 0,1,3 wait in {SUM} for rank 2 (");
+    wait_for_line(&[&logs], &["group world: rank 2 is at seq 0 barrier() (idle ", &waiting]);
+    let recordings = flight_json(&[&logs])["recordings"].clone();
+    let pid = recordings[1]["pid"].as_i64().unwrap();
+    assert_eq!((recordings[1]["rank"].as_i64(), recordings[1]["alive"].as_bool()), (Some(1), Some(true)));
+    kill(Pid::from_raw(i32::try_from(pid).unwrap()), Signal::SIGKILL).unwrap();
+
+    let ended = launcher.wait().expect(1);
+    let (calls, folder) = told(&ended.stderr);
+    let parts = [
+        format!("group world: rank 1 died in {SUM}; rank 2 was at seq 0 barrier(); "),
+        // Also for rank 1, if they lived long enough to see it go.
+        format!("ranks 0,3 waited in {SUM} for rank"),
+    ];
+    assert!(parts.iter().all(|part| calls.contains(part)), "{calls}");
+    // The same is read from the files, by whoever comes later.
+    let later = flight(&[&folder]).expect(0).stdout;
+    assert_eq!(without_times(later.lines().next().unwrap()), calls);
+    assert!(later.contains(" on ") && later.contains("ended by signal SIGKILL: 2 calls"), "{later}");
+    let last = format!("{SUM} by direct, ");
+    assert!(later.lines().any(|line| line.contains(" running ") && line.contains(&last)), "{later}");
+}
+
+#[test]
+fn a_timeout_says_who_did_not_call_in_the_text_and_in_the_report_file() {
+    let job = Job::new();
+    let ended = job.four("timeout", &["--report-file=report.json"], &[]).wait().expect(1);
+    let (calls, folder) = told(&ended.stderr);
+    let expected =
+        format!("group world: rank 2 was at seq 0 barrier(); ranks 0,1,3 waited in {SUM} for rank 2 (rank ");
+    assert!(calls.starts_with(&expected) && calls.ends_with(" timed out waiting for rank 2)"), "{calls}");
+    let report: Value = serde_json::from_slice(&fs::read(job.path("report.json")).unwrap()).unwrap();
+    assert_eq!(report["flight"]["folder"], folder.to_str().unwrap());
+    assert_eq!(without_times(report["flight"]["groups"][0].as_str().unwrap()), calls);
+    assert!(ended.stderr.contains("timed out") || ended.stderr.contains("Timeout"), "{}", ended.stderr);
+}
+
+#[test]
+fn calls_that_differ_are_both_shown() {
+    let job = Job::new();
+    let ended = job.four("mismatch", &[], &[]).wait().expect(1);
+    let (calls, _) = told(&ended.stderr);
+    assert!(calls.contains("rank 2 waited in seq 1 all_reduce(f32, 7, sum)"), "{calls}");
+    assert!(calls.contains("waited in seq 1 all_reduce(f32, 8, sum)"), "{calls}");
+    assert!(calls.contains(" differ)"), "{calls}");
+}
+
+#[test]
+fn a_deadlock_across_groups_is_told_when_the_user_ends_the_job() {
+    let job = Job::new();
+    let launcher = job.four("groups", &[], &[]);
+    let logs = job.path("logs");
+    let world = [
+        "group world: rank 0 is in group world/0.0: recv(f32, 3, tag 7) from rank 2",
+        "ranks 1-3 wait in seq 2 barrier() for rank 0 (",
+    ];
+    wait_for_line(&[&logs], &world);
+    let lines = flight(&[&logs]).stdout;
+    let half = "group world/0.0: rank 2 is in group world: seq 2 barrier(); rank 0 waits in recv(f32, 3, tag 7) from rank 2";
+    assert!(lines.lines().any(|line| line.starts_with(half)), "{lines}");
+    launcher.signal(Signal::SIGINT);
+    let ended = launcher.wait().expect(1);
+    let (_, folder) = told(&ended.stderr);
+    let past = "convoke: group world: rank 0 was in group world/0.0: recv(f32, 3, tag 7) from rank 2, \
+                here after seq 1 subgroup/split(); ranks 1-3 waited in seq 2 barrier() for rank 0 (";
+    assert!(ended.stderr.contains(past), "{}", ended.stderr);
+    assert_eq!(flight_json(&[&folder])["recordings"][0]["exit"]["stopped"], true);
+}
+
+#[test]
+fn a_rank_that_has_not_joined_is_missed_and_a_job_that_goes_well_leaves_no_recordings() {
+    let job = Job::new();
+    let launcher = job.four("absent", &[], &[]);
+    let logs = job.path("logs");
+    wait_for_line(&[&logs], &["group world: ranks 0,1,3 look for the others (", "; no recording of rank 2"]);
+    job.go();
+    let ended = launcher.wait().expect(0);
+    assert_eq!((job.files("logs"), job.files("tmp")), (vec![], vec![]), "{}", ended.stderr);
+    assert!(!ended.stderr.contains("flight"), "{}", ended.stderr);
+    let nothing = flight(&[&logs]).expect(1);
+    assert!(nothing.stdout.is_empty() && nothing.stderr.contains("no recordings"), "{}", nothing.stderr);
+}
+
+#[test]
+fn a_crash_in_no_call_is_told_with_a_restart_and_recordings_stay_in_a_folder_of_the_users() {
+    let job = Job::new();
+    let launcher = job.four("crash", &["--max-restarts=1"], &[("CONVOKE_FLIGHT_DIR", "mine")]);
+    wait_for_line(&[&job.path("mine")], &["ranks 0,1,3 wait in seq 1 barrier() for rank 2"]);
+    job.go();
+    let ended = launcher.wait().expect(1);
+    let line =
+        "group world: rank 2 died after seq 0 barrier(); ranks 0,1,3 waited in seq 1 barrier() for rank 2";
+    let warned = ended.stderr.lines().find(|line| line.contains("convoke: warning: group"));
+    assert!(warned.is_some_and(|warning| warning.contains(line)), "{}", ended.stderr);
+    let (calls, folder) = told(&ended.stderr);
+    // In the second attempt the others may not have come so far.
+    assert!(calls.starts_with("group world: rank 2 died after seq 0 barrier(); "), "{calls}");
+    assert_eq!((folder, job.files("mine").len()), (job.path("mine"), 8));
+    let both = flight(&[&job.path("mine")]).expect(0).stdout;
+    let lines: Vec<&str> = both.lines().take(2).collect();
+    assert!(lines[0].starts_with("earlier group world: ") && lines[1].starts_with("group world: "), "{both}");
+    assert!(both.contains("rank 2 of 4 after restart 1, pid "), "{both}");
+}
+
+#[test]
+fn an_empty_variable_turns_files_off_and_a_folder_that_cannot_be_is_one_warning() {
+    let job = Job::new();
+    let ended = job.four("good", &[], &[("CONVOKE_FLIGHT_DIR", "")]).wait().expect(0);
+    assert!(!ended.stderr.contains("FLIGHT"), "{}", ended.stderr);
+    let ended = job.four("good", &[], &[("CONVOKE_FLIGHT_DIR", "/proc/no")]).wait().expect(0);
+    let warnings: Vec<&str> =
+        ended.stderr.lines().filter(|line| line.contains("CONVOKE_FLIGHT_DIR")).collect();
+    assert_eq!(warnings.len(), 1, "{}", ended.stderr);
+    assert!(
+        warnings[0].starts_with("convoke: warning: CONVOKE_FLIGHT_DIR=/proc/no: No such file"),
+        "{warnings:?}"
+    );
+    // Workers of a job without log files record nothing, and do not hear of a folder of the launcher's launcher.
+    let mut command = job.command(["--log-dir=/dev/null", "--no-python", "env"]);
+    command.env("CONVOKE_FLIGHT_DIR", "");
+    assert!(!job.start(command).wait().expect(0).stdout.contains("CONVOKE_FLIGHT_DIR"));
+}
+
+#[test]
+fn a_full_disk_does_not_disturb_the_workers() {
+    let possible = Command::new("unshare").args(["-m", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]).output();
+    if !possible.is_ok_and(|output| output.status.success()) {
+        return skip("recordings on a full disk", "no mount namespaces here");
+    }
+    let job = Job::new();
+    fs::create_dir(job.path("full")).unwrap();
+    // Room for one recording of four.
+    let through = "mount -t tmpfs -o size=200k tmpfs full && \"$@\" && ls full | wc -l > seen";
+    let mut command = job.command_through(
+        &["unshare", "-m", "sh", "-c", through, "sh"],
+        ["--nproc-per-node=4", "--log-dir=logs", env!("CARGO_BIN_EXE_comm_worker"), "good"],
+    );
+    command.env("CONVOKE_FLIGHT_DIR", "full");
+    let ended = job.start(command).wait().expect(0);
+    assert!(!ended.stderr.contains("flight"), "{}", ended.stderr);
+    assert_eq!(fs::read_to_string(job.path("seen")).unwrap().trim(), "1");
+}
+
+#[test]
+fn recordings_of_two_nodes_are_read_together() {
+    let job = Job::new();
+    let port = free_port();
+    let node = |rank: &str| {
+        let mut command = job.command(["--nnodes=2", "--nproc-per-node=2", "--master-addr=127.0.0.1"]);
+        command.args(["--node-rank", rank, "--master-port", &port, "--log-dir", &format!("logs{rank}")]);
+        command.arg(env!("CARGO_BIN_EXE_comm_worker")).arg("late").arg(job.dir.path());
+        job.start(command)
+    };
+    let nodes = [node("0"), node("1")];
+    let (first, second) = (job.path("logs0"), job.path("logs1"));
+    let whole = format!("ranks 0,1,3 wait in {SUM} for rank 2 (");
+    wait_for_line(&[&first, &second], &["group world: rank 2 is at seq 0 barrier() (idle ", &whole]);
+    wait_for_line(&[&first], &[&format!("ranks 0,1 wait in {SUM} for "), "; no recording of ranks 2,3"]);
+    job.go();
+    nodes.into_iter().for_each(|node| drop(node.wait().expect(0)));
+    assert_eq!((job.files("logs0"), job.files("logs1")), (vec![], vec![]));
+}

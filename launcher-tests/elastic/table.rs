@@ -1,0 +1,51 @@
+//! Rows of the table in docs/failure-model.md.
+
+use std::fs::OpenOptions;
+use std::io::Write;
+use std::time::Duration;
+
+use super::world::{Backend, Seen};
+
+/// What was seen in one case.
+pub struct Row {
+    /// What becomes of the job.
+    pub outcome: &'static str,
+    pub seen: Seen,
+    /// What the user reads.
+    pub said: String,
+}
+
+pub fn row(fault: &str, backend: Backend, row: &Row) {
+    let time = |time: Option<Duration>| match time {
+        Some(time) if time < Duration::from_secs(1) => format!("{} ms", time.as_millis()),
+        Some(time) => format!("{:.2} s", time.as_secs_f64()),
+        None => String::new(),
+    };
+    let Row { outcome, seen, said } = row;
+    let (noticed, again) = (time(seen.noticed), time(seen.again));
+    let line = format!("| {fault} | {} | {outcome} | {noticed} | {again} | {said} |", backend.name());
+    eprintln!("{line}");
+    if let Some(path) = std::env::var_os("CONVOKE_ELASTIC_TABLE") {
+        let mut file = OpenOptions::new().append(true).create(true).open(path).unwrap();
+        file.write_all(format!("{line}\n").as_bytes()).unwrap();
+    }
+}
+
+/// The first line of `said` with one of `words` in it, without what differs from run to run.
+pub fn quote(said: &str, words: &[&str]) -> String {
+    let line = said.lines().find(|line| words.iter().any(|word| line.contains(word)));
+    let line = line.unwrap_or_else(|| panic!("none of {words:?} in\n{said}"));
+    let line = line.trim_start_matches("convoke: ").replace('|', "\\|");
+    let mut out = String::new();
+    for (index, part) in line.split("(pid ").enumerate() {
+        match part.split_once(')') {
+            Some((pid, rest)) if index > 0 && pid.bytes().all(|byte| byte.is_ascii_digit()) => {
+                out.truncate(out.trim_end().len());
+                out.push_str(rest);
+            }
+            _ if index > 0 => out.push_str(&format!("(pid {part}")),
+            _ => out.push_str(part),
+        }
+    }
+    out
+}

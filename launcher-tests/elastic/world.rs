@@ -1,0 +1,358 @@
+//! Simulated hosts with one node of a job on each, a rendezvous, and workers that write down when they start and when they
+//! are told to stop.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::PathBuf;
+use std::process::{Command, Output};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use convoke_launcher_tests::hosts::{Hosts, lacks};
+
+use super::harness::{Ended, Job, Launcher, wait_until};
+
+/// How nodes find each other. For `File` and `Etcd` any node may be lost.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Backend {
+    C10d,
+    File,
+    /// With so many members.
+    Etcd(usize),
+}
+
+impl Backend {
+    pub fn name(self) -> String {
+        match self {
+            Self::C10d => "c10d".to_owned(),
+            Self::File => "file".to_owned(),
+            Self::Etcd(members) => format!("etcd, {members}"),
+        }
+    }
+
+    /// The coordinator is on h1 or nowhere.
+    pub fn is_fixed(self) -> bool {
+        self == Self::C10d
+    }
+}
+
+/// A worker that runs, by its host's own numbers of processes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Up {
+    at: u128,
+    pub generation: String,
+    pub rank: usize,
+    pub size: usize,
+    pub worker: i32,
+    pub guard: i32,
+    pub launcher: i32,
+    pub restarts: u32,
+}
+
+/// The workers of a round, by host.
+pub type Round = BTreeMap<usize, Up>;
+
+/// What was seen.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Seen {
+    /// From the fault to the first worker that is told to stop, or to the end of the last launcher.
+    pub noticed: Option<Duration>,
+    /// From the fault to the last worker of the next round.
+    pub again: Option<Duration>,
+}
+
+const WORKER: &str = r#"
+now() { date +%s%N; }
+guard=$PPID
+launcher=$(awk '/^PPid/ { print $2 }' /proc/$guard/status)
+host=$(hostname)
+trap 'echo "stop $(now) $CONVOKE_GENERATION ${host#h}" >> "$JOB/log"; exit 143' TERM
+echo "up $(now) $CONVOKE_GENERATION ${host#h} $RANK $WORLD_SIZE $$ $guard $launcher $TORCHELASTIC_RESTART_COUNT" >> "$JOB/log"
+while [ ! -e "$JOB/go" ]; do sleep 0.02; done
+"#;
+
+pub struct World {
+    pub hosts: Hosts,
+    pub job: Job,
+    pub backend: Backend,
+    /// Where nodes of `C10d` are told to meet.
+    pub endpoint: String,
+    worker: PathBuf,
+    /// Of all nodes.
+    arguments: Vec<String>,
+    conf: String,
+    /// By host.
+    pub nodes: BTreeMap<usize, Launcher>,
+    generations: Vec<String>,
+}
+
+impl World {
+    /// Hosts h1 to hN, etcd on h0.
+    ///
+    /// # Errors
+    /// Why there cannot be any here.
+    pub fn new(backend: Backend, hosts: usize, nnodes: &str) -> Result<Self, String> {
+        if let (Backend::Etcd(_), Some(why)) = (backend, lacks(&["etcd", "etcdctl"])) {
+            return Err(why);
+        }
+        let hosts = Hosts::up(hosts)?;
+        let job = Job::new();
+        let world = Self {
+            worker: job.script(WORKER),
+            job,
+            backend,
+            endpoint: "h1:29400".to_owned(),
+            arguments: vec![format!("--nnodes={nnodes}")],
+            conf: "last_call_timeout=60,join_timeout=100,close_timeout=5".to_owned(),
+            nodes: BTreeMap::new(),
+            generations: Vec::new(),
+            hosts,
+        };
+        if let Backend::Etcd(members) = backend {
+            world.etcd(&["up", &members.to_string()]);
+        }
+        Ok(world)
+    }
+
+    pub fn with(mut self, argument: &str) -> Self {
+        self.arguments.push(argument.to_owned());
+        self
+    }
+
+    pub fn with_conf(mut self, conf: &str) -> Self {
+        self.conf = conf.to_owned();
+        self
+    }
+
+    /// Tells etcd something, by `etcd.sh`.
+    pub fn etcd(&self, arguments: &[&str]) -> String {
+        let mut all = vec!["exec", "0"];
+        let script = Hosts::script().with_file_name("etcd.sh").display().to_string();
+        all.push(&script);
+        all.extend(arguments);
+        let mut command = self.hosts.command(all);
+        command.env("TB_ETCD_IP", "10.77.0.254");
+        let output = command.output().unwrap();
+        assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8_lossy(&output.stdout).trim().to_owned()
+    }
+
+    /// Runs a command on a host; what it says.
+    pub fn says(&self, host: usize, command: &str) -> String {
+        let output = self.run(host, command);
+        assert!(output.status.success(), "{command}: {}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    }
+
+    pub fn on(&self, host: usize, command: &str) {
+        self.says(host, command);
+    }
+
+    /// Whether a command succeeds there.
+    pub fn tries(&self, host: usize, command: &str) -> bool {
+        self.run(host, command).status.success()
+    }
+
+    fn run(&self, host: usize, command: &str) -> Output {
+        let host = host.to_string();
+        self.hosts.command(["exec", &host, "sh", "-c", command]).output().unwrap()
+    }
+
+    /// Signals the launcher on a host, which has not started workers.
+    pub fn signal(&self, host: usize, signal: &str) {
+        let script = format!("kill -{signal} $(pgrep -o convoke_dup)");
+        self.on(host, &script);
+    }
+
+    pub fn tell(&self, arguments: &[&str]) {
+        self.hosts.tell(arguments.iter().copied()).unwrap();
+    }
+
+    /// The command of the node on this host.
+    pub fn command(&self, host: usize) -> Command {
+        let script = Hosts::script().display().to_string();
+        let through = [script.as_str(), "exec", &host.to_string()];
+        let etcd = |members: &usize| {
+            let all: Vec<String> = (1..=*members).map(|i| format!("10.77.0.254:{}", 23790 + i)).collect();
+            all.join(",")
+        };
+        let (backend, endpoint, conf) = match &self.backend {
+            Backend::C10d => ("c10d", self.endpoint.clone(), String::new()),
+            Backend::File => {
+                ("c10d", self.job.path("rendezvous").display().to_string(), ",store_type=file".to_owned())
+            }
+            Backend::Etcd(members) => ("etcd", etcd(members), String::new()),
+        };
+        let mut command = self.job.command_through(
+            &through,
+            [format!("--rdzv-backend={backend}"), format!("--rdzv-endpoint={endpoint}")],
+        );
+        command.arg("--rdzv-id=job").arg(format!("--rdzv-conf={}{conf}", self.conf));
+        command.args(&self.arguments).arg(&self.worker);
+        command.env("TESTBED_DIR", self.hosts.state()).env("OMP_NUM_THREADS", "1");
+        command.env("PET_SHUTDOWN_TIMEOUT", "5");
+        command
+    }
+
+    pub fn start(&mut self, host: usize) {
+        let command = self.command(host);
+        self.start_as(host, command);
+    }
+
+    pub fn start_as(&mut self, host: usize, command: Command) {
+        let node = self.job.start(command);
+        self.nodes.insert(host, node);
+    }
+
+    /// Starts nodes on hosts h1 to hN; the coordinator is on h1.
+    pub fn start_all(&mut self, hosts: usize) {
+        self.start(1);
+        if hosts > 1 {
+            self.wait_until_said(1, "nodes are here");
+        }
+        (2..=hosts).for_each(|host| self.start(host));
+    }
+
+    pub fn wait_until_said(&self, host: usize, what: &str) {
+        wait_until(&format!("h{host} to say \"{what}\""), || {
+            self.nodes[&host].stderr().contains(what).then_some(())
+        });
+    }
+
+    /// The workers of the next round of this size, one on each node, when all are up.
+    pub fn round(&mut self, size: usize) -> Round {
+        let round = wait_until(&format!("a round of {size}; so far {}", self.log()), || {
+            let mut rounds: BTreeMap<String, Round> = BTreeMap::new();
+            for line in self.log().lines() {
+                if let Some((host, up)) = up(line)
+                    && up.size == size
+                    && !self.generations.contains(&up.generation)
+                {
+                    rounds.entry(up.generation.clone()).or_default().insert(host, up);
+                }
+            }
+            rounds.into_values().find(|round| round.len() == size)
+        });
+        self.generations.push(round.values().next().unwrap().generation.clone());
+        let mut ranks: Vec<usize> = round.values().map(|up| up.rank).collect();
+        ranks.sort_unstable();
+        assert_eq!(ranks, Vec::from_iter(0..size), "{round:?}");
+        round
+    }
+
+    /// How many rounds have begun, also such that have not come to all their workers.
+    pub fn rounds(&self) -> usize {
+        let log = self.log();
+        let mut all: Vec<_> = log.lines().filter_map(up).map(|(_, up)| up.generation).collect();
+        all.sort_unstable();
+        all.dedup();
+        all.len()
+    }
+
+    pub fn log(&self) -> String {
+        fs::read_to_string(self.job.path("log")).unwrap_or_default()
+    }
+
+    /// What the worker on this host has written of being told to stop in that round.
+    fn stopped(&self, host: usize, generation: &str) -> Option<u128> {
+        self.log().lines().find_map(|line| {
+            let mut words = line.split(' ');
+            let (what, at, of, on) = (words.next()?, words.next()?, words.next()?, words.next()?);
+            (what == "stop" && of == generation && on == host.to_string()).then(|| at.parse().ok())?
+        })
+    }
+
+    /// `fault` happens to a round; the survivors, those of the hosts `told`, begin anew with `size` nodes.
+    pub fn again(
+        &mut self,
+        before: &Round,
+        fault: impl FnOnce(&mut Self),
+        told: &[usize],
+        size: usize,
+    ) -> (Seen, Round) {
+        let start = now();
+        fault(self);
+        let round = self.round(size);
+        let generation = &before.values().next().unwrap().generation;
+        let first = told.iter().filter_map(|&host| self.stopped(host, generation)).min();
+        let last = round.values().map(|up| up.at).max().unwrap();
+        let since = |at: u128| Duration::from_nanos(at.saturating_sub(start).try_into().unwrap());
+        (Seen { noticed: first.map(since), again: Some(since(last)) }, round)
+    }
+
+    /// `fault` ends the job on the nodes of `hosts`, with exit code 1; what they say.
+    pub fn ends(&mut self, fault: impl FnOnce(&mut Self), hosts: &[usize]) -> (Seen, Vec<Ended>) {
+        let start = now();
+        fault(self);
+        let ended: Vec<_> =
+            hosts.iter().map(|host| self.nodes.remove(host).unwrap().wait().expect(1)).collect();
+        let took = Duration::from_nanos((now() - start).try_into().unwrap());
+        (Seen { noticed: Some(took), again: None }, ended)
+    }
+
+    /// For so long the workers of this round run as if nothing had happened.
+    pub fn nothing(&self, round: &Round, for_: Duration) {
+        let rounds = self.rounds();
+        std::thread::sleep(for_);
+        let generation = &round.values().next().unwrap().generation;
+        for host in round.keys() {
+            assert_eq!(self.stopped(*host, generation), None, "{}", self.log());
+        }
+        assert_eq!(self.rounds(), rounds, "{}", self.log());
+    }
+
+    /// All nodes come to a good end.
+    pub fn finish(&mut self) {
+        fs::write(self.job.path("go"), "").unwrap();
+        for (_, node) in std::mem::take(&mut self.nodes) {
+            node.wait().expect(0);
+        }
+    }
+
+    /// Wakes a launcher that was stopped.
+    pub fn wake(&self, host: usize, launcher: i32) {
+        self.on(host, &format!("kill -CONT {launcher}"));
+        // Who has started it stops with it, but does not wake with it.
+        self.nodes[&host].signal(nix::sys::signal::Signal::SIGCONT);
+    }
+
+    /// A launcher is no more, or its host.
+    pub fn forget(&mut self, host: usize) -> String {
+        let node = self.nodes.remove(&host).unwrap();
+        let said = node.stderr();
+        drop(node);
+        said
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            for (host, node) in &self.nodes {
+                eprintln!("--- h{host} has said\n{}", node.stderr());
+            }
+        }
+    }
+}
+
+fn up(line: &str) -> Option<(usize, Up)> {
+    let words: Vec<&str> = line.split(' ').collect();
+    let ["up", at, generation, host, rank, size, worker, guard, launcher, restarts] = words[..] else {
+        return None;
+    };
+    let up = Up {
+        at: at.parse().ok()?,
+        generation: generation.to_owned(),
+        rank: rank.parse().ok()?,
+        size: size.parse().ok()?,
+        worker: worker.parse().ok()?,
+        guard: guard.parse().ok()?,
+        launcher: launcher.parse().ok()?,
+        restarts: restarts.parse().ok()?,
+    };
+    Some((host.parse().ok()?, up))
+}
+
+/// As the workers' `date` has it.
+fn now() -> u128 {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_nanos()
+}

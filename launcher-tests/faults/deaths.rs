@@ -1,0 +1,147 @@
+//! Processes of one host that die, in each phase of a call.
+
+use std::time::Duration;
+
+use convoke_launcher_tests::PATIENCE;
+use convoke_launcher_tests::fault::{Act, Orders, Work};
+
+use super::cases::{SEQ, cases, fault};
+use super::job::{Job, Place, orders};
+use super::table::{Promise, Times};
+
+/// `act` on each rank in each phase of each kind of call.
+fn in_calls(case: &'static str, place: Place<'_>, act: Act) {
+    let mut times = Times::new(case, "the rank", Promise::AT_ONCE);
+    for case in cases() {
+        let job = Job::start(place, case.size, case.orders(act));
+        times.add(job.blames(case.victim, &["PeerLost"]));
+    }
+    times.hand_in();
+}
+
+#[test]
+fn a_rank_that_is_killed_in_any_phase_of_a_call_is_named() {
+    in_calls("SIGKILL, in any phase of a call", Place::Here, Act::Kill);
+}
+
+#[test]
+fn a_rank_that_is_killed_together_with_the_store_is_named() {
+    in_calls("the same, rank 0 serves the store", Place::Alone, Act::Kill);
+}
+
+#[test]
+fn a_rank_that_dies_while_all_compute_is_named_by_the_next_call() {
+    for victim in 0..3 {
+        let faults = vec![fault(victim, ("computing", 0), Act::Kill)];
+        let pause = Duration::from_millis(50);
+        let job = Job::start(Place::Here, 3, Orders { pause, faults, ..orders(Work::Barrier) });
+        job.blames(victim, &["PeerLost"]);
+    }
+}
+
+#[test]
+fn a_rank_that_exits_without_a_farewell_is_named() {
+    in_calls("exit(3) without a farewell", Place::Here, Act::Exit);
+}
+
+#[test]
+fn a_rank_that_loses_its_connections_but_lives_is_named() {
+    in_calls("all its sockets closed, it lives on", Place::Here, Act::Close);
+}
+
+#[test]
+fn a_forked_child_does_not_hide_the_death_of_its_parent() {
+    in_calls("SIGKILL, a forked child lives on", Place::Here, Act::ForkAndDie);
+}
+
+#[test]
+fn the_launcher_says_how_a_rank_died() {
+    in_calls("SIGKILL under `convoke`", Place::Launcher, Act::Kill);
+}
+
+#[test]
+fn the_launcher_says_that_a_rank_died_whose_sockets_live_on() {
+    in_calls("SIGKILL under `convoke`, a child holds the sockets", Place::Launcher, Act::HoldAndDie);
+}
+
+#[test]
+fn who_dies_of_the_news_of_a_death_does_not_hide_it() {
+    let mut times =
+        Times::new("SIGKILL of two, the second tells of the first", "one of both", Promise::AT_ONCE);
+    let size = 4;
+    for point in ["failing", "told"] {
+        for (first, second) in (0..size).flat_map(|first| (0..size).map(move |second| (first, second))) {
+            if first == second {
+                continue;
+            }
+            let faults = vec![fault(first, ("received", 1), Act::Kill), fault(second, (point, 0), Act::Kill)];
+            let job = Job::start(Place::Here, size, Orders { faults, ..orders(Work::Ring) });
+            let others = job.others(first).filter(|&rank| rank != second);
+            let reports: Vec<_> = others.map(|rank| job.report(rank)).collect();
+            times.add(job.agree(&reports, &[first, second], job.fault_at(first), &["PeerLost"]));
+        }
+    }
+    times.hand_in();
+}
+
+#[test]
+fn a_rank_that_dies_while_all_leave_holds_up_nobody() {
+    let mut times = Times::new("SIGKILL while all ranks leave", "nobody: all is done", Promise::AT_ONCE);
+    for point in ["leaving", "left"] {
+        for victim in 0..3 {
+            let faults = vec![fault(victim, (point, 0), Act::Kill)];
+            let job = Job::start(Place::Here, 3, Orders { faults, ..orders(Work::Small) });
+            let reports: Vec<_> = job.others(victim).map(|rank| job.report(rank)).collect();
+            assert!(reports.iter().all(|report| report.failed.is_none()), "{reports:#?}");
+            let last = reports.iter().map(|report| report.left).max().unwrap();
+            times.add(Duration::from_nanos(last.saturating_sub(job.fault_at(victim))));
+        }
+    }
+    times.hand_in();
+}
+
+#[test]
+fn a_rank_that_leaves_is_named_by_those_who_need_it_dead_or_not() {
+    let mut times = Times::new("SIGKILL while it leaves, the others need it", "the rank", Promise::AT_ONCE);
+    for (point, how) in [("leaving", "Disconnected"), ("left", "Left"), ("never", "Left")] {
+        for victim in 0..3 {
+            let faults = vec![fault(victim, (point, 0), Act::Kill)];
+            let early = Some((victim, SEQ));
+            let job = Job::start(Place::Here, 3, Orders { early, faults, ..orders(Work::Ring) });
+            let reports: Vec<_> = job.others(victim).map(|rank| job.report(rank)).collect();
+            let killed = point != "never";
+            let since = if killed { job.fault_at(victim) } else { job.report(victim).returned };
+            let time = job.agree(&reports, &[victim], since, &["PeerLost"]);
+            let hows = reports.iter().filter_map(|report| report.failed.as_ref()?.how.as_deref());
+            assert!(hows.clone().all(|seen| seen == how), "{point}: {:?}", hows.collect::<Vec<_>>());
+            if killed {
+                times.add(time);
+            }
+        }
+    }
+    times.hand_in();
+}
+
+/// While the group forms, in order. Nobody connects to the last rank, the first connects to nobody.
+const FORMING: [&str; 6] = ["recorded", "meeting", "greeted", "welcomed", "proving", "connected"];
+
+#[test]
+fn a_rank_that_is_killed_while_the_group_forms_is_named() {
+    let mut times =
+        Times::new("SIGKILL while the group forms", "the rank", Promise::within(Duration::from_secs(10)));
+    for point in FORMING {
+        for victim in 0..3 {
+            if point == "welcomed" && victim == 2 || ["greeted", "proving"].contains(&point) && victim == 0 {
+                continue;
+            }
+            let faults = vec![fault(victim, (point, 0), Act::Kill)];
+            // Before it has gathered the others nobody knows where rank 0 listens, only that it does not come.
+            let alone = (point, victim) == ("recorded", 0);
+            let init_timeout = if alone { Duration::from_secs(2) } else { PATIENCE };
+            let orders = Orders { faults, init_timeout, ..orders(Work::Small) };
+            let job = Job::start(Place::Here, 3, orders);
+            times.add(job.blames(victim, &["PeerLost", "Bootstrap"]));
+        }
+    }
+    times.hand_in();
+}

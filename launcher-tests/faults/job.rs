@@ -1,0 +1,234 @@
+//! One case: ranks as processes, one of them with a fault; and what the survivors say.
+
+use std::net::{SocketAddr, TcpListener};
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Child, Command, Stdio};
+use std::sync::Mutex;
+use std::time::Duration;
+
+use convoke_launcher_tests::fault::{Failed, Orders, Report, Work, noted};
+use convoke_launcher_tests::hosts::Hosts;
+use convoke_launcher_tests::{PATIENCE, wait_until};
+use convoke_store::StoreServer;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+/// Where the ranks run, and who serves their store.
+#[derive(Clone, Copy)]
+pub enum Place<'a> {
+    /// On this host, as under torchrun: the store is served beside the ranks.
+    Here,
+    /// On this host, and rank 0 serves the store.
+    Alone,
+    /// On this host under `convoke`, which also says how ranks died.
+    Launcher,
+    /// On simulated hosts, so many ranks on each; the store is served on the switch, h0.
+    Hosts(&'a Hosts, usize),
+}
+
+/// Orders without a fault.
+pub fn orders(work: Work) -> Orders {
+    Orders {
+        folder: std::path::PathBuf::new(),
+        work,
+        calls: 50,
+        pause: Duration::ZERO,
+        timeout: PATIENCE,
+        init_timeout: PATIENCE,
+        peer_timeout: Duration::from_secs(10),
+        early: None,
+        faults: Vec::new(),
+    }
+}
+
+/// Ranks that are at work.
+pub struct Job {
+    folder: tempfile::TempDir,
+    /// One for each rank, or one launcher.
+    processes: Vec<Child>,
+    orders: Orders,
+    size: usize,
+    /// What serves the store, if it is none of the ranks.
+    _store: Option<StoreServer>,
+    store_process: Option<Child>,
+}
+
+impl Job {
+    pub fn start(place: Place<'_>, size: usize, orders: Orders) -> Self {
+        let folder = tempfile::Builder::new().prefix("convoke-faults-").tempdir().unwrap();
+        let orders = Orders { folder: folder.path().to_owned(), ..orders };
+        let mut job = Self { folder, processes: Vec::new(), orders, size, _store: None, store_process: None };
+        job.spawn(place);
+        job
+    }
+
+    fn spawn(&mut self, place: Place<'_>) {
+        let orders = serde_json::to_string(&self.orders).unwrap();
+        let local = SocketAddr::from(([127, 0, 0, 1], 0));
+        let port = match place {
+            Place::Here => {
+                let store = StoreServer::bind(&[local]).unwrap();
+                self._store.insert(store).port()
+            }
+            Place::Alone => TcpListener::bind(local).unwrap().local_addr().unwrap().port(),
+            Place::Hosts(hosts, _) => {
+                let mut command = hosts.command(["exec", "0", worker(), "store"]);
+                command.arg(self.folder.path()).stdin(Stdio::piped());
+                self.store_process = Some(command.spawn().unwrap());
+                wait_until("the store", || noted(self.folder.path(), "port", 0))
+            }
+            Place::Launcher => {
+                let mut command = Command::new(env!("CARGO_BIN_EXE_convoke_dup"));
+                command.arg(format!("--nproc-per-node={}", self.size)).arg("--log-dir=/dev/null");
+                command.args([worker(), &orders]).stdin(Stdio::null());
+                command.stdout(Stdio::null()).stderr(Stdio::null());
+                self.processes.push(without_variables(&mut command).spawn().unwrap());
+                return;
+            }
+        };
+        for rank in 0..self.size {
+            let (mut command, addr) = match place {
+                Place::Hosts(hosts, each) => {
+                    let host = (rank / each + 1).to_string();
+                    (hosts.command(["exec", &host, worker()]), "10.77.0.254")
+                }
+                Place::Here | Place::Alone | Place::Launcher => (Command::new(worker()), "127.0.0.1"),
+            };
+            without_variables(&mut command).arg(&orders).stdin(Stdio::piped()).stderr(Stdio::null());
+            command.env("RANK", rank.to_string()).env("WORLD_SIZE", self.size.to_string());
+            command.env("MASTER_ADDR", addr).env("MASTER_PORT", port.to_string());
+            let served = if let Place::Alone = place { "False" } else { "True" };
+            command.env("TORCHELASTIC_USE_AGENT_STORE", served);
+            if let Place::Hosts(hosts, _) = place {
+                command.env("TESTBED_DIR", hosts.state());
+            }
+            self.processes.push(command.spawn().unwrap());
+        }
+    }
+
+    /// Waits until all ranks are in the middle of their calls.
+    pub fn wait_until_up(&self) {
+        for rank in 0..self.size {
+            wait_until("all ranks to be at work", || noted::<()>(self.folder.path(), "up", rank));
+        }
+    }
+
+    /// What rank `rank` reports in the end.
+    pub fn report(&self, rank: usize) -> Report {
+        wait_until(&format!("rank {rank} to report, {:?}", self.orders), || {
+            noted(self.folder.path(), "report", rank)
+        })
+    }
+
+    /// Waits until `rank` has come to its fault.
+    pub fn wait_for_fault(&self, rank: usize) {
+        wait_until("the fault", || noted::<u64>(self.folder.path(), "fault", rank));
+    }
+
+    /// When the fault happened.
+    pub fn fault_at(&self, rank: usize) -> u64 {
+        noted(self.folder.path(), "fault", rank)
+            .unwrap_or_else(|| panic!("rank {rank} never came to the fault: {:?}", self.orders))
+    }
+
+    /// All other ranks must say that `victim` is the cause; how long the last took from the fault.
+    pub fn blames(&self, victim: usize, kinds: &[&str]) -> Duration {
+        let reports: Vec<_> = self.others(victim).map(|rank| self.report(rank)).collect();
+        self.agree(&reports, &[victim], self.fault_at(victim), kinds)
+    }
+
+    /// These must name one of `victims`, all the same one; how long the last took from `since`.
+    pub fn agree(&self, reports: &[Report], victims: &[usize], since: u64, kinds: &[&str]) -> Duration {
+        let context = || format!("{victims:?} {kinds:?}: {reports:#?}\n{:?}", self.orders);
+        let failed =
+            |report: &Report| report.failed.clone().unwrap_or_else(|| panic!("no error: {}", context()));
+        let all: Vec<Failed> = reports.iter().map(failed).collect();
+        for failed in &all {
+            assert!(kinds.contains(&&*failed.kind), "{}", context());
+            assert!(failed.blamed.is_some_and(|blamed| victims.contains(&blamed)), "{}", context());
+            assert_eq!(failed.named, all[0].named, "{}", context());
+            // Who could not reach the store in time knows of the same death, but perhaps not who was first to see it.
+            if failed.confirmed && all[0].confirmed {
+                assert_eq!((&failed.how, failed.by), (&all[0].how, all[0].by), "{}", context());
+            }
+        }
+        assert!(reports.iter().all(|report| report.returned >= since), "too early: {}", context());
+        let last = reports.iter().map(|report| report.returned).max().unwrap_or(since);
+        Duration::from_nanos(last - since)
+    }
+
+    pub fn others(&self, rank: usize) -> impl Iterator<Item = usize> + use<> {
+        (0..self.size).filter(move |&other| other != rank)
+    }
+
+    pub fn signal(&self, rank: usize, signal: Signal) {
+        for pid in inside(&self.processes[rank]) {
+            kill(pid, signal).unwrap();
+        }
+    }
+}
+
+impl Drop for Job {
+    fn drop(&mut self) {
+        for child in self.processes.iter_mut().chain(&mut self.store_process) {
+            if let Ok(None) = child.try_wait() {
+                // Under a launcher the workers end with it; on a simulated host nobody ends them but we.
+                inside(child).into_iter().for_each(|pid| _ = kill(pid, Signal::SIGKILL));
+                let _ = child.kill();
+            }
+            let status = child.wait();
+            if std::thread::panicking() {
+                eprintln!("{status:?}, signal {:?}", status.as_ref().ok().and_then(ExitStatusExt::signal));
+            }
+        }
+    }
+}
+
+/// The process that `child` runs: itself, or what `nsenter` runs on a simulated host for it.
+fn inside(child: &Child) -> Vec<Pid> {
+    let pid = child.id();
+    let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+    if name.trim() != "nsenter" {
+        return vec![Pid::from_raw(pid.cast_signed())];
+    }
+    let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
+    children.split_whitespace().filter_map(|pid| pid.parse().ok().map(Pid::from_raw)).collect()
+}
+
+fn worker() -> &'static str {
+    env!("CARGO_BIN_EXE_fault_worker")
+}
+
+/// What this process was started with must not reach the ranks.
+fn without_variables(command: &mut Command) -> &mut Command {
+    for (name, _) in std::env::vars_os() {
+        let text = name.to_string_lossy();
+        if ["PET_", "TORCHELASTIC_", "CONVOKE_"].iter().any(|prefix| text.starts_with(prefix))
+            && text != "CONVOKE_CHECK_RUN"
+        {
+            command.env_remove(&name);
+        }
+    }
+    command
+}
+
+/// Runs `case` for all of `cases`, so many at a time; for those that mostly wait.
+pub fn side_by_side<C: Send, R: Send>(
+    many: usize,
+    cases: impl IntoIterator<Item = C>,
+    case: impl Fn(C) -> R + Sync,
+) -> Vec<R> {
+    let cases = Mutex::new(cases.into_iter().collect::<Vec<_>>().into_iter());
+    let next = || cases.lock().unwrap().next();
+    std::thread::scope(|scope| {
+        let one = || {
+            let mut results = Vec::new();
+            while let Some(next) = next() {
+                results.push(case(next));
+            }
+            results
+        };
+        let threads: Vec<_> = (0..many).map(|_| scope.spawn(one)).collect();
+        threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect()
+    })
+}

@@ -1,0 +1,251 @@
+//! Hosts that lose their power or their network, wholly or in one direction, and networks that are slow. On simulated
+//! hosts, each case on its own.
+
+use std::io::Write;
+use std::time::Duration;
+
+use convoke_launcher_tests::fault::{Act, Orders, Work, now};
+use convoke_launcher_tests::hosts::Hosts;
+use nix::sys::signal::Signal;
+
+use super::cases::fault;
+use super::is_full;
+use super::job::{Job, Place, orders, side_by_side};
+use super::table::{Promise, Times};
+
+/// Bound for noticing a dead host or path, and what is promised: a second more.
+const PEER_TIMEOUT: Duration = Duration::from_secs(2);
+const PROMISED: Duration = Duration::from_secs(3);
+/// What a busy machine may add.
+const MARGIN: Duration = Duration::from_secs(4);
+
+/// Sets of hosts at the same time; they mostly wait.
+const TESTBEDS: usize = 6;
+
+/// What happens to the host of the victim.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Cut {
+    /// The switch forgets it.
+    Partition,
+    /// No process of it says another word.
+    Power,
+    /// Its own network interface goes down.
+    LinkDown,
+    /// It has no route to the others any more; theirs to it stay.
+    NoRoute,
+    /// Frames from it are lost.
+    Mute,
+    /// Frames to it are lost.
+    Deaf,
+    /// Only the path to the next host is cut.
+    Path,
+}
+
+impl Cut {
+    const ALL: [Self; 7] =
+        [Self::Partition, Self::Power, Self::LinkDown, Self::NoRoute, Self::Mute, Self::Deaf, Self::Path];
+
+    fn case(self) -> &'static str {
+        match self {
+            Self::Partition => "its host is cut off from the network",
+            Self::Power => "its host loses its power",
+            Self::LinkDown => "its host's network interface goes down",
+            Self::NoRoute => "its host loses its routes to the others",
+            Self::Mute => "nobody hears its host, which hears all",
+            Self::Deaf => "its host hears nobody, all hear it",
+            Self::Path => "the path between two hosts is cut",
+        }
+    }
+
+    /// Cuts `host`, the first is 1, of `count`.
+    fn apply(self, hosts: &Hosts, host: usize, count: usize) {
+        let name = host.to_string();
+        let others = (1..=count).filter(|&other| other != host).map(|other| format!("10.77.0.{other}"));
+        match self {
+            Self::Partition => drop(hosts.tell(["partition", &name]).unwrap()),
+            Self::Power => drop(hosts.tell(["kill-host", &name]).unwrap()),
+            Self::LinkDown => drop(hosts.tell(["exec", &name, "ip", "link", "set", "eth0", "down"]).unwrap()),
+            Self::NoRoute => others.for_each(|other| {
+                drop(hosts.tell(["exec", &name, "ip", "route", "add", "blackhole", &other]).unwrap());
+            }),
+            Self::Mute => drop(hosts.tell(["mute", &name]).unwrap()),
+            Self::Deaf => drop(hosts.tell(["deaf", &name]).unwrap()),
+            Self::Path => {
+                let next = (host % count + 1).to_string();
+                drop(hosts.tell(["partition", &name, &next]).unwrap());
+            }
+        }
+    }
+}
+
+/// Hosts, or a word that there can be none here.
+fn hosts(count: usize) -> Option<Hosts> {
+    let skipped = |why: &String| {
+        // Not by a macro, whose output is shown of failed tests only.
+        let _ = std::io::stderr().write_all(format!("SKIPPED: faults of networks: {why}\n").as_bytes());
+    };
+    Hosts::up(count).inspect_err(skipped).ok()
+}
+
+/// A network fault under ranks that do `work`.
+#[derive(Debug, Clone, Copy)]
+struct Case {
+    cut: Cut,
+    work: Work,
+    hosts: usize,
+    ranks_on_each: usize,
+    /// From 1.
+    victim: usize,
+}
+
+impl Case {
+    /// How long it took until the last survivor had its error; `None` where there are no simulated hosts.
+    fn run(self) -> Option<Duration> {
+        let Self { cut, work, hosts: count, ranks_on_each: each, victim } = self;
+        // Shown if it fails.
+        println!("{self:?}");
+        let hosts = hosts(count)?;
+        if matches!(cut, Cut::Mute | Cut::Deaf) {
+            // The wire is there before, as a cable is.
+            hosts.tell(["delay", &victim.to_string(), "1"]).unwrap();
+        }
+        let size = count * each;
+        let pause = Duration::from_millis(5);
+        let orders = Orders { peer_timeout: PEER_TIMEOUT, calls: u64::MAX, pause, ..orders(work) };
+        let job = Job::start(Place::Hosts(&hosts, each), size, orders);
+        job.wait_until_up();
+        let since = now();
+        cut.apply(&hosts, victim, count);
+        let on = |host: usize| (host - 1) * each..host * each;
+        let (lost, rest): (Vec<usize>, Vec<usize>) = (0..size).partition(|rank| on(victim).contains(rank));
+        let reports = |ranks: &[usize]| ranks.iter().map(|&rank| job.report(rank)).collect::<Vec<_>>();
+        let took = if cut == Cut::Path {
+            // Each end takes the other for the culprit, and all agree on one of them.
+            let ends: Vec<usize> = lost.iter().copied().chain(on(victim % count + 1)).collect();
+            job.agree(&reports(&(0..size).collect::<Vec<_>>()), &ends, since, &["PeerLost"])
+        } else {
+            // If only one way is cut between two hosts, each is told by one that does not hear the other, and nobody can know.
+            let all: Vec<usize> = (0..size).collect();
+            let one_way = matches!(cut, Cut::Mute | Cut::Deaf | Cut::NoRoute);
+            let named = if one_way && count == 2 { &all } else { &lost };
+            let took = job.agree(&reports(&rest), named, since, &["PeerLost"]);
+            if cut != Cut::Power {
+                // The lost host lives, and each of its ranks knows a little later that it is one of them. Who hears the others
+                // but is not heard learns it only if it is told in time.
+                let named = match (cut, count) {
+                    (Cut::Mute | Cut::NoRoute, _) | (Cut::Deaf, 2) => &all,
+                    (_, 2) => &rest,
+                    (_, _) => &lost,
+                };
+                for report in reports(&lost) {
+                    job.agree(&[report], named, since, &["PeerLost"]);
+                }
+            }
+            took
+        };
+        Some(took)
+    }
+}
+
+#[test]
+fn a_host_that_is_lost_in_whatever_way_is_named_in_time() {
+    let mut cases = Vec::new();
+    for cut in Cut::ALL {
+        let case = |victim, work| Case { cut, work, hosts: 3, ranks_on_each: 1, victim };
+        if is_full() {
+            let works = [Work::Idle, Work::Small, Work::Ring, Work::Messages];
+            cases.extend(works.into_iter().flat_map(|work| (1..=3).map(move |victim| case(victim, work))));
+            cases.extend((1..=3).map(|victim| Case { ranks_on_each: 2, ..case(victim, Work::Ring) }));
+            cases.extend((1..=2).map(|victim| Case {
+                hosts: 2,
+                ranks_on_each: 2,
+                ..case(victim, Work::Small)
+            }));
+        } else {
+            cases.extend([case(1, Work::Small), case(3, Work::Idle)]);
+        }
+    }
+    let took = side_by_side(TESTBEDS, cases, |case| (case.cut, case.run()));
+    for cut in Cut::ALL {
+        let named = match cut {
+            Cut::Path => "one of the two, the same by all",
+            Cut::Mute | Cut::NoRoute | Cut::Power => "the rank",
+            Cut::Partition | Cut::LinkDown | Cut::Deaf => "the rank, also by itself",
+        };
+        let mut times = Times::new(cut.case(), named, Promise::within(PROMISED + MARGIN));
+        took.iter()
+            .filter(|(of, _)| *of == cut)
+            .filter_map(|(_, took)| *took)
+            .for_each(|took| times.add(took));
+        times.hand_in();
+    }
+}
+
+/// What is slow about a rank.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Slow {
+    /// Its link: milliseconds each way, percent of its frames that are lost.
+    Path(&'static str, &'static str),
+    Stopped,
+    Computing,
+}
+
+#[test]
+fn a_slow_network_or_host_ends_nothing() {
+    let all = [
+        (Slow::Path("150", "0"), Work::Direct),
+        (Slow::Path("20", "2"), Work::Small),
+        (Slow::Stopped, Work::Ring),
+        (Slow::Computing, Work::Small),
+        (Slow::Path("150", "0"), Work::Messages),
+        (Slow::Path("20", "2"), Work::Direct),
+        (Slow::Stopped, Work::Messages),
+        (Slow::Computing, Work::Broadcast),
+    ];
+    let some = if is_full() { &all[..] } else { &all[..4] };
+    side_by_side(TESTBEDS, some.iter().copied(), |(slow, work)| {
+        let Some(hosts) = hosts(3) else { return };
+        let mut orders = Orders { peer_timeout: PEER_TIMEOUT, calls: 6, ..orders(work) };
+        match slow {
+            Slow::Path(ms, loss) => {
+                hosts.tell(["delay", "2", ms, loss]).unwrap();
+                orders.calls = 3;
+                if loss != "0" {
+                    // With 2 s one lost probe is enough.
+                    orders.peer_timeout = Duration::from_secs(10);
+                }
+            }
+            Slow::Stopped => {
+                let point = if work == Work::Messages { "message received" } else { "received" };
+                orders.faults = vec![fault(1, (point, 1), Act::Stop)];
+            }
+            Slow::Computing => orders.faults = vec![fault(1, ("computing", 0), Act::Sleep(3 * PEER_TIMEOUT))],
+        }
+        let job = Job::start(Place::Hosts(&hosts, 1), 3, orders);
+        if slow == Slow::Stopped {
+            job.wait_for_fault(1);
+            // Longer than what proves that a host is gone: its kernel still answers.
+            std::thread::sleep(2 * PEER_TIMEOUT);
+            job.signal(1, Signal::SIGCONT);
+        }
+        for rank in 0..3 {
+            let report = job.report(rank);
+            assert!(report.failed.is_none(), "{slow:?}, {work:?}: {report:#?}");
+        }
+    });
+}
+
+#[test]
+fn a_rank_that_stops_on_another_host_is_named_at_the_deadline_and_not_taken_for_a_lost_host() {
+    let (timeout, bound) = (2 * PEER_TIMEOUT, 2 * PEER_TIMEOUT + MARGIN);
+    let mut times = Times::new("SIGSTOP on another host; deadline 4 s", "the rank", Promise::within(bound));
+    let took = side_by_side(TESTBEDS, 0..3, |victim| {
+        let hosts = hosts(3)?;
+        let faults = vec![fault(victim, ("received", 1), Act::Stop)];
+        let orders = Orders { peer_timeout: PEER_TIMEOUT, timeout, faults, ..orders(Work::Ring) };
+        let job = Job::start(Place::Hosts(&hosts, 1), 3, orders);
+        Some(job.blames(victim, &["Timeout"]))
+    });
+    took.into_iter().flatten().for_each(|took| times.add(took));
+    times.hand_in();
+}

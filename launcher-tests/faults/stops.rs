@@ -1,0 +1,93 @@
+//! Ranks that live but do nothing: stopped, slow, or dead behind sockets that somebody holds. Nothing tells them
+//! from a rank that computes, so they end as a timeout that names them, and never before.
+
+use std::time::Duration;
+
+use convoke_launcher_tests::fault::{Act, Orders, Work};
+use nix::sys::signal::Signal;
+
+use super::cases::{Case, cases, fault};
+use super::job::{Job, Place, orders, side_by_side};
+use super::table::{Promise, Times};
+
+/// Timeout of the calls, and what a busy machine may add.
+const TIMEOUT: Duration = Duration::from_secs(2);
+/// Jobs at the same time: they mostly wait, but who waits must get a core within half a second when it is asked for whom.
+const JOBS: usize = 6;
+const MARGIN: Duration = Duration::from_secs(5);
+
+/// `act` on each rank in each phase ends as a timeout that names it.
+fn silent(case: &'static str, act: Act) {
+    let mut times = Times::new(case, "the rank", Promise::within(TIMEOUT + MARGIN));
+    let took = side_by_side(JOBS, cases(), |case| {
+        let Case { size, victim, .. } = case;
+        let job = Job::start(Place::Here, size, Orders { timeout: TIMEOUT, ..case.orders(act) });
+        let took = job.blames(victim, &["Timeout"]);
+        assert!(took > TIMEOUT / 2, "{took:?} after the fault: {case:?}");
+        if act == Act::Stop {
+            // When it goes on it hears the same.
+            job.signal(victim, Signal::SIGCONT);
+            let reports: Vec<_> = (0..size).map(|rank| job.report(rank)).collect();
+            job.agree(&reports, &[victim], job.fault_at(victim), &["Timeout"]);
+        }
+        took
+    });
+    took.into_iter().for_each(|took| times.add(took));
+    times.hand_in();
+}
+
+#[test]
+fn a_stopped_rank_is_named_at_the_deadline() {
+    silent("SIGSTOP, in any phase of a call; deadline 2 s", Act::Stop);
+}
+
+#[test]
+fn a_dead_rank_whose_sockets_live_on_is_named_at_the_deadline() {
+    silent("SIGKILL, a child holds the sockets, no launcher; deadline 2 s", Act::HoldAndDie);
+}
+
+#[test]
+fn a_rank_that_is_stopped_while_the_group_forms_is_named_at_the_deadline() {
+    let bound = TIMEOUT + MARGIN;
+    let mut times =
+        Times::new("SIGSTOP while the group forms; deadline 2 s", "the rank", Promise::within(bound));
+    let cases =
+        ["recorded", "meeting"].into_iter().flat_map(|point| (0..3).map(move |victim| (point, victim)));
+    let took = side_by_side(JOBS, cases, |(point, victim)| {
+        let faults = vec![fault(victim, (point, 0), Act::Stop)];
+        let orders = Orders { faults, init_timeout: TIMEOUT, ..orders(Work::Small) };
+        Job::start(Place::Here, 3, orders).blames(victim, &["Bootstrap"])
+    });
+    took.into_iter().for_each(|took| times.add(took));
+    times.hand_in();
+}
+
+#[test]
+fn what_a_stopped_rank_has_said_before_misleads_nobody() {
+    // All wait for a rank that is late, and say so. It comes, and then another one stops.
+    let works = [Work::Ring, Work::Broadcast, Work::Direct];
+    let cases = works.into_iter().flat_map(|work| (0..3).map(move |victim| (work, victim)));
+    side_by_side(JOBS, cases, |(work, victim)| {
+        let late = Act::Sleep(TIMEOUT / 4);
+        let faults =
+            vec![fault((victim + 1) % 3, ("computing", 0), late), fault(victim, ("received", 1), Act::Stop)];
+        let job = Job::start(Place::Here, 3, Orders { faults, timeout: TIMEOUT, ..orders(work) });
+        job.blames(victim, &["Timeout"]);
+    });
+}
+
+#[test]
+fn a_slow_rank_never_fails_before_the_deadline() {
+    let peer_timeout = Duration::from_secs(2);
+    side_by_side(JOBS, cases(), |case| {
+        // Longer than what proves that a host is gone, by much where a program computes.
+        let slow = if case.moment.0 == "computing" { 3 * peer_timeout } else { 5 * peer_timeout / 4 };
+        let job =
+            Job::start(Place::Here, case.size, Orders { peer_timeout, ..case.orders(Act::Sleep(slow)) });
+        for rank in 0..case.size {
+            let report = job.report(rank);
+            assert!(report.failed.is_none(), "{case:?}: {report:#?}");
+            assert!(report.returned >= job.fault_at(case.victim) + slow.as_nanos() as u64, "{report:#?}");
+        }
+    });
+}

@@ -1,0 +1,95 @@
+//! Simulated hosts on this machine, through `hosts.sh`.
+
+use std::io::{self, PipeReader, PipeWriter};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+/// Hosts h1 to hN and the switch h0, as long as this exists; they end with this process, however it ends.
+#[derive(Debug)]
+pub struct Hosts {
+    state: tempfile::TempDir,
+    leash: PipeReader,
+    /// Its other end.
+    held: Option<PipeWriter>,
+}
+
+impl Hosts {
+    /// Brings up `count` hosts.
+    ///
+    /// # Errors
+    /// Says why there can be no such hosts here.
+    pub fn up(count: usize) -> Result<Self, String> {
+        if let Some(why) = lacks(&["ip", "nsenter", "unshare", "pgrep"]) {
+            return Err(why);
+        }
+        let state = tempfile::Builder::new().prefix("convoke-hosts-").tempdir();
+        let state = state.map_err(|error| error.to_string())?;
+        let (leash, held) = io::pipe().map_err(|error| error.to_string())?;
+        let hosts = Self { state, leash, held: Some(held) };
+        let up = hosts.command(["up", &count.to_string()]).output();
+        text(up).map(|_| hosts)
+    }
+
+    /// `hosts.sh` with these arguments, for these hosts.
+    pub fn command<'a>(&self, arguments: impl IntoIterator<Item = &'a str>) -> Command {
+        let mut command = Command::new(Self::script());
+        let arguments: Vec<_> = arguments.into_iter().collect();
+        if arguments.first() != Some(&"exec")
+            && let Ok(leash) = self.leash.try_clone()
+        {
+            command.env("TESTBED_LEASH", "1").stdin(leash);
+        }
+        command.args(arguments).env("TESTBED_DIR", self.state());
+        command
+    }
+
+    /// Runs `hosts.sh` with these arguments; what it says.
+    ///
+    /// # Errors
+    /// What it says if it fails.
+    pub fn tell<'a>(&self, arguments: impl IntoIterator<Item = &'a str>) -> Result<String, String> {
+        text(self.command(arguments).output())
+    }
+
+    /// Lets go of the hosts, as if this process were killed.
+    pub fn abandon(&mut self) {
+        self.held = None;
+    }
+
+    /// TESTBED_DIR of these hosts.
+    #[must_use]
+    pub fn state(&self) -> &Path {
+        self.state.path()
+    }
+
+    /// The script.
+    #[must_use]
+    pub fn script() -> PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("testbed/hosts.sh")
+    }
+}
+
+impl Drop for Hosts {
+    fn drop(&mut self) {
+        let _ = self.command(["down"]).output();
+    }
+}
+
+fn text(output: io::Result<Output>) -> Result<String, String> {
+    let output = output.map_err(|error| error.to_string())?;
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_owned();
+    if output.status.success() { Ok(text(&output.stdout)) } else { Err(text(&output.stderr)) }
+}
+
+/// Why simulated hosts and the like cannot be had here, if so: they need root and these programs.
+#[must_use]
+pub fn lacks(tools: &[&str]) -> Option<String> {
+    if !nix::unistd::geteuid().is_root() {
+        return Some("not root".to_owned());
+    }
+    let there = |tool: &str| {
+        let look = Command::new("sh").args(["-c", &format!("command -v {tool}")]).output();
+        look.is_ok_and(|output| output.status.success())
+    };
+    tools.iter().find(|tool| !there(tool)).map(|missing| format!("no program {missing}"))
+}
