@@ -1,6 +1,9 @@
 //! What several test modules need.
 
+mod gate;
 pub(crate) mod memory;
+
+pub(crate) use gate::Gate;
 
 /// A small random generator, seeded by CONVOKE_SEED or by chance; a failing test shows its seed.
 #[derive(Debug)]

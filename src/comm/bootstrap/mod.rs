@@ -15,6 +15,7 @@ mod record;
 
 pub(crate) use address::address;
 
+use std::io::ErrorKind;
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
@@ -115,8 +116,13 @@ fn find_together(invitation: &Invitation, deadline: Instant) -> Result<Formed, C
 
 fn listen(invitation: &Invitation) -> Result<Listener, CommError> {
     let address = address(&invitation.options.listen)?;
-    tcp::listen(SocketAddr::new(address, 0))
-        .map_err(|error| CommError::system(&format!("cannot listen at {address}"), error))
+    tcp::listen(SocketAddr::new(address, 0)).map_err(|error| {
+        let why = match error.kind() {
+            ErrorKind::AddrInUse => ", where no port is free (`ss -s` counts who uses them or waits)",
+            _ => "",
+        };
+        CommError::system(&format!("cannot listen at {address}{why}"), error)
+    })
 }
 
 impl Invitation {

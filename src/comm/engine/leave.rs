@@ -19,7 +19,8 @@ impl Engine {
     ///
     /// Closing a connection that holds unread bytes resets it, and a reset discards what the peer's
     /// kernel has not accepted yet. So: say that nothing more comes, read away what comes, wait until
-    /// all that was sent is accepted (not until it is read), then close.
+    /// all that was sent is accepted (not until it is read), then close. Then a reset does no harm any more,
+    /// and does good: it leaves no port waiting.
     pub(crate) fn leave(&mut self) {
         if std::mem::replace(&mut self.left, true) {
             return;
@@ -72,10 +73,16 @@ impl Parting {
             let sent = self.conn.send(&[IoSlice::new(&self.words)]).unwrap_or(0);
             self.words.drain(..sent);
         }
-        if self.words.is_empty() && !std::mem::replace(&mut self.closed, true) {
+        let said = self.words.is_empty();
+        if said && !self.conn.is_flushed() && !std::mem::replace(&mut self.closed, true) {
+            // The end of a connection is acknowledged at once, a word only after a while.
             self.conn.close_write();
         }
-        self.conn.discard() || self.closed && self.conn.is_flushed()
+        let over = self.conn.discard() || said && self.conn.is_flushed();
+        if over {
+            self.conn.give_up_port();
+        }
+        over
     }
 
     fn poll(&self) -> Option<(BorrowedFd<'_>, PollFlags)> {

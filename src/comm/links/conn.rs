@@ -79,6 +79,10 @@ impl Conn {
         self.link.is_flushed()
     }
 
+    pub(crate) fn give_up_port(&self) {
+        self.link.give_up_port();
+    }
+
     /// Bytes that were read and not consumed.
     pub(crate) fn unread(&self) -> &[u8] {
         &self.ahead[self.start..self.end]

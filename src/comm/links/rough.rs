@@ -99,6 +99,10 @@ impl Link for Rough {
         self.link.close_write();
     }
 
+    fn give_up_port(&self) {
+        self.link.give_up_port();
+    }
+
     fn is_flushed(&self) -> bool {
         self.link.is_flushed()
     }

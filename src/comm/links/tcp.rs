@@ -103,6 +103,10 @@ impl Link for Tcp {
         unsent(&self.socket) == 0
     }
 
+    fn give_up_port(&self) {
+        let _ = self.socket.set_linger(Some(Duration::ZERO));
+    }
+
     /// For control connections only: on a data lane the same settings would end a peer that is alive
     /// but slow to read.
     fn watch_path(&self, bound: Duration) -> io::Result<()> {

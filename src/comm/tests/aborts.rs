@@ -4,11 +4,10 @@
 
 mod common;
 
-use std::sync::Barrier;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use common::{CommError, Group, LONG, ReduceOp, ranks};
+use common::{CommError, Gate, Group, LONG, ReduceOp, ranks};
 
 /// How long a blocked call may take to end; in practice it takes microseconds.
 const AT_ONCE: Duration = Duration::from_secs(5);
@@ -62,7 +61,7 @@ fn until_asleep(thread: i32) {
 #[test]
 fn an_abort_from_another_thread_ends_every_kind_of_call() {
     for (name, call) in BLOCKED {
-        let gate = Barrier::new(3);
+        let gate = Gate::new(3);
         let errors = ranks(3, |group| {
             group.barrier().unwrap();
             gate.wait();

@@ -4,10 +4,12 @@
 
 mod common;
 
-use std::sync::{Arc, Barrier};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::{CommError, Group, GroupOptions, LONG, ReduceOp, SHORT, ranks, ranks_together, with_options};
+use common::{
+    CommError, Gate, Group, GroupOptions, LONG, ReduceOp, SHORT, ranks, ranks_together, with_options,
+};
 use convoke_comm::Loss;
 
 fn all_reduce<T: convoke_comm::Element + Default>(
@@ -22,7 +24,7 @@ fn all_reduce<T: convoke_comm::Element + Default>(
 fn whoever_does_not_call_is_named_by_all_at_the_deadline() {
     for world in [2, 4] {
         for who in 0..world {
-            let gate = Barrier::new(world);
+            let gate = Gate::new(world);
             let timeout = SHORT;
             let errors = ranks(world, |group| {
                 group.barrier().unwrap();
@@ -66,7 +68,7 @@ fn a_receive_without_a_send_times_out_naming_the_sender() {
 #[test]
 fn who_keeps_a_chain_of_messages_waiting_is_named_and_not_who_waits_as_well() {
     for world in [3, 5] {
-        let gate = Barrier::new(world);
+        let gate = Gate::new(world);
         let errors = ranks(world, |group| {
             let (rank, last) = (group.rank(), world - 1);
             // Each waits for the next, the last computes.
@@ -88,7 +90,7 @@ fn who_keeps_a_chain_of_messages_waiting_is_named_and_not_who_waits_as_well() {
 
 #[test]
 fn who_computes_is_named_though_messages_for_it_are_on_their_way() {
-    let gate = Barrier::new(3);
+    let gate = Gate::new(3);
     let errors = ranks(3, |group| {
         // Rank 2 has asked for a message of rank 1 early; both compute, and only rank 2 is waited for.
         let asked = (group.rank() == 2).then(|| group.irecv(vec![0_u8], 1, 0).unwrap());

@@ -4,10 +4,9 @@
 
 mod common;
 
-use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
-use common::{CommError, Group, LONG, ReduceOp, SHORT, ranks};
+use common::{CommError, Gate, Group, LONG, ReduceOp, SHORT, ranks};
 use convoke_comm::{CallKind, Dtype, Element, Loss};
 
 type Call = fn(&Group) -> Result<(), CommError>;
@@ -141,7 +140,7 @@ fn a_mismatch_names_both_calls() {
 fn who_makes_one_call_less_and_computes_or_leaves_is_named() {
     for leaves in [false, true] {
         for who in 0..3 {
-            let gate = Barrier::new(3);
+            let gate = Gate::new(3);
             let errors = ranks(3, |group| {
                 group.barrier().unwrap();
                 if group.rank() == who {
@@ -169,7 +168,7 @@ fn who_makes_one_call_less_and_computes_or_leaves_is_named() {
 #[test]
 fn who_makes_one_call_more_than_all_others_is_told_whom_it_waits_for() {
     for who in 0..3 {
-        let gate = Barrier::new(3);
+        let gate = Gate::new(3);
         let errors = ranks(3, |group| {
             let group = group.with_timeout(SHORT);
             group.barrier().unwrap();

@@ -4,9 +4,7 @@
 
 mod common;
 
-use std::sync::Barrier;
-
-use common::{Group, ReduceOp, ranks};
+use common::{Gate, Group, ReduceOp, ranks};
 use convoke_comm::CommError;
 
 /// The ranks of `group` in the first group, as its members tell each other.
@@ -120,7 +118,7 @@ fn subgroups_of_other_names_or_kinds_are_not_taken_for_each_other() {
 fn threads_that_make_named_subgroups_side_by_side_get_their_own_or_an_error() {
     const ROUNDS: usize = 40;
     let made = ranks(2, |world| {
-        let round = Barrier::new(2);
+        let round = Gate::new(2);
         std::thread::scope(|scope| {
             let threads = [0, 1].map(|thread| {
                 let (mine, round) = (world.with_subgroup_name(["a", "b"][thread]), &round);

@@ -6,10 +6,10 @@ mod common;
 
 use std::io::Write;
 use std::path::PathBuf;
-use std::sync::{Arc, Barrier, Mutex, mpsc};
+use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
-use common::{Group, LONG, ReduceOp, free_port, options};
+use common::{Gate, Group, LONG, ReduceOp, free_port, options};
 use convoke_comm::{CommError, Session, Spawn, SpawnError, World, is_initialized};
 use convoke_store::{FileStore, MemoryStore, Store, StoreError};
 
@@ -171,7 +171,7 @@ fn an_announcement_that_nobody_confirms_does_not_mislead() {
     let announcement = br#"{"generation":"00000000000000000000000000000007","given":false}"#;
     store.set(b"convoke/world/generation", announcement, std::time::Instant::now() + LONG).unwrap();
     drop(store);
-    let others_are_there = Barrier::new(3);
+    let others_are_there = Gate::new(3);
     let session = |rank| {
         if rank == 0 {
             others_are_there.wait();
@@ -298,7 +298,7 @@ fn of_the_environment_only_the_place_is_taken_if_the_rank_is_passed() {
 /// through before.
 fn contested<G: Send>(make: impl Fn(usize) -> Result<G, CommError> + Sync, check: impl Fn(&G) + Sync) {
     let (told, outcomes) = mpsc::channel();
-    let begin = Barrier::new(2);
+    let begin = Gate::new(2);
     std::thread::scope(|scope| {
         for _ in 0..2 {
             let (told, begin, make, check) = (told.clone(), &begin, &make, &check);
@@ -332,7 +332,7 @@ fn of_two_threads_that_would_be_the_same_rank_one_is_refused() {
 #[test]
 fn threads_may_make_different_groups_at_the_same_time() {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
-    let begin = Barrier::new(8);
+    let begin = Gate::new(8);
     std::thread::scope(|scope| {
         for (rank, name) in (0..2).flat_map(|rank| ["a", "b", "c", "d"].map(|name| (rank, name))) {
             let (store, begin) = (Arc::clone(&store), &begin);

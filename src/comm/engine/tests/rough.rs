@@ -1,10 +1,9 @@
 //! Real ranks over connections that move a few bytes at a time, or none though they could.
 
-use std::sync::Barrier;
-
 use super::*;
 use crate::Loss;
 use crate::links::rough;
+use crate::testing::Gate;
 
 /// Runs `body` on two ranks, again and again, with connections that are awkward in ways of their own each time.
 fn pairs<R: Send>(rounds: u64, body: impl Fn(Group) -> R + Sync) -> Vec<R> {
@@ -41,7 +40,7 @@ fn a_farewell_arrives_though_the_connection_does_not_take_it_at_once() {
 fn what_a_peer_says_is_heard_however_many_pieces_it_comes_in() {
     // Half a second before the deadline all ask each other again, and would hear it then.
     let time = Duration::from_secs(20);
-    let (gate, late) = (Barrier::new(2), AtomicBool::new(false));
+    let (gate, late) = (Gate::new(2), AtomicBool::new(false));
     pairs(20, |group| {
         for _ in 0..20 {
             let start = Instant::now();

@@ -1,13 +1,17 @@
 //! Ranks as threads around a store in memory.
 #![allow(dead_code, unused_imports, unused_macros, missing_docs)]
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
 pub(crate) use convoke_comm::{CommError, Group, GroupOptions, ReduceOp};
 use convoke_comm::{Complex, Element, bf16, f16};
 use convoke_store::{MemoryStore, Store};
+
+#[path = "../../testing/gate.rs"]
+mod gate;
+pub(crate) use gate::Gate;
 
 /// Bound for anything that should succeed.
 pub(crate) const LONG: Duration = Duration::from_secs(60);
@@ -106,26 +110,6 @@ pub(crate) fn free_port() -> u16 {
         if std::net::TcpListener::bind(("127.0.0.1", port)).is_ok() {
             return port;
         }
-    }
-}
-
-/// As [`std::sync::Barrier`], for once, and not for ever if one of the threads has panicked.
-pub(crate) struct Gate {
-    left: Mutex<usize>,
-    open: Condvar,
-}
-
-impl Gate {
-    pub(crate) fn new(threads: usize) -> Self {
-        Self { left: Mutex::new(threads), open: Condvar::new() }
-    }
-
-    pub(crate) fn wait(&self) {
-        let mut left = self.left.lock().unwrap();
-        *left -= 1;
-        self.open.notify_all();
-        let (left, _) = self.open.wait_timeout_while(left, LONG, |left| *left > 0).unwrap();
-        assert_eq!(*left, 0, "the others did not come");
     }
 }
 
