@@ -163,8 +163,8 @@ fn keys_of_others_are_left_alone() {
     let Some(etcd) = Etcd::up(&[]) else { return };
     let job = Job::new();
     let worker = job.script("echo ran\n");
-    etcd.tell(&["ctl", "put", "/convoke/job/entry", r#"{"version":77}"#]);
+    etcd.tell(&["ctl", "put", "/convoke/job/coordinator", r#"{"version":77}"#]);
     let since = Instant::now();
     expect(run(&job, &etcd.endpoint, "", &[], &worker), since, &["of version 77", "another --rdzv-id"]);
-    assert!(etcd.tell(&["ctl", "get", "/convoke/job/entry"]).contains("77"));
+    assert!(etcd.tell(&["ctl", "get", "/convoke/job/coordinator"]).contains("77"));
 }

@@ -5,7 +5,7 @@
 //! to come back.
 
 use std::collections::btree_map::Entry;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::Duration;
 
 use super::bug::{Bug, Planted};
@@ -24,6 +24,8 @@ pub(crate) type Time = Duration;
 const MUSTER_PERIOD: Duration = Duration::from_secs(10);
 /// Who has no workers may be silent for so many times longer: on machines on which many nodes begin at once.
 pub(crate) const LENIENCE: u32 = 4;
+/// For so long each of a host's nodes may keep it from all others, when all begin at once.
+const PER_NODE_OF_A_HOST: Duration = Duration::from_millis(20);
 /// So many of those that are gone are remembered.
 const REMEMBERED: usize = 100_000;
 /// So many names are told.
@@ -44,6 +46,14 @@ pub(crate) struct Rules {
     pub(crate) stop_timeout: Duration,
     /// `restart_budget=job`: restarts for failures, all nodes together.
     pub(crate) job_budget: Option<u32>,
+}
+
+impl Rules {
+    /// After which silence a node is lost, where there are so many on one host: they share its cores.
+    pub(crate) fn silence_of(&self, crowd: usize) -> Duration {
+        let crowd = u32::try_from(crowd).unwrap_or(u32::MAX);
+        self.silence.max(PER_NODE_OF_A_HOST.saturating_mul(crowd))
+    }
 }
 
 /// What happens.
@@ -122,6 +132,9 @@ pub(crate) struct Coordinator {
     /// `--nnodes` of the first, and its name.
     range: Option<(usize, usize, String)>,
     members: BTreeMap<AgentId, Known>,
+    /// How many of them are on each host, and the most that ever were on one.
+    hosts: HashMap<String, usize>,
+    crowd: usize,
     /// All of them by when they are lost.
     due: BTreeSet<(Time, AgentId)>,
     /// Members without a seat that could take part, and since when.
@@ -150,6 +163,8 @@ impl Coordinator {
             entropy,
             range: None,
             members: BTreeMap::new(),
+            hosts: HashMap::new(),
+            crowd: 0,
             due: BTreeSet::new(),
             candidates: BTreeMap::new(),
             waiting: BTreeSet::new(),
@@ -177,6 +192,7 @@ impl Coordinator {
         let mut resumed = Self::new(rules, term, entropy);
         resumed.round = record.round;
         resumed.failures = record.failures;
+        resumed.crowd = record.crowd();
         if let Some(ending) = record.ending {
             resumed.stage = Stage::Over(ending);
         } else if record.round > 0 {
@@ -186,10 +202,10 @@ impl Coordinator {
                 }
                 resumed.ranks.insert(seat.agent, rank);
             }
-            resumed.stage = Stage::Live(Round::new(record));
+            resumed.stage = Stage::Live(Round::new(record, &rules));
         }
         if let Some((agent, due)) = suspect {
-            resumed.set_due(agent, due.min(rules.silence));
+            resumed.set_due(agent, due.min(resumed.silence()));
         }
         resumed
     }
@@ -271,7 +287,7 @@ impl Coordinator {
 
     fn hello(&mut self, now: Time, agent: AgentId, profile: Profile, actions: &mut Vec<Action>) {
         if self.gone.contains(&agent) {
-            let silent_s = self.rules.silence.as_secs();
+            let silent_s = self.silence().as_secs();
             self.refuse_stranger(agent, Refusal::GivenUp { silent_s }, actions);
             return;
         }
@@ -296,7 +312,7 @@ impl Coordinator {
             self.gone.remove(&agent);
         }
         if self.members.contains_key(&agent) {
-            self.set_due(agent, now + self.rules.silence);
+            self.set_due(agent, now + self.silence());
         } else {
             self.know(now, agent, profile);
         }
@@ -310,7 +326,10 @@ impl Coordinator {
         if self.range.is_none() {
             self.range = Some((profile.min, profile.max, profile.host.clone()));
         }
-        let due = now + self.rules.silence;
+        let crowd = self.hosts.entry(profile.host.clone()).or_default();
+        *crowd += 1;
+        self.crowd = self.crowd.max(*crowd);
+        let due = now + self.silence();
         self.due.insert((due, agent));
         let known =
             Known { profile, seq: 0, phase: None, heard: now, due, order: None, order_seq: 0, asked: 0 };
@@ -330,7 +349,7 @@ impl Coordinator {
         }
         known.heard = now;
         let has_workers = !matches!(known.phase, Some(Phase::Ready { .. }));
-        let silence = self.rules.silence * if has_workers { 1 } else { LENIENCE };
+        let silence = self.silence() * if has_workers { 1 } else { LENIENCE };
         self.set_due(agent, now + silence);
         if news {
             self.phase_changed(now, agent, actions);
@@ -352,6 +371,11 @@ impl Coordinator {
         self.tick_forming(now, actions);
     }
 
+    /// After which a member with workers is lost.
+    fn silence(&self) -> Duration {
+        self.rules.silence_of(self.crowd)
+    }
+
     fn set_due(&mut self, agent: AgentId, due: Time) {
         let Some(known) = self.members.get_mut(&agent) else { return };
         self.due.remove(&(known.due, agent));
@@ -363,6 +387,12 @@ impl Coordinator {
     fn forget(&mut self, agent: AgentId) {
         if let Some(known) = self.members.remove(&agent) {
             self.due.remove(&(known.due, agent));
+            if let Some(crowd) = self.hosts.get_mut(&known.profile.host) {
+                *crowd -= 1;
+                if *crowd == 0 {
+                    self.hosts.remove(&known.profile.host);
+                }
+            }
         }
         self.drop_candidate(agent);
         self.gone.insert(agent);

@@ -1,14 +1,25 @@
 //! One node's side: what it says, what it has been told, and whether it still may have workers. Pure.
 //!
 //! Its right to have workers is a lease. The coordinator takes a member for lost that it has not heard for a while, and
-//! begins a round without it; a member that has had no answer for a little less than that stops its workers. Both
-//! measure with clocks of their own from an event that both know, so they need not agree on the time.
+//! begins a round without it; a member that has had no answer for a little less than that ([`lease`]) stops its workers.
+//! Both measure with clocks of their own from an event that both know, so they need not agree on the time.
 
 use std::collections::VecDeque;
 use std::time::Duration;
 
 use super::bug::{Bug, Planted};
 use super::messages::{Assignment, Cause, Ending, Muster, Order, OrderMessage, Phase, Refusal, Status};
+
+/// How long a member may have workers after the last status that was answered, where it is lost after this silence.
+fn lease(silence: Duration) -> Duration {
+    silence * 4 / 5
+}
+
+/// The same for the node whose process has the coordinator, where another one may replace that: shorter, since others
+/// wait for it.
+pub(crate) fn own_lease(silence: Duration) -> Duration {
+    silence * 2 / 5
+}
 
 /// Statuses whose sending is remembered.
 const REMEMBERED: usize = 64;
@@ -26,8 +37,10 @@ pub(crate) enum News {
 /// See the module's head.
 #[derive(Debug)]
 pub(crate) struct Member {
-    /// A status that is not answered for so long ends the lease.
-    lease: Duration,
+    /// After which it is lost.
+    silence: Duration,
+    /// Its process has the coordinator, and another one may replace that.
+    coordinates: bool,
     phase: Phase,
     seq: u64,
     heard: (u64, u64),
@@ -42,10 +55,11 @@ pub(crate) struct Member {
 }
 
 impl Member {
-    /// One that is in `phase`.
-    pub(crate) fn new(phase: Phase, lease: Duration) -> Self {
+    /// One that is in `phase`; before a round says otherwise it is lost after `silence`.
+    pub(crate) fn new(phase: Phase, silence: Duration) -> Self {
         Self {
-            lease,
+            silence,
+            coordinates: false,
             phase,
             seq: 0,
             heard: (0, 0),
@@ -67,9 +81,19 @@ impl Member {
         self.alone = false;
     }
 
-    /// From now on a status that is not answered for so long ends the lease.
-    pub(crate) fn set_lease(&mut self, lease: Duration) {
-        self.lease = lease;
+    /// Whether its process has the coordinator, and another one may replace that.
+    pub(crate) fn coordinates(&mut self, does: bool) {
+        self.coordinates = does;
+    }
+
+    /// How often it says its status, where others do so each `beat`: whose lease is shorter says more.
+    pub(crate) fn beat(&self, beat: Duration) -> Duration {
+        if self.coordinates { beat / 2 } else { beat }
+    }
+
+    /// A status that is not answered for so long ends its right to have workers.
+    pub(crate) fn lease(&self) -> Duration {
+        if self.coordinates { own_lease(self.silence) } else { lease(self.silence) }
     }
 
     /// Its lease has ended: its workers are being stopped.
@@ -121,6 +145,7 @@ impl Member {
             (_, Phase::Left(_)) => None,
             (Order::Wait(muster), Phase::Ready { .. }) => Some(News::Wait(muster)),
             (Order::Run(assignment), Phase::Ready { after, .. }) if assignment.round > *after => {
+                self.silence = assignment.silence;
                 Some(News::Run(assignment))
             }
             (Order::Stop { round, .. }, Phase::Ready { after, .. }) => {
@@ -151,6 +176,6 @@ impl Member {
 
     /// When it may have no workers any more, unless it is answered before.
     pub(crate) fn lease_ends(&self) -> Option<Duration> {
-        (!self.planted.is(Bug::RunsOnAlone) && !self.alone).then_some(self.answered? + self.lease)
+        (!self.planted.is(Bug::RunsOnAlone) && !self.alone).then_some(self.answered? + self.lease())
     }
 }

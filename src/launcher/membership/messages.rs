@@ -1,6 +1,7 @@
 //! What agents and their coordinator tell each other. Pure.
 
 use std::fmt;
+use std::time::Duration;
 
 use convoke_env::Generation;
 use serde::{Deserialize, Serialize};
@@ -148,6 +149,8 @@ pub(crate) struct Assignment {
     pub(crate) store: Vec<String>,
     /// Restarts that count for this node now, where they are counted for the whole job.
     pub(crate) restarts: Option<u32>,
+    /// A node of the round that is not heard for so long is lost.
+    pub(crate) silence: Duration,
 }
 
 impl Assignment {

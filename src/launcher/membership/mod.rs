@@ -23,11 +23,13 @@ mod seats;
 mod tests;
 
 pub(crate) use coordinator::{Action, Coordinator, Event, LENIENCE, Rules};
-pub(crate) use member::{Member, News};
+pub(crate) use member::{Member, News, own_lease};
 pub(crate) use messages::{
     AgentId, Assignment, Departure, Ending, Failure, Muster, OrderMessage, Phase, Profile, Refusal, Status,
 };
 #[cfg(test)]
 pub(crate) use messages::{Cause, Order};
 pub(crate) use record::Record;
+#[cfg(test)]
+pub(crate) use record::Seat;
 pub(crate) use seats::{Ranks, assign};

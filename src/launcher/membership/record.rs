@@ -1,11 +1,13 @@
 //! What is written down of a job before anybody acts on it, so that another coordinator can go on. Pure.
 
+use std::collections::HashMap;
+
 use serde::{Deserialize, Serialize};
 
 use super::messages::{AgentId, Ending, Profile};
 
 /// Of the latest round, and of the end.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Record {
     /// Of this form.
     pub(crate) version: u32,
@@ -32,6 +34,15 @@ pub(crate) struct Seat {
 }
 
 impl Record {
+    /// The most of its nodes that are on one host. O(n).
+    pub(crate) fn crowd(&self) -> usize {
+        let mut hosts = HashMap::<&str, usize>::new();
+        for seat in &self.seats {
+            *hosts.entry(&seat.profile.host).or_default() += 1;
+        }
+        hosts.into_values().max().unwrap_or_default()
+    }
+
     /// The present form.
     pub(crate) const VERSION: u32 = 1;
 }

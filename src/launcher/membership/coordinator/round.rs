@@ -1,10 +1,12 @@
 //! A round and what becomes of its nodes. Pure.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
 use super::super::messages::{AgentId, Assignment, Failure};
 use super::super::record::{Record, Seat};
 use super::super::seats::{Ranks, assign};
+use super::Rules;
 
 /// What became of a node of the round.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -38,15 +40,18 @@ pub(in super::super) struct Round {
     pub(super) unsure: Option<BTreeSet<AgentId>>,
     /// Of the workers of each node.
     ranks: Vec<Ranks>,
+    /// After which one of them is lost.
+    silence: Duration,
 }
 
 impl Round {
-    pub(super) fn new(record: Record) -> Self {
+    pub(super) fn new(record: Record, rules: &Rules) -> Self {
         let seats = record.seats.iter().map(|seat| &seat.profile);
         let ranks = assign(seats.map(|profile| (profile.role.as_str(), profile.workers)));
         let size = record.seats.len();
         let states = vec![State::Running; size];
         let left = record.left.clone();
+        let silence = rules.silence_of(record.crowd());
         let mut round = Self {
             record,
             states,
@@ -57,6 +62,7 @@ impl Round {
             lost: None,
             unsure: None,
             ranks,
+            silence,
         };
         for (rank, signal) in left.into_iter().filter(|(rank, _)| *rank < size) {
             round.set(rank, State::Left { signal });
@@ -136,6 +142,7 @@ impl Round {
             role_world_size,
             store: self.record.store.clone(),
             restarts,
+            silence: self.silence,
         }
     }
 }

@@ -288,7 +288,7 @@ impl Coordinator {
     fn start(&mut self, now: Time, agents: Vec<AgentId>, actions: &mut Vec<Action>) {
         self.round += 1;
         for &agent in &agents {
-            self.set_due(agent, now + self.rules.silence);
+            self.set_due(agent, now + self.silence());
         }
         let seats: Vec<Seat> = agents
             .iter()
@@ -301,7 +301,7 @@ impl Coordinator {
         self.veterans = 0;
         let record = Record { seats, store, ..self.record() };
         actions.push(Action::Write(record.clone()));
-        self.stage = Stage::Starting(Round::new(record));
+        self.stage = Stage::Starting(Round::new(record, &self.rules));
     }
 
     pub(super) fn end(&mut self, ending: Ending, actions: &mut Vec<Action>) {

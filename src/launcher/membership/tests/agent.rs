@@ -42,11 +42,11 @@ pub(super) struct Agent {
 }
 
 impl Agent {
-    pub(super) fn new(id: AgentId, profile: Profile, max_restarts: u32, lease: Duration) -> Self {
+    pub(super) fn new(id: AgentId, profile: Profile, max_restarts: u32, silence: Duration) -> Self {
         Self {
             id,
             profile,
-            member: Member::new(ready(id, 0, 0), lease),
+            member: Member::new(ready(id, 0, 0), silence),
             workers: None,
             restarts: 0,
             max_restarts,
@@ -81,9 +81,9 @@ impl Agent {
     }
 
     /// Takes part as if it were new: the others have gone on without it.
-    pub(super) fn join_anew(&mut self, id: AgentId, lease: Duration) {
+    pub(super) fn join_anew(&mut self, id: AgentId, silence: Duration) {
         self.id = id;
-        let mut member = Member::new(ready(id, 0, self.restarts), lease);
+        let mut member = Member::new(ready(id, 0, self.restarts), silence);
         member.planted = self.member.planted;
         self.member = member;
         self.workers = None;

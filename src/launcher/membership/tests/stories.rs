@@ -57,9 +57,13 @@ impl Job {
         }
     }
 
-    fn comes(&mut self, agent: u128, (min, max): (usize, usize)) {
-        let profile =
-            Profile { host: format!("h{agent}"), pid: 1, min, max, workers: 2, role: "default".to_owned() };
+    fn comes(&mut self, agent: u128, range: (usize, usize)) {
+        self.comes_from(&format!("h{agent}"), agent, range);
+    }
+
+    fn comes_from(&mut self, host: &str, agent: u128, (min, max): (usize, usize)) {
+        let (host, role) = (host.to_owned(), "default".to_owned());
+        let profile = Profile { host, pid: 1, min, max, workers: 2, role };
         self.handle(Event::Hello { agent: AgentId(agent), profile });
         self.says(
             agent,
@@ -241,4 +245,20 @@ fn another_number_of_nodes_is_refused() {
     job.comes(2, (1, 3));
     let nodes = Refusal::Nodes { mine: (1, 3), theirs: (2, 2), host: "h1".to_owned() };
     assert_eq!(job.orders[&2], Order::Refuse(nodes));
+}
+
+#[test]
+fn nodes_that_share_a_host_with_many_may_be_silent_for_longer() {
+    let mut job = Job::new(None);
+    (1..=400).for_each(|agent| job.comes_from("one", agent, (399, 400)));
+    // 20 ms for each.
+    let Order::Run(run) = &job.orders[&1] else { panic!("{:?}", job.orders[&1]) };
+    assert_eq!(run.silence, 8 * SECOND);
+    for _ in 0..7 {
+        (1..400).for_each(|agent| job.is_there(agent, 1));
+        job.later(SECOND);
+    }
+    assert_eq!(job.runs(1), Some((1, 0, 400)));
+    job.later(SECOND);
+    assert!(matches!(&job.orders[&1], Order::Stop { cause: Cause::Lost { node: 399, .. }, .. }));
 }

@@ -10,7 +10,6 @@ use super::super::*;
 use super::agent::{Agent, Workers, ready};
 
 pub(super) const SILENCE: Duration = Duration::from_secs(3);
-pub(super) const LEASE: Duration = Duration::from_millis(2400);
 const BEAT: Duration = Duration::from_millis(750);
 pub(super) const JOIN_TIMEOUT: Duration = Duration::from_secs(600);
 const LAST_CALL: Duration = Duration::from_secs(5);
@@ -225,7 +224,7 @@ impl World {
             };
             let id = world.fresh_id();
             let restarts = world.random.below(3) as u32;
-            let mut agent = Agent::new(id, profile, restarts, LEASE);
+            let mut agent = Agent::new(id, profile, restarts, SILENCE);
             agent.member.planted.bug = bug;
             agent.offset = world.random.millis(0, 100_000_000);
             let drift = nature.drift;
@@ -454,7 +453,7 @@ impl World {
 
     fn rejoin(&mut self, index: usize) {
         let id = self.fresh_id();
-        self.agents[index].join_anew(id, LEASE);
+        self.agents[index].join_anew(id, SILENCE);
         self.begin(index);
     }
 
@@ -595,7 +594,7 @@ impl World {
                 let id = self.fresh_id();
                 let agent = &mut self.agents[index];
                 (agent.alive, agent.ended, agent.paused, agent.restarts) = (true, None, false, 0);
-                agent.join_anew(id, LEASE);
+                agent.join_anew(id, SILENCE);
                 self.begin(index);
             }
             Fault::Mute(index) => self.disturb(index, |agent| agent.mute = true),

@@ -18,8 +18,6 @@ pub(super) struct Caller {
     pub(super) run_id: String,
     pub(super) profile: Profile,
     pub(super) agent: AgentId,
-    /// Longest time for a connection, and for the proofs on it.
-    pub(super) patience: Duration,
 }
 
 /// A connection that both sides have proven.
@@ -35,16 +33,16 @@ impl Caller {
     /// # Errors
     /// What came back from each.
     pub(super) async fn connect(&self, found: &Found) -> Result<Connection, (String, Attempt)> {
-        let Found { addresses, token } = found;
+        let Found { addresses, token, patience } = found;
         let mut attempts: FuturesUnordered<_> = addresses
             .iter()
-            .map(async |address| (*address, self.in_time(TcpStream::connect(address)).await))
+            .map(async |address| (*address, in_time(*patience, TcpStream::connect(address)).await))
             .collect();
         let mut failed = Vec::new();
         while let Some((address, stream)) = attempts.next().await {
             // Two proofs at once would be two connections of one agent.
             let connected = match stream {
-                Ok(stream) => self.in_time(self.prove(stream, token.as_ref())).await,
+                Ok(stream) => in_time(*patience, self.prove(stream, token.as_ref())).await,
                 Err(error) => Err(error),
             };
             match connected {
@@ -59,20 +57,9 @@ impl Caller {
         Err((why.join("; "), how))
     }
 
-    async fn in_time<T, E: Into<LinkError>>(
-        &self,
-        what: impl Future<Output = Result<T, E>>,
-    ) -> Result<T, LinkError> {
-        match timeout(self.patience, what).await {
-            Ok(done) => done.map_err(Into::into),
-            Err(_) => Err(LinkError::Silent(self.patience)),
-        }
-    }
-
     async fn prove(&self, mut stream: TcpStream, token: Option<&Token>) -> Result<Connection, LinkError> {
         link::prepare(&stream)?;
-        let mut nonce: Nonce = [0; 32];
-        getrandom::fill(&mut nonce).map_err(std::io::Error::other)?;
+        let nonce: Nonce = super::random()?;
         let hello = Hello::new(&self.run_id, self.agent, nonce);
         let mut first = MAGIC.to_vec();
         first.extend(wire::frame(&wire::encode(&hello)));
@@ -93,13 +80,21 @@ impl Caller {
     }
 }
 
+async fn in_time<T, E: Into<LinkError>>(
+    patience: Duration,
+    what: impl Future<Output = Result<T, E>>,
+) -> Result<T, LinkError> {
+    match timeout(patience, what).await {
+        Ok(done) => done.map_err(Into::into),
+        Err(_) => Err(LinkError::Silent(patience)),
+    }
+}
+
 fn is_refused(error: &LinkError) -> bool {
     matches!(error, LinkError::Io(error) if error.kind() == std::io::ErrorKind::ConnectionRefused)
 }
 
 /// Who this node is from now on.
-pub(super) fn fresh_id() -> Result<AgentId, getrandom::Error> {
-    let mut id = [0; 16];
-    getrandom::fill(&mut id)?;
-    Ok(AgentId(u128::from_le_bytes(id)))
+pub(super) fn fresh_id() -> std::io::Result<AgentId> {
+    super::random().map(|id| AgentId(u128::from_le_bytes(id)))
 }

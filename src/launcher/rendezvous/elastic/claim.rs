@@ -10,7 +10,7 @@ use tokio::sync::Notify;
 use tokio::time::{Instant, sleep};
 
 use super::directory::{Directory, Entry, Lease, Seen, Trouble};
-use crate::membership::Record;
+use crate::membership::{Record, own_lease};
 use crate::say::say;
 
 /// Between two attempts to reach the place, at first and at most.
@@ -19,18 +19,13 @@ const SLOWEST_RETRY: Duration = Duration::from_secs(1);
 /// How often a lease is kept alive in its time.
 const BEATS: u32 = 4;
 
-/// How long the node whose process has the coordinator may have workers after the last answer: shorter than others, since
-/// they wait for it.
-pub(super) fn own_lease(silence: Duration) -> Duration {
-    silence / 2
-}
-
 /// See the module's head.
 #[derive(Debug)]
 pub(super) struct Claim {
     directory: Directory,
-    silence: Duration,
     seen: RefCell<Seen>,
+    /// What was last to be written down.
+    record: RefCell<Option<Record>>,
     lease: Cell<Lease>,
     /// When the place was last asked that has said that the lease lives.
     confirmed: Cell<Instant>,
@@ -49,17 +44,17 @@ impl Claim {
         directory: &Directory,
         seen: &Seen,
         entry: &Entry,
-        silence: Duration,
+        record: Option<&Record>,
     ) -> Result<Result<Self, Seen>, Trouble> {
         let lease = directory.lease().await?;
-        let now = directory.replace(seen, entry, &lease).await?;
+        let now = directory.replace(seen, entry, record, &lease).await?;
         if now.entry.as_ref() != Some(entry) {
             return Ok(Err(now));
         }
         Ok(Ok(Self {
             directory: directory.clone(),
-            silence,
             seen: RefCell::new(now),
+            record: RefCell::new(record.cloned()),
             lease: Cell::new(lease),
             confirmed: Cell::new(lease.granted),
             is_lost: Cell::new(false),
@@ -71,9 +66,10 @@ impl Claim {
     /// Writes a record down, however long that takes; false if another coordinator has taken over.
     pub(super) async fn write(&self, record: &Record) -> bool {
         let mut retry = RETRY;
+        self.record.replace(Some(record.clone()));
         while !self.is_lost.get() {
             let seen = self.seen.borrow().clone();
-            let Some(entry) = seen.entry.as_ref().map(|entry| entry.with(record)) else { return false };
+            let Some(entry) = seen.entry.as_ref().map(|entry| entry.after(record)) else { return false };
             match self.replace(&seen, &entry).await {
                 Ok(true) => return !self.is_lost.get(),
                 Ok(false) => continue,
@@ -89,7 +85,8 @@ impl Claim {
 
     /// Replaces what was `seen`; false if it is to be tried again with what was written in between.
     async fn replace(&self, seen: &Seen, entry: &Entry) -> Result<bool, Trouble> {
-        let now = self.directory.replace(seen, entry, &self.lease.get()).await?;
+        let record = self.record.borrow().clone();
+        let now = self.directory.replace(seen, entry, record.as_ref(), &self.lease.get()).await?;
         // What was written in vain, as it seemed, may be there all the same.
         if now.entry.as_ref() == Some(entry) {
             self.seen.replace(now);
@@ -101,11 +98,10 @@ impl Claim {
 
     /// Takes in what the place says now; whether that is no other coordinator's entry.
     fn still_stands(&self, now: Seen) -> bool {
-        let term = |seen: &Seen| seen.entry.as_ref().map(|entry| entry.term);
         let mut seen = self.seen.borrow_mut();
-        match (term(&now), term(&seen)) {
+        match (now.term(), seen.term()) {
             // Somebody has emptied it.
-            (None, _) => {
+            (0, _) => {
                 let mine = seen.entry.take();
                 *seen = now;
                 seen.entry = mine;
@@ -204,12 +200,12 @@ impl Claim {
     }
 
     /// How long whoever takes over a claim that nobody keeps alive waits for the node that has had it: by then that has
-    /// no workers any more, whatever it hears.
-    pub(super) fn patience(&self) -> Duration {
+    /// no workers any more, whatever it hears. `silence` is that of the round before.
+    pub(super) fn patience(&self, silence: Duration) -> Duration {
         // It was last certain at most a beat before it was cut off, or heard half of its round then. For half of its
         // lease it has answered its own node, whose lease began with the last answer.
         let ttl = self.lease.get().ttl;
-        (own_lease(self.silence) + self.tolerance()).saturating_sub(ttl - ttl / BEATS)
+        (own_lease(silence) + self.tolerance()).saturating_sub(ttl - ttl / BEATS)
     }
 
     /// What the place says.

@@ -20,7 +20,7 @@ const SLOWEST_RETRY: Duration = Duration::from_secs(1);
 /// Attempts in vain, with nobody listening, until the coordinator's process is taken for dead.
 const ATTEMPTS: u32 = 4;
 /// After so long it is looked whether there is another coordinator by now.
-const QUICK: Duration = Duration::from_millis(200);
+const QUICK: Duration = Duration::from_millis(500);
 /// How long somebody who goes waits for the word of it to be sent.
 const FAREWELL: Duration = Duration::from_millis(500);
 
@@ -60,11 +60,8 @@ pub(super) enum Heard {
 /// See the module's head.
 pub(super) struct Desk {
     pub(super) caller: Caller,
-    /// Between two statuses.
+    /// Between two statuses of most nodes.
     pub(super) beat: Duration,
-    pub(super) lease: Duration,
-    /// Of the node whose process has the coordinator, where another one may replace that.
-    pub(super) own_lease: Duration,
     /// How long a node without workers waits for a coordinator that another one may replace.
     pub(super) join_timeout: Duration,
 }
@@ -146,19 +143,26 @@ impl Desk {
                     continue;
                 }
             };
+            let connected = match connected {
+                // What has worked before may work again.
+                Err(Missed::Unusable(why)) if member.answered().is_some() => {
+                    Err(Missed::Because { why, how })
+                }
+                connected => connected,
+            };
             match connected {
                 Ok(connection) => {
                     (retry, how, vain) = (RETRY, Attempt::Fine, 0);
-                    member.set_lease(if finder.is_own() { self.own_lease } else { self.lease });
+                    member.coordinates(finder.is_own());
                     let own = connection.stream.local_addr().ok().map(|address| address.ip());
                     *towards.lock().unwrap_or_else(PoisonError::into_inner) = own;
                     let _ = heard.send(Heard::Connected);
-                    match self.talk(connection, member, is_fixed, began, said, heard).await {
+                    match self.talk(connection, member, finder, began, said, heard).await {
                         Over::Gone => return,
                         Over::GivenUp => {
                             last = "the others have gone on without this node".to_owned();
                             if has_workers(member) {
-                                let silent = self.lease;
+                                let silent = member.lease();
                                 let _ = heard.send(Heard::Stop { silent, last: last.clone() });
                             }
                             match caller::fresh_id() {
@@ -183,20 +187,12 @@ impl Desk {
                     return;
                 }
                 Err(Missed::Moved) => retry = RETRY,
-                // What has worked before may work again.
-                Err(Missed::Unusable(why)) if member.answered().is_none() => {
+                Err(Missed::Unusable(why)) => {
                     let _ = heard.send(Heard::Unusable { why });
                     return;
                 }
-                Err(missed) => {
-                    let why = match missed {
-                        Missed::Because { why, how: by_all } => {
-                            how = by_all;
-                            why
-                        }
-                        Missed::Unusable(why) => why,
-                        Missed::Moved | Missed::Closed(_) => continue,
-                    };
+                Err(Missed::Because { why, how: now }) => {
+                    how = now;
                     let _ = heard.send(Heard::Waiting { why: why.clone() });
                     vain = if how == Attempt::Refused { vain + 1 } else { 0 };
                     last = why;
@@ -239,7 +235,7 @@ impl Desk {
     /// How much longer than a lease a node may hear nothing: as long as it only waits for a round.
     fn more_patience(&self, member: &Member) -> Duration {
         match member.phase() {
-            Phase::Ready { .. } => self.lease * (LENIENCE - 1),
+            Phase::Ready { .. } => member.lease() * (LENIENCE - 1),
             Phase::Running { .. } | Phase::Failed { .. } | Phase::Succeeded { .. } | Phase::Left(_) => {
                 Duration::ZERO
             }
@@ -251,7 +247,7 @@ impl Desk {
         &self,
         connection: Connection,
         member: &mut Member,
-        is_fixed: bool,
+        finder: &Finder,
         began: Instant,
         said: &mut mpsc::UnboundedReceiver<Said>,
         heard: &mpsc::UnboundedSender<Heard>,
@@ -271,7 +267,9 @@ impl Desk {
             }
         });
         let mut next_beat = Instant::now();
-        let begins = began.elapsed();
+        let is_fixed = finder.is_fixed();
+        let start = began.elapsed();
+        let mut begins = start;
         let result = loop {
             // Who has no workers may have been silent before.
             let ends = match member.lease_ends() {
@@ -279,7 +277,7 @@ impl Desk {
                 ends => {
                     // Where there may be another coordinator it is looked for soon.
                     let more = if is_fixed { self.more_patience(member) } else { Duration::ZERO };
-                    ends.max(Some(begins + self.lease)).map(|ends| ends + more)
+                    ends.max(Some(begins + member.lease())).map(|ends| ends + more)
                 }
             };
             tokio::select! {
@@ -292,7 +290,7 @@ impl Desk {
                         if let Err(error) = link::write(&mut writing, &mut ours, &status).await {
                             break Over::Broken(error);
                         }
-                        next_beat = Instant::now() + self.beat;
+                        next_beat = Instant::now() + member.beat(self.beat);
                     }
                     Some(Said::Leave(departure)) => {
                         member.enter(Phase::Left(departure));
@@ -319,13 +317,22 @@ impl Desk {
                     None => break Over::Broken(LinkError::Stranger),
                 },
                 () = sleep_until(next_beat) => {
-                    next_beat = Instant::now() + self.beat;
+                    finder.look();
+                    next_beat = Instant::now() + member.beat(self.beat);
                     let status = ToCoordinator::Status(member.status(began.elapsed()));
                     if let Err(error) = link::write(&mut writing, &mut ours, &status).await {
                         break Over::Broken(error);
                     }
                 }
-                () = until(ends, began) => break Over::Broken(LinkError::Silent(self.lease)),
+                () = until(ends, began) => {
+                    let silent = began.elapsed().saturating_sub(member.answered().unwrap_or_default().max(start));
+                    let may_wait = !is_fixed && !has_workers(member) && silent < member.lease() * LENIENCE;
+                    if !may_wait || !finder.stands().await {
+                        break Over::Broken(LinkError::Silent(member.lease()));
+                    }
+                    // It is busy.
+                    begins = began.elapsed();
+                }
             }
         };
         reader.abort();

@@ -6,16 +6,18 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use convoke_env::Token;
-use tokio::net::TcpListener;
 
 use super::claim::Claim;
 use super::directory::{Directory, Entry, Seen, Trouble};
 use super::hall::{Backing, Hall};
 use super::place;
-use crate::membership::{AgentId, Ending, Rules};
+use crate::membership::{AgentId, Ending, Record, Rules};
 
 /// Attempts in vain, with nobody listening, until the coordinator is taken for dead.
 const ATTEMPTS: u32 = 3;
+
+/// Longest time for a connection to a coordinator that should be there, and for the proofs on it.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Why it is not found.
 #[derive(Debug)]
@@ -47,6 +49,8 @@ pub(super) enum Attempt {
 pub(super) struct Found {
     pub(super) addresses: Vec<SocketAddr>,
     pub(super) token: Option<Token>,
+    /// Longest time for a connection, and for the proofs on it.
+    pub(super) patience: Duration,
 }
 
 /// Where it may be.
@@ -96,7 +100,7 @@ impl Finder {
                 let found = found.map_err(|error| Trouble::Passing(format!("look up {host}: {error}")))?;
                 let mut addresses: Vec<SocketAddr> = found.collect();
                 addresses.dedup();
-                Ok(Found { addresses, token: token.clone() })
+                Ok(Found { addresses, token: token.clone(), patience: CONNECT_TIMEOUT })
             }
             Self::Listed(listed) => listed.find(last).await,
         }
@@ -107,6 +111,24 @@ impl Finder {
         match self {
             Self::Endpoint { .. } => std::future::pending().await,
             Self::Listed(listed) => listed.moved().await,
+        }
+    }
+
+    /// To be called now and then: then it is known sooner that the coordinator is not there.
+    pub(super) fn look(&self) {
+        if let Self::Listed(listed) = self {
+            listed.directory.look();
+        }
+    }
+
+    /// Whether the coordinator that was found is still said to be there.
+    pub(super) async fn stands(&self) -> bool {
+        match self {
+            Self::Endpoint { .. } => true,
+            Self::Listed(listed) => {
+                let term = listed.seen.borrow().term();
+                listed.directory.read().await.is_ok_and(|now| now.held && now.term() == term)
+            }
         }
     }
 
@@ -137,7 +159,7 @@ impl Finder {
 impl Listed {
     async fn find(&mut self, last: Attempt) -> Result<Found, Nowhere> {
         let mut seen = self.directory.read().await?;
-        let term = seen.entry.as_ref().map_or(0, |entry| entry.term);
+        let term = seen.term();
         // Another one has not been tried yet.
         let last = if self.tried.0 == term { last } else { Attempt::Fine };
         let times = if self.tried.0 == term { self.tried.1 } else { 0 };
@@ -151,14 +173,15 @@ impl Listed {
                 return Err(Nowhere::Closed(ending));
             }
             seen = self.take_over(seen, term + 1, refused).await?;
-            self.tried = (seen.entry.as_ref().map_or(0, |entry| entry.term), 0);
+            self.tried = (seen.term(), 0);
         }
-        let found = match &seen.entry {
-            Some(Entry { addresses, key, .. }) => {
-                Found { addresses: addresses.clone(), token: Some(self.token(key)) }
-            }
-            None => Found { addresses: Vec::new(), token: None },
+        // While it is vouched for, a coordinator that is slow is not taken for one that is gone.
+        let patience = if seen.held { CONNECT_TIMEOUT } else { self.rules.silence / 2 };
+        let (addresses, token) = match &seen.entry {
+            Some(Entry { addresses, key, .. }) => (addresses.clone(), Some(self.token(key))),
+            None => (Vec::new(), None),
         };
+        let found = Found { addresses, token, patience };
         self.seen.replace(seen);
         Ok(found)
     }
@@ -176,8 +199,7 @@ impl Listed {
                 return std::future::pending().await;
             }
             let Ok(now) = self.directory.read().await else { return std::future::pending().await };
-            let term = |seen: &Seen| seen.entry.as_ref().map(|entry| entry.term);
-            if seen.held && !now.held || term(&now) != term(&seen) {
+            if seen.held && !now.held || now.term() != seen.term() {
                 return;
             }
             self.seen.replace(now);
@@ -194,36 +216,28 @@ impl Listed {
         let before = seen.entry.as_ref();
         let key = match before {
             Some(before) => before.key,
-            None => random_key().map_err(|error| passing(format!("no random numbers: {error}")))?,
+            None => super::random().map_err(|error| passing(error.to_string()))?,
         };
-        let record = before.and_then(|before| before.record.clone());
-        let mine = Entry::new(term, addresses, self.agent, key, record.clone());
-        let claim = match Claim::stake(&self.directory, &seen, &mine, self.rules.silence).await? {
+        let record = self.directory.record(&seen).await?;
+        let mine = Entry::new(term, addresses, self.agent, key, ending(&seen));
+        let claim = Claim::stake(&self.directory, &seen, &mine, record.as_ref());
+        let claim = match claim.await? {
             Ok(claim) => Rc::new(claim),
             Err(now) => return Ok(now),
         };
-        let wait = if refused { self.rules.reconnect } else { claim.patience() };
+        let silence = self.rules.silence_of(record.as_ref().map_or(0, Record::crowd));
+        let wait = if refused { self.rules.reconnect } else { claim.patience(silence) };
         let suspect = before.map(|before| (before.agent, wait));
-        let listeners = listeners.into_iter().filter_map(|listener| {
-            listener.set_nonblocking(true).ok()?;
-            TcpListener::from_std(listener).ok()
-        });
         let now = claim.seen();
         let run_id = self.run_id.clone();
         let (agent, close) = (self.agent, self.close);
         let backing = Backing { run_id, term, record, suspect, agent, claim, close };
         let token = Some(self.token(&key));
-        self.hall = Some(Hall::open(listeners.collect(), token, self.rules, None, Some(backing)));
+        self.hall = Some(Hall::open(listeners, token, self.rules, None, Some(backing)));
         Ok(now)
     }
 }
 
-fn random_key() -> Result<[u8; 32], getrandom::Error> {
-    let mut key = [0; 32];
-    getrandom::fill(&mut key)?;
-    Ok(key)
-}
-
 fn ending(seen: &Seen) -> Option<Ending> {
-    seen.entry.as_ref()?.record.as_ref()?.ending.clone()
+    seen.entry.as_ref()?.ending.clone()
 }

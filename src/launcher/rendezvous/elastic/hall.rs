@@ -65,7 +65,7 @@ pub(super) struct Backing {
 impl Hall {
     /// Serves at `listeners` until dropped with its tasks.
     pub(super) fn open(
-        listeners: Vec<TcpListener>,
+        listeners: Vec<std::net::TcpListener>,
         token: Option<Token>,
         rules: Rules,
         store: Option<SocketAddr>,
@@ -90,6 +90,10 @@ impl Hall {
             let archive = Archive::new(agent, claim, close);
             hall.jobs.borrow_mut().insert(run_id, Job::begin(coordinator, Some(archive)));
         }
+        let listeners = listeners.into_iter().filter_map(|listener| {
+            listener.set_nonblocking(true).ok()?;
+            TcpListener::from_std(listener).ok()
+        });
         for listener in listeners {
             let hall = Rc::clone(&hall);
             spawn_local(async move { hall.accept(listener).await });
@@ -183,8 +187,7 @@ impl Hall {
         if !hello.is_understood() {
             return refuse(stream, "it wants a cryptography that is not known here".to_owned()).await;
         }
-        let mut nonce: Nonce = [0; 32];
-        getrandom::fill(&mut nonce).map_err(std::io::Error::other)?;
+        let nonce: Nonce = super::random()?;
         let (mut theirs, mut ours) = wire::seals(self.token.as_ref(), &hello, &nonce);
         let mut welcome = wire::encode(&Welcome::new(nonce));
         // Only now does the other side learn the nonce that makes the key: the proof comes behind it.
@@ -229,12 +232,8 @@ impl Hall {
 }
 
 fn entropy() -> Option<u128> {
-    let mut bytes = [0; 16];
-    let filled = getrandom::fill(&mut bytes);
-    if let Err(error) = &filled {
-        say(&format!("warning: no random numbers for a job: {error}"));
-    }
-    filled.ok().map(|()| u128::from_le_bytes(bytes))
+    let bytes = super::random().inspect_err(|error| say(&format!("warning: no job can begin: {error}")));
+    bytes.ok().map(u128::from_le_bytes)
 }
 
 async fn refuse<T>(stream: &mut TcpStream, why: String) -> Result<T, LinkError> {

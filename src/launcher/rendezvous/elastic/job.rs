@@ -9,7 +9,7 @@ use tokio::net::TcpStream;
 use tokio::net::tcp::OwnedReadHalf;
 use tokio::sync::Notify;
 use tokio::task::spawn_local;
-use tokio::time::{Instant, sleep_until};
+use tokio::time::{Instant, sleep, sleep_until};
 
 use super::archive::Archive;
 use super::claim::Claim;
@@ -19,6 +19,9 @@ use crate::membership::{Action, AgentId, Coordinator, Event, OrderMessage, Profi
 
 /// How often it is looked whether half of a round is heard.
 const LOOK: Duration = Duration::from_millis(50);
+/// A tick that comes so much too late says that this process was kept from working; most time that this gives to others.
+const LATE: Duration = Duration::from_millis(20);
+const LATEST: Duration = Duration::from_secs(1);
 /// Most connections of members.
 const MEMBERS: usize = 50_000;
 
@@ -239,7 +242,14 @@ impl Job {
                 }
             };
             tokio::select! {
-                () = sleeps => self.handle(Event::Tick),
+                () = sleeps => {
+                    // Who is late has heard late: what has come by now counts before anybody is given up.
+                    let late = wake.map_or(Duration::ZERO, |at| at.elapsed());
+                    if late > LATE {
+                        sleep(late.min(LATEST)).await;
+                    }
+                    self.handle(Event::Tick);
+                }
                 () = self.changed.notified() => {}
             }
         }

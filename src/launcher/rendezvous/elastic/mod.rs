@@ -306,6 +306,13 @@ impl Elastic {
     }
 }
 
+fn random<const N: usize>() -> std::io::Result<[u8; N]> {
+    let mut bytes = [0; N];
+    let filled = getrandom::fill(&mut bytes);
+    filled.map_err(|error| std::io::Error::other(format!("no random numbers: {error}")))?;
+    Ok(bytes)
+}
+
 fn is_loopback(host: &str) -> bool {
     host == "localhost" || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
 }

@@ -7,13 +7,11 @@ use std::time::{Duration, Instant};
 
 use convoke_env::Token;
 use convoke_store::{ServeError, StoreServer};
-use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tokio::task::LocalSet;
 
 use super::board::{Board, Over, Stopped, Told};
 use super::caller::{self, Caller};
-use super::claim;
 use super::desk::{Desk, Heard, Said};
 use super::directory::{Cluster, Directory, EtcdDirectory, FileDirectory};
 use super::finder::Finder;
@@ -31,8 +29,6 @@ const LINGER: Duration = Duration::from_secs(1);
 const LINGER_POLL: Duration = Duration::from_millis(2);
 /// Longest time for telling etcd that it goes.
 const RELEASE: Duration = Duration::from_millis(500);
-/// Longest time for a connection to the endpoint and the proofs on it.
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// What the thread needs to know.
 #[derive(Debug, Clone)]
@@ -67,8 +63,7 @@ impl Thread {
             let what = what.to_owned();
             move |source| RendezvousError::System { what, source }
         };
-        let agent =
-            caller::fresh_id().map_err(|error| system("no random numbers")(std::io::Error::other(error)))?;
+        let agent = caller::fresh_id().map_err(system("cannot make an id"))?;
         let listeners = listen(&settings)?;
         let picked = listeners.first().and_then(|listener| listener.local_addr().ok());
         if let (Endpoint::Host { port, .. }, Some(picked)) = (&mut settings.endpoint, picked) {
@@ -177,12 +172,8 @@ async fn work(
     // Who looks for torch's store here finds one, if anybody may look.
     let loopback = SocketAddr::from(([127, 0, 0, 1], 0));
     let store = (serves && token.is_none()).then(|| StoreServer::bind(&[loopback]).ok()).flatten();
-    let listeners = listeners.into_iter().filter_map(|listener| {
-        listener.set_nonblocking(true).ok()?;
-        TcpListener::from_std(listener).ok()
-    });
     let store_at = store.as_ref().and_then(|store| store.addresses().first().copied());
-    let hall = serves.then(|| Hall::open(listeners.collect(), token.clone(), rules, store_at, None));
+    let hall = serves.then(|| Hall::open(listeners, token.clone(), rules, store_at, None));
 
     let listed = |directory| Finder::listed(directory, run_id.clone(), agent, token.clone(), rules, close);
     let mut finder = match endpoint {
@@ -197,13 +188,10 @@ async fn work(
         },
     };
     let (tell, mut heard) = mpsc::unbounded_channel();
-    let lease = rules.silence * 4 / 5;
-    let mut member = Member::new(phase, lease);
-    let patience = if finder.is_fixed() { CONNECT_TIMEOUT } else { rules.silence / 2 };
+    let mut member = Member::new(phase, rules.silence);
     let join_timeout = rules.join_timeout;
-    let (beat, own_lease) = (rules.silence / BEATS, claim::own_lease(rules.silence));
-    let caller = Caller { run_id, profile, agent, patience };
-    let desk = Desk { caller, beat, lease, own_lease, join_timeout };
+    let caller = Caller { run_id, profile, agent };
+    let desk = Desk { caller, beat: rules.silence / BEATS, join_timeout };
     let keeps = desk.run(&mut member, &mut finder, &mut said, &tell, &shared.towards);
     let writes = async {
         while let Some(heard) = heard.recv().await {

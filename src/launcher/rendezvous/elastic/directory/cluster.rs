@@ -41,6 +41,8 @@ impl fmt::Display for Trouble {
 pub(in super::super) struct Cluster {
     members: Vec<Endpoint>,
     names: Vec<String>,
+    /// All of it, for people.
+    name: String,
     user: Option<(String, String)>,
     /// The member that is used, and the connection to it.
     at: Cell<usize>,
@@ -95,6 +97,7 @@ impl Cluster {
         Ok(Rc::new(Self {
             members,
             names: config.endpoints.iter().map(|(host, port)| address(host, *port)).collect(),
+            name: config.to_string(),
             user: config.user()?,
             at: Cell::new(0),
             client: RefCell::default(),
@@ -103,8 +106,8 @@ impl Cluster {
     }
 
     /// Where it is, for people.
-    pub(in super::super) fn name(&self) -> String {
-        format!("etcd at {}", self.names.join(","))
+    pub(super) fn name(&self) -> &str {
+        &self.name
     }
 
     /// Calls the member that has answered last, then the others.

@@ -1,16 +1,25 @@
-//! etcd, version 3 of its API: `PREFIX/RUN_ID/entry`, and `PREFIX/RUN_ID/holder` while the coordinator is there.
+//! etcd, version 3 of its API: `PREFIX/RUN_ID/coordinator` and `/record`, and `/holder` while the coordinator is there.
 
 use std::rc::Rc;
 use std::time::Duration;
 
-use etcd_client::{Compare, CompareOp, Error, GetOptions, PutOptions, Txn, TxnOp, WatchOptions};
+use etcd_client::{Compare, CompareOp, Error, PutOptions, Txn, TxnOp, TxnOpResponse, WatchOptions};
 use tokio::time::Instant;
 
 use super::cluster::{Cluster, Trouble};
-use super::{Entry, Lease, Seen, one_step};
+use super::{Entry, Lease, Seen, Version, from_json, one_step, to_json};
+use crate::membership::Record;
+use crate::rendezvous::elastic::wire;
 
 /// What is written of a job outlives its last coordinator by so long.
 const KEPT: Duration = Duration::from_secs(7 * 24 * 3600);
+
+/// Who coordinates.
+const COORDINATOR: &str = "coordinator";
+/// That it is there: its term, while it keeps a lease alive.
+const HOLDER: &str = "holder";
+/// What it has written down.
+const RECORD: &str = "record";
 
 #[derive(Debug, Clone)]
 pub(in super::super) struct EtcdDirectory {
@@ -30,32 +39,50 @@ impl EtcdDirectory {
     }
 
     pub(super) async fn read(&self) -> Result<Seen, Trouble> {
-        let found = self
-            .cluster
-            .call(async |mut client| {
-                client.get(self.job.as_str(), Some(GetOptions::new().with_prefix())).await
-            })
-            .await?;
+        let both = Txn::new().and_then([COORDINATOR, HOLDER].map(|name| TxnOp::get(self.key(name), None)));
+        let found = self.cluster.call(async |client| client.kv_client().txn(both.clone()).await).await?;
         let now = found.header().map_or(0, |header| header.revision());
-        let of = |name: &str| found.kvs().iter().find(|pair| pair.key() == self.key(name).as_bytes());
-        let Some(pair) = of("entry") else {
+        let mut pairs = found.op_responses().into_iter().map(|response| match response {
+            TxnOpResponse::Get(mut found) => found.take_kvs().pop(),
+            _ => None,
+        });
+        let (pair, holder) = (pairs.next().flatten(), pairs.next().flatten());
+        let Some(pair) = pair else {
             return Ok(Seen { revisions: (0, now), ..Seen::default() });
         };
-        let entry = Entry::from_text(pair.value(), &self.at())?;
-        let held = of("holder").is_some_and(|holder| holder.value() == entry.term.to_string().as_bytes());
+        let at = self.at(COORDINATOR);
+        from_json(pair.value(), &at).and_then(|version: Version| Entry::check(version, &at))?;
+        let entry: Entry = from_json(pair.value(), &at)?;
+        let held = holder.is_some_and(|holder| holder.value() == entry.term.to_string().as_bytes());
         Ok(Seen { entry: Some(entry), held, text: Vec::new(), revisions: (pair.mod_revision(), now) })
     }
 
-    pub(super) async fn replace(&self, seen: &Seen, entry: &Entry, lease: &Lease) -> Result<Seen, Trouble> {
+    pub(super) async fn record(&self) -> Result<Option<Record>, Trouble> {
+        let key = self.key(RECORD);
+        let found = self.cluster.call(async |mut client| client.get(key.as_str(), None).await).await?;
+        let Some(pair) = found.kvs().first() else { return Ok(None) };
+        let wrong = |error| Trouble::Final(format!("{}: no record of convoke's: {error}", self.at(RECORD)));
+        wire::decode(pair.value()).map(Some).map_err(wrong)
+    }
+
+    pub(super) async fn replace(
+        &self,
+        seen: &Seen,
+        entry: &Entry,
+        record: Option<&Record>,
+        lease: &Lease,
+    ) -> Result<Seen, Trouble> {
         let put = |name: &str, text: Vec<u8>, lease: i64| {
             TxnOp::put(self.key(name), text, Some(PutOptions::new().with_lease(lease)))
         };
-        let puts = [
-            put("holder", entry.term.to_string().into_bytes(), lease.ids.0),
-            put("entry", entry.to_text(), lease.ids.1),
+        let mut puts = vec![
+            put(HOLDER, entry.term.to_string().into_bytes(), lease.ids.0),
+            put(COORDINATOR, to_json(entry), lease.ids.1),
         ];
+        // In bytes: of ten thousand nodes the text would be longer than etcd takes.
+        puts.extend(record.map(|record| put(RECORD, wire::encode(record), lease.ids.1)));
         let txn = Txn::new()
-            .when([Compare::mod_revision(self.key("entry"), CompareOp::Equal, seen.revisions.0)])
+            .when([Compare::mod_revision(self.key(COORDINATOR), CompareOp::Equal, seen.revisions.0)])
             .and_then(puts);
         let done = self.cluster.call(async |client| client.kv_client().txn(txn.clone()).await).await?;
         if done.succeeded() {
@@ -70,11 +97,12 @@ impl EtcdDirectory {
         self.read().await
     }
 
+    /// The holder's key is written with all others.
     pub(super) async fn changed(&self, seen: &Seen) -> Result<(), Trouble> {
-        let options = WatchOptions::new().with_prefix().with_start_revision(seen.revisions.1 + 1);
-        let watch = self
-            .cluster
-            .call(async |mut client| client.watch(self.job.as_str(), Some(options.clone())).await);
+        let (key, options) =
+            (self.key(HOLDER), WatchOptions::new().with_start_revision(seen.revisions.1 + 1));
+        let watch =
+            self.cluster.call(async |mut client| client.watch(key.as_str(), Some(options.clone())).await);
         let mut stream = watch.await?;
         loop {
             match stream.message().await {
@@ -119,7 +147,29 @@ impl EtcdDirectory {
         let _ = self.cluster.call(async |mut client| client.lease_revoke(lease.ids.0).await).await;
     }
 
-    fn at(&self) -> String {
-        format!("{}, {}entry", self.cluster.name(), self.job)
+    fn at(&self, name: &str) -> String {
+        format!("{}, {}", self.cluster.name(), self.key(name))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::membership::{AgentId, Profile, Seat};
+
+    #[test]
+    fn a_record_of_ten_thousand_nodes_is_not_too_long_for_etcd() {
+        // 1.5 MiB is the most that one request may have.
+        const MOST: usize = 1 << 20;
+        let seat = |index: u128| {
+            let host = format!("node{index:05}.rack07.cluster.example.org");
+            let (min, max, role) = (10_000, 10_000, "default".to_owned());
+            let profile = Profile { host, pid: 4_000_000, min, max, workers: 8, role };
+            Seat { agent: AgentId(u128::MAX - index), profile }
+        };
+        let record = Record { seats: (0..10_000).map(seat).collect(), ..Record::default() };
+        let bytes = wire::encode(&record);
+        assert!(bytes.len() < MOST, "{} bytes", bytes.len());
+        assert_eq!(wire::decode::<Record>(&bytes).unwrap(), record);
     }
 }

@@ -6,8 +6,10 @@ use std::rc::Rc;
 use std::time::{Duration, Instant, SystemTime};
 
 use convoke_store::{FileStore, Store};
+use serde::{Deserialize, Serialize};
 
-use super::{Entry, Lease, Seen, Trouble, one_step};
+use super::{Entry, Lease, Seen, Trouble, Version, from_json, one_step, to_json};
+use crate::membership::Record;
 
 /// Longest wait for the file.
 const TIMEOUT: Duration = Duration::from_secs(10);
@@ -23,6 +25,14 @@ pub(in super::super) struct FileDirectory {
     lease: Duration,
     beside: PathBuf,
     touched: Rc<Cell<Option<Touched>>>,
+    is_looking: Rc<Cell<bool>>,
+}
+
+/// What the file says of a job.
+#[derive(Serialize, Deserialize)]
+struct Page {
+    entry: Entry,
+    record: Option<Record>,
 }
 
 /// The time of the file beside it, if there is one, and since when it has been that.
@@ -33,11 +43,36 @@ impl FileDirectory {
         let key = format!("convoke/rendezvous/{run_id}");
         let mut beside = path.clone().into_os_string();
         beside.push(format!(".{}.coordinator", one_step(run_id)));
-        Self { path, key, lease: Lease::time(silence), beside: beside.into(), touched: Rc::default() }
+        Self {
+            path,
+            key,
+            lease: Lease::time(silence),
+            beside: beside.into(),
+            touched: Rc::default(),
+            is_looking: Rc::default(),
+        }
     }
 
     pub(super) async fn read(&self) -> Result<Seen, Trouble> {
         let text = self.call(|store, key, deadline| store.try_get(key, deadline)).await?;
+        self.see().await?;
+        self.seen(text.unwrap_or_default())
+    }
+
+    /// Whoever has looked now and then knows sooner that nobody touches the file any more.
+    pub(super) fn look(&self) {
+        if self.is_looking.replace(true) {
+            return;
+        }
+        let file = self.clone();
+        tokio::task::spawn_local(async move {
+            let _ = file.see().await;
+            file.is_looking.set(false);
+        });
+    }
+
+    /// Looks when the file beside it was touched.
+    async fn see(&self) -> Result<(), Trouble> {
         let beside = self.beside.clone();
         let time = move || match std::fs::metadata(&beside) {
             Ok(metadata) => metadata.modified().map(Some),
@@ -49,7 +84,7 @@ impl FileDirectory {
         if self.touched.get().is_none_or(|(before, _)| before != touched) {
             self.touched.set(Some((touched, now)));
         }
-        self.seen(text.unwrap_or_default())
+        Ok(())
     }
 
     pub(super) fn lease(&self) -> Lease {
@@ -71,8 +106,21 @@ impl FileDirectory {
         let _ = self.blocking(move || std::fs::remove_file(&beside)).await;
     }
 
-    pub(super) async fn replace(&self, seen: &Seen, entry: &Entry) -> Result<Seen, Trouble> {
-        let (old, new) = (seen.text.clone(), entry.to_text());
+    pub(super) fn record(&self, seen: &Seen) -> Result<Option<Record>, Trouble> {
+        if seen.text.is_empty() {
+            return Ok(None);
+        }
+        from_json(&seen.text, &self.at()).map(|page: Page| page.record)
+    }
+
+    pub(super) async fn replace(
+        &self,
+        seen: &Seen,
+        entry: &Entry,
+        record: Option<&Record>,
+    ) -> Result<Seen, Trouble> {
+        let page = Page { entry: entry.clone(), record: record.cloned() };
+        let (old, new) = (seen.text.clone(), to_json(&page));
         let now = self.call(move |store, key, deadline| store.compare_set(key, &old, &new, deadline)).await?;
         self.seen(now)
     }
@@ -103,7 +151,7 @@ impl FileDirectory {
         call: impl FnOnce() -> Result<T, E> + Send + 'static,
     ) -> Result<T, Trouble> {
         let at = |error: &dyn std::fmt::Display| {
-            let (text, path) = (error.to_string(), self.path.display().to_string());
+            let (text, path) = (error.to_string(), self.at());
             Trouble::Passing(if text.contains(&path) { text } else { format!("{path}: {text}") })
         };
         match tokio::task::spawn_blocking(call).await {
@@ -112,11 +160,21 @@ impl FileDirectory {
         }
     }
 
+    fn at(&self) -> String {
+        self.path.display().to_string()
+    }
+
     fn seen(&self, text: Vec<u8>) -> Result<Seen, Trouble> {
         if text.is_empty() {
             return Ok(Seen::default());
         }
-        let entry = Entry::from_text(&text, &self.path.display().to_string())?;
+        #[derive(Deserialize)]
+        struct Versioned {
+            entry: Version,
+        }
+        let at = self.at();
+        from_json(&text, &at).and_then(|Versioned { entry }| Entry::check(entry, &at))?;
+        let Page { entry, .. } = from_json(&text, &at)?;
         let held = self.touched.get().is_none_or(|(_, since)| since.elapsed() < self.lease);
         Ok(Seen { entry: Some(entry), held, text, revisions: (0, 0) })
     }
@@ -142,12 +200,16 @@ mod tests {
         let nothing = directory.read().await.unwrap();
         assert_eq!(nothing, Seen::default());
         let (one, two) = (entry(1, 1), entry(1, 2));
-        assert_eq!(directory.replace(&nothing, &one).await.unwrap().entry, Some(one.clone()));
-        assert_eq!(directory.replace(&nothing, &two).await.unwrap().entry, Some(one.clone()));
+        assert_eq!(directory.replace(&nothing, &one, None).await.unwrap().entry, Some(one.clone()));
+        assert_eq!(directory.replace(&nothing, &two, None).await.unwrap().entry, Some(one.clone()));
         let seen = directory.read().await.unwrap();
         let next = entry(2, 3);
-        assert_eq!(directory.replace(&seen, &next).await.unwrap().entry, Some(next.clone()));
-        assert_eq!(directory.replace(&seen, &one).await.unwrap().entry, Some(next), "it has been replaced");
+        assert_eq!(directory.replace(&seen, &next, None).await.unwrap().entry, Some(next.clone()));
+        assert_eq!(
+            directory.replace(&seen, &one, None).await.unwrap().entry,
+            Some(next),
+            "it has been replaced"
+        );
         let other = FileDirectory::new(folder.path().join("file"), "other job", SILENCE);
         assert_eq!(other.read().await.unwrap(), Seen::default());
     }
@@ -158,7 +220,7 @@ mod tests {
         let path = folder.path().join("file");
         let directory = FileDirectory::new(path.clone(), "job", SILENCE);
         let store = FileStore::open(&path, None, Instant::now() + TIMEOUT).unwrap();
-        for text in ["x", "{}", "[1,2]", r#"{"version":9,"term":1,"addresses":[],"record":null}"#] {
+        for text in ["x", "{}", "[1,2]", r#"{"entry":{"version":9},"record":null}"#] {
             store.set(b"convoke/rendezvous/job", text.as_bytes(), Instant::now() + TIMEOUT).unwrap();
             let Err(Trouble::Final(error)) = directory.read().await else { panic!("{text} is an entry") };
             assert!(error.contains(path.to_str().unwrap()), "{error}");

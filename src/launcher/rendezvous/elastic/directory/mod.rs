@@ -17,62 +17,71 @@ pub(super) use cluster::{Cluster, Trouble};
 pub(super) use etcd::EtcdDirectory;
 pub(super) use file::FileDirectory;
 
-use crate::membership::{AgentId, Record};
+use crate::membership::{AgentId, Ending, Record};
 
-/// What the place says of a job.
+/// Who coordinates a job. Small: every node reads it, and is told when it changes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Entry {
     version: u32,
     pub(super) term: u64,
+    /// How many records its coordinator has written down.
+    edition: u64,
     /// Where the coordinator of that term listens.
     pub(super) addresses: Vec<SocketAddr>,
     /// The agent that has it.
     pub(super) agent: AgentId,
     /// Proves to others that somebody may read this place; made by the first coordinator.
     pub(super) key: [u8; 32],
-    pub(super) record: Option<Record>,
+    /// How the job has ended, as its record says.
+    pub(super) ending: Option<Ending>,
 }
 
 impl Entry {
-    const VERSION: u32 = 2;
+    const VERSION: u32 = 3;
 
     pub(super) fn new(
         term: u64,
         addresses: Vec<SocketAddr>,
         agent: AgentId,
         key: [u8; 32],
-        record: Option<Record>,
+        ending: Option<Ending>,
     ) -> Self {
-        Self { version: Self::VERSION, term, addresses, agent, key, record }
+        Self { version: Self::VERSION, term, edition: 0, addresses, agent, key, ending }
     }
 
-    /// The same coordinator's, with another record.
-    pub(super) fn with(&self, record: &Record) -> Self {
-        Self { record: Some(record.clone()), ..self.clone() }
+    /// The same coordinator's when it has written down another record.
+    pub(super) fn after(&self, record: &Record) -> Self {
+        Self { edition: self.edition + 1, ending: record.ending.clone(), ..self.clone() }
     }
 
-    fn to_text(&self) -> Vec<u8> {
-        // Plain data into memory: it cannot fail.
-        serde_json::to_vec(self).unwrap_or_default()
-    }
-
-    /// What a place says, `at`.
-    fn from_text(text: &[u8], at: &str) -> Result<Self, Trouble> {
-        #[derive(Deserialize)]
-        struct Versioned {
-            version: u32,
+    /// Checks what a place says, `at`.
+    fn check(version: Version, at: &str) -> Result<(), Trouble> {
+        if version.version == Self::VERSION {
+            return Ok(());
         }
-        let no_entry = |error| Trouble::Final(format!("{at}: no entry of convoke's: {error}"));
-        let Versioned { version } = serde_json::from_slice(text).map_err(no_entry)?;
-        if version != Self::VERSION {
-            return Err(Trouble::Final(format!(
-                "{at}: an entry of version {version}, this convoke writes {}: use one convoke on all nodes, or another \
-                 --rdzv-id",
-                Self::VERSION
-            )));
-        }
-        serde_json::from_slice(text).map_err(no_entry)
+        Err(Trouble::Final(format!(
+            "{at}: an entry of version {}, this convoke writes {}: use one convoke on all nodes, or another --rdzv-id",
+            version.version,
+            Self::VERSION
+        )))
     }
+}
+
+/// Of an entry of any version.
+#[derive(Deserialize)]
+struct Version {
+    version: u32,
+}
+
+/// As plain data into memory, it cannot fail.
+fn to_json(what: &impl Serialize) -> Vec<u8> {
+    serde_json::to_vec(what).unwrap_or_default()
+}
+
+/// Of what a place says, `at`.
+fn from_json<'a, T: Deserialize<'a>>(text: &'a [u8], at: &str) -> Result<T, Trouble> {
+    serde_json::from_slice(text)
+        .map_err(|error| Trouble::Final(format!("{at}: no entry of convoke's: {error}")))
 }
 
 /// An entry as it was read, so that it can be replaced.
@@ -81,10 +90,17 @@ pub(super) struct Seen {
     pub(super) entry: Option<Entry>,
     /// The place vouches for the coordinator.
     pub(super) held: bool,
-    /// Of the entry, as the file has it.
+    /// Of all, as the file has it.
     text: Vec<u8>,
     /// Of the entry, and of all that was read, in etcd.
     revisions: (i64, i64),
+}
+
+impl Seen {
+    /// Of the entry; 0 if there is none.
+    pub(super) fn term(&self) -> u64 {
+        self.entry.as_ref().map_or(0, |entry| entry.term)
+    }
 }
 
 /// See the module's head.
@@ -106,15 +122,39 @@ impl Directory {
         }
     }
 
+    /// Looks whether the coordinator is there, without waiting for it, where nothing tells when it is not.
+    pub(super) fn look(&self) {
+        if let Self::File(file) = self {
+            file.look();
+        }
+    }
+
+    /// The record beside the entry that was `seen`, or beside a later one.
+    ///
+    /// # Errors
+    /// As [`Self::read`].
+    pub(super) async fn record(&self, seen: &Seen) -> Result<Option<Record>, Trouble> {
+        match self {
+            Self::File(file) => file.record(seen),
+            Self::Etcd(etcd) => etcd.record().await,
+        }
+    }
+
     /// Replaces what was `seen`, if it is still there; what it says afterwards. It vouches for the coordinator of `entry`
     /// while the lease lives.
     ///
     /// # Errors
     /// As [`Self::read`].
-    pub(super) async fn replace(&self, seen: &Seen, entry: &Entry, lease: &Lease) -> Result<Seen, Trouble> {
+    pub(super) async fn replace(
+        &self,
+        seen: &Seen,
+        entry: &Entry,
+        record: Option<&Record>,
+        lease: &Lease,
+    ) -> Result<Seen, Trouble> {
         match self {
-            Self::File(file) => file.replace(seen, entry).await,
-            Self::Etcd(etcd) => etcd.replace(seen, entry, lease).await,
+            Self::File(file) => file.replace(seen, entry, record).await,
+            Self::Etcd(etcd) => etcd.replace(seen, entry, record, lease).await,
         }
     }
 
