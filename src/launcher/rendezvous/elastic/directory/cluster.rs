@@ -7,7 +7,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use etcd_client::{Channel, Client, ConnectOptions, Error};
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 use tonic::Code;
 use tonic::transport::{Certificate, ClientTlsConfig, Endpoint, Identity};
 
@@ -16,8 +16,9 @@ use crate::rendezvous::address;
 
 /// Longest time for a connection to a member, with all that proves who is who.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
-/// Longest time for one call to one member, if they answer quickly, and if they do not.
-const CALL_TIMEOUT: Duration = Duration::from_secs(1);
+/// Longest time for one call to one member: so many times what the last one took, but at least, and at most, so long.
+const SLACK: u32 = 4;
+const CALL_TIMEOUT: Duration = Duration::from_millis(500);
 const SLOWEST_CALL_TIMEOUT: Duration = Duration::from_secs(8);
 
 /// Why the place where a coordinator is written down says nothing.
@@ -119,6 +120,7 @@ impl Cluster {
         for _ in 0..self.members.len() {
             let name = &self.names[self.at.get()];
             let patience = self.patience.get();
+            let began = Instant::now();
             let attempt = async {
                 let client = timeout(CONNECT_TIMEOUT, self.client()).await.map_err(|_| CONNECT_TIMEOUT)?;
                 let done = match client {
@@ -129,7 +131,8 @@ impl Cluster {
             };
             let why = match attempt.await {
                 Ok(Ok(value)) => {
-                    self.patience.set(CALL_TIMEOUT);
+                    let took = began.elapsed() * SLACK;
+                    self.patience.set(took.clamp(CALL_TIMEOUT, SLOWEST_CALL_TIMEOUT));
                     return Ok(value);
                 }
                 Ok(Err(error)) => match self.in_words(name, &error) {
@@ -139,7 +142,7 @@ impl Cluster {
                         return Err(refused);
                     }
                 },
-                Err(after) => format!("{name}: no answer within {} s", after.as_secs()),
+                Err(after) => format!("{name}: no answer within {after:?}"),
             };
             failed.push(why);
             self.move_on();
