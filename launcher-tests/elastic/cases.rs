@@ -297,6 +297,29 @@ fn a_host_is_cut_off() {
 }
 
 #[test]
+fn a_host_is_cut_off_while_its_worker_does_not_stop() {
+    each("host is cut off while its worker does not stop", &[Etcd(1)], ALL, |backend| {
+        let (mut world, round) = three_with(backend, "--max-restarts=1")?;
+        let (victim, stubborn) = (round[&2].worker, round[&3].worker);
+        std::fs::write(world.job.path("stubborn.h3"), "").unwrap();
+        let fault = |world: &mut World| {
+            world.on(2, &kill(victim));
+            let is_told = |line: &str| line.starts_with("stop") && line.ends_with(" 3");
+            wait_until("the worker on h3 is told to stop", || world.log().lines().any(is_told).then_some(()));
+            world.tell(&["partition", "3"]);
+        };
+        let (seen, _) = world.again(&round, fault, &[1, 2], 2);
+        check(&seen, SILENT);
+        // It would have had half a minute.
+        world.on(3, &format!("! kill -0 {stubborn} 2> /dev/null"));
+        let said = quote(&world.nodes[&1].stderr(), BEGINS);
+        world.forget(3);
+        world.finish();
+        Ok(Row { outcome: GOES_ON, seen, said })
+    });
+}
+
+#[test]
 fn a_path_is_cut_one_way() {
     cut("nobody hears a host, which hears all", &[], &["mute", "3"], 3);
     cut("a host hears nobody, all hear it", &[], &["deaf", "3"], 3);

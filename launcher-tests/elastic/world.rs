@@ -65,7 +65,7 @@ now() { date +%s%N; }
 guard=$PPID
 launcher=$(awk '/^PPid/ { print $2 }' /proc/$guard/status)
 host=$(hostname)
-trap 'echo "stop $(now) $CONVOKE_GENERATION ${host#h}" >> "$JOB/log"; exit 143' TERM
+trap 'echo "stop $(now) $CONVOKE_GENERATION ${host#h}" >> "$JOB/log"; [ -e "$JOB/stubborn.$host" ] || exit 143' TERM
 echo "up $(now) $CONVOKE_GENERATION ${host#h} $RANK $WORLD_SIZE $$ $guard $launcher $TORCHELASTIC_RESTART_COUNT" >> "$JOB/log"
 while [ ! -e "$JOB/go" ]; do sleep 0.02; done
 "#;

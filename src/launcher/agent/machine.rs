@@ -77,8 +77,8 @@ pub(crate) enum Event {
     Verdict,
     /// It is over, because of a failure of this node.
     Final,
-    /// All nodes begin anew.
-    NewRound,
+    /// All nodes begin anew, perhaps without this one, which is `alone`: it has no time left.
+    NewRound { alone: bool },
 }
 
 /// What is to be done.
@@ -151,15 +151,16 @@ impl Agent {
 
             (State::Waiting(failures), Event::Verdict | Event::Final) => end(End::Failed(failures)),
 
-            (State::Running, Event::NewRound) => {
+            (State::Running, Event::NewRound { .. }) => {
                 self.word = Some(Word::Again);
                 (State::Running, Some(Action::Abort))
             }
-            (State::Sweeping(outcome), Event::NewRound) => {
+            (State::Sweeping(outcome), Event::NewRound { alone }) => {
                 self.word = Some(Word::Again);
-                (State::Sweeping(outcome), None)
+                let at_once = Action::Sweep { patience: Duration::ZERO, grace: Duration::ZERO };
+                (State::Sweeping(outcome), alone.then_some(at_once))
             }
-            (State::Waiting(_) | State::Barrier, Event::NewRound) => self.join(),
+            (State::Waiting(_) | State::Barrier, Event::NewRound { .. }) => self.join(),
             (state @ (State::Running | State::Sweeping(_)), Event::Final) => {
                 self.word = Some(Word::Final);
                 (state, None)
@@ -190,7 +191,7 @@ impl Agent {
 
             // Late or repeated news changes nothing.
             (state, Event::Joined { .. } | Event::JoinFailed(_)) => (state, None),
-            (state, Event::Final | Event::NewRound) => (state, None),
+            (state, Event::Final | Event::NewRound { .. }) => (state, None),
             (state, Event::RoundEnded(_) | Event::Swept | Event::BarrierPassed) => (state, None),
         };
         self.state = next;
@@ -389,7 +390,7 @@ mod tests {
         let (joined, join) = (Event::Joined { last_word: true }, Some(Action::Join { restarts: 0 }));
         let stopped = [
             (joined.clone(), Some(Action::Start)),
-            (Event::NewRound, Some(Action::Abort)),
+            (Event::NewRound { alone: false }, Some(Action::Abort)),
             (Event::RoundEnded(Outcome::Aborted), Some(SWEEP)),
             (Event::Swept, join.clone()),
         ];
@@ -399,17 +400,20 @@ mod tests {
         // All its workers were done.
         let done = Event::RoundEnded(Outcome::Succeeded);
         let sweep = Some(Action::Sweep { patience: PATIENCE, grace: GRACE });
+        let at_once = Action::Sweep { patience: Duration::ZERO, grace: Duration::ZERO };
         story(
             &mut one,
             &[
                 (joined.clone(), Some(Action::Start)),
                 (done.clone(), sweep.clone()),
-                (Event::NewRound, None),
+                (Event::NewRound { alone: false }, None),
+                // Now it has no time left.
+                (Event::NewRound { alone: true }, Some(at_once)),
                 (Event::Swept, join.clone()),
                 (joined, Some(Action::Start)),
                 (done, sweep),
                 (Event::Swept, Some(Action::Barrier)),
-                (Event::NewRound, join),
+                (Event::NewRound { alone: false }, join),
             ],
         );
     }
@@ -423,7 +427,7 @@ mod tests {
         for (word, then) in [
             (Event::Final, end.clone()),
             (Event::Verdict, end.clone()),
-            (Event::NewRound, Some(Action::Join { restarts: 0 })),
+            (Event::NewRound { alone: false }, Some(Action::Join { restarts: 0 })),
             (Event::Signalled(Signal::SIGTERM), Some(Action::End(End::Interrupted(Signal::SIGTERM)))),
         ] {
             let mut agent = agent(0, false);
@@ -431,7 +435,9 @@ mod tests {
             story(&mut agent, &[(word, then)]);
         }
         // The word may come first.
-        for (word, then) in [(Event::Final, end), (Event::NewRound, Some(Action::Join { restarts: 0 }))] {
+        for (word, then) in
+            [(Event::Final, end), (Event::NewRound { alone: false }, Some(Action::Join { restarts: 0 }))]
+        {
             let mut agent = agent(0, false);
             story(&mut agent, &failed[..2]);
             story(&mut agent, &[(word, None), (Event::Swept, then)]);

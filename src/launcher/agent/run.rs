@@ -227,7 +227,7 @@ impl Shell {
                     self.alone_in = alone.then_some(round).or(self.alone_in);
                     let then = if alone { "this node stops its workers" } else { "all nodes begin anew" };
                     say(&format!("{cause}; {then}"));
-                    self.decide(Event::NewRound)
+                    self.decide(Event::NewRound { alone })
                 } else {
                     None
                 }

@@ -15,6 +15,8 @@ pub(super) enum Bug {
     WaitsForTheDead,
     /// A member that comes back after its connection broke is taken for a new one.
     RestartsForNothing,
+    /// A coordinator that hears neither etcd nor half of its round answers all the same.
+    AnswersUnheard,
 }
 
 /// The mistake that one machine makes: none outside of tests.

@@ -5,7 +5,7 @@
 //! to come back.
 
 use std::collections::btree_map::Entry;
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::time::Duration;
 
 use super::bug::{Bug, Planted};
@@ -28,6 +28,8 @@ pub(crate) const LENIENCE: u32 = 4;
 const PER_NODE_OF_A_HOST: Duration = Duration::from_millis(20);
 /// So many of those that are gone are remembered.
 const REMEMBERED: usize = 100_000;
+/// Statuses of a member of which it is remembered when they came.
+const UNECHOED: usize = 8;
 /// So many names are told.
 const NAMED: usize = 16;
 
@@ -89,8 +91,9 @@ struct Known {
     /// Of the status.
     seq: u64,
     phase: Option<Phase>,
-    /// When it was last heard.
-    heard: Time,
+    /// When its last statuses came that it has not yet said were answered, and the latest that it has.
+    unechoed: VecDeque<(u64, Time)>,
+    echoed: Time,
     /// When it is lost unless it is heard before.
     due: Time,
     order: Option<Order>,
@@ -249,13 +252,14 @@ impl Coordinator {
         due.into_iter().chain(forming).min()
     }
 
-    /// Whether at least half of the latest round, without `own`, was heard after `since`. O(n).
-    pub(crate) fn hears_half(&self, own: AgentId, since: Time) -> bool {
+    /// Whether at least half of the latest round, without `own`, was heard after `since`, and has heard that it was: not
+    /// to be heard is as bad as to be deaf. O(n).
+    pub(crate) fn is_heard_by_half(&self, own: AgentId, since: Time) -> bool {
         let others = self.ranks.keys().filter(|agent| **agent != own);
         let (mut count, mut heard) = (0, 0);
         for agent in others {
             count += 1;
-            heard += usize::from(self.members.get(agent).is_some_and(|known| known.heard >= since));
+            heard += usize::from(self.members.get(agent).is_some_and(|known| known.echoed >= since));
         }
         2 * heard >= count
     }
@@ -331,8 +335,17 @@ impl Coordinator {
         self.crowd = self.crowd.max(*crowd);
         let due = now + self.silence();
         self.due.insert((due, agent));
-        let known =
-            Known { profile, seq: 0, phase: None, heard: now, due, order: None, order_seq: 0, asked: 0 };
+        let known = Known {
+            profile,
+            seq: 0,
+            phase: None,
+            unechoed: VecDeque::new(),
+            echoed: now,
+            due,
+            order: None,
+            order_seq: 0,
+            asked: 0,
+        };
         self.members.insert(agent, known);
     }
 
@@ -347,7 +360,16 @@ impl Coordinator {
         if news {
             known.phase = Some(status.phase);
         }
-        known.heard = now;
+        known.unechoed.push_back((status.seq, now));
+        if known.unechoed.len() > UNECHOED {
+            known.unechoed.pop_front();
+        }
+        while let Some(&(seq, came)) = known.unechoed.front()
+            && seq <= status.answered
+        {
+            known.echoed = known.echoed.max(came);
+            known.unechoed.pop_front();
+        }
         let has_workers = !matches!(known.phase, Some(Phase::Ready { .. }));
         let silence = self.silence() * if has_workers { 1 } else { LENIENCE };
         self.set_due(agent, now + silence);

@@ -8,17 +8,12 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use super::bug::{Bug, Planted};
+use super::mandate::own_lease;
 use super::messages::{Assignment, Cause, Ending, Muster, Order, OrderMessage, Phase, Refusal, Status};
 
 /// How long a member may have workers after the last status that was answered, where it is lost after this silence.
 fn lease(silence: Duration) -> Duration {
     silence * 4 / 5
-}
-
-/// The same for the node whose process has the coordinator, where another one may replace that: shorter, since others
-/// wait for it.
-pub(crate) fn own_lease(silence: Duration) -> Duration {
-    silence * 2 / 5
 }
 
 /// Statuses whose sending is remembered.
@@ -45,9 +40,12 @@ pub(crate) struct Member {
     seq: u64,
     heard: (u64, u64),
     asked: u64,
+    /// The latest round that it was told is over.
+    over: u64,
     /// Numbers of the last statuses, and when they were sent.
     sent: VecDeque<(u64, Duration)>,
-    /// When the latest status was sent that has been answered.
+    /// The latest status that has been answered, and when it was sent.
+    answered_seq: u64,
     answered: Option<Duration>,
     /// Its workers are being stopped because it hears nobody.
     alone: bool,
@@ -64,7 +62,9 @@ impl Member {
             seq: 0,
             heard: (0, 0),
             asked: 0,
+            over: 0,
             sent: VecDeque::new(),
+            answered_seq: 0,
             answered: None,
             alone: false,
             planted: Planted::default(),
@@ -78,6 +78,10 @@ impl Member {
     /// This node does something else now. To be told at once.
     pub(crate) fn enter(&mut self, phase: Phase) {
         self.phase = phase;
+        if let Phase::Ready { after, .. } = &mut self.phase {
+            // Others may be further than its own last round.
+            *after = self.over.max(*after);
+        }
         self.alone = false;
     }
 
@@ -115,7 +119,8 @@ impl Member {
         if self.sent.len() > REMEMBERED {
             self.sent.pop_front();
         }
-        Status { seq: self.seq, phase: self.phase.clone(), heard: self.heard, asked: self.asked }
+        let (phase, answered) = (self.phase.clone(), self.answered_seq);
+        Status { seq: self.seq, phase, heard: self.heard, asked: self.asked, answered }
     }
 
     /// Takes in what the coordinator says: what is to be done, and whether the status is to be sent at once.
@@ -128,6 +133,7 @@ impl Member {
             && seq <= message.heard
         {
             self.answered = self.answered.max(Some(at));
+            self.answered_seq = self.answered_seq.max(seq);
             self.sent.pop_front();
         }
         let asked = message.ask > self.asked;
@@ -141,6 +147,9 @@ impl Member {
 
     fn obey(&mut self, order: Order) -> Option<News> {
         let keeps_old = self.planted.is(Bug::KeepsOldWorkers);
+        if let Order::Stop { round, .. } = &order {
+            self.over = self.over.max(*round);
+        }
         match (order, &mut self.phase) {
             (_, Phase::Left(_)) => None,
             (Order::Wait(muster), Phase::Ready { .. }) => Some(News::Wait(muster)),

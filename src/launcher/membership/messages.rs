@@ -99,6 +99,8 @@ pub(crate) struct Status {
     pub(crate) heard: (u64, u64),
     /// The latest question that it has heard.
     pub(crate) asked: u64,
+    /// The latest of its statuses that was answered.
+    pub(crate) answered: u64,
 }
 
 /// The coordinator's register for one member.

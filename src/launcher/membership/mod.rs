@@ -15,6 +15,7 @@
 
 mod bug;
 mod coordinator;
+pub(crate) mod mandate;
 mod member;
 mod messages;
 mod record;
@@ -23,7 +24,7 @@ mod seats;
 mod tests;
 
 pub(crate) use coordinator::{Action, Coordinator, Event, LENIENCE, Rules};
-pub(crate) use member::{Member, News, own_lease};
+pub(crate) use member::{Member, News};
 pub(crate) use messages::{
     AgentId, Assignment, Departure, Ending, Failure, Muster, OrderMessage, Phase, Profile, Refusal, Status,
 };

@@ -190,7 +190,8 @@ impl Coordinator {
             return self.end(Ending::Succeeded, actions);
         }
         if round.staying() == 0 {
-            return self.form(now, None, BTreeSet::new());
+            self.form(now, None, BTreeSet::new());
+            return self.try_start(now, actions);
         }
         // A job that is nearly done is not begun anew for who comes late.
         if round.staying() < self.max() && round.succeeded == 0 {

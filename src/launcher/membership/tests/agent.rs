@@ -25,6 +25,13 @@ pub(super) struct Agent {
     /// It has ended by itself; how.
     pub(super) ended: Option<News>,
     pub(super) paused: bool,
+    /// Its host has no power.
+    pub(super) off: bool,
+    /// It does not reach etcd.
+    pub(super) etcd_cut: bool,
+    /// The term of the coordinator that it is connected to, and when it last heard that.
+    pub(super) at: u64,
+    pub(super) heard_at: Duration,
     /// Nothing that it sends arrives; nothing that is sent to it does.
     pub(super) mute: bool,
     pub(super) deaf: bool,
@@ -53,6 +60,10 @@ impl Agent {
             alive: true,
             ended: None,
             paused: false,
+            off: false,
+            etcd_cut: false,
+            at: 0,
+            heard_at: Duration::ZERO,
             mute: false,
             deaf: false,
             offset: Duration::ZERO,

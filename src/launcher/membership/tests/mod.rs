@@ -1,6 +1,9 @@
 //! The membership machines: told stories, and many random ones in a simulated world.
 
 mod agent;
+mod faults;
+mod offices;
+mod random;
 mod scale;
 mod simulation;
 mod stories;

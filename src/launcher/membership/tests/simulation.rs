@@ -4,7 +4,9 @@ use std::time::{Duration, Instant};
 
 use super::super::bug::Bug;
 use super::super::*;
-use super::world::{Fault, Item, Nature, Random, World};
+use super::faults::{At, Fault};
+use super::random::Random;
+use super::world::{Item, Nature, World};
 
 /// Seeds in the gate; CONVOKE_FULL=1 runs ten times as many.
 const SEEDS: u64 = 10_000;
@@ -25,7 +27,10 @@ impl World {
         }
         // Who hangs cannot know that it has been given up.
         let stale = self.agents.iter().position(|other| {
-            other.is_at_work() && !other.paused && other.workers.is_some_and(|workers| workers.round < round)
+            let is_older = |round_of: u64| round_of < round && !self.cut_off.contains(&round_of);
+            other.is_at_work()
+                && !other.paused
+                && other.workers.is_some_and(|workers| is_older(workers.round))
         });
         if let Some(other) = stale {
             self.violates(format!("{index} starts round {round} while {other} has workers of an older one"));
@@ -108,6 +113,7 @@ impl World {
 #[derive(Debug, Default)]
 struct Stats {
     rounds: u64,
+    coordinators: u64,
     messages: u64,
     succeeded: u64,
     failed: u64,
@@ -119,7 +125,7 @@ fn live(seed: u64, bug: Option<Bug>) -> Result<Stats, String> {
     let hosts = 1 + random.below(8) as usize;
     let max = 1 + random.below(hosts as u64 + 1) as usize;
     let min = 1 + random.below(max.min(hosts) as u64) as usize;
-    let rough = random.percent(40);
+    let (rough, claimed) = (random.percent(40), random.percent(50));
     let nature = Nature {
         delay_ms: [1, 20, 200][random.below(3) as usize],
         loss_percent: if rough { random.below(20) } else { 0 },
@@ -128,10 +134,25 @@ fn live(seed: u64, bug: Option<Bug>) -> Result<Stats, String> {
         stop_ms: [5, 500, 5000][random.below(3) as usize],
         run: Duration::from_secs(10),
     };
-    let mut world = World::new(seed, hosts, (min, max), nature, bug);
+    let mut world = World::new(seed, hosts, (min, max), nature, claimed, bug);
     for _ in 0..random.below(9) {
         let at = world.now + random.millis(0, TROUBLE.as_millis() as u64);
         let which = random.below(hosts as u64) as usize;
+        if claimed && random.percent(40) {
+            let (fault, back): (At, Option<At>) = match random.below(8) {
+                0 => (Fault::Kill, Some(Fault::Start)),
+                1 => (Fault::PowerOff, Some(Fault::Start)),
+                2 => (Fault::Mute, Some(Fault::Heal)),
+                3 => (Fault::Deaf, Some(Fault::Heal)),
+                4 => (Fault::Partition, Some(Fault::Heal)),
+                5 => (Fault::Pause, Some(Fault::Resume)),
+                6 => (Fault::Stop, Some(Fault::Start)),
+                _ => (Fault::CutEtcd, Some(Fault::Heal)),
+            };
+            let back = back.map(|back| (back, random.millis(100, 10_000)));
+            world.at(at, Item::FaultAtCoordinator(fault, back));
+            continue;
+        }
         let fault = match random.below(15) {
             0 | 1 => Fault::Kill(which),
             2 => Fault::PowerOff(which),
@@ -143,11 +164,13 @@ fn live(seed: u64, bug: Option<Bug>) -> Result<Stats, String> {
             9 => Fault::Break(which),
             10 | 11 => Fault::FailWorker(which),
             12 => Fault::Stop(which),
+            13 if claimed => Fault::CutEtcd(which),
             13 => Fault::KillHost(which),
+            _ if claimed => Fault::PowerOff(which),
             _ => Fault::KillCoordinator,
         };
         world.at(at, Item::Fault(fault));
-        if matches!(fault, Fault::Mute(_) | Fault::Deaf(_) | Fault::Partition(_)) {
+        if matches!(fault, Fault::Mute(_) | Fault::Deaf(_) | Fault::Partition(_) | Fault::CutEtcd(_)) {
             let heal = at + random.millis(100, 10_000);
             world.at(heal, Item::Fault(Fault::Heal(which)));
         }
@@ -164,7 +187,12 @@ fn live(seed: u64, bug: Option<Bug>) -> Result<Stats, String> {
     if world.broken.is_none() && !stuck.is_empty() {
         world.violates(format!("{stuck:?} have not come to an end"));
     }
-    let mut stats = Stats { rounds: world.rounds.len() as u64, messages: world.messages, ..Stats::default() };
+    let mut stats = Stats {
+        rounds: world.rounds.len() as u64,
+        coordinators: world.place.term,
+        messages: world.messages,
+        ..Stats::default()
+    };
     for agent in &world.agents {
         match &agent.ended {
             Some(News::End(Ending::Succeeded)) => stats.succeeded += 1,
@@ -175,7 +203,7 @@ fn live(seed: u64, bug: Option<Bug>) -> Result<Stats, String> {
     match world.broken {
         None => Ok(stats),
         Some(what) => Err(format!(
-            "seed {seed} ({hosts} hosts, {min}:{max}, {nature:?}): {what}\n{}",
+            "seed {seed} ({hosts} hosts, {min}:{max}, claimed: {claimed}, {nature:?}): {what}\n{}",
             world.story.join("\n")
         )),
     }
@@ -191,6 +219,7 @@ fn whatever_happens_there_is_one_round_and_the_job_comes_to_its_end() {
     for seed in first.map_or(0..seeds, |seed: u64| seed..seed + 1) {
         let stats = live(seed, None).unwrap_or_else(|what| panic!("CONVOKE_SEED={seed}\n{what}"));
         total.rounds += stats.rounds;
+        total.coordinators += stats.coordinators;
         total.messages += stats.messages;
         total.succeeded += stats.succeeded;
         total.failed += stats.failed;
@@ -208,6 +237,7 @@ fn the_simulation_finds_each_planted_bug() {
         Bug::RunsOnAlone,
         Bug::WaitsForTheDead,
         Bug::RestartsForNothing,
+        Bug::AnswersUnheard,
     ];
     for bug in bugs {
         let found = (0..SEEDS).find_map(|seed| Some((seed, live(seed, Some(bug)).err()?)));

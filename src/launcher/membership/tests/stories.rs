@@ -15,6 +15,9 @@ struct Job {
     seqs: BTreeMap<u128, u64>,
     heard: BTreeMap<u128, (u64, u64)>,
     asked: u64,
+    /// Members have had the answers to what they said.
+    answered: bool,
+    rules: Rules,
 }
 
 impl Job {
@@ -34,6 +37,8 @@ impl Job {
             seqs: BTreeMap::new(),
             heard: BTreeMap::new(),
             asked: 0,
+            answered: false,
+            rules,
         }
     }
 
@@ -75,7 +80,8 @@ impl Job {
         let seq = self.seqs.entry(agent).or_default();
         *seq += 1;
         let heard = self.heard.get(&agent).copied().unwrap_or_default();
-        let status = Status { seq: *seq, phase, heard, asked: self.asked };
+        let answered = if self.answered { *seq - 1 } else { 0 };
+        let status = Status { seq: *seq, phase, heard, asked: self.asked, answered };
         self.handle(Event::Status { agent: AgentId(agent), status });
     }
 
@@ -261,4 +267,43 @@ fn nodes_that_share_a_host_with_many_may_be_silent_for_longer() {
     assert_eq!(job.runs(1), Some((1, 0, 400)));
     job.later(SECOND);
     assert!(matches!(&job.orders[&1], Order::Stop { cause: Cause::Lost { node: 399, .. }, .. }));
+}
+
+#[test]
+fn who_is_told_that_a_later_round_is_over_does_not_wait_for_it() {
+    let mut member = Member::new(Phase::Running { round: 2 }, 3 * SECOND);
+    let order = Some(Order::Stop { round: 3, cause: Cause::Joined { host: "h2".to_owned() } });
+    let (news, _) = member.hear(OrderMessage { term: 1, seq: 1, order, heard: 0, ask: 0 });
+    assert!(matches!(news, Some(News::Stop(_))));
+    // Its own last round was 2.
+    member.enter(Phase::Ready { after: 2, restarts: 0, store: Vec::new(), alone: false });
+    assert!(matches!(member.status(SECOND).phase, Phase::Ready { after: 3, .. }));
+}
+
+#[test]
+fn a_round_that_all_nodes_have_left_keeps_no_other_waiting_when_another_coordinator_takes_over() {
+    let mut job = running(1, (1, 1), None);
+    let profile = Profile { host: "h1".to_owned(), pid: 1, min: 1, max: 1, workers: 2, role: String::new() };
+    let seats = vec![Seat { agent: AgentId(1), profile }];
+    let record = Record { round: 1, seats, left: vec![(0, 15)], ..Record::default() };
+    let rules = job.rules;
+    job.coordinator = Coordinator::resume(rules, 2, 7, record, None);
+    job.comes(2, (1, 1));
+    assert_eq!(job.runs(2), Some((2, 0, 1)));
+}
+
+#[test]
+fn who_is_not_heard_is_not_in_touch_though_it_hears() {
+    let mut job = running(2, (2, 2), None);
+    let own = AgentId(1);
+    for _ in 0..4 {
+        job.later(SECOND / 2);
+        // All of them arrive, and none of the answers.
+        job.is_there(2, 1);
+    }
+    assert!(!job.coordinator.is_heard_by_half(own, job.now - SECOND));
+    job.answered = true;
+    job.later(SECOND / 2);
+    (0..2).for_each(|_| job.is_there(2, 1));
+    assert!(job.coordinator.is_heard_by_half(own, job.now - SECOND));
 }

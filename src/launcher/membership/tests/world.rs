@@ -1,70 +1,49 @@
 //! A world in which everything happens at a time that a seed decides: messages that are late, lost, doubled or overtaken,
-//! clocks that differ, agents that die, hang or are cut off, a coordinator that dies and is replaced.
+//! clocks that differ, agents that die, hang or are cut off, coordinators that die and are replaced ([`super::offices`]).
 
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BinaryHeap};
+use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 use std::time::Duration;
 
 use super::super::bug::Bug;
 use super::super::*;
 use super::agent::{Agent, Workers, ready};
+use super::faults::{At, Fault};
+use super::offices::{Office, Place};
+use super::random::Random;
 
 pub(super) const SILENCE: Duration = Duration::from_secs(3);
-const BEAT: Duration = Duration::from_millis(750);
+const BEAT: Duration = Duration::from_millis(500);
 pub(super) const JOIN_TIMEOUT: Duration = Duration::from_secs(600);
 const LAST_CALL: Duration = Duration::from_secs(5);
-
-/// Numbers that only the seed decides.
-#[derive(Debug, Clone)]
-pub(super) struct Random(u64);
-
-impl Random {
-    pub(super) fn new(seed: u64) -> Self {
-        Self(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ 0x5DEE_CE66)
-    }
-
-    pub(super) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut x = self.0;
-        x = (x ^ (x >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        x = (x ^ (x >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        x ^ (x >> 31)
-    }
-
-    pub(super) fn below(&mut self, bound: u64) -> u64 {
-        self.next() % bound.max(1)
-    }
-
-    pub(super) fn percent(&mut self, percent: u64) -> bool {
-        self.below(100) < percent
-    }
-
-    pub(super) fn millis(&mut self, from: u64, to: u64) -> Duration {
-        Duration::from_millis(from + self.below(to - from + 1))
-    }
-}
 
 /// What happens at some time.
 #[derive(Debug, Clone)]
 pub(super) enum Item {
+    // To the coordinator of a term.
     Hello {
         from: usize,
         id: AgentId,
+        term: u64,
     },
     Status {
         id: AgentId,
+        term: u64,
         status: Status,
     },
     Cut {
         id: AgentId,
+        term: u64,
     },
     Order {
         to: usize,
         id: AgentId,
         message: OrderMessage,
     },
+    /// What it wrote so many times before is written down.
     Written {
         term: u64,
+        write: u64,
     },
     Beat {
         agent: usize,
@@ -97,38 +76,26 @@ pub(super) enum Item {
     CoordinatorTick {
         term: u64,
     },
+    /// The endpoint is served again.
     CoordinatorStart {
         suspect: Option<(AgentId, Duration)>,
     },
+    /// An agent looks where the coordinator is.
+    Find {
+        agent: usize,
+        id: AgentId,
+    },
+    /// A coordinator keeps its claim alive.
+    Keep {
+        term: u64,
+    },
+    /// Its process ends.
+    Close {
+        term: u64,
+    },
     Fault(Fault),
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Fault {
-    /// The process dies, and its connection with it; its workers too.
-    Kill(usize),
-    /// The host loses its power: nothing is heard.
-    PowerOff(usize),
-    /// A new process on that host.
-    Start(usize),
-    Mute(usize),
-    Deaf(usize),
-    Partition(usize),
-    Heal(usize),
-    Pause(usize),
-    Resume(usize),
-    /// The connection breaks; both ends live.
-    Break(usize),
-    /// Its worker fails, by itself.
-    FailWorker(usize),
-    /// A signal stops the agent.
-    Stop(usize),
-    /// Another one takes over soon.
-    KillCoordinator,
-    /// Its host loses its power, and the other one takes over when that is certain: leases have ended.
-    KillHost(usize),
-    /// All is well from now on.
-    Peace,
+    /// One at the node that has the coordinator then, and what makes up for it after a while.
+    FaultAtCoordinator(At, Option<(At, Duration)>),
 }
 
 /// How things are in this world.
@@ -150,13 +117,13 @@ pub(super) struct World {
     pub(super) nature: Nature,
     pub(super) rules: Rules,
     pub(super) agents: Vec<Agent>,
-    pub(super) coordinator: Option<Coordinator>,
-    /// Began at.
-    began: Duration,
-    term: u64,
-    record: Option<Record>,
-    /// When the coordinator is next woken.
-    tick_at: Option<Duration>,
+    /// Coordinators by their terms.
+    pub(super) offices: BTreeMap<u64, Office>,
+    pub(super) place: Place,
+    /// Nodes find the coordinator in etcd, and any of them may be it. Else it is at an endpoint apart from them.
+    pub(super) claimed: bool,
+    /// Rounds that were cut off from etcd as a whole.
+    pub(super) cut_off: BTreeSet<u64>,
     ids: u128,
     queue: BinaryHeap<Reverse<(Duration, u64)>>,
     items: BTreeMap<u64, Item>,
@@ -179,6 +146,7 @@ impl World {
         hosts: usize,
         (min, max): (usize, usize),
         nature: Nature,
+        claimed: bool,
         bug: Option<Bug>,
     ) -> Self {
         let rules = Rules {
@@ -195,11 +163,10 @@ impl World {
             nature,
             rules,
             agents: Vec::new(),
-            coordinator: None,
-            began: Duration::ZERO,
-            term: 0,
-            record: None,
-            tick_at: None,
+            offices: BTreeMap::new(),
+            place: Place::default(),
+            claimed,
+            cut_off: BTreeSet::new(),
             ids: 0,
             queue: BinaryHeap::new(),
             items: BTreeMap::new(),
@@ -231,37 +198,23 @@ impl World {
             agent.fast = if drift == 0 { 0 } else { world.random.below(2 * drift as u64) as i64 - drift };
             world.agents.push(agent);
         }
-        world.start_coordinator(None);
+        if !claimed {
+            world.serve(None);
+        }
         for index in 0..hosts {
             world.begin(index);
         }
         world
     }
 
-    fn fresh_id(&mut self) -> AgentId {
+    pub(super) fn fresh_id(&mut self) -> AgentId {
         self.ids += 1;
         // Not in the order of their coming.
         AgentId(u128::from(self.random.next()) << 64 | self.ids)
     }
 
-    fn start_coordinator(&mut self, suspect: Option<(AgentId, Duration)>) {
-        self.term += 1;
-        self.began = self.now;
-        self.tick_at = None;
-        let entropy = u128::from(self.random.next()) << 64;
-        let mut coordinator = match self.record.clone() {
-            Some(record) => Coordinator::resume(self.rules, self.term, entropy, record, suspect),
-            None => Coordinator::new(self.rules, self.term, entropy),
-        };
-        coordinator.planted.bug = self.bug;
-        self.coordinator = Some(coordinator);
-        for agent in 0..self.agents.len() {
-            self.connect(agent);
-        }
-    }
-
     pub(super) fn has_changed_coordinator(&self) -> bool {
-        self.term > 1
+        self.place.term > 1
     }
 
     pub(super) fn note(&mut self, what: impl FnOnce() -> String) {
@@ -279,7 +232,7 @@ impl World {
         self.items.insert(self.ties, item);
     }
 
-    fn after(&mut self, delay: Duration, item: Item) {
+    pub(super) fn after(&mut self, delay: Duration, item: Item) {
         self.at(self.now + delay, item);
     }
 
@@ -298,11 +251,15 @@ impl World {
 
     // ---- the network ----
 
-    /// Sends over a network that may do anything with it; `from` is the agent at one end.
-    fn send(&mut self, from: usize, to_coordinator: bool, item: Item) {
+    /// Sends over a network that may do anything with it, between an agent and the coordinator of a term.
+    pub(super) fn send(&mut self, agent: usize, term: u64, to_coordinator: bool, item: Item) {
         self.messages += 1;
-        let agent = &self.agents[from];
-        if to_coordinator && agent.mute || !to_coordinator && agent.deaf {
+        let host = self.offices.get(&term).and_then(|office| office.host);
+        if host == Some(agent) {
+            return self.after(Duration::ZERO, item);
+        }
+        let (from, to) = if to_coordinator { (Some(agent), host) } else { (host, Some(agent)) };
+        if from.is_some_and(|from| self.agents[from].mute) || to.is_some_and(|to| self.agents[to].deaf) {
             return;
         }
         let copies = 1 + usize::from(self.random.percent(self.nature.double_percent));
@@ -314,65 +271,80 @@ impl World {
         }
     }
 
-    fn connect(&mut self, index: usize) {
-        let id = self.agents[index].id;
-        // A connection is there or not: its first message is not lost by itself, but with the network.
-        let agent = &self.agents[index];
-        if !agent.mute && !agent.deaf && !agent.paused && agent.is_at_work() {
-            let delay = self.random.millis(0, self.nature.delay_ms);
-            self.after(delay, Item::Hello { from: index, id });
-            // Its status comes behind it.
-            let status = self.agents[index].status(self.now);
-            self.after(delay, Item::Status { id, status });
+    /// Connects to the coordinator that it knows.
+    pub(super) fn connect(&mut self, index: usize) {
+        if !self.claimed {
+            self.agents[index].at = self.place.term;
         }
+        let (agent, now) = (&self.agents[index], self.now);
+        let (id, term) = (agent.id, agent.at);
+        // A connection is there or not: its first message is not lost by itself, but with the network.
+        if agent.paused || !agent.is_at_work() || !self.is_open_to(index, term) {
+            return;
+        }
+        let own = self.offices.get(&term).is_some_and(|office| office.host == Some(index));
+        let delay = if own { Duration::ZERO } else { self.random.millis(0, self.nature.delay_ms) };
+        self.after(delay, Item::Hello { from: index, id, term });
+        // Its status comes behind it.
+        let agent = &mut self.agents[index];
+        agent.member.coordinates(own);
+        let status = agent.status(now);
+        self.after(delay, Item::Status { id, term, status });
     }
 
     /// A process begins.
-    fn begin(&mut self, index: usize) {
-        self.connect(index);
+    pub(super) fn begin(&mut self, index: usize) {
+        self.find(index);
         let (id, delay) = (self.agents[index].id, self.random.millis(0, 300));
         self.after(delay, Item::Beat { agent: index, id });
     }
 
     /// The status of an agent is sent at once.
-    fn tell(&mut self, index: usize) {
+    pub(super) fn tell(&mut self, index: usize) {
         let agent = &mut self.agents[index];
         if !agent.is_at_work() || agent.paused {
             return;
         }
-        let (id, status) = (agent.id, agent.status(self.now));
-        self.send(index, true, Item::Status { id, status });
+        let (id, term, status) = (agent.id, agent.at, agent.status(self.now));
+        self.send(index, term, true, Item::Status { id, term, status });
     }
 
     // ---- what happens ----
 
     fn happen(&mut self, item: Item) {
         match item {
-            Item::Hello { from, id } => {
+            Item::Hello { from, id, term } => {
                 let profile = self.agents[from].profile.clone();
-                self.coordinate(Event::Hello { agent: id, profile });
+                self.coordinate(term, Event::Hello { agent: id, profile });
             }
-            Item::Status { id, status } => {
-                self.coordinate(Event::Status { agent: id, status });
+            Item::Status { id, term, status } => {
+                self.coordinate(term, Event::Status { agent: id, status });
             }
-            Item::Cut { id } => self.coordinate(Event::Cut { agent: id }),
-            Item::Written { term } if term == self.term => self.coordinate(Event::Written),
-            Item::CoordinatorTick { term } if term == self.term => {
-                if self.tick_at.is_some_and(|at| at <= self.now) {
-                    self.tick_at = None;
+            Item::Cut { id, term } => self.coordinate(term, Event::Cut { agent: id }),
+            Item::Written { term, write } => self.written(term, write),
+            Item::CoordinatorTick { term } => self.tick(term),
+            Item::Find { agent, id } => {
+                if self.agents[agent].id == id {
+                    self.find(agent);
                 }
-                self.coordinate(Event::Tick);
             }
-            Item::Written { .. } | Item::CoordinatorTick { .. } => {}
+            Item::Keep { term } => self.keep(term),
+            Item::Close { term } => self.close(term),
             Item::Order { to, id, message } => self.hear(to, id, message),
             Item::Beat { agent, id } => {
                 if self.agents[agent].id == id && self.agents[agent].is_at_work() {
                     self.tell(agent);
                     // A driver without an answer connects again.
-                    if self.random.percent(20) {
+                    let silent = self.now.saturating_sub(self.agents[agent].heard_at);
+                    if self.claimed
+                        && (self.agents[agent].at == 0 || silent > self.agents[agent].member.lease())
+                    {
+                        self.find(agent);
+                    } else if !self.claimed && self.random.percent(20) {
                         self.connect(agent);
                     }
-                    self.after(BEAT, Item::Beat { agent, id });
+                    let beat = self.agents[agent].member.beat(BEAT);
+                    self.after(beat, Item::Beat { agent, id });
                     self.check_lease(agent);
                 }
             }
@@ -390,48 +362,24 @@ impl World {
             }
             Item::WorkersStopped { agent, id, round } => self.workers_stopped(agent, id, round),
             Item::Fault(fault) => self.fault(fault),
-            Item::CoordinatorStart { suspect } => {
-                if self.coordinator.is_none() {
-                    self.start_coordinator(suspect);
-                }
-            }
-        }
-    }
-
-    fn coordinate(&mut self, event: Event) {
-        let Some(coordinator) = self.coordinator.as_mut() else { return };
-        let mut actions = Vec::new();
-        let time = self.now - self.began;
-        coordinator.handle(time, event, &mut actions);
-        let wake = coordinator.wake_at().map(|at| (self.began + at).max(self.now));
-        let term = self.term;
-        for action in actions {
-            match action {
-                Action::Send { agent, message } => {
-                    if let Some(to) = self.agents.iter().position(|other| other.id == agent) {
-                        self.send(to, false, Item::Order { to, id: agent, message });
+            Item::FaultAtCoordinator(fault, heal) => {
+                if let Some(index) = self.coordinating() {
+                    self.fault(fault(index));
+                    if let Some((heal, after)) = heal {
+                        self.after(after, Item::Fault(heal(index)));
                     }
                 }
-                Action::Write(record) => {
-                    // What is written is written, also if the coordinator dies before it hears of it.
-                    self.record = Some(record);
-                    // The place where it is written may be out of reach for a while.
-                    let longest = if self.random.percent(5) { 8000 } else { 20 };
-                    let delay = self.random.millis(0, longest);
-                    self.after(delay, Item::Written { term });
+            }
+            Item::CoordinatorStart { suspect } => {
+                if self.offices.is_empty() {
+                    self.serve(suspect);
                 }
             }
-        }
-        if let Some(at) = wake
-            && self.tick_at.is_none_or(|tick| at < tick)
-        {
-            self.tick_at = Some(at);
-            self.at(at, Item::CoordinatorTick { term });
         }
     }
 
     /// A lease that has ended takes the workers with it.
-    fn check_lease(&mut self, index: usize) {
+    pub(super) fn check_lease(&mut self, index: usize) {
         let now = self.now;
         let agent = &self.agents[index];
         if agent.paused || !agent.is_at_work() {
@@ -458,10 +406,12 @@ impl World {
     }
 
     fn hear(&mut self, index: usize, id: AgentId, message: OrderMessage) {
+        let (now, term) = (self.now, message.term);
         let agent = &mut self.agents[index];
-        if agent.id != id || !agent.is_at_work() || agent.paused {
+        if agent.id != id || !agent.is_at_work() || agent.paused || self.claimed && agent.at != term {
             return;
         }
+        agent.heard_at = now;
         let (news, reply) = agent.member.hear(message);
         if let Some(news) = news {
             self.obey(index, news);
@@ -471,7 +421,7 @@ impl World {
         }
     }
 
-    fn obey(&mut self, index: usize, news: News) {
+    pub(super) fn obey(&mut self, index: usize, news: News) {
         let id = self.agents[index].id;
         match news {
             News::Wait(_) => {}
@@ -490,9 +440,10 @@ impl World {
                 agent.workers = None;
                 agent.ended = Some(end);
                 agent.member.enter(Phase::Left(Departure::Ended));
-                let status = agent.status(self.now);
-                self.send(index, true, Item::Status { id, status });
-                self.after(Duration::from_millis(5), Item::Cut { id });
+                let (term, status) = (agent.at, agent.status(self.now));
+                self.send(index, term, true, Item::Status { id, term, status });
+                self.after(Duration::from_millis(5), Item::Cut { id, term });
+                self.leave_office(index);
             }
         }
     }
@@ -547,7 +498,7 @@ impl World {
         self.tell(index);
     }
 
-    fn workers_end(&mut self, index: usize, id: AgentId, round: u64, well: bool, own: bool) {
+    pub(super) fn workers_end(&mut self, index: usize, id: AgentId, round: u64, well: bool, own: bool) {
         let agent = &mut self.agents[index];
         let running = Some(Workers { round, stopping: false });
         if agent.id != id || !agent.is_at_work() || agent.paused || agent.workers != running {
@@ -569,134 +520,5 @@ impl World {
             self.stop_workers(index);
         }
         self.tell(index);
-    }
-
-    pub(super) fn fault(&mut self, fault: Fault) {
-        self.note(|| format!("{fault:?}"));
-        match fault {
-            Fault::Kill(index) | Fault::PowerOff(index) => {
-                let agent = &mut self.agents[index];
-                if !agent.is_at_work() {
-                    return;
-                }
-                let (id, round) = (agent.id, agent.workers.map(|workers| workers.round));
-                (agent.alive, agent.disturbed, agent.workers) = (false, true, None);
-                if fault == Fault::Kill(index) && !agent.mute && !agent.deaf {
-                    let delay = self.random.millis(0, self.nature.delay_ms);
-                    self.after(delay, Item::Cut { id });
-                }
-                self.bereave(index, round, 0);
-            }
-            Fault::Start(index) => {
-                if self.agents[index].is_at_work() || matches!(self.agents[index].ended, Some(News::End(_))) {
-                    return;
-                }
-                let id = self.fresh_id();
-                let agent = &mut self.agents[index];
-                (agent.alive, agent.ended, agent.paused, agent.restarts) = (true, None, false, 0);
-                agent.join_anew(id, SILENCE);
-                self.begin(index);
-            }
-            Fault::Mute(index) => self.disturb(index, |agent| agent.mute = true),
-            Fault::Deaf(index) => self.disturb(index, |agent| agent.deaf = true),
-            Fault::Partition(index) => {
-                self.disturb(index, |agent| (agent.mute, agent.deaf) = (true, true));
-                let round = self.agents[index].workers.map(|workers| workers.round);
-                // Connections live through a short one.
-                self.bereave(index, round, SILENCE.as_millis() as u64);
-            }
-            Fault::Heal(index) => {
-                self.disturb(index, |agent| (agent.mute, agent.deaf) = (false, false));
-                self.connect(index);
-            }
-            Fault::Pause(index) => self.disturb(index, |agent| agent.paused = true),
-            Fault::Resume(index) => {
-                self.agents[index].paused = false;
-                if self.agents[index].is_at_work() {
-                    self.check_lease(index);
-                    self.connect(index);
-                }
-            }
-            Fault::Break(index) => {
-                if self.agents[index].is_at_work() {
-                    let id = self.agents[index].id;
-                    self.after(Duration::from_millis(1), Item::Cut { id });
-                    self.after(Duration::from_millis(30), Item::Hello { from: index, id });
-                }
-            }
-            Fault::FailWorker(index) => {
-                if let Some(workers) = self.agents[index].workers {
-                    let id = self.agents[index].id;
-                    self.workers_end(index, id, workers.round, false, true);
-                }
-            }
-            Fault::Stop(index) => {
-                let agent = &mut self.agents[index];
-                if !agent.is_at_work() || agent.paused {
-                    return;
-                }
-                agent.disturbed = true;
-                let (id, round) = (agent.id, agent.workers.map(|workers| workers.round));
-                agent.workers = None;
-                agent.member.enter(Phase::Left(Departure::Stopped { signal: 15 }));
-                self.tell(index);
-                self.agents[index].alive = false;
-                let delay = self.random.millis(0, self.nature.delay_ms);
-                self.after(delay, Item::Cut { id });
-                self.bereave(index, round, 0);
-            }
-            Fault::KillCoordinator => {
-                self.coordinator = None;
-                let delay = self.random.millis(10, 500);
-                self.after(delay, Item::CoordinatorStart { suspect: None });
-            }
-            Fault::KillHost(index) => {
-                let suspect = Some((self.agents[index].id, self.random.millis(0, 1500)));
-                self.fault(Fault::PowerOff(index));
-                self.coordinator = None;
-                let delay = self.random.millis(2000, 6000);
-                self.after(delay, Item::CoordinatorStart { suspect });
-            }
-            Fault::Peace => self.make_peace(),
-        }
-    }
-
-    fn disturb(&mut self, index: usize, what: impl FnOnce(&mut Agent)) {
-        self.agents[index].disturbed = true;
-        what(&mut self.agents[index]);
-    }
-
-    /// Node `of` of the round is gone: after a while workers of the others may fail for that.
-    fn bereave(&mut self, of: usize, round: Option<u64>, after_ms: u64) {
-        let Some(round) = round else { return };
-        for index in 0..self.agents.len() {
-            let agent = &self.agents[index];
-            if agent.workers.is_some_and(|workers| workers.round == round) && self.random.percent(50) {
-                let id = self.agents[index].id;
-                let delay = self.random.millis(after_ms, after_ms + 4000);
-                self.after(delay, Item::Bereaved { agent: index, id, round, of });
-            }
-        }
-    }
-
-    fn make_peace(&mut self) {
-        self.peace = true;
-        self.nature.loss_percent = 0;
-        if self.coordinator.is_none() {
-            self.start_coordinator(None);
-        }
-        for index in 0..self.agents.len() {
-            self.fault(Fault::Heal(index));
-            self.fault(Fault::Resume(index));
-            self.fault(Fault::Start(index));
-            if let Some(workers) = self.agents[index].workers {
-                let id = self.agents[index].id;
-                let round = workers.round;
-                self.after(
-                    self.nature.run,
-                    Item::WorkersEnd { agent: index, id, round, well: true, own: true },
-                );
-            }
-        }
     }
 }

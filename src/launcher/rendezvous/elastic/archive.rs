@@ -14,7 +14,7 @@ use crate::say::say;
 /// Where a coordinator's records are written.
 pub(super) struct Archive {
     /// The agent of this process.
-    pub(super) agent: AgentId,
+    pub(super) agent: Cell<AgentId>,
     pub(super) claim: Rc<Claim>,
     /// How long the end of the job may take to be written down.
     close: Duration,
@@ -26,7 +26,8 @@ pub(super) struct Archive {
 
 impl Archive {
     pub(super) fn new(agent: AgentId, claim: Rc<Claim>, close: Duration) -> Self {
-        let (next, ready, is_writing) = (RefCell::default(), Notify::new(), Cell::new(false));
+        let (agent, next, ready, is_writing) =
+            (Cell::new(agent), RefCell::default(), Notify::new(), Cell::new(false));
         Self { agent, claim, close, next, ready, is_writing }
     }
 

@@ -28,6 +28,13 @@ pub(super) struct Stopped {
     pub(super) alone: bool,
 }
 
+impl Stopped {
+    /// What is higher is news: who is alone has less time than who is only told to stop.
+    pub(super) fn order(&self) -> (u64, bool) {
+        (self.round, self.alone)
+    }
+}
+
 /// Why nothing more will come.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Over {

@@ -1,7 +1,5 @@
 //! A coordinator's claim to be the one of its job, where another one may take over: an entry in a [`Directory`].
-//!
-//! Who is cut off from etcd loses its lease there, and another one may take over. So a coordinator that hears neither etcd
-//! nor half of its round tells nobody that it has heard them: their leases end, and its own node's as well.
+//! What follows from that is in [`mandate`].
 
 use std::cell::{Cell, RefCell};
 use std::time::Duration;
@@ -10,15 +8,12 @@ use tokio::sync::Notify;
 use tokio::time::{Instant, sleep};
 
 use super::directory::{Directory, Entry, Lease, Seen, Trouble};
-use crate::membership::{Record, own_lease};
+use crate::membership::{Record, mandate};
 use crate::say::say;
 
 /// Between two attempts to reach the place, at first and at most.
 const RETRY: Duration = Duration::from_millis(100);
 const SLOWEST_RETRY: Duration = Duration::from_secs(1);
-/// How often a lease is kept alive in its time.
-const BEATS: u32 = 4;
-
 /// See the module's head.
 #[derive(Debug)]
 pub(super) struct Claim {
@@ -156,7 +151,7 @@ impl Claim {
 
     async fn keep_lease(&self, rests: impl Fn() -> bool) -> Result<(), Trouble> {
         let lease = self.lease.get();
-        sleep(lease.ttl / BEATS).await;
+        sleep(lease.ttl / mandate::BEATS).await;
         if rests() {
             return Ok(());
         }
@@ -184,12 +179,12 @@ impl Claim {
 
     /// Whether it is certain that nobody else can have taken over for want of a lease.
     pub(super) fn is_certain(&self) -> bool {
-        self.confirmed.get().elapsed() < self.tolerance()
+        mandate::is_certain(self.confirmed.get().elapsed(), self.ttl())
     }
 
-    /// How long ago a sign of life may be that still counts.
-    pub(super) fn tolerance(&self) -> Duration {
-        self.lease.get().ttl / 2
+    /// How long it stands without a word from this process, at best.
+    pub(super) fn ttl(&self) -> Duration {
+        self.lease.get().ttl
     }
 
     /// Ends when another coordinator has taken over.
@@ -197,15 +192,6 @@ impl Claim {
         while !self.is_lost.get() {
             self.loses.notified().await;
         }
-    }
-
-    /// How long whoever takes over a claim that nobody keeps alive waits for the node that has had it: by then that has
-    /// no workers any more, whatever it hears. `silence` is that of the round before.
-    pub(super) fn patience(&self, silence: Duration) -> Duration {
-        // It was last certain at most a beat before it was cut off, or heard half of its round then. For half of its
-        // lease it has answered its own node, whose lease began with the last answer.
-        let ttl = self.lease.get().ttl;
-        (own_lease(silence) + self.tolerance()).saturating_sub(ttl - ttl / BEATS)
     }
 
     /// What the place says.

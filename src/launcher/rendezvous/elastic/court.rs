@@ -1,11 +1,10 @@
 //! How a node of an elastic job hears of the others, and tells them of itself.
 
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use nix::sys::signal::Signal;
 
-use super::board::{Over, Stopped, Told};
+use super::board::{Over, Told};
 use super::thread::Thread;
 use crate::membership::{Departure, Ending, Failure, Phase, Refusal};
 use crate::rendezvous::court::{Court, FromOthers, Verdict, Verdicts, What};
@@ -18,8 +17,8 @@ pub(super) struct ElasticCourt {
     seat: Mutex<(usize, u64)>,
     host: String,
     endpoint: String,
-    /// The latest round whose end has been passed on.
-    ended: AtomicU64,
+    /// The latest end of a round that has been passed on.
+    ended: Mutex<(u64, bool)>,
 }
 
 impl ElasticCourt {
@@ -29,7 +28,7 @@ impl ElasticCourt {
         endpoint: String,
         round: u64,
     ) -> Self {
-        Self { thread, seat: Mutex::new((node, round)), host, endpoint, ended: AtomicU64::new(0) }
+        Self { thread, seat: Mutex::new((node, round)), host, endpoint, ended: Mutex::default() }
     }
 
     /// This node is in another round.
@@ -57,10 +56,11 @@ impl ElasticCourt {
 
 impl Court for ElasticCourt {
     fn hear(&self) -> Option<FromOthers> {
-        let known = self.ended.load(Ordering::Relaxed);
+        let ended = || self.ended.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = *ended();
         let news = self.thread.board.wait(None, |told: &Told| {
-            if let Some(stopped) = told.stopped.as_ref().filter(|stopped| stopped.round > known) {
-                let Stopped { round, cause, alone } = stopped.clone();
+            if let Some(stopped) = told.stopped.as_ref().filter(|stopped| stopped.order() > known) {
+                let (round, cause, alone) = (stopped.round, stopped.cause.clone(), stopped.alone);
                 return Some(Some(FromOthers::NewRound { round, cause, alone }));
             }
             match &told.over {
@@ -70,8 +70,8 @@ impl Court for ElasticCourt {
             }
         });
         let news = news.flatten();
-        if let Some(FromOthers::NewRound { round, .. }) = &news {
-            self.ended.store(*round, Ordering::Relaxed);
+        if let Some(FromOthers::NewRound { round, alone, .. }) = &news {
+            *ended() = (*round, *alone);
         }
         news
     }

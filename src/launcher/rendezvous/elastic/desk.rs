@@ -166,7 +166,10 @@ impl Desk {
                                 let _ = heard.send(Heard::Stop { silent, last: last.clone() });
                             }
                             match caller::fresh_id() {
-                                Ok(id) => self.caller.agent = id,
+                                Ok(id) => {
+                                    self.caller.agent = id;
+                                    finder.comes_anew(id);
+                                }
                                 Err(error) => last = error.to_string(),
                             }
                             member.come_anew();

@@ -11,7 +11,7 @@ use super::claim::Claim;
 use super::directory::{Directory, Entry, Seen, Trouble};
 use super::hall::{Backing, Hall};
 use super::place;
-use crate::membership::{AgentId, Ending, Record, Rules};
+use crate::membership::{AgentId, Ending, Record, Rules, mandate};
 
 /// Attempts in vain, with nobody listening, until the coordinator is taken for dead.
 const ATTEMPTS: u32 = 3;
@@ -121,6 +121,13 @@ impl Finder {
         }
     }
 
+    /// This node takes part as another agent from now on.
+    pub(super) fn comes_anew(&self, agent: AgentId) {
+        if let Some(hall) = self.hall() {
+            hall.comes_anew(agent);
+        }
+    }
+
     /// Whether the coordinator that was found is still said to be there.
     pub(super) async fn stands(&self) -> bool {
         match self {
@@ -226,7 +233,7 @@ impl Listed {
             Err(now) => return Ok(now),
         };
         let silence = self.rules.silence_of(record.as_ref().map_or(0, Record::crowd));
-        let wait = if refused { self.rules.reconnect } else { claim.patience(silence) };
+        let wait = if refused { self.rules.reconnect } else { mandate::patience(silence, claim.ttl()) };
         let suspect = before.map(|before| (before.agent, wait));
         let now = claim.seen();
         let run_id = self.run_id.clone();

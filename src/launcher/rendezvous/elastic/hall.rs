@@ -202,6 +202,11 @@ impl Hall {
         Ok(Some((hello, profile, (theirs, ours))))
     }
 
+    /// This process's node takes part as another agent from now on.
+    pub(super) fn comes_anew(&self, agent: AgentId) {
+        self.jobs.borrow().values().for_each(|job| job.comes_anew(agent));
+    }
+
     /// Another coordinator may take over at once.
     pub(super) async fn release(&self) {
         let jobs: Vec<_> = self.jobs.borrow().values().cloned().collect();

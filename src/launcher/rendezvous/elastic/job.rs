@@ -15,7 +15,7 @@ use super::archive::Archive;
 use super::claim::Claim;
 use super::link::{self, LinkError};
 use super::wire::{MEMBERS_LIMIT, Seal, ToCoordinator, ToMember};
-use crate::membership::{Action, AgentId, Coordinator, Event, OrderMessage, Profile};
+use crate::membership::{Action, AgentId, Coordinator, Event, OrderMessage, Profile, mandate};
 
 /// How often it is looked whether half of a round is heard.
 const LOOK: Duration = Duration::from_millis(50);
@@ -74,8 +74,15 @@ impl Job {
     pub(super) fn is_dispensable(&self) -> bool {
         let coordinator = self.coordinator.borrow();
         self.archive.as_ref().is_some_and(|archive| {
-            archive.is_complete() && !coordinator.is_over() && !coordinator.knows(archive.agent)
+            archive.is_complete() && !coordinator.is_over() && !coordinator.knows(archive.agent.get())
         })
+    }
+
+    /// This process's node takes part as another agent from now on.
+    pub(super) fn comes_anew(&self, agent: AgentId) {
+        if let Some(archive) = &self.archive {
+            archive.agent.set(agent);
+        }
     }
 
     /// Another coordinator may take over at once.
@@ -125,15 +132,13 @@ impl Job {
         if looked.elapsed() < LOOK {
             return may;
         }
-        let may = self.hears_enough(own, claim);
+        let may = self.is_in_touch(own, claim);
         self.may_answer.set((Instant::now(), may));
         may
     }
 
-    fn hears_enough(&self, own: AgentId, claim: &Claim) -> bool {
-        let since = self.began.elapsed().saturating_sub(claim.tolerance());
-        let coordinator = self.coordinator.borrow();
-        coordinator.is_idle() || coordinator.hears_half(own, since)
+    fn is_in_touch(&self, own: AgentId, claim: &Claim) -> bool {
+        mandate::is_in_touch(&self.coordinator.borrow(), own, self.began.elapsed(), claim.ttl())
     }
 
     /// One connection of a member, until it ends.
@@ -215,7 +220,7 @@ impl Job {
 
     fn send(&self, agent: AgentId, mut message: OrderMessage) {
         if let Some(Archive { agent: own, claim, .. }) = &self.archive
-            && !self.may_answer(*own, claim)
+            && !self.may_answer(own.get(), claim)
         {
             return;
         }

@@ -23,7 +23,7 @@ use crate::rendezvous::RendezvousError;
 use crate::say::say;
 
 /// Statuses in the time after which a silent node is lost.
-const BEATS: u32 = 4;
+const BEATS: u32 = 6;
 /// How long the coordinator stays when its node goes, so that all hear how the job ended.
 const LINGER: Duration = Duration::from_secs(1);
 const LINGER_POLL: Duration = Duration::from_millis(2);

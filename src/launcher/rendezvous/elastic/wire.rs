@@ -197,7 +197,7 @@ mod tests {
         let failure =
             Failure { summary: "rank 3 exited with 1".to_owned(), report: "{}".to_owned(), restarts: false };
         let phase = Phase::Failed { round: 2, failure };
-        ToCoordinator::Status(Status { seq: 9, phase, heard: (1, 4), asked: 2 })
+        ToCoordinator::Status(Status { seq: 9, phase, heard: (1, 4), asked: 2, answered: 8 })
     }
 
     fn split(frame: &[u8]) -> (&[u8], &[u8]) {
