@@ -370,7 +370,7 @@ impl Coordinator {
             known.echoed = known.echoed.max(came);
             known.unechoed.pop_front();
         }
-        let has_workers = !matches!(known.phase, Some(Phase::Ready { .. }));
+        let has_workers = !matches!(known.phase, Some(Phase::Ready { .. })) || self.is_to_run(agent);
         let silence = self.silence() * if has_workers { 1 } else { LENIENCE };
         self.set_due(agent, now + silence);
         if news {
@@ -391,6 +391,11 @@ impl Coordinator {
             self.lose(now, agent, None, actions);
         }
         self.tick_forming(now, actions);
+    }
+
+    /// Whether it has been told to run workers, and may do so by now.
+    fn is_to_run(&self, agent: AgentId) -> bool {
+        matches!(&self.stage, Stage::Live(round) if round.rank(&self.ranks, agent).is_some())
     }
 
     /// After which a member with workers is lost.

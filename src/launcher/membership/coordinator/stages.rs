@@ -340,6 +340,7 @@ impl Coordinator {
                 }
                 self.stage = Stage::Live(round);
                 for (agent, order) in orders {
+                    self.set_due(agent, now + self.silence());
                     self.order(agent, order, actions);
                 }
                 let spares: Vec<AgentId> = self.candidates.keys().copied().collect();
