@@ -7,6 +7,7 @@ use std::time::Duration;
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep};
 
+use super::backoff::Backoff;
 use super::directory::{Directory, Entry, Lease, Seen, Trouble};
 use crate::membership::{Record, mandate};
 use crate::say::say;
@@ -60,7 +61,7 @@ impl Claim {
 
     /// Writes a record down, however long that takes; false if another coordinator has taken over.
     pub(super) async fn write(&self, record: &Record) -> bool {
-        let mut retry = RETRY;
+        let mut retry = Backoff::new(RETRY, SLOWEST_RETRY);
         self.record.replace(Some(record.clone()));
         while !self.is_lost.get() {
             let seen = self.seen.borrow().clone();
@@ -72,8 +73,7 @@ impl Claim {
                 Err(_) if matches!(self.renew().await, Ok(true)) => continue,
                 Err(trouble) => self.tell(&trouble),
             }
-            sleep(retry).await;
-            retry = (retry * 2).min(SLOWEST_RETRY);
+            sleep(retry.next()).await;
         }
         false
     }
@@ -121,14 +121,13 @@ impl Claim {
 
     /// Does it again and again until the claim is lost.
     async fn again(&self, what: impl AsyncFn() -> Result<(), Trouble>) {
-        let mut retry = RETRY;
+        let mut retry = Backoff::new(RETRY, SLOWEST_RETRY);
         while !self.is_lost.get() {
             match what().await {
-                Ok(()) => retry = RETRY,
+                Ok(()) => retry.reset(),
                 Err(trouble) => {
                     self.tell(&trouble);
-                    sleep(retry).await;
-                    retry = (retry * 2).min(SLOWEST_RETRY);
+                    sleep(retry.next()).await;
                 }
             }
         }

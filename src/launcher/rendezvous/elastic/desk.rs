@@ -7,6 +7,7 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
+use super::backoff::Backoff;
 use super::caller::{self, Caller, Connection};
 use super::directory::Trouble;
 use super::finder::{Attempt, Finder, Nowhere};
@@ -109,7 +110,8 @@ impl Desk {
         towards: &Mutex<Option<IpAddr>>,
     ) {
         let began = Instant::now();
-        let (mut retry, mut last, mut how, mut vain) = (RETRY, String::new(), Attempt::Fine, 0);
+        let mut retry = Backoff::new(RETRY, SLOWEST_RETRY);
+        let (mut last, mut how, mut vain) = (String::new(), Attempt::Fine, 0);
         let mut since = began;
         loop {
             let is_fixed = finder.is_fixed();
@@ -152,7 +154,8 @@ impl Desk {
             };
             match connected {
                 Ok(connection) => {
-                    (retry, how, vain) = (RETRY, Attempt::Fine, 0);
+                    retry.reset();
+                    (how, vain) = (Attempt::Fine, 0);
                     member.coordinates(finder.is_own());
                     let own = connection.stream.local_addr().ok().map(|address| address.ip());
                     *towards.lock().unwrap_or_else(PoisonError::into_inner) = own;
@@ -189,7 +192,7 @@ impl Desk {
                     let _ = heard.send(Heard::News(news));
                     return;
                 }
-                Err(Missed::Moved) => retry = RETRY,
+                Err(Missed::Moved) => retry.reset(),
                 Err(Missed::Unusable(why)) => {
                     let _ = heard.send(Heard::Unusable { why });
                     return;
@@ -206,7 +209,7 @@ impl Desk {
                         return;
                     }
                     tokio::select! {
-                        () = sleep(retry) => retry = (retry * 2).min(SLOWEST_RETRY),
+                        () = sleep(retry.next()) => {}
                         () = wait_for_departure(member, said) => return,
                     }
                 }

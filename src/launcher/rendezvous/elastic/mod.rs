@@ -4,6 +4,7 @@
 //! ([`desk`]) and, where this host is the endpoint's and nobody serves it yet, the coordinator ([`hall`]).
 
 mod archive;
+mod backoff;
 mod board;
 mod caller;
 mod claim;
