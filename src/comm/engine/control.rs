@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use convoke_env::{ExitCause, ToWorker};
 
 use super::core::Engine;
-use super::state::{PeerState, Wait};
+use super::state::{Peer, PeerState, Wait};
 use super::ticket::Ticket;
 use crate::call::{Call, CallKind};
 use crate::cause::{Cause, NAMED_RANKS, Report};
@@ -34,10 +34,10 @@ impl Engine {
         Frame { kind, generation: ours.generation, group: ours.group, seq, call: [0; 16], len: 0 }
     }
 
-    /// Sends a control frame, as soon as there is a connection with room.
+    /// Sends a control frame, as soon as there is a connection with room. To who is gone there is nothing to say.
     pub(super) fn tell(&mut self, peer: usize, frame: &Frame, payload: &[u8]) {
-        let out = &mut self.peers[peer].control_out;
-        if out.len() < CONTROL_QUEUE_BYTES {
+        let Peer { control_out: out, silent, .. } = &mut self.peers[peer];
+        if silent.is_none() && out.len() < CONTROL_QUEUE_BYTES {
             out.extend_from_slice(&Frame { len: payload.len() as u64, ..*frame }.encode());
             out.extend_from_slice(payload);
             self.flush_control(peer);
@@ -95,6 +95,8 @@ impl Engine {
                         self.poller.remove(fd);
                     }
                     place.silent = Some((Instant::now(), broken));
+                    // Nobody will ever take them, and who waits until they are taken would wait in vain.
+                    place.control_out.clear();
                     return;
                 }
             }

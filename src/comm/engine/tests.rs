@@ -1,7 +1,8 @@
 //! Strangers at the door: real ranks against a hand-written one. In `mad` it goes mad after it was let in, in
-//! `called` it is the one that is called.
+//! `called` it is the one that is called, in `leaver` one that leaves without having listened.
 
 mod called;
+mod leaver;
 mod mad;
 mod rough;
 

@@ -114,7 +114,7 @@ fn attacked(attack: impl FnOnce(&mut Engine)) -> Vec<CommError> {
     attacked.into_iter().map(|(error, _)| error).collect()
 }
 
-fn lane_to(engine: &mut Engine, peer: usize, lane: Lane) -> &mut Conn {
+pub(super) fn lane_to(engine: &mut Engine, peer: usize, lane: Lane) -> &mut Conn {
     let peer = &mut engine.peers[peer];
     let conn = match lane {
         Lane::Control => &mut peer.control,
@@ -285,7 +285,7 @@ fn send_some(conn: &mut Conn, frames: &[u8]) {
     }
 }
 
-fn send_all(conn: &mut Conn, bytes: &[u8]) {
+pub(super) fn send_all(conn: &mut Conn, bytes: &[u8]) {
     let (mut sent, deadline) = (0, Instant::now() + LONG);
     while sent < bytes.len() {
         // The receiver may give up in the middle.
@@ -379,7 +379,7 @@ fn bools_are_true_or_false_whatever_a_peer_sends() {
 }
 
 /// Reads until a frame of this kind has come.
-fn await_frame(conn: &mut Conn, kind: Kind) {
+pub(super) fn await_frame(conn: &mut Conn, kind: Kind) {
     let deadline = Instant::now() + LONG;
     loop {
         conn.fill(HEADER_BYTES).unwrap();

@@ -1,0 +1,44 @@
+//! A rank that leaves without having read what it was told.
+
+use std::time::Duration;
+
+use super::mad::{await_frame, lane_to, send_all};
+use super::{frame, siege};
+use crate::call::{Call, CallKind};
+use crate::dtype::Dtype;
+use crate::frame::{Frame, Kind};
+use crate::links::hello::Lane;
+use crate::testing::Gate;
+
+/// Questions whose answers, 12 MB, are more than two kernels hold for a connection.
+const QUESTIONS: usize = 200_000;
+
+#[test]
+fn who_left_without_listening_holds_up_no_monitored_barrier() {
+    let over = Gate::new(3);
+    let through = siege(
+        |group| {
+            let group = group.unwrap();
+            let through = group.monitored_barrier(Duration::from_secs(20));
+            over.wait();
+            through
+        },
+        |siege| {
+            let mut engine = siege.engine();
+            let call =
+                Call { kind: CallKind::MonitoredBarrier, dtype: Dtype::U8, op: None, root: 0, count: 0 };
+            // Rank 0 is in the barrier, and still tells us what it waits in when we listen no more.
+            let control = lane_to(&mut engine, 0, Lane::Control);
+            await_frame(control, Kind::State);
+            send_all(control, &frame(Kind::Ask, 0).encode().repeat(QUESTIONS));
+            for peer in 0..2 {
+                let control = lane_to(&mut engine, peer, Lane::Control);
+                send_all(control, &Frame { call: call.encode(), ..frame(Kind::State, 0) }.encode());
+                send_all(control, &frame(Kind::Goodbye, 0).encode());
+                control.close_write();
+            }
+            over.wait();
+        },
+    );
+    assert!(through.iter().all(Result::is_ok), "{through:?}");
+}
