@@ -21,6 +21,7 @@ mod hosts;
 mod kill;
 mod nodes;
 mod output;
+mod perf;
 mod processes;
 mod standalone;
 mod starters;

@@ -61,6 +61,8 @@ pub struct Group {
     rest: Option<Limit>,
     /// What subgroups made through this handle are called.
     subgroup_name: Option<Arc<str>>,
+    /// How groups made through this handle choose algorithms, if not as this one.
+    tuning: Option<Arc<Tuning>>,
 }
 
 /// What must outlive a group and those that come from it, such as the store that this process serves.
@@ -168,7 +170,7 @@ impl Group {
             origin: invitation.origin.clone(),
         };
         let timeout = invitation.options.timeout;
-        Self { inner: Arc::new(inner), timeout, rest: None, subgroup_name: None }
+        Self { inner: Arc::new(inner), timeout, rest: None, subgroup_name: None, tuning: None }
     }
 
     /// This rank, below [`Self::size`].
@@ -189,6 +191,15 @@ impl Group {
     pub fn place_on_host(&self) -> (usize, usize) {
         let Inner { rank, ref topology, .. } = *self.inner;
         (topology.place(rank).1, topology.ranks_beside(rank).len())
+    }
+
+    /// The ranks of each host, lowest first; hosts in the order of their lowest ranks. The same on all ranks.
+    ///
+    /// Ranks share a host if they could share memory, and are in the same
+    /// [part](crate::GroupOptions::part_of_host) of it. Known since the group was made: costs nothing.
+    #[must_use]
+    pub fn hosts(&self) -> &[Vec<usize>] {
+        self.inner.topology.hosts()
     }
 
     /// Name of the group.

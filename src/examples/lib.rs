@@ -2,3 +2,9 @@
 
 #[doc = include_str!("../../docs/ways-in.md")]
 pub mod ways_in {}
+
+#[doc = include_str!("../../docs/first-job.md")]
+pub mod first_job {}
+
+#[doc = include_str!("../../docs/training.md")]
+pub mod training {}

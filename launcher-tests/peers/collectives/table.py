@@ -31,53 +31,71 @@ def size(count):
     return str(count)
 
 
-def rows(title, cells, sizes):
-    """Prints one table; `cells`: (collective, ranks) -> bytes -> text"""
-    print(f"\n| {title} | ranks | " + " | ".join(size(count) if count else "-" for count in sizes) + " |")
-    print("|---|---|" + "---|" * len(sizes))
+def table(title, cells, sizes):
+    """Lines of one table; `cells`: (collective, ranks) -> bytes -> text"""
+    lines = [f"| {title} | ranks | " + " | ".join(size(count) for count in sizes) + " |", "|---|---|" + "---|" * len(sizes)]
     for (collective, ranks), by_size in cells.items():
-        print(f"| `{collective}` | {ranks} | " + " | ".join(by_size.get(count, "") for count in sizes) + " |")
+        lines.append(f"| `{collective}` | {ranks} | " + " | ".join(by_size.get(count, "") for count in sizes) + " |")
+    return lines
 
 
 def short(number):
     return f"{number:.0f}" if number >= 20 else f"{number:.1f}" if number >= 10 else f"{number:.2f}"
 
 
-def main():
-    if len(sys.argv) not in (2, 3) or sys.argv[1].startswith("-"):
-        sys.exit(__doc__)
-    table, candidate = read(f"{sys.argv[1]}/raw.csv"), (sys.argv + ["convoke:tcp"])[2]
-    # A barrier has no bytes: it stands in the first column.
-    sizes = sorted({bytes_ for _, _, bytes_ in table if bytes_})
-    column = lambda bytes_: bytes_ or sizes[0]
-    order = list(dict.fromkeys(key[0] for key in table))
-    keys = sorted(table, key=lambda key: (order.index(key[0]), key[1], key[2]))
-    cells = collections.defaultdict(dict)
-    for key in keys:
-        times = table[key].get(candidate)
-        if times:
-            cells[key[:2]][column(key[2])] = short(statistics.median(times.values()))
-    rows("convoke, µs", cells, sizes)
-    for peer in dict.fromkeys(system for systems in table.values() for system in systems):
-        if peer == candidate:
-            continue
+class Results:
+    """What one folder holds, as tables."""
+
+    def __init__(self, out, candidate="convoke:tcp"):
+        self.results, self.candidate = read(f"{out}/raw.csv"), candidate
+        order = list(dict.fromkeys(key[0] for key in self.results))
+        self.keys = sorted(self.results, key=lambda key: (order.index(key[0]), key[1], key[2]))
+        # A barrier has no bytes: it stands in the first column.
+        self.sizes = sorted({bytes_ for _, _, bytes_ in self.results if bytes_}) or [0]
+        self.peers = [system for system in dict.fromkeys(system for systems in self.results.values() for system in systems)
+                      if system != candidate]
+
+    def column(self, bytes_):
+        return bytes_ or self.sizes[0]
+
+    def own(self):
+        """Lines of the table of the candidate's own times."""
+        cells = collections.defaultdict(dict)
+        for key in self.keys:
+            if times := self.results[key].get(self.candidate):
+                cells[key[:2]][self.column(key[2])] = short(statistics.median(times.values()))
+        return table("convoke, µs", cells, self.sizes)
+
+    def against(self, peer):
+        """Lines of the table of a peer's times over the candidate's, and of what follows from it."""
         cells, ratios = collections.defaultdict(dict), {}
-        for key in keys:
-            ours, theirs = table[key].get(candidate, {}), table[key].get(peer, {})
-            both = [theirs[turn] / ours[turn] for turn in ours if turn in theirs]
-            if both:
+        for key in self.keys:
+            ours, theirs = self.results[key].get(self.candidate, {}), self.results[key].get(peer, {})
+            if both := [theirs[turn] / ours[turn] for turn in ours if turn in theirs]:
                 ratios[key] = statistics.median(both)
-                cells[key[:2]][column(key[2])] = short(ratios[key])
-        rows(f"{peer} / convoke", cells, sizes)
+                cells[key[:2]][self.column(key[2])] = short(ratios[key])
         means = collections.defaultdict(list)
         for (collective, _, _), ratio in ratios.items():
             means[collective].append(math.log(ratio))
-        print("\nGeometric means: " + ", ".join(f"{collective} {short(math.exp(sum(logs) / len(logs)))}"
-                                                for collective, logs in means.items()) + ".")
+        means = ", ".join(f"{collective} {short(math.exp(sum(logs) / len(logs)))}" for collective, logs in means.items())
         low = sorted((ratio, *key) for key, ratio in ratios.items() if ratio < 0.95)
-        print(f"\nOf {len(ratios)} cells {len(low)} are below 0.95: "
-              + (", ".join(f"{collective} {size(bytes_)} at {ranks} ({ratio:.2f})" for ratio, collective, ranks, bytes_ in low) or "none")
-              + ".")
+        low = ", ".join(f"{collective} {size(bytes_)} at {ranks} ({ratio:.2f})" for ratio, collective, ranks, bytes_ in low)
+        count = sum(ratio < 0.95 for ratio in ratios.values())
+        return [*table(f"{peer} / convoke", cells, self.sizes), "", f"Geometric means: {means}.", "",
+                f"Of {len(ratios)} cells {count} are below 0.95: {low or 'none'}."]
+
+    def rounds(self, peer):
+        """In how many rounds a peer was measured."""
+        return len({turn for systems in self.results.values() for turn in systems.get(peer, {})})
 
 
-main()
+def main():
+    if len(sys.argv) not in (2, 3) or sys.argv[1].startswith("-"):
+        sys.exit(__doc__)
+    results = Results(*sys.argv[1:])
+    for lines in (results.own(), *map(results.against, results.peers)):
+        print("\n" + "\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

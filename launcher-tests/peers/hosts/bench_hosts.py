@@ -54,7 +54,7 @@ class Testbed:
             command = [HOSTS, "exec", str(host), "env", f"CONVOKE_ALGO={collective}:{algorithm}" if algorithm != "table" else "CONVOKE_ALGO=",
                        "OMP_NUM_THREADS=1", f"{self.o.bin}/convoke", f"--nnodes={self.o.hosts}", f"--node-rank={host - 1}",
                        "--master-addr=h1", f"--master-port={PORT}", f"--nproc-per-node={self.o.ranks}",
-                       f"{self.o.bin}/convoke-perf", "--system", algorithm, "--collectives", collective, *map(str, arguments)]
+                       f"{self.o.bin}/convoke-perf", collective, "--csv", "--system", algorithm, *map(str, arguments)]
             procs.append(subprocess.Popen(command, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
         outs = [p.communicate(timeout=self.o.timeout) for p in procs]
         if any(p.returncode for p in procs):
@@ -149,12 +149,11 @@ def measure(o, testbed, collective, algorithms, raw):
 
 def count(o, testbed, collective, algorithm, size):
     """Bytes that the hosts' interfaces send for one call."""
-    def of(iterations):
+    def of(calls):
         before = testbed.sent()
-        testbed.job(collective, algorithm, ["--min-bytes", size, "--max-bytes", size, "--time-ms", 0.001,
-                                            "--min-iters", iterations, "--max-iters", iterations])
+        testbed.job(collective, algorithm, ["--min-bytes", size, "--max-bytes", size, "--iters", calls, "--warmup", 1])
         return testbed.sent() - before
-    # convoke-perf rounds up to a multiple of the ranks.
+    # As many with each root.
     calls = o.hosts * o.ranks
     return round((of(2 * calls) - of(calls)) / calls)
 

@@ -5,7 +5,7 @@ use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::{CallKind, CommError, Group, GroupOptions, Invitation, Lent, call};
-use crate::plan::fingerprint;
+use crate::plan::{Tuning, fingerprint};
 
 /// Stands for "in no group" among the colors.
 const NO_COLOR: i64 = -1;
@@ -80,6 +80,19 @@ impl Group {
     #[must_use]
     pub fn with_subgroup_name(&self, name: &str) -> Self {
         Self { subgroup_name: Some(name.into()), ..self.clone() }
+    }
+
+    /// The same group; groups that are made through this handle choose algorithms with these overrides, as in
+    /// [`GroupOptions::algorithms`], instead of this group's: for who measures several in one job. The empty text
+    /// leaves all to the table.
+    ///
+    /// All ranks pass the same: they compare it when a group forms, and a difference is [`CommError::Bootstrap`].
+    ///
+    /// # Errors
+    /// [`CommError::InvalidArgument`] says what is wrong with the text, and what there is.
+    pub fn with_algorithms(&self, overrides: &str) -> Result<Self, CommError> {
+        let tuning = Tuning::parse(overrides).map_err(CommError::InvalidArgument)?;
+        Ok(Self { tuning: Some(Arc::new(tuning)), ..self.clone() })
     }
 
     /// The ranks that this group's ranks have in the group that it comes from first: for subgroups of the world,
@@ -159,7 +172,7 @@ impl Group {
             size: ranks.len(),
             origin: ranks.iter().map(|&rank| self.inner.origin[rank]).collect(),
             options: options.timeout(self.timeout),
-            tuning: self.inner.tuning.clone(),
+            tuning: self.tuning.as_deref().unwrap_or(&self.inner.tuning).clone(),
             // The launcher's word on a dead peer goes to the first group.
             agent: None,
         })

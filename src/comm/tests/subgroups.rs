@@ -4,8 +4,8 @@
 
 mod common;
 
-use common::{Gate, Group, ReduceOp, ranks};
-use convoke_comm::CommError;
+use common::{Gate, Group, ReduceOp, on_hosts, ranks, with_options};
+use convoke_comm::{CommError, GroupOptions};
 
 /// The ranks of `group` in the first group, as its members tell each other.
 fn members(group: &Group, origin: usize) -> Vec<usize> {
@@ -112,6 +112,56 @@ fn subgroups_of_other_names_or_kinds_are_not_taken_for_each_other() {
         };
         assert!(matches!(error, CommError::Mismatch { .. }), "{error}");
     });
+}
+
+/// What ranks 0 to 3 get of numbers whose sum depends on the order of adding.
+fn sums(group: &Group) -> Vec<u32> {
+    let mut buf: Vec<f32> = (0..64).map(|index| 1.0 / (1 + index + 64 * group.rank()) as f32).collect();
+    group.all_reduce(&mut buf, ReduceOp::Sum).unwrap();
+    buf.into_iter().map(f32::to_bits).collect()
+}
+
+#[test]
+fn subgroups_take_the_algorithms_of_the_handle_that_makes_them() {
+    let rings = with_options(4, GroupOptions::default().algorithms("all_reduce:ring"), |world| sums(&world));
+    ranks(4, |world| {
+        let all = [0, 1, 2, 3];
+        let ring = world.with_algorithms("all_reduce:ring").unwrap().subgroup(&all).unwrap().unwrap();
+        assert_eq!(sums(&ring), rings[0]);
+        // So do theirs; and the empty text is the table, as in the world.
+        let inner = ring.subgroup(&all).unwrap().unwrap();
+        let plain = ring.with_algorithms("").unwrap().subgroup(&all).unwrap().unwrap();
+        assert_eq!((sums(&inner), sums(&plain)), (rings[0].clone(), sums(&world)));
+        assert_ne!(sums(&plain), rings[0], "else this test sees nothing");
+        let Err(CommError::InvalidArgument(text)) = world.with_algorithms("all_reduce:fast") else {
+            panic!()
+        };
+        assert!(text.contains("ring, direct, doubling, hierarchy"), "{text}");
+    });
+}
+
+#[test]
+fn ranks_with_different_algorithms_make_no_subgroup() {
+    ranks(2, |world| {
+        let mine = if world.rank() == 1 { "all_reduce:ring" } else { "" };
+        let error = world.with_algorithms(mine).unwrap().subgroup(&[0, 1]).map(drop).unwrap_err();
+        assert!(matches!(error, CommError::Bootstrap { .. }), "{error}");
+        assert!(error.to_string().contains("the choice of algorithms"), "{error}");
+        world.barrier().unwrap();
+    });
+}
+
+#[test]
+fn a_group_tells_which_ranks_share_a_host() {
+    on_hosts(&[1, 0, 1, 2], "", |world| {
+        assert_eq!(world.hosts(), [vec![0, 2], vec![1], vec![3]]);
+        let part = world.subgroup(&[3, 2, 0]).unwrap();
+        assert_eq!(
+            part.map(|part| part.hosts().to_vec()),
+            (world.rank() != 1).then(|| vec![vec![0], vec![1, 2]])
+        );
+    });
+    ranks(1, |world| assert_eq!(world.hosts(), [[0]]));
 }
 
 #[test]

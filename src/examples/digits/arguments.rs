@@ -14,8 +14,13 @@ Options:
   --epochs N             passes over the training images [30]
   --batch N              images in a step, of all workers together [64]
   --lr RATE              learning rate [0.1]
+  --hidden N,N,...       units of each hidden layer [64]
   --seed N               decides held-out images, initial weights and order [1]
   --checkpoint PATH      write the state here after each epoch, go on from it if it is there
+  --gradients HOW        how they are averaged: `ddp`, in buckets while the next ones are computed; `late`, in
+                         buckets after that; `by-hand`, all with one all_reduce [ddp]
+  --bucket-bytes N       size of a bucket [1048576]
+  --trace FILE           write what all ranks did when, for https://ui.perfetto.dev
   --print-every N        print each Nth epoch only, and the last one [1]
   --die-at EPOCH:RANK    on the first attempt, this rank kills itself in the middle of this epoch
   -h, --help             this text
@@ -27,10 +32,23 @@ pub(crate) struct Arguments {
     pub(crate) epochs: u32,
     pub(crate) batch: usize,
     pub(crate) learning_rate: f32,
+    pub(crate) hidden: Vec<usize>,
+    pub(crate) gradients: Gradients,
+    pub(crate) bucket_bytes: usize,
+    pub(crate) trace: Option<PathBuf>,
     pub(crate) seed: u64,
     pub(crate) checkpoint: Option<PathBuf>,
     pub(crate) print_every: u32,
     pub(crate) die_at: Option<DieAt>,
+}
+
+/// How gradients are averaged.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Gradients {
+    /// By `convoke_train::Ddp`, beside the backward pass or after it.
+    Ddp { overlap: bool },
+    /// By one call after the backward pass.
+    ByHand,
 }
 
 /// A failure on demand, to show what happens then.
@@ -48,6 +66,10 @@ impl Arguments {
             epochs: 30,
             batch: 64,
             learning_rate: 0.1,
+            hidden: vec![64],
+            gradients: Gradients::Ddp { overlap: true },
+            bucket_bytes: 1 << 20,
+            trace: None,
             seed: 1,
             checkpoint: None,
             print_every: 1,
@@ -67,6 +89,14 @@ impl Arguments {
                         text.parse().ok().filter(|&rate: &f32| rate > 0.0 && rate.is_finite())
                     })?;
                 }
+                Long("hidden") => {
+                    arguments.hidden = checked(&parser.value()?, "numbers of units, as in 64,64", units)?;
+                }
+                Long("gradients") => {
+                    arguments.gradients = checked(&parser.value()?, "ddp, late or by-hand", gradients)?;
+                }
+                Long("bucket-bytes") => arguments.bucket_bytes = parser.value()?.parse()?,
+                Long("trace") => arguments.trace = Some(parser.value()?.into()),
                 Long("seed") => arguments.seed = parser.value()?.parse()?,
                 Long("print-every") => {
                     arguments.print_every =
@@ -92,6 +122,21 @@ fn die_at(text: &str) -> Option<DieAt> {
     (at.epoch > 0).then_some(at)
 }
 
+/// At most 16 layers of at most 65,536 units: more would only be a mistake.
+fn units(text: &str) -> Option<Vec<usize>> {
+    let units = text.split(',').map(|count| count.parse().ok().filter(|count| (1..=1 << 16).contains(count)));
+    units.collect::<Option<Vec<usize>>>().filter(|units| units.len() <= 16)
+}
+
+fn gradients(text: &str) -> Option<Gradients> {
+    match text {
+        "ddp" => Some(Gradients::Ddp { overlap: true }),
+        "late" => Some(Gradients::Ddp { overlap: false }),
+        "by-hand" => Some(Gradients::ByHand),
+        _ => None,
+    }
+}
+
 /// Parses a value or says what it should have been.
 fn checked<T>(
     value: &OsString,
@@ -114,12 +159,24 @@ mod tests {
 
     #[test]
     fn both_spellings_of_values_work() {
-        let words =
-            ["--epochs", "3", "--batch=32", "--lr=0.5", "--seed", "9", "--checkpoint=x", "--die-at", "2:1"];
+        let words = [
+            ["--epochs", "3"],
+            ["--batch=32", "--lr=0.5"],
+            ["--seed", "9"],
+            ["--checkpoint=x", "--hidden=128,32"],
+            ["--die-at", "2:1"],
+            ["--gradients=late", "--bucket-bytes=5"],
+            ["--trace", "t.json"],
+        ]
+        .concat();
         let expected = Arguments {
             epochs: 3,
             batch: 32,
             learning_rate: 0.5,
+            hidden: vec![128, 32],
+            gradients: Gradients::Ddp { overlap: false },
+            bucket_bytes: 5,
+            trace: Some("t.json".into()),
             seed: 9,
             checkpoint: Some("x".into()),
             print_every: 1,
@@ -140,6 +197,9 @@ mod tests {
             ("--die-at=0:1", "0:1 is not EPOCH:RANK"),
             ("--die-at=a:b", "a:b is not EPOCH:RANK"),
             ("--epochs=-1", "-1"),
+            ("--hidden=", " is not numbers of units, as in 64,64"),
+            ("--hidden=64,0", "64,0 is not numbers of units"),
+            ("--gradients=slow", "slow is not ddp, late or by-hand"),
             ("--seed=x", "x"),
             ("--checkpoint", "missing argument"),
             ("--speed=1", "--speed"),

@@ -4,14 +4,14 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-use crate::network::{Network, PARAMETERS};
-use crate::random::fnv1a;
+use crate::hash::fnv1a;
+use crate::network::Network;
 
 /// First bytes of the file.
 const MAGIC: [u8; 8] = *b"digits\r\n";
 /// Form of the rest. Anything else is refused by name, never guessed at.
-const VERSION: u32 = 1;
-/// Magic, version, epoch, seed, number of parameters.
+const VERSION: u32 = 2;
+/// Magic, version, epoch, seed, number of hidden layers. Their units follow, then parameters and momentum.
 const HEADER_BYTES: usize = 8 + 4 + 4 + 8 + 4;
 const HASH_BYTES: usize = 8;
 
@@ -44,6 +44,12 @@ pub(crate) enum CheckpointError {
         path.display()
     )]
     Seed { path: PathBuf, written: u64, asked: u64 },
+    #[error(
+        "checkpoint {} is of a network with hidden layers of {written:?} units, this run has {asked:?}: use the same \
+         --hidden or another file",
+        path.display()
+    )]
+    Network { path: PathBuf, written: Vec<usize>, asked: Vec<usize> },
 }
 
 impl Checkpoint {
@@ -65,8 +71,8 @@ impl Checkpoint {
         File::open(folder).and_then(|folder| folder.sync_all()).map_err(failed)
     }
 
-    /// The state in `path`, or `None` if there is no such file.
-    pub(crate) fn read(path: &Path, seed: u64) -> Result<Option<Self>, CheckpointError> {
+    /// The state in `path`, or `None` if there is no such file. Of a run with this seed and these hidden layers.
+    pub(crate) fn read(path: &Path, seed: u64, hidden: &[usize]) -> Result<Option<Self>, CheckpointError> {
         let bytes = match fs::read(path) {
             Ok(bytes) => bytes,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -80,17 +86,24 @@ impl Checkpoint {
                 asked: seed,
             });
         }
+        if checkpoint.network.hidden() != hidden {
+            let written = checkpoint.network.hidden().to_vec();
+            return Err(CheckpointError::Network { path: path.to_owned(), written, asked: hidden.to_vec() });
+        }
         Ok(Some(checkpoint))
     }
 
     fn to_bytes(&self) -> Vec<u8> {
-        let mut bytes = Vec::with_capacity(HEADER_BYTES + 8 * PARAMETERS + HASH_BYTES);
+        let mut bytes = Vec::with_capacity(HEADER_BYTES + 8 * self.network.len() + HASH_BYTES);
         bytes.extend(MAGIC);
         bytes.extend(VERSION.to_le_bytes());
         bytes.extend(self.epoch.to_le_bytes());
         bytes.extend(self.seed.to_le_bytes());
-        bytes.extend((PARAMETERS as u32).to_le_bytes());
-        for value in self.network.parameters.iter().chain(&self.network.velocity) {
+        bytes.extend((self.network.hidden().len() as u32).to_le_bytes());
+        for &units in self.network.hidden() {
+            bytes.extend((units as u32).to_le_bytes());
+        }
+        for value in self.network.parameters.iter().chain(&self.network.velocity).flatten() {
             bytes.extend(value.to_le_bytes());
         }
         bytes.extend(fnv1a(bytes.iter().copied()).to_le_bytes());
@@ -114,12 +127,18 @@ impl Checkpoint {
         }
         let epoch = u32::from_le_bytes(take(&mut rest).ok_or_else(short)?);
         let seed = u64::from_le_bytes(take(&mut rest).ok_or_else(short)?);
-        let count = u32::from_le_bytes(take(&mut rest).ok_or_else(short)?);
-        if count as usize != PARAMETERS || rest.len() != 8 * PARAMETERS + HASH_BYTES {
-            return Err(damaged(format!("it has {count} parameters, the network {PARAMETERS}")));
+        let layers = u32::from_le_bytes(take(&mut rest).ok_or_else(short)?);
+        let mut hidden = Vec::new();
+        for _ in 0..layers {
+            hidden.push(u32::from_le_bytes(take(&mut rest).ok_or_else(short)?) as usize);
         }
-        let mut network = Network::empty();
-        for value in network.parameters.iter_mut().chain(&mut network.velocity) {
+        // Written by this program, since the hash fits: the network is not larger than it could be.
+        let mut network = Network::empty(&hidden);
+        if rest.len() != 8 * network.len() + HASH_BYTES {
+            let what = format!("{} bytes are not what a network of {hidden:?} hidden units has", bytes.len());
+            return Err(damaged(what));
+        }
+        for value in network.parameters.iter_mut().chain(&mut network.velocity).flatten() {
             *value = f32::from_le_bytes(take(&mut rest).ok_or_else(short)?);
         }
         Ok(Self { epoch, seed, network })
@@ -137,8 +156,8 @@ mod tests {
     use super::*;
 
     fn sample() -> Checkpoint {
-        let mut network = Network::initial(5);
-        network.velocity.fill(0.25);
+        let mut network = Network::initial(&[7, 9], 5);
+        network.velocity.iter_mut().for_each(|velocity| velocity.fill(0.25));
         Checkpoint { epoch: 7, seed: 5, network }
     }
 
@@ -146,11 +165,11 @@ mod tests {
     fn what_is_written_is_read_again() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("state");
-        assert_eq!(Checkpoint::read(&path, 5).unwrap(), None);
+        assert_eq!(Checkpoint::read(&path, 5, &[7, 9]).unwrap(), None);
         for epoch in [7, 8] {
             let checkpoint = Checkpoint { epoch, ..sample() };
             checkpoint.write(&path).unwrap();
-            assert_eq!(Checkpoint::read(&path, 5).unwrap(), Some(checkpoint));
+            assert_eq!(Checkpoint::read(&path, 5, &[7, 9]).unwrap(), Some(checkpoint));
         }
         let names: Vec<_> =
             fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
@@ -161,8 +180,7 @@ mod tests {
     fn every_damaged_byte_and_every_length_is_noticed() {
         let bytes = sample().to_bytes();
         let path = Path::new("state");
-        for index in
-            (0..HEADER_BYTES).chain((HEADER_BYTES..bytes.len()).step_by(499)).chain([bytes.len() - 1])
+        for index in (0..HEADER_BYTES).chain((HEADER_BYTES..bytes.len()).step_by(97)).chain([bytes.len() - 1])
         {
             let mut damaged = bytes.clone();
             damaged[index] ^= 0x10;
@@ -186,19 +204,21 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("state");
         sample().write(&path).unwrap();
-        let error = Checkpoint::read(&path, 6).unwrap_err().to_string();
+        let error = Checkpoint::read(&path, 6, &[7, 9]).unwrap_err().to_string();
         assert!(error.contains("--seed 5") && error.contains("--seed 6"), "{error}");
+        let error = Checkpoint::read(&path, 5, &[7]).unwrap_err().to_string();
+        assert!(error.contains("[7, 9] units, this run has [7]"), "{error}");
         let mut bytes = sample().to_bytes();
         bytes[8] = 9;
         fs::write(&path, bytes).unwrap();
-        let error = Checkpoint::read(&path, 5).unwrap_err().to_string();
-        assert!(error.contains("version 9") && error.contains("version 1"), "{error}");
+        let error = Checkpoint::read(&path, 5, &[7, 9]).unwrap_err().to_string();
+        assert!(error.contains("version 9") && error.contains("version 2"), "{error}");
     }
 
     #[test]
     fn an_unusable_place_is_named() {
         let path = Path::new("/nonexistent/state");
         assert!(sample().write(path).unwrap_err().to_string().contains("/nonexistent/state"));
-        assert!(Checkpoint::read(Path::new("/"), 5).unwrap_err().to_string().contains("cannot read"));
+        assert!(Checkpoint::read(Path::new("/"), 5, &[]).unwrap_err().to_string().contains("cannot read"));
     }
 }

@@ -2,9 +2,8 @@
 
 use std::io::Read;
 
+use convoke_train::Random;
 use flate2::read::GzDecoder;
-
-use crate::random::Random;
 
 /// Where the data comes from, its licence and what accuracy to expect: `src/examples/data/README.md`.
 const COMPRESSED: &[u8] = include_bytes!("../data/digits.csv.gz");

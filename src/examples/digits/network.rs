@@ -1,109 +1,183 @@
-//! A network with one hidden layer: 64 pixels, 64 rectified units, softmax over 10 digits.
+//! A network of fully connected layers: 64 pixels, hidden layers of rectified units, softmax over 10 digits.
 //!
-//! Pure: no clock, no I/O. All parameters lie in one flat buffer, and so do their gradients: one
-//! collective moves them all.
+//! Pure: no clock, no I/O. The backward pass gives the gradient of each layer as soon as it is known, the last layer's
+//! first, so that it can be sent while those before it are computed.
+
+use convoke_train::Random;
 
 use crate::data::{CLASSES, Example, PIXELS};
-use crate::random::Random;
-
-/// Units of the hidden layer.
-const HIDDEN: usize = 64;
-
-/// Where each layer lies in the flat buffer: weights (one row a unit), then one bias a unit.
-const HIDDEN_BIAS: usize = HIDDEN * PIXELS;
-const OUTPUT_WEIGHTS: usize = HIDDEN_BIAS + HIDDEN;
-const OUTPUT_BIAS: usize = OUTPUT_WEIGHTS + CLASSES * HIDDEN;
-/// Number of parameters.
-pub(crate) const PARAMETERS: usize = OUTPUT_BIAS + CLASSES;
 
 /// Stream of random numbers for the initial weights; see [`Random::new`].
 const WEIGHT_STREAM: u64 = 2;
+/// Sums that a dot product keeps side by side: so the compiler may use wide registers.
+const LANES: usize = 8;
 
 /// The parameters and what stochastic gradient descent remembers of earlier steps.
+///
+/// Layer `l` has two parameters: `2 l`, its weights, one row for each unit, and `2 l + 1`, one bias for each unit.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Network {
-    /// [`PARAMETERS`] of them.
-    pub(crate) parameters: Vec<f32>,
+    /// Units of each layer, the pixels first and the classes last.
+    units: Vec<usize>,
+    pub(crate) parameters: Vec<Vec<f32>>,
     /// Momentum, one value a parameter.
-    pub(crate) velocity: Vec<f32>,
+    pub(crate) velocity: Vec<Vec<f32>>,
 }
 
+/// What the layers gave for some examples: one row for each example.
+#[derive(Debug)]
+pub(crate) struct Activations(Vec<Vec<f32>>);
+
 impl Network {
-    /// All zero: a place for what another rank broadcasts. It cannot be trained from.
-    pub(crate) fn empty() -> Self {
-        Self { parameters: vec![0.0; PARAMETERS], velocity: vec![0.0; PARAMETERS] }
+    /// All zero, with hidden layers of so many units: a place for what another rank sends. It cannot be trained from.
+    pub(crate) fn empty(hidden: &[usize]) -> Self {
+        let units: Vec<usize> =
+            std::iter::once(PIXELS).chain(hidden.iter().copied()).chain([CLASSES]).collect();
+        let layers = units.windows(2);
+        let zeros: Vec<Vec<f32>> =
+            layers.flat_map(|pair| [vec![0.0; pair[0] * pair[1]], vec![0.0; pair[1]]]).collect();
+        Self { units, velocity: zeros.clone(), parameters: zeros }
     }
 
     /// Uniform weights with the variance of He et al. 2015 (doi:10.1109/ICCV.2015.123), biases zero.
-    pub(crate) fn initial(seed: u64) -> Self {
+    pub(crate) fn initial(hidden: &[usize], seed: u64) -> Self {
         let mut random = Random::new(seed, WEIGHT_STREAM);
-        let mut network = Self::empty();
-        for (weights, inputs) in [(0..HIDDEN_BIAS, PIXELS), (OUTPUT_WEIGHTS..OUTPUT_BIAS, HIDDEN)] {
-            let bound = (6.0 / inputs as f32).sqrt();
-            network.parameters[weights].fill_with(|| random.symmetric(bound));
+        let mut network = Self::empty(hidden);
+        for layer in 0..network.layers() {
+            let bound = (6.0 / network.units[layer] as f32).sqrt();
+            network.parameters[2 * layer].fill_with(|| random.symmetric(bound));
         }
         network
     }
 
-    /// Adds the gradient of this example's loss to `gradient` and returns the loss (cross-entropy, nats).
-    pub(crate) fn accumulate(&self, example: &Example, gradient: &mut [f32]) -> f32 {
-        let (hidden, mut scores) = self.forward(example);
-        let loss = log_sum_exp(&scores) - scores[example.label];
+    /// Units of the hidden layers.
+    pub(crate) fn hidden(&self) -> &[usize] {
+        &self.units[1..self.units.len() - 1]
+    }
 
-        // Of the scores: softmax, less one for the right digit.
-        softmax(&mut scores);
-        scores[example.label] -= 1.0;
-        let mut of_hidden = [0.0; HIDDEN];
-        for (class, &error) in scores.iter().enumerate() {
-            let row = OUTPUT_WEIGHTS + class * HIDDEN;
-            for unit in 0..HIDDEN {
-                gradient[row + unit] += error * hidden[unit];
-                of_hidden[unit] += error * self.parameters[row + unit];
+    fn layers(&self) -> usize {
+        self.units.len() - 1
+    }
+
+    /// Names and sizes of the parameters.
+    pub(crate) fn shapes(&self) -> impl Iterator<Item = (String, usize)> + '_ {
+        self.parameters.iter().enumerate().map(|(index, values)| {
+            let what = if index % 2 == 0 { "weights" } else { "bias" };
+            (format!("layer{}.{what}", index / 2), values.len())
+        })
+    }
+
+    /// Number of all values together.
+    pub(crate) fn len(&self) -> usize {
+        self.parameters.iter().map(Vec::len).sum()
+    }
+
+    /// What all layers give for these examples.
+    pub(crate) fn forward(&self, examples: &[&Example]) -> Activations {
+        let pixels: Vec<f32> = examples.iter().flat_map(|example| example.pixels).collect();
+        let mut rows = vec![pixels];
+        for layer in 0..self.layers() {
+            let (inputs, outputs) = (self.units[layer], self.units[layer + 1]);
+            let (weights, bias) = (&self.parameters[2 * layer], &self.parameters[2 * layer + 1]);
+            let mut given = vec![0.0; examples.len() * outputs];
+            for (given, from) in given.chunks_exact_mut(outputs).zip(rows[layer].chunks_exact(inputs)) {
+                for ((value, weights), bias) in given.iter_mut().zip(weights.chunks_exact(inputs)).zip(bias) {
+                    let sum = dot(weights, from) + bias;
+                    *value = if layer + 1 < self.layers() { sum.max(0.0) } else { sum };
+                }
             }
-            gradient[OUTPUT_BIAS + class] += error;
+            rows.push(given);
         }
-        for unit in (0..HIDDEN).filter(|&unit| hidden[unit] > 0.0) {
-            let error = of_hidden[unit];
-            let row = &mut gradient[unit * PIXELS..][..PIXELS];
-            for (value, pixel) in row.iter_mut().zip(&example.pixels) {
-                *value += error * pixel;
+        Activations(rows)
+    }
+
+    /// Hands the gradient of the examples' losses, times `weight`, to `take`, parameter by parameter, the last layer
+    /// first. Before them all, as one more parameter, the sum of the losses (cross-entropy, nats), times `weight`.
+    ///
+    /// # Errors
+    /// The first of `take`.
+    pub(crate) fn backward<E>(
+        &self,
+        examples: &[&Example],
+        Activations(rows): Activations,
+        weight: f32,
+        mut take: impl FnMut(usize, &[f32]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let (mut errors, mut loss) = (rows[self.layers()].clone(), 0.0);
+        for (scores, example) in errors.as_chunks_mut::<CLASSES>().0.iter_mut().zip(examples) {
+            loss += log_sum_exp(scores) - scores[example.label];
+            // Of the scores: softmax, less one for the right digit.
+            softmax(scores);
+            scores[example.label] -= 1.0;
+            scores.iter_mut().for_each(|error| *error *= weight);
+        }
+        take(self.parameters.len(), &[weight * loss])?;
+        for layer in (0..self.layers()).rev() {
+            let (inputs, outputs) = (self.units[layer], self.units[layer + 1]);
+            let (mut of_weights, mut of_bias) = (vec![0.0; inputs * outputs], vec![0.0; outputs]);
+            for (errors, from) in errors.chunks_exact(outputs).zip(rows[layer].chunks_exact(inputs)) {
+                for (row, &error) in
+                    of_weights.chunks_exact_mut(inputs).zip(errors).filter(|(_, error)| **error != 0.0)
+                {
+                    add_scaled(row, error, from);
+                }
+                add_scaled(&mut of_bias, 1.0, errors);
             }
-            gradient[HIDDEN_BIAS + unit] += error;
+            take(2 * layer + 1, &of_bias)?;
+            take(2 * layer, &of_weights)?;
+            if layer > 0 {
+                errors = self.errors_before(layer, &errors, &rows[layer]);
+            }
         }
-        loss
+        Ok(())
+    }
+
+    /// Errors of what `layer` was given, which rectified units gave: those that gave nothing have none.
+    fn errors_before(&self, layer: usize, errors: &[f32], given: &[f32]) -> Vec<f32> {
+        let (inputs, outputs) = (self.units[layer], self.units[layer + 1]);
+        let mut before = vec![0.0; given.len()];
+        let rows = before.chunks_exact_mut(inputs).zip(errors.chunks_exact(outputs));
+        for ((before, errors), given) in rows.zip(given.chunks_exact(inputs)) {
+            for (weights, &error) in self.parameters[2 * layer].chunks_exact(inputs).zip(errors) {
+                add_scaled(before, error, weights);
+            }
+            for (before, &given) in before.iter_mut().zip(given) {
+                *before = if given > 0.0 { *before } else { 0.0 };
+            }
+        }
+        before
     }
 
     /// The digit with the highest score.
     pub(crate) fn predict(&self, example: &Example) -> usize {
-        let (_, scores) = self.forward(example);
+        let Activations(rows) = self.forward(&[example]);
+        let scores = &rows[self.layers()];
         (0..CLASSES).max_by(|&a, &b| scores[a].total_cmp(&scores[b])).unwrap_or(0)
     }
 
     /// One step of gradient descent with momentum: `v = momentum * v + gradient; p -= rate * v`.
-    pub(crate) fn descend(&mut self, gradient: &[f32], rate: f32, momentum: f32) {
-        for ((p, v), g) in self.parameters.iter_mut().zip(&mut self.velocity).zip(gradient) {
+    pub(crate) fn descend(&mut self, parameter: usize, gradient: &[f32], rate: f32, momentum: f32) {
+        let values = self.parameters[parameter].iter_mut().zip(&mut self.velocity[parameter]);
+        for ((p, v), g) in values.zip(gradient) {
             *v = momentum * *v + g;
             *p -= rate * *v;
         }
     }
-
-    fn forward(&self, example: &Example) -> ([f32; HIDDEN], [f32; CLASSES]) {
-        let mut hidden = [0.0; HIDDEN];
-        for (unit, value) in hidden.iter_mut().enumerate() {
-            let weights = &self.parameters[unit * PIXELS..][..PIXELS];
-            *value = (dot(weights, &example.pixels) + self.parameters[HIDDEN_BIAS + unit]).max(0.0);
-        }
-        let mut scores = [0.0; CLASSES];
-        for (class, value) in scores.iter_mut().enumerate() {
-            let weights = &self.parameters[OUTPUT_WEIGHTS + class * HIDDEN..][..HIDDEN];
-            *value = dot(weights, &hidden) + self.parameters[OUTPUT_BIAS + class];
-        }
-        (hidden, scores)
-    }
 }
 
 fn dot(a: &[f32], b: &[f32]) -> f32 {
-    a.iter().zip(b).map(|(x, y)| x * y).sum()
+    let ((wide_a, rest_a), (wide_b, rest_b)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
+    let mut sums = [0.0; LANES];
+    for (a, b) in wide_a.iter().zip(wide_b) {
+        for lane in 0..LANES {
+            sums[lane] += a[lane] * b[lane];
+        }
+    }
+    sums.iter().sum::<f32>() + rest_a.iter().zip(rest_b).map(|(x, y)| x * y).sum::<f32>()
+}
+
+fn add_scaled(into: &mut [f32], factor: f32, from: &[f32]) {
+    into.iter_mut().zip(from).for_each(|(into, from)| *into += factor * from);
 }
 
 fn log_sum_exp(scores: &[f32; CLASSES]) -> f32 {
@@ -123,58 +197,82 @@ mod tests {
     use super::*;
     use crate::data;
 
+    /// The loss of these examples, and its gradient.
+    fn gradient(network: &Network, examples: &[&Example]) -> (f32, Vec<Vec<f32>>) {
+        let mut gradient = network.parameters.clone();
+        gradient.push(vec![0.0]);
+        let mut order = Vec::new();
+        let take = |parameter: usize, values: &[f32]| {
+            order.push(parameter);
+            gradient[parameter].copy_from_slice(values);
+            Ok::<(), ()>(())
+        };
+        network.backward(examples, network.forward(examples), 0.5, take).unwrap();
+        assert!(
+            order.iter().rev().copied().eq(0..=network.parameters.len()),
+            "each once, the last layer first: {order:?}"
+        );
+        let loss = gradient.pop().unwrap()[0];
+        (loss, gradient)
+    }
+
     #[test]
     fn the_gradient_is_the_slope_of_the_loss() {
-        let example = &data::load(1).unwrap().training[0];
-        let network = Network::initial(1);
-        let mut gradient = vec![0.0; PARAMETERS];
-        network.accumulate(example, &mut gradient);
-        let loss_with = |index: usize, change: f32| {
-            let mut moved = network.clone();
-            moved.parameters[index] += change;
-            f64::from(moved.accumulate(example, &mut vec![0.0; PARAMETERS]))
-        };
-        // Some of every layer; a step in one weight changes the loss by step x gradient.
-        for index in (0..PARAMETERS)
-            .step_by(97)
-            .chain(OUTPUT_WEIGHTS..OUTPUT_WEIGHTS + 8)
-            .chain(OUTPUT_BIAS..PARAMETERS)
-        {
-            let step = 1e-2;
-            let slope = (loss_with(index, step) - loss_with(index, -step)) / f64::from(2.0 * step);
-            assert!(
-                (slope - f64::from(gradient[index])).abs() < 2e-3,
-                "{index}: {slope} {}",
-                gradient[index]
-            );
+        let data = data::load(1).unwrap();
+        let examples: Vec<&Example> = data.training.iter().take(3).collect();
+        for hidden in [&[][..], &[20], &[13, 9]] {
+            let network = Network::initial(hidden, 1);
+            let (_, slopes) = gradient(&network, &examples);
+            for (parameter, slopes) in slopes.iter().enumerate() {
+                for (index, &got) in slopes.iter().enumerate().step_by(7) {
+                    // A step in one weight changes the loss by step x gradient.
+                    let step = 2e-3;
+                    let loss_with = |change: f32| {
+                        let mut moved = network.clone();
+                        moved.parameters[parameter][index] += change;
+                        f64::from(gradient(&moved, &examples).0)
+                    };
+                    let slope = (loss_with(step) - loss_with(-step)) / f64::from(2.0 * step);
+                    let got = f64::from(got);
+                    assert!((slope - got).abs() < 4e-3, "{hidden:?}, {parameter}, {index}: {slope} {got}");
+                }
+            }
         }
     }
 
     #[test]
     fn an_undecided_network_loses_the_logarithm_of_ten() {
-        let example = &data::load(1).unwrap().training[0];
-        let loss = Network::empty().accumulate(example, &mut vec![0.0; PARAMETERS]);
+        let data = data::load(1).unwrap();
+        let (loss, _) = gradient(&Network::empty(&[64]), &[&data.training[0], &data.training[1]]);
         assert!((loss - 10f32.ln()).abs() < 1e-6, "{loss}");
     }
 
     #[test]
     fn extreme_scores_stay_finite() {
-        let mut network = Network::empty();
-        network.parameters[OUTPUT_BIAS] = 1e30;
+        let mut network = Network::empty(&[64]);
+        network.parameters[3][0] = 1e30;
         let mut example = data::load(1).unwrap().training[0].clone();
         example.label = 1;
-        let mut gradient = vec![0.0; PARAMETERS];
-        assert!(network.accumulate(&example, &mut gradient).is_finite());
-        assert!(gradient.iter().all(|value| value.is_finite()));
+        let (loss, gradient) = gradient(&network, &[&example]);
+        assert!(loss.is_finite() && gradient.iter().flatten().all(|value| value.is_finite()));
         assert_eq!(network.predict(&example), 0);
     }
 
     #[test]
     fn momentum_carries_on() {
-        let mut network = Network::empty();
-        let gradient = vec![1.0; PARAMETERS];
-        network.descend(&gradient, 0.5, 0.5);
-        network.descend(&gradient, 0.5, 0.5);
-        assert_eq!((network.velocity[0], network.parameters[0]), (1.5, -1.25));
+        let mut network = Network::empty(&[]);
+        let gradient = vec![1.0; CLASSES];
+        network.descend(1, &gradient, 0.5, 0.5);
+        network.descend(1, &gradient, 0.5, 0.5);
+        assert_eq!((network.velocity[1][0], network.parameters[1][0]), (1.5, -1.25));
+    }
+
+    #[test]
+    fn dot_products_take_all_values() {
+        for len in 0..40 {
+            let a: Vec<f32> = (0..len).map(|i| i as f32).collect();
+            let want: f32 = a.iter().map(|x| 2.0 * x).sum();
+            assert_eq!(dot(&a, &vec![2.0; len]), want, "{len}");
+        }
     }
 }

@@ -1,17 +1,20 @@
 //! The training loop: where the ranks meet.
 
+use std::fs::File;
 use std::io::{self, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use convoke_comm::{CommError, ReduceOp, World};
+use convoke_train::{Sampler, Tail, Trace, TrainError as DdpError};
 use nix::sys::signal::{Signal, raise};
 
 use crate::arguments::Arguments;
+use crate::averages::Averages;
 use crate::checkpoint::{Checkpoint, CheckpointError};
 use crate::data::{self, DataError, Example};
-use crate::network::{Network, PARAMETERS};
-use crate::random::fnv1a;
-use crate::sampler::Sampler;
+use crate::hash::fnv1a;
+use crate::network::Network;
 
 const MOMENTUM: f32 = 0.9;
 /// The rank that reads, writes and prints.
@@ -26,6 +29,10 @@ pub(crate) enum TrainError {
     Checkpoint(#[from] CheckpointError),
     #[error(transparent)]
     Comm(#[from] CommError),
+    #[error(transparent)]
+    Ddp(#[from] DdpError),
+    #[error("cannot write the trace {}: {source}", path.display())]
+    Trace { path: PathBuf, source: io::Error },
     #[error("--die-at names rank {rank}, the ranks here are 0 to {}", world.saturating_sub(1))]
     NoSuchRank { rank: usize, world: usize },
     #[error("the ranks ended with different parameters: hashes from {least:016x} to {most:016x}")]
@@ -40,15 +47,19 @@ pub(crate) fn train(arguments: &Arguments, world: &World) -> Result<(), TrainErr
     if let Some(at) = arguments.die_at.filter(|at| at.rank >= size) {
         return Err(TrainError::NoSuchRank { rank: at.rank, world: size });
     }
+    if let Some(path) = arguments.trace.as_ref().filter(|_| rank == CHIEF) {
+        // Not only after all the work.
+        File::create(path).map_err(|source| TrainError::Trace { path: path.clone(), source })?;
+    }
     let data = data::load(arguments.seed)?;
-    let (mut network, done) = start(arguments, world)?;
-    let mut sampler = Sampler::new(data.training.len(), arguments.batch, arguments.seed);
+    let (network, done) = start(arguments, world)?;
     if rank == CHIEF {
         say(format_args!(
-            "{size} {}, {} images to train on, {} held out, {PARAMETERS} parameters, batch {}",
+            "{size} {}, {} images to train on, {} held out, {} parameters, batch {}",
             if size == 1 { "worker" } else { "workers" },
             data.training.len(),
             data.held_out.len(),
+            network.len(),
             arguments.batch
         ))?;
         if done > 0 {
@@ -58,11 +69,18 @@ pub(crate) fn train(arguments: &Arguments, world: &World) -> Result<(), TrainErr
             ))?;
         }
     }
-
+    // Each example once in an epoch: where a rank has one less than others, its share weighs less.
+    let sampler = Sampler::new(data.training.len(), rank, size).shuffled(arguments.seed).tail(Tail::Uneven);
+    let trace = Trace::default();
+    let averages = Averages::new(arguments, world, &network, &trace)?;
+    let mut training = Training { averages, trace, network, arguments, world };
+    let mut times = Vec::new();
     for epoch in done + 1..=arguments.epochs {
-        sampler.set_epoch(u64::from(epoch));
-        let loss = train_epoch(arguments, world, &mut network, &sampler, &data.training, epoch)?;
-        let accuracy = accuracy(world, &network, &data.held_out)?;
+        let begin = Instant::now();
+        let (loss, steps) = training.epoch(&sampler, &data.training, epoch)?;
+        times.push(begin.elapsed() / steps.max(1));
+        let network = &training.network;
+        let accuracy = accuracy(world, network, &data.held_out)?;
         if rank == CHIEF {
             // First the state, then the line that says so.
             if let Some(path) = &arguments.checkpoint {
@@ -73,62 +91,90 @@ pub(crate) fn train(arguments: &Arguments, world: &World) -> Result<(), TrainErr
             }
         }
     }
-    finish(world, &network, &data.held_out)
+    if let Some(path) = &arguments.trace {
+        training.trace.write(world, path)?;
+    }
+    finish(world, &training.network, &data.held_out, times)
 }
 
 /// The state to begin with, the same on all ranks: the chief's. And how many epochs it has behind it.
 fn start(arguments: &Arguments, world: &World) -> Result<(Network, u32), TrainError> {
-    let mut network = Network::empty();
-    let mut done = [0i64];
+    let hidden = &arguments.hidden;
+    let mut network = Network::empty(hidden);
+    let mut done = [0_u32];
     if world.rank() == CHIEF {
         // If this fails the chief ends here, and the others with `PeerLost` that names it.
         let saved = match &arguments.checkpoint {
-            Some(path) => Checkpoint::read(path, arguments.seed)?,
+            Some(path) => Checkpoint::read(path, arguments.seed, hidden)?,
             None => None,
         };
         (network, done[0]) = match saved {
-            Some(saved) => (saved.network, i64::from(saved.epoch)),
-            None => (Network::initial(arguments.seed), 0),
+            Some(saved) => (saved.network, saved.epoch),
+            None => (Network::initial(hidden, arguments.seed), 0),
         };
     }
     world.broadcast(&mut done, CHIEF)?;
-    world.broadcast(&mut network.parameters, CHIEF)?;
-    world.broadcast(&mut network.velocity, CHIEF)?;
-    // It was a u32 at the chief.
-    Ok((network, done[0] as u32))
+    world.broadcast_coalesced(&mut network.parameters, CHIEF)?;
+    world.broadcast_coalesced(&mut network.velocity, CHIEF)?;
+    Ok((network, done[0]))
 }
 
-/// One pass over the training images; the mean loss over all of them.
-fn train_epoch(
-    arguments: &Arguments,
-    world: &World,
-    network: &mut Network,
-    sampler: &Sampler,
-    examples: &[Example],
-    epoch: u32,
-) -> Result<f64, TrainError> {
-    let (rank, size) = (world.rank(), world.size());
-    let mut total_loss = 0.0;
-    // The gradient of all parameters, then the loss: one all_reduce a step.
-    let mut buffer = vec![0.0f32; PARAMETERS + 1];
-    for step in 0..sampler.steps() {
-        if step == sampler.steps() / 2 {
-            die_if_asked(arguments, world, epoch);
+/// A run.
+struct Training<'a> {
+    arguments: &'a Arguments,
+    world: &'a World,
+    network: Network,
+    averages: Averages<'a>,
+    trace: Trace,
+}
+
+impl Training<'_> {
+    /// One pass over the training images; the mean loss over all of them, and the number of steps.
+    fn epoch(
+        &mut self,
+        sampler: &Sampler,
+        examples: &[Example],
+        epoch: u32,
+    ) -> Result<(f64, u32), TrainError> {
+        let mut order = sampler.epoch(u64::from(epoch));
+        let (mut total_loss, mut steps) = (0.0, 0);
+        while let Some(batch) = order.next_batch(self.arguments.batch) {
+            if order.position() > examples.len() / 2 {
+                self.die_if_asked(epoch);
+            }
+            let own: Vec<&Example> = batch.own().iter().map(|&index| &examples[index]).collect();
+            // The mean over ranks of (sum over a rank's examples) x size / (examples of all ranks) is the mean
+            // over examples, also where a rank has fewer of them, or none.
+            let weight = self.world.size() as f32 / batch.examples() as f32;
+            let loss = self.step(&own, weight)?;
+            total_loss += f64::from(loss) * batch.examples() as f64;
+            steps += 1;
         }
-        buffer.fill(0.0);
-        let (gradient, loss) = buffer.split_at_mut(PARAMETERS);
-        for index in sampler.examples_of(step, rank, size) {
-            loss[0] += network.accumulate(&examples[index], gradient);
-        }
-        // The mean over ranks of (sum over a rank's examples) x size / (examples of all ranks) is the mean
-        // over examples, also where a rank has fewer of them, or none.
-        let weight = size as f32 / sampler.examples_in(step) as f32;
-        buffer.iter_mut().for_each(|value| *value *= weight);
-        world.all_reduce(&mut buffer, ReduceOp::Avg)?;
-        network.descend(&buffer[..PARAMETERS], arguments.learning_rate, MOMENTUM);
-        total_loss += f64::from(buffer[PARAMETERS]) * sampler.examples_in(step) as f64;
+        Ok((total_loss / examples.len() as f64, steps))
     }
-    Ok(total_loss / examples.len() as f64)
+
+    /// One step on a batch, of which `own` are this rank's examples; the mean loss.
+    fn step(&mut self, own: &[&Example], weight: f32) -> Result<f32, TrainError> {
+        let Self { averages, network, trace, .. } = self;
+        let span = trace.span("forward");
+        let activations = network.forward(own);
+        span.end();
+        averages.backward(network, own, activations, weight, trace)?;
+        let _span = trace.span("step");
+        let loss = network.parameters.len();
+        for parameter in 0..loss {
+            network.descend(parameter, averages.of(parameter), self.arguments.learning_rate, MOMENTUM);
+        }
+        Ok(averages.of(loss)[0])
+    }
+
+    fn die_if_asked(&self, epoch: u32) {
+        let (rank, first) = (self.world.rank(), self.world.restart_count() == 0);
+        if first && self.arguments.die_at.is_some_and(|at| at.epoch == epoch && at.rank == rank) {
+            // Nobody can prepare for SIGKILL, as for a power failure. It cannot fail for oneself.
+            let _ = raise(Signal::SIGKILL);
+        }
+    }
 }
 
 /// The share of these images that the network names rightly; each rank looks at some of them.
@@ -140,10 +186,15 @@ fn accuracy(world: &World, network: &Network, examples: &[Example]) -> Result<f6
 }
 
 /// All ranks compare what they ended with.
-fn finish(world: &World, network: &Network, held_out: &[Example]) -> Result<(), TrainError> {
+fn finish(
+    world: &World,
+    network: &Network,
+    held_out: &[Example],
+    mut times: Vec<Duration>,
+) -> Result<(), TrainError> {
     let accuracy = accuracy(world, network, held_out)?;
     // Any 64 bits are an i64.
-    let hash = fnv1a(network.parameters.iter().flat_map(|value| value.to_le_bytes())) as i64;
+    let hash = fnv1a(network.parameters.iter().flatten().flat_map(|value| value.to_le_bytes())) as i64;
     let (mut least, mut most) = ([hash], [hash]);
     world.all_reduce(&mut least, ReduceOp::Min)?;
     world.all_reduce(&mut most, ReduceOp::Max)?;
@@ -151,6 +202,10 @@ fn finish(world: &World, network: &Network, held_out: &[Example]) -> Result<(), 
         return Err(TrainError::Diverged { least: least[0], most: most[0] });
     }
     if world.rank() == CHIEF {
+        times.sort_unstable();
+        if let Some(time) = times.get(times.len() / 2) {
+            say(format_args!("{:.0} µs a step, median over the epochs", time.as_secs_f64() * 1e6))?;
+        }
         say(format_args!(
             "done: accuracy {:.2} %, parameter hash {hash:016x} on {1} of {1} ranks",
             100.0 * accuracy,
@@ -158,14 +213,6 @@ fn finish(world: &World, network: &Network, held_out: &[Example]) -> Result<(), 
         ))?;
     }
     Ok(())
-}
-
-fn die_if_asked(arguments: &Arguments, world: &World, epoch: u32) {
-    let asked = arguments.die_at.is_some_and(|at| at.epoch == epoch && at.rank == world.rank());
-    if asked && world.restart_count() == 0 {
-        // Nobody can prepare for SIGKILL, as for a power failure. It cannot fail for oneself.
-        let _ = raise(Signal::SIGKILL);
-    }
 }
 
 fn shown(path: Option<&Path>) -> String {

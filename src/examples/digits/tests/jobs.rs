@@ -114,6 +114,48 @@ fn a_batch_that_the_ranks_cannot_share_evenly_trains_too() {
 }
 
 #[test]
+fn buckets_and_averaging_by_hand_end_with_the_same_parameters() {
+    let folder = tempfile::tempdir().unwrap();
+    // Several hidden layers, and buckets of which each has a few parameters.
+    let train = |world: usize, gradients: &str| {
+        let path = folder.path().join(format!("{world}-{gradients}"));
+        let (checkpoint, gradients) =
+            (format!("--checkpoint={}", path.display()), format!("--gradients={gradients}"));
+        let arguments = ["--epochs=3", "--hidden=48,32,16", "--bucket-bytes=5000", &checkpoint, &gradients];
+        let (_, hash) = run(world, 0, &arguments).result();
+        (hash, floats(&path))
+    };
+    // With two ranks there is only one order to add in.
+    let (by_hand, _) = train(2, "by-hand");
+    assert_eq!(train(2, "ddp").0, by_hand);
+    assert_eq!(train(2, "late").0, by_hand);
+    let (by_hand, ddp) = (train(4, "by-hand").1, train(4, "ddp").1);
+    let far = by_hand.iter().zip(&ddp).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+    assert!(by_hand.len() == ddp.len() && by_hand.len() > 10_000 && far < 1e-3, "{far}");
+}
+
+/// Parameters and momentum in a checkpoint of a network with three hidden layers.
+fn floats(path: &Path) -> Vec<f32> {
+    let bytes = fs::read(path).unwrap();
+    let values = &bytes[28 + 3 * 4..bytes.len() - 8];
+    values.chunks_exact(4).map(|value| f32::from_le_bytes(value.try_into().unwrap())).collect()
+}
+
+#[test]
+fn a_trace_shows_buckets_on_their_way_during_the_backward_pass() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("trace.json");
+    let trace = format!("--trace={}", path.display());
+    run(2, 0, &["--epochs=1", "--hidden=256,256", "--bucket-bytes=1000", &trace]).result();
+    let text = fs::read_to_string(&path).unwrap();
+    for part in ["\"rank 0\"", "\"rank 1\"", "\"backward\"", "\"bucket 0\"", "layer2.weights"] {
+        assert!(text.contains(part), "{part}: {}", &text[..2000]);
+    }
+    let nowhere = run(1, 0, &["--epochs=1", "--trace=/nonexistent/trace"]);
+    assert!(nowhere.stderr(0).contains("cannot write the trace /nonexistent/trace"), "{}", nowhere.stderr(0));
+}
+
+#[test]
 fn a_job_that_lost_a_rank_resumes_and_ends_as_if_nothing_had_happened() {
     let (_, undisturbed) = run(2, 0, &["--epochs=5"]).result();
 

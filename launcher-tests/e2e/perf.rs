@@ -1,0 +1,57 @@
+//! `convoke-perf` between hosts: it names the one whose network is slow.
+
+use convoke_launcher_tests::hosts::Hosts;
+
+use super::harness::{Ended, Job, Launcher, skip};
+
+/// Of the slow host's link, each way; the others have none, and carry a hundred times as much.
+const MBIT: &str = "50";
+
+/// Runs `convoke-perf ARGUMENTS` on all of `count` hosts, one rank on each; what that of rank 0 said.
+fn run(hosts: &Hosts, count: usize, arguments: &[&str]) -> Ended {
+    let job = Job::new();
+    let nodes: Vec<Launcher> = (0..count)
+        .map(|node| {
+            let script = Hosts::script().display().to_string();
+            let host = (node + 1).to_string();
+            let through = [script.as_str(), "exec", host.as_str()];
+            let node_rank = format!("--node-rank={node}");
+            let nnodes = format!("--nnodes={count}");
+            let flags = [&nnodes, node_rank.as_str(), "--master-addr=h1", "--master-port=29500"];
+            let mut command = job.command_through(&through, flags);
+            command.arg(env!("CARGO_BIN_EXE_convoke_perf_dup")).args(arguments);
+            command.env("TESTBED_DIR", hosts.state()).env("OMP_NUM_THREADS", "1");
+            job.start(command)
+        })
+        .collect();
+    let mut ended: Vec<Ended> = nodes.into_iter().map(|node| node.wait().expect(0)).collect();
+    ended.swap_remove(0)
+}
+
+#[test]
+fn the_slowest_pair_of_hosts_and_the_slow_host_are_named() {
+    let Ok(hosts) = Hosts::up(3).inspect_err(|why| skip("the speed of pairs of hosts", why)) else { return };
+    hosts.tell(["rate", "2", MBIT]).unwrap();
+    let told = run(&hosts, 3, &["pairs", "--pair-bytes=1M"]).stdout;
+    assert!(told.contains("3 ranks on 3 hosts") && told.contains("h2: rank 1"), "{told}");
+    let line =
+        |begin: &str| told.lines().find(|line| line.starts_with(begin)).unwrap_or_else(|| panic!("{told}"));
+    let pair = line("# slowest pair of hosts: ");
+    assert!(pair.contains("h1 - h2, 0.0") || pair.contains("h2 - h3, 0.0"), "{told}");
+    let host = line("# slowest host: ");
+    assert!(
+        host.contains("slowest host: h2, at most 0.0") && host.contains("times slower than the median"),
+        "{told}"
+    );
+}
+
+#[test]
+fn of_two_hosts_there_is_one_pair_beside_the_collectives() {
+    let Ok(hosts) = Hosts::up(2).inspect_err(|why| skip("the speed of pairs of hosts", why)) else { return };
+    let arguments = ["all_reduce", "--max-bytes=64K", "--iters=3", "--pair-bytes=64K"];
+    let told = run(&hosts, 2, &arguments).stdout;
+    assert!(told.contains("# average bus bandwidth") && told.contains("h1 - h2"), "{told}");
+    assert!(!told.contains("slowest"), "nothing to compare with: {told}");
+    let none = run(&hosts, 2, &[&arguments[..], &["--no-pairs"]].concat()).stdout;
+    assert!(!none.contains("h1 - h2"), "{none}");
+}

@@ -1,0 +1,106 @@
+//! Every example does what its head says, and the book says the same.
+//!
+//! The head of an example has a command and what it prints. The command is run as it stands there, with nothing but the
+//! example and the launcher in front of PATH.
+
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+use std::collections::BTreeSet;
+use std::ffi::OsString;
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// Most lines of an example.
+const LINES: usize = 99;
+
+macro_rules! programs {
+    ($($name:literal),*) => {
+        [$(($name, env!(concat!("CARGO_BIN_EXE_example_", $name)))),*]
+    };
+}
+
+/// The examples that are one file each, and the programs that they are.
+const EXAMPLES: [(&str, &str); 8] =
+    programs!["ddp", "elastic", "first", "groups", "p2p", "pipeline", "ring", "sgd"];
+
+fn repository() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+fn source(name: &str) -> String {
+    fs::read_to_string(repository().join(format!("src/examples/{name}.rs"))).unwrap()
+}
+
+/// The command in the head of an example, and the lines that it prints.
+fn transcript(name: &str) -> (String, Vec<String>) {
+    let text = source(name);
+    let head = text
+        .lines()
+        .map_while(|line| line.strip_prefix("//!"))
+        .map(|line| line.strip_prefix(' ').unwrap_or(line));
+    let mut block = head.skip_while(|line| *line != "```text").skip(1).take_while(|line| *line != "```");
+    let command = block.next().and_then(|line| line.strip_prefix("$ "));
+    let command = command.unwrap_or_else(|| panic!("{name}: no command in its head"));
+    (command.to_owned(), block.map(str::to_owned).collect())
+}
+
+#[test]
+fn every_example_prints_what_its_head_says() {
+    for (name, _) in EXAMPLES {
+        let folder = tempfile::Builder::new().prefix("convoke-examples-").tempdir().unwrap();
+        let (bin, work) = (folder.path().join("bin"), folder.path().join("work"));
+        fs::create_dir(&bin).unwrap();
+        fs::create_dir(&work).unwrap();
+        symlink(env!("CARGO_BIN_EXE_convoke_dup"), bin.join("convoke")).unwrap();
+        for (name, program) in EXAMPLES {
+            symlink(program, bin.join(name)).unwrap();
+        }
+        let mut path = OsString::from(&bin);
+        path.push(":");
+        path.push(std::env::var_os("PATH").unwrap_or_default());
+
+        let (command, expected) = transcript(name);
+        let output = Command::new("timeout")
+            .args(["60", "sh", "-c", &command])
+            .env("PATH", path)
+            .env("TMPDIR", folder.path())
+            .current_dir(&work)
+            .stdin(Stdio::null())
+            .output()
+            .unwrap();
+        let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        assert!(output.status.success(), "{command}: {}\n{out}{err}", output.status);
+        assert_eq!(out.lines().collect::<Vec<_>>(), expected, "{command}\n{err}");
+    }
+}
+
+#[test]
+fn examples_are_short() {
+    for (name, _) in EXAMPLES {
+        let lines = source(name).lines().count();
+        assert!(lines <= LINES, "{name} has {lines} lines");
+    }
+}
+
+#[test]
+fn the_book_has_the_same_commands_and_every_example() {
+    let book = fs::read_to_string(repository().join("docs/examples.md")).unwrap();
+    for (name, _) in EXAMPLES {
+        let (command, expected) = transcript(name);
+        let transcript = format!("$ {command}\n{}\n", expected.join("\n"));
+        assert!(book.contains(&transcript), "docs/examples.md does not have:\n{transcript}");
+    }
+    let is_example = |name: &String| name != "lib";
+    let files = fs::read_dir(repository().join("src/examples")).unwrap().map(|entry| entry.unwrap().path());
+    let files = files.filter(|path| path.extension().is_some_and(|extension| extension == "rs"));
+    let files: BTreeSet<String> = files
+        .map(|path| path.file_stem().unwrap().to_string_lossy().into_owned())
+        .filter(is_example)
+        .collect();
+    let known: BTreeSet<String> = EXAMPLES.iter().map(|(name, _)| (*name).to_owned()).collect();
+    // Those with a framework of their own are not built here: `scripts/check` runs them.
+    let frameworks = BTreeSet::from(["burn".to_owned(), "candle".to_owned()]);
+    assert_eq!(files.difference(&frameworks).cloned().collect::<BTreeSet<_>>(), known);
+}

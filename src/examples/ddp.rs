@@ -1,0 +1,98 @@
+//! Distributed data parallel: gradients on their way while the next ones are computed; accumulation; uneven inputs.
+//!
+//! ```text
+//! $ convoke --nproc-per-node=2 ddp
+//! 2 ranks, buckets of parameters [[3], [2, 1], [0]]
+//! epoch 1 loss 0.043
+//! epoch 2 loss 0.002
+//! epoch 3 loss 0.001
+//! ```
+
+#![allow(clippy::print_stdout)]
+
+use convoke_comm::{ReduceOp, init};
+use convoke_train::{Ddp, DdpOptions, Random, Sampler, Tail, TrainError};
+
+/// Units of the hidden layer; a network that learns y = x1 x2.
+const UNITS: usize = 32;
+const RATE: f32 = 0.02;
+/// Examples of all ranks in a backward pass, and passes in a step.
+const BATCH: usize = 8;
+const PASSES: usize = 2;
+
+fn main() -> Result<(), TrainError> {
+    let world = init()?;
+    let mut random = Random::new(3, 0);
+    let mut draw = |bound: f32| random.symmetric(bound);
+    let examples: Vec<[f32; 2]> = (0..4001).map(|_| [draw(1.0), draw(1.0)]).collect();
+    // The same on all ranks, as the seed is.
+    let mut parameters = [2 * UNITS, UNITS, UNITS, 1].map(|len| vec![0.0; len]);
+    parameters[..3].iter_mut().for_each(|values| values.fill_with(|| draw(0.5)));
+
+    // Names and sizes, in the order of the forward pass. Buckets are small here, to have some.
+    let shapes = ["weights1", "bias1", "weights2", "bias2"].into_iter().zip(parameters.iter().map(Vec::len));
+    let options = DdpOptions::default().first_bucket_bytes(4).bucket_bytes(200);
+    let mut ddp = Ddp::with_options(&world, shapes, options)?;
+    if world.rank() == 0 {
+        println!("{} ranks, buckets of parameters {:?}", world.size(), ddp.buckets());
+    }
+
+    let sampler = Sampler::new(examples.len(), world.rank(), world.size()).shuffled(4).tail(Tail::Uneven);
+    for epoch in 1..=3 {
+        let (mut order, mut loss) = (sampler.epoch(epoch), [0.0]);
+        // Some rank has fewer examples than others: with `join` it helps those that go on.
+        let mut next_step = || {
+            let batches: Vec<_> = std::iter::from_fn(|| order.next_batch(BATCH)).take(PASSES).collect();
+            batches.iter().any(|batch| !batch.own().is_empty()).then_some(batches)
+        };
+        while let Some(batches) = ddp.join(next_step())? {
+            let batches = batches.unwrap_or_default();
+            for (index, batch) in batches.iter().enumerate() {
+                // All passes of a step but the last only add up.
+                let mut pass = if index + 1 == batches.len() { ddp.pass() } else { ddp.pass_no_sync() };
+                let own = batch.own().iter().map(|&index| examples[index]);
+                let gradients = backward(&parameters, own, &mut loss[0]);
+                for parameter in (0..4).rev() {
+                    // Here all are computed first; `digits`, a longer example, hands over each as it gets it.
+                    pass.add(parameter, &gradients[parameter])?;
+                }
+                pass.finish()?;
+            }
+            batches.is_empty().then(|| ddp.pass().finish()).transpose()?;
+            for (parameter, values) in parameters.iter_mut().enumerate() {
+                let slopes = ddp.average(parameter);
+                values.iter_mut().zip(slopes).for_each(|(value, slope)| *value -= RATE * slope);
+            }
+        }
+        world.all_reduce(&mut loss, ReduceOp::Sum)?;
+        if world.rank() == 0 {
+            println!("epoch {epoch} loss {:.3}", loss[0] / examples.len() as f32);
+        }
+    }
+    Ok(())
+}
+
+/// Mean gradients of a batch; adds up the squared errors.
+fn backward(
+    parameters: &[Vec<f32>; 4],
+    batch: impl Iterator<Item = [f32; 2]>,
+    loss: &mut f32,
+) -> [Vec<f32>; 4] {
+    let mut gradients = parameters.each_ref().map(|values| vec![0.0; values.len()]);
+    for x in batch {
+        let input = |unit: usize| parameters[0][2 * unit] * x[0] + parameters[0][2 * unit + 1] * x[1];
+        let hidden: Vec<f32> = (0..UNITS).map(|unit| (input(unit) + parameters[1][unit]).tanh()).collect();
+        let output: f32 =
+            hidden.iter().zip(&parameters[2]).map(|(h, w)| h * w).sum::<f32>() + parameters[3][0];
+        let error = output - x[0] * x[1];
+        *loss += error * error;
+        gradients[3][0] += error;
+        for unit in 0..UNITS {
+            gradients[2][unit] += error * hidden[unit];
+            let slope = error * parameters[2][unit] * (1.0 - hidden[unit] * hidden[unit]);
+            gradients[1][unit] += slope;
+            (0..2).for_each(|side| gradients[0][2 * unit + side] += slope * x[side]);
+        }
+    }
+    gradients
+}

@@ -1,0 +1,59 @@
+//! Groups of some ranks: by a list, by a color, along the axes of a mesh.
+//!
+//! ```text
+//! $ convoke --nproc-per-node=4 groups
+//! ranks 0 and 2: sum 2
+//! even ranks: [0, 2], odd ranks: [1, 3]
+//! mesh of 2 x 2: along tp [0, 1], along dp [0, 2]
+//! ```
+
+#![allow(clippy::print_stdout)]
+
+use convoke_comm::{CommError, Mesh, ReduceOp, init};
+
+fn main() -> Result<(), CommError> {
+    let world = init()?;
+    let (rank, size) = (world.rank(), world.size());
+    let is_chief = rank == 0;
+
+    // By a list: all ranks call it, those in the list get the group. It numbers its ranks anew.
+    if let Some(pair) = world.subgroup(&[0, size / 2])? {
+        let mut sum = [rank as u32];
+        pair.all_reduce(&mut sum, ReduceOp::Sum)?;
+        if is_chief {
+            println!("ranks 0 and {}: sum {}", size / 2, sum[0]);
+        }
+        assert_eq!(pair.global_rank(1), Some(size / 2));
+    }
+
+    // By a color: who has the same is together, in the order of a key.
+    let color = (rank % 2) as u32;
+    if let Some(half) = world.split(Some(color), rank as i64)? {
+        let halves = world.all_gather_object(&(color, half.global_ranks().to_vec()))?;
+        let of =
+            |color: u32| halves.iter().find(|(other, _)| *other == color).map(|(_, ranks)| ranks.clone());
+        if is_chief {
+            println!(
+                "even ranks: {:?}, odd ranks: {:?}",
+                of(0).unwrap_or_default(),
+                of(1).unwrap_or_default()
+            );
+        }
+        // Both work at the same time, and do not disturb each other.
+        half.barrier()?;
+    }
+
+    // Along axes with names: tensor parallel inside, data parallel outside.
+    let mesh = Mesh::new(&world, &[("dp", size / 2), ("tp", 2)])?;
+    let (tp, dp) = (mesh.group("tp")?, mesh.group("dp")?);
+    if is_chief {
+        let (along_tp, along_dp) = (tp.global_ranks(), dp.global_ranks());
+        println!("mesh of {} x 2: along tp {along_tp:?}, along dp {along_dp:?}", size / 2);
+    }
+    let mut activation = [1.0_f32; 8];
+    tp.all_reduce(&mut activation, ReduceOp::Sum)?;
+    let mut gradient = [rank as f32; 8];
+    dp.all_reduce(&mut gradient, ReduceOp::Avg)?;
+    assert_eq!(activation, [2.0; 8]);
+    world.barrier()
+}

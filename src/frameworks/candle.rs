@@ -1,0 +1,92 @@
+//! Replicas of a candle model.
+
+use candle_core::backprop::GradStore;
+use candle_core::{Tensor, Var};
+use candle_nn::VarMap;
+use convoke_comm::{CommError, Group};
+use convoke_train::{Ddp, DdpOptions, TrainError};
+
+/// Why a call failed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ReplicaError {
+    /// The ranks could not do it together.
+    #[error(transparent)]
+    Train(#[from] TrainError),
+    /// candle refuses: variables that are not `f32`, for example.
+    #[error(transparent)]
+    Candle(#[from] candle_core::Error),
+}
+
+impl From<CommError> for ReplicaError {
+    fn from(error: CommError) -> Self {
+        Self::Train(error.into())
+    }
+}
+
+/// The variables of a model, the same on all ranks, and the average of their gradients. Variables are `f32`.
+#[derive(Debug)]
+pub struct Replicas {
+    variables: Vec<(String, Var)>,
+    ddp: Ddp,
+}
+
+impl Replicas {
+    /// Gives all ranks of `group` the variables that rank 0 has. All call it, with models that are made alike, before the
+    /// optimizer is made.
+    ///
+    /// # Errors
+    /// [`TrainError::Layout`] if the models differ. Else as [`Group::broadcast`].
+    pub fn new(group: &Group, variables: &VarMap) -> Result<Self, ReplicaError> {
+        Self::with_options(group, variables, DdpOptions::default())
+    }
+
+    /// As [`Self::new`], with options.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn with_options(group: &Group, variables: &VarMap, options: DdpOptions) -> Result<Self, ReplicaError> {
+        let data = variables.data().lock().map_err(|_| candle_core::Error::Msg("a thread panicked".to_owned()))?;
+        let mut variables: Vec<(String, Var)> = data.iter().map(|(name, var)| (name.clone(), var.clone())).collect();
+        drop(data);
+        // A map has another order on each rank.
+        variables.sort_by(|(a, _), (b, _)| a.cmp(b));
+        let sizes = variables.iter().map(|(name, var)| (name.clone(), var.elem_count()));
+        let ddp = Ddp::with_options(group, sizes, options)?;
+        for (_, var) in &variables {
+            let mut values: Vec<f32> = var.flatten_all()?.to_vec1()?;
+            group.broadcast(&mut values, 0)?;
+            var.set(&Tensor::from_vec(values, var.shape(), var.device())?)?;
+        }
+        Ok(Self { variables, ddp })
+    }
+
+    /// Replaces this rank's gradients, as `loss.backward()` gives them, by the averages over all ranks; then the optimizer
+    /// takes its step with them.
+    ///
+    /// # Errors
+    /// As [`convoke_train::Pass::finish`].
+    pub fn average(&mut self, gradients: &mut GradStore) -> Result<(), ReplicaError> {
+        let mut pass = self.ddp.pass();
+        for (index, (_, var)) in self.variables.iter().enumerate().rev() {
+            if let Some(gradient) = gradients.get(var) {
+                pass.add(index, &gradient.flatten_all()?.to_vec1::<f32>()?)?;
+            }
+        }
+        pass.finish()?;
+        for (index, (_, var)) in self.variables.iter().enumerate().filter(|(index, _)| self.ddp.is_used(*index)) {
+            gradients.insert(var, Tensor::from_slice(self.ddp.average(index), var.shape(), var.device())?);
+        }
+        Ok(())
+    }
+
+    /// Names of the variables, in the order in which all ranks have them.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.variables.iter().map(|(name, _)| name.as_str())
+    }
+
+    /// What averages them: to [join](Ddp::join), for example.
+    pub fn ddp(&mut self) -> &mut Ddp {
+        &mut self.ddp
+    }
+}

@@ -1,0 +1,150 @@
+//! One call of a collective, in each of its forms.
+
+use convoke_comm::{CommError, Group, Nonblocking, ReduceOp, Reduction};
+
+use super::collective::{Collective, Shape};
+use super::values::{Numbers, Value};
+
+/// What one operation works on.
+pub(crate) struct Buffers<T> {
+    pub(crate) a: Vec<T>,
+    pub(crate) b: Vec<T>,
+}
+
+/// A call, ready to be made any number of times.
+pub(crate) struct Call<T: Value> {
+    shape: Shape,
+    reduction: Reduction<T>,
+    /// Lengths of the blocks in this rank's buffers.
+    lens: Vec<usize>,
+    /// The rank that messages go to and come from.
+    peer: Option<usize>,
+    nonblocking: bool,
+}
+
+impl<T: Value> Call<T> {
+    pub(crate) fn new(shape: Shape, op: Option<ReduceOp>, nonblocking: bool) -> Self {
+        let reduction = match op {
+            Some(ReduceOp::PremulSum) => T::premul_sum(Numbers::factor(shape.rank)),
+            _ => None,
+        };
+        let reduction = reduction.unwrap_or_else(|| op.unwrap_or(ReduceOp::Sum).into());
+        let peer = (shape.rank < shape.collective.taking_part(shape.ranks)).then_some(shape.rank ^ 1);
+        let lens = shape.lens_of(shape.rank);
+        Self { shape, reduction, lens, peer, nonblocking }
+    }
+
+    pub(crate) fn shape(&self) -> &Shape {
+        &self.shape
+    }
+
+    /// The parts of the buffers that the call is about.
+    fn parts<'a>(&self, buffers: &'a mut Buffers<T>) -> (&'a mut [T], &'a mut [T]) {
+        let (a, b) = self.shape.buffer_lens();
+        (&mut buffers.a[..a], &mut buffers.b[..b])
+    }
+
+    /// The same, of each of several.
+    pub(crate) fn each_part<'a>(
+        &self,
+        buffers: &'a mut [Buffers<T>],
+    ) -> impl Iterator<Item = (&'a mut [T], &'a mut [T])> {
+        buffers.iter_mut().map(|buffers| self.parts(buffers))
+    }
+
+    /// One operation with each of `buffers`, all of which are under way side by side if it is nonblocking.
+    pub(crate) fn run(
+        &self,
+        group: &Group,
+        buffers: &mut [Buffers<T>],
+        root: usize,
+    ) -> Result<(), CommError> {
+        if self.nonblocking {
+            return group.scope(move |scope| {
+                buffers.iter_mut().try_for_each(|buffers| self.begin(scope, buffers, root))
+            });
+        }
+        buffers.iter_mut().try_for_each(|buffers| self.wait(group, buffers, root))
+    }
+
+    fn wait(&self, group: &Group, buffers: &mut Buffers<T>, root: usize) -> Result<(), CommError> {
+        let (a, b) = self.parts(buffers);
+        let op = || self.reduction.clone();
+        let lens = &self.lens[..];
+        match self.shape.collective {
+            Collective::AllReduce => group.all_reduce(a, op()),
+            Collective::Broadcast => group.broadcast(a, root),
+            Collective::Reduce => group.reduce(a, op(), root),
+            Collective::AllGather => group.all_gather(a, b),
+            Collective::ReduceScatter => group.reduce_scatter(a, b, op()),
+            Collective::AllToAll => group.all_to_all(a, b),
+            Collective::Gather => group.gather(a, b, root),
+            Collective::Scatter => group.scatter(a, b, root),
+            Collective::Scan => group.scan(a, op()),
+            Collective::ExclusiveScan => group.exclusive_scan(a, op()),
+            Collective::Barrier => group.barrier(),
+            Collective::AllGatherV => group.all_gather_v(a, b, lens),
+            Collective::ReduceScatterV => group.reduce_scatter_v(a, b, lens, op()),
+            Collective::AllToAllV => group.all_to_all_v((a, lens), (b, lens)),
+            Collective::GatherV => group.gather_v(a, b, lens, root),
+            Collective::ScatterV => group.scatter_v(a, b, lens, root),
+            Collective::SendRecv => match self.peer {
+                Some(peer) if self.is_first() => {
+                    group.send(a, peer, 0)?;
+                    group.recv(b, peer, 0)
+                }
+                Some(peer) => {
+                    group.recv(b, peer, 0)?;
+                    group.send(a, peer, 0)
+                }
+                None => Ok(()),
+            },
+        }
+    }
+
+    fn begin<'scope, 'env: 'scope>(
+        &self,
+        scope: &'scope Nonblocking<'scope, 'env>,
+        buffers: &'env mut Buffers<T>,
+        root: usize,
+    ) -> Result<(), CommError> {
+        let (a, b) = self.parts(buffers);
+        let op = || self.reduction.clone();
+        let lens = &self.lens[..];
+        // The scope waits for all whose handles are dropped.
+        match self.shape.collective {
+            Collective::AllReduce => scope.all_reduce(a, op()).map(drop),
+            Collective::Broadcast => scope.broadcast(a, root).map(drop),
+            Collective::Reduce => scope.reduce(a, op(), root).map(drop),
+            Collective::AllGather => scope.all_gather(&*a, b).map(drop),
+            Collective::ReduceScatter => scope.reduce_scatter(&*a, b, op()).map(drop),
+            Collective::AllToAll => scope.all_to_all(&*a, b).map(drop),
+            Collective::Gather => scope.gather(&*a, b, root).map(drop),
+            Collective::Scatter => scope.scatter(&*a, b, root).map(drop),
+            Collective::Scan => scope.scan(a, op()).map(drop),
+            Collective::ExclusiveScan => scope.exclusive_scan(a, op()).map(drop),
+            Collective::Barrier => scope.barrier().map(drop),
+            Collective::AllGatherV => scope.all_gather_v(&*a, b, lens).map(drop),
+            Collective::ReduceScatterV => scope.reduce_scatter_v(&*a, b, lens, op()).map(drop),
+            Collective::AllToAllV => scope.all_to_all_v((&*a, lens), (b, lens)).map(drop),
+            Collective::GatherV => scope.gather_v(&*a, b, lens, root).map(drop),
+            Collective::ScatterV => scope.scatter_v(&*a, b, lens, root).map(drop),
+            Collective::SendRecv => match self.peer {
+                Some(peer) if self.is_first() => {
+                    drop(scope.send(&*a, peer, 0)?);
+                    scope.recv(b, peer, 0).map(drop)
+                }
+                // An answer: only what has come is sent back.
+                Some(peer) => {
+                    scope.recv(b, peer, 0)?.wait()?;
+                    scope.send(&*a, peer, 0).map(drop)
+                }
+                None => Ok(()),
+            },
+        }
+    }
+
+    fn is_first(&self) -> bool {
+        self.shape.rank.is_multiple_of(2)
+    }
+}

@@ -1,0 +1,288 @@
+//! What is measured: each collective's sizes, roots and bus bandwidth. Pure.
+
+use std::fmt;
+use std::ops::Range;
+
+use clap::ValueEnum;
+use convoke_comm::{Dtype, ReduceOp};
+
+/// What ranks do together, and a message there and back between ranks 2k and 2k+1.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+#[value(rename_all = "snake_case")]
+pub(crate) enum Collective {
+    AllReduce,
+    Broadcast,
+    Reduce,
+    AllGather,
+    ReduceScatter,
+    AllToAll,
+    Gather,
+    Scatter,
+    Scan,
+    ExclusiveScan,
+    Barrier,
+    SendRecv,
+    AllGatherV,
+    ReduceScatterV,
+    AllToAllV,
+    GatherV,
+    ScatterV,
+}
+
+impl Collective {
+    pub(crate) const ALL: [Self; 17] = [
+        Self::AllReduce,
+        Self::Broadcast,
+        Self::Reduce,
+        Self::AllGather,
+        Self::ReduceScatter,
+        Self::AllToAll,
+        Self::Gather,
+        Self::Scatter,
+        Self::Scan,
+        Self::ExclusiveScan,
+        Self::Barrier,
+        Self::SendRecv,
+        Self::AllGatherV,
+        Self::ReduceScatterV,
+        Self::AllToAllV,
+        Self::GatherV,
+        Self::ScatterV,
+    ];
+
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::AllReduce => "all_reduce",
+            Self::Broadcast => "broadcast",
+            Self::Reduce => "reduce",
+            Self::AllGather => "all_gather",
+            Self::ReduceScatter => "reduce_scatter",
+            Self::AllToAll => "all_to_all",
+            Self::Gather => "gather",
+            Self::Scatter => "scatter",
+            Self::Scan => "scan",
+            Self::ExclusiveScan => "exclusive_scan",
+            Self::Barrier => "barrier",
+            Self::SendRecv => "send_recv",
+            Self::AllGatherV => "all_gather_v",
+            Self::ReduceScatterV => "reduce_scatter_v",
+            Self::AllToAllV => "all_to_all_v",
+            Self::GatherV => "gather_v",
+            Self::ScatterV => "scatter_v",
+        }
+    }
+
+    /// As what its algorithms are chosen: the unequal form by the rule of the equal one.
+    pub(crate) const fn tuned_as(self) -> &'static str {
+        match self {
+            Self::AllGatherV => "all_gather",
+            Self::ReduceScatterV => "reduce_scatter",
+            _ => self.name(),
+        }
+    }
+
+    /// Bus bandwidth over algorithm bandwidth, as nccl-tests define it.
+    pub(crate) fn bus_factor(self, ranks: usize) -> f64 {
+        let share = (ranks as f64 - 1.0) / ranks as f64;
+        match self {
+            Self::AllReduce => 2.0 * share,
+            _ if self.has_blocks() => share,
+            _ => 1.0,
+        }
+    }
+
+    /// Whether its size is that of one block for each rank.
+    pub(crate) const fn has_blocks(self) -> bool {
+        self.is_unequal()
+            || matches!(
+                self,
+                Self::AllGather | Self::ReduceScatter | Self::AllToAll | Self::Gather | Self::Scatter
+            )
+    }
+
+    /// Whether its blocks may have different lengths.
+    pub(crate) const fn is_unequal(self) -> bool {
+        matches!(
+            self,
+            Self::AllGatherV | Self::ReduceScatterV | Self::AllToAllV | Self::GatherV | Self::ScatterV
+        )
+    }
+
+    /// Whether it adds.
+    pub(crate) const fn reduces(self) -> bool {
+        matches!(
+            self,
+            Self::AllReduce
+                | Self::Reduce
+                | Self::ReduceScatter
+                | Self::ReduceScatterV
+                | Self::Scan
+                | Self::ExclusiveScan
+        )
+    }
+
+    /// Whether `op` has a meaning for it and `dtype`.
+    pub(crate) const fn accepts(self, op: ReduceOp, dtype: Dtype) -> bool {
+        let is_scan = matches!(self, Self::Scan | Self::ExclusiveScan);
+        op.accepts(dtype) && !(is_scan && matches!(op, ReduceOp::Avg))
+    }
+
+    /// Whether one rank has a part of its own.
+    pub(crate) const fn has_root(self) -> bool {
+        matches!(
+            self,
+            Self::Broadcast | Self::Reduce | Self::Gather | Self::Scatter | Self::GatherV | Self::ScatterV
+        )
+    }
+
+    /// Fewest ranks.
+    pub(crate) const fn least_ranks(self) -> usize {
+        if matches!(self, Self::SendRecv) { 2 } else { 1 }
+    }
+
+    /// How many of `ranks` take part: the last of an odd number has nobody to send to.
+    pub(crate) const fn taking_part(self, ranks: usize) -> usize {
+        if matches!(self, Self::SendRecv) { ranks - ranks % 2 } else { ranks }
+    }
+
+    /// Elements that are measured where `bytes` are asked for: whole blocks, at least one element each, on average.
+    pub(crate) fn count(self, bytes: usize, element_bytes: usize, ranks: usize) -> usize {
+        match self {
+            Self::Barrier => 0,
+            _ if self.has_blocks() => (bytes / element_bytes / ranks).max(1).saturating_mul(ranks),
+            _ => (bytes / element_bytes).max(1),
+        }
+    }
+}
+
+impl fmt::Display for Collective {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// The elements of one call as one rank sees them: it sends from a buffer `a`, and fills `b` or changes `a`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Shape {
+    pub(crate) collective: Collective,
+    pub(crate) rank: usize,
+    pub(crate) ranks: usize,
+    /// The whole vector, or the blocks of all ranks.
+    pub(crate) count: usize,
+    /// Lengths of the blocks; together `count`.
+    lens: Vec<usize>,
+}
+
+impl Shape {
+    pub(crate) fn new(collective: Collective, count: usize, rank: usize, ranks: usize) -> Self {
+        // Blocks of unequal lengths grow by rank, the last is almost twice the mean.
+        let weight = |rank: usize| if collective.is_unequal() { rank + 1 } else { 1 };
+        let total: u128 = (0..ranks).map(|rank| weight(rank) as u128).sum();
+        let (mut weights, mut start) = (0, 0);
+        let lens = (0..ranks).map(|rank| {
+            weights += weight(rank) as u128;
+            let end = (count as u128 * weights / total) as usize;
+            end - std::mem::replace(&mut start, end)
+        });
+        Self { collective, rank, ranks, count, lens: lens.collect() }
+    }
+
+    /// Lengths of the blocks in a buffer of rank `rank`: all ranks' alike, but that what one sends another in
+    /// an unequal all-to-all must be what that one expects.
+    pub(crate) fn lens_of(&self, rank: usize) -> Vec<usize> {
+        let mut lens = self.lens.clone();
+        if self.collective == Collective::AllToAllV {
+            lens.rotate_left(rank);
+        }
+        lens
+    }
+
+    /// The places of the blocks in a buffer of rank `rank`.
+    pub(crate) fn blocks_of(&self, rank: usize) -> Vec<Range<usize>> {
+        let mut start = 0;
+        let place = |len| {
+            let end = start + len;
+            std::mem::replace(&mut start, end)..end
+        };
+        self.lens_of(rank).into_iter().map(place).collect()
+    }
+
+    /// Length of this rank's own block.
+    pub(crate) fn own(&self) -> usize {
+        self.lens[self.rank]
+    }
+
+    /// Lengths of the buffers `a` and `b`.
+    pub(crate) fn buffer_lens(&self) -> (usize, usize) {
+        match self.collective {
+            Collective::Barrier => (0, 0),
+            Collective::AllReduce
+            | Collective::Broadcast
+            | Collective::Reduce
+            | Collective::Scan
+            | Collective::ExclusiveScan => (self.count, 0),
+            Collective::AllToAll | Collective::AllToAllV | Collective::SendRecv => (self.count, self.count),
+            Collective::AllGather | Collective::AllGatherV | Collective::Gather | Collective::GatherV => {
+                (self.own(), self.count)
+            }
+            Collective::ReduceScatter
+            | Collective::ReduceScatterV
+            | Collective::Scatter
+            | Collective::ScatterV => (self.count, self.own()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bus_factors_are_those_of_nccl_tests() {
+        assert_eq!(Collective::AllReduce.bus_factor(4), 1.5);
+        for collective in [Collective::AllGather, Collective::ReduceScatterV, Collective::Scatter] {
+            assert_eq!(collective.bus_factor(4), 0.75, "{collective}");
+        }
+        for collective in [Collective::Broadcast, Collective::Reduce, Collective::SendRecv, Collective::Scan]
+        {
+            assert_eq!(collective.bus_factor(4), 1.0, "{collective}");
+        }
+        assert_eq!(Collective::AllReduce.bus_factor(1), 0.0);
+    }
+
+    #[test]
+    fn counts_are_whole_blocks_and_never_nothing() {
+        assert_eq!(Collective::AllReduce.count(4, 4, 3), 1);
+        assert_eq!(Collective::AllReduce.count(4, 16, 3), 1);
+        assert_eq!(Collective::AllGather.count(64, 4, 3), 15);
+        assert_eq!(Collective::AllGather.count(4, 4, 3), 3);
+        assert_eq!(Collective::Barrier.count(64, 4, 3), 0);
+    }
+
+    #[test]
+    fn every_name_is_the_one_of_the_command_line_and_listed_once() {
+        assert_eq!(Collective::value_variants(), Collective::ALL);
+        for collective in Collective::ALL {
+            assert_eq!(collective.to_possible_value().unwrap().get_name(), collective.name());
+        }
+    }
+
+    #[test]
+    fn blocks_fill_the_buffer_and_what_is_sent_is_what_is_expected() {
+        for (collective, count) in
+            Collective::ALL.into_iter().flat_map(|c| [0, 1, 3, 15, 1000].map(|n| (c, n)))
+        {
+            let shapes: Vec<_> = (0..3).map(|rank| Shape::new(collective, count, rank, 3)).collect();
+            for (rank, shape) in shapes.iter().enumerate() {
+                assert_eq!(shape.blocks_of(rank).last().unwrap().end, count, "{collective} {count}");
+                assert_eq!(shape.own(), shape.lens_of(0)[rank]);
+            }
+            let exchanged = |from: usize, to: usize| shapes[from].lens_of(from)[to];
+            if matches!(collective, Collective::AllToAll | Collective::AllToAllV) && count % 3 == 0 {
+                assert!((0..9).all(|i| exchanged(i / 3, i % 3) == shapes[i % 3].lens_of(i % 3)[i / 3]));
+            }
+        }
+        let lens = Shape::new(Collective::AllGatherV, 600, 0, 3).lens_of(2);
+        assert_eq!(lens, [100, 200, 300]);
+    }
+}

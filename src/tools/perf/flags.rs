@@ -1,0 +1,326 @@
+//! The command line.
+
+use std::path::PathBuf;
+
+use clap::{ArgAction, Parser};
+use convoke_comm::{Dtype, ReduceOp};
+
+use super::collective::Collective;
+use super::measure::{Rules, Subject};
+use super::sizes::{self, Step};
+use super::stats::Length;
+use super::words::{List, What, at_least, dtypes, ops, positive, zero_or_one};
+
+/// Measures how fast the ranks of a job work together; rank 0 prints.
+///
+/// Run it as a worker, one process for each rank:
+///
+///   convoke --nproc-per-node=4 convoke-perf all_reduce -b 4 -e 64M -f 4
+///
+/// For each size it checks the result, and then times calls back to back, in place, with another root for each call.
+/// A call's time is the mean over the ranks. Bus bandwidth is that of nccl-tests: what the links carry, whatever the
+/// number of ranks. Between several hosts it measures each pair as well, and names the slowest.
+///
+/// Ends with exit code 0, 1 if a result is wrong or a rank is lost, or 2 for a wrong command line.
+#[derive(Debug, Parser)]
+#[command(name = "convoke-perf", version)]
+pub(crate) struct Flags {
+    /// What to measure; `all` is every collective, `pairs` only each pair of hosts
+    #[arg(value_name = "COLLECTIVE", value_delimiter = ',', default_value = "all")]
+    what: Vec<What>,
+
+    /// Smallest size: 4, 64K, 1M, 2G (powers of 1024)
+    #[arg(short = 'b', long, value_name = "SIZE", default_value = "4", value_parser = sizes::parse, help_heading = "Sizes")]
+    min_bytes: usize,
+
+    /// Largest size; of blocks it is that of all ranks' blocks together
+    #[arg(short = 'e', long, value_name = "SIZE", default_value = "64M", value_parser = sizes::parse, help_heading = "Sizes")]
+    max_bytes: usize,
+
+    /// Each size is so many times the one before
+    #[arg(short, long, value_name = "TIMES", default_value_t = 4, value_parser = at_least::<2>, help_heading = "Sizes")]
+    factor: usize,
+
+    /// Each size is so many bytes more than the one before, instead of --factor
+    #[arg(short = 'i', long, value_name = "SIZE", value_parser = sizes::parse, conflicts_with = "factor", help_heading = "Sizes")]
+    step_bytes: Option<usize>,
+
+    /// Types of the elements, with commas, or `all`: f32, f64, f16, bf16, i8 to i64, u8 to u64, bool, complex_f32,
+    /// complex_f64
+    #[arg(short, long, value_name = "TYPE", default_value = "f32", value_parser = dtypes, help_heading = "Elements")]
+    dtype: List<Dtype>,
+
+    /// What is done with them, with commas, or `all` that have a meaning: sum, prod, min, max, avg, band, bor, bxor,
+    /// premul_sum
+    #[arg(short, long, value_name = "OP", default_value = "sum", value_parser = ops, help_heading = "Elements")]
+    op: List<ReduceOp>,
+
+    /// Root of all calls; by default each call has another
+    #[arg(short, long, value_name = "RANK", help_heading = "Calls")]
+    root: Option<usize>,
+
+    /// Algorithms to compare, with commas, or `all` that a collective has: ring, direct, doubling, hierarchy,
+    /// binomial, chain, and `table` for the one that would be taken. Collectives with none of them are measured
+    /// as they are
+    #[arg(long, value_name = "NAMES", value_delimiter = ',', help_heading = "Calls")]
+    pub(crate) algorithms: Vec<String>,
+
+    /// Begin each call without waiting, and wait for it then
+    #[arg(long, help_heading = "Calls")]
+    nonblocking: bool,
+
+    /// So many nonblocking calls under way at a time, each with buffers of its own; the time is that of one
+    #[arg(short = 'a', long, value_name = "CALLS", value_parser = at_least::<1>, help_heading = "Calls")]
+    in_flight: Option<usize>,
+
+    /// Check the results of each size before it is timed: 1 or 0
+    #[arg(short, long, value_name = "0|1", default_value = "1", value_parser = zero_or_one, action = ArgAction::Set, help_heading = "Calls")]
+    check: bool,
+
+    /// Time so many calls of each size, instead of about --time-ms
+    #[arg(short = 'n', long, value_name = "CALLS", value_parser = at_least::<1>, help_heading = "Time")]
+    iters: Option<usize>,
+
+    /// Calls before those that are timed; by default as many as it takes to know how long one takes
+    #[arg(short, long, value_name = "CALLS", help_heading = "Time")]
+    warmup: Option<usize>,
+
+    /// Time each size for about so long
+    #[arg(long, value_name = "MS", default_value_t = 30.0, value_parser = positive, help_heading = "Time")]
+    time_ms: f64,
+
+    /// But for at least so many calls
+    #[arg(long, value_name = "CALLS", default_value_t = 5, value_parser = at_least::<1>, help_heading = "Time")]
+    min_iters: usize,
+
+    /// And for at most so many
+    #[arg(long, value_name = "CALLS", default_value_t = 2000, value_parser = at_least::<1>, help_heading = "Time")]
+    max_iters: usize,
+
+    /// Do not measure the pairs of hosts
+    #[arg(long, help_heading = "Hosts")]
+    no_pairs: bool,
+
+    /// Size of a message between two hosts
+    #[arg(long, value_name = "SIZE", default_value = "4M", value_parser = sizes::parse, help_heading = "Hosts")]
+    pub(crate) pair_bytes: usize,
+
+    /// Print the CSV of launcher-tests/peers, with `# done` as its last line
+    #[arg(long, conflicts_with = "json", help_heading = "Output")]
+    csv: bool,
+
+    /// Print one JSON object for each line of the table
+    #[arg(long, help_heading = "Output")]
+    json: bool,
+
+    /// Draw bandwidth and latency over size into this file
+    #[arg(long, value_name = "FILE.svg", help_heading = "Output")]
+    pub(crate) plot: Option<PathBuf>,
+
+    /// First column of the CSV; of several algorithms or operations the name of each follows
+    #[arg(long, value_name = "NAME", default_value = "convoke", help_heading = "Output")]
+    pub(crate) system: String,
+
+    /// Second column of the CSV
+    #[arg(long, value_name = "NAME", default_value = "tcp", help_heading = "Output")]
+    pub(crate) transport: String,
+}
+
+/// How results are printed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Form {
+    Table,
+    Csv,
+    Json,
+}
+
+impl Flags {
+    /// What no single flag can know.
+    ///
+    /// # Errors
+    /// Says what does not fit together.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        if self.min_bytes > self.max_bytes {
+            let [least, most] = [self.min_bytes, self.max_bytes].map(sizes::text);
+            return Err(format!("--min-bytes {least} is more than --max-bytes {most}"));
+        }
+        if self.step_bytes == Some(0) {
+            return Err("--step-bytes 0 leads nowhere".to_owned());
+        }
+        if self.min_bytes == 0 && self.step_bytes.is_none() {
+            return Err("--min-bytes 0 times --factor stays 0: begin with 4, or give --step-bytes".to_owned());
+        }
+        if self.min_iters > self.max_iters {
+            return Err(format!(
+                "--min-iters {} is more than --max-iters {}",
+                self.min_iters, self.max_iters
+            ));
+        }
+        if self.pair_bytes == 0 {
+            return Err("--pair-bytes 0 says nothing about a bandwidth".to_owned());
+        }
+        self.subjects_of(usize::MAX).map(drop)
+    }
+
+    /// What to measure on so many ranks, in the order of the table.
+    ///
+    /// # Errors
+    /// What was asked for by name and has no meaning.
+    pub(crate) fn subjects(&self, ranks: usize) -> Result<Vec<Subject>, String> {
+        if let Some(root) = self.root.filter(|&root| root >= ranks) {
+            return Err(format!("--root {root}: ranks are 0 to {}", ranks - 1));
+        }
+        self.subjects_of(ranks)
+    }
+
+    fn subjects_of(&self, ranks: usize) -> Result<Vec<Subject>, String> {
+        let mut subjects = Vec::new();
+        for &what in &self.what {
+            let (collectives, named) = match what {
+                What::All => (Collective::ALL.to_vec(), false),
+                What::Pairs => (Vec::new(), false),
+                What::One(collective) => (vec![collective], true),
+            };
+            for collective in collectives {
+                if collective.least_ranks() <= ranks {
+                    self.add(collective, named, &mut subjects)?;
+                } else if named {
+                    return Err(format!("{collective} needs {} ranks", collective.least_ranks()));
+                }
+            }
+        }
+        Ok(subjects)
+    }
+
+    fn add(&self, collective: Collective, named: bool, subjects: &mut Vec<Subject>) -> Result<(), String> {
+        if collective == Collective::Barrier {
+            // Has no elements.
+            subjects.push(Subject { collective, dtype: self.dtype.items()[0], op: None });
+            return Ok(());
+        }
+        for &dtype in self.dtype.items() {
+            if !collective.reduces() {
+                subjects.push(Subject { collective, dtype, op: None });
+                continue;
+            }
+            for &op in self.op.items() {
+                if collective.accepts(op, dtype) {
+                    subjects.push(Subject { collective, dtype, op: Some(op) });
+                } else if let (true, List::Named(_), List::Named(_)) = (named, &self.op, &self.dtype) {
+                    return Err(format!(
+                        "{collective} of {dtype} by {op} has no meaning; --op all takes what has"
+                    ));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Elements of each size, of one collective and type; none twice in a row.
+    pub(crate) fn counts(&self, subject: &Subject, ranks: usize) -> Vec<usize> {
+        let step = self.step_bytes.map_or(Step::Times(self.factor), Step::Plus);
+        let sizes = sizes::series(self.min_bytes, self.max_bytes, step);
+        let count = |bytes| subject.collective.count(bytes, subject.dtype.size_bytes(), ranks);
+        let mut counts: Vec<_> = sizes.map(count).collect();
+        counts.dedup();
+        counts
+    }
+
+    pub(crate) fn rules(&self) -> Rules {
+        let (least, most) = (self.min_iters, self.max_iters);
+        let about = Length::About { micros: self.time_ms * 1e3, least, most };
+        Rules {
+            length: self.iters.map_or(about, Length::Fixed),
+            warmup: self.warmup,
+            root: self.root,
+            checked: self.check,
+            nonblocking: self.nonblocking || self.in_flight.is_some(),
+            in_flight: self.in_flight.unwrap_or(1),
+        }
+    }
+
+    pub(crate) fn form(&self) -> Form {
+        match (self.csv, self.json) {
+            (true, _) => Form::Csv,
+            (_, true) => Form::Json,
+            _ => Form::Table,
+        }
+    }
+
+    /// Whether to measure pairs of hosts, if there are several.
+    pub(crate) fn pairs(&self) -> bool {
+        let named = self.what.contains(&What::Pairs);
+        named || (!self.no_pairs && self.form() != Form::Csv)
+    }
+
+    /// Whether several operations are measured, so that lines must tell which they are of.
+    pub(crate) fn has_several_ops(&self) -> bool {
+        self.op.items().len() > 1
+    }
+
+    /// How times are taken, in words.
+    pub(crate) fn how(&self) -> String {
+        let rules = self.rules();
+        let length = match rules.length {
+            Length::Fixed(calls) => format!("{calls} calls of each size"),
+            Length::About { least, most, .. } => {
+                format!("about {} ms of each size, {least} to {most} calls", self.time_ms)
+            }
+        };
+        let root = rules.root.map_or("another root for each".to_owned(), |root| format!("root {root}"));
+        let form = match rules.in_flight {
+            _ if !rules.nonblocking => "back to back".to_owned(),
+            1 => "nonblocking".to_owned(),
+            calls => format!("nonblocking, {calls} under way at a time"),
+        };
+        let checked = if rules.checked { "results checked before" } else { "results not checked" };
+        format!("{length}, {form}, {root}; a call's time is the mean over the ranks; {checked}")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn subjects(arguments: &[&str], ranks: usize) -> Result<Vec<String>, String> {
+        let flags = Flags::try_parse_from(["convoke-perf"].iter().chain(arguments)).unwrap();
+        flags.check()?;
+        let text = |subject: &Subject| {
+            let op = subject.op.map(|op| format!(" {op}")).unwrap_or_default();
+            format!("{} {}{op}", subject.collective, subject.dtype)
+        };
+        flags.subjects(ranks).map(|subjects| subjects.iter().map(text).collect())
+    }
+
+    #[test]
+    fn what_has_no_meaning_is_left_out_of_all_and_an_error_by_name() {
+        assert_eq!(subjects(&["all_reduce,barrier"], 2).unwrap(), ["all_reduce f32 sum", "barrier f32"]);
+        let all = subjects(&["--op=avg", "--dtype=f32,f64"], 1).unwrap();
+        assert!(all.contains(&"reduce f64 avg".to_owned()) && all.contains(&"gather f64".to_owned()));
+        assert!(
+            !all.iter().any(|subject| subject.contains("scan") || subject.contains("send_recv")),
+            "{all:?}"
+        );
+        assert_eq!(subjects(&["scan", "--op=all", "--dtype=bool"], 2).unwrap().len(), 7);
+        assert!(subjects(&["scan", "--op=avg"], 2).unwrap_err().contains("no meaning"));
+        assert!(subjects(&["send_recv"], 1).unwrap_err().contains("needs 2 ranks"));
+        assert!(subjects(&["--root=2"], 2).unwrap_err().contains("ranks are 0 to 1"));
+        assert_eq!(subjects(&["pairs"], 2).unwrap(), Vec::<String>::new());
+    }
+
+    #[test]
+    fn sizes_of_blocks_are_rounded_and_not_repeated() {
+        let flags = Flags::try_parse_from(["convoke-perf", "all_gather", "-b4", "-e100", "-f2"]).unwrap();
+        let subject = flags.subjects(3).unwrap()[0];
+        assert_eq!(flags.counts(&subject, 3), [3, 6, 15]);
+    }
+
+    #[test]
+    fn no_pairs_are_measured_where_only_a_csv_is_asked_for() {
+        let pairs = |arguments: &[&str]| {
+            Flags::try_parse_from(["convoke-perf"].iter().chain(arguments)).unwrap().pairs()
+        };
+        assert_eq!((pairs(&[]), pairs(&["--no-pairs"]), pairs(&["--csv"])), (true, false, false));
+        assert!(pairs(&["--csv", "pairs"]));
+    }
+}

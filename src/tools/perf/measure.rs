@@ -1,0 +1,164 @@
+//! Checks and times one call.
+
+use std::time::Instant;
+
+use convoke_comm::{CommError, Dtype, Group, ReduceOp};
+
+use super::call::{Buffers, Call};
+use super::check;
+use super::collective::{Collective, Shape};
+use super::error::PerfError;
+use super::memory;
+use super::stats::{self, Length, Percentiles};
+use super::values::{Numbers, Value};
+
+/// How calls are made and timed.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Rules {
+    pub(crate) length: Length,
+    /// Calls before; else as many as it takes to know how long one takes.
+    pub(crate) warmup: Option<usize>,
+    /// `None`: another one for each call.
+    pub(crate) root: Option<usize>,
+    pub(crate) checked: bool,
+    pub(crate) nonblocking: bool,
+    /// Operations under way at a time.
+    pub(crate) in_flight: usize,
+}
+
+/// What is measured: a collective of elements of one type.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Subject {
+    pub(crate) collective: Collective,
+    pub(crate) dtype: Dtype,
+    /// `None` if nothing is added.
+    pub(crate) op: Option<ReduceOp>,
+}
+
+/// Times of one call, in microseconds: of each the mean over the ranks that take part.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Timing {
+    pub(crate) iterations: usize,
+    pub(crate) micros: Percentiles,
+}
+
+/// A subject, with memory for its largest size.
+pub(crate) struct Bench<'a, T: Value> {
+    rules: &'a Rules,
+    subject: Subject,
+    buffers: Vec<Buffers<T>>,
+}
+
+impl<'a, T: Value> Bench<'a, T> {
+    /// Of at most `lens` elements in the buffers a and b.
+    ///
+    /// # Errors
+    /// [`PerfError::Allocation`].
+    pub(crate) fn new(rules: &'a Rules, subject: Subject, lens: (usize, usize)) -> Result<Self, PerfError> {
+        let zeros = |len| memory::filled(len, T::of(0, 0), subject.collective.name());
+        let buffers = (0..rules.in_flight).map(|_| Ok(Buffers { a: zeros(lens.0)?, b: zeros(lens.1)? }));
+        Ok(Self { rules, subject, buffers: buffers.collect::<Result<_, PerfError>>()? })
+    }
+
+    /// Checks and times calls of `count` elements.
+    ///
+    /// # Errors
+    /// [`PerfError::Wrong`], [`PerfError::Comm`], [`PerfError::Allocation`] for the times.
+    pub(crate) fn measure(&mut self, group: &Group, count: usize) -> Result<Timing, PerfError> {
+        let shape = Shape::new(self.subject.collective, count, group.rank(), group.size());
+        let call = Call::new(shape, self.subject.op, self.rules.nonblocking);
+        if self.rules.checked {
+            match self.rules.root {
+                Some(root) => self.check(group, &call, root)?,
+                None if self.subject.collective.has_root() && group.size() > 1 => {
+                    self.check(group, &call, 0)?;
+                    self.check(group, &call, group.size() - 1)?;
+                }
+                None => self.check(group, &call, 0)?,
+            }
+        }
+        self.time(group, &call)
+    }
+
+    fn check(&mut self, group: &Group, call: &Call<T>, root: usize) -> Result<(), PerfError> {
+        let Subject { collective, dtype, op } = self.subject;
+        let shape = call.shape();
+        let numbers = Numbers::new(op, dtype, group.size());
+        call.each_part(&mut self.buffers).for_each(|(a, b)| check::fill(&numbers, shape, a, b));
+        call.run(group, &mut self.buffers, root)?;
+        call.each_part(&mut self.buffers)
+            .try_for_each(|(a, b)| check::check(&numbers, shape, root, (a, b)))
+            .map_err(|wrong| PerfError::Wrong {
+                collective,
+                bytes: shape.count.saturating_mul(dtype.size_bytes()),
+                dtype,
+                op: op.map(|op| op.to_string()),
+                root,
+                rank: group.rank(),
+                wrong,
+            })
+    }
+
+    fn time(&mut self, group: &Group, call: &Call<T>) -> Result<Timing, PerfError> {
+        let (ranks, in_flight) = (group.size(), self.rules.in_flight as f64);
+        let root = |iteration: usize| self.rules.root.unwrap_or(iteration % ranks);
+        // Zeros stay zeros, whatever is added how often.
+        call.each_part(&mut self.buffers).for_each(|(a, b)| {
+            a.fill(T::of(0, 0));
+            b.fill(T::of(0, 0));
+        });
+        group.barrier()?;
+        let estimate = self.warm_up(group, call)?;
+        let roots = if self.rules.root.is_some() { 1 } else { ranks };
+        let iterations = self.rules.length.iterations(estimate, roots);
+        let mut micros = memory::filled(iterations, 0.0_f64, "the times of so many iterations")?;
+        group.barrier()?;
+        let mut before = Instant::now();
+        for (iteration, micros) in micros.iter_mut().enumerate() {
+            call.run(group, &mut self.buffers, root(iteration))?;
+            let now = Instant::now();
+            *micros = now.duration_since(before).as_secs_f64() * 1e6;
+            before = now;
+        }
+        let collective = self.subject.collective;
+        // There and back is two messages; and who does not take part has no time.
+        let (ways, taking_part) = match collective {
+            Collective::SendRecv => (2.0, collective.taking_part(ranks)),
+            _ => (1.0, ranks),
+        };
+        if group.rank() >= taking_part {
+            micros.fill(0.0);
+        }
+        group.all_reduce(&mut micros, ReduceOp::Sum)?;
+        micros.iter_mut().for_each(|micros| *micros /= taking_part as f64 * ways * in_flight);
+        Ok(Timing { iterations, micros: stats::percentiles(&mut micros) })
+    }
+
+    /// Makes calls until caches and connections are warm; microseconds that one iteration takes, the same on all ranks.
+    fn warm_up(&mut self, group: &Group, call: &Call<T>) -> Result<f64, CommError> {
+        let ranks = group.size();
+        let rounds = if self.rules.warmup.is_some() { 1 } else { 3 };
+        let (mut calls, mut estimate) = (self.rules.warmup.unwrap_or(ranks), f64::INFINITY);
+        let enough = match self.rules.length {
+            Length::Fixed(_) if calls == 0 => return Ok(0.0),
+            Length::Fixed(_) => 5_000.0,
+            Length::About { micros, .. } => micros / 5.0,
+        };
+        // Somebody must know how long one takes.
+        calls = calls.max(1);
+        for _ in 0..rounds {
+            let start = Instant::now();
+            for iteration in 0..calls {
+                call.run(group, &mut self.buffers, self.rules.root.unwrap_or(iteration % ranks))?;
+            }
+            let mut worst = [start.elapsed().as_secs_f64() * 1e6 / calls as f64];
+            group.all_reduce(&mut worst, ReduceOp::Max)?;
+            estimate = estimate.min(worst[0]);
+            if estimate * calls as f64 > enough {
+                break;
+            }
+            calls = if estimate < 200.0 { 12 * ranks } else { ranks };
+        }
+        Ok(estimate)
+    }
+}

@@ -1,0 +1,59 @@
+//! Memory for what is measured: asked for before it is used, so that too much is an error and not the end of the process.
+
+use std::fs;
+
+use super::error::PerfError;
+
+/// `len` times `value`.
+///
+/// # Errors
+/// [`PerfError::Allocation`] if the system has no such memory.
+pub(crate) fn filled<T: Copy>(len: usize, value: T, what: &str) -> Result<Vec<T>, PerfError> {
+    let mut buffer = Vec::new();
+    let refused = buffer.try_reserve_exact(len).is_err();
+    if refused {
+        return Err(PerfError::Allocation { what: what.to_owned() });
+    }
+    buffer.resize(len, value);
+    Ok(buffer)
+}
+
+/// Whether `bytes` on each of the `ranks` of this host are there; the system gives more than it has, and kills later.
+///
+/// # Errors
+/// [`PerfError::Memory`].
+pub(crate) fn check(what: &str, bytes: usize, ranks: usize) -> Result<(), PerfError> {
+    let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    match available(&text) {
+        Some(free) if bytes.saturating_mul(ranks) > free => {
+            Err(PerfError::Memory { what: what.to_owned(), bytes, ranks, free })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Bytes that /proc/meminfo says programs can get without swapping.
+fn available(meminfo: &str) -> Option<usize> {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    line.trim().strip_suffix(" kB")?.parse::<usize>().ok()?.checked_mul(1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_there_is_read_and_compared() {
+        assert_eq!(available("MemTotal:  9 kB\nMemAvailable:    3 kB\n"), Some(3072));
+        assert_eq!(available("MemTotal:  9 kB\n"), None);
+        assert!(check("a call", 1, 1).is_ok());
+        let error = check("a call", usize::MAX, 4).unwrap_err().to_string();
+        assert!(error.contains("a call needs buffers of") && error.contains("--max-bytes"), "{error}");
+    }
+
+    #[test]
+    fn too_much_is_an_error() {
+        assert!(filled(usize::MAX / 2, 0_u8, "all").is_err());
+        assert_eq!(filled(2, 7_u16, "two").unwrap(), [7, 7]);
+    }
+}

@@ -1,0 +1,255 @@
+//! Bandwidth between each two hosts.
+
+use std::time::Instant;
+
+use convoke_comm::{CommError, Group, ReduceOp};
+use serde_json::json;
+
+use super::error::PerfError;
+use super::tournament;
+use super::{memory, sizes, stats, table};
+
+/// A direction is measured for about so long, once it is known how long a message takes.
+const MICROS: f64 = 100_000.0;
+const MOST_MESSAGES: f64 = 256.0;
+/// Of more pairs only the slowest are listed.
+const LISTED: usize = 28;
+
+/// Microseconds of a message, and how many there were.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+struct Way {
+    micros: f64,
+    messages: f64,
+}
+
+/// What was measured between two hosts: (lower, higher), there and back.
+#[derive(Debug, Clone, PartialEq)]
+struct Pair {
+    hosts: (usize, usize),
+    ways: [Way; 2],
+}
+
+/// All pairs of hosts.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Pairs {
+    hosts: usize,
+    bytes: usize,
+    pairs: Vec<Pair>,
+}
+
+/// Measures each pair of hosts with messages of `bytes`; pairs without a host in common at the same time.
+///
+/// All ranks of `world` call it. The first rank of each host sends and receives; the same is returned on all.
+///
+/// # Errors
+/// [`PerfError::Allocation`], [`PerfError::Comm`].
+pub(crate) fn measure(
+    world: &Group,
+    bytes: usize,
+    mut progress: impl FnMut(&str),
+) -> Result<Pairs, PerfError> {
+    let first: Vec<usize> = world.hosts().iter().filter_map(|ranks| ranks.first().copied()).collect();
+    let own = first.iter().position(|&rank| rank == world.rank());
+    let mut buffer = memory::filled(if own.is_some() { bytes } else { 0 }, 0_u8, "messages between hosts")?;
+    let rounds = tournament::rounds(first.len());
+    let mut pairs = Vec::new();
+    for (number, round) in rounds.iter().enumerate() {
+        progress(&format!("pairs of hosts: round {} of {}", number + 1, rounds.len()));
+        world.barrier()?;
+        for &(lower, higher) in round {
+            let mut ways = [Way::default(); 2];
+            for (way, (from, to)) in ways.iter_mut().zip([(lower, higher), (higher, lower)]) {
+                *way = match own {
+                    Some(host) if host == from => send(world, first[to], &buffer)?,
+                    Some(host) if host == to => receive(world, first[from], &mut buffer)?,
+                    _ => Way::default(),
+                };
+            }
+            pairs.push(Pair { hosts: (lower, higher), ways });
+        }
+    }
+    share(world, &mut pairs)?;
+    Ok(Pairs { hosts: first.len(), bytes, pairs })
+}
+
+/// Sends, and times until the receiver has said that everything is there.
+fn send(world: &Group, to: usize, buffer: &[u8]) -> Result<Way, CommError> {
+    // The first message opens the connection, the second says how long one takes.
+    let mut micros = 0.0;
+    for _ in 0..2 {
+        micros = sent(world, to, buffer, 1)?;
+    }
+    let messages = (MICROS / micros).min(MOST_MESSAGES).floor();
+    world.send(&[messages], to, 0)?;
+    if messages < 2.0 {
+        return Ok(Way { micros, messages: 1.0 });
+    }
+    let micros = sent(world, to, buffer, messages as usize)? / messages;
+    Ok(Way { micros, messages })
+}
+
+fn sent(world: &Group, to: usize, buffer: &[u8], messages: usize) -> Result<f64, CommError> {
+    let start = Instant::now();
+    for _ in 0..messages {
+        world.send(buffer, to, 0)?;
+    }
+    world.recv(&mut [0_u8], to, 0)?;
+    Ok(start.elapsed().as_secs_f64() * 1e6)
+}
+
+/// The other end of [`send`], which knows the times.
+fn receive(world: &Group, from: usize, buffer: &mut [u8]) -> Result<Way, CommError> {
+    let mut received = |messages: usize| {
+        (0..messages).try_for_each(|_| world.recv(&mut *buffer, from, 0))?;
+        world.send(&[0_u8], from, 0)
+    };
+    received(1)?;
+    received(1)?;
+    let mut messages = [0.0_f64];
+    world.recv(&mut messages, from, 0)?;
+    if messages[0] >= 2.0 {
+        received(messages[0] as usize)?;
+    }
+    Ok(Way::default())
+}
+
+/// Tells all ranks what each has measured.
+fn share(world: &Group, pairs: &mut [Pair]) -> Result<(), CommError> {
+    let ways = pairs.iter().flat_map(|pair| pair.ways);
+    let mut numbers: Vec<f64> = ways.flat_map(|way| [way.micros, way.messages]).collect();
+    world.all_reduce(&mut numbers, ReduceOp::Max)?;
+    let shared = numbers.as_chunks::<2>().0.iter();
+    let ways = pairs.iter_mut().flat_map(|pair| &mut pair.ways);
+    ways.zip(shared).for_each(|(way, &[micros, messages])| *way = Way { micros, messages });
+    Ok(())
+}
+
+impl Pairs {
+    fn bandwidth(&self, way: Way) -> f64 {
+        stats::gigabytes_per_second(self.bytes, way.micros)
+    }
+
+    /// For people.
+    pub(crate) fn text(&self, names: &[String]) -> Vec<String> {
+        let name = |(lower, higher): (usize, usize)| format!("{} - {}", names[lower], names[higher]);
+        let mut pairs: Vec<&Pair> = self.pairs.iter().collect();
+        let rest = pairs.len().saturating_sub(LISTED);
+        let both: Vec<_> = pairs.iter().map(|pair| (pair.hosts, self.slower(pair))).collect();
+        if rest > 0 {
+            pairs.sort_by(|a, b| self.slower(a).total_cmp(&self.slower(b)));
+            pairs.truncate(LISTED);
+        }
+        pairs.sort_by_key(|pair| pair.hosts);
+        let width =
+            pairs.iter().map(|pair| name(pair.hosts).len()).max().unwrap_or_default().max("hosts".len());
+        let mut lines = vec![
+            format!("\npairs of hosts, messages of {}", sizes::text(self.bytes)),
+            format!("{:>width$}{:>10}{:>10}", "hosts", "there", "back"),
+            format!("{:>width$}{:>10}{:>10}", "", "GB/s", "GB/s"),
+        ];
+        for pair in pairs {
+            let [there, back] = pair.ways.map(|way| table::digits(self.bandwidth(way)));
+            lines.push(format!("{:>width$}{there:>10}{back:>10}", name(pair.hosts)));
+        }
+        if rest > 0 {
+            lines.push(format!("{rest} faster pairs are not listed"));
+        }
+        let slow = tournament::slowest_host(self.hosts, &both);
+        let pair = tournament::slowest_pair(&both, slow.as_ref().map(|slow| slow.what));
+        if let Some(pair) = pair.filter(|_| self.hosts > 2) {
+            let (hosts, speed, how) = (name(pair.what), pair.text(), pair.against_median());
+            lines.push(format!("# slowest pair of hosts: {hosts}, {speed}, {how}"));
+        }
+        if let Some(slow) = slow {
+            let (host, speed, how) = (&names[slow.what], slow.text(), slow.against_median());
+            lines.push(format!("# slowest host: {host}, at most {speed} with any other, {how}"));
+        }
+        lines
+    }
+
+    fn slower(&self, pair: &Pair) -> f64 {
+        let [there, back] = pair.ways.map(|way| self.bandwidth(way));
+        there.min(back)
+    }
+
+    /// Lines of the CSV, one for each way: `pair_h1_h2` is from h1 to h2.
+    pub(crate) fn csv(&self, names: &[String], system: &str, transport: &str) -> Vec<String> {
+        let line = |(from, to): (usize, usize), way: Way| {
+            let (bandwidth, micros) = (self.bandwidth(way), way.micros);
+            format!(
+                "{system},{transport},pair_{}_{},2,u8,{},{},{micros:.2},{micros:.2},{bandwidth:.4},{bandwidth:.4}",
+                names[from], names[to], self.bytes, way.messages
+            )
+        };
+        let both = |pair: &Pair| {
+            let (lower, higher) = pair.hosts;
+            [line((lower, higher), pair.ways[0]), line((higher, lower), pair.ways[1])]
+        };
+        self.pairs.iter().flat_map(both).collect()
+    }
+
+    /// One JSON object in each line.
+    pub(crate) fn json(&self, names: &[String]) -> Vec<String> {
+        let one = |pair: &Pair| {
+            let (lower, higher) = pair.hosts;
+            let bandwidths = pair.ways.map(|way| self.bandwidth(way));
+            json!({"hosts": [names[lower], names[higher]], "bytes": self.bytes, "gb_per_s": bandwidths})
+                .to_string()
+        };
+        self.pairs.iter().map(one).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Each pair with the slower way's bandwidth in GB/s.
+    fn pairs(hosts: usize, bandwidths: &[((usize, usize), f64)]) -> Pairs {
+        let way = |bandwidth: f64| Way { micros: 1000.0 / bandwidth, messages: 3.0 };
+        let pair =
+            |&(hosts, slower): &((usize, usize), f64)| Pair { hosts, ways: [way(slower), way(2.0 * slower)] };
+        Pairs { hosts, bytes: 1_000_000, pairs: bandwidths.iter().map(pair).collect() }
+    }
+
+    fn names(hosts: usize) -> Vec<String> {
+        (1..=hosts).map(|host| format!("h{host}")).collect()
+    }
+
+    #[test]
+    fn the_text_names_the_slowest_pair() {
+        let text = pairs(3, &[((0, 1), 0.94), ((0, 2), 0.11), ((1, 2), 0.96)]).text(&names(3));
+        assert!(text.contains(&"h1 - h3     0.110     0.220".to_owned()), "{text:?}");
+        let last = text.last().unwrap();
+        assert_eq!(
+            last,
+            "# slowest pair of hosts: h1 - h3, 0.11 GB/s, 9 times slower than the median (0.94)"
+        );
+        let slow_host = pairs(3, &[((0, 1), 0.1), ((0, 2), 1.0), ((1, 2), 0.1)]).text(&names(3));
+        assert!(
+            slow_host.last().unwrap().starts_with("# slowest host: h2, at most 0.10 GB/s"),
+            "{slow_host:?}"
+        );
+        let two = pairs(2, &[((0, 1), 1.0)]).text(&names(2));
+        assert!(two.last().unwrap().starts_with("h1 - h2"), "{two:?}");
+    }
+
+    #[test]
+    fn of_many_pairs_the_slowest_are_listed() {
+        let all: Vec<_> =
+            tournament::rounds(20).concat().into_iter().map(|(a, b)| ((a, b), (a + b) as f64)).collect();
+        let text = pairs(20, &all).text(&names(20));
+        assert!(text.iter().any(|line| line.contains("h1 - h2 ")), "{text:?}");
+        assert!(text.contains(&format!("{} faster pairs are not listed", 190 - LISTED)), "{text:?}");
+    }
+
+    #[test]
+    fn programs_get_both_ways() {
+        let pairs = pairs(2, &[((0, 1), 1.0)]);
+        let csv = pairs.csv(&names(2), "convoke", "tcp");
+        assert_eq!(csv[0], "convoke,tcp,pair_h1_h2,2,u8,1000000,3,1000.00,1000.00,1.0000,1.0000");
+        assert!(csv[1].starts_with("convoke,tcp,pair_h2_h1,") && csv[1].ends_with(",2.0000,2.0000"));
+        let value: serde_json::Value = serde_json::from_str(&pairs.json(&names(2))[0]).unwrap();
+        assert_eq!((value["hosts"][1].as_str(), value["gb_per_s"][1].as_f64()), (Some("h2"), Some(2.0)));
+    }
+}

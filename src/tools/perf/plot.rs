@@ -1,0 +1,167 @@
+//! A drawing of what was measured: bus bandwidth and latency over size.
+
+use std::ops::Range;
+use std::path::Path;
+
+use plotters::coord::Shift;
+use plotters::prelude::*;
+
+use super::error::PerfError;
+use super::rows::Row;
+use super::sizes;
+
+const SIZE: (u32, u32) = (1000, 1000);
+const FONT: &str = "sans-serif";
+/// Steps of this part of the circle of colors lie far apart, however many there are.
+const GOLDEN: f64 = 0.618_034;
+
+/// What is drawn over the size of a row.
+type Height = fn(&Row) -> f64;
+/// Sizes and heights under one name.
+type Line = (String, Vec<(f64, f64)>);
+
+/// Draws `rows` into an SVG file; one line for each collective, type, operation and algorithm. Rows without data, such
+/// as those of a barrier, are left out.
+///
+/// # Errors
+/// [`PerfError::Plot`] if there is nothing to draw, or the file cannot be written.
+pub(crate) fn draw(rows: &[Row], path: &Path) -> Result<(), PerfError> {
+    let failed = |why: String| PerfError::Plot { path: path.to_owned(), why };
+    let text = svg(rows).map_err(failed)?;
+    std::fs::write(path, text).map_err(|error| failed(error.to_string()))
+}
+
+fn svg(rows: &[Row]) -> Result<String, String> {
+    let mut text = String::new();
+    {
+        let root = SVGBackend::with_string(&mut text, SIZE).into_drawing_area();
+        let told = |error: DrawingAreaErrorKind<_>| error.to_string();
+        root.fill(&WHITE).map_err(told)?;
+        let (upper, lower) = root.split_vertically(SIZE.1 / 2);
+        panel(&upper, "bus bandwidth", "GB/s", &lines(rows, Row::bus_bandwidth)).map_err(told)?;
+        panel(&lower, "latency, 50th percentile", "µs", &lines(rows, |row| row.timing.micros.p50))
+            .map_err(told)?;
+        root.present().map_err(told)?;
+    }
+    Ok(text)
+}
+
+/// The rows as lines; what all have in common is not in their names.
+fn lines(rows: &[Row], height: Height) -> Vec<Line> {
+    let rows: Vec<&Row> = rows.iter().filter(|row| row.count > 0 && height(row) > 0.0).collect();
+    let differs = |part: fn(&Row) -> String| {
+        // Not counting rows that have no such part.
+        let mut parts = rows.iter().map(|row| part(row)).filter(|part| !part.is_empty());
+        let first = parts.next();
+        parts.any(|part| Some(part) != first)
+    };
+    let dtype = |row: &Row| row.subject.dtype.to_string();
+    let op = |row: &Row| row.subject.op.map(|op| op.to_string()).unwrap_or_default();
+    let algorithm = |row: &Row| row.algorithm.clone().unwrap_or_default();
+    let parts =
+        [(dtype as fn(&Row) -> String, differs(dtype)), (op, differs(op)), (algorithm, differs(algorithm))];
+    let name = |row: &Row| {
+        let named = parts.iter().filter(|(_, differs)| *differs).map(|(part, _)| part(row));
+        let words = [row.subject.collective.to_string()].into_iter().chain(named);
+        words.filter(|word| !word.is_empty()).collect::<Vec<_>>().join(" ")
+    };
+    let mut lines = Vec::<Line>::new();
+    for row in rows {
+        let (name, point) = (name(row), (row.bytes() as f64, height(row)));
+        match lines.iter_mut().find(|(known, _)| *known == name) {
+            Some((_, points)) => points.push(point),
+            None => lines.push((name, vec![point])),
+        }
+    }
+    lines
+}
+
+/// One drawing with logarithmic axes.
+fn panel<DB: DrawingBackend>(
+    area: &DrawingArea<DB, Shift>,
+    title: &str,
+    unit: &str,
+    lines: &[Line],
+) -> Result<(), DrawingAreaErrorKind<DB::ErrorType>> {
+    let points = || lines.iter().flat_map(|(_, points)| points);
+    let widths = span(points().map(|point| point.0));
+    let heights = span(points().map(|point| point.1));
+    let mut chart = ChartBuilder::on(area)
+        .caption(format!("{title}, {unit}"), (FONT, 20))
+        .margin(16)
+        .x_label_area_size(48)
+        .y_label_area_size(72)
+        .build_cartesian_2d(widths.log_scale().base(4.0), heights.log_scale())?;
+    chart
+        .configure_mesh()
+        .x_desc("size")
+        .y_desc(unit)
+        .x_labels(14)
+        .max_light_lines(1)
+        .label_style((FONT, 14))
+        .x_label_formatter(&|bytes| sizes::text(bytes.round() as usize))
+        .y_label_formatter(&|height| format!("{height}"))
+        .draw()?;
+    for (number, (name, points)) in lines.iter().enumerate() {
+        let color = HSLColor((number as f64 * GOLDEN).fract(), 0.75, 0.4).to_rgba();
+        let line = LineSeries::new(points.iter().copied(), color.stroke_width(2)).point_size(3);
+        let drawn = chart.draw_series(line)?;
+        drawn
+            .label(name)
+            .legend(move |(x, y)| PathElement::new([(x, y), (x + 20, y)], color.stroke_width(2)));
+    }
+    chart
+        .configure_series_labels()
+        .position(SeriesLabelPosition::UpperLeft)
+        .background_style(WHITE.mix(0.8))
+        .border_style(BLACK.mix(0.3))
+        .label_font((FONT, 14))
+        .draw()
+}
+
+/// From the least to the most of some positive numbers, with room around; logarithms need that both differ.
+fn span(numbers: impl Iterator<Item = f64>) -> Range<f64> {
+    let (least, most) =
+        numbers.fold((f64::INFINITY, 0.0_f64), |(least, most), n| (least.min(n), most.max(n)));
+    if most > 0.0 { least / 1.5..most * 1.5 } else { 1.0..10.0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::collective::Collective;
+    use super::super::rows::tests::row;
+    use super::*;
+
+    #[test]
+    fn lines_are_named_by_what_differs() {
+        let mut rows: Vec<Row> =
+            [64, 1024, 4096].map(|count| row(Collective::AllReduce, count, count as f64)).into();
+        assert_eq!(lines(&rows, Row::bus_bandwidth).len(), 1);
+        assert_eq!(lines(&rows, Row::bus_bandwidth)[0].0, "all_reduce");
+        for algorithm in ["ring", "direct"] {
+            rows.push(Row { algorithm: Some(algorithm.to_owned()), ..row(Collective::AllReduce, 64, 2.0) });
+        }
+        rows.extend([row(Collective::Barrier, 0, 2.0), row(Collective::Broadcast, 64, 2.0)]);
+        let names: Vec<_> = lines(&rows, Row::bus_bandwidth).into_iter().map(|(name, _)| name).collect();
+        assert_eq!(names, ["all_reduce", "all_reduce ring", "all_reduce direct", "broadcast"]);
+    }
+
+    #[test]
+    fn a_drawing_has_axes_units_and_a_legend() {
+        let rows =
+            [1, 1024, 1 << 20].map(|count| row(Collective::Broadcast, count, 5.0 + count as f64 / 100.0));
+        let text = svg(&rows).unwrap();
+        for word in
+            ["bus bandwidth, GB/s", "latency, 50th percentile, µs", "size", "broadcast", "KiB", "<polyline"]
+        {
+            assert!(text.contains(word), "{word}:\n{text}");
+        }
+        assert!(svg(&[]).is_ok(), "nothing to draw is an empty drawing");
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_written_is_named() {
+        let error = draw(&[], Path::new("/no/such/folder/x.svg")).unwrap_err().to_string();
+        assert!(error.contains("/no/such/folder/x.svg"), "{error}");
+    }
+}

@@ -1,0 +1,209 @@
+//! What rank 0 prints, and where to.
+
+use std::io::{self, IsTerminal, Write};
+use std::{env, mem};
+
+use terminal_size::{Height, Width, terminal_size_of};
+
+use super::flags::{Flags, Form};
+use super::pairs::Pairs;
+use super::rows::Row;
+use super::stats;
+use super::table::{self, Columns};
+
+/// Prints, on rank 0; elsewhere nothing is said.
+pub(crate) struct Report<'a> {
+    flags: &'a Flags,
+    /// Whether this rank prints.
+    speaks: bool,
+    /// Characters of a line and lines, if stdout is a terminal that can show bars.
+    screen: Option<(usize, usize)>,
+    /// Where to say what is being done.
+    progress: Option<Stream>,
+    columns: Option<Columns>,
+    /// Rows on the screen whose bars are still to come: they need the largest of all.
+    without_bars: usize,
+    /// All that was printed.
+    rows: Vec<Row>,
+}
+
+/// One of this process's streams.
+#[derive(Debug, Clone, Copy)]
+enum Stream {
+    Stdout,
+    Stderr,
+}
+
+/// Where the ranks are.
+pub(crate) struct Places {
+    /// Names of the hosts, all different.
+    pub(crate) names: Vec<String>,
+    /// The ranks of each.
+    pub(crate) ranks: Vec<Vec<usize>>,
+}
+
+impl<'a> Report<'a> {
+    pub(crate) fn new(flags: &'a Flags, speaks: bool) -> Self {
+        let set = |name| env::var_os(name).is_some_and(|value| !value.is_empty());
+        let dumb = env::var_os("TERM").is_some_and(|term| term == "dumb");
+        let shows_bars = io::stdout().is_terminal() && !dumb && !set("NO_COLOR");
+        let progress = match (io::stdout().is_terminal(), io::stderr().is_terminal()) {
+            (true, _) => Some(Stream::Stdout),
+            (_, true) => Some(Stream::Stderr),
+            _ => None,
+        };
+        let size = terminal_size_of(io::stdout());
+        let screen = size.map(|(width, height)| (usize::from(width.0), usize::from(height.0)));
+        Self {
+            flags,
+            speaks,
+            screen: screen.filter(|_| shows_bars && flags.form() == Form::Table),
+            progress: progress.filter(|_| speaks && !dumb),
+            columns: None,
+            without_bars: 0,
+            rows: Vec::new(),
+        }
+    }
+
+    /// What is measured, where, and how.
+    pub(crate) fn head(&mut self, places: &Places, ranks: usize, only_pairs: bool) -> io::Result<()> {
+        if self.flags.form() != Form::Table {
+            return Ok(());
+        }
+        let plural =
+            |number: usize, what: &str| format!("{number} {what}{}", if number == 1 { "" } else { "s" });
+        let (ranks, hosts) = (plural(ranks, "rank"), plural(places.names.len(), "host"));
+        self.say(&format!(
+            "# convoke-perf {}: {ranks} on {hosts}, {}",
+            env!("CARGO_PKG_VERSION"),
+            self.flags.transport
+        ))?;
+        for (name, ranks) in places.names.iter().zip(&places.ranks) {
+            self.say(&format!(
+                "#   {name}: {} {}",
+                if ranks.len() == 1 { "rank" } else { "ranks" },
+                table::ranks(ranks)
+            ))?;
+        }
+        if only_pairs { Ok(()) } else { self.say(&format!("# {}", self.flags.how())) }
+    }
+
+    /// The rows that follow are of one collective.
+    fn begin(&mut self, first: &Row) -> io::Result<()> {
+        if self.flags.form() != Form::Table {
+            return Ok(());
+        }
+        let columns = Columns::new(
+            first.subject.collective,
+            first.algorithm.is_some(),
+            self.screen.map(|(width, _)| width),
+        );
+        self.columns = Some(columns);
+        self.say(&format!("\n{}", first.subject.collective))?;
+        columns.head().iter().try_for_each(|line| self.say(line))
+    }
+
+    pub(crate) fn row(&mut self, row: Row) -> io::Result<()> {
+        if self.rows.last().is_none_or(|last| last.subject.collective != row.subject.collective) {
+            self.begin(&row)?;
+        }
+        let Flags { system, transport, .. } = self.flags;
+        match (self.flags.form(), self.columns) {
+            (Form::Csv, _) => self.say(&row.csv(system, transport, self.flags.has_several_ops()))?,
+            (Form::Json, _) => self.say(&row.json(transport))?,
+            (Form::Table, Some(columns)) => self.say(&columns.row(&row, None))?,
+            (Form::Table, None) => {}
+        }
+        self.without_bars += 1;
+        self.rows.push(row);
+        Ok(())
+    }
+
+    /// The rows of one collective are complete: on a terminal they get their bars.
+    pub(crate) fn end(&mut self) -> io::Result<()> {
+        let lines = mem::take(&mut self.without_bars);
+        let Some((columns, (_, height))) = self.columns.filter(|columns| columns.has_bars()).zip(self.screen)
+        else {
+            return Ok(());
+        };
+        // What has left the screen cannot be written again.
+        if !self.speaks || lines >= height {
+            return Ok(());
+        }
+        let rows = &self.rows[self.rows.len() - lines..];
+        let most = rows.iter().map(Row::bus_bandwidth).fold(0.0, f64::max);
+        self.progress("");
+        write!(io::stdout(), "\x1b[{lines}A")?;
+        rows.iter().try_for_each(|row| self.say(&columns.row(row, Some(most))))
+    }
+
+    pub(crate) fn pairs(&mut self, pairs: &Pairs, places: &Places) -> io::Result<()> {
+        let (system, transport) = (&self.flags.system, &self.flags.transport);
+        let lines = match self.flags.form() {
+            Form::Table => pairs.text(&places.names),
+            Form::Csv => pairs.csv(&places.names, system, transport),
+            Form::Json => pairs.json(&places.names),
+        };
+        lines.iter().try_for_each(|line| self.say(line))
+    }
+
+    /// The last lines.
+    pub(crate) fn tail(&mut self) -> io::Result<()> {
+        match self.flags.form() {
+            Form::Csv => self.say("# done"),
+            Form::Json => Ok(()),
+            Form::Table => {
+                let with_data: Vec<&Row> = self.rows.iter().filter(|row| row.count > 0).collect();
+                let of_each = with_data.chunk_by(|a, b| a.subject.collective == b.subject.collective);
+                let means = of_each.filter_map(|rows| {
+                    let bandwidths: Vec<f64> = rows.iter().map(|row| row.bus_bandwidth()).collect();
+                    let mean = table::digits(stats::mean(&bandwidths));
+                    rows.first().map(|row| format!("{} {mean}", row.subject.collective))
+                });
+                let means = means.collect::<Vec<_>>().join(", ");
+                if means.is_empty() {
+                    Ok(())
+                } else {
+                    self.say(&format!("\n# average bus bandwidth, GB/s: {means}"))
+                }
+            }
+        }
+    }
+
+    /// What was printed so far.
+    pub(crate) fn rows(&self) -> &[Row] {
+        &self.rows
+    }
+
+    /// Says on a terminal what is being done, in a line that goes away.
+    pub(crate) fn progress(&self, text: &str) {
+        let write = |mut terminal: Box<dyn Write>, size: Option<(Width, Height)>| {
+            let width = size.map_or(80, |(width, _)| usize::from(width.0));
+            let text: String = text.chars().take(width.saturating_sub(1)).collect();
+            let _ = write!(terminal, "\r\x1b[K{text}").and_then(|()| terminal.flush());
+        };
+        match self.progress {
+            // In the order of the lines, which two ways to one terminal would not keep.
+            Some(Stream::Stdout) => write(Box::new(io::stdout()), terminal_size_of(io::stdout())),
+            Some(Stream::Stderr) => write(Box::new(io::stderr()), terminal_size_of(io::stderr())),
+            None => {}
+        }
+    }
+
+    /// Prints a line; the one that goes away makes room.
+    fn say(&self, line: &str) -> io::Result<()> {
+        if !self.speaks {
+            return Ok(());
+        }
+        self.progress("");
+        let mut stdout = io::stdout().lock();
+        writeln!(stdout, "{line}")?;
+        stdout.flush()
+    }
+}
+
+impl Drop for Report<'_> {
+    fn drop(&mut self) {
+        self.progress("");
+    }
+}

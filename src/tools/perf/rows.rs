@@ -1,0 +1,133 @@
+//! One measured size, and its forms for programs: CSV and JSON. Pure.
+
+use serde_json::json;
+
+use super::measure::{Subject, Timing};
+use super::stats;
+
+/// What was measured of one size.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Row {
+    pub(crate) subject: Subject,
+    /// The one that was asked for; `None` where there is no choice, or none was made.
+    pub(crate) algorithm: Option<String>,
+    /// `None`: another one for each call.
+    pub(crate) root: Option<usize>,
+    pub(crate) ranks: usize,
+    /// Elements.
+    pub(crate) count: usize,
+    pub(crate) timing: Timing,
+}
+
+impl Row {
+    pub(crate) fn bytes(&self) -> usize {
+        self.count.saturating_mul(self.subject.dtype.size_bytes())
+    }
+
+    /// GB/s of the buffer.
+    pub(crate) fn algorithm_bandwidth(&self) -> f64 {
+        stats::gigabytes_per_second(self.bytes(), self.timing.micros.p50)
+    }
+
+    /// GB/s of the links, as nccl-tests count them.
+    pub(crate) fn bus_bandwidth(&self) -> f64 {
+        self.algorithm_bandwidth() * self.subject.collective.bus_factor(self.ranks)
+    }
+
+    /// Root in words, where there is one.
+    pub(crate) fn root_text(&self) -> Option<String> {
+        let text = || self.root.map_or("each".to_owned(), |root| root.to_string());
+        self.subject.collective.has_root().then(text)
+    }
+
+    /// A line of the CSV; `with_op` if the first column must tell the operation.
+    pub(crate) fn csv(&self, system: &str, transport: &str, with_op: bool) -> String {
+        let op = self.subject.op.filter(|_| with_op).map(|op| op.to_string());
+        let names: Vec<&str> =
+            [Some(system), self.algorithm.as_deref(), op.as_deref()].into_iter().flatten().collect();
+        let Subject { collective, dtype, .. } = self.subject;
+        let Timing { iterations, micros } = self.timing;
+        format!(
+            "{},{transport},{collective},{},{dtype},{},{iterations},{:.2},{:.2},{:.4},{:.4}",
+            names.join("-"),
+            self.ranks,
+            self.bytes(),
+            micros.p50,
+            micros.p99,
+            self.algorithm_bandwidth(),
+            self.bus_bandwidth(),
+        )
+    }
+
+    /// A JSON object in one line.
+    pub(crate) fn json(&self, transport: &str) -> String {
+        let Subject { collective, dtype, op } = self.subject;
+        json!({
+            "collective": collective.name(),
+            "transport": transport,
+            "algorithm": self.algorithm,
+            "dtype": dtype.to_string(),
+            "op": op.map(|op| op.to_string()),
+            "root": self.root,
+            "ranks": self.ranks,
+            "count": self.count,
+            "bytes": self.bytes(),
+            "iterations": self.timing.iterations,
+            "p50_us": self.timing.micros.p50,
+            "p99_us": self.timing.micros.p99,
+            "algorithm_gb_per_s": self.algorithm_bandwidth(),
+            "bus_gb_per_s": self.bus_bandwidth(),
+        })
+        .to_string()
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use convoke_comm::{Dtype, ReduceOp};
+
+    use super::super::collective::Collective;
+    use super::super::stats::Percentiles;
+    use super::*;
+
+    pub(crate) fn row(collective: Collective, count: usize, p50: f64) -> Row {
+        let op = collective.reduces().then_some(ReduceOp::Sum);
+        Row {
+            subject: Subject { collective, dtype: Dtype::F32, op },
+            algorithm: None,
+            root: None,
+            ranks: 4,
+            count,
+            timing: Timing { iterations: 20, micros: Percentiles { p50, p99: 2.0 * p50 } },
+        }
+    }
+
+    #[test]
+    fn csv_is_that_of_all_benchmarks() {
+        let mut row = row(Collective::AllReduce, 1_000_000, 4000.0);
+        assert_eq!(
+            row.csv("convoke", "tcp", false),
+            "convoke,tcp,all_reduce,4,f32,4000000,20,4000.00,8000.00,1.0000,1.5000"
+        );
+        row.algorithm = Some("ring".to_owned());
+        assert!(row.csv("convoke", "tcp", true).starts_with("convoke-ring-sum,tcp,all_reduce,4,"));
+    }
+
+    #[test]
+    fn json_has_everything_under_a_name() {
+        let row = row(Collective::Broadcast, 1000, 2.0);
+        let value: serde_json::Value = serde_json::from_str(&row.json("tcp")).unwrap();
+        assert_eq!((value["collective"].as_str(), value["bytes"].as_u64()), (Some("broadcast"), Some(4000)));
+        assert_eq!((value["p50_us"].as_f64(), value["bus_gb_per_s"].as_f64()), (Some(2.0), Some(2.0)));
+        assert!(value["op"].is_null() && value["root"].is_null() && value["algorithm"].is_null());
+    }
+
+    #[test]
+    fn roots_are_told_where_there_are_any() {
+        let mut rooted = row(Collective::Gather, 4, 1.0);
+        assert_eq!(rooted.root_text().as_deref(), Some("each"));
+        rooted.root = Some(2);
+        assert_eq!(rooted.root_text().as_deref(), Some("2"));
+        assert_eq!(row(Collective::AllReduce, 4, 1.0).root_text(), None);
+    }
+}

@@ -1,0 +1,119 @@
+//! Sizes in bytes: as people write them, which ones are measured, and as people read them. Pure.
+
+use std::iter;
+
+/// Reads `4`, `64K`, `64k`, `64KiB`, `1M`, `2GB`: powers of 1024, as in nccl-tests.
+///
+/// # Errors
+/// Says what is wrong with the text.
+pub(crate) fn parse(text: &str) -> Result<usize, String> {
+    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(digits);
+    let shift = match unit.trim_start().to_ascii_lowercase().as_str() {
+        "" | "b" => 0,
+        "k" | "kb" | "kib" => 10,
+        "m" | "mb" | "mib" => 20,
+        "g" | "gb" | "gib" => 30,
+        "t" | "tb" | "tib" => 40,
+        _ => return Err("a size is a whole number and K, M, G or nothing: 4, 64K, 1G".to_owned()),
+    };
+    let number: usize = number.parse().map_err(|_| match number {
+        "" => "a size begins with a whole number: 4, 64K, 1G".to_owned(),
+        _ => "more bytes than there can be".to_owned(),
+    })?;
+    number.checked_mul(1 << shift).ok_or_else(|| "more bytes than there can be".to_owned())
+}
+
+/// How one size follows from the one before.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Step {
+    Times(usize),
+    Plus(usize),
+}
+
+/// The sizes from `least` to `most`, both at least 0, as they are asked for. A step that leads nowhere gives one.
+pub(crate) fn series(least: usize, most: usize, step: Step) -> impl Iterator<Item = usize> {
+    let next = move |&size: &usize| {
+        let next = match step {
+            Step::Times(factor) => size.checked_mul(factor),
+            Step::Plus(bytes) => size.checked_add(bytes),
+        };
+        next.filter(|&next| next > size && next <= most)
+    };
+    iter::successors((least <= most).then_some(least), next)
+}
+
+/// `64 KiB` where that is exact, else all digits: `65532 B`.
+pub(crate) fn text(bytes: usize) -> String {
+    let units = [(1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")];
+    match units.into_iter().find(|&(unit, _)| bytes >= unit && bytes.is_multiple_of(unit)) {
+        Some((unit, name)) => format!("{} {name}", bytes / unit),
+        None => format!("{bytes} B"),
+    }
+}
+
+/// About so many bytes, in a unit that makes the number short: `3.7 GiB`.
+pub(crate) fn approximate(bytes: usize) -> String {
+    let units = [(1_u64 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")];
+    match units.into_iter().find(|&(unit, _)| bytes as u64 >= unit) {
+        Some((unit, name)) => format!("{:.1} {name}", bytes as f64 / unit as f64),
+        None => format!("{bytes} B"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_read_in_all_their_spellings() {
+        for (text, bytes) in [
+            ("0", 0),
+            ("4", 4),
+            ("4B", 4),
+            ("64K", 64 << 10),
+            ("64k", 64 << 10),
+            ("64KiB", 64 << 10),
+            ("64 KB", 64 << 10),
+            ("3M", 3 << 20),
+            ("2G", 2 << 30),
+            ("1TiB", 1 << 40),
+        ] {
+            assert_eq!(parse(text), Ok(bytes), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_size_says_why() {
+        for (text, why) in [
+            ("", "begins with a whole number"),
+            ("K", "begins with a whole number"),
+            ("-4", "whole number and K, M, G"),
+            ("1.5K", "whole number and K, M, G"),
+            ("4X", "whole number and K, M, G"),
+            ("99999999999999999999", "more bytes than there can be"),
+            ("99999999999T", "more bytes than there can be"),
+        ] {
+            let error = parse(text).unwrap_err();
+            assert!(error.contains(why), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn series_go_to_their_end_and_no_farther() {
+        let all = |least, most, step| series(least, most, step).collect::<Vec<_>>();
+        assert_eq!(all(4, 64, Step::Times(4)), [4, 16, 64]);
+        assert_eq!(all(4, 63, Step::Times(4)), [4, 16]);
+        assert_eq!(all(10, 30, Step::Plus(10)), [10, 20, 30]);
+        assert_eq!(all(8, 8, Step::Times(2)), [8]);
+        assert!(all(9, 8, Step::Times(2)).is_empty());
+        assert_eq!(all(0, 8, Step::Times(2)), [0], "nothing comes of multiplying by it");
+        assert_eq!(all(1 << 63, usize::MAX, Step::Times(2)), [1 << 63]);
+    }
+
+    #[test]
+    fn sizes_are_short_where_that_is_exact() {
+        assert_eq!([5, 4 << 30, 3 << 29].map(approximate), ["5 B", "4.0 GiB", "1.5 GiB"]);
+        assert_eq!([4, 1023, 1024, 65532, 3 << 20].map(text), ["4 B", "1023 B", "1 KiB", "65532 B", "3 MiB"]);
+    }
+}

@@ -1,0 +1,93 @@
+//! What becomes of measured times. Pure.
+
+/// Median and 99th percentile of some times.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Percentiles {
+    pub(crate) p50: f64,
+    pub(crate) p99: f64,
+}
+
+/// Of at least one time; sorts them. 0 of none.
+pub(crate) fn percentiles(times: &mut [f64]) -> Percentiles {
+    times.sort_by(f64::total_cmp);
+    let at = |index: usize| times.get(index).copied().unwrap_or_default();
+    let last = times.len().saturating_sub(1);
+    Percentiles { p50: at(times.len() / 2), p99: at((last as f64 * 0.99) as usize) }
+}
+
+/// GB/s (10^9 bytes) of `bytes` in `micros`.
+pub(crate) fn gigabytes_per_second(bytes: usize, micros: f64) -> f64 {
+    if micros > 0.0 { bytes as f64 / micros / 1e3 } else { 0.0 }
+}
+
+/// The mean of the two in the middle, if their number is even. 0 of none.
+pub(crate) fn median(values: &[f64]) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    match sorted.len() {
+        0 => 0.0,
+        len if len % 2 == 1 => sorted[len / 2],
+        len => f64::midpoint(sorted[len / 2 - 1], sorted[len / 2]),
+    }
+}
+
+/// 0 of none.
+pub(crate) fn mean(values: &[f64]) -> f64 {
+    if values.is_empty() { 0.0 } else { values.iter().sum::<f64>() / values.len() as f64 }
+}
+
+/// How long to measure.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum Length {
+    /// So many iterations.
+    Fixed(usize),
+    /// Iterations of about so many microseconds together, in bounds.
+    About { micros: f64, least: usize, most: usize },
+}
+
+impl Length {
+    /// Iterations of which one takes about `estimate` microseconds; each of `roots` equally often where time decides.
+    pub(crate) fn iterations(self, estimate: f64, roots: usize) -> usize {
+        match self {
+            Self::Fixed(iterations) => iterations,
+            Self::About { micros, least, most } => {
+                ((micros / estimate.max(0.01)) as usize).max(least).min(most).next_multiple_of(roots)
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn percentiles_are_those_of_the_sorted_times() {
+        let mut times: Vec<f64> = (0..200).rev().map(f64::from).collect();
+        assert_eq!(percentiles(&mut times), Percentiles { p50: 100.0, p99: 197.0 });
+        assert_eq!(percentiles(&mut [3.0]), Percentiles { p50: 3.0, p99: 3.0 });
+        assert_eq!(percentiles(&mut []), Percentiles { p50: 0.0, p99: 0.0 });
+    }
+
+    #[test]
+    fn bandwidth_is_in_powers_of_ten() {
+        assert_eq!(gigabytes_per_second(2_000_000, 1000.0), 2.0);
+        assert_eq!(gigabytes_per_second(5, 0.0), 0.0);
+    }
+
+    #[test]
+    fn medians_and_means() {
+        assert_eq!((median(&[5.0, 1.0, 3.0]), median(&[4.0, 1.0]), median(&[])), (3.0, 2.5, 0.0));
+        assert_eq!((mean(&[1.0, 2.0]), mean(&[])), (1.5, 0.0));
+    }
+
+    #[test]
+    fn iterations_fill_the_time_within_bounds_and_all_roots_are_equal() {
+        let about = Length::About { micros: 30_000.0, least: 5, most: 2000 };
+        assert_eq!(about.iterations(100.0, 4), 300);
+        assert_eq!(about.iterations(1.0, 4), 2000);
+        assert_eq!(about.iterations(1e6, 4), 8);
+        assert_eq!(about.iterations(0.0, 1), 2000);
+        assert_eq!(Length::Fixed(7).iterations(1.0, 4), 7);
+    }
+}

@@ -1,0 +1,150 @@
+//! The table that people read. Pure.
+
+use super::collective::Collective;
+use super::rows::Row;
+use super::sizes;
+
+/// Widest bar.
+const BAR: usize = 40;
+/// A bar below this tells nothing.
+const LEAST_BAR: usize = 8;
+
+/// What the lines of one collective show.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Columns {
+    op: bool,
+    root: bool,
+    algorithm: bool,
+    /// Characters of a full bar; 0 for none.
+    bar: usize,
+}
+
+impl Columns {
+    /// Those of `collective`, with bars up to `width` characters of a line; `None` for no bars.
+    pub(crate) fn new(collective: Collective, algorithm: bool, width: Option<usize>) -> Self {
+        let columns = Self { op: collective.reduces(), root: collective.has_root(), algorithm, bar: 0 };
+        let room = width.unwrap_or(0).saturating_sub(columns.heading().len() + 3).min(BAR);
+        Self { bar: if room < LEAST_BAR { 0 } else { room }, ..columns }
+    }
+
+    pub(crate) fn has_bars(self) -> bool {
+        self.bar > 0
+    }
+
+    /// Two lines: names and units.
+    pub(crate) fn head(self) -> [String; 2] {
+        [self.heading(), self.line(["", "elements", "", "", "", "", "µs", "µs", "GB/s", "GB/s"])]
+    }
+
+    fn heading(self) -> String {
+        self.line(["size", "count", "type", "op", "root", "algorithm", "p50", "p99", "algbw", "busbw"])
+    }
+
+    fn line(self, cells: [&str; 10]) -> String {
+        let widths = [9, 11, 12, 11, 5, 10, 10, 10, 9, 9];
+        let shown = [true, true, true, self.op, self.root, self.algorithm, true, true, true, true];
+        let cells = cells.into_iter().zip(widths).zip(shown).filter(|(_, shown)| *shown);
+        cells.map(|((cell, width), _)| format!("{cell:>width$}")).collect()
+    }
+
+    /// One size; `most` is the bus bandwidth of a full bar, if it shall have one.
+    pub(crate) fn row(self, row: &Row, most: Option<f64>) -> String {
+        let (algorithm_bandwidth, bus_bandwidth) = (row.algorithm_bandwidth(), row.bus_bandwidth());
+        let is_barrier = row.subject.collective == Collective::Barrier;
+        let of_data = |text: String| if is_barrier { "-".to_owned() } else { text };
+        let cells = [
+            of_data(sizes::text(row.bytes())),
+            of_data(row.count.to_string()),
+            of_data(row.subject.dtype.to_string()),
+            row.subject.op.map_or("-".to_owned(), |op| op.to_string()),
+            row.root_text().unwrap_or_else(|| "-".to_owned()),
+            row.algorithm.clone().unwrap_or_else(|| "table".to_owned()),
+            digits(row.timing.micros.p50),
+            digits(row.timing.micros.p99),
+            of_data(digits(algorithm_bandwidth)),
+            of_data(digits(bus_bandwidth)),
+        ];
+        let line = self.line(cells.each_ref().map(String::as_str));
+        match most.filter(|_| self.has_bars() && !is_barrier) {
+            Some(most) => format!("{line}  {}", bar(bus_bandwidth / most, self.bar)).trim_end().to_owned(),
+            None => line,
+        }
+    }
+}
+
+/// Four digits, or all before the point.
+pub(crate) fn digits(number: f64) -> String {
+    match number.abs() {
+        n if n >= 1000.0 || n == 0.0 => format!("{number:.0}"),
+        n if n >= 100.0 => format!("{number:.1}"),
+        n if n >= 10.0 => format!("{number:.2}"),
+        n if n >= 0.001 => format!("{number:.3}"),
+        _ => format!("{number:.1e}"),
+    }
+}
+
+/// `fraction` of `width` characters, to eighths of one.
+fn bar(fraction: f64, width: usize) -> String {
+    let eighths = (fraction.clamp(0.0, 1.0) * (8 * width) as f64).round() as usize;
+    let rest = ["", "▏", "▎", "▍", "▌", "▋", "▊", "▉"][eighths % 8];
+    format!("{}{rest}", "█".repeat(eighths / 8))
+}
+
+/// Ranks as a short text: `0-3, 6`.
+pub(crate) fn ranks(ranks: &[usize]) -> String {
+    let runs = ranks.chunk_by(|a, b| a + 1 == *b).filter_map(|run| Some((run.first()?, run.last()?)));
+    let texts =
+        runs.map(|(first, last)| if first == last { first.to_string() } else { format!("{first}-{last}") });
+    texts.collect::<Vec<_>>().join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::rows::tests::row;
+    use super::*;
+
+    #[test]
+    fn a_table_has_the_columns_that_say_something() {
+        let columns = Columns::new(Collective::AllReduce, false, None);
+        let row = row(Collective::AllReduce, 16 << 10, 100.0);
+        assert_eq!(
+            [columns.head()[0].clone(), columns.head()[1].clone(), columns.row(&row, None)],
+            [
+                "     size      count        type         op       p50       p99    algbw    busbw",
+                "            elements                               µs        µs     GB/s     GB/s",
+                "   64 KiB      16384         f32        sum     100.0     200.0    0.655    0.983",
+            ]
+        );
+        let rooted = Columns::new(Collective::Reduce, true, None).heading();
+        assert!(rooted.contains("op") && rooted.contains("root") && rooted.contains("algorithm"));
+        assert!(!Columns::new(Collective::AllGather, false, None).heading().contains("op"));
+    }
+
+    #[test]
+    fn bars_fill_the_line_and_no_more() {
+        for width in [0, 60, 90, 100, 120, 400] {
+            let columns = Columns::new(Collective::AllReduce, false, Some(width));
+            let row = row(Collective::AllReduce, 16 << 10, 100.0);
+            let length = columns.row(&row, Some(row.bus_bandwidth())).chars().count();
+            assert!(length <= width.max(columns.heading().len()), "{length} of {width}");
+            assert_eq!(columns.has_bars(), width >= 100, "{width}");
+        }
+        assert_eq!((bar(1.0, 3), bar(0.5, 3), bar(0.0, 3)), ("███".into(), "█▌".into(), String::new()));
+        assert_eq!(bar(f64::NAN, 3), "");
+    }
+
+    #[test]
+    fn a_barrier_has_no_bandwidth() {
+        let columns = Columns::new(Collective::Barrier, false, Some(200));
+        let line = columns.row(&row(Collective::Barrier, 0, 4.0), Some(1.0));
+        let cells: Vec<&str> = line.split_whitespace().collect();
+        assert_eq!(cells, ["-", "-", "-", "4.000", "8.000", "-", "-"]);
+    }
+
+    #[test]
+    fn numbers_and_ranks_are_short() {
+        let numbers = [0.0, 0.000_05, 0.0123, 1.5, 12.345, 123.45, 12_345.6];
+        assert_eq!(numbers.map(digits), ["0", "5.0e-5", "0.012", "1.500", "12.35", "123.5", "12346"]);
+        assert_eq!(ranks(&[0, 1, 2, 3, 6, 8, 9]), "0-3, 6, 8-9");
+    }
+}

@@ -1,0 +1,128 @@
+//! Which hosts meet when, and what their bandwidths say. Pure.
+
+use super::{stats, table};
+
+/// Rounds in which each of `hosts` meets at most one other, and all others once in all: (lower, higher).
+pub(crate) fn rounds(hosts: usize) -> Vec<Vec<(usize, usize)>> {
+    // One stays, the others walk around a circle; with an odd number who meets nobody rests.
+    let seats = hosts.next_multiple_of(2);
+    let others = seats.saturating_sub(1);
+    let host = |seat: usize, round: usize| if seat == 0 { 0 } else { (seat - 1 + round) % others + 1 };
+    let round = |round: usize| {
+        let pairs = (0..seats / 2).map(|seat| (host(seat, round), host(seats - 1 - seat, round)));
+        let met = pairs.filter(|&(a, b)| a.max(b) < hosts).map(|(a, b)| (a.min(b), a.max(b)));
+        met.collect()
+    };
+    (0..others).map(round).collect()
+}
+
+/// What is slower than the rest.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Slowest<T> {
+    pub(crate) what: T,
+    /// GB/s.
+    pub(crate) bandwidth: f64,
+    /// That of all.
+    pub(crate) median: f64,
+}
+
+/// The slowest of `pairs`, against the median of those without the host `slow`: the lower of both directions counts.
+/// `None` of none.
+pub(crate) fn slowest_pair(
+    pairs: &[((usize, usize), f64)],
+    slow: Option<usize>,
+) -> Option<Slowest<(usize, usize)>> {
+    let usual = pairs.iter().filter(|((a, b), _)| ![Some(*a), Some(*b)].contains(&slow));
+    let usual: Vec<f64> = usual.map(|&(_, bandwidth)| bandwidth).collect();
+    let &(what, bandwidth) = pairs.iter().min_by(|a, b| a.1.total_cmp(&b.1))?;
+    Some(Slowest { what, bandwidth, median: stats::median(&usual) })
+}
+
+/// The host whose best pair is less than half as fast as that of others. With 3 hosts two pairs of a slow one are the
+/// majority, so its pairs alone do not tell.
+pub(crate) fn slowest_host(hosts: usize, pairs: &[((usize, usize), f64)]) -> Option<Slowest<usize>> {
+    if hosts < 3 {
+        return None;
+    }
+    let best = |host: usize| {
+        let with = pairs.iter().filter(|((a, b), _)| host == *a || host == *b);
+        with.map(|&(_, bandwidth)| bandwidth).fold(0.0, f64::max)
+    };
+    let best: Vec<f64> = (0..hosts).map(best).collect();
+    let median = stats::median(&best);
+    let (what, &bandwidth) = best.iter().enumerate().min_by(|a, b| a.1.total_cmp(b.1))?;
+    (bandwidth < median / 2.0).then_some(Slowest { what, bandwidth, median })
+}
+
+impl<T> Slowest<T> {
+    /// The bandwidth in words.
+    pub(crate) fn text(&self) -> String {
+        format!("{} GB/s", short(self.bandwidth))
+    }
+
+    /// How far below the median, in words.
+    pub(crate) fn against_median(&self) -> String {
+        let Self { bandwidth, median, .. } = self;
+        let below = 100.0 * (1.0 - bandwidth / median);
+        match median / bandwidth {
+            times if times >= 2.0 => format!("{times:.0} times slower than the median ({})", short(*median)),
+            _ if below >= 1.0 => format!("{below:.0} % below the median ({})", short(*median)),
+            _ => "as fast as the median".to_owned(),
+        }
+    }
+}
+
+/// Two digits after the point, or more where these would be lost.
+fn short(bandwidth: f64) -> String {
+    if bandwidth >= 0.1 { format!("{bandwidth:.2}") } else { table::digits(bandwidth) }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    #[test]
+    fn all_meet_once_and_nobody_twice_at_a_time() {
+        for hosts in 0..20 {
+            let rounds = rounds(hosts);
+            let mut met = BTreeSet::new();
+            for round in &rounds {
+                let there: BTreeSet<usize> = round.iter().flat_map(|&(a, b)| [a, b]).collect();
+                assert_eq!(there.len(), 2 * round.len(), "{hosts}: {round:?}");
+                assert!(
+                    round.iter().all(|&(a, b)| a < b && b < hosts && met.insert((a, b))),
+                    "{hosts}: {round:?}"
+                );
+            }
+            assert_eq!(met.len(), hosts * hosts.saturating_sub(1) / 2);
+            assert!(rounds.len() <= hosts, "as few as can be");
+        }
+    }
+
+    #[test]
+    fn the_slowest_pair_is_named_with_its_distance() {
+        let pairs = [((0, 1), 0.94), ((0, 2), 0.11), ((1, 2), 0.96)];
+        let slowest = slowest_pair(&pairs, None).unwrap();
+        assert_eq!((slowest.what, slowest.bandwidth, slowest.median), ((0, 2), 0.11, 0.94));
+        assert_eq!(slowest.against_median(), "9 times slower than the median (0.94)");
+        assert_eq!(slowest_host(3, &pairs), None, "each host is fast with somebody");
+        assert_eq!(slowest_pair(&[], None), None);
+        let near = |bandwidth| Slowest { what: 0, bandwidth, median: 1.0 }.against_median();
+        assert_eq!(
+            (near(0.8).as_str(), near(1.0).as_str()),
+            ("20 % below the median (1.00)", "as fast as the median")
+        );
+    }
+
+    #[test]
+    fn a_slow_host_is_told_from_a_slow_pair() {
+        let pairs = [((0, 1), 0.1), ((0, 2), 1.0), ((1, 2), 0.12)];
+        assert_eq!(slowest_host(3, &pairs), Some(Slowest { what: 1, bandwidth: 0.12, median: 1.0 }));
+        assert_eq!(slowest_host(2, &pairs[..1]), None);
+        let pair = slowest_pair(&pairs, Some(1)).unwrap();
+        assert_eq!((pair.what, pair.median), ((0, 1), 1.0), "not the median of its own pairs");
+        assert_eq!((short(0.123), short(0.0123)), ("0.12".to_owned(), "0.012".to_owned()));
+    }
+}

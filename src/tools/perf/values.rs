@@ -1,0 +1,290 @@
+//! The element types, and numbers whose results every one of them represents exactly. Pure.
+
+use std::fmt::Debug;
+use std::ops::Range;
+
+use convoke_comm::{Complex, Dtype, Element, ReduceOp, Reduction, bf16, f16};
+
+/// An element that can be made of whole numbers, and compared.
+pub(crate) trait Value: Element + PartialEq + Debug {
+    /// The number `re`, with the imaginary part `im` where there is one; wraps as the type does.
+    fn of(re: i64, im: i64) -> Self;
+
+    /// The sum of shares multiplied by `factor`, if the type has products.
+    fn premul_sum(factor: u8) -> Option<Reduction<Self>>;
+}
+
+macro_rules! integers {
+    ($($integer:ty),*) => {$(
+        impl Value for $integer {
+            fn of(re: i64, _: i64) -> Self {
+                re as Self
+            }
+
+            fn premul_sum(factor: u8) -> Option<Reduction<Self>> {
+                Some(Reduction::premul_sum(<Self as Value>::of(factor.into(), 0)))
+            }
+        }
+    )*};
+}
+
+macro_rules! halves {
+    ($($half:ty),*) => {$(
+        impl Value for $half {
+            fn of(re: i64, _: i64) -> Self {
+                Self::from_f32(re as f32)
+            }
+
+            fn premul_sum(factor: u8) -> Option<Reduction<Self>> {
+                Some(Reduction::premul_sum(f32::from(factor)))
+            }
+        }
+    )*};
+}
+
+macro_rules! complex {
+    ($($float:ty),*) => {$(
+        impl Value for Complex<$float> {
+            fn of(re: i64, im: i64) -> Self {
+                Self::new(re as $float, im as $float)
+            }
+
+            fn premul_sum(factor: u8) -> Option<Reduction<Self>> {
+                Some(Reduction::premul_sum(Self::new(factor.into(), 0.0)))
+            }
+        }
+    )*};
+}
+
+integers!(i8, u8, i16, u16, i32, u32, i64, u64, f32, f64);
+halves!(f16, bf16);
+complex!(f32, f64);
+
+impl Value for bool {
+    fn of(re: i64, _: i64) -> Self {
+        re != 0
+    }
+
+    fn premul_sum(_: u8) -> Option<Reduction<Self>> {
+        None
+    }
+}
+
+/// Evaluates `$body` with `$type` standing for the Rust type of `$dtype`, or `$else` if this program has none.
+macro_rules! with_type {
+    ($dtype:expr, $type:ident => $body:expr, else $else:expr) => {{
+        use convoke_comm::Dtype;
+        macro_rules! arm {
+            ($rust:ty) => {{
+                type $type = $rust;
+                $body
+            }};
+        }
+        match $dtype {
+            Dtype::I8 => arm!(i8),
+            Dtype::U8 => arm!(u8),
+            Dtype::I16 => arm!(i16),
+            Dtype::U16 => arm!(u16),
+            Dtype::I32 => arm!(i32),
+            Dtype::U32 => arm!(u32),
+            Dtype::I64 => arm!(i64),
+            Dtype::U64 => arm!(u64),
+            Dtype::F32 => arm!(f32),
+            Dtype::F64 => arm!(f64),
+            Dtype::F16 => arm!(convoke_comm::f16),
+            Dtype::Bf16 => arm!(convoke_comm::bf16),
+            Dtype::Bool => arm!(bool),
+            Dtype::ComplexF32 => arm!(convoke_comm::Complex<f32>),
+            Dtype::ComplexF64 => arm!(convoke_comm::Complex<f64>),
+            _ => $else,
+        }
+    }};
+}
+pub(crate) use with_type;
+
+/// After so many elements the numbers repeat; a prime, so that blocks do not begin alike.
+pub(crate) const PERIOD: usize = 251;
+
+/// Which number each rank contributes in each place, and what becomes of all of them.
+///
+/// Small whole numbers, so that results are exact: sums fit into the 24 bits in which floats and halves are added, and
+/// into the range of `f16` up to 2000 ranks. Where one element decides the result (a least value, a product with
+/// zeros) it is that of one rank, another one in each place: with random ones all results of many ranks were equal.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Numbers {
+    /// `None` if nothing is added. On bool the bitwise operation that it is.
+    op: Option<ReduceOp>,
+    is_bool: bool,
+    has_imaginary: bool,
+    ranks: usize,
+}
+
+impl Numbers {
+    pub(crate) fn new(op: Option<ReduceOp>, dtype: Dtype, ranks: usize) -> Self {
+        let is_bool = dtype == Dtype::Bool;
+        let op = match op {
+            Some(ReduceOp::Sum | ReduceOp::Max) if is_bool => Some(ReduceOp::Bor),
+            Some(ReduceOp::Product | ReduceOp::Min) if is_bool => Some(ReduceOp::Band),
+            op => op,
+        };
+        // Products would mix the parts.
+        let has_imaginary = op != Some(ReduceOp::Product);
+        Self { op, is_bool, has_imaginary, ranks }
+    }
+
+    /// What `rank` has in place `index`. A rank beyond the last has numbers of nobody.
+    pub(crate) fn of<T: Value>(&self, rank: usize, index: usize) -> T {
+        self.value(self.number(rank, index))
+    }
+
+    /// The reduction of what `ranks` have in place `index`.
+    pub(crate) fn reduced<T: Value>(&self, ranks: Range<usize>, index: usize) -> T {
+        let numbers = ranks.clone().map(|rank| self.number(rank, index));
+        let result = match self.op {
+            Some(ReduceOp::Min) => numbers.min().unwrap_or_default(),
+            Some(ReduceOp::Max) => numbers.max().unwrap_or_default(),
+            Some(ReduceOp::Product) => numbers.product(),
+            Some(ReduceOp::Avg) => numbers.sum::<i64>() / ranks.len().max(1) as i64,
+            Some(ReduceOp::Band) => numbers.fold(-1, |a, b| a & b),
+            Some(ReduceOp::Bor) => numbers.fold(0, |a, b| a | b),
+            Some(ReduceOp::Bxor) => numbers.fold(0, |a, b| a ^ b),
+            Some(ReduceOp::PremulSum) => {
+                numbers.zip(ranks).map(|(number, rank)| number * i64::from(Self::factor(rank))).sum()
+            }
+            _ => numbers.sum(),
+        };
+        self.value(result)
+    }
+
+    /// What `rank` multiplies its share of a premul_sum with.
+    pub(crate) fn factor(rank: usize) -> u8 {
+        if rank.is_multiple_of(2) { 1 } else { 2 }
+    }
+
+    fn value<T: Value>(&self, number: i64) -> T {
+        T::of(number, if self.has_imaginary { -number } else { 0 })
+    }
+
+    fn number(&self, rank: usize, index: usize) -> i64 {
+        let place = index % PERIOD;
+        let random = |below: i64| (mixed(rank, place) % below as u64) as i64;
+        let decides = rank == place % self.ranks;
+        let number = match self.op {
+            None => random(121),
+            Some(ReduceOp::Min) => random(60) + if decides { 0 } else { 60 },
+            Some(ReduceOp::Max) => random(60) + if decides { 60 } else { 0 },
+            Some(ReduceOp::Product) if decides => 2 + random(2),
+            Some(ReduceOp::Product) => 1 - 2 * random(2),
+            Some(ReduceOp::Band) => {
+                if decides {
+                    random(128)
+                } else {
+                    127
+                }
+            }
+            Some(ReduceOp::Bor) => {
+                if decides {
+                    random(128)
+                } else {
+                    0
+                }
+            }
+            Some(ReduceOp::Avg) => self.around_mean(rank, place),
+            Some(ReduceOp::Bxor) => random(128),
+            Some(_) => random(16),
+        };
+        if self.is_bool { number & 1 } else { number }
+    }
+
+    /// Numbers whose mean is whole: what one rank has more than it, its mirror image has less.
+    fn around_mean(&self, rank: usize, place: usize) -> i64 {
+        let mean = (mixed(usize::MAX, place) % 16) as i64;
+        if rank >= self.ranks {
+            return mean + 9;
+        }
+        let mirror = self.ranks - 1 - rank;
+        let more = (mixed(rank.min(mirror), place) % 8) as i64;
+        mean + more * (rank as i64 - mirror as i64).signum()
+    }
+}
+
+/// A number that looks random.
+fn mixed(rank: usize, place: usize) -> u64 {
+    let x = (rank as u64).wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15)
+        ^ (place as u64 + 1).wrapping_mul(0xC2B2_AE3D_27D4_EB4F);
+    let x = (x ^ (x >> 31)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    x ^ (x >> 29)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every pair with a meaning, on one and on more ranks.
+    fn each(check: impl Fn(ReduceOp, Dtype, usize)) {
+        for (op, dtype) in ReduceOp::ALL.iter().flat_map(|op| Dtype::ALL.map(|dtype| (*op, dtype))) {
+            if op.accepts(dtype) && op != ReduceOp::Custom {
+                [1, 2, 3, 4, 17].into_iter().for_each(|ranks| check(op, dtype, ranks));
+            }
+        }
+    }
+
+    #[test]
+    fn results_are_exact_in_every_type() {
+        each(|op, dtype, ranks| {
+            let numbers = Numbers::new(Some(op), dtype, ranks);
+            with_type!(dtype, T => for index in 0..PERIOD {
+                // As complex numbers of 64 bits, which have all digits: what the type itself makes of it is the same.
+                let exact: Complex<f64> = numbers.reduced(0..ranks, index);
+                if dtype.is_float() || dtype.is_complex() {
+                    assert!(exact.re.fract() == 0.0 && exact.re.abs() <= 256.0 * ranks as f64);
+                    let own = format!("{:?}", numbers.reduced::<T>(0..ranks, index));
+                    let rounded = format!("{:?}", T::of(exact.re as i64, exact.im as i64));
+                    assert_eq!(own, rounded, "{op} of {dtype} on {ranks}");
+                }
+            }, else panic!("{dtype}"));
+        });
+    }
+
+    #[test]
+    fn every_rank_matters_somewhere() {
+        each(|op, dtype, ranks| {
+            let numbers = Numbers::new(Some(op), dtype, ranks);
+            with_type!(dtype, T => for lost in 0..ranks.min(PERIOD) {
+                // Another's numbers instead of its own change the result in some place.
+                let matters = |index: usize| {
+                    let all: Vec<T> = (0..ranks).map(|rank| numbers.of(rank, index)).collect();
+                    all[lost] != numbers.of::<T>(ranks, index)
+                };
+                assert!((0..PERIOD).any(matters), "{op} of {dtype}: rank {lost} of {ranks}");
+            }, else panic!("{dtype}"));
+        });
+    }
+
+    #[test]
+    fn some_results_by_hand() {
+        let reduced = |op, dtype, ranks: usize| {
+            let numbers = Numbers::new(Some(op), dtype, ranks);
+            let own = (0..ranks).map(|rank| numbers.of::<i64>(rank, 5)).collect::<Vec<_>>();
+            (own, numbers.reduced::<i64>(0..ranks, 5))
+        };
+        for ranks in [2, 3, 5] {
+            let (own, sum) = reduced(ReduceOp::Sum, Dtype::I64, ranks);
+            assert_eq!(sum, own.iter().sum::<i64>());
+            let (own, product) = reduced(ReduceOp::Product, Dtype::I64, ranks);
+            assert_eq!(product, own.iter().product::<i64>());
+            let (own, avg) = reduced(ReduceOp::Avg, Dtype::F64, ranks);
+            assert_eq!(avg * ranks as i64, own.iter().sum::<i64>(), "whole");
+            let (own, least) = reduced(ReduceOp::Min, Dtype::I64, ranks);
+            assert_eq!(Some(&least), own.iter().min());
+            let (own, premul) = reduced(ReduceOp::PremulSum, Dtype::I64, ranks);
+            assert_eq!(
+                premul,
+                own.iter().enumerate().map(|(i, x)| x * i64::from(1 + i as u8 % 2)).sum::<i64>()
+            );
+            // Of bool: AND.
+            let (own, and) = reduced(ReduceOp::Product, Dtype::Bool, ranks);
+            assert_eq!(and, i64::from(own.iter().all(|x| *x != 0)));
+        }
+    }
+}

@@ -1,0 +1,191 @@
+//! Which gradient lies where: parameters are put into buckets, and a bucket is reduced as one.
+//!
+//! Pure: no clock, no I/O.
+
+use std::ops::Range;
+
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+/// The parameters of a network in buckets, the same on all ranks.
+///
+/// The backward pass as a rule ends with the parameter that the forward pass begins with, so the buckets are filled from
+/// the last parameter on. One is full when it has reached its size; the first is smaller, so that the ranks begin to
+/// communicate early (Li et al. 2020, doi:10.14778/3415478.3415530).
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Layout {
+    /// Type of the elements.
+    dtype: String,
+    /// Names and numbers of elements.
+    parameters: Vec<(String, usize)>,
+    places: Vec<Place>,
+    /// The parameters of each bucket, in the order in which they lie there.
+    buckets: Vec<Vec<usize>>,
+}
+
+/// Where a parameter's gradient lies.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Place {
+    pub(crate) bucket: usize,
+    /// Elements of the bucket.
+    pub(crate) range: Range<usize>,
+}
+
+/// Sizes of buckets, in bytes.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Sizes {
+    pub(crate) first: usize,
+    pub(crate) others: usize,
+}
+
+impl Layout {
+    pub(crate) fn new(
+        parameters: Vec<(String, usize)>,
+        dtype: &str,
+        element_bytes: usize,
+        sizes: Sizes,
+    ) -> Self {
+        let mut places = vec![Place { bucket: 0, range: 0..0 }; parameters.len()];
+        let (mut buckets, mut len) = (Vec::<Vec<usize>>::new(), 0);
+        let mut is_full = true;
+        for (index, (_, count)) in parameters.iter().enumerate().rev() {
+            if is_full {
+                buckets.push(Vec::new());
+                len = 0;
+            }
+            let bucket = buckets.len() - 1;
+            places[index] = Place { bucket, range: len..len + count };
+            buckets[bucket].push(index);
+            len += count;
+            let size = if bucket == 0 { sizes.first } else { sizes.others };
+            is_full = len.saturating_mul(element_bytes) >= size;
+        }
+        Self { dtype: dtype.to_owned(), parameters, places, buckets }
+    }
+
+    /// Number of parameters.
+    pub(crate) fn len(&self) -> usize {
+        self.parameters.len()
+    }
+
+    pub(crate) fn name(&self, parameter: usize) -> &str {
+        &self.parameters[parameter].0
+    }
+
+    pub(crate) fn place(&self, parameter: usize) -> &Place {
+        &self.places[parameter]
+    }
+
+    /// The parameters of each bucket.
+    pub(crate) fn buckets(&self) -> &[Vec<usize>] {
+        &self.buckets
+    }
+
+    /// Number of elements in a bucket.
+    pub(crate) fn bucket_len(&self, bucket: usize) -> usize {
+        self.buckets[bucket].iter().map(|&parameter| self.parameters[parameter].1).sum()
+    }
+
+    /// Stands for all of it: ranks that have the same one have the same layout.
+    pub(crate) fn fingerprint(&self) -> u64 {
+        let mut hash = Sha256::new();
+        let mut word = |word: usize| hash.update((word as u64).to_le_bytes());
+        for bucket in &self.buckets {
+            word(bucket.len());
+            bucket.iter().for_each(|&parameter| word(parameter));
+        }
+        let texts = self.parameters.iter().map(|(name, count)| (name.as_str(), *count));
+        for (text, count) in texts.chain([(self.dtype.as_str(), 0)]) {
+            hash.update((text.len() as u64).to_le_bytes());
+            hash.update(text);
+            hash.update((count as u64).to_le_bytes());
+        }
+        let digest: [u8; 32] = hash.finalize().into();
+        u64::from_le_bytes(*digest.first_chunk().unwrap_or(&[0; 8]))
+    }
+
+    /// In what this differs from `other`, in words; `None` if it does not.
+    pub(crate) fn difference(&self, other: &Self) -> Option<String> {
+        if self == other {
+            return None;
+        }
+        let both = self.parameters.iter().zip(&other.parameters).enumerate();
+        let parameter = both.into_iter().find_map(|(index, (ours, theirs))| {
+            let of = |(name, count): &(String, usize)| format!("{name} with {count} elements");
+            (ours != theirs).then(|| format!("parameter {index} is {}, not {}", of(ours), of(theirs)))
+        });
+        let counts = (self.len() != other.len())
+            .then(|| format!("it has {} parameters, not {}", self.len(), other.len()));
+        let types =
+            (self.dtype != other.dtype).then(|| format!("they are {}, not {}", self.dtype, other.dtype));
+        parameter.or(counts).or(types).or_else(|| {
+            let (ours, theirs) = (self.buckets.len(), other.buckets.len());
+            Some(format!("its buckets have other sizes ({ours} buckets and {theirs})"))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::random::Random;
+
+    fn layout(counts: &[usize], first: usize, others: usize) -> Layout {
+        let named = counts.iter().enumerate().map(|(index, &count)| (format!("p{index}"), count)).collect();
+        Layout::new(named, "f32", 4, Sizes { first, others })
+    }
+
+    #[test]
+    fn buckets_begin_with_the_last_parameter_and_close_when_they_are_full() {
+        let layout = layout(&[10, 2, 3, 4, 1], 16, 40);
+        assert_eq!(layout.buckets(), [vec![4, 3], vec![2, 1, 0]]);
+        assert_eq!(*layout.place(4), Place { bucket: 0, range: 0..1 });
+        assert_eq!(*layout.place(3), Place { bucket: 0, range: 1..5 });
+        assert_eq!(*layout.place(0), Place { bucket: 1, range: 5..15 });
+        assert_eq!((layout.bucket_len(0), layout.bucket_len(1)), (5, 15));
+    }
+
+    #[test]
+    fn every_parameter_has_a_place_of_its_own() {
+        let mut random = Random::new(4, 4);
+        for _ in 0..500 {
+            let counts: Vec<usize> = (0..1 + random.below(30)).map(|_| random.below(50)).collect();
+            let layout = layout(&counts, random.below(300), random.below(900));
+            let mut used: Vec<Vec<bool>> =
+                (0..layout.buckets().len()).map(|bucket| vec![false; layout.bucket_len(bucket)]).collect();
+            for (parameter, &count) in counts.iter().enumerate() {
+                let Place { bucket, range } = layout.place(parameter).clone();
+                assert_eq!(range.len(), count);
+                assert!(used[bucket][range.clone()].iter().all(|used| !used), "{counts:?}");
+                used[bucket][range].fill(true);
+            }
+            assert!(used.iter().flatten().all(|&used| used), "{counts:?}");
+            assert!(layout.buckets().iter().all(|bucket| !bucket.is_empty()), "{counts:?}");
+        }
+    }
+
+    #[test]
+    fn what_differs_is_told_and_changes_the_fingerprint() {
+        let ours = layout(&[10, 2], 1, 1);
+        let other_name =
+            Layout { parameters: vec![("p0".to_owned(), 10), ("q".to_owned(), 2)], ..ours.clone() };
+        let cases = [
+            (layout(&[10, 3], 1, 1), "parameter 1 is p1 with 2 elements, not p1 with 3 elements"),
+            (layout(&[10], 1, 1), "it has 2 parameters, not 1"),
+            (layout(&[10, 2], 100, 100), "buckets"),
+            (Layout { dtype: "f64".to_owned(), ..ours.clone() }, "they are f32, not f64"),
+            (other_name, "p1 with 2 elements, not q"),
+        ];
+        assert_eq!(ours.difference(&ours), None);
+        for (other, part) in cases {
+            let difference = ours.difference(&other).unwrap();
+            assert!(difference.contains(part), "{difference}");
+            assert_ne!(ours.fingerprint(), other.fingerprint(), "{part}");
+        }
+    }
+
+    #[test]
+    fn a_fingerprint_is_the_same_for_ever() {
+        assert_eq!(layout(&[10, 2], 1, 1).fingerprint(), layout(&[10, 2], 1, 1).fingerprint());
+    }
+}

@@ -1,0 +1,40 @@
+//! Types of gradients.
+
+use std::ops::AddAssign;
+
+use convoke_comm::{Element, bf16, f16};
+
+mod sealed {
+    pub trait Sealed {}
+}
+
+/// A type that gradients can have: `f32`, `f64`, [`struct@f16`], [`bf16`]. Halves are averaged in `f32` and rounded once.
+pub trait Gradient: Element + AddAssign + sealed::Sealed {
+    /// Zero.
+    const ZERO: Self;
+
+    /// One of `count` equal parts.
+    #[doc(hidden)]
+    fn one_of(count: usize) -> Self::Factor;
+}
+
+macro_rules! gradients {
+    ($($type:ty, $zero:expr;)*) => {$(
+        impl sealed::Sealed for $type {}
+
+        impl Gradient for $type {
+            const ZERO: Self = $zero;
+
+            fn one_of(count: usize) -> Self::Factor {
+                1.0 / count.max(1) as <Self as Element>::Factor
+            }
+        }
+    )*};
+}
+
+gradients! {
+    f32, 0.0;
+    f64, 0.0;
+    f16, f16::ZERO;
+    bf16, bf16::ZERO;
+}

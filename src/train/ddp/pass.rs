@@ -1,0 +1,201 @@
+//! A backward pass.
+
+use convoke_comm::ReduceOp;
+
+use super::{Ddp, Gradient, NAMED, Share, TrainError};
+use crate::bucket::Place;
+
+/// A backward pass: gradients are handed over in it, and sent.
+///
+/// One that is dropped before it is [finished](Self::finish) ends the group with that as the reason, since the others
+/// wait for it; so an error in the middle, passed on by `?`, or a panic keeps nobody waiting.
+#[derive(Debug)]
+#[must_use = "a pass that is not finished ends the group"]
+pub struct Pass<'a, T: Gradient> {
+    ddp: &'a mut Ddp<T>,
+    /// Whether it is sent.
+    sync: bool,
+    /// Buckets that are on their way. They go in order, on all ranks the same.
+    sent: usize,
+    finished: bool,
+}
+
+impl<'a, T: Gradient> Pass<'a, T> {
+    pub(super) fn new(ddp: &'a mut Ddp<T>, sync: bool) -> Self {
+        Self { ddp, sync, sent: 0, finished: false }
+    }
+
+    /// Adds to the gradient of a parameter. That is all of it in this pass: [`Self::ready`] is called for it.
+    ///
+    /// # Errors
+    /// [`TrainError::InvalidArgument`] if there is no such parameter, it was ready before, or the lengths differ. Else as
+    /// [`Group::all_reduce`](convoke_comm::Group::all_reduce).
+    pub fn add(&mut self, parameter: usize, gradient: &[T]) -> Result<(), TrainError> {
+        let sum = self.gradient(parameter)?;
+        if sum.len() != gradient.len() {
+            let (ours, theirs) = (sum.len(), gradient.len());
+            let name = self.ddp.layout.name(parameter);
+            let what = format!("a gradient of {theirs} elements for {name}, which has {ours}");
+            return Err(TrainError::InvalidArgument(what));
+        }
+        for (sum, &gradient) in sum.iter_mut().zip(gradient) {
+            *sum += gradient;
+        }
+        self.ready(parameter)
+    }
+
+    /// The place of a parameter's gradient, to add to: zeros, or what passes without sending have left.
+    ///
+    /// # Errors
+    /// [`TrainError::InvalidArgument`] if there is no such parameter, or it is ready.
+    pub fn gradient(&mut self, parameter: usize) -> Result<&mut [T], TrainError> {
+        let Ddp { layout, buckets, shares, .. } = &mut *self.ddp;
+        let Some(share) = shares.get_mut(parameter) else {
+            let what = format!("no parameter {parameter}: there are {}", layout.len());
+            return Err(TrainError::InvalidArgument(what));
+        };
+        let Place { bucket, range } = layout.place(parameter).clone();
+        let gradient = buckets[bucket].memory.get_mut(range).unwrap_or_default();
+        match share {
+            Share::Average => gradient.fill(T::ZERO),
+            Share::Own => {}
+            Share::Ready => {
+                let what = format!("{} has had its gradient in this pass", layout.name(parameter));
+                return Err(TrainError::InvalidArgument(what));
+            }
+        }
+        *share = Share::Own;
+        Ok(gradient)
+    }
+
+    /// Nothing more is added to the gradient of this parameter in this pass. If that completes its bucket, and those
+    /// before are on their way, it is sent. Returns at once.
+    ///
+    /// # Errors
+    /// As [`Self::add`].
+    pub fn ready(&mut self, parameter: usize) -> Result<(), TrainError> {
+        self.gradient(parameter)?;
+        if self.sync {
+            self.ddp.shares[parameter] = Share::Ready;
+            self.ddp.buckets[self.ddp.layout.place(parameter).bucket].missing -= 1;
+            if self.ddp.options.overlap {
+                self.send_complete()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Sends what has not been sent, and waits until all averages are here. A pass without sending only ends.
+    ///
+    /// # Errors
+    /// [`TrainError::Unused`] if parameters have no gradient, which ends the group; not where that
+    /// [is allowed](crate::DdpOptions::unused_parameters), or where this rank [has no batch](Ddp::join). Else as
+    /// [`Group::all_reduce`](convoke_comm::Group::all_reduce): gradients are lost then.
+    ///
+    /// # Cost
+    /// One `all_reduce` for each bucket.
+    pub fn finish(mut self) -> Result<(), TrainError> {
+        if self.sync {
+            let used = self.fill_up()?;
+            self.send_complete()?;
+            self.receive()?;
+            if self.ddp.options.unused_parameters {
+                self.ddp.used = used;
+                self.ddp.group.all_reduce(&mut self.ddp.used, ReduceOp::Bor)?;
+            }
+        }
+        self.finished = true;
+        Ok(())
+    }
+
+    /// Makes all parameters ready; which of them had a gradient.
+    fn fill_up(&mut self) -> Result<Vec<bool>, TrainError> {
+        let Ddp { group, layout, shares, joined, options, .. } = &*self.ddp;
+        let used: Vec<bool> = shares.iter().map(|share| *share != Share::Average).collect();
+        let allowed = options.unused_parameters || joined.is_some_and(|joined| !joined.has_batch);
+        let unused: Vec<usize> = (0..used.len()).filter(|&parameter| !used[parameter]).collect();
+        if !unused.is_empty() && !allowed {
+            let names =
+                unused.iter().take(NAMED).map(|&parameter| layout.name(parameter).to_owned()).collect();
+            let more = unused.len().saturating_sub(NAMED);
+            let error = TrainError::Unused { rank: group.rank(), names, more };
+            self.give_up(&error.to_string());
+            return Err(error);
+        }
+        for parameter in 0..used.len() {
+            if self.ddp.shares[parameter] != Share::Ready {
+                self.gradient(parameter)?;
+                self.ddp.shares[parameter] = Share::Ready;
+                self.ddp.buckets[self.ddp.layout.place(parameter).bucket].missing -= 1;
+            }
+        }
+        Ok(used)
+    }
+
+    /// Sends the buckets that are complete, up to the first that is not.
+    fn send_complete(&mut self) -> Result<(), TrainError> {
+        while self.ddp.buckets.get(self.sent).is_some_and(|bucket| bucket.missing == 0) {
+            let reduction = self.ddp.reduction();
+            let Ddp { group, layout, buckets, options, .. } = &mut *self.ddp;
+            let bucket = &mut buckets[self.sent];
+            let memory = std::mem::take(&mut bucket.memory);
+            let bytes = size_of_val(&memory[..]);
+            let work = group.nonblocking().all_reduce(memory, reduction)?;
+            if let Some(trace) = &options.trace {
+                let names = layout.buckets()[self.sent].iter().map(|&parameter| layout.name(parameter));
+                let done = trace.bucket(self.sent, bytes, names);
+                work.on_complete(move || done.end());
+            }
+            bucket.work = Some(work);
+            self.sent += 1;
+        }
+        Ok(())
+    }
+
+    fn receive(&mut self) -> Result<(), TrainError> {
+        for bucket in &mut self.ddp.buckets {
+            if let Some(work) = bucket.work.take() {
+                bucket.memory = work.wait()?;
+            }
+        }
+        self.ddp.begin_anew();
+        Ok(())
+    }
+}
+
+impl<T: Gradient> Ddp<T> {
+    /// What is there now are averages; gradients to come take their place.
+    fn begin_anew(&mut self) {
+        self.shares.fill(Share::Average);
+        for (bucket, parameters) in self.buckets.iter_mut().zip(self.layout.buckets()) {
+            bucket.missing = parameters.len();
+        }
+    }
+}
+
+impl<T: Gradient> Pass<'_, T> {
+    /// Ends the group for `reason`: the others wait for this pass.
+    fn give_up(&mut self, reason: &str) {
+        self.finished = true;
+        self.ddp.group.abort(reason);
+        // What is on its way ends at once, and is lost.
+        for index in 0..self.ddp.buckets.len() {
+            let len = self.ddp.layout.bucket_len(index);
+            let bucket = &mut self.ddp.buckets[index];
+            if let Some(work) = bucket.work.take() {
+                bucket.memory = work.wait().unwrap_or_default();
+            }
+            bucket.memory.resize(len, T::ZERO);
+        }
+        self.ddp.begin_anew();
+    }
+}
+
+impl<T: Gradient> Drop for Pass<'_, T> {
+    fn drop(&mut self) {
+        if !self.finished && self.sync {
+            let rank = self.ddp.group.rank();
+            self.give_up(&format!("rank {rank} gave up in the middle of a backward pass"));
+        }
+    }
+}

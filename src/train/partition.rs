@@ -1,0 +1,92 @@
+//! A data set in parts.
+//!
+//! Pure: no clock, no I/O.
+
+use crate::error::TrainError;
+use crate::random::Random;
+
+/// Stream of random numbers for this; see [`Random::new`].
+const STREAM: u64 = 1 << 33;
+/// By how much the sum of fractions may be above 1: they are seldom exact.
+const TOLERANCE: f64 = 1e-9;
+
+/// The examples `0 .. examples` in parts of these fractions of all, in random order: for training and validation, or for
+/// ranks that keep their share for good. All ranks get the same for the same `seed`.
+///
+/// What is over goes to nobody. Each part has its fraction to within one example, and if the fractions add up to 1 the
+/// parts have all examples.
+///
+/// ```
+/// let parts = convoke_train::partition(1000, &[0.7, 0.2, 0.1], 42)?;
+/// assert_eq!(parts.iter().map(Vec::len).collect::<Vec<_>>(), [700, 200, 100]);
+/// # Ok::<(), convoke_train::TrainError>(())
+/// ```
+///
+/// # Errors
+/// [`TrainError::InvalidArgument`] if a fraction is not between 0 and 1, or they add up to more than 1.
+pub fn partition(examples: usize, fractions: &[f64], seed: u64) -> Result<Vec<Vec<usize>>, TrainError> {
+    if let Some(fraction) = fractions.iter().find(|fraction| !(0.0..=1.0).contains(*fraction)) {
+        return Err(TrainError::InvalidArgument(format!("a part of {fraction} of all examples")));
+    }
+    let sum: f64 = fractions.iter().sum();
+    if sum > 1.0 + TOLERANCE {
+        return Err(TrainError::InvalidArgument(format!("the parts are {sum} of all examples together")));
+    }
+    let mut order: Vec<usize> = (0..examples).collect();
+    Random::new(seed, STREAM).shuffle(&mut order);
+    let (mut sum, mut start) = (0.0, 0);
+    Ok(fractions
+        .iter()
+        .map(|fraction| {
+            sum += fraction;
+            let end = ((sum * examples as f64).round() as usize).clamp(start, examples);
+            let part = order[start..end].to_vec();
+            start = end;
+            part
+        })
+        .collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_have_their_share_and_nothing_twice() {
+        let mut random = Random::new(5, 5);
+        for _ in 0..300 {
+            let examples = random.below(1000);
+            let weights: Vec<f64> =
+                (0..1 + random.below(9)).map(|_| random.below(100) as f64 + 1.0).collect();
+            let sum: f64 = weights.iter().sum();
+            let fractions: Vec<f64> = weights.iter().map(|weight| weight / sum).collect();
+            let parts = partition(examples, &fractions, 1).unwrap();
+            for (part, fraction) in parts.iter().zip(&fractions) {
+                assert!(
+                    (part.len() as f64 - fraction * examples as f64).abs() <= 1.0,
+                    "{examples} {fractions:?}"
+                );
+            }
+            let mut all = parts.concat();
+            all.sort_unstable();
+            assert!(all.into_iter().eq(0..examples), "{examples} {fractions:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_over_goes_to_nobody() {
+        let parts = partition(10, &[0.5, 0.0, 0.2], 1).unwrap();
+        assert_eq!(parts.iter().map(Vec::len).collect::<Vec<_>>(), [5, 0, 2]);
+        assert_ne!(parts, partition(10, &[0.5, 0.0, 0.2], 2).unwrap());
+    }
+
+    #[test]
+    fn fractions_without_a_meaning_are_refused() {
+        for fractions in [&[0.6, 0.5][..], &[-0.1], &[f64::NAN], &[1.5]] {
+            assert!(
+                matches!(partition(10, fractions, 1), Err(TrainError::InvalidArgument(_))),
+                "{fractions:?}"
+            );
+        }
+    }
+}

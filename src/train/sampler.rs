@@ -1,0 +1,291 @@
+//! Who computes on which example.
+//!
+//! Pure: no clock, no I/O.
+
+use crate::random::Random;
+
+/// Streams of random numbers from here on are the epochs'; see [`Random::new`].
+const FIRST_EPOCH_STREAM: u64 = 1 << 32;
+
+/// Deals the examples of each epoch out to the ranks.
+///
+/// An epoch is one order of all examples, the same on every rank; they go round the ranks, one after the other.
+///
+/// ```text
+/// 10 examples in the order    d b h a c j e i g f        taken one by one, Tail::Pad
+/// rank 0 of 3                 d     a     e     f
+/// rank 1 of 3                   b     c     i     (d)    once more, from the beginning
+/// rank 2 of 3                     h     j     g     (b)
+/// ```
+///
+/// The twin of torch's `DistributedSampler`, with which it has the default in common: shuffled if
+/// [asked for](Self::shuffled), padded in the end.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Sampler {
+    examples: usize,
+    rank: usize,
+    world: usize,
+    seed: Option<u64>,
+    tail: Tail,
+}
+
+/// What becomes of the last examples where they are not enough for all ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum Tail {
+    /// The first ones of the epoch are taken once more: every rank has as many, no example is left out.
+    #[default]
+    Pad,
+    /// They are left out: every rank has as many, none is taken twice.
+    Drop,
+    /// Some ranks have one less: each example is taken once. For who weighs averages, or [joins](crate::Ddp::join).
+    Uneven,
+}
+
+impl Sampler {
+    /// Of `examples` examples, those of `rank` of `world` ranks.
+    ///
+    /// # Panics
+    /// If `rank` is not below `world`.
+    #[must_use]
+    pub fn new(examples: usize, rank: usize, world: usize) -> Self {
+        assert!(rank < world, "rank {rank} of {world}");
+        Self { examples, rank, world, seed: None, tail: Tail::default() }
+    }
+
+    /// In another order in each epoch, which depends on `seed` and the epoch alone: a run that goes on from a
+    /// checkpoint meets the same.
+    #[must_use]
+    pub fn shuffled(mut self, seed: u64) -> Self {
+        self.seed = Some(seed);
+        self
+    }
+
+    /// What becomes of the last examples.
+    #[must_use]
+    pub fn tail(mut self, tail: Tail) -> Self {
+        self.tail = tail;
+        self
+    }
+
+    /// The examples of an epoch.
+    ///
+    /// # Cost
+    /// 8 bytes for each example.
+    #[must_use]
+    pub fn epoch(&self, epoch: u64) -> Epoch {
+        let mut order: Vec<usize> = (0..self.examples).collect();
+        if let Some(seed) = self.seed {
+            Random::new(seed, FIRST_EPOCH_STREAM.wrapping_add(epoch)).shuffle(&mut order);
+        }
+        Epoch { order, at: 0, end: 0, rank: self.rank, world: self.world, tail: self.tail }.resumed_at(0)
+    }
+}
+
+/// The examples of one epoch: one by one as an iterator over those of this rank, or in [batches](Self::next_batch).
+#[derive(Debug, Clone)]
+pub struct Epoch {
+    order: Vec<usize>,
+    /// Place in the order, of all ranks together, and where it ends. Beyond the order it begins anew.
+    at: usize,
+    end: usize,
+    rank: usize,
+    world: usize,
+    tail: Tail,
+}
+
+impl Epoch {
+    /// How many examples all ranks together have taken: what a checkpoint keeps.
+    #[must_use]
+    pub fn position(&self) -> usize {
+        self.at
+    }
+
+    /// Goes on where an epoch with the same seed was at `position`, also with another number of ranks.
+    #[must_use]
+    pub fn resumed_at(mut self, position: usize) -> Self {
+        self.at = position.min(self.order.len());
+        let left = self.order.len() - self.at;
+        self.end = self.at
+            + match self.tail {
+                Tail::Pad => left.next_multiple_of(self.world),
+                Tail::Drop => left - left % self.world,
+                Tail::Uneven => left,
+            };
+        self
+    }
+
+    /// Takes the next `examples` examples of all ranks together, fewer in the end; `None` if there are none left.
+    ///
+    /// With a multiple of the number of ranks every rank has as many (but in the end with [`Tail::Uneven`]). The
+    /// batches are the same for any number of ranks, only who takes what differs.
+    ///
+    /// # Panics
+    /// If `examples` is 0.
+    pub fn next_batch(&mut self, examples: usize) -> Option<Batch> {
+        assert!(examples > 0, "a batch has at least one example");
+        let (start, end) = (self.at, self.end.min(self.at.saturating_add(examples)));
+        if start == end {
+            return None;
+        }
+        self.at = end;
+        let own = (start..end).skip(self.rank).step_by(self.world).map(|place| self.example(place)).collect();
+        Some(Batch { own, examples: end - start })
+    }
+
+    fn example(&self, place: usize) -> usize {
+        self.order[place % self.order.len()]
+    }
+}
+
+impl Iterator for Epoch {
+    type Item = usize;
+
+    fn next(&mut self) -> Option<usize> {
+        let place = self.at + self.rank;
+        self.at = self.end.min(self.at + self.world);
+        (place < self.end).then(|| self.example(place))
+    }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        let left = (self.end - self.at).saturating_sub(self.rank).div_ceil(self.world);
+        (left, Some(left))
+    }
+}
+
+impl ExactSizeIterator for Epoch {}
+
+/// Some examples that the ranks share.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Batch {
+    own: Vec<usize>,
+    examples: usize,
+}
+
+impl Batch {
+    /// Those of this rank; there may be none.
+    #[must_use]
+    pub fn own(&self) -> &[usize] {
+        &self.own
+    }
+
+    /// How many all ranks have together.
+    #[must_use]
+    pub fn examples(&self) -> usize {
+        self.examples
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    const TAILS: [Tail; 3] = [Tail::Pad, Tail::Drop, Tail::Uneven];
+
+    fn sampler(examples: usize, rank: usize, world: usize) -> Sampler {
+        Sampler::new(examples, rank, world).shuffled(9)
+    }
+
+    /// What all ranks take one by one, by rank.
+    fn dealt(examples: usize, world: usize, tail: Tail) -> Vec<Vec<usize>> {
+        (0..world).map(|rank| sampler(examples, rank, world).tail(tail).epoch(3).collect()).collect()
+    }
+
+    /// The examples of all ranks in each batch, sorted.
+    fn batches(examples: usize, batch: usize, world: usize) -> Vec<Vec<usize>> {
+        let mut epochs: Vec<Epoch> =
+            (0..world).map(|rank| sampler(examples, rank, world).tail(Tail::Uneven).epoch(3)).collect();
+        std::iter::from_fn(|| {
+            let dealt: Option<Vec<Batch>> = epochs.iter_mut().map(|epoch| epoch.next_batch(batch)).collect();
+            let dealt = dealt?;
+            let mut all: Vec<usize> = dealt.iter().flat_map(|batch| batch.own().to_vec()).collect();
+            all.sort_unstable();
+            assert!(dealt.iter().all(|batch| batch.examples() == all.len()));
+            let (least, most) = (dealt.iter().map(|batch| batch.own.len()).min(), dealt[0].own.len());
+            assert!(least.is_some_and(|least| most - least <= 1), "the first has most");
+            Some(all)
+        })
+        .collect()
+    }
+
+    #[test]
+    fn every_example_is_taken_as_the_tail_says() {
+        for (examples, world) in [(10, 3), (9, 3), (1, 4), (0, 2), (100, 7), (5, 1)] {
+            for tail in TAILS {
+                let dealt = dealt(examples, world, tail);
+                let counts: BTreeSet<usize> = dealt.iter().map(Vec::len).collect();
+                let all: Vec<usize> = dealt.concat();
+                let distinct: BTreeSet<usize> = all.iter().copied().collect();
+                let context = format!("{examples} examples, {world} ranks, {tail:?}: {dealt:?}");
+                let (taken, most) = match tail {
+                    Tail::Pad => (examples.next_multiple_of(world), examples),
+                    Tail::Drop => (examples / world * world, examples / world * world),
+                    Tail::Uneven => (examples, examples),
+                };
+                assert_eq!((all.len(), distinct.len()), (taken, most), "{context}");
+                assert!(tail == Tail::Uneven || counts.len() == 1, "{context}");
+                assert!(counts.last().unwrap() - counts.first().unwrap() <= 1, "{context}");
+            }
+        }
+    }
+
+    #[test]
+    fn every_world_size_sees_the_same_batches_and_each_example_once() {
+        for examples in [1, 5, 64, 65, 1438] {
+            let alone = batches(examples, 64, 1);
+            let mut seen: Vec<usize> = alone.concat();
+            seen.sort_unstable();
+            assert!(seen.into_iter().eq(0..examples));
+            for world in 2..=9 {
+                assert_eq!(batches(examples, 64, world), alone, "{world} ranks, {examples} examples");
+            }
+        }
+    }
+
+    #[test]
+    fn one_goes_on_in_the_middle_with_any_number_of_ranks() {
+        for tail in TAILS {
+            let mut before: Vec<Epoch> =
+                (0..3).map(|rank| sampler(101, rank, 3).tail(tail).epoch(5)).collect();
+            let mut taken: Vec<usize> =
+                before.iter_mut().flat_map(|epoch| epoch.next_batch(30).unwrap().own).collect();
+            assert_eq!(before[0].position(), 30);
+            let after = (0..4).map(|rank| sampler(101, rank, 4).tail(tail).epoch(5).resumed_at(30));
+            taken.extend(after.flatten());
+            let distinct: BTreeSet<usize> = taken.iter().copied().collect();
+            // 71 are left for four.
+            let (all, once) = match tail {
+                Tail::Pad => (102, 101),
+                Tail::Drop => (98, 98),
+                Tail::Uneven => (101, 101),
+            };
+            assert_eq!((taken.len(), distinct.len()), (all, once), "{tail:?}");
+        }
+        assert_eq!(sampler(10, 0, 2).epoch(1).resumed_at(1000).next(), None);
+    }
+
+    #[test]
+    fn how_many_are_left_is_known() {
+        for tail in TAILS {
+            for rank in 0..3 {
+                let mut epoch = sampler(10, rank, 3).tail(tail).epoch(0);
+                while let left @ 1.. = epoch.len() {
+                    assert!(epoch.next().is_some());
+                    assert_eq!(epoch.len(), left - 1, "{tail:?}");
+                }
+                assert_eq!(epoch.next(), None);
+            }
+        }
+    }
+
+    #[test]
+    fn the_order_depends_on_seed_and_epoch_only() {
+        let order = |seed, epoch| Sampler::new(100, 0, 1).shuffled(seed).epoch(epoch).collect::<Vec<_>>();
+        assert_eq!(order(1, 2), order(1, 2), "a resumed run shuffles as an uninterrupted one");
+        assert_ne!(order(1, 2), order(1, 3));
+        assert_ne!(order(1, 2), order(2, 2));
+        assert!(Sampler::new(5, 0, 1).epoch(7).eq(0..5));
+    }
+}

@@ -1,0 +1,168 @@
+//! A rank that dies while others wait for it: in the guard, in a bucket, in a join.
+//!
+//! The test binary starts itself as the ranks (`worker` below).
+
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+use std::process::{Child, Command, Stdio};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+use convoke_comm::{CommError, Moment, World, on_moment};
+use convoke_store::StoreServer;
+use convoke_train::{Ddp, DdpOptions, TrainError, first_of_all};
+use nix::sys::signal::{Signal, raise};
+
+/// Ranks of each job.
+const WORLD: usize = 3;
+/// Within this the survivors must know.
+const SOON: Duration = Duration::from_secs(10);
+/// Elements of the larger parameter: its bucket is on its way for a while.
+const LARGE: usize = 1 << 20;
+
+// ---------------------------------------------------------------- the rank's side
+
+/// Not a test: what the processes run that the tests start.
+#[test]
+fn worker() {
+    let Ok(scene) = std::env::var("CONVOKE_TEST_SCENE") else { return };
+    let victim: usize = std::env::var("CONVOKE_TEST_VICTIM").unwrap().parse().unwrap();
+    let world = convoke_comm::init().unwrap();
+    let is_victim = world.rank() == victim;
+    world.barrier().unwrap();
+    let begin = Instant::now();
+    let error = act(&scene, &world, is_victim).unwrap_err();
+    let lost = matches!(&error, TrainError::Comm(CommError::PeerLost { rank, .. }) if *rank == victim);
+    // The test harness of the process captures what is printed, unless it fails.
+    assert!(lost && begin.elapsed() < SOON, "after {:?}: {error}", begin.elapsed());
+}
+
+fn die() {
+    // It cannot fail for oneself.
+    let _ = raise(Signal::SIGKILL);
+}
+
+/// Dies when a large transfer is on its way.
+fn die_in(point: &'static str) {
+    static POINT: OnceLock<&str> = OnceLock::new();
+    POINT.get_or_init(|| point);
+    on_moment(|Moment { point, bytes, .. }| {
+        if bytes > LARGE / 2 && POINT.get() == Some(&point) {
+            die();
+        }
+    });
+}
+
+fn act(scene: &str, world: &World, is_victim: bool) -> Result<(), TrainError> {
+    let die_if = |is_here: bool| {
+        if is_victim && is_here {
+            die();
+        }
+    };
+    if let "prepares" | "waits for the first" = scene {
+        // Before it comes to the guard, or inside.
+        die_if(scene == "waits for the first");
+        return first_of_all(world, || {
+            die_if(true);
+            Ok::<_, String>(())
+        });
+    }
+    let options = DdpOptions::default().first_bucket_bytes(64);
+    let mut ddp = Ddp::with_options(world, [("first", LARGE), ("last", 64)], options)?;
+    match scene {
+        "sends" | "receives" if is_victim => die_in(if scene == "sends" { "sent" } else { "received" }),
+        _ => {}
+    }
+    // In the join ranks have different numbers of batches, and the victim has none from the second step on.
+    let mut batches = 0..if is_victim { 1 } else { 50 };
+    while let Some(batch) = ddp.join(batches.next())? {
+        let mut pass = ddp.pass();
+        if batch.is_some() {
+            pass.add(1, &[1.0; 64])?;
+            die_if(scene == "computes");
+            pass.add(0, &vec![1.0; LARGE])?;
+        } else {
+            die_if(scene == "helps");
+        }
+        pass.finish()?;
+        die_if(scene == "joins");
+    }
+    Ok(())
+}
+
+// ---------------------------------------------------------------- the launcher's side
+
+/// Ends the processes when a test fails half-way.
+struct Rank(Option<Child>);
+
+impl Drop for Rank {
+    fn drop(&mut self) {
+        if let Some(mut child) = self.0.take() {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+/// Runs the scene on all ranks, in which `victim` dies; the others must say that it did.
+fn play(scene: &str, victim: usize) {
+    let store = StoreServer::bind(&["127.0.0.1:0".parse().unwrap()]).unwrap();
+    let ranks: Vec<Rank> = (0..WORLD)
+        .map(|rank| {
+            let mut command = Command::new(std::env::current_exe().unwrap());
+            for name in inherited() {
+                command.env_remove(name);
+            }
+            command
+                .args(["--exact", "worker", "--nocapture"])
+                .env("CONVOKE_TEST_SCENE", scene)
+                .env("CONVOKE_TEST_VICTIM", victim.to_string())
+                .env("RANK", rank.to_string())
+                .env("WORLD_SIZE", WORLD.to_string())
+                .env("MASTER_ADDR", "127.0.0.1")
+                .env("MASTER_PORT", store.port().to_string())
+                .env("TORCHELASTIC_USE_AGENT_STORE", "True")
+                .stdin(Stdio::null())
+                .stdout(Stdio::piped())
+                .stderr(Stdio::piped());
+            Rank(Some(command.spawn().unwrap()))
+        })
+        .collect();
+    for (rank, mut child) in ranks.into_iter().enumerate() {
+        let output = child.0.take().unwrap().wait_with_output().unwrap();
+        let text = String::from_utf8_lossy(&output.stderr);
+        if rank == victim {
+            assert_eq!(output.status.code(), None, "{scene}: the victim did not die: {text}");
+        } else {
+            assert!(output.status.success(), "{scene}, rank {rank}: {text}");
+        }
+    }
+}
+
+/// Variables of a job that this test may itself run in, but for the gate's mark on its processes.
+fn inherited() -> impl Iterator<Item = String> {
+    let of_a_job =
+        |name: &String| ["TORCHELASTIC_", "CONVOKE_"].iter().any(|prefix| name.starts_with(prefix));
+    std::env::vars().map(|(name, _)| name).filter(move |name| of_a_job(name) && name != "CONVOKE_CHECK_RUN")
+}
+
+#[test]
+fn a_rank_dies_in_the_guard() {
+    play("prepares", 0);
+    play("waits for the first", 1);
+}
+
+#[test]
+fn a_rank_dies_in_a_bucket() {
+    for scene in ["computes", "sends", "receives"] {
+        play(scene, 1);
+    }
+}
+
+#[test]
+fn a_rank_dies_in_a_join() {
+    // Before others come to it, and while it helps them without a batch of its own.
+    for scene in ["joins", "helps"] {
+        play(scene, 2);
+    }
+}

@@ -1,0 +1,373 @@
+//! What ranks get that train together, and what becomes of those that do not do it right.
+
+#![allow(clippy::unwrap_used, clippy::panic, clippy::print_stderr)]
+
+mod common;
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Instant;
+
+use common::{LONG, on_hosts, ranks, ranks_together};
+use convoke_comm::{CommError, Group, ReduceOp, bf16, f16};
+use convoke_train::{Ddp, DdpOptions, Gradient, Random, TrainError, first_of_all, first_on_each_host};
+
+/// Small buckets, so that a few parameters make several.
+fn small() -> DdpOptions {
+    DdpOptions::default().first_bucket_bytes(64).bucket_bytes(256)
+}
+
+/// The gradient of `parameter` on `rank` in `round`: small whole numbers, of which halves can hold the sums.
+fn share(round: usize, rank: usize, parameter: usize, count: usize) -> Vec<f32> {
+    (0..count).map(|index| ((round * 7 + rank * 3 + parameter * 5 + index) % 16) as f32).collect()
+}
+
+fn mean(round: usize, world: usize, parameter: usize, count: usize) -> Vec<f32> {
+    let shares: Vec<_> = (0..world).map(|rank| share(round, rank, parameter, count)).collect();
+    (0..count).map(|index| shares.iter().map(|share| share[index]).sum::<f32>() / world as f32).collect()
+}
+
+fn averages_of<T: Gradient>(from: fn(f32) -> T, to: fn(T) -> f32) {
+    let seed = std::env::var("CONVOKE_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or(11);
+    let mut random = Random::new(seed, 0);
+    for world in [1, 2, 4] {
+        let counts: Vec<usize> = (0..12).map(|_| random.below(90)).collect();
+        let overlap = random.below(2) == 0;
+        let bits = ranks(world, |group| {
+            // Each rank comes to its parameters in an order of its own.
+            let (rank, mut random) = (group.rank(), Random::new(seed, 1 + group.rank() as u64));
+            let named = counts.iter().enumerate().map(|(index, &count)| (format!("p{index}"), count));
+            let mut ddp = Ddp::<T>::with_options(&group, named, small().overlap(overlap)).unwrap();
+            assert!(ddp.buckets().len() > 2);
+            let mut seen = Vec::new();
+            for round in 0..5 {
+                let mut order: Vec<usize> = (0..counts.len()).collect();
+                random.shuffle(&mut order);
+                let mut pass = ddp.pass();
+                for parameter in order {
+                    let gradient = share(round, rank, parameter, counts[parameter]);
+                    let gradient: Vec<T> = gradient.into_iter().map(from).collect();
+                    if random.below(2) == 0 {
+                        pass.add(parameter, &gradient).unwrap();
+                    } else {
+                        pass.gradient(parameter).unwrap().copy_from_slice(&gradient);
+                        pass.ready(parameter).unwrap();
+                    }
+                }
+                pass.finish().unwrap();
+                for (parameter, &count) in counts.iter().enumerate() {
+                    let got: Vec<f32> = ddp.average(parameter).iter().map(|&x| to(x)).collect();
+                    let want: Vec<f32> =
+                        mean(round, world, parameter, count).iter().map(|&x| to(from(x))).collect();
+                    assert_eq!(got, want, "{} parameter {parameter}, seed {seed}", T::DTYPE);
+                    seen.extend(got.iter().map(|x| x.to_bits()));
+                    assert!(ddp.is_used(parameter));
+                }
+            }
+            seen
+        });
+        assert!(bits.iter().all(|other| *other == bits[0]), "the same bits on all ranks");
+    }
+}
+
+#[test]
+fn gradients_are_the_average_whatever_order_they_come_in() {
+    averages_of::<f32>(|x| x, |x| x);
+    averages_of::<f64>(f64::from, |x| x as f32);
+    averages_of::<f16>(f16::from_f32, f16::to_f32);
+    averages_of::<bf16>(bf16::from_f32, bf16::to_f32);
+}
+
+#[test]
+fn what_was_accumulated_is_averaged_once() {
+    ranks(3, |group| {
+        let (rank, mut ddp) = (group.rank(), Ddp::new(&group, [("a", 2), ("b", 1)]).unwrap());
+        for _ in 0..2 {
+            for part in 1..4 {
+                let last = part == 3;
+                let mut pass = if last { ddp.pass() } else { ddp.pass_no_sync() };
+                pass.add(0, &[(rank * part) as f32, 1.0]).unwrap();
+                // In one pass only: all that counts is that it has a gradient at all.
+                if part == 1 {
+                    pass.add(1, &[rank as f32]).unwrap();
+                }
+                pass.finish().unwrap();
+            }
+            // Sums over the parts, means over the ranks.
+            assert_eq!((ddp.average(0), ddp.average(1)), (&[6.0, 3.0][..], &[1.0][..]));
+        }
+    });
+}
+
+#[test]
+fn who_has_no_batch_left_helps_the_others() {
+    for divide_by_world in [false, true] {
+        let steps = ranks(3, |group| {
+            let rank = group.rank();
+            let options = small().divide_by_world(divide_by_world);
+            let mut ddp = Ddp::with_options(&group, [("a", 40), ("b", 80)], options).unwrap();
+            let (mut batches, mut steps, mut parameter) = (0..2 * rank, 0, 0.0);
+            while let Some(batch) = ddp.join(batches.next()).unwrap() {
+                let mut pass = ddp.pass();
+                assert_eq!(batch.is_some(), steps < 2 * rank);
+                if batch.is_some() {
+                    pass.add(1, &[1.0; 80]).unwrap();
+                    pass.add(0, &[rank as f32; 40]).unwrap();
+                }
+                pass.finish().unwrap();
+                // Ranks 1 and 2 have a batch in two steps, rank 2 alone in two more.
+                let (sum, with_batch) = if steps < 2 { (3.0, 2.0) } else { (2.0, 1.0) };
+                let number = if divide_by_world { 3.0 } else { with_batch };
+                assert_eq!(
+                    (ddp.average(0), ddp.average(1)),
+                    (&[sum / number; 40][..], &[with_batch / number; 80][..])
+                );
+                parameter += ddp.average(0)[0];
+                steps += 1;
+            }
+            // Then all of them again.
+            let mut pass = ddp.pass();
+            pass.add(0, &[3.0; 40]).unwrap();
+            pass.add(1, &[3.0; 80]).unwrap();
+            pass.finish().unwrap();
+            assert_eq!(ddp.average(1)[0], 3.0);
+            (steps, parameter)
+        });
+        assert!(
+            steps.iter().all(|&(steps, parameter)| steps == 4 && parameter == steps_of(divide_by_world)),
+            "{steps:?}"
+        );
+    }
+}
+
+fn steps_of(divide_by_world: bool) -> f32 {
+    if divide_by_world { 1.0 + 1.0 + 2.0 * (2.0 / 3.0) } else { 1.5 + 1.5 + 2.0 + 2.0 }
+}
+
+#[test]
+fn parameters_that_nobody_uses_are_an_error_or_zero() {
+    let errors = ranks(2, |group| {
+        let mut ddp = Ddp::new(&group, (0..12).map(|index| (format!("p{index}"), 3))).unwrap();
+        let mut pass = ddp.pass();
+        (0..if group.rank() == 0 { 12 } else { 1 }).for_each(|p| pass.add(p, &[1.0; 3]).unwrap());
+        pass.finish().unwrap_err()
+    });
+    let text = errors[1].to_string();
+    assert!(
+        matches!(&errors[1], TrainError::Unused { rank: 1, names, more: 3 } if names.len() == 8),
+        "{text}"
+    );
+    assert!(
+        text.contains("p1, p2") && text.contains("and 3 more") && text.contains("unused_parameters"),
+        "{text}"
+    );
+    let other = errors[0].to_string();
+    assert!(matches!(&errors[0], TrainError::Comm(CommError::Aborted { by: 1, .. })), "{other}");
+    assert!(other.contains("without a gradient for p1"), "{other}");
+
+    ranks(2, |group| {
+        let (rank, options) = (group.rank(), small().unused_parameters(true));
+        let mut ddp = Ddp::with_options(&group, [("a", 30), ("b", 30), ("c", 30)], options).unwrap();
+        for _ in 0..3 {
+            let mut pass = ddp.pass();
+            pass.add(2, &[4.0; 30]).unwrap();
+            if rank == 1 {
+                pass.add(0, &[2.0; 30]).unwrap();
+            }
+            pass.finish().unwrap();
+            let averages = [0, 1, 2].map(|p| ddp.average(p)[29]);
+            assert_eq!(averages, [1.0, 0.0, 4.0]);
+            assert_eq!([0, 1, 2].map(|p| ddp.is_used(p)), [true, false, true]);
+        }
+    });
+}
+
+#[test]
+fn ranks_that_train_different_networks_learn_how_they_differ_and_go_on() {
+    type Parameters = fn(usize) -> Vec<(String, usize)>;
+    let cases: [(Parameters, &str); 3] = [
+        (
+            |rank| vec![("w".to_owned(), 10 + rank / 2)],
+            "parameter 0 is w with 11 elements, not w with 10 elements",
+        ),
+        (|rank| vec![("w".to_owned(), 10); 1 + rank / 2], "it has 2 parameters, not 1"),
+        (|rank| vec![("w".to_owned(), 10); rank / 2], "it has 1 parameters, not 0"),
+    ];
+    for (parameters, part) in cases {
+        ranks(3, |group| {
+            let error = Ddp::<f32>::new(&group, parameters(group.rank())).unwrap_err();
+            assert!(matches!(error, TrainError::Layout { rank: 2, with: 0, .. }), "{error}");
+            assert!(error.to_string().contains(part), "{error}");
+            group.barrier().unwrap();
+        });
+    }
+    ranks(2, |group| {
+        let options = DdpOptions::default().bucket_bytes(4 + 1000 * group.rank()).first_bucket_bytes(1);
+        let error = Ddp::<f64>::with_options(&group, [("a", 9), ("b", 9), ("c", 9)], options).unwrap_err();
+        assert!(error.to_string().contains("buckets have other sizes"), "{error}");
+        let error = Ddp::<f32>::new(&group, [("a", 1); 0]).unwrap_err();
+        assert!(matches!(error, TrainError::InvalidArgument(_)), "{error}");
+    });
+}
+
+#[test]
+fn a_pass_that_is_given_up_keeps_nobody_waiting() {
+    let begin = Instant::now();
+    let errors = ranks(3, |group| {
+        let mut ddp = Ddp::with_options(&group, [("a", 100_000), ("b", 100_000)], small()).unwrap();
+        let mut pass = ddp.pass();
+        pass.add(1, &vec![1.0; 100_000]).unwrap();
+        let error = if group.rank() == 2 {
+            // As `?` does with it.
+            let error = pass.add(1, &[1.0]).unwrap_err();
+            drop(pass);
+            error
+        } else {
+            pass.add(0, &vec![1.0; 100_000]).and_then(|()| pass.finish()).unwrap_err()
+        };
+        // It stays so, and nothing panics.
+        let mut pass = ddp.pass();
+        let again = pass.add(1, &vec![1.0; 100_000]).and_then(|()| pass.add(0, &vec![1.0; 100_000]));
+        let again = again.and_then(|()| pass.finish()).unwrap_err();
+        assert!(matches!(again, TrainError::Comm(CommError::Aborted { by: 2, .. })), "{again}");
+        assert_eq!(ddp.average(0).len(), 100_000);
+        error
+    });
+    assert!(matches!(errors[2], TrainError::InvalidArgument(_)), "{}", errors[2]);
+    for error in &errors[..2] {
+        assert!(matches!(error, TrainError::Comm(CommError::Aborted { by: 2, .. })), "{error}");
+        assert!(error.to_string().contains("rank 2 gave up in the middle of a backward pass"), "{error}");
+    }
+    assert!(begin.elapsed() < LONG / 2, "{:?}", begin.elapsed());
+}
+
+#[test]
+fn arguments_without_a_meaning_are_refused() {
+    ranks(1, |group| {
+        let mut ddp = Ddp::new(&group, [("a", 2), ("b", 1)]).unwrap();
+        let mut pass = ddp.pass();
+        let refused = |result: Result<(), TrainError>, part: &str| {
+            let error = result.unwrap_err();
+            assert!(
+                matches!(error, TrainError::InvalidArgument(_)) && error.to_string().contains(part),
+                "{error}"
+            );
+        };
+        refused(pass.add(7, &[1.0]), "no parameter 7: there are 2");
+        refused(pass.add(0, &[1.0]), "a gradient of 1 elements for a, which has 2");
+        pass.add(0, &[1.0, 2.0]).unwrap();
+        refused(pass.add(0, &[1.0, 2.0]), "a has had its gradient in this pass");
+        refused(pass.ready(0), "a has had its gradient in this pass");
+        pass.add(1, &[5.0]).unwrap();
+        pass.finish().unwrap();
+        assert_eq!(ddp.average(0), [1.0, 2.0]);
+    });
+}
+
+#[test]
+fn the_first_rank_prepares_and_the_others_come_after_it() {
+    // Ranks 0 and 1 are first on their hosts.
+    let (first, later) = (AtomicUsize::new(0), AtomicUsize::new(0));
+    let outcomes = on_hosts(&[0, 1, 1, 0, 1], |group| {
+        first_on_each_host(&group, || {
+            if group.rank() < 2 {
+                first.fetch_add(1, Ordering::SeqCst);
+            } else {
+                assert_eq!(first.load(Ordering::SeqCst), 2, "before it was prepared");
+                later.fetch_add(1, Ordering::SeqCst);
+            }
+            Ok::<_, String>(group.rank())
+        })
+        .unwrap()
+    });
+    assert_eq!((outcomes, later.into_inner()), (vec![0, 1, 2, 3, 4], 3));
+    let prepared = AtomicBool::new(false);
+    on_hosts(&[0, 1, 1], |group| {
+        let prepare = || Ok::<_, String>(prepared.swap(true, Ordering::SeqCst));
+        assert_eq!(first_of_all(&group, prepare).unwrap(), group.rank() != 0);
+    });
+}
+
+#[test]
+fn if_preparing_fails_all_learn_why_and_go_on() {
+    let calls = AtomicUsize::new(0);
+    on_hosts(&[0, 1, 1, 0], |group| {
+        let error = first_on_each_host(&group, || {
+            calls.fetch_add(1, Ordering::SeqCst);
+            if group.rank() == 1 { Err("the disk is full") } else { Ok(()) }
+        });
+        let error = error.unwrap_err();
+        assert!(
+            matches!(&error, TrainError::Preparation { rank: 1, reason } if reason == "the disk is full"),
+            "{error}"
+        );
+        assert_eq!(error.blame(), Some(1));
+        group.barrier().unwrap();
+    });
+    assert_eq!(calls.into_inner(), 2, "nobody prepares after a failure");
+}
+
+#[test]
+fn a_panic_while_preparing_ends_the_wait() {
+    let errors = ranks_together(3, |group: Group| {
+        let prepare = || {
+            first_of_all(
+                &group,
+                || if group.rank() == 0 { panic!("on purpose") } else { Ok::<_, String>(()) },
+            )
+        };
+        let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(prepare));
+        assert_eq!(outcome.is_err(), group.rank() == 0);
+        // The rank that panicked is still there, and does not answer.
+        outcome.map_or_else(|_| group.barrier().unwrap_err().into(), Result::unwrap_err)
+    });
+    for error in errors {
+        assert!(matches!(error, TrainError::Comm(CommError::Aborted { by: 0, .. })), "{error}");
+        assert!(error.to_string().contains("rank 0 panicked while it prepared"), "{error}");
+    }
+}
+
+#[test]
+fn a_trace_shows_all_ranks_and_what_was_sent_while_they_computed() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("trace.json");
+    ranks(2, |group| {
+        let trace = convoke_train::Trace::default();
+        let options = small().trace(&trace);
+        let mut ddp = Ddp::with_options(&group, [("a", 64), ("b", 64)], options).unwrap();
+        let mut pass = ddp.pass();
+        pass.add(1, &[1.0; 64]).unwrap();
+        let span = trace.span("backward of a");
+        // Computes until the other rank has sent its part of what is on its way.
+        group.all_reduce(&mut [1.0_f32], ReduceOp::Sum).unwrap();
+        span.end();
+        pass.add(0, &[1.0; 64]).unwrap();
+        pass.finish().unwrap();
+        trace.write(&group, &path).unwrap();
+        let error = trace.write(&group, &folder.path().join("none/trace.json"));
+        assert_eq!(error.is_err(), group.rank() == 0);
+    });
+    let text = std::fs::read_to_string(&path).unwrap();
+    let trace: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
+    for rank in 0..2 {
+        let find = |name: &str| {
+            let is = |event: &&serde_json::Value| {
+                event["name"] == name && event["pid"] == rank && event["ph"] == "X"
+            };
+            events.iter().find(is).unwrap_or_else(|| panic!("rank {rank}, {name}: {text}"))
+        };
+        let time =
+            |event: &serde_json::Value| (event["ts"].as_f64().unwrap(), event["dur"].as_f64().unwrap());
+        let ((sent, took), (computed, _)) = (time(find("bucket 0")), time(find("backward of a")));
+        assert!(sent <= computed && took > 0.0 && sent >= 0.0, "{text}");
+        assert_eq!(find("bucket 0")["args"]["parameters"], "b");
+        let (later, _) = time(find("bucket 1"));
+        assert!(later >= computed, "{text}");
+    }
+    let rows: Vec<_> =
+        events.iter().filter(|event| event["ph"] == "M").map(|event| &event["args"]["name"]).collect();
+    assert!(
+        rows.iter().any(|name| *name == "rank 1") && rows.iter().any(|name| *name == "bucket 1"),
+        "{rows:?}"
+    );
+}

@@ -1,0 +1,213 @@
+//! What the ranks did when, for a trace viewer.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{self, BufWriter, Write};
+use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use convoke_comm::Group;
+use serde::{Deserialize, Serialize};
+
+use crate::error::TrainError;
+
+/// Most spans that one rank keeps; later ones are counted.
+const SPANS: usize = 1 << 17;
+/// The row of what the program computes; buckets have the rows behind it.
+const COMPUTATION: u32 = 0;
+
+/// Spans of time on this rank, written as one file for all ranks.
+///
+/// The file is in the Trace Event Format, which <https://ui.perfetto.dev> and `chrome://tracing` show: a process for each
+/// rank, in it one row for what the program computes and one for each bucket of gradients that is on its way. Clocks of
+/// hosts are taken as they are.
+///
+/// ```
+/// # fn main() -> Result<(), convoke_train::TrainError> {
+/// use convoke_train::{Ddp, DdpOptions, Trace};
+///
+/// let (world, trace) = (convoke_comm::init()?, Trace::default());
+/// let mut ddp = Ddp::<f32>::with_options(&world, [("weights", 10)], DdpOptions::default().trace(&trace))?;
+/// let span = trace.span("forward");
+/// // ...
+/// span.end();
+/// # let path = std::env::temp_dir().join(format!("convoke-doc-{}.json", std::process::id()));
+/// trace.write(&world, &path)?;
+/// # std::fs::remove_file(path).unwrap();
+/// # Ok(())
+/// # }
+/// ```
+///
+/// Clones are the same trace.
+#[derive(Debug, Clone)]
+pub struct Trace {
+    spans: Arc<Mutex<Vec<Noted>>>,
+    /// A moment by both clocks.
+    begin: (Instant, SystemTime),
+}
+
+/// A span that is over.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+struct Noted {
+    name: String,
+    row: u32,
+    /// Since 1970.
+    start: Duration,
+    time: Duration,
+    /// More about it.
+    about: BTreeMap<String, String>,
+}
+
+impl Default for Trace {
+    /// Nothing so far.
+    fn default() -> Self {
+        Self { spans: Arc::default(), begin: (Instant::now(), SystemTime::now()) }
+    }
+}
+
+impl Trace {
+    /// Begins a span, which ends when it is dropped.
+    pub fn span(&self, name: impl Into<String>) -> Span {
+        self.begin(name.into(), COMPUTATION, BTreeMap::new())
+    }
+
+    /// Begins the span of a bucket that is sent.
+    pub(crate) fn bucket<'a>(
+        &self,
+        index: usize,
+        bytes: usize,
+        names: impl Iterator<Item = &'a str>,
+    ) -> Span {
+        let about = BTreeMap::from([
+            ("bytes".to_owned(), bytes.to_string()),
+            ("parameters".to_owned(), names.collect::<Vec<_>>().join(" ")),
+        ]);
+        self.begin(format!("bucket {index}"), COMPUTATION + 1 + index as u32, about)
+    }
+
+    fn begin(&self, name: String, row: u32, about: BTreeMap<String, String>) -> Span {
+        Span { trace: self.clone(), name, row, about, start: Instant::now() }
+    }
+
+    fn spans(&self) -> MutexGuard<'_, Vec<Noted>> {
+        self.spans.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Writes what all ranks of the group have noted so far. All ranks call it; rank 0 writes.
+    ///
+    /// # Errors
+    /// [`TrainError::Trace`] on rank 0 if it cannot. Else as [`Group::gather_object`].
+    pub fn write(&self, group: &Group, path: &Path) -> Result<(), TrainError> {
+        let noted = self.spans().clone();
+        let Some(ranks) = group.gather_object(&noted, 0)? else { return Ok(()) };
+        let write = || {
+            let mut file = BufWriter::new(File::create(path)?);
+            serde_json::to_writer(&mut file, &Chart::of(&ranks)).map_err(io::Error::from)?;
+            file.flush()
+        };
+        write().map_err(|source| TrainError::Trace { path: path.to_owned(), source })
+    }
+}
+
+/// Something that takes time, until it is dropped.
+#[derive(Debug)]
+#[must_use = "it ends when it is dropped"]
+pub struct Span {
+    trace: Trace,
+    name: String,
+    row: u32,
+    about: BTreeMap<String, String>,
+    start: Instant,
+}
+
+impl Span {
+    /// Ends it.
+    pub fn end(self) {}
+}
+
+impl Drop for Span {
+    fn drop(&mut self) {
+        let (instant, time) = self.trace.begin;
+        let since_1970 = time.duration_since(UNIX_EPOCH).unwrap_or_default();
+        let noted = Noted {
+            name: std::mem::take(&mut self.name),
+            row: self.row,
+            start: since_1970 + self.start.saturating_duration_since(instant),
+            time: self.start.elapsed(),
+            about: std::mem::take(&mut self.about),
+        };
+        let mut spans = self.trace.spans();
+        if spans.len() < SPANS {
+            spans.push(noted);
+        } else if spans.len() == SPANS {
+            spans.push(Noted { name: "... and more".to_owned(), time: Duration::ZERO, ..noted });
+        }
+    }
+}
+
+/// The Trace Event Format, as far as it is used: an object with a list of events.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Chart<'a> {
+    display_time_unit: &'static str,
+    trace_events: Vec<Event<'a>>,
+}
+
+/// An event: a span (`X`), or the name of a process or row (`M`).
+#[derive(Debug, Serialize)]
+struct Event<'a> {
+    name: &'a str,
+    ph: &'static str,
+    /// Microseconds.
+    ts: f64,
+    dur: f64,
+    /// The rank.
+    pid: usize,
+    /// The row.
+    tid: u32,
+    args: BTreeMap<&'a str, String>,
+}
+
+impl<'a> Chart<'a> {
+    fn of(ranks: &'a [Vec<Noted>]) -> Self {
+        let micros = |time: Duration| time.as_nanos() as f64 / 1e3;
+        let begin = ranks.iter().flatten().map(|noted| noted.start).min().unwrap_or_default();
+        let mut trace_events = Vec::new();
+        for (rank, spans) in ranks.iter().enumerate() {
+            let mut named = |what: &'static str, row: u32, name: String| {
+                let args = BTreeMap::from([("name", name)]);
+                trace_events.push(Event {
+                    name: what,
+                    ph: "M",
+                    ts: 0.0,
+                    dur: 0.0,
+                    pid: rank,
+                    tid: row,
+                    args,
+                });
+            };
+            named("process_name", COMPUTATION, format!("rank {rank}"));
+            let mut rows: Vec<u32> = spans.iter().map(|noted| noted.row).collect();
+            rows.sort_unstable();
+            rows.dedup();
+            for row in rows {
+                let name = match row {
+                    COMPUTATION => "computation".to_owned(),
+                    bucket => format!("bucket {}", bucket - 1),
+                };
+                named("thread_name", row, name);
+            }
+            trace_events.extend(spans.iter().map(|noted| Event {
+                name: &noted.name,
+                ph: "X",
+                ts: micros(noted.start - begin),
+                dur: micros(noted.time),
+                pid: rank,
+                tid: noted.row,
+                args: noted.about.iter().map(|(key, value)| (key.as_str(), value.clone())).collect(),
+            }));
+        }
+        Self { display_time_unit: "ms", trace_events }
+    }
+}
