@@ -25,7 +25,11 @@ impl Replicas {
     ///
     /// # Errors
     /// As there.
-    pub fn with_options<M: Module>(group: &Group, module: M, options: DdpOptions) -> Result<(Self, M), TrainError> {
+    pub fn with_options<M: Module>(
+        group: &Group,
+        module: M,
+        options: DdpOptions,
+    ) -> Result<(Self, M), TrainError> {
         let mut sizes = Sizes(Vec::new());
         module.visit(&mut sizes);
         let ddp = Ddp::with_options(group, sizes.0, options)?;
@@ -39,11 +43,18 @@ impl Replicas {
     ///
     /// # Errors
     /// As [`Pass::finish`].
-    pub fn average<M: Module>(&mut self, module: &M, own: GradientsParams) -> Result<GradientsParams, TrainError> {
-        let mut send = Send { pass: self.ddp.pass(), own, index: 0, result: Ok(()) };
-        module.visit(&mut send);
-        send.result?;
-        send.pass.finish()?;
+    pub fn average<M: Module>(
+        &mut self,
+        module: &M,
+        own: GradientsParams,
+    ) -> Result<GradientsParams, TrainError> {
+        let sent = {
+            let mut send = Send { pass: self.ddp.pass(), own, index: 0, result: Ok(()) };
+            module.visit(&mut send);
+            let Send { pass, result, .. } = send;
+            result.and_then(|()| pass.finish())
+        };
+        sent?;
         let mut receive = Receive { ddp: &self.ddp, averages: GradientsParams::new(), index: 0 };
         module.visit(&mut receive);
         Ok(receive.averages)

@@ -45,9 +45,15 @@ impl Replicas {
     ///
     /// # Errors
     /// As there.
-    pub fn with_options(group: &Group, variables: &VarMap, options: DdpOptions) -> Result<Self, ReplicaError> {
-        let data = variables.data().lock().map_err(|_| candle_core::Error::Msg("a thread panicked".to_owned()))?;
-        let mut variables: Vec<(String, Var)> = data.iter().map(|(name, var)| (name.clone(), var.clone())).collect();
+    pub fn with_options(
+        group: &Group,
+        variables: &VarMap,
+        options: DdpOptions,
+    ) -> Result<Self, ReplicaError> {
+        let data =
+            variables.data().lock().map_err(|_| candle_core::Error::Msg("a thread panicked".to_owned()))?;
+        let mut variables: Vec<(String, Var)> =
+            data.iter().map(|(name, var)| (name.clone(), var.clone())).collect();
         drop(data);
         // A map has another order on each rank.
         variables.sort_by(|(a, _), (b, _)| a.cmp(b));
@@ -74,7 +80,9 @@ impl Replicas {
             }
         }
         pass.finish()?;
-        for (index, (_, var)) in self.variables.iter().enumerate().filter(|(index, _)| self.ddp.is_used(*index)) {
+        for (index, (_, var)) in
+            self.variables.iter().enumerate().filter(|(index, _)| self.ddp.is_used(*index))
+        {
             gradients.insert(var, Tensor::from_slice(self.ddp.average(index), var.shape(), var.device())?);
         }
         Ok(())

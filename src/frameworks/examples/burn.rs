@@ -58,7 +58,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             let (pixels, labels) = tensors(&own, &device);
             let gradients = loss.forward(model.forward(pixels), labels).backward();
             let own = GradientsParams::from_grads(gradients, &model);
-            model = optimizer.step(0.5, model, replicas.average(&model, own)?);
+            let averages = replicas.average(&model, own)?;
+            model = optimizer.step(0.5, model, averages);
         }
     }
 

@@ -25,7 +25,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let data = data::load(1)?;
     let variables = VarMap::new();
     let builder = VarBuilder::from_varmap(&variables, DType::F32, &device);
-    let model = [linear(PIXELS, HIDDEN, builder.pp("hidden"))?, linear(HIDDEN, CLASSES, builder.pp("output"))?];
+    let model =
+        [linear(PIXELS, HIDDEN, builder.pp("hidden"))?, linear(HIDDEN, CLASSES, builder.pp("output"))?];
     let mut replicas = Replicas::new(&world, &variables)?;
     let mut optimizer = SGD::new(variables.all_vars(), 0.5)?;
     if world.rank() == 0 {
