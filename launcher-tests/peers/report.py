@@ -9,6 +9,7 @@ What stands between `<!-- bench:NAME -->` and `<!-- end -->` is written anew, th
   launch machine, launch                      when and where; the table, from RESULTS/launch/launch.csv
   collectives machine, collectives            when and where; convoke's times, from RESULTS/collectives/raw.csv
   collectives SYSTEM                          SYSTEM against convoke, such as `collectives openmpi:tcp`
+  train hosts, train loopback                 when and where, table and timeline, from RESULTS/train-hosts and so on
 
 A table whose benchmark has not run, or not with that peer, is left alone and named on stderr.
 """
@@ -95,6 +96,12 @@ def blocks(results):
         found["collectives"] = tables.own()
         for peer in tables.peers:
             found[f"collectives {peer}"] = [f"{NAMES.get(peer, peer)}, {tables.rounds(peer)} rounds:", "", *tables.against(peer)]
+    for place in ("hosts", "loopback"):
+        folder = f"{results}/train-{place}"
+        if os.path.exists(f"{folder}/table.md"):
+            read = lambda name: open(f"{folder}/{name}").read().splitlines()
+            lines = [noted(folder, "table.md"), "", *read("table.md"), "", "```text", *read("timeline.txt"), "```"]
+            found[f"train {place}"] = lines
     return found
 
 

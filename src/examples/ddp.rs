@@ -15,7 +15,7 @@ use convoke_train::{Ddp, DdpOptions, Random, Sampler, Tail, TrainError};
 
 /// Units of the hidden layer; a network that learns y = x1 x2.
 const UNITS: usize = 32;
-const RATE: f32 = 0.02;
+const RATE: f32 = 0.16;
 /// Examples of all ranks in a backward pass, and passes in a step.
 const BATCH: usize = 8;
 const PASSES: usize = 2;
@@ -23,11 +23,10 @@ const PASSES: usize = 2;
 fn main() -> Result<(), TrainError> {
     let world = init()?;
     let mut random = Random::new(3, 0);
-    let mut draw = |bound: f32| random.symmetric(bound);
-    let examples: Vec<[f32; 2]> = (0..4001).map(|_| [draw(1.0), draw(1.0)]).collect();
+    let examples: Vec<[f32; 2]> = (0..4001).map(|_| [random.symmetric(1.0), random.symmetric(1.0)]).collect();
     // The same on all ranks, as the seed is.
     let mut parameters = [2 * UNITS, UNITS, UNITS, 1].map(|len| vec![0.0; len]);
-    parameters[..3].iter_mut().for_each(|values| values.fill_with(|| draw(0.5)));
+    parameters[..3].iter_mut().for_each(|values| values.fill_with(|| random.symmetric(0.5)));
 
     // Names and sizes, in the order of the forward pass. Buckets are small here, to have some.
     let shapes = ["weights1", "bias1", "weights2", "bias2"].into_iter().zip(parameters.iter().map(Vec::len));
@@ -37,6 +36,8 @@ fn main() -> Result<(), TrainError> {
         println!("{} ranks, buckets of parameters {:?}", world.size(), ddp.buckets());
     }
 
+    // So that averages are means over all examples of a step.
+    let scale = world.size() as f32 / (BATCH * PASSES) as f32;
     let sampler = Sampler::new(examples.len(), world.rank(), world.size()).shuffled(4).tail(Tail::Uneven);
     for epoch in 1..=3 {
         let (mut order, mut loss) = (sampler.epoch(epoch), [0.0]);
@@ -51,9 +52,8 @@ fn main() -> Result<(), TrainError> {
                 // All passes of a step but the last only add up.
                 let mut pass = if index + 1 == batches.len() { ddp.pass() } else { ddp.pass_no_sync() };
                 let own = batch.own().iter().map(|&index| examples[index]);
-                let gradients = backward(&parameters, own, &mut loss[0]);
+                let gradients = backward(&parameters, own, scale, &mut loss[0]);
                 for parameter in (0..4).rev() {
-                    // Here all are computed first; `digits`, a longer example, hands over each as it gets it.
                     pass.add(parameter, &gradients[parameter])?;
                 }
                 pass.finish()?;
@@ -72,20 +72,21 @@ fn main() -> Result<(), TrainError> {
     Ok(())
 }
 
-/// Mean gradients of a batch; adds up the squared errors.
+/// Gradients of some examples, times `scale`; adds up the squared errors.
 fn backward(
     parameters: &[Vec<f32>; 4],
     batch: impl Iterator<Item = [f32; 2]>,
+    scale: f32,
     loss: &mut f32,
 ) -> [Vec<f32>; 4] {
     let mut gradients = parameters.each_ref().map(|values| vec![0.0; values.len()]);
     for x in batch {
         let input = |unit: usize| parameters[0][2 * unit] * x[0] + parameters[0][2 * unit + 1] * x[1];
         let hidden: Vec<f32> = (0..UNITS).map(|unit| (input(unit) + parameters[1][unit]).tanh()).collect();
-        let output: f32 =
-            hidden.iter().zip(&parameters[2]).map(|(h, w)| h * w).sum::<f32>() + parameters[3][0];
-        let error = output - x[0] * x[1];
+        let output: f32 = hidden.iter().zip(&parameters[2]).map(|(h, w)| h * w).sum();
+        let error = output + parameters[3][0] - x[0] * x[1];
         *loss += error * error;
+        let error = scale * error;
         gradients[3][0] += error;
         for unit in 0..UNITS {
             gradients[2][unit] += error * hidden[unit];

@@ -1,13 +1,13 @@
 //! Elastic training: after a failure the job goes on from a checkpoint, with as many ranks as there are then.
 //!
 //! ```text
-//! $ convoke --nproc-per-node=2 --max-restarts=1 elastic state.txt --die-at=5
+//! $ convoke --nproc-per-node=2 --max-restarts=1 elastic state.txt --die-at=6
 //! attempt 0: 2 ranks, from example 0
 //! attempt 1: 2 ranks, from example 2048
 //! done: 4096 examples, weight 2.998
 //! ```
 //!
-//! Rank 1 is killed in step 5 of the first attempt. On several nodes, which may come and go, with a file that all share:
+//! Rank 1 is killed in step 6 of the first attempt. On several nodes, which may come and go, with a file that all share:
 //! `convoke --nnodes=1:4 --rdzv-backend=c10d --rdzv-endpoint=node0:29400 --nproc-per-node=2 elastic state.txt` on each.
 
 #![allow(clippy::print_stdout, clippy::print_stderr)]

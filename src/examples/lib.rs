@@ -5,6 +5,3 @@ pub mod ways_in {}
 
 #[doc = include_str!("../../docs/first-job.md")]
 pub mod first_job {}
-
-#[doc = include_str!("../../docs/training.md")]
-pub mod training {}

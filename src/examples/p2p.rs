@@ -21,7 +21,8 @@ fn main() -> Result<(), CommError> {
     let (rank, size) = (world.rank(), world.size());
     let (next, previous) = ((rank + 1) % size, (rank + size - 1) % size);
 
-    // Blocking: `send` returns when the message is on its way, `recv` when it is here. Rank 0 starts, each adds its rank.
+    // Blocking: `recv` returns when the message is here, `send` when its buffer may be used again: a small one is on its
+    // way then, a large one (over 64 KiB) with its receiver. Rank 0 starts, each adds its rank.
     let mut token = [0_u32];
     if size > 1 {
         if rank == 0 {

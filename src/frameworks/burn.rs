@@ -30,16 +30,17 @@ impl Replicas {
         module: M,
         options: DdpOptions,
     ) -> Result<(Self, M), TrainError> {
-        let mut sizes = Sizes(Vec::new());
+        let mut sizes = Sizes::default();
         module.visit(&mut sizes);
-        let ddp = Ddp::with_options(group, sizes.0, options)?;
+        let ddp = Ddp::with_options(group, sizes.sizes, options)?;
         let mut equal = Equal { group, result: Ok(()) };
         let module = module.map(&mut equal);
         equal.result?;
         Ok((Self { ddp }, module))
     }
 
-    /// The averages over all ranks of these gradients of `module`, for the optimizer.
+    /// The averages over all ranks of these gradients of `module`, for the optimizer. `GradientsParams::new()` on a rank
+    /// that has [no batch left](Ddp::join).
     ///
     /// # Errors
     /// As [`Pass::finish`].
@@ -48,16 +49,18 @@ impl Replicas {
         module: &M,
         own: GradientsParams,
     ) -> Result<GradientsParams, TrainError> {
-        let sent = {
-            let mut send = Send { pass: self.ddp.pass(), own, index: 0, result: Ok(()) };
-            module.visit(&mut send);
-            let Send { pass, result, .. } = send;
-            result.and_then(|()| pass.finish())
-        };
-        sent?;
+        hand_over(self.ddp.pass(), module, own)?;
         let mut receive = Receive { ddp: &self.ddp, averages: GradientsParams::new(), index: 0 };
         module.visit(&mut receive);
         Ok(receive.averages)
+    }
+
+    /// Only adds these gradients up on this rank; the next [`Self::average`] sends the sum.
+    ///
+    /// # Errors
+    /// [`TrainError::InvalidArgument`] if they are those of another module.
+    pub fn accumulate<M: Module>(&mut self, module: &M, own: GradientsParams) -> Result<(), TrainError> {
+        hand_over(self.ddp.pass_no_sync(), module, own)
     }
 
     /// What averages them: to [join](Ddp::join), for example.
@@ -66,13 +69,43 @@ impl Replicas {
     }
 }
 
-// A module is visited in the same order each time, on all ranks: a parameter is known by its place in it.
+fn hand_over<M: Module>(mut pass: Pass<'_, f32>, module: &M, own: GradientsParams) -> Result<(), TrainError> {
+    let mut take = Take { own, gradients: Vec::new() };
+    module.visit(&mut take);
+    // The last first, as the buckets are filled.
+    for (index, gradient) in take.gradients.iter().enumerate().rev() {
+        if let Some(gradient) = gradient {
+            pass.add(index, gradient)?;
+        }
+    }
+    pass.finish()
+}
 
-struct Sizes(Vec<(String, usize)>);
+// A module is visited in the same order each time, on all ranks: a parameter is known by its place in it. Those that need
+// no gradients, such as the running means of a batch norm, have none.
+
+/// Names and sizes.
+#[derive(Default)]
+struct Sizes {
+    path: Vec<String>,
+    sizes: Vec<(String, usize)>,
+}
 
 impl ModuleVisitor for Sizes {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        self.0.push((format!("parameter {}", self.0.len()), param.lazy_shape().num_elements()));
+        if param.val().is_require_grad() {
+            // Of a layer, its parameters have a number.
+            let name = format!("{}.{}", self.path.join("."), self.sizes.len());
+            self.sizes.push((name, param.lazy_shape().num_elements()));
+        }
+    }
+
+    fn enter_module(&mut self, name: &str, _: &str) {
+        self.path.push(name.to_owned());
+    }
+
+    fn exit_module(&mut self, _: &str, _: &str) {
+        self.path.pop();
     }
 }
 
@@ -96,20 +129,17 @@ impl ModuleMapper for Equal<'_> {
     }
 }
 
-/// Hands over this rank's gradients.
-struct Send<'a> {
-    pass: Pass<'a, f32>,
+/// Takes this rank's gradients.
+struct Take {
     own: GradientsParams,
-    index: usize,
-    result: Result<(), TrainError>,
+    gradients: Vec<Option<Vec<f32>>>,
 }
 
-impl ModuleVisitor for Send<'_> {
+impl ModuleVisitor for Take {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if let (Some(gradient), Ok(())) = (self.own.remove::<D>(param.id), &self.result) {
-            self.result = self.pass.add(self.index, &floats(gradient));
+        if param.val().is_require_grad() {
+            self.gradients.push(self.own.remove::<D>(param.id).map(floats));
         }
-        self.index += 1;
     }
 }
 
@@ -122,6 +152,9 @@ struct Receive<'a> {
 
 impl ModuleVisitor for Receive<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        if !param.val().is_require_grad() {
+            return;
+        }
         if self.ddp.is_used(self.index) {
             let values = TensorData::new(self.ddp.average(self.index).to_vec(), param.lazy_shape());
             self.averages.register::<D>(param.id, Tensor::from_data(values, &param.lazy_device().inner()));

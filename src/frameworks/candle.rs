@@ -1,10 +1,10 @@
 //! Replicas of a candle model.
 
 use candle_core::backprop::GradStore;
-use candle_core::{Tensor, Var};
+use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::VarMap;
 use convoke_comm::{CommError, Group};
-use convoke_train::{Ddp, DdpOptions, TrainError};
+use convoke_train::{Ddp, DdpOptions, Pass, TrainError};
 
 /// Why a call failed.
 #[derive(Debug, thiserror::Error)]
@@ -25,6 +25,9 @@ impl From<CommError> for ReplicaError {
 }
 
 /// The variables of a model, the same on all ranks, and the average of their gradients. Variables are `f32`.
+///
+/// Those that never get a gradient, such as the running means of a batch norm, need
+/// [`DdpOptions::unused_parameters`].
 #[derive(Debug)]
 pub struct Replicas {
     variables: Vec<(String, Var)>,
@@ -67,25 +70,31 @@ impl Replicas {
         Ok(Self { variables, ddp })
     }
 
-    /// Replaces this rank's gradients, as `loss.backward()` gives them, by the averages over all ranks; then the optimizer
-    /// takes its step with them.
+    /// The averages over all ranks of these gradients, as `loss.backward()` gives them: for the step of the optimizer.
+    /// `None` on a rank that has [no batch left](Ddp::join).
     ///
     /// # Errors
-    /// As [`convoke_train::Pass::finish`].
-    pub fn average(&mut self, gradients: &mut GradStore) -> Result<(), ReplicaError> {
-        let mut pass = self.ddp.pass();
-        for (index, (_, var)) in self.variables.iter().enumerate().rev() {
-            if let Some(gradient) = gradients.get(var) {
-                pass.add(index, &gradient.flatten_all()?.to_vec1::<f32>()?)?;
-            }
-        }
-        pass.finish()?;
+    /// As [`Pass::finish`].
+    pub fn average(&mut self, gradients: Option<GradStore>) -> Result<GradStore, ReplicaError> {
+        let pass = self.ddp.pass();
+        // candle makes no empty one.
+        let nothing = || Tensor::zeros((), DType::F32, &Device::Cpu)?.backward();
+        let mut gradients = gradients.map_or_else(nothing, Ok)?;
+        hand_over(pass, &self.variables, &gradients)?;
         for (index, (_, var)) in
             self.variables.iter().enumerate().filter(|(index, _)| self.ddp.is_used(*index))
         {
             gradients.insert(var, Tensor::from_slice(self.ddp.average(index), var.shape(), var.device())?);
         }
-        Ok(())
+        Ok(gradients)
+    }
+
+    /// Only adds these gradients up on this rank; the next [`Self::average`] sends the sum.
+    ///
+    /// # Errors
+    /// [`ReplicaError::Candle`].
+    pub fn accumulate(&mut self, gradients: &GradStore) -> Result<(), ReplicaError> {
+        hand_over(self.ddp.pass_no_sync(), &self.variables, gradients)
     }
 
     /// Names of the variables, in the order in which all ranks have them.
@@ -97,4 +106,17 @@ impl Replicas {
     pub fn ddp(&mut self) -> &mut Ddp {
         &mut self.ddp
     }
+}
+
+fn hand_over(
+    mut pass: Pass<'_, f32>,
+    variables: &[(String, Var)],
+    own: &GradStore,
+) -> Result<(), ReplicaError> {
+    for (index, (_, var)) in variables.iter().enumerate().rev() {
+        if let Some(gradient) = own.get(var) {
+            pass.add(index, &gradient.flatten_all()?.to_vec1::<f32>()?)?;
+        }
+    }
+    Ok(pass.finish()?)
 }

@@ -1,7 +1,7 @@
 //! Frameworks for Rust on several ranks: their gradients averaged by [`convoke_train::Ddp`].
 //!
-//! One feature for each framework, none by default: `candle`, `burn`. Both compute all gradients in one call, so what is
-//! sent while the pass goes on is only what they have handed over; buckets are sent side by side nevertheless.
+//! One feature for each framework, none by default: `candle`, `burn`. Both compute all gradients in one call, so buckets
+//! are sent while the next ones are filled, but not while gradients are computed.
 #![warn(missing_docs)]
 
 #[cfg(feature = "burn")]

@@ -16,6 +16,8 @@ use sha2::{Digest, Sha256};
 pub(crate) struct Layout {
     /// Type of the elements.
     dtype: String,
+    /// What the ranks must have alike beside.
+    settings: String,
     /// Names and numbers of elements.
     parameters: Vec<(String, usize)>,
     places: Vec<Place>,
@@ -60,7 +62,12 @@ impl Layout {
             let size = if bucket == 0 { sizes.first } else { sizes.others };
             is_full = len.saturating_mul(element_bytes) >= size;
         }
-        Self { dtype: dtype.to_owned(), parameters, places, buckets }
+        Self { dtype: dtype.to_owned(), settings: String::new(), parameters, places, buckets }
+    }
+
+    /// The same, where these settings are compared as well.
+    pub(crate) fn with_settings(self, settings: &str) -> Self {
+        Self { settings: settings.to_owned(), ..self }
     }
 
     /// Number of parameters.
@@ -95,7 +102,7 @@ impl Layout {
             bucket.iter().for_each(|&parameter| word(parameter));
         }
         let texts = self.parameters.iter().map(|(name, count)| (name.as_str(), *count));
-        for (text, count) in texts.chain([(self.dtype.as_str(), 0)]) {
+        for (text, count) in texts.chain([(self.dtype.as_str(), 0), (self.settings.as_str(), 0)]) {
             hash.update((text.len() as u64).to_le_bytes());
             hash.update(text);
             hash.update((count as u64).to_le_bytes());
@@ -118,7 +125,9 @@ impl Layout {
             .then(|| format!("it has {} parameters, not {}", self.len(), other.len()));
         let types =
             (self.dtype != other.dtype).then(|| format!("they are {}, not {}", self.dtype, other.dtype));
-        parameter.or(counts).or(types).or_else(|| {
+        let settings = (self.settings != other.settings)
+            .then(|| format!("its options are {}, not {}", self.settings, other.settings));
+        parameter.or(counts).or(types).or(settings).or_else(|| {
             let (ours, theirs) = (self.buckets.len(), other.buckets.len());
             Some(format!("its buckets have other sizes ({ours} buckets and {theirs})"))
         })
@@ -175,6 +184,7 @@ mod tests {
             (layout(&[10, 2], 100, 100), "buckets"),
             (Layout { dtype: "f64".to_owned(), ..ours.clone() }, "they are f32, not f64"),
             (other_name, "p1 with 2 elements, not q"),
+            (ours.clone().with_settings("x"), "its options are , not x"),
         ];
         assert_eq!(ours.difference(&ours), None);
         for (other, part) in cases {
@@ -185,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fingerprint_is_the_same_for_ever() {
-        assert_eq!(layout(&[10, 2], 1, 1).fingerprint(), layout(&[10, 2], 1, 1).fingerprint());
+    fn a_fingerprint_is_the_same_in_all_builds() {
+        assert_eq!(layout(&[10, 2], 1, 1).fingerprint(), 8_499_401_631_276_651_658);
     }
 }

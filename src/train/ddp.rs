@@ -107,7 +107,7 @@ impl<T: Gradient> Ddp<T> {
         let parameters: Vec<_> = parameters.into_iter().map(|(name, count)| (name.into(), count)).collect();
         let (dtype, bytes) = (T::DTYPE.to_string(), T::DTYPE.size_bytes());
         let sizes = Sizes { first: options.first_bucket_bytes, others: options.bucket_bytes };
-        let layout = Layout::new(parameters, &dtype, bytes, sizes);
+        let layout = Layout::new(parameters, &dtype, bytes, sizes).with_settings(&options.compared());
         // First, so that ranks which differ in whether they have any parameters all learn of it.
         compare(group, &layout)?;
         if layout.len() == 0 {
@@ -144,8 +144,8 @@ impl<T: Gradient> Ddp<T> {
         Pass::new(self, false)
     }
 
-    /// The gradient of a parameter: the average over all ranks, once a pass is finished. After an error it is
-    /// unspecified.
+    /// The gradient of a parameter: the average over all ranks, once a pass that is sent is finished; after a pass
+    /// without sending, what this rank has added up. After an error it is unspecified.
     ///
     /// # Panics
     /// If there is no such parameter.
@@ -153,6 +153,20 @@ impl<T: Gradient> Ddp<T> {
     pub fn average(&self, parameter: usize) -> &[T] {
         let Place { bucket, range } = self.layout.place(parameter);
         self.buckets[*bucket].memory.get(range.clone()).unwrap_or_default()
+    }
+
+    /// As [`Self::average`], to change it, such as to clip it. All ranks change theirs alike.
+    ///
+    /// # Panics
+    /// If there is no such parameter.
+    pub fn average_mut(&mut self, parameter: usize) -> &mut [T] {
+        let Place { bucket, range } = self.layout.place(parameter);
+        self.buckets[*bucket].memory.get_mut(range.clone()).unwrap_or_default()
+    }
+
+    /// Forgets what passes without sending have added up on this rank: to skip a step.
+    pub fn discard(&mut self) {
+        self.shares.fill(Share::Average);
     }
 
     /// Whether any rank had a gradient for this parameter in the last pass. `true` for all of them where
@@ -187,8 +201,8 @@ impl<T: Gradient> Ddp<T> {
     /// How shares become the average.
     fn reduction(&self) -> Reduction<T> {
         match &self.joined {
-            Some(joined) if joined.with_batch < self.group.size() && !self.options.divide_by_world => {
-                Reduction::premul_sum(T::one_of(joined.with_batch))
+            Some(joined) if joined.giving < self.group.size() && !self.options.divide_by_world => {
+                Reduction::premul_sum(T::one_of(joined.giving))
             }
             Some(_) | None => ReduceOp::Avg.into(),
         }

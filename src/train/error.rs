@@ -24,7 +24,7 @@ pub enum TrainError {
         difference: String,
     },
 
-    /// Parameters got no gradient in a backward pass. The group has ended.
+    /// Parameters got no gradient in a backward pass. The group has ended, if it has other ranks.
     #[error(
         "rank {rank}: a backward pass ended without a gradient for {}; if that is meant, allow it with \
          DdpOptions::unused_parameters(true) on all ranks",

@@ -61,30 +61,28 @@ fn first<T, E: Display>(
     is_first: bool,
     prepare: impl FnOnce() -> Result<T, E>,
 ) -> Result<T, TrainError> {
-    let rank = group.rank();
-    let failed = |error: E| TrainError::Preparation { rank, reason: error.to_string() };
-    let (prepare, prepared) = if is_first {
+    // What came of it, or what is still to be done.
+    let prepared = if is_first {
         // The others wait for what this rank has to say: not until its process is gone.
         let awaited = Awaited(group);
         let prepared = prepare();
         std::mem::forget(awaited);
-        (None, Some(prepared))
+        Ok(prepared)
     } else {
-        (Some(prepare), None)
+        Err(prepare)
     };
-    let reason = prepared.as_ref().and_then(|prepared| prepared.as_ref().err()).map(ToString::to_string);
+    let reason = match &prepared {
+        Ok(Err(error)) => Some(error.to_string()),
+        Ok(Ok(_)) | Err(_) => None,
+    };
     let reasons = group.all_gather_object(&reason)?;
     if let Some((rank, reason)) =
         reasons.into_iter().enumerate().find_map(|(rank, reason)| Some((rank, reason?)))
     {
         return Err(TrainError::Preparation { rank, reason });
     }
-    match (prepare, prepared) {
-        (_, Some(prepared)) => prepared.map_err(failed),
-        (Some(prepare), None) => prepare().map_err(failed),
-        // One of them is there.
-        (None, None) => Err(TrainError::InvalidArgument("nothing to prepare".to_owned())),
-    }
+    let failed = |error: E| TrainError::Preparation { rank: group.rank(), reason: error.to_string() };
+    prepared.unwrap_or_else(|prepare| prepare()).map_err(failed)
 }
 
 /// Ends the group if it is dropped: a panic came in between.

@@ -18,8 +18,8 @@ const FIRST_EPOCH_STREAM: u64 = 1 << 32;
 /// rank 2 of 3                     h     j     g     (b)
 /// ```
 ///
-/// The twin of torch's `DistributedSampler`, with which it has the default in common: shuffled if
-/// [asked for](Self::shuffled), padded in the end.
+/// The twin of torch's `DistributedSampler`, which shuffles if it is not told otherwise; here it must be
+/// [asked for](Self::shuffled).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sampler {
     examples: usize,
@@ -118,7 +118,8 @@ impl Epoch {
     /// Takes the next `examples` examples of all ranks together, fewer in the end; `None` if there are none left.
     ///
     /// With a multiple of the number of ranks every rank has as many (but in the end with [`Tail::Uneven`]). The
-    /// batches are the same for any number of ranks, only who takes what differs.
+    /// batches are the same for any number of ranks, only who takes what differs; but for the last one, where the tail
+    /// depends on it ([`Tail::Pad`], [`Tail::Drop`]).
     ///
     /// # Panics
     /// If `examples` is 0.

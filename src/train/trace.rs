@@ -12,16 +12,18 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::TrainError;
 
-/// Most spans that one rank keeps; later ones are counted.
+/// Most spans that one rank keeps; later ones are left out.
 const SPANS: usize = 1 << 17;
+/// Longest title of a row, in bytes.
+const TITLE_BYTES: usize = 200;
 /// The row of what the program computes; buckets have the rows behind it.
 const COMPUTATION: u32 = 0;
 
 /// Spans of time on this rank, written as one file for all ranks.
 ///
 /// The file is in the Trace Event Format, which <https://ui.perfetto.dev> and `chrome://tracing` show: a process for each
-/// rank, in it one row for what the program computes and one for each bucket of gradients that is on its way. Clocks of
-/// hosts are taken as they are.
+/// rank, in it one row for what the program computes and one for each bucket of gradients, from when it is sent until its
+/// average is here, waiting for those before it included. Clocks of hosts are taken as they are. A rank keeps 131,072 spans.
 ///
 /// ```
 /// # fn main() -> Result<(), convoke_train::TrainError> {
@@ -42,9 +44,19 @@ const COMPUTATION: u32 = 0;
 /// Clones are the same trace.
 #[derive(Debug, Clone)]
 pub struct Trace {
-    spans: Arc<Mutex<Vec<Noted>>>,
+    notes: Arc<Mutex<Notes>>,
     /// A moment by both clocks.
     begin: (Instant, SystemTime),
+    /// Most spans.
+    room: usize,
+}
+
+/// What one rank has noted.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+struct Notes {
+    spans: Vec<Noted>,
+    /// Titles of the rows of buckets.
+    titles: BTreeMap<u32, String>,
 }
 
 /// A span that is over.
@@ -55,21 +67,27 @@ struct Noted {
     /// Since 1970.
     start: Duration,
     time: Duration,
-    /// More about it.
-    about: BTreeMap<String, String>,
+    /// Of a bucket.
+    bytes: Option<u64>,
 }
 
 impl Default for Trace {
     /// Nothing so far.
     fn default() -> Self {
-        Self { spans: Arc::default(), begin: (Instant::now(), SystemTime::now()) }
+        Self { notes: Arc::default(), begin: (Instant::now(), SystemTime::now()), room: SPANS }
     }
 }
 
 impl Trace {
+    /// One that keeps nothing, for programs that trace only when they are asked to.
+    #[must_use]
+    pub fn off() -> Self {
+        Self { room: 0, ..Self::default() }
+    }
+
     /// Begins a span, which ends when it is dropped.
     pub fn span(&self, name: impl Into<String>) -> Span {
-        self.begin(name.into(), COMPUTATION, BTreeMap::new())
+        self.begin(name.into(), COMPUTATION, None)
     }
 
     /// Begins the span of a bucket that is sent.
@@ -79,19 +97,17 @@ impl Trace {
         bytes: usize,
         names: impl Iterator<Item = &'a str>,
     ) -> Span {
-        let about = BTreeMap::from([
-            ("bytes".to_owned(), bytes.to_string()),
-            ("parameters".to_owned(), names.collect::<Vec<_>>().join(" ")),
-        ]);
-        self.begin(format!("bucket {index}"), COMPUTATION + 1 + index as u32, about)
+        let row = COMPUTATION + 1 + index as u32;
+        self.notes().titles.entry(row).or_insert_with(|| title(index, names));
+        self.begin(format!("bucket {index}"), row, Some(bytes as u64))
     }
 
-    fn begin(&self, name: String, row: u32, about: BTreeMap<String, String>) -> Span {
-        Span { trace: self.clone(), name, row, about, start: Instant::now() }
+    fn begin(&self, name: String, row: u32, bytes: Option<u64>) -> Span {
+        Span { trace: self.clone(), name, row, bytes, start: Instant::now() }
     }
 
-    fn spans(&self) -> MutexGuard<'_, Vec<Noted>> {
-        self.spans.lock().unwrap_or_else(PoisonError::into_inner)
+    fn notes(&self) -> MutexGuard<'_, Notes> {
+        self.notes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Writes what all ranks of the group have noted so far. All ranks call it; rank 0 writes.
@@ -99,7 +115,7 @@ impl Trace {
     /// # Errors
     /// [`TrainError::Trace`] on rank 0 if it cannot. Else as [`Group::gather_object`].
     pub fn write(&self, group: &Group, path: &Path) -> Result<(), TrainError> {
-        let noted = self.spans().clone();
+        let noted = self.notes().clone();
         let Some(ranks) = group.gather_object(&noted, 0)? else { return Ok(()) };
         let write = || {
             let mut file = BufWriter::new(File::create(path)?);
@@ -110,6 +126,19 @@ impl Trace {
     }
 }
 
+/// Title of a bucket's row: its number, and as many of its parameters as there is room for.
+fn title<'a>(index: usize, names: impl Iterator<Item = &'a str>) -> String {
+    let mut title = format!("bucket {index}:");
+    for name in names {
+        if title.len() + name.len() > TITLE_BYTES {
+            title.push_str(" ...");
+            break;
+        }
+        title.extend([" ", name]);
+    }
+    title
+}
+
 /// Something that takes time, until it is dropped.
 #[derive(Debug)]
 #[must_use = "it ends when it is dropped"]
@@ -117,7 +146,7 @@ pub struct Span {
     trace: Trace,
     name: String,
     row: u32,
-    about: BTreeMap<String, String>,
+    bytes: Option<u64>,
     start: Instant,
 }
 
@@ -135,13 +164,11 @@ impl Drop for Span {
             row: self.row,
             start: since_1970 + self.start.saturating_duration_since(instant),
             time: self.start.elapsed(),
-            about: std::mem::take(&mut self.about),
+            bytes: self.bytes,
         };
-        let mut spans = self.trace.spans();
-        if spans.len() < SPANS {
-            spans.push(noted);
-        } else if spans.len() == SPANS {
-            spans.push(Noted { name: "... and more".to_owned(), time: Duration::ZERO, ..noted });
+        let mut notes = self.trace.notes();
+        if notes.spans.len() < self.trace.room {
+            notes.spans.push(noted);
         }
     }
 }
@@ -170,11 +197,12 @@ struct Event<'a> {
 }
 
 impl<'a> Chart<'a> {
-    fn of(ranks: &'a [Vec<Noted>]) -> Self {
+    fn of(ranks: &'a [Notes]) -> Self {
         let micros = |time: Duration| time.as_nanos() as f64 / 1e3;
-        let begin = ranks.iter().flatten().map(|noted| noted.start).min().unwrap_or_default();
+        let begin =
+            ranks.iter().flat_map(|notes| &notes.spans).map(|noted| noted.start).min().unwrap_or_default();
         let mut trace_events = Vec::new();
-        for (rank, spans) in ranks.iter().enumerate() {
+        for (rank, Notes { spans, titles }) in ranks.iter().enumerate() {
             let mut named = |what: &'static str, row: u32, name: String| {
                 let args = BTreeMap::from([("name", name)]);
                 trace_events.push(Event {
@@ -188,16 +216,8 @@ impl<'a> Chart<'a> {
                 });
             };
             named("process_name", COMPUTATION, format!("rank {rank}"));
-            let mut rows: Vec<u32> = spans.iter().map(|noted| noted.row).collect();
-            rows.sort_unstable();
-            rows.dedup();
-            for row in rows {
-                let name = match row {
-                    COMPUTATION => "computation".to_owned(),
-                    bucket => format!("bucket {}", bucket - 1),
-                };
-                named("thread_name", row, name);
-            }
+            named("thread_name", COMPUTATION, "computation".to_owned());
+            titles.iter().for_each(|(&row, title)| named("thread_name", row, title.clone()));
             trace_events.extend(spans.iter().map(|noted| Event {
                 name: &noted.name,
                 ph: "X",
@@ -205,7 +225,7 @@ impl<'a> Chart<'a> {
                 dur: micros(noted.time),
                 pid: rank,
                 tid: noted.row,
-                args: noted.about.iter().map(|(key, value)| (key.as_str(), value.clone())).collect(),
+                args: noted.bytes.map(|bytes| ("bytes", bytes.to_string())).into_iter().collect(),
             }));
         }
         Self { display_time_unit: "ms", trace_events }

@@ -7,10 +7,12 @@
 Runs the `digits` example with a network that is large enough (--hidden) on --hosts simulated hosts
 (testbed/hosts.sh; needs root) whose links are limited to --mbit (0: no limit), or on this one with --hosts 1. The ways
 take turns in each round. A ratio is a way's time over that of `ddp` in the same round, median over the rounds: above 1
-`ddp` takes less. Written to --out: raw.csv, table.md, and trace.json of one run with `ddp` (https://ui.perfetto.dev).
+`ddp` takes less. Written to --out: raw.csv, table.md, trace.json of one run with `ddp` (https://ui.perfetto.dev), and
+timeline.txt, a step of rank 0 in it.
 """
 import argparse
 import csv
+import json
 import os
 import re
 import statistics
@@ -33,11 +35,34 @@ def job(o, env, way, extra=()):
                    f"--nproc-per-node={o.workers}", f"{o.bin}/digits", f"--epochs={o.epochs}", f"--batch={o.batch}",
                    f"--hidden={o.hidden}", f"--bucket-bytes={o.bucket_bytes}", f"--gradients={way}", "--lr=0.01", *extra]
         procs.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-    outs = [p.communicate(timeout=o.timeout) for p in procs]
+    try:
+        outs = [p.communicate(timeout=o.timeout) for p in procs]
+    finally:
+        for p in procs:
+            p.kill()
     if any(p.returncode for p in procs):
         raise SystemExit(f"bench: {way} failed:\n" + "".join(out + err for out, err in outs))
     text = outs[0][0]
     return float(re.search(r"(\d+) µs a step", text)[1]), re.search(r"parameter hash (\w+)", text)[1]
+
+
+def timeline(path, columns=64):
+    """The step of rank 0 in the middle of a trace, as lines of text."""
+    with open(path) as f:
+        spans = [e for e in json.load(f)["traceEvents"] if e["ph"] == "X" and e["pid"] == 0]
+    begins = sorted(e["ts"] for e in spans if e["name"] == "forward")
+    if len(begins) < 3:
+        return "too few steps for a timeline"
+    begin, end = begins[len(begins) // 2], begins[len(begins) // 2 + 1]
+    spans = sorted((e for e in spans if begin <= e["ts"] < end), key=lambda e: (e["tid"], e["ts"]))
+    column = (end - begin) / columns
+    lines = [f"one column is {column / 1e3:.2f} ms"]
+    for e in spans:
+        first, last = (e["ts"] - begin) / column, (e["ts"] + e["dur"] - begin) / column
+        bar = " " * round(first) + "#" * max(1, round(last) - round(first))
+        size = f"  {int(e['args']['bytes']) / 1e6:.1f} MB" if "bytes" in e["args"] else ""
+        lines.append(f"{e['name']:9} {bar}{size}")
+    return "\n".join(lines)
 
 
 def main():
@@ -76,14 +101,16 @@ def main():
                     hashes.add(digest)
                     raw.append({"round": round_, "way": way, "us_per_step": micros, "hash": digest})
                 print(f"round {round_ + 1} of {o.rounds}", file=sys.stderr)
+            with open(f"{o.out}/raw.csv", "w", newline="") as f:
+                writer = csv.DictWriter(f, raw[0].keys())
+                writer.writeheader()
+                writer.writerows(raw)
             job(o, env, "ddp", [f"--trace={os.path.abspath(o.out)}/trace.json", "--epochs=1"])
+            with open(f"{o.out}/timeline.txt", "w") as f:
+                f.write(timeline(f"{o.out}/trace.json") + "\n")
         finally:
             if o.hosts > 1:
                 tell("down")
-    with open(f"{o.out}/raw.csv", "w", newline="") as f:
-        writer = csv.DictWriter(f, raw[0].keys())
-        writer.writeheader()
-        writer.writerows(raw)
     lines = ["| gradients | ms a step | range | over `ddp` |", "|---|---|---|---|"]
     for way in WAYS:
         ratio = statistics.median(mine / base for mine, base in zip(times[way], times["ddp"]))

@@ -29,10 +29,8 @@ impl<'a> Averages<'a> {
         };
         let parameters = network.shapes().chain([("loss".to_owned(), 1)]);
         let size = arguments.bucket_bytes;
-        let mut options = DdpOptions::default().overlap(overlap).bucket_bytes(size).first_bucket_bytes(size);
-        if arguments.trace.is_some() {
-            options = options.trace(trace);
-        }
+        let options = DdpOptions::default().overlap(overlap).bucket_bytes(size).first_bucket_bytes(size);
+        let options = options.trace(trace);
         Ok(Self::Ddp(Box::new(Ddp::with_options(world, parameters, options)?)))
     }
 

@@ -71,7 +71,7 @@ pub(crate) fn train(arguments: &Arguments, world: &World) -> Result<(), TrainErr
     }
     // Each example once in an epoch: where a rank has one less than others, its share weighs less.
     let sampler = Sampler::new(data.training.len(), rank, size).shuffled(arguments.seed).tail(Tail::Uneven);
-    let trace = Trace::default();
+    let trace = if arguments.trace.is_some() { Trace::default() } else { Trace::off() };
     let averages = Averages::new(arguments, world, &network, &trace)?;
     let mut training = Training { averages, trace, network, arguments, world };
     let mut times = Vec::new();

@@ -39,9 +39,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         while let Some(batch) = order.next_batch(BATCH) {
             let own: Vec<&Example> = batch.own().iter().map(|&index| &data.training[index]).collect();
             let (pixels, labels) = tensors(&own, &device)?;
-            let mut gradients = loss::cross_entropy(&forward(&model, &pixels)?, &labels)?.backward()?;
-            replicas.average(&mut gradients)?;
-            optimizer.step(&gradients)?;
+            let gradients = loss::cross_entropy(&forward(&model, &pixels)?, &labels)?.backward()?;
+            optimizer.step(&replicas.average(Some(gradients))?)?;
         }
     }
 

@@ -2,23 +2,24 @@
 
 use convoke_comm::ReduceOp;
 
-use super::{Ddp, Gradient, TrainError};
+use super::{Ddp, Gradient, Share, TrainError};
 
-/// What the ranks have agreed on for the passes to come.
+/// What the ranks have agreed on for the next pass that is sent.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Joined {
-    /// Ranks that have a batch.
-    pub(super) with_batch: usize,
-    /// Whether this is one.
+    /// Ranks that have gradients to give.
+    pub(super) giving: usize,
+    /// Whether this one has a batch.
     pub(super) has_batch: bool,
 }
 
 impl<T: Gradient> Ddp<T> {
     /// Goes on to the next batch together, also if some ranks have none left: uneven inputs.
     ///
-    /// All ranks call it before each pass. `None` as soon as no rank has a batch; until then every rank does a pass, and
-    /// one without a batch adds nothing in it: it helps the others to their averages, and takes the same step with its
-    /// parameters. Averages are over the ranks that have a batch (see [`DdpOptions::divide_by_world`]).
+    /// All ranks call it once before each pass that is [sent](Ddp::pass); a batch may be several, for passes
+    /// [without](Ddp::pass_no_sync) before it. `None` as soon as no rank has a batch; until then every rank does a pass,
+    /// and one without a batch adds nothing in it: it helps the others to their averages, and takes the same step with
+    /// its parameters. Averages are over the ranks that have gradients (see [`DdpOptions::divide_by_world`]).
     ///
     /// ```
     /// # use convoke_train::{Ddp, TrainError};
@@ -42,17 +43,19 @@ impl<T: Gradient> Ddp<T> {
     /// As [`Group::all_reduce`](convoke_comm::Group::all_reduce).
     ///
     /// # Cost
-    /// An `all_reduce` of 4 bytes.
+    /// An `all_reduce` of 8 bytes.
     ///
     /// The twin of torch's `Join`; there parameters of ranks that had finished earlier are brought up to date in the end.
     ///
     /// [`DdpOptions::divide_by_world`]: crate::DdpOptions::divide_by_world
     pub fn join<B>(&mut self, batch: Option<B>) -> Result<Option<Option<B>>, TrainError> {
         let has_batch = batch.is_some();
-        let mut with_batch = [u32::from(has_batch)];
-        self.group.all_reduce(&mut with_batch, ReduceOp::Sum)?;
-        let with_batch = with_batch[0] as usize;
-        self.joined = (with_batch > 0).then_some(Joined { with_batch, has_batch });
+        // What was added up before counts as well.
+        let gives = has_batch || self.shares.contains(&Share::Own);
+        let mut ranks = [u32::from(has_batch), u32::from(gives)];
+        self.group.all_reduce(&mut ranks, ReduceOp::Sum)?;
+        let [with_batch, giving] = ranks;
+        self.joined = (with_batch > 0).then_some(Joined { giving: giving as usize, has_batch });
         Ok(self.joined.map(|_| batch))
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::trace::Trace;
 
-/// Options of a [`Ddp`](crate::Ddp), the same on all ranks but for the trace.
+/// Options of a [`Ddp`](crate::Ddp), the same on all ranks but for the trace: they are compared.
 #[derive(Debug, Clone)]
 #[must_use]
 pub struct DdpOptions {
@@ -29,6 +29,12 @@ impl Default for DdpOptions {
 }
 
 impl DdpOptions {
+    /// What ranks must have alike beside the buckets, in words.
+    pub(super) fn compared(&self) -> String {
+        let Self { unused_parameters, divide_by_world, .. } = self;
+        format!("unused_parameters({unused_parameters}) and divide_by_world({divide_by_world})")
+    }
+
     /// A bucket is full when it has so many bytes. With fewer, the ranks begin to communicate earlier and more is done
     /// side by side; with more, there are fewer calls.
     pub fn bucket_bytes(mut self, bytes: usize) -> Self {
@@ -58,8 +64,9 @@ impl DdpOptions {
         self
     }
 
-    /// With [`Ddp::join`](crate::Ddp::join): whether sums are divided by the number of all ranks also when some have no
-    /// batch, as torch does if it is not told otherwise. By default they are divided by the number of those that have.
+    /// With [`Ddp::join`](crate::Ddp::join): whether sums are divided by the number of all ranks also when some have
+    /// nothing to add, as torch does if it is not told otherwise. By default they are divided by the number of those that
+    /// have.
     #[doc(alias = "divide_by_initial_world_size")]
     pub fn divide_by_world(mut self, divide: bool) -> Self {
         self.divide_by_world = divide;

@@ -7,8 +7,8 @@ use crate::bucket::Place;
 
 /// A backward pass: gradients are handed over in it, and sent.
 ///
-/// One that is dropped before it is [finished](Self::finish) ends the group with that as the reason, since the others
-/// wait for it; so an error in the middle, passed on by `?`, or a panic keeps nobody waiting.
+/// One that is sent and dropped before it is [finished](Self::finish) ends the group with that as the reason, since the
+/// others wait for it; so an error in the middle, passed on by `?`, or a panic keeps nobody waiting.
 #[derive(Debug)]
 #[must_use = "a pass that is not finished ends the group"]
 pub struct Pass<'a, T: Gradient> {
@@ -28,19 +28,23 @@ impl<'a, T: Gradient> Pass<'a, T> {
     /// Adds to the gradient of a parameter. That is all of it in this pass: [`Self::ready`] is called for it.
     ///
     /// # Errors
-    /// [`TrainError::InvalidArgument`] if there is no such parameter, it was ready before, or the lengths differ. Else as
+    /// [`TrainError::InvalidArgument`] if there is no such parameter, the lengths differ, or it is ready in a pass that is
+    /// sent. Else as
     /// [`Group::all_reduce`](convoke_comm::Group::all_reduce).
     pub fn add(&mut self, parameter: usize, gradient: &[T]) -> Result<(), TrainError> {
-        let sum = self.gradient(parameter)?;
+        let (sum, share) = self.place(parameter)?;
         if sum.len() != gradient.len() {
             let (ours, theirs) = (sum.len(), gradient.len());
             let name = self.ddp.layout.name(parameter);
             let what = format!("a gradient of {theirs} elements for {name}, which has {ours}");
             return Err(TrainError::InvalidArgument(what));
         }
-        for (sum, &gradient) in sum.iter_mut().zip(gradient) {
-            *sum += gradient;
+        if *share == Share::Average {
+            sum.copy_from_slice(gradient);
+        } else {
+            sum.iter_mut().zip(gradient).for_each(|(sum, &gradient)| *sum += gradient);
         }
+        *share = Share::Own;
         self.ready(parameter)
     }
 
@@ -49,6 +53,16 @@ impl<'a, T: Gradient> Pass<'a, T> {
     /// # Errors
     /// [`TrainError::InvalidArgument`] if there is no such parameter, or it is ready.
     pub fn gradient(&mut self, parameter: usize) -> Result<&mut [T], TrainError> {
+        let (gradient, share) = self.place(parameter)?;
+        if *share == Share::Average {
+            gradient.fill(T::ZERO);
+        }
+        *share = Share::Own;
+        Ok(gradient)
+    }
+
+    /// The memory of a parameter's gradient, and what it holds. Not of one that is ready.
+    fn place(&mut self, parameter: usize) -> Result<(&mut [T], &mut Share), TrainError> {
         let Ddp { layout, buckets, shares, .. } = &mut *self.ddp;
         let Some(share) = shares.get_mut(parameter) else {
             let what = format!("no parameter {parameter}: there are {}", layout.len());
@@ -56,16 +70,11 @@ impl<'a, T: Gradient> Pass<'a, T> {
         };
         let Place { bucket, range } = layout.place(parameter).clone();
         let gradient = buckets[bucket].memory.get_mut(range).unwrap_or_default();
-        match share {
-            Share::Average => gradient.fill(T::ZERO),
-            Share::Own => {}
-            Share::Ready => {
-                let what = format!("{} has had its gradient in this pass", layout.name(parameter));
-                return Err(TrainError::InvalidArgument(what));
-            }
+        if *share == Share::Ready {
+            let what = format!("{} has had its gradient in this pass", layout.name(parameter));
+            return Err(TrainError::InvalidArgument(what));
         }
-        *share = Share::Own;
-        Ok(gradient)
+        Ok((gradient, share))
     }
 
     /// Nothing more is added to the gradient of this parameter in this pass. If that completes its bucket, and those
@@ -99,6 +108,7 @@ impl<'a, T: Gradient> Pass<'a, T> {
             let used = self.fill_up()?;
             self.send_complete()?;
             self.receive()?;
+            self.ddp.joined = None;
             if self.ddp.options.unused_parameters {
                 self.ddp.used = used;
                 self.ddp.group.all_reduce(&mut self.ddp.used, ReduceOp::Bor)?;

@@ -8,7 +8,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use convoke_comm::{CommError, Moment, World, on_moment};
+use convoke_comm::{CommError, Group, Moment, on_moment};
 use convoke_store::StoreServer;
 use convoke_train::{Ddp, DdpOptions, TrainError, first_of_all};
 use nix::sys::signal::{Signal, raise};
@@ -27,7 +27,9 @@ const LARGE: usize = 1 << 20;
 fn worker() {
     let Ok(scene) = std::env::var("CONVOKE_TEST_SCENE") else { return };
     let victim: usize = std::env::var("CONVOKE_TEST_VICTIM").unwrap().parse().unwrap();
-    let world = convoke_comm::init().unwrap();
+    let joined = convoke_comm::init().unwrap();
+    // Far beyond what is asked for, but not for ever.
+    let world = joined.with_timeout(Duration::from_secs(60));
     let is_victim = world.rank() == victim;
     world.barrier().unwrap();
     let begin = Instant::now();
@@ -53,7 +55,7 @@ fn die_in(point: &'static str) {
     });
 }
 
-fn act(scene: &str, world: &World, is_victim: bool) -> Result<(), TrainError> {
+fn act(scene: &str, world: &Group, is_victim: bool) -> Result<(), TrainError> {
     let die_if = |is_here: bool| {
         if is_victim && is_here {
             die();

@@ -10,7 +10,7 @@ use convoke_store::{MemoryStore, Store};
 
 #[path = "../../../comm/testing/gate.rs"]
 mod gate;
-use gate::Gate;
+pub(crate) use gate::Gate;
 
 /// Bound for anything that should happen.
 pub(crate) const LONG: Duration = Duration::from_secs(60);
@@ -24,6 +24,7 @@ pub(crate) fn ranks<R: Send>(world: usize, body: impl Fn(Group) -> R + Sync) -> 
 pub(crate) fn ranks_together<R: Send>(world: usize, body: impl Fn(Group) -> R + Sync) -> Vec<R> {
     let gate = Gate::new(world);
     ranks(world, |group| {
+        group.barrier().unwrap();
         gate.wait();
         body(group)
     })
