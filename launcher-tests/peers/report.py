@@ -41,7 +41,7 @@ LAUNCH = [
 def machine(python=None, when=None):
     """When and where something is measured, as a sentence."""
     cores = len(os.sched_getaffinity(0))
-    words = [f"{cores} core{'s' if cores > 1 else ''}", platform.machine(), f"Linux {platform.release()}"]
+    words = [f"{cores} core{'s' if cores > 1 else ''}", platform.machine(), f"Linux {re.match(r'[0-9.]+', platform.release())[0]}"]
     if python:
         show = [python, "-c", "import torch; print(torch.__version__)"]
         version = subprocess.run(show, capture_output=True, text=True).stdout.strip()
