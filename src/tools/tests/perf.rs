@@ -3,11 +3,15 @@
 
 use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Read};
-use std::process::{Child, Command, Output, Stdio};
-use std::{env, fs, thread};
+use std::process::{Command, Output};
+use std::{fs, thread};
 
 use convoke_store::StoreServer;
 use serde_json::Value;
+
+#[path = "../../comm/testing/process.rs"]
+mod process;
+use process::Process;
 
 /// Few and short calls: what is tested is that all is measured and said.
 const SHORT: [&str; 4] = ["--iters=2", "--warmup=1", "--max-bytes=4K", "--factor=32"];
@@ -31,37 +35,9 @@ const COLLECTIVES: [&str; 17] = [
     "scatter_v",
 ];
 
-/// Ends the process when a test fails half-way.
-struct Worker(Option<Child>);
-
-impl Drop for Worker {
-    fn drop(&mut self) {
-        if let Some(mut child) = self.0.take() {
-            let _ = child.kill();
-            let _ = child.wait();
-        }
-    }
-}
-
-impl Worker {
-    fn wait(mut self) -> Output {
-        self.0.take().unwrap().wait_with_output().unwrap()
-    }
-}
-
 fn perf<A: AsRef<str>>(arguments: &[A]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_convoke-perf"));
-    let of_a_job = |name: &String| {
-        ["TORCHELASTIC_", "CONVOKE_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_"]
-            .iter()
-            .any(|p| name.starts_with(p))
-    };
-    // But for the gate's mark on its processes.
-    for (name, _) in env::vars().filter(|(name, _)| of_a_job(name) && name != "CONVOKE_CHECK_RUN") {
-        command.env_remove(name);
-    }
+    let mut command = process::program(env!("CARGO_BIN_EXE_convoke-perf"));
     command.args(arguments.iter().map(AsRef::as_ref));
-    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     command
 }
 
@@ -71,23 +47,18 @@ fn start<A: AsRef<str>>(
     world: usize,
     arguments: &[A],
     mut change: impl FnMut(usize, &mut Command),
-) -> Vec<Worker> {
+) -> Vec<Process> {
     let mut start_one = |rank: usize| {
         let mut command = perf(arguments);
-        command
-            .env("RANK", rank.to_string())
-            .env("WORLD_SIZE", world.to_string())
-            .env("MASTER_ADDR", "127.0.0.1")
-            .env("MASTER_PORT", store.port().to_string())
-            .env("TORCHELASTIC_USE_AGENT_STORE", "True");
+        process::as_rank(&mut command, rank, world, store.port());
         change(rank, &mut command);
-        Worker(Some(command.spawn().unwrap()))
+        Process::start(&mut command)
     };
     (0..world).map(&mut start_one).collect()
 }
 
 /// What each rank said, in order.
-fn outputs(workers: Vec<Worker>) -> Vec<Output> {
+fn outputs(workers: Vec<Process>) -> Vec<Output> {
     // A thread for each: who prints much must not wait for another.
     let waiting: Vec<_> = workers.into_iter().map(|worker| thread::spawn(|| worker.wait())).collect();
     waiting.into_iter().map(|thread| thread.join().unwrap()).collect()
@@ -308,7 +279,7 @@ fn a_dead_rank_ends_it_with_its_name() {
     let victim = workers.pop().unwrap();
     // From its first line on the ranks know each other.
     let mut first = String::new();
-    let mut stdout = BufReader::new(workers[0].0.as_mut().unwrap().stdout.take().unwrap());
+    let mut stdout = BufReader::new(workers[0].child().stdout.take().unwrap());
     stdout.read_line(&mut first).unwrap();
     assert!(first.starts_with("# convoke-perf"), "{first}");
     drop(victim);

@@ -4,7 +4,6 @@
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 
-use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
@@ -12,6 +11,10 @@ use convoke_comm::{CommError, Group, Moment, on_moment};
 use convoke_store::StoreServer;
 use convoke_train::{Ddp, DdpOptions, TrainError, first_of_all};
 use nix::sys::signal::{Signal, raise};
+
+#[path = "../../comm/testing/process.rs"]
+mod process;
+use process::Process;
 
 /// Ranks of each job.
 const WORLD: usize = 3;
@@ -94,44 +97,20 @@ fn act(scene: &str, world: &Group, is_victim: bool) -> Result<(), TrainError> {
 
 // ---------------------------------------------------------------- the launcher's side
 
-/// Ends the processes when a test fails half-way.
-struct Rank(Option<Child>);
-
-impl Drop for Rank {
-    fn drop(&mut self) {
-        if let Some(mut child) = self.0.take() {
-            let _ = child.kill();
-            let _ = child.wait();
-        }
-    }
-}
-
 /// Runs the scene on all ranks, in which `victim` dies; the others must say that it did.
 fn play(scene: &str, victim: usize) {
     let store = StoreServer::bind(&["127.0.0.1:0".parse().unwrap()]).unwrap();
-    let ranks: Vec<Rank> = (0..WORLD)
+    let ranks: Vec<Process> = (0..WORLD)
         .map(|rank| {
-            let mut command = Command::new(std::env::current_exe().unwrap());
-            for name in inherited() {
-                command.env_remove(name);
-            }
-            command
-                .args(["--exact", "worker", "--nocapture"])
-                .env("CONVOKE_TEST_SCENE", scene)
-                .env("CONVOKE_TEST_VICTIM", victim.to_string())
-                .env("RANK", rank.to_string())
-                .env("WORLD_SIZE", WORLD.to_string())
-                .env("MASTER_ADDR", "127.0.0.1")
-                .env("MASTER_PORT", store.port().to_string())
-                .env("TORCHELASTIC_USE_AGENT_STORE", "True")
-                .stdin(Stdio::null())
-                .stdout(Stdio::piped())
-                .stderr(Stdio::piped());
-            Rank(Some(command.spawn().unwrap()))
+            let mut command = process::program(std::env::current_exe().unwrap());
+            process::as_rank(&mut command, rank, WORLD, store.port());
+            command.args(["--exact", "worker", "--nocapture"]);
+            command.env("CONVOKE_TEST_SCENE", scene).env("CONVOKE_TEST_VICTIM", victim.to_string());
+            Process::start(&mut command)
         })
         .collect();
-    for (rank, mut child) in ranks.into_iter().enumerate() {
-        let output = child.0.take().unwrap().wait_with_output().unwrap();
+    for (rank, child) in ranks.into_iter().enumerate() {
+        let output = child.wait();
         let text = String::from_utf8_lossy(&output.stderr);
         if rank == victim {
             assert_eq!(output.status.code(), None, "{scene}: the victim did not die: {text}");
@@ -139,13 +118,6 @@ fn play(scene: &str, victim: usize) {
             assert!(output.status.success(), "{scene}, rank {rank}: {text}");
         }
     }
-}
-
-/// Variables of a job that this test may itself run in, but for the gate's mark on its processes.
-fn inherited() -> impl Iterator<Item = String> {
-    let of_a_job =
-        |name: &String| ["TORCHELASTIC_", "CONVOKE_"].iter().any(|prefix| name.starts_with(prefix));
-    std::env::vars().map(|(name, _)| name).filter(move |name| of_a_job(name) && name != "CONVOKE_CHECK_RUN")
 }
 
 #[test]

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::panic, clippy::print_stderr)]
 
+#[path = "../../comm/tests/common/mod.rs"]
 mod common;
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -304,7 +305,7 @@ fn arguments_without_a_meaning_are_refused() {
 fn the_first_rank_prepares_and_the_others_come_after_it() {
     // Ranks 0 and 1 are first on their hosts.
     let (first, later) = (AtomicUsize::new(0), AtomicUsize::new(0));
-    let outcomes = on_hosts(&[0, 1, 1, 0, 1], |group| {
+    let outcomes = on_hosts(&[0, 1, 1, 0, 1], "", |group| {
         first_on_each_host(&group, || {
             if group.rank() < 2 {
                 first.fetch_add(1, Ordering::SeqCst);
@@ -318,7 +319,7 @@ fn the_first_rank_prepares_and_the_others_come_after_it() {
     });
     assert_eq!((outcomes, later.into_inner()), (vec![0, 1, 2, 3, 4], 3));
     let prepared = AtomicBool::new(false);
-    on_hosts(&[0, 1, 1], |group| {
+    on_hosts(&[0, 1, 1], "", |group| {
         let prepare = || Ok::<_, String>(prepared.swap(true, Ordering::SeqCst));
         assert_eq!(first_of_all(&group, prepare).unwrap(), group.rank() != 0);
     });
@@ -327,7 +328,7 @@ fn the_first_rank_prepares_and_the_others_come_after_it() {
 #[test]
 fn if_preparing_fails_all_learn_why_and_go_on() {
     let calls = AtomicUsize::new(0);
-    on_hosts(&[0, 1, 1, 0], |group| {
+    on_hosts(&[0, 1, 1, 0], "", |group| {
         let error = first_on_each_host(&group, || {
             calls.fetch_add(1, Ordering::SeqCst);
             if group.rank() == 1 { Err("the disk is full") } else { Ok(()) }

@@ -4,11 +4,15 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Command, Output, Stdio};
 use std::thread;
 
 use convoke_store::StoreServer;
 use tempfile::TempDir;
+
+#[path = "../../../comm/testing/process.rs"]
+mod process;
+use process::Process;
 
 /// One process of each job's ranks, run to the end; `outputs[rank]` is what it said.
 struct Job {
@@ -16,59 +20,27 @@ struct Job {
     folder: TempDir,
 }
 
-/// Ends the processes when a test fails half-way.
-struct Worker(Option<Child>);
-
-impl Drop for Worker {
-    fn drop(&mut self) {
-        if let Some(mut child) = self.0.take() {
-            let _ = child.kill();
-            let _ = child.wait();
-        }
-    }
-}
-
 /// Runs `digits ARGUMENTS` on `world` ranks; `attempt` is what TORCHELASTIC_RESTART_COUNT says.
 fn run(world: usize, attempt: u32, arguments: &[&str]) -> Job {
     let folder = tempfile::tempdir().unwrap();
     // As an agent does: a store that outlives any rank.
     let store = StoreServer::bind(&["127.0.0.1:0".parse().unwrap()]).unwrap();
-    let workers: Vec<Worker> = (0..world)
+    let workers: Vec<Process> = (0..world)
         .map(|rank| {
-            let mut command = Command::new(env!("CARGO_BIN_EXE_digits"));
-            for name in inherited() {
-                command.env_remove(name);
-            }
+            let mut command = process::program(env!("CARGO_BIN_EXE_digits"));
+            process::as_rank(&mut command, rank, world, store.port());
             command
                 .args(arguments)
-                .env("RANK", rank.to_string())
-                .env("WORLD_SIZE", world.to_string())
                 .env("LOCAL_RANK", rank.to_string())
                 .env("LOCAL_WORLD_SIZE", world.to_string())
-                .env("MASTER_ADDR", "127.0.0.1")
-                .env("MASTER_PORT", store.port().to_string())
-                .env("TORCHELASTIC_USE_AGENT_STORE", "True")
                 .env("TORCHELASTIC_RESTART_COUNT", attempt.to_string())
-                .env("TORCHELASTIC_ERROR_FILE", error_file(&folder, rank))
-                .stdin(Stdio::null())
-                .stdout(Stdio::piped())
-                .stderr(Stdio::piped());
-            Worker(Some(command.spawn().unwrap()))
+                .env("TORCHELASTIC_ERROR_FILE", error_file(&folder, rank));
+            Process::start(&mut command)
         })
         .collect();
     // One thread a pipe pair: a worker that prints much must not wait for the one before it.
-    let waiting: Vec<_> = workers
-        .into_iter()
-        .map(|mut worker| thread::spawn(move || worker.0.take().unwrap().wait_with_output().unwrap()))
-        .collect();
+    let waiting: Vec<_> = workers.into_iter().map(|worker| thread::spawn(|| worker.wait())).collect();
     Job { outputs: waiting.into_iter().map(|thread| thread.join().unwrap()).collect(), folder }
-}
-
-/// Variables of a job that this test may itself run in, but for the gate's mark on its processes.
-fn inherited() -> impl Iterator<Item = String> {
-    let of_a_job =
-        |name: &String| ["TORCHELASTIC_", "CONVOKE_"].iter().any(|prefix| name.starts_with(prefix));
-    std::env::vars().map(|(name, _)| name).filter(move |name| of_a_job(name) && name != "CONVOKE_CHECK_RUN")
 }
 
 fn error_file(folder: &TempDir, rank: usize) -> PathBuf {
