@@ -113,6 +113,23 @@ fn a_second_signal_ends_the_patience() {
 }
 
 #[test]
+fn workers_heed_signals_that_were_ignored_where_the_launcher_was_started() {
+    for signal in [Signal::SIGINT, Signal::SIGQUIT] {
+        let job = Job::new();
+        // As a shell without job control starts what stands before `&`.
+        let through = ["sh", "-c", "trap '' INT QUIT; exec \"$@\"", "sh"];
+        let worker = "echo > \"$JOB/up.$RANK\"; exec sleep 1000";
+        let launcher = job.start(job.command_through(&through, ["--nproc-per-node=2", "sh", "-c", worker]));
+        job.wait_for_file("up.0");
+        job.wait_for_file("up.1");
+        let start = Instant::now();
+        launcher.signal(signal);
+        launcher.wait().expect(1);
+        assert!(start.elapsed() < Duration::from_secs(10), "{signal} took {:?}", start.elapsed());
+    }
+}
+
+#[test]
 fn a_program_that_cannot_be_executed_is_named() {
     let job = Job::new();
     std::fs::write(job.path("no-program"), "x").unwrap();

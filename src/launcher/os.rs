@@ -172,10 +172,14 @@ fn become_worker(
     stderr: Option<&OwnedFd>,
 ) -> StartError {
     let result: Result<Infallible, StartError> = (|| {
-        // The guard blocks nearly all signals and Rust ignores SIGPIPE; both survive exec.
+        // The guard blocks nearly all signals and Rust ignores SIGPIPE; both survive exec. A shell without job control
+        // ignores SIGINT and SIGQUIT in what it starts in the background, to keep a Ctrl-C from it that was meant for
+        // others. Workers get none but from the launcher, which takes them for an order to end.
         SigSet::empty().thread_set_mask()?;
-        // SAFETY: SIG_DFL runs no code of ours.
-        unsafe { signal(Signal::SIGPIPE, SigHandler::SigDfl) }?;
+        for ignored in [Signal::SIGPIPE, Signal::SIGINT, Signal::SIGQUIT] {
+            // SAFETY: SIG_DFL runs no code of ours.
+            unsafe { signal(ignored, SigHandler::SigDfl) }?;
+        }
         if program.own_session {
             nix::unistd::setsid()?;
         } else {
