@@ -92,7 +92,13 @@ const CASES: &[Case] = &[
     case("syntax error", 0, "exception", "py\ndef f(:\n").says(&["SyntaxError: invalid syntax"]),
     case("import error", 1, "import-error", "py\nonly(1)\nimport no_such_module").says(&["No module named 'no_such_module'"]),
     case("missing module", 0, "import-error", "").flags(&["-m"]).run(&["no.such.module"]),
-    case("missing script", 0, "missing-program", "").run(&["no-such-script.py"]).says(&["can't open file"]),
+    case("missing script", 0, "missing-program", "").run(&["no-such-script.py"]).says(&["can't open file", "advice    : does the script exist"]),
+    case("missing program, taken for a script", 0, "missing-program", "").run(&["no-such-worker", "--lr", "0.1"]).says(&[
+        "can't open file",
+        "advice    : no such file here and no program of that name in PATH, so it was given to Python",
+    ]),
+    case("a script that its worker lacks", 0, "missing-program", "sh\nexec python3 no-such-script")
+        .says(&["can't open file", "advice    : does the script exist"]),
     case("exit code", 2, "exit", "py\nonly(2)\nsys.exit(3)").says(&["exitcode  : 3 (pid: "]),
     case("os.abort", 1, "abort", "py\nonly(1)\nos.abort()").says(&["exitcode  : -6", "(SIGABRT)"]),
     case("faulthandler", 1, "segfault", "py\nonly(1)\nimport faulthandler\nfaulthandler.enable()\nctypes.string_at(0)")

@@ -166,6 +166,8 @@ pub(crate) struct Program {
     pub(crate) local_rank_argument: Option<LocalRankArgument>,
     /// What the report calls the program: the script as given, or PYTHON_EXEC if that is set.
     pub(crate) title: String,
+    /// SCRIPT is no file here, no program in PATH, and not called `*.py`: Python gets what may be no script.
+    pub(crate) guessed: bool,
 }
 
 /// `--pass-local-rank`.

@@ -47,6 +47,8 @@ pub(crate) struct Job {
     pub(crate) nodes: Option<usize>,
     pub(crate) restarts: u32,
     pub(crate) max_restarts: u32,
+    /// What was to be executed was given to Python for want of a program of that name.
+    pub(crate) guessed: bool,
     /// When the workers of the attempt were started.
     pub(crate) began: SystemTime,
     /// Most lines of stderr to keep per worker.
@@ -224,7 +226,7 @@ fn failure(job: &Job, host: &str, worker: &Ended, account: Option<&Account>, tim
     let verdict = match &worker.how {
         How::Exited(cause) => {
             let (stopped, evidence) = (worker.stopped, &worker.evidence);
-            decide(&Facts { cause: *cause, stopped, evidence, findings: &findings })
+            decide(&Facts { cause: *cause, stopped, guessed: job.guessed, evidence, findings: &findings })
         }
         How::NotStarted(why) => not_started(why),
     };

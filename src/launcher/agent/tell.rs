@@ -214,6 +214,7 @@ impl Shell {
             nodes: assignment.map(|assignment| assignment.group_world_size),
             restarts: self.restarts,
             max_restarts: self.config.max_restarts,
+            guessed: self.config.program.guessed,
             began: self.round.as_ref().map_or_else(SystemTime::now, |round| round.workers.began),
             stderr_lines: self.config.stderr_lines,
         }

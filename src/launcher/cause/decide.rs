@@ -13,6 +13,8 @@ pub(crate) struct Facts<'a> {
     pub(crate) cause: ExitCause,
     /// It had been told to stop by us before.
     pub(crate) stopped: bool,
+    /// It was given to Python for want of a program of that name.
+    pub(crate) guessed: bool,
     pub(crate) evidence: &'a Evidence,
     /// What its stderr, or its own account, says.
     pub(crate) findings: &'a Findings,
@@ -218,8 +220,11 @@ fn of_code(facts: &Facts<'_>, code: i32) -> Verdict {
         _ => {}
     }
     if let Some(line) = findings.not_found.as_deref().filter(|line| line.contains("can't open file")) {
-        return Verdict::new(Class::MissingProgram, line)
-            .advise("does the script exist on this node, under this path? relative paths start in the current directory");
+        return Verdict::new(Class::MissingProgram, line).advise(if facts.guessed {
+            "no such file here and no program of that name in PATH, so it was given to Python; is it built, and on this node? relative paths start in the current directory"
+        } else {
+            "does the script exist on this node, under this path? relative paths start in the current directory"
+        });
     }
     if let Some(line) = findings.not_found.as_deref().filter(|line| line.contains("No module named")) {
         return import_error(line);

@@ -16,7 +16,7 @@ fn verdict(cause: ExitCause, stderr: &str) -> Verdict {
 
 fn verdict_of(cause: ExitCause, stopped: bool, stderr: &str, oom: Option<OomKills>) -> Verdict {
     let evidence = Evidence { core_dumped: false, oom };
-    decide(&Facts { cause, stopped, evidence: &evidence, findings: &findings(stderr) })
+    decide(&Facts { cause, stopped, guessed: false, evidence: &evidence, findings: &findings(stderr) })
 }
 
 const ONE: ExitCause = ExitCause::Code(1);
@@ -358,7 +358,7 @@ proptest::proptest! {
         }
         for cause in [ExitCause::Code(code), ExitCause::Signal(code)] {
             for stopped in [false, true] {
-                decide(&Facts { cause, stopped, evidence: &Evidence::default(), findings: &findings });
+                decide(&Facts { cause, stopped, guessed: stopped, evidence: &Evidence::default(), findings: &findings });
             }
         }
     }

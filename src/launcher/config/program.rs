@@ -24,6 +24,7 @@ pub(super) fn program(given: &Given, env: Env<'_>) -> Result<Program, CliError> 
         (given.is_on("module"), given.is_on("no-python"), given.is_on("run-path"));
     let script = &given.script;
     let mut argv: Vec<OsString> = Vec::new();
+    let mut guessed = false;
     let mut title = script.display().to_string();
     if run_path {
         argv.extend([python(env)?, "-u".into(), "-c".into(), RUN_PATH.into(), script.clone()]);
@@ -46,12 +47,15 @@ pub(super) fn program(given: &Given, env: Env<'_>) -> Result<Program, CliError> 
         }
         argv.extend([python(env)?, "-u".into()]);
         argv.extend(module.then(|| "-m".into()));
+        guessed = !module
+            && !script.as_bytes().ends_with(b".py")
+            && matches!(file_kind(Path::new(script)), FileKind::Absent);
         argv.push(script.clone());
     }
     let index = argv.len();
     argv.extend(given.arguments.iter().cloned());
     let local_rank_argument = form.map(|(dash, underscore)| LocalRankArgument { index, dash, underscore });
-    Ok(Program { argv, local_rank_argument, title })
+    Ok(Program { argv, local_rank_argument, title, guessed })
 }
 
 /// What to execute if SCRIPT is a program by itself: an ELF file, an executable `#!` file that does not end in

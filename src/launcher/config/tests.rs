@@ -251,6 +251,11 @@ fn programs_are_told_from_scripts() {
         assert_eq!(argv(&config(&[python, "a"])), ["py", "-u", python, "a"]);
     }
     assert_eq!(argv(&config(&["-m", &elf])), ["py", "-u", "-m", &elf], "-m means Python");
+    let guessed = |words: &[&str]| config(words).program.guessed;
+    assert!(guessed(&["no-such-worker"]) && guessed(&["./no-such-worker"]));
+    assert!(
+        !guessed(&["no-such.py"]) && !guessed(&["-m", "no.such"]) && !guessed(&[&text]) && !guessed(&[&elf])
+    );
     assert_eq!(file_kind(dir.path()), FileKind::Other, "a folder may hold a __main__.py");
     assert_eq!(file_kind(Path::new("/no/such")), FileKind::Absent);
     let env = |name: &str| (name == "PATH").then(|| dir.path().into());

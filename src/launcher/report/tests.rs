@@ -38,6 +38,7 @@ fn job(title: &str) -> Job {
         nodes: Some(2),
         restarts: 0,
         max_restarts: 0,
+        guessed: false,
         began: at(AT - 60),
         stderr_lines: STDERR_LINES,
     }
