@@ -4,9 +4,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Mutex;
 
+use nix::sys::signal::Signal;
 use serde_json::Value;
 
-use super::harness::{Ended, Job, free_port, skip, wait_until};
+use super::harness::{Ended, Job, children, free_port, skip, wait_until};
 
 /// One way to fail.
 struct Case {
@@ -386,6 +387,50 @@ fn a_worker_that_the_kernel_kills_for_want_of_memory_is_told_with_numbers() {
 }
 
 #[test]
+fn who_failed_before_the_guard_was_lost_is_still_the_root_cause() {
+    let job = Job::new();
+    let worker = job.script(
+        "[ $RANK = 1 ] && { while [ ! -e \"$JOB/up\" ]; do sleep 0.01; done; echo why >&2; exit 3; }\n\
+         trap 'echo > \"$JOB/told\"' TERM\necho > \"$JOB/up\"\nwhile :; do sleep 0.01; done\n",
+    );
+    let mut command = job.command(["--nproc-per-node=2", "--report-file=r.json"]);
+    command.arg(&worker);
+    let launcher = job.start(command);
+    job.wait_for_file("told");
+    nix::sys::signal::kill(launcher.guard(), Signal::SIGKILL).unwrap();
+    let ended = launcher.wait().expect(1);
+    let told = report(&job.path("r.json"));
+    let roles = |at: usize| (told["failures"][at]["rank"].clone(), told["failures"][at]["class"].clone());
+    assert_eq!((&told["outcome"], &told["root_cause"]), (&"error".into(), &0.into()), "{told:#}");
+    assert_eq!((roles(0), roles(1)), ((1.into(), "exit".into()), (0.into(), "stopped".into())), "{told:#}");
+    for text in ["error: the guard process (pid ", "Root Cause", "    why\n"] {
+        assert!(ended.stderr.contains(text), "{}", ended.stderr);
+    }
+}
+
+#[test]
+fn a_guard_that_is_lost_after_its_workers_have_ended_killed_none() {
+    let job = Job::new();
+    let port = free_port();
+    let mut command = job.command(["--nnodes=2", "--node-rank=0", "--master-addr=127.0.0.1"]);
+    command.args(["--master-port", &port, "--report-file=r.json", "sh", "-c", "echo > \"$JOB/ran\""]);
+    let first = job.start(command);
+    let mut command = job.command(["--nnodes=2", "--node-rank=1", "--master-addr=127.0.0.1"]);
+    command.args(["--master-port", &port, "sh", "-c", "echo > \"$JOB/up\"; exec sleep 1000"]);
+    let second = job.start(command);
+    job.wait_for_file("ran");
+    job.wait_for_file("up");
+    let guard = first.guard();
+    wait_until("the first node's worker to be reaped", || children(guard).is_empty().then_some(()));
+    nix::sys::signal::kill(guard, Signal::SIGKILL).unwrap();
+    let ended = first.wait().expect(1);
+    assert!(ended.stderr.contains("was killed by SIGKILL\n"), "{}", ended.stderr);
+    let told = report(&job.path("r.json"));
+    assert_eq!((&told["outcome"], &told["failures"]), (&"error".into(), &Value::Array(vec![])), "{told:#}");
+    second.wait().expect(1);
+}
+
+#[test]
 fn a_job_that_succeeds_or_is_stopped_has_a_report_too() {
     let job = Job::new();
     let worker = job.script("exit 0\n");
@@ -408,7 +453,7 @@ fn a_job_that_succeeds_or_is_stopped_has_a_report_too() {
     command.env("PET_REPORT_FILE", "stopped.json").arg(&worker);
     let launcher = job.start(command);
     job.wait_for_file("up");
-    launcher.signal(nix::sys::signal::Signal::SIGTERM);
+    launcher.signal(Signal::SIGTERM);
     launcher.wait().expect(1);
     let told = report(&job.path("stopped.json"));
     assert_eq!((&told["outcome"], &told["message"]), (&"stopped".into(), &"stopped by SIGTERM".into()));

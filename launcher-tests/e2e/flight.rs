@@ -167,6 +167,41 @@ fn a_deadlock_across_groups_is_told_when_the_user_ends_the_job() {
 }
 
 #[test]
+fn the_loss_of_the_guard_is_reported_with_what_became_of_the_workers_and_what_they_were_doing() {
+    let job = Job::new();
+    let launcher = job.four("late", &["--report-file=report.json"], &[]);
+    let logs = job.path("logs");
+    let waiting = format!("ranks 0,1,3 wait in {SUM} for rank 2 (");
+    wait_for_line(&[&logs], &[&waiting]);
+    let guard = launcher.guard();
+    kill(guard, Signal::SIGKILL).unwrap();
+
+    let ended = launcher.wait().expect(1);
+    let loss = format!("the guard process (pid {guard}) was killed by SIGKILL");
+    assert!(ended.stderr.contains(&loss), "{}", ended.stderr);
+    let (calls, folder) = told(&ended.stderr);
+    assert!(ended.stderr.contains("convoke: recorded calls: convoke-flight "), "{}", ended.stderr);
+    let expected = format!("rank 2 was at seq 0 barrier(); ranks 0,1,3 waited in {SUM} for rank 2");
+    assert!(calls.contains(&expected), "{calls}");
+
+    let report: Value = serde_json::from_slice(&fs::read(job.path("report.json")).unwrap()).unwrap();
+    assert_eq!((&report["outcome"], &report["root_cause"]), (&"error".into(), &Value::Null), "{report:#}");
+    assert!(report["message"].as_str().is_some_and(|message| message.starts_with(&loss)), "{report:#}");
+    assert_eq!(report["flight"]["folder"], folder.to_str().unwrap());
+    let mut ranks: Vec<_> = report["failures"].as_array().unwrap().iter().collect();
+    ranks.sort_by_key(|worker| worker["rank"].as_u64());
+    assert_eq!(ranks.len(), 4, "{report:#}");
+    for (rank, worker) in ranks.into_iter().enumerate() {
+        assert_eq!((&worker["rank"], &worker["exitcode"]), (&rank.into(), &(-9).into()), "{report:#}");
+        assert_eq!((&worker["class"], &worker["stopped_by_us"]), (&"stopped".into(), &true.into()));
+        assert_eq!(
+            worker["explanation"],
+            "with the guard process, without which none may run: was killed by SIGKILL"
+        );
+    }
+}
+
+#[test]
 fn a_rank_that_has_not_joined_is_missed_and_a_job_that_goes_well_leaves_no_recordings() {
     let job = Job::new();
     let launcher = job.four("absent", &[], &[]);

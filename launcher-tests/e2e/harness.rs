@@ -166,6 +166,13 @@ impl Launcher {
         nix::sys::signal::kill(self.pid(), signal).unwrap();
     }
 
+    /// Its guard: the only process that it starts itself.
+    pub fn guard(&self) -> nix::unistd::Pid {
+        let children = children(self.pid());
+        assert_eq!(children.len(), 1, "{:?}", children.iter().map(|pid| describe(pid.as_raw())));
+        children[0]
+    }
+
     /// What it has said on stderr so far.
     pub fn stderr(&self) -> String {
         String::from_utf8_lossy(&fs::read(&self.err).unwrap()).into_owned()
@@ -219,10 +226,21 @@ pub fn free_port() -> String {
     }
 }
 
+/// The processes whose parent is this one.
+pub fn children(of: nix::unistd::Pid) -> Vec<nix::unistd::Pid> {
+    let pids = fs::read_dir("/proc").unwrap().flatten();
+    let pids = pids.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    pids.filter(|&pid| parent(pid) == of.to_string()).map(nix::unistd::Pid::from_raw).collect()
+}
+
+fn parent(pid: i32) -> String {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    status.lines().find_map(|line| line.strip_prefix("PPid:")).unwrap_or_default().trim().to_owned()
+}
+
 /// Pid, parent and command line, for messages.
 pub fn describe(pid: i32) -> String {
     let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-    let parent = status.lines().find_map(|line| line.strip_prefix("PPid:")).unwrap_or_default().trim();
-    format!("{pid} (child of {parent}) {}", String::from_utf8_lossy(&line).replace('\0', " "))
+    let line = String::from_utf8_lossy(&line).replace('\0', " ");
+    format!("{pid} (child of {}) {line}", parent(pid))
 }

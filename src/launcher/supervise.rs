@@ -139,6 +139,11 @@ impl Supervisor {
         }
     }
 
+    /// Who has ended otherwise than by exit code 0, in the order in which it was noticed.
+    pub(crate) fn failures(&self) -> &[Failure] {
+        &self.failures
+    }
+
     /// Takes in `event` and appends what is to be done.
     pub(crate) fn handle(&mut self, now: Instant, event: Event, out: &mut Vec<Action>) {
         match event {
@@ -240,7 +245,7 @@ impl Supervisor {
         if self.phase == Phase::Done || self.workers.iter().any(|worker| *worker != Worker::Ended) {
             return;
         }
-        let failures = std::mem::take(&mut self.failures);
+        let failures = self.failures.clone();
         let outcome = match std::mem::replace(&mut self.phase, Phase::Done) {
             Phase::Stopping { why: Why::Launch { local_rank, error }, .. }
             | Phase::Killing { why: Why::Launch { local_rank, error } } => {

@@ -1,14 +1,14 @@
 //! The end of the launcher, in peace or after the loss of its guard.
 
 use std::io;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use super::machine::End;
 use super::run::{Exit, News, Shell};
 use super::trial::told_by;
-use crate::guard::{ToGuard, kill_all};
+use crate::guard::{FromGuard, ToGuard, kill_all};
 use crate::say::{say, say_raw};
-use crate::{exit, fault, report};
+use crate::{exit, fault, report, supervise};
 
 /// How long the guard may take to leave.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -118,18 +118,37 @@ impl Shell {
     }
 
     /// The guard is gone without our asking. The kernel has killed the workers; the rest falls to us.
-    pub(super) fn guard_lost(&mut self) -> Exit {
-        let guard = self.guard.as_raw();
-        let mut cause = self.guard_end.flatten();
+    pub(super) async fn guard_lost(&mut self) -> Exit {
+        let mut reaped = Vec::new();
         // Its socket may have closed a moment before it could be reaped.
-        kill_all(|pid, end| {
-            if pid == guard {
-                cause = Some(end);
-            }
-        });
+        kill_all(|pid, cause| reaped.push((pid, cause)));
+        // Nobody should be left who holds the other end open.
+        let _ = tokio::time::timeout(DRAIN_TIMEOUT, self.hear_last_words()).await;
+        self.note_reaped(&reaped);
         self.close_output();
-        let how = cause.map_or_else(|| "went away".to_owned(), report::describe);
-        say(&format!("error: the guard process (pid {guard}) {how}; all workers of this node were killed"));
+        self.tell_guard_lost();
         Exit::Code(exit::FAILURE)
+    }
+
+    /// Notes what the guard has said of its workers before it was lost; nothing is done about it any more.
+    async fn hear_last_words(&mut self) {
+        while let Ok(Some(message)) = self.link.receive().await {
+            let Some(round) = &mut self.round else { continue };
+            match message {
+                FromGuard::Spawned { id, pid } => {
+                    if let Some(local_rank) = round.workers.local_rank(id) {
+                        round.workers.started(local_rank, pid);
+                    }
+                }
+                FromGuard::Exited { id, cause, evidence, .. } => {
+                    if let Some(local_rank) = round.workers.local_rank(id) {
+                        round.workers.ended(local_rank, SystemTime::now(), cause, evidence);
+                        let exited = supervise::Event::Exited { local_rank, cause };
+                        round.supervisor.handle(Instant::now(), exited, &mut Vec::new());
+                    }
+                }
+                FromGuard::SpawnFailed { .. } | FromGuard::Swept { .. } => {}
+            }
+        }
     }
 }

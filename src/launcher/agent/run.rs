@@ -14,6 +14,7 @@ use super::machine::{Action, Agent, End, Event, Rules};
 use super::setup::{token, watch_signals};
 use super::trial::start_thread;
 use super::workers::Workers;
+use crate::cause::Evidence;
 use crate::config::{Config, Orphans};
 use crate::events::Events;
 use crate::flight::Flight;
@@ -177,7 +178,7 @@ impl Shell {
                 () = sleep => self.supervise(supervise::Event::Tick),
             };
             if self.guard_end.is_some() {
-                return self.guard_lost();
+                return self.guard_lost().await;
             }
             if let Some(end) = ended {
                 return self.end(end).await;
@@ -237,14 +238,24 @@ impl Shell {
                 self.decide(Event::Signalled(signal))
             }
             News::ChildEnded => {
-                // The guard, or strangers that we adopted as subreaper or as PID 1 of a container.
-                let guard = self.guard.as_raw();
-                reap(|pid, cause| {
-                    if pid == guard {
-                        self.guard_end = Some(Some(cause));
-                    }
-                });
+                // The guard, workers that fell to us by its end, or strangers that we adopted as subreaper or as PID 1.
+                let mut reaped = Vec::new();
+                reap(|pid, cause| reaped.push((pid, cause)));
+                self.note_reaped(&reaped);
                 None
+            }
+        }
+    }
+
+    /// Notes how the guard, or workers without a guard, ended.
+    pub(super) fn note_reaped(&mut self, reaped: &[(i32, ExitCause)]) {
+        for &(pid, cause) in reaped {
+            if pid == self.guard.as_raw() {
+                self.guard_end = Some(Some(cause));
+            } else if let Some(round) = &mut self.round
+                && let Some(local_rank) = round.workers.running_as(pid)
+            {
+                round.workers.ended(local_rank, SystemTime::now(), cause, Evidence::default());
             }
         }
     }

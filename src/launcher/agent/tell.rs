@@ -3,7 +3,7 @@
 use std::time::{Duration, SystemTime};
 
 use convoke_env::flight::layout::Exit;
-use convoke_env::vars;
+use convoke_env::{ExitCause, vars};
 
 use super::machine::End;
 use super::run::{Round, Shell};
@@ -198,11 +198,51 @@ impl Shell {
 
     /// Says what the recordings say, where no report does.
     pub(super) fn tell_flight(&self) {
-        let Some(report::Flight { folder, groups }) = self.flight(None) else { return };
-        for line in groups {
-            say(&line);
+        if let Some(flight) = self.flight(None) {
+            say_flight(&flight);
         }
-        say(&format!("recorded calls: convoke-flight {folder}"));
+    }
+
+    /// Tells of the loss of the guard: who failed before it, and who ended with it, as far as that is known.
+    pub(super) fn tell_guard_lost(&self) {
+        let (mut failures, mut fallen) = (Vec::new(), Vec::new());
+        let mut killed = false;
+        if let Some(Round { supervisor, workers, .. }) = &self.round {
+            failures.extend_from_slice(supervisor.failures());
+            for &local_rank in workers.in_order_of_end() {
+                let told = failures.iter().any(|failure| failure.local_rank == local_rank);
+                if let Some((_, cause)) = workers.get(local_rank).ended
+                    && !told
+                    && cause != ExitCause::Code(0)
+                {
+                    fallen.push(local_rank);
+                    failures.push(supervise::Failure { local_rank, cause, stopped: true });
+                }
+            }
+            killed = !fallen.is_empty() || workers.any_unknown();
+        }
+        let how = self.guard_end.flatten().map_or_else(|| "went away".to_owned(), report::describe);
+        let workers = if killed { "; all workers of this node were killed" } else { "" };
+        let message = format!("the guard process (pid {}) {how}{workers}", self.guard);
+        say(&format!("error: {message}"));
+
+        let mut report = self.report(&failures).0;
+        report.outcome = Outcome::Error;
+        report.flight = self.flight(Some(&failures));
+        for worker in &mut report.failures {
+            if worker.class == Class::Stopped && fallen.contains(&worker.local_rank) {
+                worker.explanation =
+                    format!("with the guard process, without which none may run: {}", worker.describe());
+            }
+        }
+        report.root_cause = report.root_cause.filter(|&at| !report.failures[at].stopped_by_us);
+        if report.root_cause.is_some() {
+            say_raw(&report::render(&report));
+        } else if let Some(flight) = &report.flight {
+            say_flight(flight);
+        }
+        report.message = Some(message.clone());
+        self.write_report(&End::Error(message), Some(report));
     }
 
     fn job(&self) -> report::Job {
@@ -219,4 +259,11 @@ impl Shell {
             stderr_lines: self.config.stderr_lines,
         }
     }
+}
+
+fn say_flight(report::Flight { folder, groups }: &report::Flight) {
+    for line in groups {
+        say(line);
+    }
+    say(&format!("recorded calls: convoke-flight {folder}"));
 }

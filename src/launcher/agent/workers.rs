@@ -93,6 +93,16 @@ impl Workers {
         self.list[local_rank].pid = Some(pid);
     }
 
+    /// Whether there is one whose end is not known.
+    pub(crate) fn any_unknown(&self) -> bool {
+        self.list.iter().any(|worker| worker.ended.is_none())
+    }
+
+    /// The worker that was started as this process, if its end is not known yet.
+    pub(crate) fn running_as(&self, pid: i32) -> Option<usize> {
+        self.list.iter().position(|worker| worker.pid == Some(pid) && worker.ended.is_none())
+    }
+
     /// Local ranks of those that have ended, the first first.
     pub(crate) fn in_order_of_end(&self) -> &[usize] {
         &self.ended
