@@ -26,6 +26,8 @@ const UNSAFE_FENCE: &[&str] = &[
     "src/comm/links/tcp.rs",
     // Registration of a fork handler, and the closing of descriptors in it.
     "src/comm/links/fork.rs",
+    // Memory that is shared with other ranks.
+    "src/comm/shm/segment.rs",
     // A mapped file, as atomics.
     "src/comm/flight/map.rs",
     // fork, exec and what else happens between the two.

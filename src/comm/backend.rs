@@ -8,18 +8,22 @@ use crate::group::Group;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Backend {
-    /// TCP connections, for buffers in host memory.
+    /// Memory that all ranks share: they are on one host. For buffers in host memory.
+    SharedMemory,
+    /// TCP connections between hosts, and memory inside each; or connections everywhere, where memory cannot be shared
+    /// or shall not be. For buffers in host memory.
     Tcp,
 }
 
 impl Backend {
     /// The backends of this build.
-    pub const ALL: &[Self] = &[Self::Tcp];
+    pub const ALL: &[Self] = &[Self::SharedMemory, Self::Tcp];
 
     /// Its name, in lower case.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
+            Self::SharedMemory => "shm",
             Self::Tcp => "tcp",
         }
     }
@@ -41,6 +45,6 @@ impl Group {
     /// What carries the bytes of this group.
     #[must_use]
     pub fn backend(&self) -> Backend {
-        Backend::Tcp
+        if self.is_in_memory() { Backend::SharedMemory } else { Backend::Tcp }
     }
 }

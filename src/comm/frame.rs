@@ -17,7 +17,7 @@ use convoke_env::Generation;
 /// First bytes of every frame.
 pub(crate) const MAGIC: [u8; 4] = *b"CVK1";
 /// Version of everything that ranks say to each other.
-pub(crate) const VERSION: u8 = 1;
+pub(crate) const VERSION: u8 = 2;
 /// Size of a header.
 pub(crate) const HEADER_BYTES: usize = 80;
 /// Longest payload of a frame that is kept in memory rather than put into a posted buffer.
@@ -56,10 +56,12 @@ pub(crate) enum Kind {
     Abort,
     /// The sender leaves, and owes nothing.
     Goodbye,
+    /// Where to meet to share memory; payload: [`crate::shm::meeting`].
+    Share,
 }
 
 impl Kind {
-    pub(crate) const ALL: [Self; 15] = [
+    pub(crate) const ALL: [Self; 16] = [
         Self::Hello,
         Self::Welcome,
         Self::Proof,
@@ -75,6 +77,7 @@ impl Kind {
         Self::Ask,
         Self::Abort,
         Self::Goodbye,
+        Self::Share,
     ];
 
     const fn to_wire(self) -> u8 {
@@ -192,9 +195,9 @@ pub(crate) mod tests {
             Frame::decode(&bytes).unwrap_err()
         };
         assert_eq!(with(0, b'X'), FrameError::Magic(*b"XVK1"));
-        assert_eq!(with(4, 2), FrameError::Version(2));
+        assert_eq!(with(4, 1), FrameError::Version(1));
         assert_eq!(with(5, 0), FrameError::Kind(0));
-        assert_eq!(with(5, 16), FrameError::Kind(16));
+        assert_eq!(with(5, 17), FrameError::Kind(17));
         assert_eq!(with(6, 1), FrameError::Reserved(Kind::State));
         assert_eq!(with(79, 1), FrameError::Reserved(Kind::State));
         assert!(matches!(with(63, 0x80), FrameError::Length { .. }));

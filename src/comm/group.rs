@@ -26,13 +26,14 @@ use crate::bootstrap::{self, Formed, Invitation};
 use crate::call::{Call, CallKind, Envelope};
 use crate::dtype::{Dtype, Element, ReduceOp};
 use crate::engine::buffer::Lent;
-use crate::engine::{self, Engine, Limit, Operation, Shared, Ticket};
+use crate::engine::{self, Engine, Limit, Operation, Shared, Ticket, Way};
 use crate::error::CommError;
 use crate::kernels::{self, Kernel};
 use crate::links::fork::forks;
 use crate::options::GroupOptions;
-use crate::plan::{self, Blocks, Plan, Topology, Tuning};
+use crate::plan::{self, Algorithm, Blocks, Plan, Rounding, Topology, Tuning};
 use crate::reduction::Reduction;
+use crate::shm;
 pub(crate) use subgroup::Agreed;
 
 /// Plans that are kept for the next call of the same kind.
@@ -75,6 +76,8 @@ struct Inner {
     generation: Generation,
     tuning: Tuning,
     topology: Topology,
+    /// All ranks share memory.
+    in_memory: bool,
     /// `None` in a group of one, which needs nobody.
     shared: Option<Shared>,
     plans: Mutex<Vec<(Call, Arc<Plan>)>>,
@@ -136,16 +139,16 @@ impl Group {
                     Generation::random().map_err(|error| CommError::system("no random numbers", error))?
                 }
             };
-            return Ok(Self::of(&invitation, generation, Topology::one_host(1), None, keep));
+            return Ok(Self::of(&invitation, generation, (Topology::one_host(1), false), None, keep));
         }
-        let Formed { engine, generation, topology } = bootstrap::connect(&invitation)?;
-        Ok(Self::of(&invitation, generation, topology, Some(Shared::new(*engine)), keep))
+        let Formed { engine, generation, topology, in_memory } = bootstrap::connect(&invitation)?;
+        Ok(Self::of(&invitation, generation, (topology, in_memory), Some(Shared::new(*engine)), keep))
     }
 
     fn of(
         invitation: &Invitation,
         generation: Generation,
-        topology: Topology,
+        (topology, in_memory): (Topology, bool),
         shared: Option<Shared>,
         keep: Option<Keep>,
     ) -> Self {
@@ -156,6 +159,7 @@ impl Group {
             generation,
             tuning: invitation.tuning.clone(),
             topology,
+            in_memory,
             shared,
             plans: Mutex::default(),
             pid: std::process::id(),
@@ -200,6 +204,11 @@ impl Group {
     #[must_use]
     pub fn hosts(&self) -> &[Vec<usize>] {
         self.inner.topology.hosts()
+    }
+
+    /// Whether all ranks share memory.
+    pub(crate) fn is_in_memory(&self) -> bool {
+        self.inner.in_memory
     }
 
     /// Name of the group.
@@ -301,11 +310,15 @@ impl Group {
             engine::alone(lent, kernel, call.dtype, &plan());
             return Ok(None);
         }
-        Ok(Some(Operation::Collective { call, plan: plan(), lent, kernel }))
+        Ok(Some(Operation::Collective { call, way: Way::Streams(plan()), lent, kernel }))
     }
 
     /// As [`Self::collective`], by the plan that the call alone determines.
     fn planned<'a>(&self, call: Call, lent: Lent<'a>, kernel: Option<Kernel>) -> Prepared<'a> {
+        if self.inner.goes_through_memory(&call) {
+            self.inner.check_caller()?;
+            return Ok(Some(Operation::Collective { call, way: Way::Memory, lent, kernel }));
+        }
         self.collective(call, || self.inner.plan(call), lent, kernel)
     }
 
@@ -336,6 +349,20 @@ impl Inner {
         }
         let what = format!("group {} belongs to process {}; this is a fork of it", self.name, self.pid);
         Err(CommError::InvalidArgument(what))
+    }
+
+    /// Whether a call is carried out in the memory that all ranks share. All ranks decide alike.
+    fn goes_through_memory(&self, call: &Call) -> bool {
+        // Shares that are wider than elements need a copy of the row: streams have that.
+        let wide = matches!(call.rounding(), Rounding::Once { wide_shares: true });
+        self.in_memory && shm::is_known(call.kind) && !wide && !self.tuning.is_chosen(call.kind)
+    }
+
+    /// Whether a reduce-scatter changes what other ranks own, so that it needs a copy: ring and hierarchy do.
+    fn works_on_copy(&self, call: &Call) -> bool {
+        let (bytes, rounding) = (call.bytes() as usize, call.rounding());
+        !self.goes_through_memory(call)
+            && self.tuning.reduce_scatter(bytes, &self.topology, rounding) != Algorithm::Direct
     }
 
     fn plan(&self, call: Call) -> Arc<Plan> {

@@ -52,6 +52,7 @@ mod plan;
 mod programs;
 mod reduction;
 mod session;
+mod shm;
 mod spawn;
 #[cfg(test)]
 mod testing;

@@ -17,6 +17,7 @@ pub struct GroupOptions {
     pub(crate) listen: Listen,
     pub(crate) algorithms: String,
     pub(crate) part_of_host: String,
+    pub(crate) shared_memory: bool,
     /// Tells the connections of groups of one generation apart; 0 but for subgroups.
     pub(crate) id: u64,
 }
@@ -53,6 +54,7 @@ impl Default for GroupOptions {
             listen: Listen::default(),
             algorithms: String::new(),
             part_of_host: String::new(),
+            shared_memory: true,
             id: 0,
         }
     }
@@ -118,6 +120,14 @@ impl GroupOptions {
     #[must_use]
     pub fn algorithms(mut self, algorithms: impl Into<String>) -> Self {
         self.algorithms = algorithms.into();
+        self
+    }
+
+    /// Whether ranks of one host talk through memory that they share, where they can; they do by default. Without, they
+    /// use connections there as well. The same on all ranks.
+    #[must_use]
+    pub fn shared_memory(mut self, shared: bool) -> Self {
+        self.shared_memory = shared;
         self
     }
 

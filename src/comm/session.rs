@@ -42,7 +42,8 @@ pub fn init() -> Result<World, CommError> {
 ///
 /// All ways in honour CONVOKE_TOKEN or CONVOKE_TOKEN_FILE (secret of the job, if the agent channel brings
 /// none), CONVOKE_SOCKET_IFNAME, else GLOO_SOCKET_IFNAME, else NCCL_SOCKET_IFNAME (interface to listen
-/// on, see [`Listen::Interface`]), CONVOKE_ALGO (see [`GroupOptions::algorithms`]) and CONVOKE_LOG (see
+/// on, see [`Listen::Interface`]), CONVOKE_ALGO (see [`GroupOptions::algorithms`]), CONVOKE_SHM
+/// (`off`: see [`GroupOptions::shared_memory`]) and CONVOKE_LOG (see
 /// `docs/worker-env.md`).
 #[derive(Debug)]
 pub struct Session {
@@ -156,7 +157,8 @@ impl Session {
         let mut options = GroupOptions::default()
             .name("world")
             .listen(interface()?.unwrap_or_else(|| meeting.listen()))
-            .algorithms(std::env::var("CONVOKE_ALGO").unwrap_or_default());
+            .algorithms(std::env::var("CONVOKE_ALGO").unwrap_or_default())
+            .shared_memory(shares_memory()?);
         options.token = Token::from_process()?;
         let launched = Launched::default();
         Ok(Self { rank, size, launched, meeting, opened: None, agent: None, options, round: 0 })
@@ -234,6 +236,15 @@ impl Session {
 
     fn world_of(&self, group: Group) -> World {
         World::new(group, self.launched.local, self.launched.restart_count)
+    }
+}
+
+/// Whether CONVOKE_SHM lets ranks of a host share memory.
+fn shares_memory() -> Result<bool, CommError> {
+    match std::env::var("CONVOKE_SHM").unwrap_or_default().trim() {
+        "" | "on" | "1" => Ok(true),
+        "off" | "0" => Ok(false),
+        other => Err(CommError::InvalidArgument(format!("CONVOKE_SHM={other:?} is neither on nor off"))),
     }
 }
 

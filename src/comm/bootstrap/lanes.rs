@@ -5,6 +5,11 @@ use crate::links::hello::Lane;
 /// Groups up to this size open all connections at once; larger ones the usual ones, others on demand.
 const FULL_MESH_RANKS: usize = 16;
 
+/// What says who is there, without data.
+pub(super) fn control(rank: usize, size: usize) -> Vec<(usize, Lane)> {
+    (0..size).filter(|&peer| peer != rank).map(|peer| (peer, Lane::Control)).collect()
+}
+
 /// Lanes that are opened from the start: control to all; data to all in small groups, else to the
 /// neighbours at powers of two, which rings, trees and exchanges use.
 pub(super) fn lanes(rank: usize, size: usize) -> Vec<(usize, Lane)> {

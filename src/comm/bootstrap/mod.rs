@@ -31,12 +31,12 @@ use crate::error::{CommError, Loss, Ranks};
 use crate::fault::moment;
 use crate::flight::{Recorder, Track};
 use crate::frame::VERSION;
-use crate::links::hello::Credentials;
+use crate::links::hello::{Credentials, Lane};
 use crate::links::tcp::{self, Listener};
 use crate::options::GroupOptions;
 use crate::plan::{Topology, Tuning};
 use claim::Claim;
-use lanes::lanes;
+use lanes::{control, lanes};
 use record::Record;
 
 /// How long to wait before looking whether rank 0 has announced another generation.
@@ -74,6 +74,8 @@ pub(crate) struct Formed {
     /// What they agreed on.
     pub(crate) generation: Generation,
     pub(crate) topology: Topology,
+    /// All ranks share memory.
+    pub(crate) in_memory: bool,
 }
 
 /// Connects the ranks.
@@ -149,6 +151,7 @@ impl Invitation {
             pid: std::process::id(),
             tuning: self.tuning.to_string(),
             token: self.options.token.is_some(),
+            memory: self.options.shared_memory,
         })
     }
 }
@@ -325,13 +328,13 @@ impl Ours<'_> {
         };
         let mut engine = Box::new(Engine::new(settings, listener)?);
         moment("meeting", 0, 0);
-        match self.connect_all(&mut engine, generation) {
-            Ok(None) => {
+        match self.connect_in_steps(&mut engine, generation, &topology) {
+            Ok(Ok(in_memory)) => {
                 self.flight.formed(generation);
                 moment("connected", 0, 0);
-                Ok(Outcome::Connected(Box::new(Formed { engine, generation, topology })))
+                Ok(Outcome::Connected(Box::new(Formed { engine, generation, topology, in_memory })))
             }
-            Ok(Some(announced)) => Ok(Outcome::Stale(announced)),
+            Ok(Err(announced)) => Ok(Outcome::Stale(announced)),
             Err(error) => {
                 // With a word to those who are there: or they would take this rank for the culprit.
                 engine.leave();
@@ -350,16 +353,47 @@ impl Ours<'_> {
         self.failed(what, ranks)
     }
 
-    /// Connects to everybody; or finds that rank 0 has announced another generation.
+    /// Connects to everybody, and shares memory with those beside; whether all ranks do. Or finds that rank 0 has
+    /// announced another generation.
+    fn connect_in_steps(
+        &self,
+        engine: &mut Engine,
+        generation: Generation,
+        topology: &Topology,
+    ) -> Result<Result<bool, Generation>, CommError> {
+        let Invitation { rank, size, ref options, .. } = *self.invitation;
+        let (beside, alone) = (topology.ranks_beside(rank), topology.hosts().len() == 1);
+        let mut in_memory = false;
+        if options.shared_memory && beside.len() > 1 {
+            // What goes through memory needs no connection: so first only what says who is there.
+            if let Some(announced) = self.connect_all(engine, generation, &control(rank, size))? {
+                return Ok(Err(announced));
+            }
+            match engine.share(beside, self.deadline)? {
+                Ok(()) => in_memory = alone,
+                // One of them says it for all.
+                Err(reason) if rank == beside[0] => log::warn!(
+                    "{}: ranks {} share no memory, and use connections inside their host: {reason}",
+                    self.name(),
+                    Ranks(&beside[..beside.len().min(cause::NAMED_RANKS)])
+                ),
+                Err(reason) => log::info!("{}: rank {rank} shares no memory: {reason}", self.name()),
+            }
+        }
+        let announced = self.connect_all(engine, generation, &lanes(rank, size))?;
+        Ok(announced.map_or(Ok(in_memory), Err))
+    }
+
+    /// Opens `lanes`; or finds that rank 0 has announced another generation.
     fn connect_all(
         &self,
         engine: &mut Engine,
         generation: Generation,
+        lanes: &[(usize, Lane)],
     ) -> Result<Option<Generation>, CommError> {
-        let Invitation { rank, size, ref options, .. } = *self.invitation;
-        let lanes = lanes(rank, size);
+        let Invitation { rank, ref options, .. } = *self.invitation;
         loop {
-            match engine.connect(&lanes, (Instant::now() + RECHECK).min(self.deadline)) {
+            match engine.connect(lanes, (Instant::now() + RECHECK).min(self.deadline)) {
                 Ok(true) => return Ok(None),
                 Ok(false) => {}
                 Err(error) => return Err(error),
@@ -379,7 +413,7 @@ impl Ours<'_> {
                 return Err(engine.give_up(Report::new(rank, Cause::PeerLost { rank: gone, how })));
             }
             if now >= self.deadline {
-                let mut ranks: Vec<_> = engine.unconnected(&lanes).collect();
+                let mut ranks: Vec<_> = engine.unconnected(lanes).collect();
                 ranks.sort_unstable();
                 ranks.dedup();
                 let notes = format!(" ({})", engine.door().notes().join("; "));

@@ -25,6 +25,8 @@ pub(super) struct Record {
     pub(super) tuning: String,
     /// Whether it knows a token (not which).
     pub(super) token: bool,
+    /// Whether it would share memory.
+    pub(super) memory: bool,
 }
 
 /// The generation that rank 0 announces.
@@ -78,7 +80,8 @@ pub(super) fn decode_table(bytes: &[u8]) -> Result<Vec<Record>, (String, Vec<usi
 pub(super) fn compare(records: &[Record]) -> Result<(), (String, Vec<usize>)> {
     same(records, "the choice of algorithms (CONVOKE_ALGO, build)", |record| record.tuning.clone())?;
     same(records, "the number of ranks (WORLD_SIZE)", |record| record.size.to_string())?;
-    same(records, "whether there is a token (CONVOKE_TOKEN)", |record| record.token.to_string())
+    same(records, "whether there is a token (CONVOKE_TOKEN)", |record| record.token.to_string())?;
+    same(records, "whether memory is shared (CONVOKE_SHM)", |record| record.memory.to_string())
 }
 
 fn same(
@@ -126,6 +129,7 @@ mod tests {
             pid: 1,
             tuning: "table".to_owned(),
             token: false,
+            memory: true,
         }
     }
 
@@ -175,7 +179,7 @@ mod tests {
             b"{\"version\": 9}".to_vec(),
             b"{}".to_vec(),
             b"\xFF".to_vec(),
-            b"{\"version\": 1, \"rank\": 1}".to_vec(),
+            b"{\"version\": 2, \"rank\": 1}".to_vec(),
             good[0].clone(),
         ];
         for bytes in bad {

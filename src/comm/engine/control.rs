@@ -80,6 +80,7 @@ impl Engine {
             if let Some((frame, payload)) = frame.zip(control.unread().get(HEADER_BYTES..end)) {
                 let payload = payload.to_vec();
                 control.consume(end);
+                self.heard = true;
                 self.obey(peer, &frame, &payload);
                 continue;
             }
@@ -95,6 +96,7 @@ impl Engine {
                         self.poller.remove(fd);
                     }
                     place.silent = Some((Instant::now(), broken));
+                    self.heard = true;
                     // Nobody will ever take them, and who waits until they are taken would wait in vain.
                     place.control_out.clear();
                     return;
@@ -137,6 +139,7 @@ impl Engine {
                 }
                 Err(what) => self.fail_by(peer, what),
             },
+            Kind::Share => self.peers[peer].offer = Some(payload.to_vec()),
             Kind::Ask => {
                 if let Some(wait) = self.waits_to_tell(frame.seq == 0) {
                     let (frame, payload) = self.state(&wait);
@@ -176,7 +179,7 @@ impl Engine {
     fn waits(&self) -> Option<Wait> {
         if let Some(first) = self.collectives.front() {
             let awaits = first.awaited(self.settings.me, &self.peers).take(NAMED_RANKS).collect();
-            return Some((first.run.seq, first.run.call, awaits));
+            return Some((first.run.seq(), first.run.call(), awaits));
         }
         let (_, call, _) = self.message_waits().next()?;
         let awaits: BTreeSet<usize> = self.message_waits().flat_map(|(.., awaits)| awaits).collect();

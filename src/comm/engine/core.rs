@@ -11,18 +11,23 @@ use super::messages::{MessageError, Open};
 use super::patience::{Patience, Step};
 use super::poller::{Poller, Source};
 use super::probe::Probe;
+use super::recording::made;
 use super::run::{Run, RunError};
 use super::seat::{Drive, Goal};
-use super::state::{Collective, Collectives, Peer, Settings, Wait};
+use super::state::{Collective, Peer, Settings, Wait};
+use super::streams::Streams;
 use super::ticket::Ticket;
-use super::{Mailbox, Operation, Task};
+use super::{Mailbox, Operation, Task, Way};
 use crate::call::{Call, Envelope};
 use crate::cause::{Cause, Report};
 use crate::error::CommError;
 use crate::fault::moment;
 use crate::frame::Kind;
+use crate::kernels::Kernel;
 use crate::links::hello::Lane;
 use crate::links::tcp::Listener;
+use crate::plan::Plan;
+use crate::shm::{self, Node};
 
 /// Turns between two looks at control connections and clock while data keeps moving.
 const TURNS_BETWEEN_LOOKS: u32 = 64;
@@ -38,10 +43,13 @@ pub(crate) struct Engine {
     pub(super) mailbox: Arc<Mailbox>,
     /// Collectives in the order of their calls; the first is in progress.
     pub(super) collectives: VecDeque<Collective>,
-    next_seq: u64,
+    pub(super) next_seq: u64,
     /// Receives from anybody, and probes that wait.
     pub(super) open: Open,
     pub(super) probes: Vec<Probe>,
+    /// What this rank shares with the others of its host, and who these are.
+    pub(super) node: Option<Node>,
+    pub(super) beside: Vec<usize>,
     pub(super) history: VecDeque<(u64, Call)>,
     pub(super) failure: Option<Failure>,
     /// Since when nothing moved.
@@ -55,12 +63,14 @@ pub(crate) struct Engine {
     pub(super) agent_registered: bool,
     pub(super) left: bool,
     patience: Patience,
+    /// A control connection has said something, or ended.
+    pub(super) heard: bool,
     /// When this rank last went to another core.
     pub(super) moved_at: Option<Instant>,
     /// Who waits until nothing is under way and this rank has left.
     leaving: Vec<Arc<Ticket>>,
     /// Turns so far: looking around must not wait for a call that is long enough.
-    turns: u32,
+    pub(super) turns: u32,
 }
 
 impl Engine {
@@ -84,6 +94,8 @@ impl Engine {
             next_seq: 0,
             open: Open::default(),
             probes: Vec::new(),
+            node: None,
+            beside: Vec::new(),
             history: VecDeque::new(),
             failure: None,
             still_since: None,
@@ -94,6 +106,7 @@ impl Engine {
             left: false,
             patience: Patience::new(settings.crowd),
             moved_at: None,
+            heard: false,
             leaving: Vec::new(),
             turns: 0,
             settings,
@@ -121,29 +134,20 @@ impl Engine {
             ticket.complete(Err(CommError::Destroyed { group: self.settings.name.clone() }));
             return;
         }
+        if self.node.as_ref().is_some_and(Node::has_failed) {
+            self.hear_of_failure();
+        }
         if let Some(failure) = &self.failure {
             ticket.complete(Err(self.error(failure, Some(call), self.next_seq, (0, 0))));
             return;
         }
         self.record_message(&operation, &ticket);
         match operation {
-            Operation::Collective { call, plan, lent, kernel } => {
-                let seq = self.next_seq;
-                self.next_seq += 1;
-                if self.history.len() == HISTORY {
-                    self.history.pop_front();
-                }
-                self.history.push_back((seq, call));
-                let me = self.settings.me;
-                let run = Run::new(&self.settings.credentials, call, seq, plan, lent, kernel, me);
-                let peers: Vec<_> = run.peers().collect();
-                self.record_collective(&run, &ticket);
+            Operation::Collective { call, way, lent, kernel } => {
+                let run = self.run(call, way, lent, kernel);
+                let _ = ticket.step.set(self.record_collective(&run, made(&ticket)));
                 self.collectives.push_back(Collective { run, ticket, signed: false });
-                for peer in peers {
-                    self.need(peer, Lane::Collective);
-                }
                 self.compare_with_states();
-                moment("calling", seq, 0);
             }
             Operation::Send { to, call, lent } => {
                 self.need(to, Lane::Message);
@@ -166,6 +170,39 @@ impl Engine {
             Operation::Probe { from, call, wait } => self.probe(from, call, wait, ticket),
             Operation::Look(_) | Operation::Leave => {}
         }
+    }
+
+    /// The next collective: numbered, and with the connections that it needs.
+    pub(super) fn run(&mut self, call: Call, way: Way, lent: Lent<'static>, kernel: Option<Kernel>) -> Run {
+        let seq = self.next_seq;
+        self.next_seq += 1;
+        if self.history.len() == HISTORY {
+            self.history.pop_front();
+        }
+        self.history.push_back((seq, call));
+        let run = match (way, &mut self.node) {
+            (Way::Memory, Some(node)) => Run::Memory(shm::run::Run::new(node, call, seq, lent, kernel)),
+            (Way::Memory, None) => Run::Streams(self.streams(call, seq, &Arc::default(), lent, kernel)),
+            (Way::Streams(plan), _) => Run::Streams(self.streams(call, seq, &plan, lent, kernel)),
+        };
+        moment("calling", seq, 0);
+        run
+    }
+
+    fn streams(
+        &mut self,
+        call: Call,
+        seq: u64,
+        plan: &Arc<Plan>,
+        lent: Lent<'static>,
+        kernel: Option<Kernel>,
+    ) -> Streams {
+        let (ours, me) = (&self.settings.credentials, self.settings.me);
+        let streams = Streams::new(ours, call, seq, Arc::clone(plan), lent, kernel, me);
+        for peer in streams.peers().collect::<Vec<_>>() {
+            self.need(peer, Lane::Collective);
+        }
+        streams
     }
 
     fn receive(&mut self, from: usize, order: u64, call: Call, lent: Lent<'static>, ticket: Arc<Ticket>) {
@@ -195,7 +232,7 @@ impl Engine {
     pub(super) fn turn(&mut self) -> bool {
         let mut moved = false;
         if let Some(first) = self.collectives.front_mut() {
-            match first.run.turn(&mut Collectives(&mut self.peers)) {
+            match first.run.turn(&mut self.peers, self.node.as_mut()) {
                 Ok(some) => moved = some,
                 Err(error) => self.run_failed(error),
             }
@@ -205,7 +242,7 @@ impl Engine {
                 |first: &mut Collective| first.run.is_finished() && first.is_attended(me, peers, failed);
             if let Some(done) = self.collectives.pop_front_if(is_done) {
                 let Collective { run, ticket, .. } = done;
-                moment("moved", run.seq, 0);
+                moment("moved", run.seq(), 0);
                 drop(run);
                 ticket.complete(Ok(None));
                 self.record_turn();
@@ -239,9 +276,9 @@ impl Engine {
         }
     }
 
-    fn run_failed(&mut self, error: RunError) {
+    pub(super) fn run_failed(&mut self, error: RunError) {
         let Some(first) = self.collectives.front() else { return };
-        let (ours, ours_seq) = (first.run.call, first.run.seq);
+        let (ours, ours_seq) = (first.run.call(), first.run.seq());
         match error {
             RunError::Broken { peer, why } => {
                 self.peers[peer].collective = None;

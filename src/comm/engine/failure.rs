@@ -47,6 +47,9 @@ impl Engine {
         moment("failing", 0, 0);
         let abort = self.frame(Kind::Abort, 0);
         self.tell_all(&abort, &report.encode());
+        if let Some(node) = &self.node {
+            node.fail();
+        }
         self.record_failure(&report);
         moment("told", 0, 0);
         let failure = self.confirm(report);
@@ -115,7 +118,7 @@ impl Engine {
         let mut ended = Vec::new();
         for collective in self.collectives.drain(..) {
             let run = collective.run;
-            ended.push((run.call, run.seq, run.received(), collective.ticket));
+            ended.push((run.call(), run.seq(), run.received(), collective.ticket));
         }
         for peer in &mut self.peers {
             for send in peer.messages.sends.drain(..) {

@@ -29,8 +29,10 @@ impl Engine {
                 Source::Agent => self.look_at_agent(),
                 Source::Control(peer) => self.read_control(peer),
                 Source::Message(peer) => drop(self.turn_messages(peer)),
+                Source::Process(peer) => self.process_ended(peer),
             }
         }
+        self.turn_beside();
     }
 
     pub(super) fn look_at_door(&mut self, now: Instant) {
@@ -91,7 +93,7 @@ impl Engine {
         let wake = goal.until.into_iter().fold(self.wake_at(now), Instant::min);
         let timeout = wake.saturating_duration_since(now);
         let mut registered = true;
-        if self.mailbox.fall_asleep(|| goal.is_unwanted()) {
+        if self.mailbox.fall_asleep(|| goal.is_unwanted()) && self.may_sleep_beside(goal) {
             let mut others = Vec::new();
             if let Some(first) = self.collectives.front() {
                 for (peer, direction) in first.run.blocked() {
@@ -111,6 +113,7 @@ impl Engine {
             }
             registered = self.poller.sleep(&others, timeout);
         }
+        self.wake_up_beside();
         self.mailbox.wake();
         for peer in 0..self.peers.len() {
             self.flush_control(peer);

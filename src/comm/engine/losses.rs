@@ -30,6 +30,10 @@ impl Engine {
 
     /// Nothing moves: is it because somebody is gone?
     pub(super) fn look_for_losses(&mut self, now: Instant) {
+        // Who is gone may have written what is needed before: memory keeps it.
+        if self.collectives.front().is_some_and(|first| first.run.is_in_memory()) && self.turn() {
+            return;
+        }
         let gone = |peer: &Peer| peer.silent.is_some() && !peer.left;
         if let Some(rank) = self.peers.iter().position(gone) {
             self.wait_for_verdict(rank, now + VERDICT);
@@ -44,7 +48,8 @@ impl Engine {
         // Peers that left in good order, but are needed.
         let first = self.collectives.front();
         let awaited = first.into_iter().flat_map(|first| first.run.awaited());
-        let awaited = awaited.filter(|&rank| self.peers[rank].collective.is_none());
+        let in_memory = first.is_some_and(|first| first.run.is_in_memory());
+        let awaited = awaited.filter(|&rank| in_memory || self.peers[rank].collective.is_none());
         let absent = first.into_iter().flat_map(|first| first.absent(self.settings.me, &self.peers));
         let mut awaited = awaited.chain(absent);
         let messages = self.peers.iter().position(|peer| {

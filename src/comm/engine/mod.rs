@@ -4,6 +4,7 @@
 //! carries out if nobody waits for them.
 
 mod affinity;
+mod at_once;
 pub(crate) mod buffer;
 pub(crate) mod chores;
 mod connect;
@@ -24,10 +25,12 @@ mod poller;
 mod probe;
 mod recording;
 mod roll_call;
-mod row;
-pub(crate) mod run;
+pub(crate) mod row;
+mod run;
 mod seat;
+mod share;
 mod state;
+pub(crate) mod streams;
 mod sync;
 #[cfg(test)]
 mod tests;
@@ -41,6 +44,7 @@ use crate::dtype::Dtype;
 use crate::error::CommError;
 use crate::kernels::Kernel;
 use crate::plan::Plan;
+use at_once::AtOnce;
 use buffer::Lent;
 pub(crate) use core::Engine;
 pub(crate) use mailbox::Mailbox;
@@ -49,12 +53,21 @@ use row::Row;
 pub(crate) use state::Settings;
 pub(crate) use ticket::{Limit, Outcome, Ticket};
 
+/// How a collective is carried out.
+#[derive(Debug)]
+pub(crate) enum Way {
+    /// By streams over connections.
+    Streams(Arc<Plan>),
+    /// Through the memory that all ranks share.
+    Memory,
+}
+
 /// An operation with its memory.
 #[derive(Debug)]
 pub(crate) enum Operation<'a> {
     Collective {
         call: Call,
-        plan: Arc<Plan>,
+        way: Way,
         lent: Lent<'a>,
         kernel: Option<Kernel>,
     },
@@ -115,13 +128,19 @@ impl Shared {
 
     /// Carries out an operation and waits for it.
     pub(crate) fn call(&self, operation: Operation<'_>, limit: Limit) -> Outcome {
-        let ticket = Arc::new(Ticket::new(limit));
         // SAFETY: the borrows last until this function returns, and it returns only with the outcome. It does not
         // unwind before: what is not ours and may panic, callbacks and user's reductions, is caught or runs with
         // the seat, whose poison makes the next driver forget all tasks.
         #[allow(unsafe_code)]
-        unsafe {
-            self.begin(operation, &ticket);
+        let mut operation = Some(unsafe { operation.outliving() });
+        match self.if_free(|engine| engine.at_once(&mut operation, limit)).flatten() {
+            Some(AtOnce::Done(outcome)) => return outcome,
+            Some(AtOnce::Begun(ticket)) => return self.outcome(&ticket),
+            None => {}
+        }
+        let ticket = Arc::new(Ticket::new(limit));
+        if let Some(operation) = operation {
+            self.post(Task { operation, ticket: Arc::clone(&ticket) });
         }
         self.outcome(&ticket)
     }
@@ -184,8 +203,8 @@ impl Operation<'_> {
         // SAFETY: passed on to the caller.
         let outliving = |lent: Lent<'_>| unsafe { lent.outliving() };
         match self {
-            Self::Collective { call, plan, lent, kernel } => {
-                Operation::Collective { call, plan, lent: outliving(lent), kernel }
+            Self::Collective { call, way, lent, kernel } => {
+                Operation::Collective { call, way, lent: outliving(lent), kernel }
             }
             Self::Send { to, call, lent } => Operation::Send { to, call, lent: outliving(lent) },
             Self::Recv { from, call, lent } => Operation::Recv { from, call, lent: outliving(lent) },

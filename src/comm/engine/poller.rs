@@ -27,6 +27,8 @@ pub(crate) enum Source {
     Agent,
     Control(usize),
     Message(usize),
+    /// The process of a rank, which has ended.
+    Process(usize),
 }
 
 impl Source {
@@ -38,6 +40,7 @@ impl Source {
             Self::Agent => (3, 0),
             Self::Control(rank) => (4, rank),
             Self::Message(rank) => (5, rank),
+            Self::Process(rank) => (6, rank),
         };
         kind << 56 | rank as u64
     }
@@ -50,7 +53,8 @@ impl Source {
             2 => Self::Door,
             3 => Self::Agent,
             4 => Self::Control(rank),
-            _ => Self::Message(rank),
+            5 => Self::Message(rank),
+            _ => Self::Process(rank),
         }
     }
 }
@@ -126,7 +130,13 @@ mod tests {
 
     #[test]
     fn sources_round_trip() {
-        for source in [Source::Doorbell, Source::Agent, Source::Control(77), Source::Message(1 << 40)] {
+        for source in [
+            Source::Doorbell,
+            Source::Agent,
+            Source::Control(77),
+            Source::Message(1 << 40),
+            Source::Process(9),
+        ] {
             assert_eq!(Source::from_data(source.to_data()), source);
         }
     }

@@ -9,23 +9,23 @@ use super::core::Engine;
 use super::run::Run;
 use super::ticket::Ticket;
 use crate::cause::Report;
-use crate::flight::Told;
+use crate::flight::{Step, Told};
 
 impl Engine {
     /// A collective has come, and those that are there are before it.
-    pub(super) fn record_collective(&self, run: &Run, ticket: &Ticket) {
+    pub(super) fn record_collective(&self, run: &Run, at: Instant) -> Step {
         let told = Told {
             operation: layout::Operation::Collective,
-            call: run.call,
-            at: made(ticket),
-            seq: run.seq,
+            call: run.call(),
+            at,
+            seq: run.seq(),
             algorithm: run.algorithm(),
             peer: None,
             to_receive_bytes: run.received().1,
             to_send_bytes: run.sent().1,
             queued: !self.collectives.is_empty(),
         };
-        let _ = ticket.step.set(self.settings.flight.begin(told));
+        self.settings.flight.begin(told)
     }
 
     /// If it is about a message: it has come. Questions that are answered at once are not recorded.
@@ -79,6 +79,6 @@ impl Engine {
 }
 
 /// When the call was made; without reading the clock again.
-fn made(ticket: &Ticket) -> Instant {
+pub(super) fn made(ticket: &Ticket) -> Instant {
     ticket.deadline.checked_sub(ticket.timeout).unwrap_or_else(Instant::now)
 }

@@ -16,7 +16,7 @@ impl Engine {
             return;
         }
         first.signed = true;
-        let (seq, call) = (first.run.seq, first.run.call.encode());
+        let (seq, call) = (first.run.seq(), first.run.call().encode());
         let sign = Frame { call, ..self.frame(Kind::State, seq) };
         self.tell_all(&sign, &[]);
     }
@@ -24,19 +24,19 @@ impl Engine {
 
 impl Collective {
     fn is_roll_call(&self) -> bool {
-        self.run.call.kind == CallKind::MonitoredBarrier
+        self.run.call().kind == CallKind::MonitoredBarrier
     }
 
     /// Ranks that it waits for.
     pub(super) fn awaited(&self, me: usize, peers: &[Peer]) -> impl Iterator<Item = usize> {
-        self.run.awaited().chain(self.absent(me, peers))
+        self.run.awaited().into_iter().chain(self.absent(me, peers))
     }
 
     /// Ranks that have not given their signs, if it is a monitored barrier.
     pub(super) fn absent(&self, me: usize, peers: &[Peer]) -> impl Iterator<Item = usize> {
         let peers = if self.is_roll_call() { peers } else { &[] };
         // A rank that gave the sign of a later one was through with this one.
-        let absent = move |&rank: &usize| rank != me && peers[rank].signed < Some(self.run.seq);
+        let absent = move |&rank: &usize| rank != me && peers[rank].signed < Some(self.run.seq());
         (0..peers.len()).filter(absent)
     }
 

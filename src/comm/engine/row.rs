@@ -123,6 +123,15 @@ impl<'m> Row<'m> {
         Ok(used)
     }
 
+    /// What is added up of `range`, as far as it lies together and may be changed, and by what.
+    pub(crate) fn summands(&mut self, range: Range<usize>) -> (BytesMut<'_>, Option<&Kernel>) {
+        let own = match &mut self.copy {
+            None => self.lent.bytes_mut(range),
+            Some(copy) => copy.get_mut(range).unwrap_or_default().into(),
+        };
+        (own, self.kernel.as_ref())
+    }
+
     /// Most bytes that can be used at once, `before` elements of their stream being done.
     pub(crate) fn most(&self, apply: Apply, before: usize) -> usize {
         match apply {

@@ -1,440 +1,93 @@
-//! Carries out a plan over connections. No clock and no waiting: [`Run::turn`] moves what it can.
+//! A collective in progress: by streams over connections, or through shared memory.
 
-use std::io::IoSlice;
-use std::sync::Arc;
-
+use super::state::{Collectives, Peer};
+use super::streams::{self, Streams};
 use crate::call::Call;
-use crate::engine::buffer::Lent;
-use crate::engine::row::{Arrival, Row};
-use crate::fault::moment;
-use crate::frame::{Frame, HEADER_BYTES, Kind};
-use crate::kernels::Kernel;
-use crate::links::conn::{Broken, Conn, QUANTUM_BYTES};
-use crate::links::hello::Credentials;
-use crate::plan::{Algorithm, Apply, Direction, Plan, Segment};
+use crate::plan::{Algorithm, Direction};
+use crate::shm::{self, Node};
 
-/// Whole transfers up to this size are read together with their header.
-const SHORT_BYTES: usize = 12 << 10;
-/// Pieces of this size and more are received into the buffer without reading ahead.
-const DIRECT_BYTES: usize = 4 << 10;
-/// A rank that has sent all of its share waits for one peer after the other, if what is to come is not more than this
-/// from each, and so does not hold up who sends it.
-const PATIENT_BYTES: usize = 64 << 10;
-/// Most pieces of one send.
-const PARTS: usize = 8;
-
-/// Where a run finds its connections.
-pub(crate) trait Lanes {
-    /// The connection to `peer`, `None` as long as there is none.
-    fn lane(&mut self, peer: usize) -> Option<&mut Conn>;
-}
-
-/// A collective in progress.
 #[derive(Debug)]
-pub(crate) struct Run {
-    pub(crate) call: Call,
-    pub(crate) seq: u64,
-    plan: Arc<Plan>,
-    row: Row<'static>,
-    rank: usize,
-    header: Frame,
-    /// Bytes moved by each stream of the plan; what has arrived counts in whole elements.
-    moved: Vec<usize>,
-    flows: Vec<Flow>,
-    unfinished: usize,
-    /// Flows to others that are not finished.
-    unsent: usize,
-    /// No more than [`PATIENT_BYTES`] come from any peer.
-    short: bool,
+pub(super) enum Run {
+    Streams(Streams),
+    Memory(shm::run::Run),
 }
 
-/// All streams of one direction between this rank and one peer, behind one header.
-#[derive(Debug)]
-struct Flow {
-    peer: usize,
-    direction: Direction,
-    /// Indices of its streams in the plan; `streams[at]` is being moved.
-    streams: Vec<usize>,
-    at: usize,
-    /// Place within the stream: segment, and bytes of it that are done.
-    segment: usize,
-    offset: usize,
-    /// Bytes of all its streams, and how many of them are done.
-    total: usize,
-    done: usize,
-    /// Bytes of the header that are done.
-    header: usize,
-    finished: bool,
-    /// The connection could not move more: wait for it, not for a gate.
-    blocked: bool,
-    /// The connection is gone; somebody finds out why.
-    broken: bool,
-}
-
-/// What stops a run.
-#[derive(Debug)]
-pub(crate) enum RunError {
-    /// The connection to `peer` is gone. The run can go on with the others.
-    Broken { peer: usize, why: Broken },
-    /// `peer` made another call.
-    Mismatch { peer: usize, theirs: Call, seq: u64 },
-    /// `peer` sent what makes no sense.
-    Protocol { peer: usize, what: String },
-    /// The program's own function failed.
-    Function(String),
-}
+pub(super) use streams::RunError;
 
 impl Run {
-    /// `kernel` is there if the plan reduces. `buffer` holds the elements of the plan.
-    pub(crate) fn new(
-        credentials: &Credentials,
-        call: Call,
-        seq: u64,
-        plan: Arc<Plan>,
-        buffer: Lent<'static>,
-        kernel: Option<Kernel>,
-        rank: usize,
-    ) -> Self {
-        let row = Row::new(buffer, kernel, call.dtype.size_bytes(), &plan);
-        let mut flows: Vec<Flow> = Vec::new();
-        for (index, stream) in plan.streams.iter().enumerate() {
-            let bytes = stream.len() * row.element_bytes;
-            let same = |flow: &&mut Flow| flow.peer == stream.peer && flow.direction == stream.direction;
-            if let Some(flow) = flows.iter_mut().find(same) {
-                flow.streams.push(index);
-                flow.total += bytes;
-            } else {
-                flows.push(Flow::new(stream.peer, stream.direction, index, bytes));
-            }
+    /// Does what can be done now; whether that was anything.
+    pub(super) fn turn(&mut self, peers: &mut [Peer], node: Option<&mut Node>) -> Result<bool, RunError> {
+        match (self, node) {
+            (Self::Streams(streams), _) => streams.turn(&mut Collectives(peers)),
+            (Self::Memory(run), Some(node)) => run.turn(node),
+            (Self::Memory(_), None) => Ok(false),
         }
-        let header = Frame {
-            kind: Kind::Data,
-            generation: credentials.generation,
-            group: credentials.group,
-            seq,
-            call: call.encode(),
-            len: 0,
-        };
-        let (moved, unfinished) = (vec![0; plan.streams.len()], flows.len());
-        let unsent = flows.iter().filter(|flow| flow.direction == Direction::Send).count();
-        let long = |flow: &Flow| flow.direction == Direction::Recv && flow.total > PATIENT_BYTES;
-        let short = !flows.iter().any(long);
-        Self { call, seq, plan, row, rank, header, moved, flows, unfinished, unsent, short }
     }
 
-    pub(crate) fn is_finished(&self) -> bool {
-        self.unfinished == 0
+    pub(super) fn call(&self) -> Call {
+        match self {
+            Self::Streams(streams) => streams.call,
+            Self::Memory(run) => run.call,
+        }
+    }
+
+    /// Which of the group's collectives it is.
+    pub(super) fn seq(&self) -> u64 {
+        match self {
+            Self::Streams(streams) => streams.seq,
+            Self::Memory(run) => run.seq,
+        }
+    }
+
+    pub(super) fn is_finished(&self) -> bool {
+        match self {
+            Self::Streams(streams) => streams.is_finished(),
+            Self::Memory(run) => run.is_finished(),
+        }
     }
 
     /// Bytes received, and bytes that are to be received in all.
-    pub(crate) fn received(&self) -> (u64, u64) {
-        self.bytes(Direction::Recv)
+    pub(super) fn received(&self) -> (u64, u64) {
+        match self {
+            Self::Streams(streams) => streams.received(),
+            Self::Memory(run) => run.received(),
+        }
     }
 
     /// The same of what it sends.
-    pub(crate) fn sent(&self) -> (u64, u64) {
-        self.bytes(Direction::Send)
+    pub(super) fn sent(&self) -> (u64, u64) {
+        match self {
+            Self::Streams(streams) => streams.sent(),
+            Self::Memory(run) => run.sent(),
+        }
     }
 
-    fn bytes(&self, direction: Direction) -> (u64, u64) {
-        let flows = self.flows.iter().filter(|flow| flow.direction == direction);
-        flows.fold((0, 0), |(done, total), flow| (done + flow.done as u64, total + flow.total as u64))
+    /// Which of several algorithms it is.
+    pub(super) fn algorithm(&self) -> Option<Algorithm> {
+        match self {
+            Self::Streams(streams) => streams.algorithm(),
+            Self::Memory(_) => Some(Algorithm::Memory),
+        }
     }
 
-    /// Which of several algorithms its plan is.
-    pub(crate) fn algorithm(&self) -> Option<Algorithm> {
-        self.plan.algorithm
-    }
-
-    /// Peers with which it exchanges anything.
-    pub(crate) fn peers(&self) -> impl Iterator<Item = usize> + '_ {
-        self.flows.iter().map(|flow| flow.peer)
-    }
-
-    /// Peers whose turn it is: something of them must arrive, or they must take something.
-    pub(crate) fn awaited(&self) -> impl Iterator<Item = usize> + '_ {
-        self.flows.iter().filter(|flow| !flow.finished && self.is_open(flow)).map(|flow| flow.peer)
+    /// Peers whose turn it is.
+    pub(super) fn awaited(&self) -> Vec<usize> {
+        match self {
+            Self::Streams(streams) => streams.awaited().collect(),
+            Self::Memory(run) => run.awaited().collect(),
+        }
     }
 
     /// Peers whose connection it waits for, and in which direction.
-    pub(crate) fn blocked(&self) -> impl Iterator<Item = (usize, Direction)> + '_ {
-        let waiting = self.flows.iter().filter(|flow| flow.blocked && !flow.finished && !flow.broken);
-        let most = if self.is_patient() { 1 } else { usize::MAX };
-        waiting.map(|flow| (flow.peer, flow.direction)).take(most)
+    pub(super) fn blocked(&self) -> impl Iterator<Item = (usize, Direction)> + '_ {
+        let streams = match self {
+            Self::Streams(streams) => Some(streams),
+            Self::Memory(_) => None,
+        };
+        streams.into_iter().flat_map(Streams::blocked)
     }
 
-    /// Whether it is enough to wait for one peer: nobody waits for this rank, and it needs all of the rest.
-    fn is_patient(&self) -> bool {
-        self.short && self.unsent == 0
-    }
-
-    /// Moves what can be moved now; whether that was anything.
-    pub(crate) fn turn(&mut self, lanes: &mut dyn Lanes) -> Result<bool, RunError> {
-        self.row.begin();
-        let mut any = false;
-        for index in 0..self.flows.len() {
-            let flow = &self.flows[index];
-            if flow.finished || flow.broken {
-                continue;
-            }
-            let (peer, direction) = (flow.peer, flow.direction);
-            let Some(lane) = lanes.lane(peer) else { continue };
-            self.flows[index].blocked = false;
-            let moved = match direction {
-                Direction::Send => self.send(index, lane),
-                Direction::Recv => self.recv(index, lane),
-            };
-            let nothing = matches!(moved, Ok(false));
-            any |= match moved {
-                Ok(moved) => moved,
-                Err(Stop::Broken(why)) => {
-                    self.flows[index].broken = true;
-                    return Err(RunError::Broken { peer, why });
-                }
-                Err(Stop::Mismatch(theirs, seq)) => return Err(RunError::Mismatch { peer, theirs, seq }),
-                Err(Stop::Protocol(what)) => return Err(RunError::Protocol { peer, what }),
-                Err(Stop::Function(what)) => {
-                    // Some elements may have been added already: not again.
-                    self.flows[index].broken = true;
-                    return Err(RunError::Function(what));
-                }
-            };
-            let flow = &mut self.flows[index];
-            moment(if direction == Direction::Send { "sent" } else { "received" }, self.seq, flow.done);
-            if flow.header == HEADER_BYTES && flow.done == flow.total {
-                flow.finished = true;
-                self.unfinished -= 1;
-                self.unsent -= usize::from(direction == Direction::Send);
-            }
-            if nothing && self.flows[index].blocked && self.is_patient() {
-                break;
-            }
-        }
-        if self.unfinished == 0 {
-            self.row.finish();
-        } else if !any {
-            any = self.row.copy_some();
-        }
-        Ok(any)
-    }
-
-    /// Bytes that the gate of the flow's current stream lets it move now.
-    fn allowance(&self, flow: &Flow) -> usize {
-        let Some(&index) = flow.streams.get(flow.at) else { return 0 };
-        let gate = self.plan.streams[index].gate;
-        gate.map_or(usize::MAX, |gate| {
-            let lead = gate.lead.saturating_mul(self.row.element_bytes.cast_signed());
-            self.moved[gate.stream].saturating_add_signed(lead).saturating_sub(self.moved[index])
-        })
-    }
-
-    fn is_open(&self, flow: &Flow) -> bool {
-        flow.done == flow.total || self.allowance(flow) > 0
-    }
-
-    /// Where the flow is: the rest of its segment in bytes of the buffer. Steps over what is empty.
-    fn place(&mut self, index: usize) -> Option<(std::ops::Range<usize>, Apply)> {
-        let flow = &mut self.flows[index];
-        loop {
-            let stream = &self.plan.streams[*flow.streams.get(flow.at)?];
-            let Some(Segment { range, apply }) = stream.segments.get(flow.segment) else {
-                (flow.at, flow.segment, flow.offset) = (flow.at + 1, 0, 0);
-                continue;
-            };
-            let start = range.start * self.row.element_bytes + flow.offset;
-            let end = range.end * self.row.element_bytes;
-            if start < end {
-                return Some((start..end, *apply));
-            }
-            (flow.segment, flow.offset) = (flow.segment + 1, 0);
-        }
-    }
-
-    /// Notes that `bytes` of the current segment are done.
-    fn advance(&mut self, index: usize, bytes: usize) {
-        let flow = &mut self.flows[index];
-        flow.offset += bytes;
-        flow.done += bytes;
-        if let Some(&stream) = flow.streams.get(flow.at) {
-            self.moved[stream] += bytes;
-        }
-    }
-
-    fn send(&mut self, index: usize, lane: &mut Conn) -> Result<bool, Stop> {
-        self.place(index);
-        let flow = &self.flows[index];
-        let allowance = self.allowance(flow).min(QUANTUM_BYTES);
-        let body = flow.done < flow.total;
-        if body && allowance == 0 {
-            return Ok(false);
-        }
-        let header = Frame { len: flow.total as u64, ..self.header }.encode();
-        let mut parts = [IoSlice::new(&[]); PARTS];
-        let mut used = 0;
-        if flow.header < HEADER_BYTES {
-            parts[0] = IoSlice::new(&header[flow.header..]);
-            used = 1;
-        }
-        used += self.gather(flow, allowance, &mut parts[used..]);
-        let mut sent = lane.send(&parts[..used]).map_err(Stop::Broken)?;
-        let any = sent > 0;
-        let flow = &mut self.flows[index];
-        flow.blocked = !any;
-        let of_header = sent.min(HEADER_BYTES - flow.header);
-        flow.header += of_header;
-        sent -= of_header;
-        while sent > 0 {
-            let Some((range, _)) = self.place(index) else { break };
-            let step = sent.min(range.len());
-            self.advance(index, step);
-            sent -= step;
-        }
-        Ok(any)
-    }
-
-    /// The next `most` bytes of the flow's current stream; how many parts.
-    fn gather<'a>(&'a self, flow: &Flow, most: usize, parts: &mut [IoSlice<'a>]) -> usize {
-        let Some(&stream) = flow.streams.get(flow.at) else { return 0 };
-        let (mut used, mut left, mut skip) = (0, most, flow.offset);
-        for segment in &self.plan.streams[stream].segments[flow.segment..] {
-            let mut start = segment.range.start * self.row.element_bytes + skip;
-            let end = (segment.range.end * self.row.element_bytes).min(start.saturating_add(left));
-            skip = 0;
-            while start < end && used < parts.len() {
-                // Cut where a part of the row ends.
-                let bytes = self.row.bytes(start..end);
-                if bytes.is_empty() {
-                    return used;
-                }
-                parts[used] = IoSlice::new(bytes);
-                used += 1;
-                left -= bytes.len();
-                start += bytes.len();
-            }
-            if left == 0 || used == parts.len() {
-                break;
-            }
-        }
-        used
-    }
-
-    fn recv(&mut self, index: usize, lane: &mut Conn) -> Result<bool, Stop> {
-        let mut any = false;
-        if self.flows[index].header < HEADER_BYTES {
-            any |= self.recv_header(index, lane)?;
-            if self.flows[index].header < HEADER_BYTES {
-                return Ok(any);
-            }
-        }
-        // At most one request to the system for each turn, so that sending gets its turn as well.
-        let mut asked = any;
-        loop {
-            let Some((range, apply)) = self.place(index) else { return Ok(any) };
-            let mut allowance = self.allowance(&self.flows[index]);
-            if apply != Apply::Copy {
-                allowance -= allowance % self.row.element_bytes;
-            }
-            if allowance == 0 {
-                return Ok(any);
-            }
-            let flow = &self.flows[index];
-            let moved = flow.streams.get(flow.at).map_or(0, |&stream| self.moved[stream]);
-            let before = moved / self.row.element_bytes;
-            let most = range.len().min(allowance).min(self.row.most(apply, before)).min(QUANTUM_BYTES);
-            let range = range.start..range.start + most;
-            let bytes = &lane.unread()[..most.min(lane.unread().len())];
-            let is_first = flow.peer < self.rank;
-            let arrival = Arrival { bytes, apply, at: range.start, before, is_first };
-            let used = self.row.take(&arrival).map_err(Stop::Function)?;
-            lane.consume(used);
-            if used > 0 {
-                self.advance(index, used);
-                any = true;
-                continue;
-            }
-            if asked {
-                return Ok(any);
-            }
-            asked = true;
-            let got = if apply == Apply::Copy && most >= DIRECT_BYTES && lane.unread().is_empty() {
-                let got = lane.recv(&mut self.row.bytes_mut(range)).map_err(Stop::Broken)?;
-                self.advance(index, got);
-                got
-            } else {
-                lane.fill(most).map_err(Stop::Broken)?
-            };
-            self.flows[index].blocked = got == 0;
-            any |= got > 0;
-        }
-    }
-
-    /// Reads the header and compares it before any data is touched; whether anything moved.
-    fn recv_header(&mut self, index: usize, lane: &mut Conn) -> Result<bool, Stop> {
-        let total = self.flows[index].total;
-        let mut any = false;
-        if lane.unread().len() < HEADER_BYTES {
-            let reduces = self.place(index).is_some_and(|(_, apply)| apply != Apply::Copy);
-            let with = if total <= SHORT_BYTES || reduces { total } else { 0 };
-            let got = lane.fill(HEADER_BYTES + with).map_err(Stop::Broken)?;
-            any = got > 0;
-            self.flows[index].blocked = !any;
-        }
-        let Some(bytes) = lane.unread().first_chunk::<HEADER_BYTES>() else { return Ok(any) };
-        let frame = Frame::decode(bytes).map_err(|error| Stop::Protocol(error.to_string()))?;
-        self.check(&frame, total)?;
-        lane.consume(HEADER_BYTES);
-        self.flows[index].header = HEADER_BYTES;
-        Ok(true)
-    }
-
-    fn check(&self, frame: &Frame, total: usize) -> Result<(), Stop> {
-        let protocol = |what: String| Err(Stop::Protocol(what));
-        if frame.kind != Kind::Data {
-            return protocol(format!("a {:?} frame among the data of collectives", frame.kind));
-        }
-        if (frame.generation, frame.group) != (self.header.generation, self.header.group) {
-            return protocol(format!(
-                "data of generation {}, group {} in generation {}, group {}",
-                frame.generation, frame.group, self.header.generation, self.header.group
-            ));
-        }
-        let call = Call::decode(frame.call).map_err(Stop::Protocol)?;
-        if call != self.call || frame.seq != self.seq {
-            return Err(Stop::Mismatch(call, frame.seq));
-        }
-        if frame.len != total as u64 {
-            return protocol(format!("{} bytes for {}, expected {total}", frame.len, self.call));
-        }
-        Ok(())
+    pub(super) fn is_in_memory(&self) -> bool {
+        matches!(self, Self::Memory(_))
     }
 }
-
-/// [`RunError`] before it is known whom it concerns.
-enum Stop {
-    Broken(Broken),
-    Mismatch(Call, u64),
-    Protocol(String),
-    Function(String),
-}
-
-impl Flow {
-    fn new(peer: usize, direction: Direction, stream: usize, total: usize) -> Self {
-        Self {
-            peer,
-            direction,
-            streams: vec![stream],
-            at: 0,
-            segment: 0,
-            offset: 0,
-            total,
-            done: 0,
-            header: 0,
-            finished: false,
-            blocked: false,
-            broken: false,
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests;

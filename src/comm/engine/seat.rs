@@ -118,6 +118,11 @@ impl<E: Drive> Shared<E> {
         self.core.wait(tickets, until);
     }
 
+    /// Gives the engine to `look` if no other thread has it.
+    pub(super) fn if_free<R>(&self, look: impl FnOnce(&mut E) -> R) -> Option<R> {
+        self.core.if_free(look)
+    }
+
     /// Ends the group for `reason`, from any thread.
     pub(crate) fn abort(&self, reason: String) {
         self.core.abort(reason);
@@ -269,6 +274,12 @@ impl<E: Drive> Core<E> {
     /// For who is alone with it.
     pub(super) fn with_engine<R>(&self, look: impl FnOnce(&mut E) -> R) -> R {
         look(&mut self.seat.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Gives the engine to `look` if nobody has it.
+    pub(super) fn if_free<R>(&self, look: impl FnOnce(&mut E) -> R) -> Option<R> {
+        let mut seat = self.take_seat()?;
+        Some(look(&mut seat.engine))
     }
 
     fn goal<'a>(&'a self, tickets: &'a [Arc<Ticket>], until: Option<Instant>) -> Goal<'a> {

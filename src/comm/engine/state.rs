@@ -9,7 +9,8 @@ use convoke_store::Store;
 
 use super::messages::Mailbox as Messages;
 use super::patience::Crowd;
-use super::run::{Lanes, Run};
+use super::run::Run;
+use super::streams::Lanes;
 use super::ticket::Ticket;
 use crate::call::Call;
 use crate::flight::Track;
@@ -60,6 +61,8 @@ pub(super) struct Peer {
     pub(super) signed: Option<u64>,
     /// What it last said it waits in, and for whom.
     pub(super) state: Option<PeerState>,
+    /// Where it offers to meet, to share memory.
+    pub(super) offer: Option<Vec<u8>>,
     /// Lanes that it was asked to open.
     pub(super) asked: [bool; 3],
 }
@@ -95,6 +98,7 @@ impl Peer {
             suspect: None,
             signed: None,
             state: None,
+            offer: None,
             asked: [false; 3],
         }
     }

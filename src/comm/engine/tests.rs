@@ -1,6 +1,7 @@
 //! Strangers at the door: real ranks against a hand-written one. In `mad` it goes mad after it was let in, in
 //! `called` it is the one that is called, in `leaver` one that leaves without having listened.
 
+mod alone;
 mod called;
 mod leaver;
 mod mad;
@@ -59,8 +60,8 @@ fn siege<R: Send>(body: impl Fn(Result<Group, CommError>) -> R + Sync, attack: i
     let address = listener.address().unwrap();
     let prefix = format!("convoke/default/{}", generation());
     let record = format!(
-        "{{\"version\":1,\"rank\":2,\"size\":3,\"address\":\"{address}\",\"host\":\"\",\"pid\":1,\"tuning\":\"{}\",\
-         \"token\":true}}",
+        "{{\"version\":2,\"rank\":2,\"size\":3,\"address\":\"{address}\",\"host\":\"\",\"pid\":1,\"tuning\":\"{}\",\
+         \"token\":true,\"memory\":true}}",
         Tuning::default()
     );
     let soon = Instant::now() + LONG;
@@ -282,6 +283,11 @@ fn sum(shared: &super::Shared) -> i32 {
     let kernel = crate::kernels::Kernel::of(Dtype::I32, ReduceOp::Sum, 3);
     let mut mine = [4_i32];
     let lent = super::Lent::default().filled(0, &mut mine);
-    shared.call(super::Operation::Collective { call, plan, lent, kernel }, LONG.into()).unwrap();
+    shared
+        .call(
+            super::Operation::Collective { call, way: super::Way::Streams(plan), lent, kernel },
+            LONG.into(),
+        )
+        .unwrap();
     mine[0]
 }

@@ -3,7 +3,6 @@
 use std::ops::Range;
 
 use super::{CallKind, CommError, Element, Group, Lent, Prepared, Reduction, call};
-use crate::plan::Algorithm;
 
 impl Group {
     /// Fills `recv` with the `send` of all ranks, in rank order, on every rank.
@@ -76,10 +75,8 @@ impl Group {
         self.check_blocks("send", send.len(), recv.len())?;
         let kernel = op.kernel(self.size())?;
         let call = call::<T>(CallKind::ReduceScatter, Some(op.op()), 0, recv.len());
-        let algorithm =
-            self.inner.tuning.reduce_scatter(size_of_val(recv), &self.inner.topology, call.rounding());
-        let own = self.own_range(recv.len());
-        self.planned(call, reduced(algorithm, send, recv, own), Some(kernel))
+        let (around, own) = (self.inner.works_on_copy(&call), self.own_range(recv.len()));
+        self.planned(call, reduced(around, send, recv, own), Some(kernel))
     }
 
     /// As [`Self::reduce_scatter`], with the result in this rank's block of `buf`; the others are unspecified
@@ -260,16 +257,16 @@ pub(super) fn around<'a, T: Element>(send: &'a [T], recv: &'a mut [T], own: Rang
 }
 
 /// The row of a reduce-scatter: `recv`, which begins as this rank's share of the result, in its place among what
-/// others own. The direct exchange only reads that; ring and hierarchy work on a copy.
+/// others own: a copy of it, or `send` itself, which is only read.
 pub(super) fn reduced<'a, T: Element>(
-    algorithm: Algorithm,
+    copied: bool,
     send: &'a [T],
     recv: &'a mut [T],
     own: Range<usize>,
 ) -> Lent<'a> {
     recv.copy_from_slice(&send[own.clone()]);
     let lent = Lent::default().filled(own.start, recv);
-    if algorithm != Algorithm::Direct {
+    if copied {
         return lent.scratch_around(own, send.to_vec());
     }
     lent.sent(0, &send[..own.start]).sent(own.end, &send[own.end..])

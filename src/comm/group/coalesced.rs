@@ -3,7 +3,7 @@
 use super::{
     Call, CallKind, CommError, Element, Group, Lent, Prepared, ReduceOp, Reduction, call, check_len,
 };
-use crate::plan::{Algorithm, fingerprint};
+use crate::plan::fingerprint;
 
 impl Group {
     /// [`Self::all_reduce`] of each buffer of a list, at the cost of one call for all.
@@ -150,11 +150,8 @@ impl Group {
         let lens: Vec<usize> = recvs.iter().map(|recv| recv.len()).collect();
         let count: usize = lens.iter().sum();
         let call = listed::<T>(CallKind::ReduceScatter, Some(op.op()), &lens);
-        let (bytes, rounding) = (call.bytes() as usize, call.rounding());
-        let algorithm = self.inner.tuning.reduce_scatter(bytes, &self.inner.topology, rounding);
-        let around = algorithm != Algorithm::Direct;
+        let around = self.inner.works_on_copy(&call);
         let (own, mut lent, mut within) = (self.own_range(count), Lent::default(), 0);
-        // The direct exchange only reads what others own; ring and hierarchy work on a copy.
         let mut copy = vec![Vec::new(); if around { self.size() } else { 0 }];
         for (send, recv) in sends.into_iter().zip(recvs) {
             let len = recv.len();

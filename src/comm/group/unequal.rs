@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::blocks::{around, cut, reduced};
 use super::{CallKind, CommError, Element, Group, Lent, Prepared, Reduction, call, check_len};
-use crate::plan::{self, Blocks};
+use crate::plan::{self, Algorithm, Blocks};
 
 impl Group {
     /// Fills `recv` with the `send` of all ranks, in rank order, on every rank; rank i has `lens[i]` elements.
@@ -82,7 +82,7 @@ impl Group {
         let algorithm = self.inner.tuning.reduce_scatter(size_of_val(send) / self.size(), topology, rounding);
         let bytes = size_of::<T>();
         let plan = || Arc::new(plan::reduce_scatter(algorithm, rounding, rank, topology, &blocks, bytes));
-        self.collective(call, plan, reduced(algorithm, send, recv, own), Some(kernel))
+        self.collective(call, plan, reduced(algorithm != Algorithm::Direct, send, recv, own), Some(kernel))
     }
 
     /// Fills `recv` of rank `root` with the `send` of all ranks, in rank order; there rank i has `lens[i]` elements.

@@ -13,6 +13,7 @@
 mod arith;
 mod custom;
 mod halves;
+mod shares;
 
 use std::convert::Infallible;
 use std::fmt;
@@ -25,6 +26,7 @@ use crate::dtype::{Bytes, Dtype, ReduceOp};
 use arith::{Arith, Bits, Multiply};
 pub(crate) use custom::{Function, function, is_inside_function};
 pub(crate) use halves::{WIDE_BYTES, Wide};
+pub(crate) use shares::Shares;
 
 /// `into[i] = into[i] op from[i]`; both slices have the same length, a multiple of the element size.
 type ReduceFn = fn(into: &mut [u8], from: &[u8]);

@@ -159,7 +159,7 @@ impl Plan {
 }
 
 /// The elements of block `index` when `count` elements are cut in `blocks` nearly equal parts.
-fn block(index: usize, blocks: usize, count: usize) -> Range<usize> {
+pub(crate) fn block(index: usize, blocks: usize, count: usize) -> Range<usize> {
     let (size, longer) = (count / blocks, count % blocks);
     let start = index * size + index.min(longer);
     start..start + size + usize::from(index < longer)
@@ -181,7 +181,7 @@ pub(crate) fn all_reduce(
         Algorithm::Hierarchy => hierarchy::all_reduce(rank, topology, count, chunk),
         Algorithm::Direct => direct::all_reduce(rank, world, count, rounding.folds(algorithm)),
         Algorithm::Flat | Algorithm::Star => fold::all_reduce(rank, world, count),
-        Algorithm::Doubling | Algorithm::Binomial | Algorithm::Chain => {
+        Algorithm::Doubling | Algorithm::Binomial | Algorithm::Chain | Algorithm::Memory => {
             doubling::all_reduce(rank, world, count)
         }
     };
@@ -222,7 +222,8 @@ pub(crate) fn reduce(
         | Algorithm::Ring
         | Algorithm::Doubling
         | Algorithm::Flat
-        | Algorithm::Hierarchy => tree::reduce(rank, topology, count, root),
+        | Algorithm::Hierarchy
+        | Algorithm::Memory => tree::reduce(rank, topology, count, root),
     };
     Plan { wide: rounding.is_wide(algorithm), algorithm: Some(algorithm), ..plan }
 }
@@ -240,9 +241,12 @@ pub(crate) fn all_gather(
         Algorithm::Ring => ring::all_gather(rank, blocks, chunk),
         Algorithm::Hierarchy => hierarchy::all_gather(rank, topology, blocks, chunk),
         Algorithm::Doubling => doubling::all_gather(rank, blocks),
-        Algorithm::Direct | Algorithm::Binomial | Algorithm::Chain | Algorithm::Flat | Algorithm::Star => {
-            direct::all_gather(rank, blocks)
-        }
+        Algorithm::Direct
+        | Algorithm::Binomial
+        | Algorithm::Chain
+        | Algorithm::Flat
+        | Algorithm::Star
+        | Algorithm::Memory => direct::all_gather(rank, blocks),
     };
     Plan { algorithm: Some(algorithm), ..plan }
 }
@@ -267,7 +271,8 @@ pub(crate) fn reduce_scatter(
         | Algorithm::Binomial
         | Algorithm::Chain
         | Algorithm::Flat
-        | Algorithm::Star => direct::reduce_scatter(rank, blocks, rounding.folds(algorithm)),
+        | Algorithm::Star
+        | Algorithm::Memory => direct::reduce_scatter(rank, blocks, rounding.folds(algorithm)),
     };
     Plan { wide, algorithm: Some(algorithm), ..plan }
 }

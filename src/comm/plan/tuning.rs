@@ -6,9 +6,10 @@
 use std::fmt;
 
 use super::{Rounding, Topology, WIDER};
+use crate::call::CallKind;
 
 /// Version of the table below: ranks with different tables refuse each other.
-pub(crate) const TABLE_VERSION: u32 = 5;
+pub(crate) const TABLE_VERSION: u32 = 6;
 
 /// Largest all-reduce by recursive doubling, in bytes: two ranks, more, and where folding is needed.
 const DOUBLING_PAIR_BYTES: usize = 128 << 10;
@@ -43,11 +44,13 @@ pub(crate) enum Algorithm {
     Flat,
     Star,
     Hierarchy,
+    /// No streams: through shared memory ([`crate::shm`]).
+    Memory,
 }
 
 impl Algorithm {
     /// In the order of their numbers in recordings.
-    pub(crate) const ALL: [Self; 8] = [
+    pub(crate) const ALL: [Self; 9] = [
         Self::Ring,
         Self::Direct,
         Self::Doubling,
@@ -56,6 +59,7 @@ impl Algorithm {
         Self::Flat,
         Self::Star,
         Self::Hierarchy,
+        Self::Memory,
     ];
 
     pub(crate) const fn name(self) -> &'static str {
@@ -68,6 +72,7 @@ impl Algorithm {
             Self::Flat => "flat",
             Self::Star => "star",
             Self::Hierarchy => "hierarchy",
+            Self::Memory => "shm",
         }
     }
 }
@@ -118,6 +123,19 @@ impl Tuning {
             })?);
         }
         Ok(tuning)
+    }
+
+    /// Whether somebody has chosen how calls of a kind are carried out.
+    pub(crate) fn is_chosen(&self, kind: CallKind) -> bool {
+        let chosen = match kind {
+            CallKind::AllReduce => self.all_reduce,
+            CallKind::Broadcast => self.broadcast,
+            CallKind::Reduce => self.reduce,
+            CallKind::AllGather => self.all_gather,
+            CallKind::ReduceScatter => self.reduce_scatter,
+            _ => None,
+        };
+        chosen.is_some()
     }
 
     /// Algorithm of an all-reduce of `bytes`.
@@ -249,7 +267,7 @@ mod tests {
         let tuning = Tuning::parse(" all_reduce:ring, broadcast:chain").unwrap();
         assert_eq!(
             tuning.to_string(),
-            "table 5, all_reduce:ring, broadcast:chain, reduce:table, all_gather:table, reduce_scatter:table"
+            "table 6, all_reduce:ring, broadcast:chain, reduce:table, all_gather:table, reduce_scatter:table"
         );
         assert_eq!(tuning.all_reduce(4, &Topology::one_host(2), Rounding::Stepwise), Algorithm::Ring);
         assert_eq!(tuning.broadcast(4), Algorithm::Chain);

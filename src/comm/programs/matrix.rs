@@ -106,16 +106,18 @@ fn every_collective_type_operation_and_number_of_ranks() {
     let full = std::env::var_os("CONVOKE_FULL").is_some_and(|value| value == "1");
     for &world in WORLDS[usize::from(full)] {
         let cases = cases(world, THRESHOLDS[usize::from(full)]);
-        let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
-        std::thread::scope(|scope| {
-            for rank in 0..world {
-                let (store, cases) = (Arc::clone(&store), &cases);
-                scope.spawn(move || {
-                    let options = GroupOptions::default().timeout(LONG).init_timeout(LONG);
-                    let group = Group::new(store, rank, world, options);
-                    run(&group.unwrap_or_else(|error| panic!("rank {rank}: {error}")), cases);
-                });
-            }
-        });
+        for in_memory in [true, false] {
+            let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
+            std::thread::scope(|scope| {
+                for rank in 0..world {
+                    let (store, cases) = (Arc::clone(&store), &cases);
+                    scope.spawn(move || {
+                        let options = GroupOptions::default().timeout(LONG).init_timeout(LONG);
+                        let group = Group::new(store, rank, world, options.shared_memory(in_memory));
+                        run(&group.unwrap_or_else(|error| panic!("rank {rank}: {error}")), cases);
+                    });
+                }
+            });
+        }
     }
 }

@@ -94,6 +94,8 @@ pub(crate) fn run(common: &Arc<Common>, rank: usize) -> Result<Option<String>, S
 fn groups(common: &Common, rank: usize) -> Result<Vec<Option<Group>>, CommError> {
     let program = &common.program;
     let options = GroupOptions::default().name("world").timeout(TIMEOUT).init_timeout(PATIENCE);
+    // Half of the programs through shared memory.
+    let options = options.shared_memory(hash(program.seed, 0, usize::MAX - 2).is_multiple_of(2));
     let mut groups = vec![None; program.groups.len()];
     groups[0] = Some(Group::new(Arc::clone(&common.store), rank, program.world(), options)?);
     for make in &program.makes {

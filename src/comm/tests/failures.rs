@@ -309,8 +309,8 @@ fn what_a_crashed_round_left_in_the_store_misleads_nobody() {
     store.set(b"convoke/default/generation", announced.as_bytes(), soon).unwrap();
     let record = |rank: usize| {
         format!(
-            "{{\"version\":1,\"rank\":{rank},\"size\":2,\"address\":\"127.0.0.1:1\",\"host\":\"\",\"pid\":1,\
-             \"tuning\":\"\",\"token\":false}}"
+            "{{\"version\":2,\"rank\":{rank},\"size\":2,\"address\":\"127.0.0.1:1\",\"host\":\"\",\"pid\":1,\
+             \"tuning\":\"\",\"token\":false,\"memory\":true}}"
         )
     };
     let table = serde_json::to_vec(&[record(0), record(1)]).unwrap();

@@ -60,7 +60,7 @@ fn ranks_meet_at_a_tcp_url() {
         add_up(&world);
         (world.rank(), world.size(), world.local_rank(), world.local_world_size(), world.backend().name())
     });
-    assert_eq!(places, [(0, 3, 0, 3, "tcp"), (1, 3, 1, 3, "tcp"), (2, 3, 2, 3, "tcp")]);
+    assert_eq!(places, [(0, 3, 0, 3, "shm"), (1, 3, 1, 3, "shm"), (2, 3, 2, 3, "shm")]);
     let port = free_port();
     let by_arguments = |rank| Session::from_url_as(&format!("tcp://localhost:{port}"), rank, 2);
     worlds(2, by_arguments, |mut session, world| {

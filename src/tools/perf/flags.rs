@@ -121,9 +121,9 @@ pub(crate) struct Flags {
     #[arg(long, value_name = "NAME", default_value = "convoke", help_heading = "Output")]
     pub(crate) system: String,
 
-    /// Second column of the CSV
-    #[arg(long, value_name = "NAME", default_value = "tcp", help_heading = "Output")]
-    pub(crate) transport: String,
+    /// Second column of the CSV; what the group uses by default, shm or tcp
+    #[arg(long, value_name = "NAME", help_heading = "Output")]
+    pub(crate) transport: Option<String>,
 }
 
 /// How results are printed.

@@ -14,6 +14,7 @@ use super::table::{self, Columns};
 /// Prints, on rank 0; elsewhere nothing is said.
 pub(crate) struct Report<'a> {
     flags: &'a Flags,
+    transport: String,
     /// Whether this rank prints.
     speaks: bool,
     /// Characters of a line and lines, if stdout is a terminal that can show bars.
@@ -43,7 +44,8 @@ pub(crate) struct Places {
 }
 
 impl<'a> Report<'a> {
-    pub(crate) fn new(flags: &'a Flags, speaks: bool) -> Self {
+    /// `backend` is what the group uses.
+    pub(crate) fn new(flags: &'a Flags, speaks: bool, backend: &str) -> Self {
         let set = |name| env::var_os(name).is_some_and(|value| !value.is_empty());
         let dumb = env::var_os("TERM").is_some_and(|term| term == "dumb");
         let shows_bars = io::stdout().is_terminal() && !dumb && !set("NO_COLOR");
@@ -56,6 +58,7 @@ impl<'a> Report<'a> {
         let screen = size.map(|(width, height)| (usize::from(width.0), usize::from(height.0)));
         Self {
             flags,
+            transport: flags.transport.clone().unwrap_or_else(|| backend.to_owned()),
             speaks,
             screen: screen.filter(|_| shows_bars && flags.form() == Form::Table),
             progress: progress.filter(|_| speaks && !dumb),
@@ -76,7 +79,7 @@ impl<'a> Report<'a> {
         self.say(&format!(
             "# convoke-perf {}: {ranks} on {hosts}, {}",
             env!("CARGO_PKG_VERSION"),
-            self.flags.transport
+            self.transport
         ))?;
         for (name, ranks) in places.names.iter().zip(&places.ranks) {
             self.say(&format!(
@@ -107,7 +110,7 @@ impl<'a> Report<'a> {
         if self.rows.last().is_none_or(|last| last.subject.collective != row.subject.collective) {
             self.begin(&row)?;
         }
-        let Flags { system, transport, .. } = self.flags;
+        let (system, transport) = (&self.flags.system, &self.transport);
         match (self.flags.form(), self.columns) {
             (Form::Csv, _) => self.say(&row.csv(system, transport, self.flags.has_several_ops()))?,
             (Form::Json, _) => self.say(&row.json(transport))?,
@@ -138,7 +141,7 @@ impl<'a> Report<'a> {
     }
 
     pub(crate) fn pairs(&mut self, pairs: &Pairs, places: &Places) -> io::Result<()> {
-        let (system, transport) = (&self.flags.system, &self.flags.transport);
+        let (system, transport) = (&self.flags.system, &self.transport);
         let lines = match self.flags.form() {
             Form::Table => pairs.text(&places.names),
             Form::Csv => pairs.csv(&places.names, system, transport),

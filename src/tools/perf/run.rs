@@ -26,7 +26,7 @@ pub(crate) fn run(flags: &Flags) -> Result<(), PerfError> {
     if subjects.is_empty() && world.hosts().len() < 2 {
         return Err(PerfError::Usage("all ranks are on one host: there are no pairs of hosts".to_owned()));
     }
-    let mut report = Report::new(flags, world.rank() == 0);
+    let mut report = Report::new(flags, world.rank() == 0, world.backend().name());
     let outcome = measure(flags, &world, &subjects, &mut report);
     if let Err(error) = &outcome {
         end(&world, error);

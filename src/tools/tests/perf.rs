@@ -173,7 +173,7 @@ fn nonblocking_calls_are_right_one_or_several_at_a_time() {
 fn the_table_says_what_was_measured_where_and_how() {
     let text = run(4, &["all_reduce", "reduce", "-b4", "-e4K", "-f32", "--time-ms=0.5", "--min-iters=2"]);
     let lines: Vec<&str> = text.lines().collect();
-    assert_eq!(lines[0], format!("# convoke-perf {}: 4 ranks on 1 host, tcp", env!("CARGO_PKG_VERSION")));
+    assert_eq!(lines[0], format!("# convoke-perf {}: 4 ranks on 1 host, shm", env!("CARGO_PKG_VERSION")));
     assert!(lines[1].ends_with(": ranks 0-3"), "{text}");
     assert!(lines[2].contains("about 0.5 ms of each size") && lines[2].contains("results checked"), "{text}");
     let at = lines.iter().position(|line| *line == "reduce").unwrap();

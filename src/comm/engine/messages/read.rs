@@ -166,7 +166,7 @@ impl Mailbox {
                 Ok(())
             }
             kind @ (Kind::Hello | Kind::Welcome | Kind::Proof | Kind::Refuse | Kind::Data | Kind::Open)
-            | kind @ (Kind::State | Kind::Ask | Kind::Abort | Kind::Goodbye) => {
+            | kind @ (Kind::State | Kind::Ask | Kind::Abort | Kind::Goodbye | Kind::Share) => {
                 protocol(format!("a {kind:?} frame among messages"))
             }
         }

@@ -32,8 +32,8 @@ fn calls(answer: &[u8], stays: bool) -> CommError {
         });
         let theirs = store.get(format!("{prefix}/rank/1").as_bytes(), soon).unwrap();
         let ours = format!(
-            "{{\"version\":1,\"rank\":0,\"size\":2,\"address\":\"{address}\",\"host\":\"\",\"pid\":1,\"tuning\":\"{}\",\
-             \"token\":true}}",
+            "{{\"version\":2,\"rank\":0,\"size\":2,\"address\":\"{address}\",\"host\":\"\",\"pid\":1,\"tuning\":\"{}\",\
+             \"token\":true,\"memory\":true}}",
             Tuning::default()
         );
         let table = serde_json::to_vec(&[ours, String::from_utf8(theirs).unwrap()]).unwrap();

@@ -41,7 +41,7 @@ fn all_reduce_call(count: usize) -> Call {
     Call { kind, dtype, op: Some(ReduceOp::Sum), root: 0, count: count as u64 }
 }
 
-fn run(call: Call, seq: u64, plan: Plan, memory: &mut [f32], (rank, world): (usize, usize)) -> Run {
+fn run(call: Call, seq: u64, plan: Plan, memory: &mut [f32], (rank, world): (usize, usize)) -> Streams {
     let kernel = call.op.and_then(|op| Kernel::of(call.dtype, op, world));
     run_with(kernel, call, seq, plan, memory, rank)
 }
@@ -54,10 +54,10 @@ fn run_with<T: Element>(
     plan: Plan,
     memory: &mut [T],
     rank: usize,
-) -> Run {
+) -> Streams {
     // SAFETY: the tests keep the memory until the run is dropped and read it only after that.
     let lent = unsafe { Lent::default().filled(0, memory).outliving() };
-    Run::new(&credentials(), call, seq, Arc::new(plan), lent, kernel, rank)
+    Streams::new(&credentials(), call, seq, Arc::new(plan), lent, kernel, rank)
 }
 
 fn all_reduce(algorithm: Algorithm, rank: usize, topology: &Topology, count: usize) -> Plan {
@@ -65,7 +65,11 @@ fn all_reduce(algorithm: Algorithm, rank: usize, topology: &Topology, count: usi
 }
 
 /// Turns all runs in random order until all are finished or one fails.
-fn drive(runs: &mut [Run], lanes: &mut [HashMap<usize, Conn>], random: &mut Random) -> Result<(), RunError> {
+fn drive(
+    runs: &mut [Streams],
+    lanes: &mut [HashMap<usize, Conn>],
+    random: &mut Random,
+) -> Result<(), RunError> {
     let mut idle = 0;
     while runs.iter().any(|run| !run.is_finished()) {
         let rank = random.below(runs.len());

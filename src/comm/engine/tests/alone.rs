@@ -1,0 +1,73 @@
+//! Ranks of a host that cannot share memory: one of them has none, cannot map it, or may not.
+
+use std::sync::Arc;
+
+use convoke_store::{MemoryStore, Store};
+
+use super::LONG;
+use crate::backend::Backend;
+use crate::dtype::ReduceOp;
+use crate::error::CommError;
+use crate::group::Group;
+use crate::options::GroupOptions;
+use crate::shm::segment::{FAILING, Failing};
+
+/// What each of three ranks gets whose `who` cannot do what is `failing`.
+fn without(who: usize, failing: Failing) -> Vec<(Backend, i32)> {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
+    std::thread::scope(|scope| {
+        let ranks: Vec<_> = (0..3)
+            .map(|rank| {
+                let store = Arc::clone(&store);
+                scope.spawn(move || {
+                    FAILING.set((rank == who).then_some(failing));
+                    let options = GroupOptions::default().timeout(LONG).init_timeout(LONG);
+                    let group = Group::new(store, rank, 3, options).unwrap();
+                    let mut sum = [rank as i32];
+                    group.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
+                    group.send_recv((&sum, (rank + 1) % 3, 0), (&mut [0], (rank + 2) % 3, 0)).unwrap();
+                    (group.backend(), sum[0])
+                })
+            })
+            .collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+#[test]
+fn where_one_rank_cannot_share_memory_all_use_connections() {
+    for failing in [Failing::Create, Failing::Commit, Failing::Map] {
+        for who in 0..3 {
+            // Only the first makes memory.
+            let all =
+                if failing == Failing::Create && who > 0 { Backend::SharedMemory } else { Backend::Tcp };
+            assert_eq!(without(who, failing), [(all, 3); 3], "{failing:?} at rank {who}");
+        }
+    }
+}
+
+#[test]
+fn memory_is_shared_unless_all_say_no_and_a_difference_is_an_error() {
+    for wanted in [[true, true], [false, false], [true, false]] {
+        let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
+        std::thread::scope(|scope| {
+            for rank in 0..2 {
+                let store = Arc::clone(&store);
+                scope.spawn(move || {
+                    let options = GroupOptions::default().timeout(LONG).init_timeout(LONG);
+                    match Group::new(store, rank, 2, options.shared_memory(wanted[rank])) {
+                        Ok(group) => {
+                            let backend = if wanted[0] { Backend::SharedMemory } else { Backend::Tcp };
+                            assert_eq!((group.backend(), wanted[0]), (backend, wanted[1]));
+                        }
+                        Err(error) => {
+                            let named = matches!(&error, CommError::Bootstrap { ranks, .. } if *ranks == [1]);
+                            assert!(named && error.to_string().contains("CONVOKE_SHM"), "{error}");
+                            assert_ne!(wanted[0], wanted[1]);
+                        }
+                    }
+                });
+            }
+        });
+    }
+}

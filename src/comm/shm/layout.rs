@@ -1,0 +1,225 @@
+//! Where what lies in the memory that the ranks of a host share. Pure.
+//!
+//! ```text
+//! page: who sleeps, whether all is over │ of rank 0: control │ slots │ rounds │ rings to each rank │ of rank 1: ...
+//! ```
+//!
+//! Only its owner writes what is a rank's, but for the sleepers and the end of a ring that its reader moves.
+
+use std::ops::Range;
+
+/// What is written by one rank and polled by others has so many bytes to itself: processors fetch lines in pairs.
+pub(crate) const LINE: usize = 128;
+const PAGE: usize = 4096;
+/// Slots for small calls: a rank is at most so many calls ahead of another.
+pub(crate) const SLOTS: u32 = 8;
+/// Most that a rank gives in a slot.
+pub(crate) const SMALL_BYTES: usize = 8 << 10;
+/// Of a slot: its stamp and the call, before what is given.
+pub(crate) const SLOT_HEADER: usize = 64;
+/// Of a slot: what the rank called, and a digest of all that it called before.
+pub(crate) const CALL_AT: usize = 8;
+pub(crate) const PAST_AT: usize = 24;
+/// Most that a rank gives beside the stamp, in the same line.
+pub(crate) const INLINE_BYTES: usize = SLOT_HEADER - INLINE_AT;
+pub(crate) const INLINE_AT: usize = 32;
+/// Rounds of large calls that are in memory at a time.
+pub(crate) const DEPTH: u64 = 4;
+/// Most that a rank gives in a round.
+pub(crate) const ROUND_BYTES: usize = 128 << 10;
+/// Most ranks of a host that share memory: two descriptors of each go through a socket in one message.
+pub(crate) const MOST_RANKS: usize = 126;
+/// Bytes of all rings of one rank and lane, about; and how long one ring is at least and at most.
+const RINGS_BYTES: usize = 512 << 10;
+const RING_BYTES: Range<usize> = 8 << 10..128 << 10;
+
+/// Of a rank: what it counts for others to see.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Counter {
+    /// Rounds in which what this rank gives is there.
+    Given,
+    /// Rounds in which the sum of this rank's part is there.
+    Summed,
+    /// Rounds of which this rank needs nothing any more.
+    Done,
+}
+
+impl Counter {
+    pub(crate) const COUNT: usize = 3;
+}
+
+/// What shows that two processes see the same memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Proof {
+    /// Written by the rank that made the memory.
+    Question,
+    Answer,
+}
+
+/// One of the rings from a rank to another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct RingPlace {
+    /// Where the writer counts what it has written, and says that nothing more comes.
+    pub(crate) written: usize,
+    pub(crate) closed: usize,
+    /// Where the reader counts what it has read.
+    pub(crate) read: usize,
+    pub(crate) data: usize,
+    /// A power of two.
+    pub(crate) bytes: usize,
+}
+
+/// What a ring is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum RingLane {
+    Messages,
+    /// Collectives by streams.
+    Collectives,
+}
+
+impl RingLane {
+    const COUNT: usize = 2;
+}
+
+/// The places for so many ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Layout {
+    ranks: usize,
+}
+
+/// In the first page, behind the sleepers.
+const FAILED: usize = 2 * LINE;
+const CONTROL: usize = PAGE;
+const SLOT: usize = (SLOT_HEADER + SMALL_BYTES).next_multiple_of(LINE);
+const ALL_SLOTS: usize = (SLOTS as usize * SLOT).next_multiple_of(PAGE);
+const ALL_ROUNDS: usize = DEPTH as usize * ROUND_BYTES;
+
+impl Layout {
+    pub(crate) fn new(ranks: usize) -> Self {
+        Self { ranks }
+    }
+
+    /// Bytes in all.
+    pub(crate) fn bytes(self) -> usize {
+        self.of(self.ranks).start
+    }
+
+    /// The bytes that belong to `rank`.
+    pub(crate) fn of(self, rank: usize) -> Range<usize> {
+        let rings = RingLane::COUNT * self.ranks * self.ring_and_ends();
+        let all = (CONTROL + ALL_SLOTS + ALL_ROUNDS + rings).next_multiple_of(PAGE);
+        PAGE + rank * all..PAGE + (rank + 1) * all
+    }
+
+    /// The word with the bit of `rank` that is set while it sleeps, and that bit.
+    pub(crate) fn sleeper(rank: usize) -> (usize, u64) {
+        (rank / 64 * size_of::<u64>(), 1 << (rank % 64))
+    }
+
+    /// The word that is set when the group has failed.
+    pub(crate) fn failed() -> usize {
+        FAILED
+    }
+
+    /// The words with the bits of all ranks.
+    pub(crate) fn sleepers(self) -> impl Iterator<Item = usize> {
+        (0..self.ranks.div_ceil(64)).map(|word| word * size_of::<u64>())
+    }
+
+    pub(crate) fn counter(self, rank: usize, counter: Counter) -> usize {
+        self.of(rank).start + LINE * counter as usize
+    }
+
+    pub(crate) fn proof(self, rank: usize, proof: Proof) -> usize {
+        self.of(rank).start + LINE * (Counter::COUNT + proof as usize)
+    }
+
+    /// The slot of `rank` for call number `number`.
+    pub(crate) fn slot(self, rank: usize, number: u32) -> usize {
+        self.of(rank).start + CONTROL + (number % SLOTS) as usize * SLOT
+    }
+
+    /// What `rank` gives in a round.
+    pub(crate) fn round(self, rank: usize, round: u64) -> usize {
+        self.of(rank).start + CONTROL + ALL_SLOTS + (round % DEPTH) as usize * ROUND_BYTES
+    }
+
+    /// The ring from rank `from` to rank `to`.
+    pub(crate) fn ring(self, lane: RingLane, from: usize, to: usize) -> RingPlace {
+        let before = (lane as usize * self.ranks + to) * self.ring_and_ends();
+        let start = self.of(from).start + CONTROL + ALL_SLOTS + ALL_ROUNDS + before;
+        let (written, read, data) = (start, start + LINE, start + 2 * LINE);
+        RingPlace { written, closed: written + size_of::<u64>(), read, data, bytes: self.ring_bytes() }
+    }
+
+    fn ring_bytes(self) -> usize {
+        let each = RINGS_BYTES / self.ranks.next_power_of_two();
+        each.clamp(RING_BYTES.start, RING_BYTES.end)
+    }
+
+    fn ring_and_ends(self) -> usize {
+        2 * LINE + self.ring_bytes()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LANES: [RingLane; RingLane::COUNT] = [RingLane::Messages, RingLane::Collectives];
+
+    /// All places, as ranges.
+    fn places(layout: Layout) -> Vec<Range<usize>> {
+        let mut places: Vec<_> = layout.sleepers().map(|word| word..word + 8).collect();
+        places.push(Layout::failed()..Layout::failed() + LINE);
+        for rank in 0..layout.ranks {
+            for counter in [Counter::Given, Counter::Summed, Counter::Done] {
+                let at = layout.counter(rank, counter);
+                places.push(at..at + LINE);
+            }
+            for proof in [Proof::Question, Proof::Answer] {
+                let at = layout.proof(rank, proof);
+                places.push(at..at + LINE);
+            }
+            places.extend((0..SLOTS).map(|number| {
+                let at = layout.slot(rank, number);
+                at..at + SLOT_HEADER + SMALL_BYTES
+            }));
+            places.extend((0..DEPTH).map(|round| {
+                let at = layout.round(rank, round);
+                at..at + ROUND_BYTES
+            }));
+            for (lane, to) in LANES.into_iter().flat_map(|lane| (0..layout.ranks).map(move |to| (lane, to))) {
+                let ring = layout.ring(lane, rank, to);
+                places.push(ring.written..ring.written + LINE);
+                places.push(ring.read..ring.read + LINE);
+                places.push(ring.data..ring.data + ring.bytes);
+                assert!(ring.bytes.is_power_of_two());
+                assert!(
+                    layout.of(rank).contains(&ring.written) && layout.of(rank).end >= ring.data + ring.bytes
+                );
+            }
+        }
+        places
+    }
+
+    #[test]
+    fn places_are_apart_and_within_the_memory() {
+        for ranks in [2, 3, 64, 65, MOST_RANKS] {
+            let layout = Layout::new(ranks);
+            let mut places = places(layout);
+            places.sort_by_key(|place| place.start);
+            assert!(places.windows(2).all(|pair| pair[0].end <= pair[1].start), "{ranks} ranks");
+            assert!(places.last().unwrap().end <= layout.bytes());
+            assert_eq!(layout.of(0).start % PAGE + layout.bytes() % PAGE, 0);
+        }
+    }
+
+    #[test]
+    fn each_rank_has_a_bit_of_its_own_among_the_sleepers() {
+        let bits: std::collections::HashSet<_> = (0..MOST_RANKS).map(Layout::sleeper).collect();
+        assert_eq!(bits.len(), MOST_RANKS);
+        let words: Vec<_> = Layout::new(MOST_RANKS).sleepers().collect();
+        assert!(bits.iter().all(|(word, _)| words.contains(word)));
+    }
+}

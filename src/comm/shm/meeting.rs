@@ -1,0 +1,452 @@
+//! How the ranks of a host come to share memory.
+//!
+//! The first of them, the leader, makes the memory and hands its descriptor over on a unix socket, whose name it tells
+//! the others on their control connections, which are proven, together with a word by which it knows them:
+//!
+//! ```text
+//! member → leader   the word, who it is; its doorbell, its process
+//! leader → member   how much memory; that memory, everybody's doorbells and processes
+//! member → leader   "I see it": it has read a number there, and written the answer
+//! leader → member   "we all see it"
+//! ```
+//!
+//! Whatever does not work out anywhere, all use connections instead, and know why. The socket has an abstract name: no
+//! file is left of it. Nothing here waits.
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+};
+
+use super::layout::{Layout, MOST_RANKS, Proof};
+use super::segment::{self, Segment};
+
+const WORD_BYTES: usize = 16;
+/// Longest message.
+const MESSAGE_BYTES: usize = 1024;
+/// Most connections of which it is not known yet whose they are.
+const STRANGERS: usize = 64;
+const YES: u8 = 1;
+const NO: u8 = 0;
+const SOCKET: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NONBLOCK);
+
+/// The ranks of a host that meet, as one of them sees it.
+#[derive(Debug)]
+pub(crate) struct Party {
+    /// Their ranks in the group.
+    pub(crate) ranks: Vec<usize>,
+    /// Which of them this one is.
+    pub(crate) me: usize,
+    pub(crate) layout: Layout,
+    /// What wakes this rank.
+    pub(crate) bell: OwnedFd,
+    /// This process, where the system has descriptors for that.
+    pub(crate) process: Option<OwnedFd>,
+}
+
+/// What they have in common then.
+#[derive(Debug)]
+pub(crate) struct Met {
+    pub(crate) segment: Arc<Segment>,
+    /// By place on the host.
+    pub(crate) bells: Vec<OwnedFd>,
+    /// The same; empty where the system of one of them has no such descriptors.
+    pub(crate) processes: Vec<OwnedFd>,
+}
+
+/// How it ended: or why they share no memory.
+pub(crate) type Outcome = Result<Met, String>;
+
+/// Where to meet, as it is told on control connections.
+pub(crate) type Offer = Vec<u8>;
+
+#[derive(Debug)]
+pub(crate) enum Meeting {
+    Leading(Leading),
+    Joining(Joining),
+}
+
+impl Meeting {
+    /// What there is to wait for.
+    pub(crate) fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
+        match self {
+            Self::Leading(leading) => {
+                let members = leading.members.iter().flatten().map(|member| member.conn.as_fd());
+                let strangers = leading.strangers.iter().map(AsFd::as_fd);
+                members.chain(strangers).chain([leading.listener.as_fd()]).collect()
+            }
+            Self::Joining(joining) => joining.conn.iter().map(AsFd::as_fd).collect(),
+        }
+    }
+
+    /// Ranks that are still to do something.
+    pub(crate) fn missing(&self) -> Vec<usize> {
+        match self {
+            Self::Leading(Leading { party, members, .. }) => {
+                let here = |place: usize| members[place].as_ref().is_some_and(|member| member.answered);
+                let others = (0..members.len()).filter(|&place| place != party.me && !here(place));
+                others.map(|place| party.ranks[place]).collect()
+            }
+            Self::Joining(joining) => vec![joining.party.ranks[0]],
+        }
+    }
+
+    /// Goes on as far as it can; the outcome in the end.
+    pub(crate) fn turn(&mut self) -> Option<Outcome> {
+        match self {
+            Self::Leading(leading) => leading.turn(),
+            Self::Joining(joining) => joining.turn(),
+        }
+    }
+}
+
+/// The meeting as the leader sees it.
+#[derive(Debug)]
+pub(crate) struct Leading {
+    party: Party,
+    listener: OwnedFd,
+    word: [u8; WORD_BYTES],
+    strangers: Vec<OwnedFd>,
+    /// By place; the leader's own stays empty.
+    members: Vec<Option<Member>>,
+    segment: Option<Arc<Segment>>,
+}
+
+#[derive(Debug)]
+struct Member {
+    conn: OwnedFd,
+    bell: OwnedFd,
+    process: Option<OwnedFd>,
+    question: u64,
+    answered: bool,
+}
+
+impl Leading {
+    /// Opens the meeting; what to tell the others.
+    ///
+    /// # Errors
+    /// Why there can be none.
+    pub(crate) fn open(party: Party) -> Result<(Self, Offer), String> {
+        if party.ranks.len() > MOST_RANKS {
+            return Err(format!("{} ranks of a host are more than {MOST_RANKS}", party.ranks.len()));
+        }
+        let (mut name, mut word) = ([0; WORD_BYTES], [0; WORD_BYTES]);
+        getrandom::fill(&mut name)
+            .and_then(|()| getrandom::fill(&mut word))
+            .map_err(|error| format!("no random numbers: {error}"))?;
+        let listener = listen(&name).map_err(|error| format!("cannot listen at a unix socket: {error}"))?;
+        let members = party.ranks.iter().map(|_| None).collect();
+        let offer = [&[YES][..], &name, &word].concat();
+        let strangers = Vec::new();
+        Ok((Self { party, listener, word, strangers, members, segment: None }, offer))
+    }
+
+    fn turn(&mut self) -> Option<Outcome> {
+        let outcome = self.go_on().transpose()?;
+        if let Err(reason) = &outcome {
+            let refusal = no(reason);
+            for member in self.members.iter().flatten() {
+                let _ = send(&member.conn, &refusal, &[]);
+            }
+        }
+        Some(outcome)
+    }
+
+    fn go_on(&mut self) -> Result<Option<Met>, String> {
+        self.accept();
+        self.greet();
+        if self.others().any(|place| self.members[place].is_none()) {
+            return Ok(None);
+        }
+        if self.segment.is_none() {
+            self.hand_over()?;
+        }
+        self.hear()?;
+        if self.members.iter().flatten().any(|member| !member.answered) {
+            return Ok(None);
+        }
+        for member in self.members.iter().flatten() {
+            send(&member.conn, &[YES], &[]).map_err(|error| format!("cannot tell the others: {error}"))?;
+        }
+        let Some(segment) = self.segment.take() else { return Ok(None) };
+        segment.populate();
+        let (bells, processes) = self.all().map_err(|error| format!("no descriptor left: {error}"))?;
+        Ok(Some(Met { segment, bells, processes }))
+    }
+
+    fn others(&self) -> impl Iterator<Item = usize> + use<> {
+        let me = self.party.me;
+        (0..self.members.len()).filter(move |&place| place != me)
+    }
+
+    fn accept(&mut self) {
+        while self.strangers.len() < STRANGERS {
+            match rustix::net::accept_with(&self.listener, SOCKET) {
+                Ok(conn) => self.strangers.push(conn),
+                Err(rustix::io::Errno::INTR) => {}
+                Err(_) => return,
+            }
+        }
+    }
+
+    /// Finds out which of those that have connected are members.
+    fn greet(&mut self) {
+        for conn in std::mem::take(&mut self.strangers) {
+            match receive(&conn) {
+                Ok(None) => self.strangers.push(conn),
+                Ok(Some((bytes, descriptors))) => self.admit(conn, &bytes, descriptors),
+                Err(_) => {}
+            }
+        }
+    }
+
+    fn admit(&mut self, conn: OwnedFd, bytes: &[u8], descriptors: Vec<OwnedFd>) {
+        let Some((word, place)) = bytes.split_first_chunk::<WORD_BYTES>() else { return };
+        let place = place.try_into().map(u32::from_le_bytes).unwrap_or(u32::MAX) as usize;
+        let mut descriptors = descriptors.into_iter();
+        let known = *word == self.word && place != self.party.me;
+        let Some(slot) = self.members.get_mut(place).filter(|slot| known && slot.is_none()) else { return };
+        if let Some(bell) = descriptors.next() {
+            let process = descriptors.next();
+            *slot = Some(Member { conn, bell, process, question: 0, answered: false });
+        }
+    }
+
+    /// Makes the memory and gives it to everybody.
+    fn hand_over(&mut self) -> Result<(), String> {
+        let layout = self.party.layout;
+        let bytes = layout.bytes();
+        let failed = |error: io::Error| format!("cannot make {bytes} bytes of memory for all: {error}");
+        let memory = segment::create(bytes).map_err(failed)?;
+        // What belongs to nobody, and what belongs to the leader.
+        segment::commit(&memory, 0..layout.of(self.party.me).end).map_err(failed)?;
+        let segment = Arc::new(Segment::map(&memory, bytes).map_err(failed)?);
+        for place in self.others() {
+            let question = random().map_err(|error| format!("no random numbers: {error}"))?;
+            segment::commit(&memory, layout.of(place).start..layout.of(place).start + 1).map_err(failed)?;
+            proof(&segment, layout, place, Proof::Question).store(question, Ordering::SeqCst);
+            if let Some(member) = &mut self.members[place] {
+                member.question = question;
+            }
+        }
+        let (bells, processes) = self.all().map_err(|error| format!("no descriptor left: {error}"))?;
+        let given = [&memory].into_iter().chain(&bells).chain(&processes);
+        let given: Vec<_> = given.map(AsFd::as_fd).collect();
+        let welcome = [&[YES][..], &(bytes as u64).to_le_bytes()].concat();
+        for member in self.members.iter().flatten() {
+            send(&member.conn, &welcome, &given).map_err(|error| format!("cannot hand it over: {error}"))?;
+        }
+        self.segment = Some(segment);
+        Ok(())
+    }
+
+    /// All doorbells, and all processes if they are known.
+    fn all(&self) -> io::Result<(Vec<OwnedFd>, Vec<OwnedFd>)> {
+        let Party { me, bell, process, .. } = &self.party;
+        let bells = self.members.iter().enumerate().map(|(place, member)| match member {
+            Some(member) => member.bell.try_clone(),
+            None => {
+                debug_assert_eq!(place, *me);
+                bell.try_clone()
+            }
+        });
+        let bells = bells.collect::<io::Result<_>>()?;
+        let processes = self.members.iter().map(|member| {
+            member.as_ref().map_or(process.as_ref(), |member| member.process.as_ref()).map(OwnedFd::try_clone)
+        });
+        let processes: Option<Vec<_>> = processes.collect();
+        Ok((bells, processes.unwrap_or_default().into_iter().collect::<io::Result<_>>()?))
+    }
+
+    /// Hears who sees the memory, and looks whether it does.
+    fn hear(&mut self) -> Result<(), String> {
+        let Party { ranks, layout, .. } = &self.party;
+        for (place, member) in self.members.iter_mut().enumerate() {
+            let Some(member) = member.as_mut().filter(|member| !member.answered) else { continue };
+            let rank = ranks[place];
+            let heard = receive(&member.conn).map_err(|error| format!("rank {rank} is gone: {error}"))?;
+            let Some((bytes, _)) = heard else { continue };
+            agreed(&bytes).map_err(|reason| format!("rank {rank}: {reason}"))?;
+            let answer = self
+                .segment
+                .as_ref()
+                .map(|segment| proof(segment, *layout, place, Proof::Answer).load(Ordering::SeqCst));
+            if answer != Some(!member.question) {
+                return Err(format!("rank {rank} does not see what this one sees"));
+            }
+            member.answered = true;
+        }
+        Ok(())
+    }
+}
+
+/// The meeting as another rank sees it.
+#[derive(Debug)]
+pub(crate) struct Joining {
+    party: Party,
+    conn: Option<OwnedFd>,
+    /// What was handed over.
+    met: Option<Met>,
+}
+
+impl Joining {
+    pub(crate) fn new(party: Party) -> Self {
+        Self { party, conn: None, met: None }
+    }
+
+    /// Connects to the leader.
+    ///
+    /// # Errors
+    /// Why not.
+    pub(crate) fn accept(&mut self, offer: &[u8]) -> Result<(), String> {
+        let rest = agreed(offer)?;
+        let Some((name, word)) = rest.split_first_chunk::<WORD_BYTES>() else {
+            return Err("the leader's offer makes no sense".to_owned());
+        };
+        let failed = |error: io::Error| format!("cannot reach rank {}: {error}", self.party.ranks[0]);
+        let conn = connect(name).map_err(failed)?;
+        let hello = [word, &(self.party.me as u32).to_le_bytes()].concat();
+        let own: Vec<_> =
+            [Some(&self.party.bell), self.party.process.as_ref()].into_iter().flatten().collect();
+        let own: Vec<_> = own.into_iter().map(AsFd::as_fd).collect();
+        send(&conn, &hello, &own).map_err(failed)?;
+        self.conn = Some(conn);
+        Ok(())
+    }
+
+    fn turn(&mut self) -> Option<Outcome> {
+        let conn = self.conn.as_ref()?;
+        let (bytes, descriptors) = match receive(conn) {
+            Ok(heard) => heard?,
+            Err(error) => {
+                return Some(Err(format!("rank {} is gone: {error}", self.party.ranks[0])));
+            }
+        };
+        let rest = match agreed(&bytes) {
+            Ok(rest) => rest,
+            Err(reason) => return Some(Err(reason)),
+        };
+        if let Some(met) = self.met.take() {
+            met.segment.populate();
+            return Some(Ok(met));
+        }
+        match self.take_over(rest, descriptors) {
+            Ok(met) => {
+                self.met = Some(met);
+                let told = send(conn, &[YES], &[]).map_err(|error| error.to_string());
+                told.err().map(Err)
+            }
+            Err(reason) => {
+                let _ = send(conn, &no(&reason), &[]);
+                Some(Err(reason))
+            }
+        }
+    }
+
+    /// Maps the memory and shows that it is the leader's.
+    fn take_over(&self, rest: &[u8], descriptors: Vec<OwnedFd>) -> Result<Met, String> {
+        let Party { ranks, me, layout, .. } = &self.party;
+        let bytes = rest.try_into().map(u64::from_le_bytes).ok();
+        if bytes != Some(layout.bytes() as u64) || descriptors.len() < 1 + ranks.len() {
+            return Err("not all was handed over (is this the limit of open files?)".to_owned());
+        }
+        let failed = |error: io::Error| format!("cannot map the memory: {error}");
+        let mut descriptors = descriptors.into_iter();
+        let memory = descriptors.next().ok_or("no memory was handed over")?;
+        let segment = Segment::map(&memory, layout.bytes()).map_err(failed)?;
+        segment::commit(&memory, layout.of(*me)).map_err(failed)?;
+        let question = proof(&segment, *layout, *me, Proof::Question).load(Ordering::SeqCst);
+        proof(&segment, *layout, *me, Proof::Answer).store(!question, Ordering::SeqCst);
+        let bells = descriptors.by_ref().take(ranks.len()).collect();
+        let processes: Vec<_> = descriptors.collect();
+        let processes = if processes.len() == ranks.len() { processes } else { Vec::new() };
+        Ok(Met { segment: Arc::new(segment), bells, processes })
+    }
+}
+
+fn proof(segment: &Segment, layout: Layout, place: usize, proof: Proof) -> &AtomicU64 {
+    segment.word(layout.proof(place, proof))
+}
+
+fn random() -> Result<u64, getrandom::Error> {
+    let mut bytes = [0; 8];
+    getrandom::fill(&mut bytes)?;
+    Ok(u64::from_le_bytes(bytes))
+}
+
+/// "No", and why; cut where it is long.
+pub(crate) fn no(reason: &str) -> Vec<u8> {
+    let mut bytes = [&[NO], reason.as_bytes()].concat();
+    bytes.truncate(MESSAGE_BYTES);
+    bytes
+}
+
+/// What follows a "yes"; the error is the reason of a "no".
+fn agreed(bytes: &[u8]) -> Result<&[u8], String> {
+    match bytes.split_first() {
+        Some((&YES, rest)) => Ok(rest),
+        Some((_, reason)) => Err(String::from_utf8_lossy(reason).into_owned()),
+        None => Err("an empty message".to_owned()),
+    }
+}
+
+fn address(name: &[u8; WORD_BYTES]) -> io::Result<SocketAddrUnix> {
+    let name = name.iter().fold("convoke-".to_owned(), |name, byte| format!("{name}{byte:02x}"));
+    Ok(SocketAddrUnix::new_abstract_name(name.as_bytes())?)
+}
+
+/// A socket that keeps messages apart.
+fn socket() -> io::Result<OwnedFd> {
+    Ok(rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SOCKET, None)?)
+}
+
+fn listen(name: &[u8; WORD_BYTES]) -> io::Result<OwnedFd> {
+    let listener = socket()?;
+    rustix::net::bind(&listener, &address(name)?)?;
+    rustix::net::listen(&listener, MOST_RANKS as i32)?;
+    Ok(listener)
+}
+
+fn connect(name: &[u8; WORD_BYTES]) -> io::Result<OwnedFd> {
+    let conn = socket()?;
+    rustix::net::connect(&conn, &address(name)?)?;
+    Ok(conn)
+}
+
+fn send(conn: &OwnedFd, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
+    let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(descriptors.len()))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !descriptors.is_empty() && !control.push(SendAncillaryMessage::ScmRights(descriptors)) {
+        return Err(io::ErrorKind::OutOfMemory.into());
+    }
+    rustix::net::sendmsg(conn, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)?;
+    Ok(())
+}
+
+/// The next message, if it is there.
+fn receive(conn: &OwnedFd) -> io::Result<Option<(Vec<u8>, Vec<OwnedFd>)>> {
+    let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2 * MOST_RANKS + 1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let mut bytes = vec![0; MESSAGE_BYTES];
+    let parts = &mut [IoSliceMut::new(&mut bytes)];
+    let got = match rustix::net::recvmsg(conn, parts, &mut control, RecvFlags::CMSG_CLOEXEC) {
+        Ok(got) => got.bytes,
+        Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => return Ok(None),
+        Err(error) => return Err(error.into()),
+    };
+    if got == 0 {
+        return Err(io::ErrorKind::UnexpectedEof.into());
+    }
+    bytes.truncate(got);
+    let descriptors = control.drain().filter_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(descriptors) => Some(descriptors),
+        _ => None,
+    });
+    Ok(Some((bytes, descriptors.flatten().collect())))
+}

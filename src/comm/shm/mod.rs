@@ -1,0 +1,271 @@
+//! Shared memory: how the ranks of one host do collectives and send messages without a connection.
+//!
+//! ```text
+//! meeting ─► segment, layout       memory that all of them have
+//! program ─► run ─► segment        collectives: what a rank does, step by step, and doing it
+//!            ring ─► segment       a way for bytes, in the place of a connection
+//!            bells                 waking who sleeps
+//! ```
+//!
+//! Control connections stay: they say who has died, left or given up. So memory holds data and counters only, and what
+//! holds for connections holds here: calls are compared before data is touched, every wait has a deadline, a failed
+//! group is told by one rank to all.
+//!
+//! What belongs to a rank is written by that rank alone. When others may read it, and until when it must stay, is the
+//! order of a call's steps ([`program`]), which is checked for all orders of events (`tests.rs`).
+
+mod bells;
+mod layout;
+pub(crate) mod meeting;
+mod program;
+mod ring;
+pub(crate) mod run;
+pub(crate) mod segment;
+#[cfg(test)]
+mod tests;
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use crate::call::Call;
+use bells::Bells;
+use layout::{CALL_AT, Counter, INLINE_AT, PAST_AT, ROUND_BYTES, SLOT_HEADER, SLOTS, SMALL_BYTES};
+pub(crate) use layout::{Layout, RingLane};
+use meeting::Met;
+pub(crate) use program::is_known;
+use program::{Limits, Program, Step, Whom};
+use ring::Ring;
+use segment::{Segment, View};
+
+/// Memory for sums in progress.
+const SCRATCH_BYTES: usize = 32 << 10;
+
+/// The memory that this rank shares with the others on its host.
+#[derive(Debug)]
+pub(crate) struct Node {
+    segment: Arc<Segment>,
+    layout: Layout,
+    bells: Arc<Bells>,
+    /// Their ranks in the group, and which of them this one is.
+    ranks: Vec<usize>,
+    me: usize,
+    processes: Vec<OwnedFd>,
+    /// Calls and rounds that were begun here.
+    calls: u32,
+    rounds: u64,
+    past: u64,
+    /// What the others were last seen to have begun, and to have counted.
+    begun: Vec<u32>,
+    counted: [Vec<u64>; Counter::COUNT],
+    scratch: Vec<u8>,
+    /// For the next run: saves an allocation.
+    steps: Vec<Step>,
+}
+
+/// What a rank says of a call in its slot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Header {
+    call: [u8; 16],
+    /// Which of the group's collectives it is.
+    seq: u32,
+    /// Digest of the calls before it: who gives or leaves without waiting for anybody is compared later.
+    past: u64,
+}
+
+impl Header {
+    /// The digest of this call and those before it.
+    fn digest(&self) -> u64 {
+        let (low, high) = self.call.split_at(8);
+        let words = [low, high].map(|word| word.try_into().map_or(0, u64::from_le_bytes));
+        // Odd multipliers: no call is lost, and their order counts.
+        let mix = |hash: u64, word: u64| (hash.rotate_left(23) ^ word).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+        words.into_iter().chain([u64::from(self.seq)]).fold(self.past, mix)
+    }
+}
+
+impl Node {
+    pub(crate) fn new(met: Met, layout: Layout, ranks: Vec<usize>, me: usize) -> Self {
+        let Met { segment, bells, processes } = met;
+        let bells = Arc::new(Bells::new(Arc::clone(&segment), layout, me, bells));
+        let (begun, counted) = (vec![0; ranks.len()], std::array::from_fn(|_| vec![0; ranks.len()]));
+        let scratch = vec![0; SCRATCH_BYTES];
+        let (calls, rounds, past, steps) = (0, 0, 0, Vec::new());
+        Self {
+            segment,
+            layout,
+            bells,
+            ranks,
+            me,
+            processes,
+            calls,
+            rounds,
+            past,
+            begun,
+            counted,
+            scratch,
+            steps,
+        }
+    }
+
+    /// The ranks of the host, but for this one, with their places.
+    pub(crate) fn others(&self) -> impl Iterator<Item = (usize, usize)> + use<> {
+        let me = self.me;
+        self.ranks.clone().into_iter().enumerate().filter(move |&(place, _)| place != me)
+    }
+
+    /// The processes of the ranks of the host, as far as the system tells of them.
+    pub(crate) fn processes(&self) -> impl Iterator<Item = (usize, BorrowedFd<'_>)> {
+        self.ranks.iter().copied().zip(self.processes.iter().map(AsFd::as_fd))
+    }
+
+    pub(crate) fn process(&self, rank: usize) -> Option<BorrowedFd<'_>> {
+        self.processes().find(|&(of, _)| of == rank).map(|(_, process)| process)
+    }
+
+    /// A way to the rank at `place`.
+    pub(crate) fn ring(&self, lane: RingLane, place: usize) -> Ring {
+        let (out, into) = (self.layout.ring(lane, self.me, place), self.layout.ring(lane, place, self.me));
+        Ring::new(Arc::clone(&self.segment), Arc::clone(&self.bells), place, out, into)
+    }
+
+    /// Says that the group has failed. Why, is told on control connections.
+    pub(crate) fn fail(&self) {
+        self.segment.word(Layout::failed()).store(1, Ordering::Release);
+    }
+
+    /// Whether a rank has said so.
+    pub(crate) fn has_failed(&self) -> bool {
+        self.segment.word(Layout::failed()).load(Ordering::Acquire) != 0
+    }
+
+    pub(crate) fn fall_asleep(&self) {
+        self.bells.fall_asleep();
+    }
+
+    /// Whether nobody has rung since.
+    pub(crate) fn is_asleep(&self) -> bool {
+        self.bells.is_asleep()
+    }
+
+    pub(crate) fn wake_up(&self) {
+        self.bells.wake_up();
+    }
+
+    fn program(&self, call: &Call) -> Program {
+        let limits = Limits { small: SMALL_BYTES, round: ROUND_BYTES };
+        let root = self.ranks.iter().position(|&rank| rank == call.root as usize).unwrap_or(0);
+        Program::new(&Call { root: root as u32, ..*call }, self.me, self.ranks.len(), limits)
+    }
+
+    /// Numbers a call and its rounds; all ranks do so in the same order.
+    fn count(&mut self, call: &Call, seq: u64, rounds: u64) -> (u32, u64, Header) {
+        self.calls = self.calls.wrapping_add(1);
+        self.rounds += rounds;
+        let header = Header { call: call.encode(), seq: seq as u32, past: self.past };
+        self.past = header.digest();
+        (self.calls, self.rounds - rounds, header)
+    }
+
+    /// The bytes at `at` of what `rank` gives in the slot of call `number`, beside its stamp if `inline`.
+    fn in_slot(&self, rank: usize, number: u32, inline: bool, at: usize, bytes: usize) -> View<'_> {
+        let start = if inline { INLINE_AT } else { SLOT_HEADER };
+        self.segment.view(self.layout.slot(rank, number) + start + at, bytes)
+    }
+
+    fn in_round(&self, rank: usize, round: u64, at: usize, bytes: usize) -> View<'_> {
+        debug_assert!(at + bytes <= ROUND_BYTES);
+        self.segment.view(self.layout.round(rank, round) + at, bytes)
+    }
+
+    /// Whether all others have begun so late a call that none uses the slot of call `number` any more.
+    fn may_claim(&mut self, number: u32) -> bool {
+        let needed = number.wrapping_sub(SLOTS - 1);
+        (0..self.ranks.len()).all(|rank| rank == self.me || self.has_begun(rank, needed))
+    }
+
+    /// The ranks that still use that slot.
+    fn late_for(&mut self, number: u32) -> Vec<usize> {
+        let needed = number.wrapping_sub(SLOTS - 1);
+        let me = self.me;
+        let late = (0..self.ranks.len()).filter(|&place| place != me && !self.has_begun(place, needed));
+        let late: Vec<usize> = late.collect();
+        late.into_iter().map(|place| self.ranks[place]).collect()
+    }
+
+    fn has_begun(&mut self, rank: usize, number: u32) -> bool {
+        if reaches(self.begun[rank], number) {
+            return true;
+        }
+        let stamp = self.segment.word(self.layout.slot(rank, number)).load(Ordering::Acquire);
+        if reaches(stamp as u32, number) {
+            self.begun[rank] = stamp as u32;
+        }
+        reaches(stamp as u32, number)
+    }
+
+    fn announce(&self, number: u32, header: &Header) {
+        let slot = self.layout.slot(self.me, number);
+        self.segment.view(slot + CALL_AT, 16).put(&header.call);
+        self.segment.view(slot + PAST_AT, 8).put(&header.past.to_le_bytes());
+        let stamp = u64::from(header.seq) << 32 | u64::from(number);
+        self.segment.word(slot).store(stamp, Ordering::Release);
+        self.bells.ring_all();
+    }
+
+    /// What `rank` says of call `number`; `None` if it has not come to it, or is long past it.
+    fn header(&mut self, rank: usize, number: u32) -> Option<Header> {
+        let slot = self.layout.slot(rank, number);
+        let stamp = self.segment.word(slot).load(Ordering::Acquire);
+        if stamp as u32 != number {
+            return None;
+        }
+        if reaches(number, self.begun[rank]) {
+            self.begun[rank] = number;
+        }
+        let (mut call, mut past) = ([0; 16], [0; 8]);
+        self.segment.view(slot + CALL_AT, 16).take(&mut call);
+        self.segment.view(slot + PAST_AT, 8).take(&mut past);
+        Some(Header { call, seq: (stamp >> 32) as u32, past: u64::from_le_bytes(past) })
+    }
+
+    /// The call of `rank`, `number` or one shortly before, in which it was the first to differ from this rank.
+    fn difference(&mut self, rank: usize, number: u32) -> Option<Header> {
+        let last = (0..SLOTS).map(|back| number.wrapping_sub(back));
+        let differ = last.filter_map(|number| {
+            let (theirs, ours) = (self.header(rank, number)?, self.header(self.me, number)?);
+            (theirs.call != ours.call || theirs.seq != ours.seq).then_some(theirs)
+        });
+        differ.last()
+    }
+
+    fn publish(&self, counter: Counter, count: u64) {
+        self.segment.word(self.layout.counter(self.me, counter)).store(count, Ordering::Release);
+        self.bells.ring_all();
+    }
+
+    /// Whether `rank` has counted so far.
+    fn has_counted(&mut self, rank: usize, counter: Counter, count: u64) -> bool {
+        let known = &mut self.counted[counter as usize][rank];
+        if *known < count {
+            *known = self.segment.word(self.layout.counter(rank, counter)).load(Ordering::Acquire);
+        }
+        *known >= count
+    }
+
+    /// The first of `whom` that has not counted so far.
+    fn behind(&mut self, whom: Whom, counter: Counter, count: u64) -> Option<usize> {
+        match whom {
+            Whom::One(rank) => (!self.has_counted(rank, counter, count)).then_some(rank),
+            Whom::All => {
+                let me = self.me;
+                (0..self.ranks.len()).find(|&rank| rank != me && !self.has_counted(rank, counter, count))
+            }
+        }
+    }
+}
+
+/// Whether counting has come from `number` at least to `to`; it begins anew after the last number.
+fn reaches(number: u32, to: u32) -> bool {
+    number.wrapping_sub(to).cast_signed() >= 0
+}

@@ -1,0 +1,390 @@
+//! What one rank does in one collective through shared memory: a straight list of steps. Pure.
+//!
+//! Few bytes: each rank leaves what it gives in its slot for the call, and reads the others' when they are there. One
+//! synchronisation. Many bytes go in rounds. In each a rank gives what others need, takes or adds up what it needs, and
+//! says so; it gives one round ahead of what it takes, so that nobody waits for who is a little late. In an all-reduce
+//! every rank owns a part of each round: it adds up all shares of that part, in the order of the ranks, and all take the
+//! sum from it.
+//!
+//! A slot, and the memory of a round, is used again when all have said that they need nothing of it any more. All ranks
+//! count all rounds of all calls alike, also those in which they have nothing to do, so counters never begin anew.
+
+use std::ops::Range;
+
+use super::layout::Counter;
+use crate::call::{Call, CallKind};
+use crate::plan::block;
+
+/// Alignment of what is given in rounds: a line.
+const ALIGNED: usize = 64;
+/// In how many rounds what is only copied is cut at least, so that one end copies in while the other copies out.
+const COPY_ROUNDS: usize = 4;
+/// Least that is copied in a round, where there is more than one.
+const COPY_BYTES: usize = 16 << 10;
+
+/// How much fits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Limits {
+    /// Most that a rank gives in the slot of a call.
+    pub(crate) small: usize,
+    /// Most that a rank gives in a round.
+    pub(crate) round: usize,
+}
+
+/// Where a rank leaves what it gives.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Place {
+    /// In its slot for the call.
+    Slot,
+    /// In its memory for the round, counted from the first of the call.
+    Round(u64),
+}
+
+/// Which others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Whom {
+    All,
+    One(usize),
+}
+
+/// Where a sum goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Sum {
+    Row,
+    /// Into the own memory for others to take, at the place of what was added.
+    Memory,
+    Both,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Step {
+    /// Waits until the slot of the call is free.
+    Claim,
+    /// Copies bytes of the row to where others find them.
+    Give { row: Range<usize>, place: Place, at: usize },
+    /// Says that this rank has made the call.
+    Announce,
+    /// Waits until they have made the call, and compares it.
+    Meet(Whom),
+    /// Waits until the memory of the round is free.
+    Room(u64),
+    /// Says that a round has come so far.
+    Publish(Counter, u64),
+    /// Waits until a round has come so far.
+    Await(Counter, u64, Whom),
+    /// Copies what a rank gave into the row.
+    Take { from: usize, place: Place, at: usize, row: Range<usize> },
+    /// Adds up all ranks' shares: the others' where they gave them, at `at`, this one's in the row.
+    AddUp { place: Place, at: usize, row: Range<usize>, sum: Sum },
+}
+
+/// The program of one rank for one call.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Program {
+    kind: CallKind,
+    me: usize,
+    ranks: usize,
+    root: usize,
+    /// Bytes of the buffer, or of one block where there is one for each rank.
+    bytes: usize,
+    element: usize,
+    limits: Limits,
+}
+
+/// Whether there is a program for calls of a kind.
+pub(crate) fn is_known(kind: CallKind) -> bool {
+    match kind {
+        CallKind::Barrier
+        | CallKind::AllReduce
+        | CallKind::Broadcast
+        | CallKind::Reduce
+        | CallKind::AllGather
+        | CallKind::ReduceScatter
+        | CallKind::Gather
+        | CallKind::Scatter
+        | CallKind::AllToAll => true,
+        CallKind::PointToPoint
+        | CallKind::AllGatherV
+        | CallKind::ReduceScatterV
+        | CallKind::GatherV
+        | CallKind::ScatterV
+        | CallKind::AllToAllV
+        | CallKind::Scan
+        | CallKind::ExclusiveScan
+        | CallKind::MonitoredBarrier
+        | CallKind::Subgroup => false,
+    }
+}
+
+impl Program {
+    /// For rank `me` of `ranks`, and a call of a kind that [is known](is_known).
+    pub(crate) fn new(call: &Call, me: usize, ranks: usize, limits: Limits) -> Self {
+        debug_assert!(is_known(call.kind));
+        let (bytes, element) = (call.bytes() as usize, call.dtype.size_bytes());
+        let bytes = if call.kind == CallKind::Barrier { 0 } else { bytes };
+        Self { kind: call.kind, me, ranks, root: call.root as usize, bytes, element, limits }
+    }
+
+    /// Number of rounds; none if what is given fits in a slot.
+    pub(crate) fn rounds(&self) -> u64 {
+        if self.is_small() { 0 } else { self.bytes.div_ceil(self.piece()) as u64 }
+    }
+
+    /// Bytes that this rank gives, and that it takes or adds up, in all, about.
+    pub(crate) fn volume(&self) -> (u64, u64) {
+        let (all, others) = (self.bytes as u64, self.ranks as u64 - 1);
+        match self.kind {
+            CallKind::AllReduce if self.is_small() => (all, all),
+            CallKind::AllReduce => (all - all / (others + 1), all),
+            CallKind::ReduceScatter => (all * others, all),
+            CallKind::AllGather => (all, all * others),
+            CallKind::AllToAll => (all * others, all * others),
+            CallKind::Broadcast if self.me == self.root => (all, 0),
+            CallKind::Scatter if self.me == self.root => (all * others, 0),
+            CallKind::Gather if self.me == self.root => (0, all * others),
+            CallKind::Reduce if self.me == self.root => (0, all),
+            CallKind::Broadcast | CallKind::Scatter => (0, all),
+            _ => (all, 0),
+        }
+    }
+
+    fn is_root(&self) -> bool {
+        self.me == self.root
+    }
+
+    /// Whether what any rank gives fits in a slot.
+    fn is_small(&self) -> bool {
+        self.is_inline(self.limits.small)
+    }
+
+    /// Whether what any rank gives at once has at most `most` bytes.
+    pub(crate) fn is_inline(&self, most: usize) -> bool {
+        self.bytes.saturating_mul(self.blocks()) <= most
+    }
+
+    /// Blocks that the rank which gives most gives at a time, its own counted.
+    fn blocks(&self) -> usize {
+        match self.kind {
+            CallKind::ReduceScatter | CallKind::Scatter | CallKind::AllToAll => self.ranks,
+            _ => 1,
+        }
+    }
+
+    /// Bytes of the buffer, or of each block, that are worked on in a round.
+    fn piece(&self) -> usize {
+        let blocks = self.blocks();
+        let most = self.limits.round / blocks;
+        let piece = match self.kind {
+            CallKind::AllReduce | CallKind::Reduce | CallKind::ReduceScatter => most,
+            _ => (self.bytes / COPY_ROUNDS).max(COPY_BYTES / blocks).min(most),
+        };
+        let aligned = piece - piece % ALIGNED.max(self.element);
+        if aligned > 0 { aligned } else { (piece - piece % self.element).max(self.element) }
+    }
+
+    /// The piece of a buffer or block that a round works on.
+    fn part(&self, round: u64) -> Range<usize> {
+        let piece = self.piece();
+        let start = (round as usize).saturating_mul(piece);
+        start.min(self.bytes)..(start.saturating_add(piece)).min(self.bytes)
+    }
+
+    /// The bytes of a round that `rank` owns, in an all-reduce.
+    fn owned(&self, rank: usize, round: u64) -> Range<usize> {
+        let part = self.part(round);
+        let own = block(rank, self.ranks, part.len() / self.element);
+        part.start + own.start * self.element..part.start + own.end * self.element
+    }
+
+    /// Whether every rank adds up its part of each round.
+    fn has_owners(&self) -> bool {
+        self.kind == CallKind::AllReduce || self.kind == CallKind::Reduce && self.ranks > 2
+    }
+
+    /// Adds the steps of batch `index` to `steps`; whether there is another. A batch is what is done at once, as far as
+    /// nothing has to be waited for.
+    pub(crate) fn batch(&self, index: u64, steps: &mut Vec<Step>) -> bool {
+        if self.is_small() {
+            self.all_at_once(steps);
+            return false;
+        }
+        let rounds = self.rounds();
+        match index.checked_sub(1) {
+            None => {
+                steps.extend([Step::Claim, Step::Announce]);
+                steps.extend(self.sources().map(Step::Meet));
+                self.give(0, steps);
+                true
+            }
+            Some(round) if round < rounds => {
+                if round + 1 < rounds {
+                    self.give(round + 1, steps);
+                }
+                self.read(round, steps);
+                if let Some(before) = round.checked_sub(1).filter(|_| self.has_owners()) {
+                    self.take_sums(before, steps);
+                }
+                round + 1 < rounds || self.has_owners()
+            }
+            Some(_) => {
+                self.take_sums(rounds - 1, steps);
+                false
+            }
+        }
+    }
+
+    /// From whom this rank gets anything.
+    fn sources(&self) -> Option<Whom> {
+        match self.kind {
+            CallKind::Broadcast | CallKind::Scatter => (!self.is_root()).then_some(Whom::One(self.root)),
+            CallKind::Gather => self.is_root().then_some(Whom::All),
+            CallKind::Reduce => {
+                (self.is_root() || self.has_owners() && !self.is_small()).then_some(Whom::All)
+            }
+            _ => Some(Whom::All),
+        }
+    }
+
+    fn all_at_once(&self, steps: &mut Vec<Step>) {
+        let (bytes, me, place) = (self.bytes, self.me, Place::Slot);
+        let block = |rank: usize| rank * bytes..(rank + 1) * bytes;
+        let give = |row: Range<usize>| Step::Give { row, place, at: 0 };
+        steps.push(Step::Claim);
+        if bytes > 0 {
+            match self.kind {
+                CallKind::AllReduce => steps.push(give(0..bytes)),
+                CallKind::Reduce if !self.is_root() => steps.push(give(0..bytes)),
+                CallKind::Broadcast if self.is_root() => steps.push(give(0..bytes)),
+                CallKind::AllGather => steps.push(give(block(me))),
+                CallKind::Gather if !self.is_root() => steps.push(give(block(me))),
+                CallKind::Scatter if self.is_root() => self.give_blocks(&(0..bytes), place, bytes, steps),
+                CallKind::ReduceScatter | CallKind::AllToAll => {
+                    self.give_blocks(&(0..bytes), place, bytes, steps);
+                }
+                _ => {}
+            }
+        }
+        steps.push(Step::Announce);
+        steps.extend(self.sources().map(Step::Meet));
+        if bytes > 0 {
+            match self.kind {
+                CallKind::AllReduce => steps.push(Step::AddUp { place, at: 0, row: 0..bytes, sum: Sum::Row }),
+                CallKind::Reduce if self.is_root() => {
+                    steps.push(Step::AddUp { place, at: 0, row: 0..bytes, sum: Sum::Row });
+                }
+                _ => self.read_blocks(&(0..bytes), place, bytes, steps),
+            }
+        }
+    }
+
+    /// Gives to every other rank the piece `part` of its block, `stride` bytes after that of the one before.
+    fn give_blocks(&self, part: &Range<usize>, place: Place, stride: usize, steps: &mut Vec<Step>) {
+        for rank in self.others() {
+            let start = rank * self.bytes;
+            let row = start + part.start..start + part.end;
+            steps.push(Step::Give { row, place, at: rank * stride });
+        }
+    }
+
+    /// Takes, or adds up, the piece `part` of blocks.
+    fn read_blocks(&self, part: &Range<usize>, place: Place, stride: usize, steps: &mut Vec<Step>) {
+        let of = |block: usize| block * self.bytes + part.start..block * self.bytes + part.end;
+        let take = |from: usize, at: usize, row: Range<usize>| Step::Take { from, place, at, row };
+        match self.kind {
+            CallKind::Broadcast if !self.is_root() => steps.push(take(self.root, 0, part.clone())),
+            CallKind::Scatter if !self.is_root() => {
+                steps.push(take(self.root, self.me * stride, of(self.me)));
+            }
+            CallKind::AllGather => steps.extend(self.others().map(|rank| take(rank, 0, of(rank)))),
+            CallKind::Gather if self.is_root() => {
+                steps.extend(self.others().map(|rank| take(rank, 0, of(rank))));
+            }
+            CallKind::AllToAll => {
+                let (me, ranks) = (self.me, self.ranks);
+                steps.extend(self.others().map(|rank| take(rank, me * stride, of(ranks + rank))));
+            }
+            CallKind::ReduceScatter => {
+                let (at, row) = (self.me * stride, of(self.me));
+                steps.push(Step::AddUp { place, at, row, sum: Sum::Row });
+            }
+            _ => {}
+        }
+    }
+
+    /// The other ranks, from the next one on, so that not all begin with the same.
+    fn others(&self) -> impl Iterator<Item = usize> + use<> {
+        let (me, ranks) = (self.me, self.ranks);
+        (1..ranks).map(move |distance| (me + distance) % ranks)
+    }
+
+    /// Gives what others need of a round.
+    fn give(&self, round: u64, steps: &mut Vec<Step>) {
+        let (part, place) = (self.part(round), Place::Round(round));
+        let gives = match self.kind {
+            CallKind::Broadcast | CallKind::Scatter => self.is_root(),
+            CallKind::Gather => !self.is_root(),
+            CallKind::Reduce => self.has_owners() || !self.is_root(),
+            _ => true,
+        };
+        if !gives {
+            return;
+        }
+        steps.push(Step::Room(round));
+        match self.kind {
+            _ if self.has_owners() => {
+                for rank in self.others() {
+                    let row = self.owned(rank, round);
+                    let at = row.start - part.start;
+                    steps.push(Step::Give { row, place, at });
+                }
+            }
+            CallKind::ReduceScatter | CallKind::Scatter | CallKind::AllToAll => {
+                self.give_blocks(&part, place, self.piece(), steps);
+            }
+            CallKind::AllGather | CallKind::Gather => {
+                let start = self.me * self.bytes;
+                steps.push(Step::Give { row: start + part.start..start + part.end, place, at: 0 });
+            }
+            _ => steps.push(Step::Give { row: part, place, at: 0 }),
+        }
+        steps.push(Step::Publish(Counter::Given, round));
+    }
+
+    /// Takes or adds up what this rank needs of a round.
+    fn read(&self, round: u64, steps: &mut Vec<Step>) {
+        let (part, place) = (self.part(round), Place::Round(round));
+        steps.extend(self.sources().map(|whom| Step::Await(Counter::Given, round, whom)));
+        if self.has_owners() {
+            let row = self.owned(self.me, round);
+            let at = row.start - part.start;
+            let sum = match self.kind {
+                CallKind::Reduce if self.is_root() => Sum::Row,
+                CallKind::Reduce => Sum::Memory,
+                _ => Sum::Both,
+            };
+            steps.push(Step::AddUp { place, at, row, sum });
+            steps.push(Step::Publish(Counter::Summed, round));
+            return;
+        }
+        if self.kind == CallKind::Reduce && self.is_root() {
+            steps.push(Step::AddUp { place, at: 0, row: part, sum: Sum::Row });
+        } else {
+            self.read_blocks(&part, place, self.piece(), steps);
+        }
+        steps.push(Step::Publish(Counter::Done, round));
+    }
+
+    /// Takes the sums of a round from their owners.
+    fn take_sums(&self, round: u64, steps: &mut Vec<Step>) {
+        let (part, place) = (self.part(round), Place::Round(round));
+        if self.kind == CallKind::AllReduce || self.is_root() {
+            for from in self.others() {
+                let row = self.owned(from, round);
+                let at = row.start - part.start;
+                steps.push(Step::Await(Counter::Summed, round, Whom::One(from)));
+                steps.push(Step::Take { from, place, at, row });
+            }
+        }
+        steps.push(Step::Publish(Counter::Done, round));
+    }
+}

@@ -1,0 +1,172 @@
+//! A way between two ranks of a host: a ring of bytes in shared memory for each direction.
+//!
+//! Writer and reader each count their bytes, without end; the difference is what is in the ring. What is written is
+//! told in steps, so that the other end copies out while this one still copies in.
+
+use std::io::{self, IoSlice};
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use super::bells::Bells;
+use super::layout::RingPlace;
+use super::segment::Segment;
+use crate::links::Link;
+
+/// Most bytes that are copied before the other end is told.
+const STEP_BYTES: usize = 16 << 10;
+
+/// One end of the two rings between two ranks.
+#[derive(Debug)]
+pub(crate) struct Ring {
+    segment: Arc<Segment>,
+    bells: Arc<Bells>,
+    /// The other one, by its place on the host.
+    peer: usize,
+    out: RingPlace,
+    into: RingPlace,
+    /// Bytes written and read here; and those that the other end had read and written when we last looked.
+    written: u64,
+    taken: u64,
+    read: u64,
+    come: u64,
+}
+
+impl Ring {
+    /// The end that writes to `out` and reads from `into`.
+    pub(crate) fn new(
+        segment: Arc<Segment>,
+        bells: Arc<Bells>,
+        peer: usize,
+        out: RingPlace,
+        into: RingPlace,
+    ) -> Self {
+        Self { segment, bells, peer, out, into, written: 0, taken: 0, read: 0, come: 0 }
+    }
+
+    /// Bytes that can be written now, and where the first of them goes; those that lie together.
+    fn room(&mut self) -> io::Result<(usize, usize)> {
+        let RingPlace { bytes, data, .. } = self.out;
+        if self.written - self.taken == bytes as u64 {
+            let taken = self.segment.word(self.out.read).load(Ordering::Acquire);
+            self.taken = within(taken, self.taken, self.written)?;
+        }
+        let at = self.written as usize & (bytes - 1);
+        let free = bytes - (self.written - self.taken) as usize;
+        Ok((free.min(bytes - at), data + at))
+    }
+
+    /// Bytes that can be read now, and where the first of them is; those that lie together.
+    fn ready(&mut self) -> io::Result<(usize, usize)> {
+        let RingPlace { bytes, data, .. } = self.into;
+        if self.come == self.read {
+            let come = self.segment.word(self.into.written).load(Ordering::Acquire);
+            self.come = within(come, self.read, self.read + bytes as u64)?;
+        }
+        let at = self.read as usize & (bytes - 1);
+        Ok(((self.come - self.read) as usize).min(bytes - at)).map(|ready| (ready, data + at))
+    }
+
+    fn tell_written(&self) {
+        self.segment.word(self.out.written).store(self.written, Ordering::Release);
+        self.bells.ring(self.peer);
+    }
+
+    fn tell_read(&self) {
+        self.segment.word(self.into.read).store(self.read, Ordering::Release);
+        self.bells.ring(self.peer);
+    }
+}
+
+/// `count`, as another process wrote it, if it makes sense.
+fn within(count: u64, least: u64, most: u64) -> io::Result<u64> {
+    if (least..=most).contains(&count) {
+        return Ok(count);
+    }
+    Err(io::Error::new(io::ErrorKind::InvalidData, "shared memory holds what no rank has written there"))
+}
+
+impl Link for Ring {
+    fn try_send(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize> {
+        let (mut sent, mut told) = (0, 0);
+        'parts: for part in parts {
+            let mut part: &[u8] = part;
+            while !part.is_empty() {
+                let (room, at) = self.room()?;
+                if room == 0 {
+                    break 'parts;
+                }
+                let (now, rest) = part.split_at(room.min(part.len()).min(STEP_BYTES));
+                self.segment.view(at, now.len()).put(now);
+                self.written += now.len() as u64;
+                sent += now.len();
+                part = rest;
+                if sent - told >= STEP_BYTES {
+                    self.tell_written();
+                    told = sent;
+                }
+            }
+        }
+        if sent > told {
+            self.tell_written();
+        }
+        let empty = parts.iter().all(|part| part.is_empty());
+        if sent > 0 || empty { Ok(sent) } else { Err(io::ErrorKind::WouldBlock.into()) }
+    }
+
+    fn try_recv(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        let mut got = 0;
+        while got < into.len() {
+            let (ready, at) = self.ready()?;
+            if ready == 0 {
+                break;
+            }
+            let now = ready.min(into.len() - got).min(STEP_BYTES);
+            self.segment.view(at, now).take(&mut into[got..got + now]);
+            self.read += now as u64;
+            got += now;
+            self.tell_read();
+        }
+        if got > 0 {
+            return Ok(got);
+        }
+        if self.segment.word(self.into.closed).load(Ordering::Acquire) == 0 {
+            return Err(io::ErrorKind::WouldBlock.into());
+        }
+        // It may have written before it closed.
+        match self.ready()? {
+            (0, _) => Ok(0),
+            _ => Err(io::ErrorKind::Interrupted.into()),
+        }
+    }
+
+    fn close_write(&mut self) {
+        self.segment.word(self.out.closed).store(1, Ordering::Release);
+        self.bells.ring(self.peer);
+    }
+
+    /// What is in memory stays there as long as the reader does.
+    fn is_flushed(&self) -> bool {
+        true
+    }
+
+    fn watch_path(&self, _: Duration) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn unheard(&self) -> Option<Duration> {
+        None
+    }
+
+    /// Doorbells wake who waits for it.
+    fn pollable(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+}
+
+impl Drop for Ring {
+    fn drop(&mut self) {
+        self.close_write();
+    }
+}

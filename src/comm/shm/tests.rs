@@ -1,0 +1,256 @@
+//! The programs of all ranks against each other, in a model of the memory, in many orders of events.
+
+use std::ops::Range;
+
+use super::layout::{Counter, DEPTH, SLOTS};
+use super::program::{Limits, Place, Program, Step, Sum, Whom, is_known};
+use crate::call::{Call, CallKind};
+use crate::dtype::{Dtype, ReduceOp};
+use crate::testing::Random;
+
+/// So small that calls of a few elements have many rounds.
+const LIMITS: Limits = Limits { small: 24, round: 192 };
+
+/// What one rank has in memory.
+#[derive(Debug, Clone)]
+struct Memory {
+    stamp: u32,
+    slots: Vec<Vec<u8>>,
+    rounds: Vec<Vec<u8>>,
+    counted: [u64; Counter::COUNT],
+}
+
+/// One rank on its way through the calls.
+#[derive(Debug)]
+struct Rank {
+    calls: Vec<Call>,
+    /// Rows of all its calls.
+    rows: Vec<Vec<u8>>,
+    call: usize,
+    batch: u64,
+    steps: Vec<Step>,
+    more: bool,
+    base: u64,
+}
+
+/// What rank `rank` has at byte `at` of its row at the beginning of call `call`.
+fn value(rank: usize, call: usize, at: usize) -> u8 {
+    (rank * 89 + call * 31 + at * 7 + 3) as u8
+}
+
+fn row_bytes(call: &Call, ranks: usize) -> usize {
+    let bytes = call.bytes() as usize;
+    match call.kind {
+        CallKind::AllReduce | CallKind::Broadcast | CallKind::Reduce => bytes,
+        CallKind::AllToAll => 2 * ranks * bytes,
+        _ => ranks * bytes,
+    }
+}
+
+/// What must be where in the row of `me` after a call; of other bytes nothing is said.
+fn expected(call: &Call, index: usize, ranks: usize, me: usize) -> Vec<(usize, u8)> {
+    let bytes = call.bytes() as usize;
+    let sum = |at: usize| (0..ranks).fold(0_u8, |sum, rank| sum.wrapping_add(value(rank, index, at)));
+    let from = |rank: usize, at: usize| value(rank, index, at);
+    let (root, own) = (call.root as usize, me * bytes..(me + 1) * bytes);
+    match call.kind {
+        CallKind::AllReduce => (0..bytes).map(|at| (at, sum(at))).collect(),
+        CallKind::Reduce if me == root => (0..bytes).map(|at| (at, sum(at))).collect(),
+        CallKind::Broadcast => (0..bytes).map(|at| (at, from(root, at))).collect(),
+        CallKind::AllGather => (0..ranks * bytes).map(|at| (at, from(at / bytes, at))).collect(),
+        CallKind::Gather if me == root => (0..ranks * bytes).map(|at| (at, from(at / bytes, at))).collect(),
+        CallKind::ReduceScatter => own.map(|at| (at, sum(at))).collect(),
+        CallKind::Scatter => own.map(|at| (at, from(root, at))).collect(),
+        CallKind::AllToAll => {
+            let others = (0..ranks).filter(|&rank| rank != me);
+            others
+                .flat_map(|rank| {
+                    (0..bytes)
+                        .map(move |at| ((ranks + rank) * bytes + at, value(rank, index, me * bytes + at)))
+                })
+                .collect()
+        }
+        _ => Vec::new(),
+    }
+}
+
+impl Rank {
+    fn new(me: usize, ranks: usize, calls: &[Call]) -> Self {
+        let rows = calls
+            .iter()
+            .enumerate()
+            .map(|(index, call)| (0..row_bytes(call, ranks)).map(|at| value(me, index, at)).collect());
+        let (calls, rows) = (calls.to_vec(), rows.collect());
+        Self { calls, rows, call: 0, batch: 0, steps: Vec::new(), more: true, base: 0 }
+    }
+
+    /// Does the next step; `false` if it has to wait, or is through.
+    fn step(&mut self, me: usize, all: &mut [Memory]) -> bool {
+        let ranks = all.len();
+        let Some(call) = self.calls.get(self.call) else { return false };
+        let program = Program::new(call, me, ranks, LIMITS);
+        if self.steps.is_empty() {
+            if !self.more {
+                self.base += program.rounds();
+                (self.call, self.batch, self.more) = (self.call + 1, 0, true);
+                return true;
+            }
+            self.more = program.batch(self.batch, &mut self.steps);
+            self.batch += 1;
+            return true;
+        }
+        if self.act(me, all) {
+            self.steps.remove(0);
+            return true;
+        }
+        false
+    }
+
+    fn act(&mut self, me: usize, all: &mut [Memory]) -> bool {
+        let (ranks, number) = (all.len(), self.call as u32 + 1);
+        let whom = |whom: Whom| match whom {
+            Whom::All => 0..ranks,
+            Whom::One(rank) => rank..rank + 1,
+        };
+        let row = &mut self.rows[self.call];
+        let base = self.base;
+        match self.steps[0].clone() {
+            Step::Claim => {
+                return (0..ranks).all(|rank| rank == me || all[rank].stamp + SLOTS > number);
+            }
+            Step::Announce => all[me].stamp = number,
+            Step::Meet(those) => {
+                return whom(those).all(|rank| rank == me || all[rank].stamp >= number);
+            }
+            Step::Room(round) => {
+                let count = (base + round + 1).saturating_sub(DEPTH);
+                return (0..ranks)
+                    .all(|rank| rank == me || all[rank].counted[Counter::Done as usize] >= count);
+            }
+            Step::Await(counter, round, those) => {
+                let count = base + round + 1;
+                return whom(those).all(|rank| rank == me || all[rank].counted[counter as usize] >= count);
+            }
+            Step::Publish(counter, round) => {
+                let counted = &mut all[me].counted[counter as usize];
+                assert!(*counted < base + round + 1, "counters only grow");
+                *counted = base + round + 1;
+            }
+            Step::Give { row: from, place, at } => {
+                place_of(&mut all[me], place, base, number, at..at + from.len()).copy_from_slice(&row[from]);
+            }
+            Step::Take { from, place, at, row: into } => {
+                assert_ne!(from, me);
+                let given = place_of(&mut all[from], place, base, number, at..at + into.len()).to_vec();
+                row[into].copy_from_slice(&given);
+            }
+            Step::AddUp { place, at, row: into, sum } => {
+                let mut sums = row[into.clone()].to_vec();
+                for rank in (0..ranks).filter(|&rank| rank != me) {
+                    let share = place_of(&mut all[rank], place, base, number, at..at + into.len());
+                    sums.iter_mut().zip(share).for_each(|(sum, share)| *sum = sum.wrapping_add(*share));
+                }
+                if sum != Sum::Memory {
+                    row[into.clone()].copy_from_slice(&sums);
+                }
+                if sum != Sum::Row {
+                    place_of(&mut all[me], place, base, number, at..at + into.len()).copy_from_slice(&sums);
+                }
+            }
+        }
+        true
+    }
+}
+
+fn place_of(memory: &mut Memory, place: Place, base: u64, number: u32, range: Range<usize>) -> &mut [u8] {
+    match place {
+        Place::Slot => &mut memory.slots[(number % SLOTS) as usize][range],
+        Place::Round(round) => &mut memory.rounds[((base + round) % DEPTH) as usize][range],
+    }
+}
+
+/// Runs the calls on `ranks` ranks. Each time the rank that goes on is chosen by `next`, from those that are not stuck.
+fn check(ranks: usize, calls: &[Call], mut next: impl FnMut(&[usize]) -> usize) {
+    let memory = Memory {
+        stamp: 0,
+        slots: vec![vec![0; LIMITS.small]; SLOTS as usize],
+        rounds: vec![vec![0; LIMITS.round]; DEPTH as usize],
+        counted: [0; Counter::COUNT],
+    };
+    let mut all = vec![memory; ranks];
+    let mut those: Vec<_> = (0..ranks).map(|me| Rank::new(me, ranks, calls)).collect();
+    let mut able: Vec<usize> = (0..ranks).collect();
+    while !able.is_empty() {
+        let chosen = next(&able);
+        if those[chosen].step(chosen, &mut all) {
+            able = (0..ranks).collect();
+        } else {
+            able.retain(|&rank| rank != chosen);
+        }
+    }
+    for (me, rank) in those.iter().enumerate() {
+        assert_eq!(
+            rank.call,
+            calls.len(),
+            "rank {me} of {ranks} is stuck in {:?}",
+            rank.calls.get(rank.call)
+        );
+        for (index, call) in calls.iter().enumerate() {
+            for (at, value) in expected(call, index, ranks, me) {
+                assert_eq!(
+                    rank.rows[index][at], value,
+                    "byte {at} of call {index}, {call}, at {me} of {ranks}"
+                );
+            }
+        }
+    }
+}
+
+fn kinds() -> Vec<CallKind> {
+    CallKind::ALL.into_iter().filter(|&kind| is_known(kind)).collect()
+}
+
+fn call(kind: CallKind, dtype: Dtype, root: usize, count: usize) -> Call {
+    Call { kind, dtype, op: Some(ReduceOp::Sum), root: root as u32, count: count as u64 }
+}
+
+#[test]
+fn each_kind_is_right_for_all_sizes_around_the_limits() {
+    let mut random = Random::new("each_kind_is_right_for_all_sizes_around_the_limits");
+    for kind in kinds() {
+        for ranks in 2..6 {
+            for dtype in [Dtype::U8, Dtype::F32, Dtype::ComplexF64] {
+                let most = 1200 / dtype.size_bytes();
+                for count in (0..most).step_by(if most > 100 { 17 } else { 1 }) {
+                    let call = call(kind, dtype, random.below(ranks), count);
+                    check(ranks, &[call], |able| able[random.below(able.len())]);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn calls_follow_each_other_in_any_order_of_events() {
+    let mut random = Random::new("calls_follow_each_other_in_any_order_of_events");
+    let kinds = kinds();
+    for _ in 0..3000 {
+        let ranks = 2 + random.below(4);
+        let calls: Vec<_> = (0..1 + random.below(24))
+            .map(|_| {
+                let dtype = [Dtype::U8, Dtype::F32][random.below(2)];
+                let count = [0, 1, 5, 24, 90, 400][random.below(6)];
+                call(kinds[random.below(kinds.len())], dtype, random.below(ranks), count)
+            })
+            .collect();
+        // One of them goes as far as it can, or each a step in turn, or anything between.
+        let hurry = random.below(4);
+        let mut first = random.below(ranks);
+        check(ranks, &calls, |able| {
+            if hurry == 0 || random.below(200) == 0 {
+                first = random.below(ranks);
+            }
+            *able.iter().find(|&&rank| rank == first).unwrap_or(&able[random.below(able.len())])
+        });
+    }
+}
