@@ -25,6 +25,8 @@ pub struct Orders {
     pub init_timeout: Duration,
     /// Bound for noticing a dead host or path.
     pub peer_timeout: Duration,
+    /// Whether ranks of one host share memory.
+    pub shared_memory: bool,
     /// A rank that makes only so many calls, then takes its leave.
     pub early: Option<(usize, u64)>,
     /// What goes wrong; at most one thing on a rank.

@@ -116,7 +116,7 @@ fn who_waits_for_whom_is_seen_while_a_job_hangs_and_still_after_a_rank_was_kille
     let later = flight(&[&folder]).expect(0).stdout;
     assert_eq!(without_times(later.lines().next().unwrap()), calls);
     assert!(later.contains(" on ") && later.contains("ended by signal SIGKILL: 2 calls"), "{later}");
-    let last = format!("{SUM} by direct, ");
+    let last = format!("{SUM} by shm, ");
     assert!(later.lines().any(|line| line.contains(" running ") && line.contains(&last)), "{later}");
 }
 

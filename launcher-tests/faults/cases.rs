@@ -17,12 +17,15 @@ pub struct Case {
     pub victim: usize,
     pub work: Work,
     pub moment: Moment,
+    /// Data goes through memory that the ranks share, or over connections.
+    pub in_memory: bool,
 }
 
 impl Case {
     /// Orders for all ranks, by which `act` happens to the victim.
     pub fn orders(&self, act: Act) -> Orders {
-        Orders { faults: vec![fault(self.victim, self.moment, act)], ..orders(self.work) }
+        let (faults, shared_memory) = (vec![fault(self.victim, self.moment, act)], self.in_memory);
+        Orders { faults, shared_memory, ..orders(self.work) }
     }
 }
 
@@ -33,13 +36,18 @@ pub fn fault(rank: usize, (point, bytes): Moment, act: Act) -> Fault {
     Fault { rank, point: point.to_owned(), seq, bytes, act }
 }
 
-/// Each rank in each phase of each kind of call; in the short form those calls that differ most, by three ranks.
+/// Each rank in each phase of each kind of call, over connections and in memory; in the short form those calls that differ most, by three ranks.
 pub fn cases() -> impl Iterator<Item = Case> {
     let (sizes, works): (&[usize], &[Work]) =
         if super::is_full() { (&[3, 4, 5], &Work::ALL) } else { (&[3], &Work::ALL[..3]) };
     sizes.iter().flat_map(move |&size| {
         works.iter().flat_map(move |&work| {
-            let at = move |moment| (0..size).map(move |victim| Case { size, victim, work, moment });
+            let at = move |moment| {
+                let of = move |victim| {
+                    [false, true].map(|in_memory| Case { size, victim, work, moment, in_memory })
+                };
+                (0..size).flat_map(of)
+            };
             moments(work).into_iter().flat_map(at)
         })
     })

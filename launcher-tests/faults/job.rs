@@ -36,6 +36,7 @@ pub fn orders(work: Work) -> Orders {
         timeout: PATIENCE,
         init_timeout: PATIENCE,
         peer_timeout: Duration::from_secs(10),
+        shared_memory: true,
         early: None,
         faults: Vec::new(),
     }
@@ -64,6 +65,7 @@ impl Job {
 
     fn spawn(&mut self, place: Place<'_>) {
         let orders = serde_json::to_string(&self.orders).unwrap();
+        let shared_memory = if self.orders.shared_memory { "on" } else { "off" };
         let local = SocketAddr::from(([127, 0, 0, 1], 0));
         let port = match place {
             Place::Here => {
@@ -82,7 +84,8 @@ impl Job {
                 command.arg(format!("--nproc-per-node={}", self.size)).arg("--log-dir=/dev/null");
                 command.args([worker(), &orders]).stdin(Stdio::null());
                 command.stdout(Stdio::null()).stderr(Stdio::null());
-                self.processes.push(without_variables(&mut command).spawn().unwrap());
+                without_variables(&mut command).env("CONVOKE_SHM", shared_memory);
+                self.processes.push(command.spawn().unwrap());
                 return;
             }
         };
@@ -96,6 +99,7 @@ impl Job {
             };
             without_variables(&mut command).arg(&orders).stdin(Stdio::piped()).stderr(Stdio::null());
             command.env("RANK", rank.to_string()).env("WORLD_SIZE", self.size.to_string());
+            command.env("CONVOKE_SHM", shared_memory);
             command.env("MASTER_ADDR", addr).env("MASTER_PORT", port.to_string());
             let served = if let Place::Alone = place { "False" } else { "True" };
             command.env("TORCHELASTIC_USE_AGENT_STORE", served);
