@@ -74,7 +74,8 @@ impl Rough {
 
     fn most(&mut self) -> io::Result<usize> {
         match self.random.below(2 * self.trouble) {
-            0 => Err(io::ErrorKind::WouldBlock.into()),
+            // Only where the system says again that something can move; shared memory does not, nor does it refuse.
+            0 if self.link.pollable().is_some() => Err(io::ErrorKind::WouldBlock.into()),
             1 => Err(io::ErrorKind::Interrupted.into()),
             // One byte at a time for long would take too long.
             _ if self.random.below(20) == 0 => Ok(1 << 16),
