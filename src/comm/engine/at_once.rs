@@ -1,7 +1,7 @@
-//! Collectives through memory that are done before anybody would have had to wait for them.
+//! Collectives and messages through memory that are done before anybody would have had to wait for them.
 //!
-//! A call that nothing is before is carried out where it is made: no task, no ticket, no look at any connection. If the
-//! others do not come soon it becomes an operation like every other.
+//! A call that nothing is before is carried out where it is made, without a task for whoever drives; a collective also
+//! without a ticket. If the others do not come soon it becomes an operation like every other.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -36,7 +36,7 @@ pub(super) enum AtOnce {
 }
 
 impl Engine {
-    /// Takes `operation` if it is a collective through memory and nothing is before it.
+    /// Takes `operation` if it goes through memory and nothing is before it.
     pub(super) fn at_once(
         &mut self,
         operation: &mut Option<Operation<'static>>,
@@ -97,8 +97,7 @@ impl Engine {
         let mut run = self.run(call, Way::Memory, lent, kernel);
         // The others first: they wait while this is recorded.
         let mut turned = run.turn(&mut self.peers, self.node.as_mut());
-        let made = limit.deadline.checked_sub(limit.timeout).unwrap_or(limit.deadline);
-        let step = self.record_collective(&run, made);
+        let step = self.record_collective(&run, limit.made());
         let mut patience = Spins::new(self.settings.crowd);
         let error = loop {
             match turned {

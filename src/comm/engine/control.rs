@@ -14,6 +14,7 @@ use crate::call::{Call, CallKind};
 use crate::cause::{Cause, NAMED_RANKS, Report};
 use crate::error::Loss;
 use crate::frame::{CONTROL_PAYLOAD_BYTES, Frame, HEADER_BYTES, Kind};
+use crate::links::conn::{Broken, Conn};
 use crate::links::hello::Lane;
 
 /// How long calls stand still before their rank tells the others what it waits in; a quarter of the timeout if
@@ -91,18 +92,21 @@ impl Engine {
             match control.fill(HEADER_BYTES + CONTROL_PAYLOAD_BYTES) {
                 Ok(0) => return,
                 Ok(_) => fills += 1,
-                Err(broken) => {
-                    if let Some(fd) = control.pollable() {
-                        self.poller.remove(fd);
-                    }
-                    place.silent = Some((Instant::now(), broken));
-                    self.heard = true;
-                    // Nobody will ever take them, and who waits until they are taken would wait in vain.
-                    place.control_out.clear();
-                    return;
-                }
+                Err(broken) => return self.silenced(peer, broken),
             }
         }
+    }
+
+    /// Nothing more comes from a peer.
+    pub(super) fn silenced(&mut self, peer: usize, how: Broken) {
+        let place = &mut self.peers[peer];
+        if let Some(fd) = place.control.as_ref().and_then(Conn::pollable) {
+            self.poller.remove(fd);
+        }
+        place.silent = Some((Instant::now(), how));
+        // Nobody will ever take them, and who waits until they are taken would wait in vain.
+        place.control_out.clear();
+        self.heard = true;
     }
 
     fn fail_by(&mut self, peer: usize, what: String) {

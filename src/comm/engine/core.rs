@@ -11,7 +11,6 @@ use super::messages::{MessageError, Open};
 use super::patience::{Patience, Step};
 use super::poller::{Poller, Source};
 use super::probe::Probe;
-use super::recording::made;
 use super::run::{Run, RunError};
 use super::seat::{Drive, Goal};
 use super::state::{Collective, Peer, Settings, Wait};
@@ -43,7 +42,7 @@ pub(crate) struct Engine {
     pub(super) mailbox: Arc<Mailbox>,
     /// Collectives in the order of their calls; the first is in progress.
     pub(super) collectives: VecDeque<Collective>,
-    pub(super) next_seq: u64,
+    next_seq: u64,
     /// Receives from anybody, and probes that wait.
     pub(super) open: Open,
     pub(super) probes: Vec<Probe>,
@@ -134,7 +133,7 @@ impl Engine {
             ticket.complete(Err(CommError::Destroyed { group: self.settings.name.clone() }));
             return;
         }
-        if self.node.as_ref().is_some_and(Node::has_failed) {
+        if matches!(operation, Operation::Collective { way: Way::Memory, .. }) {
             self.hear_of_failure();
         }
         if let Some(failure) = &self.failure {
@@ -145,7 +144,7 @@ impl Engine {
         match operation {
             Operation::Collective { call, way, lent, kernel } => {
                 let run = self.run(call, way, lent, kernel);
-                let _ = ticket.step.set(self.record_collective(&run, made(&ticket)));
+                let _ = ticket.step.set(self.record_collective(&run, ticket.limit().made()));
                 self.collectives.push_back(Collective { run, ticket, signed: false });
                 self.compare_with_states();
             }
@@ -182,8 +181,8 @@ impl Engine {
         self.history.push_back((seq, call));
         let run = match (way, &mut self.node) {
             (Way::Memory, Some(node)) => Run::Memory(shm::run::Run::new(node, call, seq, lent, kernel)),
-            (Way::Memory, None) => Run::Streams(self.streams(call, seq, &Arc::default(), lent, kernel)),
-            (Way::Streams(plan), _) => Run::Streams(self.streams(call, seq, &plan, lent, kernel)),
+            (Way::Memory, None) => Run::Streams(self.streams(call, seq, Arc::default(), lent, kernel)),
+            (Way::Streams(plan), _) => Run::Streams(self.streams(call, seq, plan, lent, kernel)),
         };
         moment("calling", seq, 0);
         run
@@ -193,12 +192,12 @@ impl Engine {
         &mut self,
         call: Call,
         seq: u64,
-        plan: &Arc<Plan>,
+        plan: Arc<Plan>,
         lent: Lent<'static>,
         kernel: Option<Kernel>,
     ) -> Streams {
         let (ours, me) = (&self.settings.credentials, self.settings.me);
-        let streams = Streams::new(ours, call, seq, Arc::clone(plan), lent, kernel, me);
+        let streams = Streams::new(ours, call, seq, plan, lent, kernel, me);
         for peer in streams.peers().collect::<Vec<_>>() {
             self.need(peer, Lane::Collective);
         }

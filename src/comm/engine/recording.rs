@@ -41,7 +41,7 @@ impl Engine {
         let told = Told {
             operation: kind,
             call,
-            at: made(ticket),
+            at: ticket.limit().made(),
             seq: 0,
             algorithm: None,
             peer,
@@ -76,9 +76,4 @@ impl Engine {
         self.record_waiting();
         self.settings.flight.failed(report);
     }
-}
-
-/// When the call was made; without reading the clock again.
-pub(super) fn made(ticket: &Ticket) -> Instant {
-    ticket.deadline.checked_sub(ticket.timeout).unwrap_or_else(Instant::now)
 }

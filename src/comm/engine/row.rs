@@ -96,10 +96,7 @@ impl<'m> Row<'m> {
         let Arrival { bytes, apply, at, before, is_first } = *arrival;
         let sum_bytes = self.sum_bytes();
         // Not through `self`, which would lend the sums and the kernel as well.
-        let mut into = match &mut self.copy {
-            None => self.lent.bytes_mut(at..at + bytes.len()),
-            Some(copy) => copy.get_mut(at..at + bytes.len()).unwrap_or_default().into(),
-        };
+        let mut into = bytes_mut(&mut self.lent, self.copy.as_mut(), at..at + bytes.len());
         // Cut where a part of the row ends.
         let mut used = into.len();
         if apply != Apply::Copy {
@@ -125,11 +122,7 @@ impl<'m> Row<'m> {
 
     /// What is added up of `range`, as far as it lies together and may be changed, and by what.
     pub(crate) fn summands(&mut self, range: Range<usize>) -> (BytesMut<'_>, Option<&Kernel>) {
-        let own = match &mut self.copy {
-            None => self.lent.bytes_mut(range),
-            Some(copy) => copy.get_mut(range).unwrap_or_default().into(),
-        };
-        (own, self.kernel.as_ref())
+        (bytes_mut(&mut self.lent, self.copy.as_mut(), range), self.kernel.as_ref())
     }
 
     /// Most bytes that can be used at once, `before` elements of their stream being done.
@@ -150,10 +143,7 @@ impl<'m> Row<'m> {
 
     /// The bytes in `range` of the row, as far as they lie together and may be changed.
     pub(crate) fn bytes_mut(&mut self, range: Range<usize>) -> BytesMut<'_> {
-        match &mut self.copy {
-            None => self.lent.bytes_mut(range),
-            Some(copy) => copy.get_mut(range).unwrap_or_default().into(),
-        }
+        bytes_mut(&mut self.lent, self.copy.as_mut(), range)
     }
 
     /// Size of the elements in which shares are folded.
@@ -168,5 +158,13 @@ impl<'m> Row<'m> {
 
     fn in_copy(&self, part: &Range<usize>) -> Range<usize> {
         part.start * self.wider()..part.end * self.wider()
+    }
+}
+
+/// The bytes in `range` of a row, as far as they lie together and may be changed.
+fn bytes_mut<'a>(lent: &'a mut Lent<'_>, copy: Option<&'a mut Vec<u8>>, range: Range<usize>) -> BytesMut<'a> {
+    match copy {
+        None => lent.bytes_mut(range),
+        Some(copy) => copy.get_mut(range).unwrap_or_default().into(),
     }
 }

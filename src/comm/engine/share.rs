@@ -111,13 +111,8 @@ impl Engine {
             self.poller.remove(process);
         }
         self.read_control(rank);
-        let peer = &mut self.peers[rank];
-        if !peer.left && peer.silent.is_none() {
-            if let Some(fd) = peer.control.as_ref().and_then(Conn::pollable) {
-                self.poller.remove(fd);
-            }
-            peer.silent = Some((Instant::now(), Broken::Closed));
-            peer.control_out.clear();
+        if !self.peers[rank].left && self.peers[rank].silent.is_none() {
+            self.silenced(rank, Broken::Closed);
         }
     }
 
@@ -139,8 +134,8 @@ impl Engine {
         }
     }
 
-    /// Hears why another rank of the host has ended the group, if one has: no call that is made later succeeds, though all
-    /// that it needs may be in memory.
+    /// Hears why another rank of the host has ended the group, if one has: no collective in memory that is called later
+    /// succeeds, though the stamps of all that it needs may be there from before.
     pub(super) fn hear_of_failure(&mut self) {
         let until = Instant::now() + NEWS;
         while self.failure.is_none() && self.node.as_ref().is_some_and(Node::has_failed) {

@@ -34,6 +34,13 @@ impl From<Duration> for Limit {
     }
 }
 
+impl Limit {
+    /// When the operation was begun; without reading the clock again.
+    pub(super) fn made(self) -> Instant {
+        self.deadline.checked_sub(self.timeout).unwrap_or_else(Instant::now)
+    }
+}
+
 /// Set once by whoever drives the engine, taken once by the caller.
 #[derive(Debug)]
 pub(crate) struct Ticket {
@@ -84,6 +91,10 @@ impl Ticket {
         let (done, state) = (AtomicBool::new(false), Mutex::new(State::default()));
         let (descriptor, step) = (OnceLock::new(), OnceLock::new());
         Self { timeout, deadline, done, state, descriptor, chores, step }
+    }
+
+    pub(super) fn limit(&self) -> Limit {
+        Limit { timeout: self.timeout, deadline: self.deadline }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {

@@ -2,9 +2,7 @@
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice};
-use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use super::Link;
 use crate::testing::Random;
@@ -109,17 +107,5 @@ impl Link for Fake {
 
     fn is_flushed(&self) -> bool {
         self.out.lock().unwrap().bytes.is_empty()
-    }
-
-    fn watch_path(&self, _: Duration) -> io::Result<()> {
-        Ok(())
-    }
-
-    fn unheard(&self) -> Option<Duration> {
-        None
-    }
-
-    fn pollable(&self) -> Option<BorrowedFd<'_>> {
-        None
     }
 }

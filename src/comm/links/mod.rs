@@ -36,10 +36,14 @@ pub(crate) trait Link: fmt::Debug + Send {
     fn give_up_port(&self) {}
 
     /// Asks the system to notice a dead peer host or path within `bound` though nothing is sent.
-    fn watch_path(&self, bound: Duration) -> io::Result<()>;
+    fn watch_path(&self, _bound: Duration) -> io::Result<()> {
+        Ok(())
+    }
 
     /// How long ago the peer's host was last heard; `None` if nobody knows.
-    fn unheard(&self) -> Option<Duration>;
+    fn unheard(&self) -> Option<Duration> {
+        None
+    }
 
     /// The core on which what came last was sent, if it was sent on this host; `None` if nobody knows.
     fn sender_cpu(&self) -> Option<usize> {
@@ -47,7 +51,9 @@ pub(crate) trait Link: fmt::Debug + Send {
     }
 
     /// What to poll; `None` if the link has no descriptor.
-    fn pollable(&self) -> Option<BorrowedFd<'_>>;
+    fn pollable(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
 }
 
 /// A link that is closed from the start.
@@ -67,17 +73,5 @@ impl Link for Closed {
 
     fn is_flushed(&self) -> bool {
         true
-    }
-
-    fn watch_path(&self, _: Duration) -> io::Result<()> {
-        Ok(())
-    }
-
-    fn unheard(&self) -> Option<Duration> {
-        None
-    }
-
-    fn pollable(&self) -> Option<BorrowedFd<'_>> {
-        None
     }
 }

@@ -28,6 +28,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use smallvec::SmallVec;
+
 use crate::call::Call;
 use bells::Bells;
 use layout::{CALL_AT, Counter, INLINE_AT, PAST_AT, ROUND_BYTES, SLOT_HEADER, SLOTS, SMALL_BYTES};
@@ -62,6 +64,9 @@ pub(crate) struct Node {
     /// For the next run: saves an allocation.
     steps: Vec<Step>,
 }
+
+/// Ranks that are waited for.
+type Waits = SmallVec<[usize; 4]>;
 
 /// What a rank says of a call in its slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -178,19 +183,16 @@ impl Node {
         self.segment.view(self.layout.round(rank, round) + at, bytes)
     }
 
-    /// Whether all others have begun so late a call that none uses the slot of call `number` any more.
-    fn may_claim(&mut self, number: u32) -> bool {
+    /// The ranks that may still use the slot of call `number`: they have begun no call that is late enough.
+    fn late_for(&mut self, number: u32) -> Waits {
         let needed = number.wrapping_sub(SLOTS - 1);
-        (0..self.ranks.len()).all(|rank| rank == self.me || self.has_begun(rank, needed))
-    }
-
-    /// The ranks that still use that slot.
-    fn late_for(&mut self, number: u32) -> Vec<usize> {
-        let needed = number.wrapping_sub(SLOTS - 1);
-        let me = self.me;
-        let late = (0..self.ranks.len()).filter(|&place| place != me && !self.has_begun(place, needed));
-        let late: Vec<usize> = late.collect();
-        late.into_iter().map(|place| self.ranks[place]).collect()
+        let mut late = Waits::new();
+        for place in 0..self.ranks.len() {
+            if place != self.me && !self.has_begun(place, needed) {
+                late.push(self.ranks[place]);
+            }
+        }
+        late
     }
 
     fn has_begun(&mut self, rank: usize, number: u32) -> bool {

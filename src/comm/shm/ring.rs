@@ -4,10 +4,8 @@
 //! told in steps, so that the other end copies out while this one still copies in.
 
 use std::io::{self, IoSlice};
-use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
 
 use super::bells::Bells;
 use super::layout::RingPlace;
@@ -17,7 +15,7 @@ use crate::links::Link;
 /// Most bytes that are copied before the other end is told.
 const STEP_BYTES: usize = 16 << 10;
 
-/// One end of the two rings between two ranks.
+/// One end of the two rings between two ranks. Doorbells wake who waits for it, no descriptor does.
 #[derive(Debug)]
 pub(crate) struct Ring {
     segment: Arc<Segment>,
@@ -149,19 +147,6 @@ impl Link for Ring {
     /// What is in memory stays there as long as the reader does.
     fn is_flushed(&self) -> bool {
         true
-    }
-
-    fn watch_path(&self, _: Duration) -> io::Result<()> {
-        Ok(())
-    }
-
-    fn unheard(&self) -> Option<Duration> {
-        None
-    }
-
-    /// Doorbells wake who waits for it.
-    fn pollable(&self) -> Option<BorrowedFd<'_>> {
-        None
     }
 }
 

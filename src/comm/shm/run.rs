@@ -2,12 +2,10 @@
 
 use std::ops::Range;
 
-use smallvec::SmallVec;
-
 use super::layout::{Counter, DEPTH, INLINE_BYTES};
 use super::program::{Place, Program, Step, Sum, Whom};
 use super::segment::View;
-use super::{Header, Node};
+use super::{Header, Node, Waits};
 use crate::call::Call;
 use crate::engine::buffer::{BytesMut, Lent};
 use crate::engine::row::Row;
@@ -33,12 +31,11 @@ pub(crate) struct Run {
     more: bool,
     /// Of those to meet, how many were met.
     met: usize,
-    begun: bool,
     finished: bool,
     /// Some elements may have been added already: not again.
     broken: bool,
     /// Whom it waits for.
-    waits: SmallVec<[usize; 4]>,
+    waits: Waits,
     given: u64,
     taken: u64,
 }
@@ -67,10 +64,9 @@ impl Run {
             at: 0,
             more: true,
             met: 0,
-            begun: false,
             finished: false,
             broken: false,
-            waits: SmallVec::new(),
+            waits: Waits::new(),
             given: 0,
             taken: 0,
         }
@@ -97,10 +93,7 @@ impl Run {
 
     /// Does what can be done now, at most one batch; whether that was anything.
     pub(crate) fn turn(&mut self, node: &mut Node) -> Result<bool, RunError> {
-        if !self.begun {
-            self.begun = true;
-            self.row.begin();
-        }
+        self.row.begin();
         let mut any = false;
         while !self.finished && !self.broken {
             if self.at == self.steps.len() {
@@ -135,10 +128,8 @@ impl Run {
     fn act(&mut self, node: &mut Node, step: &Step) -> Result<bool, RunError> {
         match step {
             Step::Claim => {
-                if !node.may_claim(self.number) {
-                    self.waits = node.late_for(self.number).into_iter().collect();
-                    return Ok(false);
-                }
+                self.waits = node.late_for(self.number);
+                return Ok(self.waits.is_empty());
             }
             Step::Announce => {
                 node.announce(self.number, &self.header);

@@ -138,14 +138,14 @@ fn a_message_from_anybody_has_a_deadline_that_names_everybody() {
 
 #[test]
 fn nobody_is_left_to_send() {
-    ranks(3, |group| {
+    ranks_together(3, |group| {
         if group.rank() != 1 {
             return;
         }
         let probe = group.with_timeout(LONG).probe(Some(2), 0).unwrap_err();
         assert!(matches!(probe, CommError::PeerLost { rank: 2, how: Loss::Left, .. }), "{probe}");
     });
-    ranks(3, |group| {
+    ranks_together(3, |group| {
         if group.rank() != 1 {
             return;
         }

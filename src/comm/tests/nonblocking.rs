@@ -239,6 +239,7 @@ fn a_dropped_barrier_goes_on_even_without_the_group() {
 
 #[test]
 fn a_handle_that_leaves_its_scope_keeps_its_outcome() {
+    let gate = Gate::new(2);
     ranks(2, |group| {
         group.barrier().unwrap();
         let (mut kept, mut failed) = (None, None);
@@ -253,6 +254,8 @@ fn a_handle_that_leaves_its_scope_keeps_its_outcome() {
                 .unwrap();
             assert_eq!(kept.unwrap().wait().unwrap(), (vec![7], 0));
         }
+        // No abort before the message is there: it could be heard first.
+        gate.wait();
         group
             .scope(|scope| {
                 failed = Some(scope.recv(vec![0_u8], 1 - group.rank(), 1)?);
