@@ -6,22 +6,19 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::buffer::Lent;
 use super::core::Engine;
-use super::patience::Crowd;
+use super::patience::{Patience, Step};
+use super::run::{Run, RunError};
 use super::state::Collective;
 use super::ticket::{Limit, Outcome, Ticket};
 use super::{Operation, Task, Way};
-use crate::call::Call;
 use crate::fault::moment;
-use crate::kernels::Kernel;
+use crate::flight;
+use crate::shm::small::Small;
+use crate::shm::{self, Node};
 
-/// Attempts in vain after which a call becomes an operation; with more ranks than cores each of them yields.
-const SPINS: u32 = 1000;
+/// Attempts between two pauses. A pause takes as long as what is waited for.
 const SPINS_PER_PAUSE: u32 = 8;
-const YIELDS: u32 = 20;
-/// The same where a yield may not reach the other ranks.
-const YIELDS_APART: u32 = 3;
 /// Calls between two looks at what is not data: aborts, farewells, messages that nobody has asked for.
 const CALLS_BETWEEN_LOOKS: u32 = 256;
 /// Most turns: who moves much must look around.
@@ -33,6 +30,23 @@ pub(super) enum AtOnce {
     Done(Outcome),
     /// It is in the engine.
     Begun(Arc<Ticket>),
+}
+
+/// What has become of a small call.
+#[derive(Debug)]
+enum Tried {
+    Done,
+    /// It is no small one.
+    Not,
+    Begun(Box<Rest>),
+}
+
+/// What is left of a small call, what the recorder knows it by, and why it stopped if it did.
+#[derive(Debug)]
+struct Rest {
+    small: Small,
+    step: flight::Step,
+    error: Option<RunError>,
 }
 
 impl Engine {
@@ -54,28 +68,22 @@ impl Engine {
         if !idle {
             return None;
         }
-        let beside = |peer: &usize| self.beside.contains(peer);
-        match operation.take()? {
-            Operation::Collective { call, way: Way::Memory, lent, kernel } => {
-                Some(self.collective_at_once(call, lent, kernel, limit))
+        match operation {
+            Some(Operation::Collective { way: Way::Memory, .. }) => self.collective_at_once(operation, limit),
+            Some(Operation::Send { to: peer, .. } | Operation::Recv { from: Some(peer), .. })
+                if self.beside.contains(peer) =>
+            {
+                let peer = *peer;
+                Some(self.message_at_once(peer, operation.take()?, limit))
             }
-            Operation::Send { to, call, lent } if beside(&to) => {
-                Some(self.message_at_once(to, Operation::Send { to, call, lent }, limit))
-            }
-            Operation::Recv { from: Some(from), call, lent } if beside(&from) => {
-                Some(self.message_at_once(from, Operation::Recv { from: Some(from), call, lent }, limit))
-            }
-            other => {
-                *operation = Some(other);
-                None
-            }
+            _ => None,
         }
     }
 
     fn message_at_once(&mut self, peer: usize, operation: Operation<'static>, limit: Limit) -> AtOnce {
         let ticket = Arc::new(Ticket::new(limit));
         self.start(Task { operation, ticket: Arc::clone(&ticket) });
-        let mut patience = Spins::new(self.settings.crowd);
+        let mut patience = Attempts::new(self);
         loop {
             if let Some(outcome) = ticket.take() {
                 return AtOnce::Done(outcome);
@@ -89,16 +97,60 @@ impl Engine {
 
     fn collective_at_once(
         &mut self,
-        call: Call,
-        lent: Lent<'static>,
-        kernel: Option<Kernel>,
+        operation: &mut Option<Operation<'static>>,
         limit: Limit,
-    ) -> AtOnce {
-        let mut run = self.run(call, Way::Memory, lent, kernel);
+    ) -> Option<AtOnce> {
+        let rest = match self.small_at_once(operation.as_mut()?, limit) {
+            Tried::Done => return Some(AtOnce::Done(Ok(None))),
+            Tried::Not => None,
+            Tried::Begun(rest) => Some(*rest),
+        };
+        let Some(Operation::Collective { call, way, lent, kernel }) = operation.take() else { return None };
+        let Some(Rest { small, step, error }) = rest else {
+            let run = self.run(call, way, lent, kernel);
+            return Some(self.large_at_once(run, limit));
+        };
+        let run = shm::run::Run::of(self.node.as_mut()?, call, &small, lent, kernel, error.is_some());
+        Some(self.keep(Run::Memory(run), limit, step, error))
+    }
+
+    /// Carries out a small call as far as it can.
+    #[inline]
+    fn small_at_once(&mut self, operation: &mut Operation<'_>, limit: Limit) -> Tried {
+        let Operation::Collective { call, lent, kernel, .. } = operation else { return Tried::Not };
+        // Shares that are changed first may need a row of their own.
+        let scaled = kernel.as_ref().is_some_and(|kernel| kernel.scale().is_some());
+        let is_small = |node: &mut Node| !scaled && node.takes_small(call);
+        if !self.node.as_mut().is_some_and(is_small) {
+            return Tried::Not;
+        }
+        let seq = self.number(*call);
+        let Some(node) = &mut self.node else { return Tried::Not };
+        let mut small = node.begin_small(call, seq, lent);
         // The others first: they wait while this is recorded.
+        let step = self.record_small(*call, &small, limit.made());
+        let mut patience = Attempts::new(self);
+        let Some(node) = &mut self.node else { return Tried::Not };
+        loop {
+            match node.meet_small(&mut small) {
+                Ok(true) => break,
+                Ok(false) if patience.go_on(false) => {}
+                Ok(false) => return Tried::Begun(Box::new(Rest { small, step, error: None })),
+                Err(error) => return Tried::Begun(Box::new(Rest { small, step, error: Some(error) })),
+            }
+        }
+        if let Err(error) = node.end_small(&small, lent, kernel.as_ref()) {
+            return Tried::Begun(Box::new(Rest { small, step, error: Some(error) }));
+        }
+        moment("moved", seq, 0);
+        step.end(true);
+        Tried::Done
+    }
+
+    fn large_at_once(&mut self, mut run: Run, limit: Limit) -> AtOnce {
         let mut turned = run.turn(&mut self.peers, self.node.as_mut());
         let step = self.record_collective(&run, limit.made());
-        let mut patience = Spins::new(self.settings.crowd);
+        let mut patience = Attempts::new(self);
         let error = loop {
             match turned {
                 Ok(_) if run.is_finished() => {
@@ -112,6 +164,12 @@ impl Engine {
             }
             turned = run.turn(&mut self.peers, self.node.as_mut());
         };
+        self.keep(run, limit, step, error)
+    }
+
+    /// Makes a call that was begun an operation.
+    #[cold]
+    fn keep(&mut self, run: Run, limit: Limit, step: flight::Step, error: Option<RunError>) -> AtOnce {
         let ticket = Arc::new(Ticket::new(limit));
         let _ = ticket.step.set(step);
         self.collectives.push_back(Collective { run, ticket: Arc::clone(&ticket), signed: false });
@@ -124,34 +182,39 @@ impl Engine {
 }
 
 /// How long an operation is tried at once.
-struct Spins {
-    crowd: Crowd,
+struct Attempts {
+    patience: Patience,
     turns: u32,
     vain: u32,
 }
 
-impl Spins {
-    fn new(crowd: Crowd) -> Self {
-        Self { crowd, turns: 0, vain: 0 }
+impl Attempts {
+    fn new(engine: &Engine) -> Self {
+        Self { patience: Patience::brief(engine.settings.crowd), turns: 0, vain: 0 }
     }
 
     /// Waits for a moment if nothing `moved`; whether to try again.
+    #[inline]
     fn go_on(&mut self, moved: bool) -> bool {
         if moved {
-            (self.turns, self.vain) = (self.turns + 1, 0);
+            self.turns += 1;
+            self.patience.moved();
             return self.turns < TURNS;
         }
-        self.vain += 1;
-        match self.crowd {
-            Crowd::No => {
-                // A pause takes as long as what is waited for.
+        match self.patience.step(false) {
+            Step::Spin => {
+                self.vain += 1;
                 if self.vain.is_multiple_of(SPINS_PER_PAUSE) {
                     std::hint::spin_loop();
                 }
-                return self.vain < SPINS;
             }
-            Crowd::Cores | Crowd::Apart => std::thread::yield_now(),
+            Step::Yield => {
+                let begin = Instant::now();
+                std::thread::yield_now();
+                self.patience.yielded(begin.elapsed());
+            }
+            Step::Sleep => return false,
         }
-        self.vain < if self.crowd == Crowd::Cores { YIELDS } else { YIELDS_APART }
+        true
     }
 }

@@ -173,19 +173,24 @@ impl Engine {
 
     /// The next collective: numbered, and with the connections that it needs.
     pub(super) fn run(&mut self, call: Call, way: Way, lent: Lent<'static>, kernel: Option<Kernel>) -> Run {
+        let seq = self.number(call);
+        match (way, &mut self.node) {
+            (Way::Memory, Some(node)) => Run::Memory(shm::run::Run::new(node, call, seq, lent, kernel)),
+            (Way::Memory, None) => Run::Streams(self.streams(call, seq, Arc::default(), lent, kernel)),
+            (Way::Streams(plan), _) => Run::Streams(self.streams(call, seq, plan, lent, kernel)),
+        }
+    }
+
+    /// The number of a collective.
+    pub(super) fn number(&mut self, call: Call) -> u64 {
         let seq = self.next_seq;
         self.next_seq += 1;
+        moment("calling", seq, 0);
         if self.history.len() == HISTORY {
             self.history.pop_front();
         }
         self.history.push_back((seq, call));
-        let run = match (way, &mut self.node) {
-            (Way::Memory, Some(node)) => Run::Memory(shm::run::Run::new(node, call, seq, lent, kernel)),
-            (Way::Memory, None) => Run::Streams(self.streams(call, seq, Arc::default(), lent, kernel)),
-            (Way::Streams(plan), _) => Run::Streams(self.streams(call, seq, plan, lent, kernel)),
-        };
-        moment("calling", seq, 0);
-        run
+        seq
     }
 
     fn streams(

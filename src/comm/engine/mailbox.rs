@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
 use super::Task;
-use super::sync::{AtomicBool, Mutex, MutexGuard, Ordering, PoisonError, Thread, fence};
+use super::sync::{AtomicBool, Mutex, MutexGuard, Ordering, PoisonError, Thread, current, fence};
 
 /// Wakes a driver that sleeps.
 pub(crate) trait Bell {
@@ -23,6 +23,8 @@ pub(crate) struct Mailbox<T = Task, B = EventFd> {
     letters: Mutex<Letters<T>>,
     /// Whether `letters` holds tasks or an abort: saves the driver the lock.
     flag: AtomicBool,
+    /// Whether it holds threads that wait for the seat: saves who leaves it the lock.
+    queued: AtomicBool,
     /// Whether the driver sleeps and the bell must be rung.
     asleep: AtomicBool,
     bell: B,
@@ -33,7 +35,7 @@ pub(super) struct Letters<T> {
     pub(super) tasks: Vec<T>,
     pub(super) abort: Option<String>,
     /// Threads that wait for the seat.
-    pub(super) waiting: Vec<Thread>,
+    waiting: Vec<Thread>,
 }
 
 impl Mailbox {
@@ -53,8 +55,8 @@ impl Mailbox {
 impl<T, B: Bell> Mailbox<T, B> {
     pub(super) fn with_bell(bell: B) -> Self {
         let letters = Letters { tasks: Vec::new(), abort: None, waiting: Vec::new() };
-        let (flag, asleep) = (AtomicBool::new(false), AtomicBool::new(false));
-        Self { letters: Mutex::new(letters), flag, asleep, bell }
+        let [flag, queued, asleep] = [(); 3].map(|()| AtomicBool::new(false));
+        Self { letters: Mutex::new(letters), flag, queued, asleep, bell }
     }
 
     pub(super) fn letters(&self) -> MutexGuard<'_, Letters<T>> {
@@ -103,10 +105,24 @@ impl<T, B: Bell> Mailbox<T, B> {
         self.asleep.store(false, Ordering::SeqCst);
     }
 
-    /// Wakes the threads that wait for the seat.
+    /// Has this thread woken when the seat is free. It must look once more after this: it may be free already.
+    pub(super) fn queue(&self) {
+        let mut letters = self.letters();
+        letters.waiting.push(current());
+        self.queued.store(true, Ordering::SeqCst);
+        drop(letters);
+        // Together with that of who leaves the seat: either that one sees us waiting, or we see the seat free.
+        fence(Ordering::SeqCst);
+    }
+
+    /// Wakes the threads that wait for the seat. Who has just left it has a fence between the two.
     pub(super) fn call_next(&self) {
-        for thread in std::mem::take(&mut self.letters().waiting) {
-            thread.unpark();
+        if self.queued.load(Ordering::Relaxed) {
+            let mut letters = self.letters();
+            self.queued.store(false, Ordering::SeqCst);
+            let waiting = std::mem::take(&mut letters.waiting);
+            drop(letters);
+            waiting.iter().for_each(Thread::unpark);
         }
     }
 }

@@ -21,6 +21,11 @@ const SWITCH: Duration = Duration::from_nanos(900);
 /// another core.
 const SHARED: u32 = 16;
 
+/// Of an attempt to be through with a call before it becomes an operation: attempts that only look again, and yields.
+const BRIEF_SPINS: u32 = 1000;
+const BRIEF_YIELDS: u32 = 64;
+const BRIEF_VAIN_YIELDS: u32 = 10;
+
 /// What to do next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Step {
@@ -43,6 +48,7 @@ pub(crate) enum Crowd {
 #[derive(Debug)]
 pub(super) struct Patience {
     crowd: Crowd,
+    limits: Limits,
     spins: u32,
     yields: u32,
     /// Yields in a row that let nobody else run.
@@ -51,9 +57,36 @@ pub(super) struct Patience {
     shared: u32,
 }
 
+/// Attempts that spin, yields, and yields in a row that let nobody else run.
+#[derive(Debug, Clone, Copy)]
+struct Limits {
+    spins: u32,
+    yields: u32,
+    vain: u32,
+}
+
 impl Patience {
     pub(super) fn new(crowd: Crowd) -> Self {
-        Self { crowd, spins: 0, yields: 0, vain: 0, shared: 0 }
+        let (spins, vain) = match crowd {
+            Crowd::No => (SPINS, YIELDS),
+            Crowd::Cores => (0, CROWDED_VAIN_YIELDS),
+            Crowd::Apart => (0, APART_VAIN_YIELDS),
+        };
+        Self::of(crowd, Limits { spins, yields: YIELDS, vain })
+    }
+
+    /// For one call that is hoped to be over soon: in place of sleeping it becomes an operation.
+    pub(super) fn brief(crowd: Crowd) -> Self {
+        let limits = match crowd {
+            Crowd::No => Limits { spins: BRIEF_SPINS, yields: 0, vain: 0 },
+            Crowd::Cores => Limits { spins: 0, yields: BRIEF_YIELDS, vain: BRIEF_VAIN_YIELDS },
+            Crowd::Apart => Limits { spins: 0, yields: APART_VAIN_YIELDS, vain: APART_VAIN_YIELDS },
+        };
+        Self::of(crowd, limits)
+    }
+
+    fn of(crowd: Crowd, limits: Limits) -> Self {
+        Self { crowd, limits, spins: 0, yields: 0, vain: 0, shared: 0 }
     }
 
     /// Something has moved.
@@ -63,20 +96,16 @@ impl Patience {
 
     /// Nothing could be moved. `background`: no caller waits for it.
     pub(super) fn step(&mut self, background: bool) -> Step {
-        let (spins, vain) = match self.crowd {
-            Crowd::No => (SPINS, YIELDS),
-            Crowd::Cores => (0, CROWDED_VAIN_YIELDS),
-            Crowd::Apart => (0, APART_VAIN_YIELDS),
-        };
+        let Limits { spins, yields, vain } = self.limits;
         let shared = self.crowd == Crowd::No && self.shared >= SHARED;
-        if background || shared || self.yields >= YIELDS || self.vain >= vain {
+        if !background && !shared && self.spins < spins {
+            self.spins += 1;
+            return Step::Spin;
+        }
+        if background || shared || self.yields >= yields || self.vain >= vain {
             self.moved();
             self.shared = 0;
             return Step::Sleep;
-        }
-        if self.spins < spins {
-            self.spins += 1;
-            return Step::Spin;
         }
         self.yields += 1;
         Step::Yield
@@ -165,6 +194,10 @@ mod tests {
         let mut patience = Patience::new(Crowd::Cores);
         assert_eq!(until_sleep(&mut patience, SWITCHED), (0, YIELDS));
         assert_eq!(until_sleep(&mut patience, VAIN), (0, CROWDED_VAIN_YIELDS));
+        let mut brief = Patience::brief(Crowd::Cores);
+        assert_eq!(until_sleep(&mut brief, SWITCHED), (0, BRIEF_YIELDS));
+        assert_eq!(until_sleep(&mut brief, VAIN), (0, BRIEF_VAIN_YIELDS));
+        assert_eq!(until_sleep(&mut Patience::brief(Crowd::No), VAIN), (BRIEF_SPINS, 0));
         assert_eq!(until_sleep(&mut Patience::new(Crowd::Apart), VAIN), (0, APART_VAIN_YIELDS));
     }
 }

@@ -8,8 +8,11 @@ use super::Operation;
 use super::core::Engine;
 use super::run::Run;
 use super::ticket::Ticket;
+use crate::call::Call;
 use crate::cause::Report;
 use crate::flight::{Step, Told};
+use crate::plan::Algorithm;
+use crate::shm::small::Small;
 
 impl Engine {
     /// A collective has come, and those that are there are before it.
@@ -26,6 +29,22 @@ impl Engine {
             queued: !self.collectives.is_empty(),
         };
         self.settings.flight.begin(told)
+    }
+
+    /// A small call in memory has come, and nothing is before it.
+    pub(super) fn record_small(&self, call: Call, small: &Small, at: Instant) -> Step {
+        let (to_send_bytes, to_receive_bytes) = small.volume();
+        self.settings.flight.begin(Told {
+            operation: layout::Operation::Collective,
+            call,
+            at,
+            seq: small.seq,
+            algorithm: Some(Algorithm::Memory),
+            peer: None,
+            to_receive_bytes,
+            to_send_bytes,
+            queued: false,
+        })
     }
 
     /// If it is about a message: it has come. Questions that are answered at once are not recorded.

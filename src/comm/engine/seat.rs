@@ -16,7 +16,7 @@ use super::chores::Chores;
 use super::mailbox::{Bell, Mailbox};
 use super::sync::{
     AtomicBool, AtomicUsize, Mutex, MutexGuard, Ordering, PoisonError, SeatGuard, SeatLock, TryLockError,
-    current as me, fence, park, park_timeout,
+    fence, park, park_timeout,
 };
 use super::ticket::Ticket;
 
@@ -249,13 +249,13 @@ impl<E: Drive> Core<E> {
                 continue;
             }
             self.idle.store(false, Ordering::SeqCst);
-            let now = Some(self.taken.load(Ordering::SeqCst));
+            let now = Some(self.taken.load(Ordering::Relaxed));
             if taken != now {
                 taken = now;
                 park_timeout(QUIET);
                 continue;
             }
-            self.mailbox.letters().waiting.push(me());
+            self.mailbox.queue();
             if self.callers.load(Ordering::SeqCst) > 0 {
                 park();
             } else if let Some(mut seat) = self.try_seat() {
@@ -289,7 +289,8 @@ impl<E: Drive> Core<E> {
     fn take_seat(&self) -> Option<Seat<'_, E>> {
         let seat = self.try_seat();
         if seat.is_some() {
-            self.taken.fetch_add(1, Ordering::SeqCst);
+            // Nobody else counts: that needs the seat.
+            self.taken.store(self.taken.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
         }
         seat
     }
@@ -308,7 +309,7 @@ impl<E: Drive> Core<E> {
 
     /// Asks to be woken when the seat is free; by then it may be free already.
     fn queue_for_seat(&self) -> Option<Seat<'_, E>> {
-        self.mailbox.letters().waiting.push(me());
+        self.mailbox.queue();
         self.take_seat()
     }
 
@@ -337,6 +338,7 @@ impl<E: Drive> Drop for Caller<'_, E> {
     fn drop(&mut self) {
         if self.0.callers.fetch_sub(1, Ordering::SeqCst) == 1 {
             // If it never took the seat, nobody else wakes the background thread.
+            fence(Ordering::SeqCst);
             self.0.mailbox.call_next();
         }
     }
@@ -353,10 +355,10 @@ struct Next<'a, E: Drive>(&'a Core<E>);
 
 impl<E: Drive> Drop for Next<'_, E> {
     fn drop(&mut self) {
+        fence(Ordering::SeqCst);
         self.0.mailbox.call_next();
         // What came after this thread had looked for the last time, from somebody who found the seat still taken,
         // was left to it: an abort, which nobody waits for.
-        fence(Ordering::SeqCst);
         if self.0.mailbox.has_letters()
             && let Some(mut seat) = self.0.try_seat()
         {

@@ -198,8 +198,14 @@ impl Group {
     }
 
     pub(super) fn prepare_barrier(&self) -> Prepared<'static> {
-        let memory = vec![0_u8; plan::barrier_elements(&self.inner.topology)];
-        self.planned(call::<u8>(CallKind::Barrier, None, 0, 0), Lent::default().scratch(0, memory), None)
+        let call = call::<u8>(CallKind::Barrier, None, 0, 0);
+        let elements = |_| vec![0_u8; plan::barrier_elements(&self.inner.topology)];
+        let memory = Some(call).filter(|call| !self.inner.goes_through_memory(call)).map(elements);
+        self.planned(
+            call,
+            memory.map_or_else(Lent::default, |memory| Lent::default().scratch(0, memory)),
+            None,
+        )
     }
 }
 

@@ -6,6 +6,7 @@
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
+use super::vectors::{convert, zip};
 use super::{CHUNK, Functions};
 use crate::dtype::{Bytes, Dtype, ReduceOp};
 
@@ -46,21 +47,18 @@ fn copy(from: &[u8], into: &mut [u8]) {
 }
 
 fn widen_bf16(from: &[u8], into: &mut [u8]) {
-    for (from, into) in from.as_chunks().0.iter().zip(into.as_chunks_mut().0) {
-        *into = (u32::from(u16::from_ne_bytes(*from)) << 16).to_ne_bytes();
-    }
+    convert(from, into, |half: u16| u32::from(half) << 16);
 }
 
 /// Half of the last digit is added, less a trifle where that digit is even, and the rest is cut off. That would
 /// carry a NaN over to a number, so it is told apart; without a branch, so that all this becomes vectors.
 fn narrow_bf16(from: &[u8], into: &mut [u8]) {
-    for (from, into) in from.as_chunks().0.iter().zip(into.as_chunks_mut().0) {
-        let number = f32::from_ne_bytes(*from);
+    convert(from, into, |number: f32| {
         let bits = number.to_bits();
         let rounded = bits.wrapping_add(0x7FFF + (bits >> 16 & 1));
         let bits = if number.is_nan() { bf16::NAN.to_bits().into() } else { rounded >> 16 };
-        *into = (bits as u16).to_ne_bytes();
-    }
+        bits as u16
+    });
 }
 
 fn widen_f16(from: &[u8], into: &mut [u8]) {
@@ -96,8 +94,8 @@ fn narrow_f16(from: &[u8], into: &mut [u8]) {
 /// Least and greatest of halves with these bits of infinity.
 pub(super) fn order<const INFINITY: u16>(op: ReduceOp) -> Functions {
     match op {
-        ReduceOp::Min => Some((|into, from| super::zip(into, from, less::<INFINITY>), None)),
-        ReduceOp::Max => Some((|into, from| super::zip(into, from, greater::<INFINITY>), None)),
+        ReduceOp::Min => Some((|into, from| zip(into, from, less::<INFINITY>), None)),
+        ReduceOp::Max => Some((|into, from| zip(into, from, greater::<INFINITY>), None)),
         _ => None,
     }
 }

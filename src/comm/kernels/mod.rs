@@ -1,8 +1,8 @@
 //! Arithmetic on buffers: one table from (type, operation) to functions, looked up once per call.
 //!
-//! Kernels work in place on bytes: `into = into op from`, element by element in native byte order.
-//! Bytes on both sides make them safe and free of alignment, and `chunks_exact` with `zip` still
-//! becomes wide vector loads: the two slices cannot overlap, so no scalar fall-back is compiled.
+//! Kernels work in place on bytes: `into = into op from`, element by element in native byte order. Bytes need no
+//! alignment, and loops over them become those of the widest [`vectors`] that the processor has: the two sides cannot
+//! overlap, so no scalar fall-back is compiled. What is only read may lie in memory that processes share.
 //!
 //! Every operation is commutative to the last bit (NaN payloads excepted), which is what lets both
 //! ends of an exchange compute the same result from swapped operands.
@@ -14,6 +14,7 @@ mod arith;
 mod custom;
 mod halves;
 mod shares;
+mod vectors;
 
 use std::convert::Infallible;
 use std::fmt;
@@ -22,14 +23,16 @@ use std::sync::Arc;
 use num_complex::Complex;
 
 use crate::dtype::sealed::Factor;
-use crate::dtype::{Bytes, Dtype, ReduceOp};
+use crate::dtype::{Dtype, ReduceOp};
 use arith::{Arith, Bits, Multiply};
 pub(crate) use custom::{Function, function, is_inside_function};
 pub(crate) use halves::{WIDE_BYTES, Wide};
-pub(crate) use shares::Shares;
+pub(crate) use shares::Ranks;
+pub(crate) use vectors::Source;
+use vectors::{each, zip};
 
 /// `into[i] = into[i] op from[i]`; both slices have the same length, a multiple of the element size.
-type ReduceFn = fn(into: &mut [u8], from: &[u8]);
+type ReduceFn = fn(into: &mut [u8], from: Source<'_>);
 
 /// `buf[i] = buf[i] / divisor`.
 type DivideFn = fn(buf: &mut [u8], divisor: u32);
@@ -133,7 +136,7 @@ impl Kernel {
         last: bool,
     ) -> Result<(), String> {
         match &self.reduce {
-            Reduce::Numbers(reduce) => reduce(into, from),
+            Reduce::Numbers(reduce) => reduce(into, from.into()),
             Reduce::Function(function) => function(into, from, is_first)?,
         }
         if let Some(divide) = self.divide.filter(|_| last) {
@@ -226,31 +229,12 @@ fn truths(op: ReduceOp) -> Functions {
     })
 }
 
-#[inline(always)]
-fn zip<T: Bytes<N>, const N: usize>(into: &mut [u8], from: &[u8], op: impl Fn(T, T) -> T) {
-    debug_assert_eq!(into.len(), from.len());
-    debug_assert_eq!(into.len() % N, 0);
-    let (into, _) = into.as_chunks_mut::<N>();
-    let (from, _) = from.as_chunks::<N>();
-    for (a, b) in into.iter_mut().zip(from) {
-        *a = op(T::read(*a), T::read(*b)).write();
-    }
-}
-
-fn product<T: Multiply<N>, const N: usize>(into: &mut [u8], from: &[u8]) {
+fn product<T: Multiply<N>, const N: usize>(into: &mut [u8], from: Source<'_>) {
     zip(into, from, T::product);
 }
 
 fn divide<T: Arith<N>, const N: usize>(buf: &mut [u8], divisor: u32) {
     each(buf, |a: T| a.divided_by(divisor));
-}
-
-#[inline(always)]
-fn each<T: Bytes<N>, const N: usize>(buf: &mut [u8], op: impl Fn(T) -> T) {
-    let (buf, _) = buf.as_chunks_mut::<N>();
-    for a in buf {
-        *a = op(T::read(*a)).write();
-    }
 }
 
 macro_rules! factors {

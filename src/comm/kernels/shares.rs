@@ -1,58 +1,105 @@
 //! Adding up the shares of all ranks at one place, in the order of the ranks.
 
-use super::{Kernel, WIDE_BYTES, Wide};
+use super::{Kernel, Reduce, ReduceFn, Source, WIDE_BYTES, Wide};
 
 /// Bytes that are added up at a time: at home in the L1 cache. A multiple of all elements' sizes.
 const BLOCK_BYTES: usize = 4 << 10;
+/// The same as `f32`, if they are halves.
+const WIDE_BLOCK_BYTES: usize = BLOCK_BYTES / Wide::NARROW_BYTES * WIDE_BYTES;
 
-/// Shares of as many bytes from each rank, and where their sums go.
-pub(crate) trait Shares {
-    /// The share of `rank`, from byte `at` on.
-    fn load(&mut self, rank: usize, at: usize, into: &mut [u8]);
-
-    /// The sums, from byte `at` on. Of these bytes no share is loaded any more.
-    fn store(&mut self, at: usize, sums: &[u8]);
+/// Whose shares are added up.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Ranks {
+    pub(crate) count: usize,
+    pub(crate) me: usize,
 }
 
 impl Kernel {
-    /// Adds up `bytes` bytes of the shares of `ranks` ranks. `scratch` has 32 KiB.
+    /// Bytes that [`Self::add_up`] needs beside the shares.
+    pub(crate) const SCRATCH_BYTES: usize = 2 * WIDE_BLOCK_BYTES + BLOCK_BYTES;
+
+    /// Adds to `own`, the share of `ranks.me`, those of all others; `share` tells where so many bytes of
+    /// one are, from a place on. `added` is called for
+    /// each piece of `own` in which the sums are, with its place; of these bytes no share is looked at any more.
     ///
     /// Sums of halves are rounded once. The error says how a function of the program failed.
-    pub(crate) fn add_up(
+    #[inline]
+    pub(crate) fn add_up<'a>(
         &self,
-        ranks: usize,
-        bytes: usize,
+        ranks: Ranks,
+        own: &mut [u8],
         scratch: &mut [u8],
-        shares: &mut dyn Shares,
+        share: impl Fn(usize, usize, usize) -> Source<'a>,
+        mut added: impl FnMut(usize, &[u8]),
     ) -> Result<(), String> {
-        let (sums, rest) = scratch.split_at_mut(BLOCK_BYTES / Wide::NARROW_BYTES * WIDE_BYTES);
-        let (next, raw) = rest.split_at_mut(BLOCK_BYTES / Wide::NARROW_BYTES * WIDE_BYTES);
-        for at in (0..bytes).step_by(BLOCK_BYTES) {
-            let len = BLOCK_BYTES.min(bytes - at);
-            let raw = &mut raw[..len];
-            let wider = self.wide.map_or(len, |_| len / Wide::NARROW_BYTES * WIDE_BYTES);
-            let (sums, next) = (&mut sums[..wider], &mut next[..wider]);
-            for rank in 0..ranks {
-                let into = if rank == 0 { &mut *sums } else { &mut *next };
-                match self.wide {
-                    None => shares.load(rank, at, into),
-                    Some(wide) => {
-                        shares.load(rank, at, raw);
-                        (wide.widen)(raw, into);
-                    }
-                }
-                if rank > 0 {
-                    self.reduce(sums, next, false, rank + 1 == ranks)?;
-                }
+        for (index, own) in own.chunks_mut(BLOCK_BYTES).enumerate() {
+            let (at, len) = (index * BLOCK_BYTES, own.len());
+            let share = |rank: usize| share(rank, at, len);
+            match (&self.reduce, self.wide) {
+                (Reduce::Numbers(reduce), None) => add_in_place(*reduce, ranks, own, scratch, share),
+                _ => self.add_copies(ranks, own, scratch, share)?,
             }
-            match self.wide {
-                None => shares.store(at, sums),
-                Some(wide) => {
-                    (wide.narrow)(sums, raw);
-                    shares.store(at, raw);
-                }
+            if let Some(divide) = self.divide.filter(|_| self.wide.is_none()) {
+                divide(own, self.world);
             }
+            added(at, own);
         }
         Ok(())
     }
+
+    /// Adds up copies of the shares: a function of the program must not see shared memory, and halves become wider.
+    fn add_copies<'a>(
+        &self,
+        ranks: Ranks,
+        own: &mut [u8],
+        scratch: &mut [u8],
+        share: impl Fn(usize) -> Source<'a>,
+    ) -> Result<(), String> {
+        let wider = self.wide.map_or(own.len(), |_| own.len() / Wide::NARROW_BYTES * WIDE_BYTES);
+        let (sums, rest) = scratch.split_at_mut(WIDE_BLOCK_BYTES);
+        let (next, copy) = rest.split_at_mut(WIDE_BLOCK_BYTES);
+        let (sums, next, copy) = (&mut sums[..wider], &mut next[..wider], &mut copy[..own.len()]);
+        for rank in 0..ranks.count {
+            if rank == ranks.me {
+                copy.copy_from_slice(own);
+            } else {
+                share(rank).copy_to(copy);
+            }
+            let into = if rank == 0 { &mut *sums } else { &mut *next };
+            match self.wide {
+                Some(wide) => (wide.widen)(copy, into),
+                None => into.copy_from_slice(copy),
+            }
+            if rank > 0 {
+                self.reduce(sums, next, false, self.wide.is_some() && rank + 1 == ranks.count)?;
+            }
+        }
+        match self.wide {
+            Some(wide) => (wide.narrow)(sums, own),
+            None => own.copy_from_slice(sums),
+        }
+        Ok(())
+    }
+}
+
+/// Each operation is commutative, to the bit: so the sum of the ranks before this one can be added to its share.
+#[inline]
+fn add_in_place<'a>(
+    reduce: ReduceFn,
+    Ranks { count, me }: Ranks,
+    own: &mut [u8],
+    scratch: &mut [u8],
+    share: impl Fn(usize) -> Source<'a>,
+) {
+    match me {
+        0 => {}
+        1 => reduce(own, share(0)),
+        _ => {
+            let sums = &mut scratch[..own.len()];
+            share(0).copy_to(sums);
+            (1..me).for_each(|rank| reduce(sums, share(rank)));
+            reduce(own, Source::from(&*sums));
+        }
+    }
+    (me + 1..count).for_each(|rank| reduce(own, share(rank)));
 }

@@ -2,6 +2,7 @@
 
 use half::{bf16, f16};
 
+use super::vectors::Vectors;
 use super::*;
 use crate::dtype::Element;
 use crate::testing::Random;
@@ -60,7 +61,7 @@ fn pairs_without_meaning_have_no_kernel() {
 macro_rules! check_integers {
     ($($int:ident),*) => {$(
         #[test]
-        fn $int() {
+        fn $int() { Vectors::each(|| {
             let mut random = Random::new(stringify!($int));
             for len in 0..130 {
                 let a: Vec<$int> = (0..len).map(|_| random.next() as $int).collect();
@@ -86,7 +87,7 @@ macro_rules! check_integers {
                 let want = |x: &$int| i128::from(*x).wrapping_mul(i128::from(factor)) as $int;
                 assert_eq!(multiply(factor, &a, len % 9), a.iter().map(want).collect::<Vec<_>>());
             }
-        }
+        }); }
     )*};
 }
 
@@ -117,7 +118,7 @@ macro_rules! special_pairs {
 macro_rules! check_floats {
     ($($float:ident, $wide:ident;)*) => {$(
         #[test]
-        fn $float() {
+        fn $float() { Vectors::each(|| {
             let pairs = special_pairs!($float);
             // What is the same bits or, as its payload is left open, NaN.
             let same = |p: $float, q: $float| p.to_bits() == q.to_bits() || p.is_nan() && q.is_nan();
@@ -147,7 +148,7 @@ macro_rules! check_floats {
                     assert!(same(got, ($wide::from(x) * $wide::from(0.3 as $float)) as $float), "{x} times 0.3");
                 }
             }
-        }
+        }); }
     )*};
 }
 
@@ -183,7 +184,7 @@ macro_rules! check_halves {
             }
 
             #[test]
-            fn every_half_is_a_float_and_back() {
+            fn every_half_is_a_float_and_back() { Vectors::each(|| {
                 let halves: Vec<_> = all().collect();
                 let floats = widened(&halves, 1);
                 for (half, float) in halves.iter().zip(&floats) {
@@ -193,10 +194,10 @@ macro_rules! check_halves {
                 for (half, back) in halves.iter().zip(narrowed(&floats, 1)) {
                     assert!(same(*half, back), "{half} {back}");
                 }
-            }
+            }); }
 
             #[test]
-            fn what_lies_between_two_halves_goes_to_the_nearer_and_ties_to_the_even_one() {
+            fn what_lies_between_two_halves_goes_to_the_nearer_and_ties_to_the_even_one() { Vectors::each(|| {
                 let pairs = all().filter(|half| half.is_finite() && half.is_sign_positive());
                 for low in pairs {
                     let high = $half::from_bits(low.to_bits() + 1);
@@ -213,10 +214,10 @@ macro_rules! check_halves {
                 }
                 assert_eq!($half::MAX.to_f64(), $max);
                 assert_eq!(narrowed(&[f32::MAX, f32::MIN], 0), [$half::INFINITY, $half::NEG_INFINITY]);
-            }
+            }); }
 
             #[test]
-            fn least_and_greatest() {
+            fn least_and_greatest() { Vectors::each(|| {
                 let special = [0.0, -0.0, 1.0, -1.5, 1000.0, -2e-5, 3e-5, f32::INFINITY, -f32::INFINITY, f32::NAN,
                     -f32::NAN].map($half::from_f32);
                 let pairs: Vec<_> = special.iter().flat_map(|&a| special.map(|b| (a, b))).collect();
@@ -234,10 +235,10 @@ macro_rules! check_halves {
                         }
                     }
                 }
-            }
+            }); }
 
             #[test]
-            fn folds_round_once() {
+            fn folds_round_once() { Vectors::each(|| {
                 let mut random = Random::new("folds_round_once");
                 for len in (0..130).chain([1000]) {
                     let mut values =
@@ -274,7 +275,7 @@ macro_rules! check_halves {
                         }
                     }
                 }
-            }
+            }); }
         }
     )*};
 }
@@ -326,29 +327,35 @@ where
 
 #[test]
 fn complex_f32() {
-    check_complex::<f32>("complex_f32");
+    Vectors::each(|| {
+        check_complex::<f32>("complex_f32");
+    });
 }
 
 #[test]
 fn complex_f64() {
-    check_complex::<f64>("complex_f64");
+    Vectors::each(|| {
+        check_complex::<f64>("complex_f64");
+    });
 }
 
 #[test]
 fn truth_values() {
-    for len in 0..130 {
-        let a: Vec<bool> = (0..len).map(|i| i % 2 == 1).collect();
-        let b: Vec<bool> = (0..len).map(|i| i % 4 > 1).collect();
-        for (op, kernel) in operations(Dtype::Bool) {
-            let want = |(a, b): (&bool, &bool)| match op {
-                ReduceOp::Sum | ReduceOp::Max | ReduceOp::Bor => a | b,
-                ReduceOp::Product | ReduceOp::Min | ReduceOp::Band => a & b,
-                _ => a ^ b,
-            };
-            let want: Vec<bool> = a.iter().zip(&b).map(want).collect();
-            assert_eq!(reduce(&kernel, &a, &b, len % 9), want, "{op}");
+    Vectors::each(|| {
+        for len in 0..130 {
+            let a: Vec<bool> = (0..len).map(|i| i % 2 == 1).collect();
+            let b: Vec<bool> = (0..len).map(|i| i % 4 > 1).collect();
+            for (op, kernel) in operations(Dtype::Bool) {
+                let want = |(a, b): (&bool, &bool)| match op {
+                    ReduceOp::Sum | ReduceOp::Max | ReduceOp::Bor => a | b,
+                    ReduceOp::Product | ReduceOp::Min | ReduceOp::Band => a & b,
+                    _ => a ^ b,
+                };
+                let want: Vec<bool> = a.iter().zip(&b).map(want).collect();
+                assert_eq!(reduce(&kernel, &a, &b, len % 9), want, "{op}");
+            }
         }
-    }
+    });
 }
 
 /// The greater of two by their absolute value; of equal ones the first.
@@ -388,4 +395,82 @@ fn a_function_that_panics_is_an_error_and_changes_nothing() {
     assert_eq!(error, "the reduction function panicked: no reason");
     assert_eq!(into, [0, 1, 0]);
     assert!(!is_inside_function());
+}
+
+#[test]
+fn each_kind_of_vectors_is_tried() {
+    let kinds = Vectors::each(|| {});
+    eprintln!("this processor has {kinds} kinds of vectors");
+    #[cfg(target_arch = "x86_64")]
+    assert_eq!(kinds > 1, std::arch::is_x86_feature_detected!("avx2"));
+    #[cfg(not(target_arch = "x86_64"))]
+    assert_eq!(kinds, 1);
+}
+
+/// Shares of `ranks` ranks, added up where rank `me` has its own.
+fn added_up(kernel: &Kernel, shares: &[Vec<u8>], me: usize) -> Vec<u8> {
+    let (mut own, mut told) = (shares[me].clone(), vec![0; shares[me].len()]);
+    let mut scratch = vec![0xA5; Kernel::SCRATCH_BYTES];
+    let share = |rank: usize, at: usize, len: usize| {
+        assert_ne!(rank, me);
+        Source::from(&shares[rank][at..at + len])
+    };
+    let ranks = Ranks { count: shares.len(), me };
+    kernel
+        .add_up(ranks, &mut own, &mut scratch, share, |at, sums| {
+            told[at..at + sums.len()].copy_from_slice(sums);
+        })
+        .unwrap();
+    assert_eq!(own, told);
+    own
+}
+
+#[test]
+fn shares_are_added_in_the_order_of_the_ranks_wherever_that_is_done() {
+    Vectors::each(|| {
+        let mut random = Random::new("shares_are_added_in_the_order_of_the_ranks_wherever_that_is_done");
+        for (ranks, bytes) in [(2, 64), (2, 9008), (3, 12_304), (4, 16), (5, 8192), (7, 4100 * 16)] {
+            for dtype in Dtype::ALL {
+                let shares: Vec<Vec<u8>> = (0..ranks)
+                    .map(|_| match dtype {
+                        Dtype::Bool => (0..bytes).map(|_| random.below(2) as u8).collect(),
+                        // Random bits are NaN or out of range too often.
+                        Dtype::F32 | Dtype::ComplexF32 => {
+                            let value = |_| random.below(2000) as f32 / 7.0 - 100.0;
+                            bytes_of(&(0..bytes / 4).map(value).collect::<Vec<f32>>(), 0)
+                        }
+                        Dtype::F64 | Dtype::ComplexF64 => {
+                            let value = |_| random.below(2000) as f64 / 7.0 - 100.0;
+                            bytes_of(&(0..bytes / 8).map(value).collect::<Vec<f64>>(), 0)
+                        }
+                        Dtype::F16 | Dtype::Bf16 => {
+                            let value = |_| f16::from_f32(random.below(100) as f32 / 8.0);
+                            bytes_of(&(0..bytes / 2).map(value).collect::<Vec<f16>>(), 0)
+                        }
+                        _ => (0..bytes).map(|_| random.next() as u8).collect(),
+                    })
+                    .collect();
+                for op in ReduceOp::ALL {
+                    let Some(kernel) = Kernel::of(dtype, op, ranks) else { continue };
+                    let want = match kernel.wide() {
+                        Some(_) => added_up(&kernel, &shares, 0),
+                        None => {
+                            let mut sums = shares[0].clone();
+                            for (index, share) in shares.iter().enumerate().skip(1) {
+                                kernel.reduce(&mut sums, share, false, index + 1 == ranks).unwrap();
+                            }
+                            sums
+                        }
+                    };
+                    for me in 0..ranks {
+                        assert_eq!(
+                            added_up(&kernel, &shares, me),
+                            want,
+                            "{op} of {dtype} at {me} of {ranks}"
+                        );
+                    }
+                }
+            }
+        }
+    });
 }

@@ -17,10 +17,12 @@
 mod bells;
 mod layout;
 pub(crate) mod meeting;
+mod moves;
 mod program;
 mod ring;
 pub(crate) mod run;
 pub(crate) mod segment;
+pub(crate) mod small;
 #[cfg(test)]
 mod tests;
 
@@ -31,6 +33,8 @@ use std::sync::atomic::Ordering;
 use smallvec::SmallVec;
 
 use crate::call::Call;
+use crate::engine::streams::RunError;
+use crate::kernels::Kernel;
 use bells::Bells;
 use layout::{CALL_AT, Counter, INLINE_AT, PAST_AT, ROUND_BYTES, SLOT_HEADER, SLOTS, SMALL_BYTES};
 pub(crate) use layout::{Layout, RingLane};
@@ -39,9 +43,6 @@ pub(crate) use program::is_known;
 use program::{Limits, Program, Step, Whom};
 use ring::Ring;
 use segment::{Segment, View};
-
-/// Memory for sums in progress.
-const SCRATCH_BYTES: usize = 32 << 10;
 
 /// The memory that this rank shares with the others on its host.
 #[derive(Debug)]
@@ -94,7 +95,7 @@ impl Node {
         let Met { segment, bells, processes } = met;
         let bells = Arc::new(Bells::new(Arc::clone(&segment), layout, me, bells));
         let (begun, counted) = (vec![0; ranks.len()], std::array::from_fn(|_| vec![0; ranks.len()]));
-        let scratch = vec![0; SCRATCH_BYTES];
+        let scratch = vec![0; Kernel::SCRATCH_BYTES];
         let (calls, rounds, past, steps) = (0, 0, 0, Vec::new());
         Self {
             segment,
@@ -195,6 +196,13 @@ impl Node {
         late
     }
 
+    /// Whether the slot of the next call is free.
+    #[inline]
+    fn is_free_for_next(&mut self) -> bool {
+        let needed = self.calls.wrapping_add(1).wrapping_sub(SLOTS - 1);
+        (0..self.ranks.len()).all(|place| place == self.me || self.has_begun(place, needed))
+    }
+
     fn has_begun(&mut self, rank: usize, number: u32) -> bool {
         if reaches(self.begun[rank], number) {
             return true;
@@ -213,6 +221,32 @@ impl Node {
         let stamp = u64::from(header.seq) << 32 | u64::from(number);
         self.segment.word(slot).store(stamp, Ordering::Release);
         self.bells.ring_all();
+    }
+
+    /// Whether `rank` has come to call `number`, of which this one says `ours`; to this one it is collective `seq`.
+    ///
+    /// # Errors
+    /// It made another call, now or before.
+    #[inline]
+    fn meet(&mut self, rank: usize, number: u32, ours: &Header, seq: u64) -> Result<bool, RunError> {
+        match self.header(rank, number) {
+            None => Ok(false),
+            Some(theirs) if theirs == *ours => Ok(true),
+            Some(theirs) => Err(self.differs(rank, number, theirs, seq)),
+        }
+    }
+
+    #[cold]
+    fn differs(&mut self, rank: usize, number: u32, theirs: Header, seq: u64) -> RunError {
+        let peer = self.ranks[rank];
+        let theirs = self.difference(rank, number).unwrap_or(theirs);
+        match Call::decode(theirs.call) {
+            Ok(call) => {
+                let seq = seq & !u64::from(u32::MAX) | u64::from(theirs.seq);
+                RunError::Mismatch { peer, theirs: call, seq }
+            }
+            Err(what) => RunError::Protocol { peer, what },
+        }
     }
 
     /// What `rank` says of call `number`; `None` if it has not come to it, or is long past it.

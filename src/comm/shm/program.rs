@@ -47,15 +47,6 @@ pub(crate) enum Whom {
     One(usize),
 }
 
-/// Where a sum goes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Sum {
-    Row,
-    /// Into the own memory for others to take, at the place of what was added.
-    Memory,
-    Both,
-}
-
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Step {
     /// Waits until the slot of the call is free.
@@ -74,8 +65,9 @@ pub(crate) enum Step {
     Await(Counter, u64, Whom),
     /// Copies what a rank gave into the row.
     Take { from: usize, place: Place, at: usize, row: Range<usize> },
-    /// Adds up all ranks' shares: the others' where they gave them, at `at`, this one's in the row.
-    AddUp { place: Place, at: usize, row: Range<usize>, sum: Sum },
+    /// Adds up all ranks' shares: the others' where they gave them, at `at`, to this one's in the row. If it `tells`, the
+    /// sums go also to the place in its own memory, for others to take.
+    AddUp { place: Place, at: usize, row: Range<usize>, tells: bool },
 }
 
 /// The program of one rank for one call.
@@ -134,7 +126,7 @@ impl Program {
     pub(crate) fn volume(&self) -> (u64, u64) {
         let (all, others) = (self.bytes as u64, self.ranks as u64 - 1);
         match self.kind {
-            CallKind::AllReduce if self.is_small() => (all, all),
+            CallKind::AllReduce if self.is_small() || !self.has_owners() => (all, all),
             CallKind::AllReduce => (all - all / (others + 1), all),
             CallKind::ReduceScatter => (all * others, all),
             CallKind::AllGather => (all, all * others),
@@ -153,7 +145,7 @@ impl Program {
     }
 
     /// Whether what any rank gives fits in a slot.
-    fn is_small(&self) -> bool {
+    pub(crate) fn is_small(&self) -> bool {
         self.is_inline(self.limits.small)
     }
 
@@ -175,6 +167,7 @@ impl Program {
         let blocks = self.blocks();
         let most = self.limits.round / blocks;
         let piece = match self.kind {
+            CallKind::AllReduce if !self.has_owners() => (self.bytes / COPY_ROUNDS).max(COPY_BYTES).min(most),
             CallKind::AllReduce | CallKind::Reduce | CallKind::ReduceScatter => most,
             _ => (self.bytes / COPY_ROUNDS).max(COPY_BYTES / blocks).min(most),
         };
@@ -198,43 +191,54 @@ impl Program {
 
     /// Whether every rank adds up its part of each round.
     fn has_owners(&self) -> bool {
-        self.kind == CallKind::AllReduce || self.kind == CallKind::Reduce && self.ranks > 2
+        matches!(self.kind, CallKind::AllReduce | CallKind::Reduce) && self.ranks > 2
+    }
+
+    /// Whether this rank, where there are no owners, adds up all that there is.
+    fn adds_all(&self) -> bool {
+        self.kind == CallKind::AllReduce || self.kind == CallKind::Reduce && self.is_root()
     }
 
     /// Adds the steps of batch `index` to `steps`; whether there is another. A batch is what is done at once, as far as
     /// nothing has to be waited for.
     pub(crate) fn batch(&self, index: u64, steps: &mut Vec<Step>) -> bool {
+        let each = &mut |step| steps.push(step);
         if self.is_small() {
-            self.all_at_once(steps);
+            each(Step::Claim);
+            self.give_all(each);
+            each(Step::Announce);
+            self.sources().map(Step::Meet).into_iter().for_each(&mut *each);
+            self.read_all(each);
             return false;
         }
         let rounds = self.rounds();
         match index.checked_sub(1) {
             None => {
-                steps.extend([Step::Claim, Step::Announce]);
-                steps.extend(self.sources().map(Step::Meet));
-                self.give(0, steps);
+                each(Step::Claim);
+                each(Step::Announce);
+                self.sources().map(Step::Meet).into_iter().for_each(&mut *each);
+                self.give(0, each);
                 true
             }
             Some(round) if round < rounds => {
                 if round + 1 < rounds {
-                    self.give(round + 1, steps);
+                    self.give(round + 1, each);
                 }
-                self.read(round, steps);
+                self.read(round, each);
                 if let Some(before) = round.checked_sub(1).filter(|_| self.has_owners()) {
-                    self.take_sums(before, steps);
+                    self.take_sums(before, each);
                 }
                 round + 1 < rounds || self.has_owners()
             }
             Some(_) => {
-                self.take_sums(rounds - 1, steps);
+                self.take_sums(rounds - 1, each);
                 false
             }
         }
     }
 
     /// From whom this rank gets anything.
-    fn sources(&self) -> Option<Whom> {
+    pub(crate) fn sources(&self) -> Option<Whom> {
         match self.kind {
             CallKind::Broadcast | CallKind::Scatter => (!self.is_root()).then_some(Whom::One(self.root)),
             CallKind::Gather => self.is_root().then_some(Whom::All),
@@ -245,67 +249,68 @@ impl Program {
         }
     }
 
-    fn all_at_once(&self, steps: &mut Vec<Step>) {
+    /// Gives all that is given in a small call.
+    #[inline(always)]
+    pub(crate) fn give_all(&self, each: &mut impl FnMut(Step)) {
         let (bytes, me, place) = (self.bytes, self.me, Place::Slot);
-        let block = |rank: usize| rank * bytes..(rank + 1) * bytes;
-        let give = |row: Range<usize>| Step::Give { row, place, at: 0 };
-        steps.push(Step::Claim);
-        if bytes > 0 {
-            match self.kind {
-                CallKind::AllReduce => steps.push(give(0..bytes)),
-                CallKind::Reduce if !self.is_root() => steps.push(give(0..bytes)),
-                CallKind::Broadcast if self.is_root() => steps.push(give(0..bytes)),
-                CallKind::AllGather => steps.push(give(block(me))),
-                CallKind::Gather if !self.is_root() => steps.push(give(block(me))),
-                CallKind::Scatter if self.is_root() => self.give_blocks(&(0..bytes), place, bytes, steps),
-                CallKind::ReduceScatter | CallKind::AllToAll => {
-                    self.give_blocks(&(0..bytes), place, bytes, steps);
-                }
-                _ => {}
-            }
+        if bytes == 0 {
+            return;
         }
-        steps.push(Step::Announce);
-        steps.extend(self.sources().map(Step::Meet));
-        if bytes > 0 {
-            match self.kind {
-                CallKind::AllReduce => steps.push(Step::AddUp { place, at: 0, row: 0..bytes, sum: Sum::Row }),
-                CallKind::Reduce if self.is_root() => {
-                    steps.push(Step::AddUp { place, at: 0, row: 0..bytes, sum: Sum::Row });
-                }
-                _ => self.read_blocks(&(0..bytes), place, bytes, steps),
+        let mut give = |row: Range<usize>| each(Step::Give { row, place, at: 0 });
+        match self.kind {
+            CallKind::AllReduce => give(0..bytes),
+            CallKind::Reduce if !self.is_root() => give(0..bytes),
+            CallKind::Broadcast if self.is_root() => give(0..bytes),
+            CallKind::AllGather => give(me * bytes..(me + 1) * bytes),
+            CallKind::Gather if !self.is_root() => give(me * bytes..(me + 1) * bytes),
+            CallKind::Scatter if self.is_root() => self.give_blocks(&(0..bytes), place, bytes, each),
+            CallKind::ReduceScatter | CallKind::AllToAll => {
+                self.give_blocks(&(0..bytes), place, bytes, each);
             }
+            _ => {}
+        }
+    }
+
+    /// Takes or adds up all of a small call, when those that give it have come.
+    #[inline(always)]
+    pub(crate) fn read_all(&self, each: &mut impl FnMut(Step)) {
+        let (bytes, place) = (self.bytes, Place::Slot);
+        match bytes {
+            0 => {}
+            _ if self.adds_all() => each(Step::AddUp { place, at: 0, row: 0..bytes, tells: false }),
+            _ => self.read_blocks(&(0..bytes), place, bytes, each),
         }
     }
 
     /// Gives to every other rank the piece `part` of its block, `stride` bytes after that of the one before.
-    fn give_blocks(&self, part: &Range<usize>, place: Place, stride: usize, steps: &mut Vec<Step>) {
+    fn give_blocks(&self, part: &Range<usize>, place: Place, stride: usize, each: &mut impl FnMut(Step)) {
         for rank in self.others() {
             let start = rank * self.bytes;
             let row = start + part.start..start + part.end;
-            steps.push(Step::Give { row, place, at: rank * stride });
+            each(Step::Give { row, place, at: rank * stride });
         }
     }
 
     /// Takes, or adds up, the piece `part` of blocks.
-    fn read_blocks(&self, part: &Range<usize>, place: Place, stride: usize, steps: &mut Vec<Step>) {
+    fn read_blocks(&self, part: &Range<usize>, place: Place, stride: usize, each: &mut impl FnMut(Step)) {
         let of = |block: usize| block * self.bytes + part.start..block * self.bytes + part.end;
         let take = |from: usize, at: usize, row: Range<usize>| Step::Take { from, place, at, row };
         match self.kind {
-            CallKind::Broadcast if !self.is_root() => steps.push(take(self.root, 0, part.clone())),
+            CallKind::Broadcast if !self.is_root() => each(take(self.root, 0, part.clone())),
             CallKind::Scatter if !self.is_root() => {
-                steps.push(take(self.root, self.me * stride, of(self.me)));
+                each(take(self.root, self.me * stride, of(self.me)));
             }
-            CallKind::AllGather => steps.extend(self.others().map(|rank| take(rank, 0, of(rank)))),
+            CallKind::AllGather => self.others().for_each(|rank| each(take(rank, 0, of(rank)))),
             CallKind::Gather if self.is_root() => {
-                steps.extend(self.others().map(|rank| take(rank, 0, of(rank))));
+                self.others().for_each(|rank| each(take(rank, 0, of(rank))));
             }
             CallKind::AllToAll => {
                 let (me, ranks) = (self.me, self.ranks);
-                steps.extend(self.others().map(|rank| take(rank, me * stride, of(ranks + rank))));
+                self.others().for_each(|rank| each(take(rank, me * stride, of(ranks + rank))));
             }
             CallKind::ReduceScatter => {
                 let (at, row) = (self.me * stride, of(self.me));
-                steps.push(Step::AddUp { place, at, row, sum: Sum::Row });
+                each(Step::AddUp { place, at, row, tells: false });
             }
             _ => {}
         }
@@ -318,7 +323,7 @@ impl Program {
     }
 
     /// Gives what others need of a round.
-    fn give(&self, round: u64, steps: &mut Vec<Step>) {
+    fn give(&self, round: u64, each: &mut impl FnMut(Step)) {
         let (part, place) = (self.part(round), Place::Round(round));
         let gives = match self.kind {
             CallKind::Broadcast | CallKind::Scatter => self.is_root(),
@@ -329,62 +334,60 @@ impl Program {
         if !gives {
             return;
         }
-        steps.push(Step::Room(round));
+        each(Step::Room(round));
         match self.kind {
             _ if self.has_owners() => {
                 for rank in self.others() {
                     let row = self.owned(rank, round);
                     let at = row.start - part.start;
-                    steps.push(Step::Give { row, place, at });
+                    each(Step::Give { row, place, at });
                 }
             }
             CallKind::ReduceScatter | CallKind::Scatter | CallKind::AllToAll => {
-                self.give_blocks(&part, place, self.piece(), steps);
+                self.give_blocks(&part, place, self.piece(), each);
             }
             CallKind::AllGather | CallKind::Gather => {
                 let start = self.me * self.bytes;
-                steps.push(Step::Give { row: start + part.start..start + part.end, place, at: 0 });
+                each(Step::Give { row: start + part.start..start + part.end, place, at: 0 });
             }
-            _ => steps.push(Step::Give { row: part, place, at: 0 }),
+            _ => each(Step::Give { row: part, place, at: 0 }),
         }
-        steps.push(Step::Publish(Counter::Given, round));
+        each(Step::Publish(Counter::Given, round));
     }
 
     /// Takes or adds up what this rank needs of a round.
-    fn read(&self, round: u64, steps: &mut Vec<Step>) {
+    fn read(&self, round: u64, each: &mut impl FnMut(Step)) {
         let (part, place) = (self.part(round), Place::Round(round));
-        steps.extend(self.sources().map(|whom| Step::Await(Counter::Given, round, whom)));
+        if let Some(whom) = self.sources() {
+            each(Step::Await(Counter::Given, round, whom));
+        }
         if self.has_owners() {
             let row = self.owned(self.me, round);
             let at = row.start - part.start;
-            let sum = match self.kind {
-                CallKind::Reduce if self.is_root() => Sum::Row,
-                CallKind::Reduce => Sum::Memory,
-                _ => Sum::Both,
-            };
-            steps.push(Step::AddUp { place, at, row, sum });
-            steps.push(Step::Publish(Counter::Summed, round));
+            let tells = self.kind != CallKind::Reduce || !self.is_root();
+            each(Step::AddUp { place, at, row, tells });
+            each(Step::Publish(Counter::Summed, round));
             return;
         }
-        if self.kind == CallKind::Reduce && self.is_root() {
-            steps.push(Step::AddUp { place, at: 0, row: part, sum: Sum::Row });
+        if self.adds_all() {
+            each(Step::AddUp { place, at: 0, row: part, tells: false });
         } else {
-            self.read_blocks(&part, place, self.piece(), steps);
+            self.read_blocks(&part, place, self.piece(), each);
         }
-        steps.push(Step::Publish(Counter::Done, round));
+        each(Step::Publish(Counter::Done, round));
     }
 
     /// Takes the sums of a round from their owners.
-    fn take_sums(&self, round: u64, steps: &mut Vec<Step>) {
+    fn take_sums(&self, round: u64, each: &mut impl FnMut(Step)) {
         let (part, place) = (self.part(round), Place::Round(round));
         if self.kind == CallKind::AllReduce || self.is_root() {
             for from in self.others() {
                 let row = self.owned(from, round);
                 let at = row.start - part.start;
-                steps.push(Step::Await(Counter::Summed, round, Whom::One(from)));
-                steps.push(Step::Take { from, place, at, row });
+                each(Step::Await(Counter::Summed, round, Whom::One(from)));
+                each(Step::Take { from, place, at, row });
             }
         }
-        steps.push(Step::Publish(Counter::Done, round));
+        each(Step::Publish(Counter::Done, round));
     }
 }

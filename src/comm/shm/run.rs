@@ -1,17 +1,16 @@
 //! Carries out the program of a collective in shared memory. No clock and no waiting: [`Run::turn`] does what it can.
 
-use std::ops::Range;
-
 use super::layout::{Counter, DEPTH, INLINE_BYTES};
-use super::program::{Place, Program, Step, Sum, Whom};
-use super::segment::View;
+use super::moves::{self, Of, Spot};
+use super::program::{Place, Program, Step, Whom};
+use super::small::Small;
 use super::{Header, Node, Waits};
 use crate::call::Call;
-use crate::engine::buffer::{BytesMut, Lent};
+use crate::engine::buffer::Lent;
 use crate::engine::row::Row;
 use crate::engine::streams::RunError;
 use crate::fault::moment;
-use crate::kernels::{Kernel, Shares};
+use crate::kernels::Kernel;
 use crate::plan::Plan;
 
 /// A collective in progress.
@@ -68,6 +67,40 @@ impl Run {
             broken: false,
             waits: Waits::new(),
             given: 0,
+            taken: 0,
+        }
+    }
+
+    /// The rest of a call that was begun as a small one; `broken` if its results cannot be taken.
+    pub(crate) fn of(
+        node: &mut Node,
+        call: Call,
+        small: &Small,
+        lent: Lent<'static>,
+        kernel: Option<Kernel>,
+        broken: bool,
+    ) -> Self {
+        let row = Row::new(lent, kernel, call.dtype.size_bytes(), &Plan::default());
+        let mut steps = std::mem::take(&mut node.steps);
+        let more = small.program.batch(0, &mut steps);
+        let begun = steps.iter().position(|step| *step == Step::Announce);
+        Self {
+            call,
+            seq: small.seq,
+            row,
+            program: small.program.clone(),
+            number: small.number,
+            base: small.base,
+            header: small.header,
+            batch: 1,
+            at: begun.map_or(0, |index| index + 1),
+            steps,
+            more,
+            met: 0,
+            finished: false,
+            broken,
+            waits: Waits::new(),
+            given: small.given as u64,
             taken: 0,
         }
     }
@@ -149,15 +182,23 @@ impl Run {
                     moment("sent", self.seq, self.given as usize);
                 }
             }
-            Step::Give { row, place, at } => self.give(node, row.clone(), *place, *at),
+            Step::Give { row, place, at } => {
+                self.given +=
+                    moves::give(node, &self.row, row.clone(), self.spot(node.me, *place, *at)) as u64;
+            }
             Step::Take { from, place, at, row } => {
-                self.take(node, *from, *place, *at, row.clone());
+                let spot = self.spot(*from, *place, *at);
+                self.taken += moves::take(node, &mut self.row, row.clone(), spot) as u64;
                 moment("received", self.seq, self.taken as usize);
             }
-            Step::AddUp { place, at, row, sum } => {
-                if let Err(what) = self.add_up(node, *place, *at, row.clone(), *sum) {
-                    self.broken = true;
-                    return Err(RunError::Function(what));
+            Step::AddUp { place, at, row, tells } => {
+                let spot = self.spot(node.me, *place, *at);
+                match moves::add_up(node, &mut self.row, row.clone(), spot, *tells) {
+                    Ok(bytes) => self.taken += bytes as u64,
+                    Err(what) => {
+                        self.broken = true;
+                        return Err(RunError::Function(what));
+                    }
                 }
                 moment("received", self.seq, self.taken as usize);
             }
@@ -183,12 +224,7 @@ impl Run {
         };
         // Those that have come first are looked at once.
         for place in all.start + self.met..all.end {
-            let comes = |node: &mut Node, place: usize| match node.header(place, self.number) {
-                None => Ok(false),
-                Some(theirs) if theirs == self.header => Ok(true),
-                Some(theirs) => Err(self.differs(node, place, theirs)),
-            };
-            if place == me || comes(node, place)? {
+            if place == me || node.meet(place, self.number, &self.header, self.seq)? {
                 self.met += usize::from(self.waits.is_empty());
             } else {
                 self.waits.push(node.ranks[place]);
@@ -197,131 +233,12 @@ impl Run {
         Ok(self.waits.is_empty())
     }
 
-    /// What to say of a rank that made another call, now or before.
-    fn differs(&self, node: &mut Node, place: usize, theirs: Header) -> RunError {
-        let peer = node.ranks[place];
-        let theirs = node.difference(place, self.number).unwrap_or(theirs);
-        match Call::decode(theirs.call) {
-            Ok(call) => {
-                let seq = self.seq & !u64::from(u32::MAX) | u64::from(theirs.seq);
-                RunError::Mismatch { peer, theirs: call, seq }
-            }
-            Err(what) => RunError::Protocol { peer, what },
-        }
-    }
-
-    fn give(&mut self, node: &Node, mut row: Range<usize>, place: Place, mut at: usize) {
-        while !row.is_empty() {
-            let bytes = self.row.bytes(row.clone());
-            if bytes.is_empty() {
-                break;
-            }
-            self.spot(node.me, place, at).view(node, bytes.len()).put(bytes);
-            (row.start, at) = (row.start + bytes.len(), at + bytes.len());
-            self.given += bytes.len() as u64;
-        }
-    }
-
-    fn take(&mut self, node: &Node, from: usize, place: Place, mut at: usize, mut row: Range<usize>) {
-        while !row.is_empty() {
-            let spot = self.spot(from, place, at);
-            let mut into = self.row.bytes_mut(row.clone());
-            let bytes = into.len();
-            if bytes == 0 {
-                break;
-            }
-            spot.view(node, bytes).take(&mut into);
-            (row.start, at) = (row.start + bytes, at + bytes);
-            self.taken += bytes as u64;
-        }
-    }
-
-    fn add_up(
-        &mut self,
-        node: &mut Node,
-        place: Place,
-        mut at: usize,
-        mut row: Range<usize>,
-        sum: Sum,
-    ) -> Result<(), String> {
-        let mut scratch = std::mem::take(&mut node.scratch);
-        let mut result = Ok(());
-        while !row.is_empty() && result.is_ok() {
-            let spot = self.spot(0, place, at);
-            let (own, Some(kernel)) = self.row.summands(row.clone()) else { break };
-            let bytes = own.len();
-            if bytes == 0 {
-                break;
-            }
-            let mut summands = Summands { node, spot, own, sum };
-            result = kernel.add_up(node.ranks.len(), bytes, &mut scratch, &mut summands);
-            (row.start, at) = (row.start + bytes, at + bytes);
-            self.taken += bytes as u64;
-        }
-        node.scratch = scratch;
-        result
-    }
-
     /// Where `rank` gives what lies at `at` of a place.
     fn spot(&self, rank: usize, place: Place, at: usize) -> Spot {
-        let (number, inline) = (self.number, self.program.is_inline(INLINE_BYTES));
-        match place {
-            Place::Slot => Spot { rank, at, of: Of::Slot { number, inline } },
-            Place::Round(round) => Spot { rank, at, of: Of::Round(self.base + round) },
-        }
-    }
-}
-
-/// A place in shared memory.
-#[derive(Debug, Clone, Copy)]
-struct Spot {
-    rank: usize,
-    at: usize,
-    of: Of,
-}
-
-#[derive(Debug, Clone, Copy)]
-enum Of {
-    Slot { number: u32, inline: bool },
-    Round(u64),
-}
-
-impl Spot {
-    fn view(self, node: &Node, bytes: usize) -> View<'_> {
-        match self.of {
-            Of::Slot { number, inline } => node.in_slot(self.rank, number, inline, self.at, bytes),
-            Of::Round(round) => node.in_round(self.rank, round, self.at, bytes),
-        }
-    }
-
-    fn of(self, rank: usize, further: usize) -> Self {
-        Self { rank, at: self.at + further, of: self.of }
-    }
-}
-
-/// The shares of all ranks: this one's in its row, the others' where they gave them.
-struct Summands<'a> {
-    node: &'a Node,
-    spot: Spot,
-    own: BytesMut<'a>,
-    sum: Sum,
-}
-
-impl Shares for Summands<'_> {
-    fn load(&mut self, rank: usize, at: usize, into: &mut [u8]) {
-        if rank == self.node.me {
-            into.copy_from_slice(&self.own[at..at + into.len()]);
-        } else {
-            self.spot.of(rank, at).view(self.node, into.len()).take(into);
-        }
-    }
-
-    fn store(&mut self, at: usize, sums: &[u8]) {
-        if self.sum != Sum::Row {
-            self.spot.of(self.node.me, at).view(self.node, sums.len()).put(sums);
-        }
-        if self.sum != Sum::Memory {
-            self.own[at..at + sums.len()].copy_from_slice(sums);
-        }
+        let of = match place {
+            Place::Slot => Of::Slot { number: self.number, inline: self.program.is_inline(INLINE_BYTES) },
+            Place::Round(round) => Of::Round(self.base + round),
+        };
+        Spot { rank, at, of }
     }
 }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::layout::{Counter, DEPTH, SLOTS};
-use super::program::{Limits, Place, Program, Step, Sum, Whom, is_known};
+use super::program::{Limits, Place, Program, Step, Whom, is_known};
 use crate::call::{Call, CallKind};
 use crate::dtype::{Dtype, ReduceOp};
 use crate::testing::Random;
@@ -144,16 +144,14 @@ impl Rank {
                 let given = place_of(&mut all[from], place, base, number, at..at + into.len()).to_vec();
                 row[into].copy_from_slice(&given);
             }
-            Step::AddUp { place, at, row: into, sum } => {
+            Step::AddUp { place, at, row: into, tells } => {
                 let mut sums = row[into.clone()].to_vec();
                 for rank in (0..ranks).filter(|&rank| rank != me) {
                     let share = place_of(&mut all[rank], place, base, number, at..at + into.len());
                     sums.iter_mut().zip(share).for_each(|(sum, share)| *sum = sum.wrapping_add(*share));
                 }
-                if sum != Sum::Memory {
-                    row[into.clone()].copy_from_slice(&sums);
-                }
-                if sum != Sum::Row {
+                row[into.clone()].copy_from_slice(&sums);
+                if tells {
                     place_of(&mut all[me], place, base, number, at..at + into.len()).copy_from_slice(&sums);
                 }
             }

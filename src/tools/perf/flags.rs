@@ -73,6 +73,11 @@ pub(crate) struct Flags {
     #[arg(short = 'a', long, value_name = "CALLS", value_parser = at_least::<1>, help_heading = "Calls")]
     in_flight: Option<usize>,
 
+    /// Write the memory that is sent anew before each call, as a program does: it is in no other core's cache then. The
+    /// time of that is not counted
+    #[arg(long, help_heading = "Calls")]
+    rewrite: bool,
+
     /// Check the results of each size before it is timed: 1 or 0
     #[arg(short, long, value_name = "0|1", default_value = "1", value_parser = zero_or_one, action = ArgAction::Set, help_heading = "Calls")]
     check: bool,
@@ -234,6 +239,7 @@ impl Flags {
             warmup: self.warmup,
             root: self.root,
             checked: self.check,
+            rewrite: self.rewrite,
             nonblocking: self.nonblocking || self.in_flight.is_some(),
             in_flight: self.in_flight.unwrap_or(1),
         }
@@ -274,7 +280,8 @@ impl Flags {
             calls => format!("nonblocking, {calls} under way at a time"),
         };
         let checked = if rules.checked { "results checked before" } else { "results not checked" };
-        format!("{length}, {form}, {root}; a call's time is the mean over the ranks; {checked}")
+        let rewritten = if rules.rewrite { ", each with memory written anew" } else { "" };
+        format!("{length}, {form}{rewritten}, {root}; a call's time is the mean over the ranks; {checked}")
     }
 }
 

@@ -1,5 +1,6 @@
 //! Checks and times one call.
 
+use std::hint::black_box;
 use std::time::Instant;
 
 use convoke_comm::{CommError, Dtype, Group, ReduceOp};
@@ -21,6 +22,8 @@ pub(crate) struct Rules {
     /// `None`: another one for each call.
     pub(crate) root: Option<usize>,
     pub(crate) checked: bool,
+    /// Write what is sent anew before each call.
+    pub(crate) rewrite: bool,
     pub(crate) nonblocking: bool,
     /// Operations under way at a time.
     pub(crate) in_flight: usize,
@@ -115,6 +118,10 @@ impl<'a, T: Value> Bench<'a, T> {
         group.barrier()?;
         let mut before = Instant::now();
         for (iteration, micros) in micros.iter_mut().enumerate() {
+            if self.rules.rewrite {
+                self.rewrite(call);
+                before = Instant::now();
+            }
             call.run(group, &mut self.buffers, root(iteration))?;
             let now = Instant::now();
             *micros = now.duration_since(before).as_secs_f64() * 1e6;
@@ -134,6 +141,10 @@ impl<'a, T: Value> Bench<'a, T> {
         Ok(Timing { iterations, micros: stats::percentiles(&mut micros) })
     }
 
+    fn rewrite(&mut self, call: &Call<T>) {
+        call.each_part(&mut self.buffers).for_each(|(a, _)| a.fill(black_box(T::of(0, 0))));
+    }
+
     /// Makes calls until caches and connections are warm; microseconds that one iteration takes, the same on all ranks.
     fn warm_up(&mut self, group: &Group, call: &Call<T>) -> Result<f64, CommError> {
         let ranks = group.size();
@@ -149,6 +160,9 @@ impl<'a, T: Value> Bench<'a, T> {
         for _ in 0..rounds {
             let start = Instant::now();
             for iteration in 0..calls {
+                if self.rules.rewrite {
+                    self.rewrite(call);
+                }
                 call.run(group, &mut self.buffers, self.rules.root.unwrap_or(iteration % ranks))?;
             }
             let mut worst = [start.elapsed().as_secs_f64() * 1e6 / calls as f64];

@@ -1,0 +1,203 @@
+//! The vectors that the processor has, and loops that are compiled for each kind of them.
+//!
+//! A loop is written once, over single elements, and compiled three times on x86-64: for what every such processor has
+//! (SSE2), for AVX2 and for AVX-512. Elsewhere once, with what every processor of the kind has (NEON on aarch64). Which
+//! of them is taken is decided where it runs.
+
+use std::marker::PhantomData;
+
+use crate::dtype::Bytes;
+
+/// A kind of vectors that this processor has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Vectors(Kind);
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Portable,
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+}
+
+/// A loop. To become the vectors' own all of it must be inlined into what [`Vectors::run`] calls.
+pub(super) trait Loop {
+    fn run(self);
+}
+
+#[cfg(test)]
+thread_local! {
+    /// What tests have this thread take.
+    static TAKEN: std::cell::Cell<Option<Vectors>> = const { std::cell::Cell::new(None) };
+}
+
+impl Vectors {
+    /// The widest of this processor.
+    #[inline]
+    pub(super) fn widest() -> Self {
+        #[cfg(test)]
+        if let Some(taken) = TAKEN.get() {
+            return taken;
+        }
+        #[cfg(target_arch = "x86_64")]
+        {
+            if is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512bw")
+                && is_x86_feature_detected!("avx512dq")
+                && is_x86_feature_detected!("avx512vl")
+            {
+                return Self(Kind::Avx512);
+            }
+            if is_x86_feature_detected!("avx2") {
+                return Self(Kind::Avx2);
+            }
+        }
+        Self(Kind::Portable)
+    }
+
+    /// Calls `body` with each kind of vectors that this processor has; how many.
+    #[cfg(test)]
+    pub(super) fn each(body: impl Fn()) -> usize {
+        let mut kinds = vec![Self(Kind::Portable)];
+        #[cfg(target_arch = "x86_64")]
+        kinds.extend(is_x86_feature_detected!("avx2").then_some(Self(Kind::Avx2)));
+        kinds.push(Self::widest());
+        kinds.dedup();
+        for &kind in &kinds {
+            TAKEN.set(Some(kind));
+            body();
+            TAKEN.set(None);
+        }
+        kinds.len()
+    }
+
+    #[inline(always)]
+    #[allow(unsafe_code)]
+    fn run(self, work: impl Loop) {
+        match self.0 {
+            Kind::Portable => work.run(),
+            // SAFETY: there is no such value but where the processor has these vectors, see `widest` and `each`.
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx2 => unsafe { with_avx2(work) },
+            // SAFETY: as above.
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512 => unsafe { with_avx512(work) },
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+fn with_avx2(work: impl Loop) {
+    work.run();
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+fn with_avx512(work: impl Loop) {
+    work.run();
+}
+
+/// Bytes to read. Not a slice: they may lie where other processes write, though not now.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Source<'a> {
+    start: *const u8,
+    len: usize,
+    memory: PhantomData<&'a [u8]>,
+}
+
+impl<'a> From<&'a [u8]> for Source<'a> {
+    fn from(bytes: &'a [u8]) -> Self {
+        Self { start: bytes.as_ptr(), len: bytes.len(), memory: PhantomData }
+    }
+}
+
+impl Source<'_> {
+    /// # Safety
+    /// For `'a` the `len` bytes from `start` on can be read, and nobody writes to them.
+    #[allow(unsafe_code)]
+    #[inline(always)]
+    pub(crate) unsafe fn new(start: *const u8, len: usize) -> Self {
+        Self { start, len, memory: PhantomData }
+    }
+
+    /// Copies all of it into `into`, which is as long.
+    #[allow(unsafe_code)]
+    #[inline(always)]
+    pub(crate) fn copy_to(self, into: &mut [u8]) {
+        assert_eq!(into.len(), self.len);
+        // SAFETY: so many bytes can be read (see `new`) and written, and `into` is nobody else's memory.
+        unsafe { std::ptr::copy_nonoverlapping(self.start, into.as_mut_ptr(), self.len) };
+    }
+}
+
+/// `into[i] = op(into[i], from[i])`, for as many whole elements as both have.
+#[inline]
+pub(super) fn zip<T: Bytes<N>, const N: usize>(into: &mut [u8], from: Source<'_>, op: impl Fn(T, T) -> T) {
+    struct Zip<'a, T, Op, const N: usize>(&'a mut [u8], Source<'a>, Op, PhantomData<T>);
+    impl<T: Bytes<N>, Op: Fn(T, T) -> T, const N: usize> Loop for Zip<'_, T, Op, N> {
+        #[inline(always)]
+        #[allow(unsafe_code)]
+        fn run(self) {
+            let Self(into, from, op, _) = self;
+            let elements = into.len().min(from.len) / N;
+            let (into, _) = into[..elements * N].as_chunks_mut::<N>();
+            for (index, a) in into.iter_mut().enumerate() {
+                // SAFETY: element `index` lies within both, `from` can be read, and bytes need no alignment.
+                let b = unsafe { from.start.add(index * N).cast::<[u8; N]>().read() };
+                *a = op(T::read(*a), T::read(b)).write();
+            }
+        }
+    }
+    debug_assert_eq!(into.len(), from.len);
+    debug_assert_eq!(into.len() % N, 0);
+    Vectors::widest().run(Zip(into, from, op, PhantomData));
+}
+
+/// `into[i] = op(into[i])`, for all whole elements.
+#[inline]
+pub(super) fn each<T: Bytes<N>, const N: usize>(into: &mut [u8], op: impl Fn(T) -> T) {
+    struct Each<'a, T, Op, const N: usize>(&'a mut [u8], Op, PhantomData<T>);
+    impl<T: Bytes<N>, Op: Fn(T) -> T, const N: usize> Loop for Each<'_, T, Op, N> {
+        #[inline(always)]
+        fn run(self) {
+            let Self(into, op, _) = self;
+            let (into, _) = into.as_chunks_mut::<N>();
+            for a in into {
+                *a = op(T::read(*a)).write();
+            }
+        }
+    }
+    Vectors::widest().run(Each(into, op, PhantomData));
+}
+
+/// `into[i] = op(from[i])`, for as many whole elements as both have.
+#[inline]
+pub(super) fn convert<F, T, const N: usize, const M: usize>(from: &[u8], into: &mut [u8], op: impl Fn(F) -> T)
+where
+    F: Bytes<N>,
+    T: Bytes<M>,
+{
+    struct Convert<'a, F, T, Op, const N: usize, const M: usize>(
+        &'a [u8],
+        &'a mut [u8],
+        Op,
+        PhantomData<(F, T)>,
+    );
+    impl<F, T, Op, const N: usize, const M: usize> Loop for Convert<'_, F, T, Op, N, M>
+    where
+        F: Bytes<N>,
+        T: Bytes<M>,
+        Op: Fn(F) -> T,
+    {
+        #[inline(always)]
+        fn run(self) {
+            let Self(from, into, op, _) = self;
+            for (from, into) in from.as_chunks::<N>().0.iter().zip(into.as_chunks_mut::<M>().0) {
+                *into = op(F::read(*from)).write();
+            }
+        }
+    }
+    Vectors::widest().run(Convert(from, into, op, PhantomData));
+}

@@ -1,0 +1,139 @@
+//! Copies and sums between a rank's own memory and what the ranks of its host share.
+
+use std::ops::Range;
+
+use super::Node;
+use super::segment::View;
+use crate::engine::buffer::{BytesMut, Lent};
+use crate::engine::row::Row;
+use crate::kernels::{Kernel, Ranks};
+
+/// The elements that a call works on, which may lie in several pieces, and how they are added.
+pub(super) trait Elements {
+    /// The bytes in `range`, as far as they lie together.
+    fn bytes(&self, range: Range<usize>) -> &[u8];
+    /// The same, as far as they may be changed, and by what they are added.
+    fn summands(&mut self, range: Range<usize>) -> (BytesMut<'_>, Option<&Kernel>);
+}
+
+/// Elements that are added as they are.
+pub(super) struct Plain<'a, 'm> {
+    pub(super) lent: &'a mut Lent<'m>,
+    pub(super) kernel: Option<&'a Kernel>,
+}
+
+impl Elements for Plain<'_, '_> {
+    fn bytes(&self, range: Range<usize>) -> &[u8] {
+        self.lent.bytes(range)
+    }
+
+    fn summands(&mut self, range: Range<usize>) -> (BytesMut<'_>, Option<&Kernel>) {
+        (self.lent.bytes_mut(range), self.kernel)
+    }
+}
+
+impl Elements for Row<'_> {
+    fn bytes(&self, range: Range<usize>) -> &[u8] {
+        self.bytes(range)
+    }
+
+    fn summands(&mut self, range: Range<usize>) -> (BytesMut<'_>, Option<&Kernel>) {
+        self.summands(range)
+    }
+}
+
+/// A place in shared memory.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Spot {
+    pub(super) rank: usize,
+    pub(super) at: usize,
+    pub(super) of: Of,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Of {
+    /// The slot of a call; `inline` beside its stamp.
+    Slot { number: u32, inline: bool },
+    /// Counted from the first round of all calls.
+    Round(u64),
+}
+
+impl Spot {
+    fn view(self, node: &Node, bytes: usize) -> View<'_> {
+        match self.of {
+            Of::Slot { number, inline } => node.in_slot(self.rank, number, inline, self.at, bytes),
+            Of::Round(round) => node.in_round(self.rank, round, self.at, bytes),
+        }
+    }
+
+    fn of(self, rank: usize, further: usize) -> Self {
+        Self { rank, at: self.at + further, of: self.of }
+    }
+}
+
+/// Copies `row` of `elements` to `spot`; how many bytes.
+#[inline]
+pub(super) fn give(node: &Node, elements: &impl Elements, mut row: Range<usize>, spot: Spot) -> usize {
+    let start = row.start;
+    while !row.is_empty() {
+        let bytes = elements.bytes(row.clone());
+        if bytes.is_empty() {
+            break;
+        }
+        spot.of(spot.rank, row.start - start).view(node, bytes.len()).put(bytes);
+        row.start += bytes.len();
+    }
+    row.start - start
+}
+
+/// Copies from `spot` to `row` of `elements`; how many bytes.
+#[inline]
+pub(super) fn take(node: &Node, elements: &mut impl Elements, mut row: Range<usize>, spot: Spot) -> usize {
+    let start = row.start;
+    while !row.is_empty() {
+        let (mut into, _) = elements.summands(row.clone());
+        let bytes = into.len();
+        if bytes == 0 {
+            break;
+        }
+        spot.of(spot.rank, row.start - start).view(node, bytes).take(&mut into);
+        row.start += bytes;
+    }
+    row.start - start
+}
+
+/// Adds up the shares of all ranks: the others' at `spot` in the memory of each, this one's in `row` of `elements`; how
+/// many bytes of each. The sums are left in `row`; if it `tells`, also at `spot` in its own memory.
+///
+/// # Errors
+/// How a function of the program failed.
+pub(super) fn add_up(
+    node: &mut Node,
+    elements: &mut impl Elements,
+    mut row: Range<usize>,
+    spot: Spot,
+    tells: bool,
+) -> Result<usize, String> {
+    let start = row.start;
+    let mut scratch = std::mem::take(&mut node.scratch);
+    let (host, mut result) = (&*node, Ok(()));
+    let ranks = Ranks { count: host.ranks.len(), me: host.me };
+    while !row.is_empty() && result.is_ok() {
+        let (mut own, Some(kernel)) = elements.summands(row.clone()) else { break };
+        let bytes = own.len();
+        if bytes == 0 {
+            break;
+        }
+        let place = |rank: usize, at: usize| spot.of(rank, row.start - start + at);
+        let share = |rank: usize, at: usize, len: usize| place(rank, at).view(host, len).source();
+        let tell = |at: usize, sums: &[u8]| {
+            if tells {
+                place(host.me, at).view(host, sums.len()).put(sums);
+            }
+        };
+        result = kernel.add_up(ranks, &mut own, &mut scratch, share, tell);
+        row.start += bytes;
+    }
+    node.scratch = scratch;
+    result.map(|()| row.start - start)
+}

@@ -1,0 +1,111 @@
+//! A small call, carried out as its program says but without a list of steps, while its caller waits for it.
+
+use super::layout::INLINE_BYTES;
+use super::moves::{self, Of, Plain, Spot};
+use super::program::{Place, Program, Step, Whom};
+use super::{Header, Node};
+use crate::call::Call;
+use crate::engine::buffer::Lent;
+use crate::engine::streams::RunError;
+use crate::fault::moment;
+use crate::kernels::Kernel;
+
+/// A call that this rank has given and announced, and whose results it has not taken.
+#[derive(Debug)]
+pub(crate) struct Small {
+    pub(super) program: Program,
+    pub(crate) seq: u64,
+    pub(super) number: u32,
+    pub(super) base: u64,
+    pub(super) header: Header,
+    pub(super) given: usize,
+    inline: bool,
+    /// Of those to meet, how many were met.
+    met: usize,
+}
+
+impl Node {
+    /// Whether a call is small, and its slot is free.
+    #[inline]
+    pub(crate) fn takes_small(&mut self, call: &Call) -> bool {
+        self.program(call).is_small() && self.is_free_for_next()
+    }
+
+    /// Gives and announces a call that [can be](Self::takes_small).
+    #[inline]
+    pub(crate) fn begin_small(&mut self, call: &Call, seq: u64, lent: &mut Lent<'_>) -> Small {
+        let program = self.program(call);
+        let (number, base, header) = self.count(call, seq, 0);
+        let inline = program.is_inline(INLINE_BYTES);
+        let mut small = Small { seq, program, number, base, header, given: 0, inline, met: 0 };
+        let (mut given, me, plain) = (0, self.me, Plain { lent, kernel: None });
+        small.program.give_all(&mut |step| {
+            if let Step::Give { row, place: Place::Slot, at } = step {
+                given += moves::give(self, &plain, row, small.spot(me, at));
+            }
+        });
+        small.given = given;
+        self.announce(number, &small.header);
+        moment("sent", seq, given);
+        small
+    }
+
+    /// Whether all have come that this rank needs something of.
+    ///
+    /// # Errors
+    /// One of them made another call.
+    #[inline]
+    pub(crate) fn meet_small(&mut self, small: &mut Small) -> Result<bool, RunError> {
+        let these = match small.program.sources() {
+            None => return Ok(true),
+            Some(Whom::One(rank)) => rank..rank + 1,
+            Some(Whom::All) => 0..self.ranks.len(),
+        };
+        while let Some(rank) = these.clone().nth(small.met) {
+            if rank != self.me && !self.meet(rank, small.number, &small.header, small.seq)? {
+                return Ok(false);
+            }
+            small.met += 1;
+        }
+        Ok(true)
+    }
+
+    /// Takes the results of a call for which all have come.
+    ///
+    /// # Errors
+    /// How a function of the program failed.
+    #[inline]
+    pub(crate) fn end_small(
+        &mut self,
+        small: &Small,
+        lent: &mut Lent<'_>,
+        kernel: Option<&Kernel>,
+    ) -> Result<(), RunError> {
+        let (mut result, mut plain) = (Ok(()), Plain { lent, kernel });
+        small.program.read_all(&mut |step| match step {
+            Step::Take { from, at, row, .. } => {
+                let bytes = moves::take(self, &mut plain, row, small.spot(from, at));
+                moment("received", small.seq, bytes);
+            }
+            Step::AddUp { at, row, tells, .. } => {
+                let added = moves::add_up(self, &mut plain, row, small.spot(0, at), tells);
+                moment("received", small.seq, added.as_ref().map_or(0, |&bytes| bytes));
+                result = added.map(drop).map_err(RunError::Function);
+            }
+            _ => {}
+        });
+        lent.copy_some(usize::MAX);
+        result
+    }
+}
+
+impl Small {
+    /// Bytes that this rank gives, and that it takes or adds up.
+    pub(crate) fn volume(&self) -> (u64, u64) {
+        self.program.volume()
+    }
+
+    fn spot(&self, rank: usize, at: usize) -> Spot {
+        Spot { rank, at, of: Of::Slot { number: self.number, inline: self.inline } }
+    }
+}
