@@ -6,12 +6,17 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use convoke_env::flight::layout;
+
 use super::core::Engine;
+use super::messages::direct::{Received, Sent};
 use super::patience::{Patience, Step};
+use super::recording::told_of_message;
 use super::run::{Run, RunError};
 use super::state::Collective;
 use super::ticket::{Limit, Outcome, Ticket};
-use super::{Operation, Task, Way};
+use super::{Operation, Way};
+use crate::call::Envelope;
 use crate::fault::moment;
 use crate::flight;
 use crate::shm::small::Small;
@@ -70,26 +75,96 @@ impl Engine {
         }
         match operation {
             Some(Operation::Collective { way: Way::Memory, .. }) => self.collective_at_once(operation, limit),
-            Some(Operation::Send { to: peer, .. } | Operation::Recv { from: Some(peer), .. })
-                if self.beside.contains(peer) =>
-            {
-                let peer = *peer;
-                Some(self.message_at_once(peer, operation.take()?, limit))
+            Some(Operation::Send { to: peer, .. }) if self.beside.contains(peer) => {
+                self.send_at_once(operation, limit)
+            }
+            Some(Operation::Recv { from: Some(peer), .. }) if self.beside.contains(peer) => {
+                self.recv_at_once(operation, limit)
             }
             _ => None,
         }
     }
 
-    fn message_at_once(&mut self, peer: usize, operation: Operation<'static>, limit: Limit) -> AtOnce {
+    fn send_at_once(&mut self, operation: &mut Option<Operation<'static>>, limit: Limit) -> Option<AtOnce> {
+        let Some(Operation::Send { to, call, lent }) = operation else { return None };
+        let (to, call) = (*to, *call);
+        let told = told_of_message(layout::Operation::Send, Some(to), call, limit.made());
+        let sent = self.peers[to].messages.send_direct(&self.settings.credentials, call, lent);
+        if let Ok(Sent::Whole) = sent {
+            self.settings.flight.done(told);
+            return Some(AtOnce::Done(Ok(None)));
+        }
         let ticket = Arc::new(Ticket::new(limit));
-        self.start(Task { operation, ticket: Arc::clone(&ticket) });
-        let mut patience = Attempts::new(self);
+        let _ = ticket.step.set(self.settings.flight.begin(told));
+        let Some(Operation::Send { lent, .. }) = operation.take() else { return None };
+        let mailbox = &mut self.peers[to].messages;
+        let failed = match sent {
+            Ok(Sent::Part(begun)) => {
+                mailbox.post_rest(begun, call, lent, Arc::clone(&ticket));
+                None
+            }
+            other => {
+                mailbox.post_send(&self.settings.credentials, call, lent, Arc::clone(&ticket));
+                other.err()
+            }
+        };
+        if let Some(error) = failed {
+            self.message_failed(to, error);
+        }
+        Some(self.attend(to, ticket))
+    }
+
+    fn recv_at_once(&mut self, operation: &mut Option<Operation<'static>>, limit: Limit) -> Option<AtOnce> {
+        let Some(Operation::Recv { from: Some(from), call, lent }) = operation else { return None };
+        let (from, call) = (*from, *call);
+        let told = told_of_message(layout::Operation::Recv, Some(from), call, limit.made());
+        let mut step = None;
+        let mut attempts = Attempts::new(self);
+        let ours = &self.settings.credentials;
+        let mut received = self.peers[from].messages.recv_direct(ours, &self.open, call, lent);
+        while let Ok(state @ (Received::Nothing | Received::Part(_))) = received {
+            step.get_or_insert_with(|| self.settings.flight.begin(told));
+            if !attempts.go_on(false) {
+                break;
+            }
+            let mailbox = &mut self.peers[from].messages;
+            received = match state {
+                Received::Part(done) => mailbox.recv_rest(ours, done, lent),
+                _ => mailbox.recv_direct(ours, &self.open, call, lent),
+            };
+        }
+        if let Ok(Received::Whole) = received {
+            step.map_or_else(|| self.settings.flight.done(told), |step| step.end(true));
+            if self.peers[from].messages.is_busy() {
+                // It is owed credit.
+                self.turn_messages(from);
+            }
+            return Some(AtOnce::Done(Ok(Some(Envelope { from, call }))));
+        }
+        let ticket = Arc::new(Ticket::new(limit));
+        let _ = ticket.step.set(step.unwrap_or_else(|| self.settings.flight.begin(told)));
+        let Some(Operation::Recv { lent, .. }) = operation.take() else { return None };
+        let order = self.open.order();
+        if let Ok(Received::Part(done)) = received {
+            self.peers[from].messages.post_begun(order, call, lent, Arc::clone(&ticket), done);
+        } else {
+            self.receive(from, order, call, lent, Arc::clone(&ticket));
+        }
+        if let Err(error) = received {
+            self.message_failed(from, error);
+        }
+        Some(self.attend(from, ticket))
+    }
+
+    /// Moves messages with a peer until an operation is done, or it would have to wait.
+    fn attend(&mut self, peer: usize, ticket: Arc<Ticket>) -> AtOnce {
+        let mut attempts = Attempts::new(self);
         loop {
             if let Some(outcome) = ticket.take() {
                 return AtOnce::Done(outcome);
             }
             let moved = self.turn_messages(peer);
-            if self.failure.is_some() || !patience.go_on(moved) {
+            if self.failure.is_some() || !attempts.go_on(moved) {
                 return AtOnce::Begun(ticket);
             }
         }

@@ -209,7 +209,14 @@ impl Engine {
         streams
     }
 
-    fn receive(&mut self, from: usize, order: u64, call: Call, lent: Lent<'static>, ticket: Arc<Ticket>) {
+    pub(super) fn receive(
+        &mut self,
+        from: usize,
+        order: u64,
+        call: Call,
+        lent: Lent<'static>,
+        ticket: Arc<Ticket>,
+    ) {
         self.need(from, Lane::Message);
         let ours = &self.settings.credentials;
         if let Err(error) = self.peers[from].messages.post_recv(ours, order, call, lent, ticket) {
@@ -301,7 +308,7 @@ impl Engine {
         }
     }
 
-    fn message_failed(&mut self, peer: usize, error: MessageError) {
+    pub(super) fn message_failed(&mut self, peer: usize, error: MessageError) {
         let cause = match error {
             MessageError::Broken(why) => {
                 self.close_messages(peer);

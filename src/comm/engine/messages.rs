@@ -7,6 +7,7 @@
 //! the buffer of the call that asks for it. So what nobody has asked for yet can never block the tag
 //! that somebody waits for.
 
+pub(crate) mod direct;
 mod read;
 
 use std::collections::VecDeque;

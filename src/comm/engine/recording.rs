@@ -56,18 +56,7 @@ impl Engine {
             Operation::Recv { from, call, .. } => (layout::Operation::Recv, from, call),
             Operation::Probe { from, call, wait: true } => (layout::Operation::Probe, from, call),
         };
-        let bytes = |of: layout::Operation| if kind == of { call.bytes() } else { 0 };
-        let told = Told {
-            operation: kind,
-            call,
-            at: ticket.limit().made(),
-            seq: 0,
-            algorithm: None,
-            peer,
-            to_receive_bytes: bytes(layout::Operation::Recv),
-            to_send_bytes: bytes(layout::Operation::Send),
-            queued: false,
-        };
+        let told = told_of_message(kind, peer, call, ticket.limit().made());
         let _ = ticket.step.set(self.settings.flight.begin(told));
     }
 
@@ -94,5 +83,26 @@ impl Engine {
     pub(super) fn record_failure(&self, report: &Report) {
         self.record_waiting();
         self.settings.flight.failed(report);
+    }
+}
+
+/// What a message says of itself.
+pub(super) fn told_of_message(
+    operation: layout::Operation,
+    peer: Option<usize>,
+    call: Call,
+    at: Instant,
+) -> Told {
+    let bytes = |of: layout::Operation| if operation == of { call.bytes() } else { 0 };
+    Told {
+        operation,
+        call,
+        at,
+        seq: 0,
+        algorithm: None,
+        peer,
+        to_receive_bytes: bytes(layout::Operation::Recv),
+        to_send_bytes: bytes(layout::Operation::Send),
+        queued: false,
     }
 }

@@ -210,18 +210,35 @@ impl Track {
 
     /// Begins to record a call.
     pub(crate) fn begin(&self, told: Told) -> Step {
-        let thread = thread_id();
+        let entry = self.entry(&told);
+        let tags = layout::tags(self.number, State::Queued, told.operation, entry.algorithm);
+        let (ring, thread) = (&self.recorder.ring, entry.thread);
+        let Told { to_receive_bytes, to_send_bytes, .. } = told;
+        Step { ring, number: ring.add(entry), tags, thread, to_receive_bytes, to_send_bytes }
+    }
+
+    /// Records a call that was over as soon as it was made: it waited for nothing.
+    pub(crate) fn done(&self, told: Told) {
+        let entry = self.entry(&told);
+        self.recorder.ring.add(Entry {
+            state: State::Done,
+            ended_ns: entry.enqueued_ns,
+            received_bytes: told.to_receive_bytes,
+            sent_bytes: told.to_send_bytes,
+            ..entry
+        });
+    }
+
+    fn entry(&self, told: &Told) -> Entry {
         let at = self.recorder.ns(told.at);
-        let algorithm = told.algorithm.map_or(0, |algorithm| algorithm as u8 + 1);
-        let tags = layout::tags(self.number, State::Queued, told.operation, algorithm);
         let mut peers = [0; LISTED_PEERS];
         peers[0] = told.peer.map_or(0, number);
-        let entry = Entry {
+        Entry {
             number: 0,
             group: self.number,
             state: if told.queued { State::Queued } else { State::Running },
             operation: told.operation,
-            algorithm,
+            algorithm: told.algorithm.map_or(0, |algorithm| algorithm as u8 + 1),
             seq: told.seq,
             call: told.call.encode(),
             enqueued_ns: at,
@@ -231,13 +248,10 @@ impl Track {
             sent_bytes: 0,
             to_receive_bytes: told.to_receive_bytes,
             to_send_bytes: told.to_send_bytes,
-            thread,
+            thread: thread_id(),
             waits_for: u32::from(told.peer.is_some()),
             peers,
-        };
-        let ring = &self.recorder.ring;
-        let (to_receive_bytes, to_send_bytes) = (told.to_receive_bytes, told.to_send_bytes);
-        Step { ring, number: ring.add(entry), tags, thread, to_receive_bytes, to_send_bytes }
+        }
     }
 
     fn change(&self, change: impl FnOnce(&mut Group)) {

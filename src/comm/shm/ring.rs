@@ -14,6 +14,9 @@ use crate::links::Link;
 
 /// Most bytes that are copied before the other end is told.
 const STEP_BYTES: usize = 16 << 10;
+/// The reader tells that there is room when it has read so much of the ring, and when it finds nothing more to read: to
+/// tell costs as much as to read a short message.
+const TOLD_PARTS: usize = 4;
 
 /// One end of the two rings between two ranks. Doorbells wake who waits for it, no descriptor does.
 #[derive(Debug)]
@@ -29,6 +32,8 @@ pub(crate) struct Ring {
     taken: u64,
     read: u64,
     come: u64,
+    /// Bytes read of which the other end knows.
+    told: u64,
 }
 
 impl Ring {
@@ -40,7 +45,7 @@ impl Ring {
         out: RingPlace,
         into: RingPlace,
     ) -> Self {
-        Self { segment, bells, peer, out, into, written: 0, taken: 0, read: 0, come: 0 }
+        Self { segment, bells, peer, out, into, written: 0, taken: 0, read: 0, come: 0, told: 0 }
     }
 
     /// Bytes that can be written now, and where the first of them goes; those that lie together.
@@ -71,7 +76,8 @@ impl Ring {
         self.bells.ring(self.peer);
     }
 
-    fn tell_read(&self) {
+    fn tell_read(&mut self) {
+        self.told = self.read;
         self.segment.word(self.into.read).store(self.read, Ordering::Release);
         self.bells.ring(self.peer);
     }
@@ -124,10 +130,15 @@ impl Link for Ring {
             self.segment.view(at, now).take(&mut into[got..got + now]);
             self.read += now as u64;
             got += now;
-            self.tell_read();
+            if self.read - self.told >= (self.into.bytes / TOLD_PARTS) as u64 {
+                self.tell_read();
+            }
         }
         if got > 0 {
             return Ok(got);
+        }
+        if self.told < self.read {
+            self.tell_read();
         }
         if self.segment.word(self.into.closed).load(Ordering::Acquire) == 0 {
             return Err(io::ErrorKind::WouldBlock.into());

@@ -1,0 +1,159 @@
+//! Messages that are sent and received where they are called, without a place in any queue, if nothing is before them.
+//!
+//! They look the same on the way, and whatever is not as it mostly is goes the long way.
+
+use std::io::IoSlice;
+use std::sync::Arc;
+
+use super::{EAGER_BYTES, Mailbox, Match, MessageError, Open, Out, Reading, Sending, bare, check};
+use crate::call::Call;
+use crate::engine::buffer::Lent;
+use crate::engine::ticket::Ticket;
+use crate::fault::moment;
+use crate::frame::{Frame, HEADER_BYTES, Kind};
+use crate::links::conn::Conn;
+use crate::links::hello::Credentials;
+
+/// What the connection has taken of a message.
+#[derive(Debug)]
+pub(crate) enum Sent {
+    Whole,
+    Part(Begun),
+    /// It goes the long way.
+    Nothing,
+}
+
+/// A message whose beginning is sent.
+#[derive(Debug)]
+pub(crate) struct Begun {
+    seq: u64,
+    header: [u8; HEADER_BYTES],
+    sent: usize,
+}
+
+/// What has come of a message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Received {
+    Whole,
+    /// Its header and so many bytes.
+    Part(usize),
+    Nothing,
+    /// It goes the long way.
+    Other,
+}
+
+impl Mailbox {
+    /// Sends a message as far as the connection takes it now.
+    pub(crate) fn send_direct(
+        &mut self,
+        ours: &Credentials,
+        call: Call,
+        lent: &Lent<'_>,
+    ) -> Result<Sent, MessageError> {
+        let (len, cost) = (lent.len(), lent.len() + HEADER_BYTES);
+        let Some(conn) = self.conn.as_mut().filter(|_| self.out.is_empty() && cost <= self.credit) else {
+            return Ok(Sent::Nothing);
+        };
+        let bytes = lent.bytes(0..len);
+        if len > EAGER_BYTES || bytes.len() < len {
+            return Ok(Sent::Nothing);
+        }
+        let seq = self.next_seq;
+        let frame = Frame { len: len as u64, call: call.encode(), ..bare(ours, Kind::Eager, seq) };
+        let header = frame.encode();
+        let parts = [IoSlice::new(&header), IoSlice::new(bytes)];
+        let sent = conn.send(&parts).map_err(MessageError::Broken)?;
+        if sent == 0 {
+            return Ok(Sent::Nothing);
+        }
+        self.next_seq += 1;
+        self.credit -= cost;
+        moment("message sent", seq, sent.saturating_sub(HEADER_BYTES));
+        Ok(if sent == cost { Sent::Whole } else { Sent::Part(Begun { seq, header, sent }) })
+    }
+
+    /// Queues the rest of a message.
+    pub(crate) fn post_rest(&mut self, begun: Begun, call: Call, lent: Lent<'static>, ticket: Arc<Ticket>) {
+        let Begun { seq, header, sent } = begun;
+        self.out.push_back(Out { header, body: Some(seq), sent });
+        self.sends.push(Sending { seq, call, ticket, lent });
+    }
+
+    /// Receives what is there of the message that a call asks for, if that is the next one.
+    pub(crate) fn recv_direct(
+        &mut self,
+        ours: &Credentials,
+        open: &Open,
+        call: Call,
+        lent: &mut Lent<'_>,
+    ) -> Result<Received, MessageError> {
+        let queued = !self.recvs.is_empty() || !self.early.is_empty() || !open.recvs.is_empty();
+        if queued || !matches!(self.reading, Reading::Header) {
+            return Ok(Received::Other);
+        }
+        let Some(conn) = &mut self.conn else { return Ok(Received::Other) };
+        let missing = HEADER_BYTES.saturating_sub(conn.unread().len());
+        if missing > 0 && conn.fill(HEADER_BYTES).map_err(MessageError::Broken)? < missing {
+            return Ok(Received::Nothing);
+        }
+        let Some(bytes) = conn.unread().first_chunk::<HEADER_BYTES>() else { return Ok(Received::Nothing) };
+        let frame = Frame::decode(bytes).map_err(|error| MessageError::Protocol(error.to_string()))?;
+        let theirs = Call::decode(frame.call).ok().filter(|theirs| theirs.root == call.root);
+        let is_ours =
+            frame.kind == Kind::Eager && (frame.generation, frame.group) == (ours.generation, ours.group);
+        let Some(theirs) = theirs.filter(|_| is_ours) else { return Ok(Received::Other) };
+        check(theirs, call, frame.seq)?;
+        if frame.len != lent.len() as u64 || frame.len > EAGER_BYTES as u64 {
+            return Ok(Received::Other);
+        }
+        conn.consume(HEADER_BYTES);
+        self.recv_rest(ours, 0, lent)
+    }
+
+    /// Receives more of a message of which `done` bytes have come.
+    pub(crate) fn recv_rest(
+        &mut self,
+        ours: &Credentials,
+        mut done: usize,
+        lent: &mut Lent<'_>,
+    ) -> Result<Received, MessageError> {
+        let len = lent.len();
+        let Some(conn) = &mut self.conn else { return Ok(Received::Part(done)) };
+        while done < len {
+            let got = read_into(conn, &mut lent.bytes_mut(done..len))?;
+            if got == 0 {
+                return Ok(Received::Part(done));
+            }
+            done += got;
+            moment("message received", self.next_id, done);
+        }
+        self.owe(ours, len);
+        Ok(Received::Whole)
+    }
+
+    /// Posts a receive of whose message `done` bytes have come.
+    pub(crate) fn post_begun(
+        &mut self,
+        order: u64,
+        call: Call,
+        lent: Lent<'static>,
+        ticket: Arc<Ticket>,
+        done: usize,
+    ) {
+        let mut recv = self.receiving(order, call, lent, ticket);
+        (recv.matched, recv.done) = (Some(Match::Eager), done);
+        self.reading = Reading::Posted { id: recv.id, eager: true };
+        self.recvs.push(recv);
+    }
+}
+
+/// What was read ahead, else what is there.
+fn read_into(conn: &mut Conn, into: &mut [u8]) -> Result<usize, MessageError> {
+    let ahead = conn.unread().len().min(into.len());
+    if ahead == 0 {
+        return conn.recv(into).map_err(MessageError::Broken);
+    }
+    into[..ahead].copy_from_slice(&conn.unread()[..ahead]);
+    conn.consume(ahead);
+    Ok(ahead)
+}
