@@ -225,6 +225,9 @@ impl fmt::Display for ReduceOp {
 pub(crate) mod sealed {
     /// A type of [`super::Element`]s, and how its values become bytes in native order.
     pub trait Sealed: Copy {
+        /// The element whose bits are all zero.
+        fn zero() -> Self;
+
         /// Replaces `values` by those that `bytes` hold, wherever they lie. Any bytes are values.
         fn read(bytes: &[u8], values: &mut Vec<Self>);
 
@@ -259,6 +262,10 @@ pub(crate) trait Bytes<const N: usize>: Copy {
 macro_rules! elements {
     ($($rust:ty, $dtype:ident, $factor:ty;)*) => {$(
         impl sealed::Sealed for $rust {
+            fn zero() -> Self {
+                <Self as Bytes<{ size_of::<Self>() }>>::read([0; size_of::<Self>()])
+            }
+
             fn read(bytes: &[u8], values: &mut Vec<Self>) {
                 values.clear();
                 values.extend(bytes.as_chunks().0.iter().copied().map(<Self as Bytes<_>>::read));

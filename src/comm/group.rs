@@ -1,5 +1,6 @@
 //! Groups of ranks and what they do together.
 
+pub(crate) mod alloc;
 mod blocks;
 pub(crate) mod buffers;
 mod coalesced;
@@ -34,6 +35,7 @@ use crate::options::GroupOptions;
 use crate::plan::{self, Algorithm, Blocks, Plan, Rounding, Topology, Tuning};
 use crate::reduction::Reduction;
 use crate::shm;
+use crate::shm::allocations::Allocations;
 pub(crate) use subgroup::Agreed;
 
 /// Plans that are kept for the next call of the same kind.
@@ -76,8 +78,8 @@ struct Inner {
     generation: Generation,
     tuning: Tuning,
     topology: Topology,
-    /// All ranks share memory.
-    in_memory: bool,
+    /// What of it programs have, if all ranks share memory.
+    memory: Option<Arc<Allocations>>,
     /// `None` in a group of one, which needs nobody.
     shared: Option<Shared>,
     plans: Mutex<Vec<(Call, Arc<Plan>)>>,
@@ -139,16 +141,17 @@ impl Group {
                     Generation::random().map_err(|error| CommError::system("no random numbers", error))?
                 }
             };
-            return Ok(Self::of(&invitation, generation, (Topology::one_host(1), false), None, keep));
+            return Ok(Self::of(&invitation, generation, (Topology::one_host(1), None), None, keep));
         }
         let Formed { engine, generation, topology, in_memory } = bootstrap::connect(&invitation)?;
-        Ok(Self::of(&invitation, generation, (topology, in_memory), Some(Shared::new(*engine)), keep))
+        let memory = engine.allocations().filter(|_| in_memory);
+        Ok(Self::of(&invitation, generation, (topology, memory), Some(Shared::new(*engine)), keep))
     }
 
     fn of(
         invitation: &Invitation,
         generation: Generation,
-        (topology, in_memory): (Topology, bool),
+        (topology, memory): (Topology, Option<Arc<Allocations>>),
         shared: Option<Shared>,
         keep: Option<Keep>,
     ) -> Self {
@@ -159,7 +162,7 @@ impl Group {
             generation,
             tuning: invitation.tuning.clone(),
             topology,
-            in_memory,
+            memory,
             shared,
             plans: Mutex::default(),
             pid: std::process::id(),
@@ -208,7 +211,7 @@ impl Group {
 
     /// Whether all ranks share memory.
     pub(crate) fn is_in_memory(&self) -> bool {
-        self.inner.in_memory
+        self.inner.memory.is_some()
     }
 
     /// Name of the group.
@@ -355,7 +358,7 @@ impl Inner {
     fn goes_through_memory(&self, call: &Call) -> bool {
         // Shares that are wider than elements need a copy of the row: streams have that.
         let wide = matches!(call.rounding(), Rounding::Once { wide_shares: true });
-        self.in_memory && shm::is_known(call.kind) && !wide && !self.tuning.is_chosen(call.kind)
+        self.memory.is_some() && shm::is_known(call.kind) && !wide && !self.tuning.is_chosen(call.kind)
     }
 
     /// Whether a reduce-scatter changes what other ranks own, so that it needs a copy: ring and hierarchy do.

@@ -67,6 +67,7 @@ pub use error::{CommError, Loss, Place};
 #[doc(hidden)]
 pub use fault::{Moment, on_moment};
 pub use group::Group;
+pub use group::alloc::SharedBuffer;
 pub use group::buffers::{AnySource, Buffer, BufferMut, List, Lists, Memory};
 pub use group::messages::Batch;
 pub use group::nonblocking::Nonblocking;

@@ -5,7 +5,7 @@ mod join;
 mod options;
 mod pass;
 
-use convoke_comm::{Element, Group, ReduceOp, Reduction, Work};
+use convoke_comm::{CommError, Element, Group, ReduceOp, Reduction, SharedBuffer, Work};
 
 use crate::bucket::{Layout, Place, Sizes};
 use crate::error::TrainError;
@@ -60,11 +60,11 @@ pub struct Ddp<T: Gradient = f32> {
 /// Gradients that are reduced together.
 #[derive(Debug)]
 struct Bucket<T: Element> {
-    /// Empty while they are on their way.
-    memory: Vec<T>,
+    /// Empty while they are on their way. Inside a host nothing of it is copied.
+    memory: SharedBuffer<T>,
     /// Parameters whose gradients are not ready in this pass.
     missing: usize,
-    work: Option<Work<Vec<T>>>,
+    work: Option<Work<SharedBuffer<T>>>,
 }
 
 /// What the memory of a parameter holds.
@@ -87,7 +87,8 @@ impl<T: Gradient> Ddp<T> {
     /// any parameter. Else as [`Group::all_gather`].
     ///
     /// # Cost
-    /// An all-gather of 8 bytes. Memory for one gradient of the whole network.
+    /// An all-gather of 8 bytes, and what [`Group::alloc`] costs for each bucket. Memory for one gradient of the whole
+    /// network.
     pub fn new<N: Into<String>>(
         group: &Group,
         parameters: impl IntoIterator<Item = (N, usize)>,
@@ -113,14 +114,13 @@ impl<T: Gradient> Ddp<T> {
         if layout.len() == 0 {
             return Err(TrainError::InvalidArgument("a network without parameters".to_owned()));
         }
-        let buckets = layout.buckets().iter().enumerate().map(|(index, parameters)| Bucket {
-            memory: vec![T::ZERO; layout.bucket_len(index)],
-            missing: parameters.len(),
-            work: None,
+        let buckets = layout.buckets().iter().enumerate().map(|(index, parameters)| {
+            let memory = group.alloc(layout.bucket_len(index))?;
+            Ok(Bucket { memory, missing: parameters.len(), work: None })
         });
         Ok(Self {
             group: group.clone(),
-            buckets: buckets.collect(),
+            buckets: buckets.collect::<Result<_, CommError>>()?,
             shares: vec![Share::Average; layout.len()],
             used: Vec::new(),
             joined: None,

@@ -113,6 +113,14 @@ impl<'a> Lent<'a> {
         self.parts.iter().map(|part| part.len).sum()
     }
 
+    /// The address of the row, and its bytes, if it is one part that may be changed to whatever others write there.
+    pub(crate) fn whole(&self) -> Option<(usize, usize)> {
+        match &self.parts[..] {
+            [Part { start, len, writable: true, at: 0 }] if !self.bools => Some((*start as usize, *len)),
+            _ => None,
+        }
+    }
+
     /// Where in the row its parts are, in bytes, and whether they are writable.
     pub(crate) fn ranges(&self) -> impl Iterator<Item = (Range<usize>, bool)> + use<> {
         let ranges = self.parts.iter().map(|part| (part.at..part.at + part.len, part.writable));

@@ -71,6 +71,11 @@ impl<'m> Row<'m> {
         self.copy = Some(copy);
     }
 
+    /// Where the row lies, and its bytes, if it is all in one piece of memory that may be changed.
+    pub(crate) fn whole(&self) -> Option<(usize, usize)> {
+        self.lent.whole().filter(|_| self.copy.is_none())
+    }
+
     /// Copies some of what the operation copies beside its row, while there is nothing else to do; whether it did.
     pub(crate) fn copy_some(&mut self) -> bool {
         self.lent.copy_some(QUANTUM_BYTES) > 0

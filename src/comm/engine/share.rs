@@ -1,5 +1,6 @@
 //! Memory that is shared with the other ranks of the host: how the engine comes to it, and what it changes.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use nix::poll::PollFlags;
@@ -11,6 +12,7 @@ use crate::cause::{Cause, Report};
 use crate::error::CommError;
 use crate::frame::Kind;
 use crate::links::conn::{Broken, Conn};
+use crate::shm::allocations::Allocations;
 use crate::shm::meeting::{self, Joining, Leading, Meeting, Party};
 use crate::shm::{Layout, Node, RingLane};
 
@@ -63,6 +65,11 @@ impl Engine {
             let others = others.chain(unsaid.map(|conn| (conn, PollFlags::POLLOUT)));
             self.poller.sleep(&others.collect::<Vec<_>>(), wake.saturating_duration_since(now));
         }
+    }
+
+    /// The memory of programs that the ranks of the host know together, if they share any.
+    pub(crate) fn allocations(&self) -> Option<Arc<Allocations>> {
+        self.node.as_ref().map(|node| Arc::clone(node.allocations()))
     }
 
     fn open_meeting(&mut self, ranks: &[usize], me: usize, layout: Layout) -> Result<Meeting, String> {

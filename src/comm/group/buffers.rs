@@ -5,12 +5,13 @@ use std::sync::Arc;
 
 use crate::call::Envelope;
 use crate::dtype::Element;
+use crate::group::alloc::SharedBuffer;
 
 mod sealed {
     pub trait Sealed {}
 }
 
-/// Elements that an operation reads: `Vec<T>`, `Box<[T]>`, `Arc<[T]>`, `Arc<Vec<T>>`; in a scope also `&[T]`.
+/// Elements that an operation reads: `Vec<T>`, `Box<[T]>`, `Arc<[T]>`, `Arc<Vec<T>>`, [`SharedBuffer<T>`]; in a scope also `&[T]`.
 ///
 /// Sealed: the elements of all of these stay where they are when the owner is moved.
 pub trait Buffer: sealed::Sealed + Sized {
@@ -26,7 +27,7 @@ pub trait Buffer: sealed::Sealed + Sized {
     fn owned(self) -> Option<Box<dyn Any + Send>>;
 }
 
-/// Elements that an operation fills or changes: `Vec<T>`, `Box<[T]>`; in a scope also `&mut [T]`.
+/// Elements that an operation fills or changes: `Vec<T>`, `Box<[T]>`, [`SharedBuffer<T>`]; in a scope also `&mut [T]`.
 pub trait BufferMut: Buffer {
     /// The elements.
     fn elements_mut(&mut self) -> &mut [Self::Element];
@@ -78,9 +79,9 @@ macro_rules! mutable {
     )*};
 }
 
-owned!(Vec<T>, Box<[T]>, Arc<[T]>, Arc<Vec<T>>);
+owned!(Vec<T>, Box<[T]>, Arc<[T]>, Arc<Vec<T>>, SharedBuffer<T>);
 borrowed!(&[T], &mut [T]);
-mutable!(Vec<T>, Box<[T]>, &mut [T]);
+mutable!(Vec<T>, Box<[T]>, SharedBuffer<T>, &mut [T]);
 
 /// All memory of one operation, and what its owner gets back.
 ///

@@ -27,14 +27,14 @@ use rustix::net::{
 use super::layout::{Layout, MOST_RANKS, Proof};
 use super::segment::{self, Segment};
 
-const WORD_BYTES: usize = 16;
+pub(super) const WORD_BYTES: usize = 16;
 /// Longest message.
 const MESSAGE_BYTES: usize = 1024;
 /// Most connections of which it is not known yet whose they are.
 const STRANGERS: usize = 64;
 const YES: u8 = 1;
 const NO: u8 = 0;
-const SOCKET: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NONBLOCK);
+pub(super) const SOCKET: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NONBLOCK);
 
 /// The ranks of a host that meet, as one of them sees it.
 #[derive(Debug)]
@@ -406,20 +406,20 @@ fn socket() -> io::Result<OwnedFd> {
     Ok(rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SOCKET, None)?)
 }
 
-fn listen(name: &[u8; WORD_BYTES]) -> io::Result<OwnedFd> {
+pub(super) fn listen(name: &[u8; WORD_BYTES]) -> io::Result<OwnedFd> {
     let listener = socket()?;
     rustix::net::bind(&listener, &address(name)?)?;
     rustix::net::listen(&listener, MOST_RANKS as i32)?;
     Ok(listener)
 }
 
-fn connect(name: &[u8; WORD_BYTES]) -> io::Result<OwnedFd> {
+pub(super) fn connect(name: &[u8; WORD_BYTES]) -> io::Result<OwnedFd> {
     let conn = socket()?;
     rustix::net::connect(&conn, &address(name)?)?;
     Ok(conn)
 }
 
-fn send(conn: &OwnedFd, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
+pub(super) fn send(conn: &OwnedFd, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
     let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(descriptors.len()))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     if !descriptors.is_empty() && !control.push(SendAncillaryMessage::ScmRights(descriptors)) {
@@ -430,7 +430,7 @@ fn send(conn: &OwnedFd, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Res
 }
 
 /// The next message, if it is there.
-fn receive(conn: &OwnedFd) -> io::Result<Option<(Vec<u8>, Vec<OwnedFd>)>> {
+pub(super) fn receive(conn: &OwnedFd) -> io::Result<Option<(Vec<u8>, Vec<OwnedFd>)>> {
     let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2 * MOST_RANKS + 1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let mut bytes = vec![0; MESSAGE_BYTES];

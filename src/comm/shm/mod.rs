@@ -14,10 +14,13 @@
 //! What belongs to a rank is written by that rank alone. When others may read it, and until when it must stay, is the
 //! order of a call's steps ([`program`]), which is checked for all orders of events (`tests.rs`).
 
+pub(crate) mod allocations;
 mod bells;
+pub(crate) mod handout;
 mod layout;
 pub(crate) mod meeting;
 mod moves;
+pub(crate) mod part;
 mod program;
 mod ring;
 pub(crate) mod run;
@@ -35,6 +38,7 @@ use smallvec::SmallVec;
 use crate::call::Call;
 use crate::engine::streams::RunError;
 use crate::kernels::Kernel;
+use allocations::{Allocations, Told};
 use bells::Bells;
 use layout::{CALL_AT, Counter, INLINE_AT, PAST_AT, ROUND_BYTES, SLOT_HEADER, SLOTS, SMALL_BYTES};
 pub(crate) use layout::{Layout, RingLane};
@@ -62,6 +66,7 @@ pub(crate) struct Node {
     begun: Vec<u32>,
     counted: [Vec<u64>; Counter::COUNT],
     scratch: Vec<u8>,
+    allocations: Arc<Allocations>,
     /// For the next run: saves an allocation.
     steps: Vec<Step>,
 }
@@ -110,8 +115,14 @@ impl Node {
             begun,
             counted,
             scratch,
+            allocations: Arc::default(),
             steps,
         }
+    }
+
+    /// The memory of programs that the ranks know together.
+    pub(crate) fn allocations(&self) -> &Arc<Allocations> {
+        &self.allocations
     }
 
     /// The ranks of the host, but for this one, with their places.
@@ -214,8 +225,11 @@ impl Node {
         reaches(stamp as u32, number)
     }
 
-    fn announce(&self, number: u32, header: &Header) {
+    fn announce(&self, number: u32, header: &Header, told: Option<Told>) {
         let slot = self.layout.slot(self.me, number);
+        if let Some(told) = told {
+            self.segment.view(slot + INLINE_AT, Told::BYTES).put(&told.encode());
+        }
         self.segment.view(slot + CALL_AT, 16).put(&header.call);
         self.segment.view(slot + PAST_AT, 8).put(&header.past.to_le_bytes());
         let stamp = u64::from(header.seq) << 32 | u64::from(number);
@@ -273,6 +287,13 @@ impl Node {
             (theirs.call != ours.call || theirs.seq != ours.seq).then_some(theirs)
         });
         differ.last()
+    }
+
+    /// Where `rank` says that its elements of call `number` are, to which it has come.
+    fn told(&self, rank: usize, number: u32) -> Told {
+        let mut bytes = [0; Told::BYTES];
+        self.segment.view(self.layout.slot(rank, number) + INLINE_AT, Told::BYTES).take(&mut bytes);
+        Told::decode(bytes)
     }
 
     fn publish(&self, counter: Counter, count: u64) {

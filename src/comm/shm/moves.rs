@@ -3,10 +3,14 @@
 use std::ops::Range;
 
 use super::Node;
+use super::allocations::Direct;
 use super::segment::View;
 use crate::engine::buffer::{BytesMut, Lent};
 use crate::engine::row::Row;
 use crate::kernels::{Kernel, Ranks};
+
+/// Elements of so many bytes are as a rule in the caches of the cores that have written them.
+const CACHED_BYTES: usize = 2 << 20;
 
 /// The elements that a call works on, which may lie in several pieces, and how they are added.
 pub(super) trait Elements {
@@ -136,4 +140,28 @@ pub(super) fn add_up(
     }
     node.scratch = scratch;
     result.map(|()| row.start - start)
+}
+
+/// Adds up the shares of all ranks where they are, and leaves the sums there; how many bytes of each.
+///
+/// # Errors
+/// How a function of the program failed.
+pub(super) fn add_up_direct(
+    node: &mut Node,
+    elements: &mut impl Elements,
+    row: Range<usize>,
+    direct: &Direct,
+) -> Result<usize, String> {
+    let ranks = Ranks { count: node.ranks.len(), me: node.me };
+    let (mut own, Some(kernel)) = elements.summands(row.clone()) else { return Ok(0) };
+    debug_assert_eq!(own.len(), row.len());
+    let share = |rank: usize, at: usize, len: usize| direct.view(rank, row.start + at, len).source();
+    let tell = |at: usize, sums: &[u8]| {
+        for rank in (0..ranks.count).filter(|&rank| rank != ranks.me) {
+            let into = direct.view(rank, row.start + at, sums.len());
+            if direct.bytes() <= CACHED_BYTES { into.put(sums) } else { into.put_far(sums) }
+        }
+    };
+    kernel.add_up(ranks, &mut own, &mut node.scratch, share, tell)?;
+    Ok(row.len())
 }

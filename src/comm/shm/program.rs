@@ -22,6 +22,9 @@ const COPY_ROUNDS: usize = 4;
 /// Least that is copied in a round, where there is more than one.
 const COPY_BYTES: usize = 16 << 10;
 
+/// Most of a rank's own part that is added up at once where the elements are.
+const DIRECT_BYTES: usize = 256 << 10;
+
 /// How much fits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Limits {
@@ -57,6 +60,9 @@ pub(crate) enum Step {
     Announce,
     /// Waits until they have made the call, and compares it.
     Meet(Whom),
+    /// Looks whether all have told where their elements are; if so the rest of the program is
+    /// [another](Program::make_direct).
+    Decide,
     /// Waits until the memory of the round is free.
     Room(u64),
     /// Says that a round has come so far.
@@ -65,6 +71,8 @@ pub(crate) enum Step {
     Await(Counter, u64, Whom),
     /// Copies what a rank gave into the row.
     Take { from: usize, place: Place, at: usize, row: Range<usize> },
+    /// Adds up all ranks' shares, and leaves the sums, in their rows.
+    AddUpDirect { row: Range<usize> },
     /// Adds up all ranks' shares: the others' where they gave them, at `at`, to this one's in the row. If it `tells`, the
     /// sums go also to the place in its own memory, for others to take.
     AddUp { place: Place, at: usize, row: Range<usize>, tells: bool },
@@ -81,6 +89,8 @@ pub(crate) struct Program {
     bytes: usize,
     element: usize,
     limits: Limits,
+    /// Elements are worked on where all ranks have them.
+    direct: bool,
 }
 
 /// Whether there is a program for calls of a kind.
@@ -114,7 +124,7 @@ impl Program {
         debug_assert!(is_known(call.kind));
         let (bytes, element) = (call.bytes() as usize, call.dtype.size_bytes());
         let bytes = if call.kind == CallKind::Barrier { 0 } else { bytes };
-        Self { kind: call.kind, me, ranks, root: call.root as usize, bytes, element, limits }
+        Self { kind: call.kind, me, ranks, root: call.root as usize, bytes, element, limits, direct: false }
     }
 
     /// Number of rounds; none if what is given fits in a slot.
@@ -211,30 +221,67 @@ impl Program {
             self.read_all(each);
             return false;
         }
-        let rounds = self.rounds();
         match index.checked_sub(1) {
             None => {
                 each(Step::Claim);
                 each(Step::Announce);
                 self.sources().map(Step::Meet).into_iter().for_each(&mut *each);
+                if self.may_be_direct() {
+                    each(Step::Decide);
+                } else {
+                    self.give(0, each);
+                }
+                true
+            }
+            Some(piece) if self.direct => self.direct_piece(piece as usize, each),
+            Some(0) if self.may_be_direct() => {
                 self.give(0, each);
                 true
             }
-            Some(round) if round < rounds => {
-                if round + 1 < rounds {
-                    self.give(round + 1, each);
-                }
-                self.read(round, each);
-                if let Some(before) = round.checked_sub(1).filter(|_| self.has_owners()) {
-                    self.take_sums(before, each);
-                }
-                round + 1 < rounds || self.has_owners()
-            }
-            Some(_) => {
-                self.take_sums(rounds - 1, each);
-                false
-            }
+            Some(index) => self.round(index - u64::from(self.may_be_direct()), each),
         }
+    }
+
+    /// Adds the steps of a round, and of those that go with it; whether there is another batch.
+    fn round(&self, round: u64, each: &mut impl FnMut(Step)) -> bool {
+        let rounds = self.rounds();
+        if round == rounds {
+            self.take_sums(rounds - 1, each);
+            return false;
+        }
+        if round + 1 < rounds {
+            self.give(round + 1, each);
+        }
+        self.read(round, each);
+        if let Some(before) = round.checked_sub(1).filter(|_| self.has_owners()) {
+            self.take_sums(before, each);
+        }
+        round + 1 < rounds || self.has_owners()
+    }
+
+    /// Whether ranks tell where their elements are.
+    pub(crate) fn may_be_direct(&self) -> bool {
+        self.kind == CallKind::AllReduce && !self.is_small()
+    }
+
+    /// All ranks have told where their elements are: each adds up its part of the whole, for all, and nobody goes on
+    /// before all have.
+    pub(crate) fn make_direct(&mut self) {
+        self.direct = true;
+    }
+
+    /// Adds the steps of a piece of the own part; whether there is another batch.
+    fn direct_piece(&self, piece: usize, each: &mut impl FnMut(Step)) -> bool {
+        let own = block(self.me, self.ranks, self.bytes / self.element);
+        let (start, end) = (own.start * self.element + piece * DIRECT_BYTES, own.end * self.element);
+        if start < end {
+            each(Step::AddUpDirect { row: start..end.min(start + DIRECT_BYTES) });
+            return true;
+        }
+        let last = self.rounds() - 1;
+        each(Step::Publish(Counter::Done, last));
+        each(Step::Await(Counter::Done, last, Whom::All));
+        false
     }
 
     /// From whom this rank gets anything.

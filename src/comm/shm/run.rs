@@ -1,5 +1,6 @@
 //! Carries out the program of a collective in shared memory. No clock and no waiting: [`Run::turn`] does what it can.
 
+use super::allocations::{Direct, Offer, Told};
 use super::layout::{Counter, DEPTH, INLINE_BYTES};
 use super::moves::{self, Of, Spot};
 use super::program::{Place, Program, Step, Whom};
@@ -33,6 +34,9 @@ pub(crate) struct Run {
     finished: bool,
     /// Some elements may have been added already: not again.
     broken: bool,
+    /// Where its elements are, once others may write there; then where those of all are.
+    offer: Option<Offer>,
+    direct: Option<Direct>,
     /// Whom it waits for.
     waits: Waits,
     given: u64,
@@ -50,6 +54,8 @@ impl Run {
         let row = Row::new(lent, kernel, call.dtype.size_bytes(), &Plan::default());
         let program = node.program(&call);
         let (number, base, header) = node.count(&call, seq, program.rounds());
+        let offer = row.whole().filter(|_| program.may_be_direct());
+        let offer = offer.and_then(|(address, bytes)| node.allocations.offer(address, bytes));
         Self {
             call,
             seq,
@@ -65,6 +71,8 @@ impl Run {
             met: 0,
             finished: false,
             broken: false,
+            offer,
+            direct: None,
             waits: Waits::new(),
             given: 0,
             taken: 0,
@@ -99,6 +107,8 @@ impl Run {
             met: 0,
             finished: false,
             broken,
+            offer: None,
+            direct: None,
             waits: Waits::new(),
             given: small.given as u64,
             taken: 0,
@@ -131,6 +141,9 @@ impl Run {
         while !self.finished && !self.broken {
             if self.at == self.steps.len() {
                 if !self.more {
+                    if let Some(direct) = &mut self.direct {
+                        direct.take_back();
+                    }
                     self.row.finish();
                     self.finished = true;
                     self.steps.clear();
@@ -165,10 +178,12 @@ impl Run {
                 return Ok(self.waits.is_empty());
             }
             Step::Announce => {
-                node.announce(self.number, &self.header);
+                let told = self.offer.as_ref().map_or(Told::default(), Offer::told);
+                node.announce(self.number, &self.header, self.program.may_be_direct().then_some(told));
                 moment("sent", self.seq, self.given as usize);
             }
             Step::Meet(whom) => return self.meet(node, *whom),
+            Step::Decide => self.decide(node)?,
             Step::Room(round) => {
                 let count = (self.base + round + 1).saturating_sub(DEPTH);
                 return Ok(self.waits_for(node, Whom::All, Counter::Done, count));
@@ -191,19 +206,46 @@ impl Run {
                 self.taken += moves::take(node, &mut self.row, row.clone(), spot) as u64;
                 moment("received", self.seq, self.taken as usize);
             }
+            Step::AddUpDirect { row } => {
+                let Some(direct) = &self.direct else { return Ok(true) };
+                let added = moves::add_up_direct(node, &mut self.row, row.clone(), direct);
+                self.given += added.as_ref().map_or(0, |&bytes| bytes as u64);
+                moment("sent", self.seq, self.given as usize);
+                self.added(added)?;
+            }
             Step::AddUp { place, at, row, tells } => {
                 let spot = self.spot(node.me, *place, *at);
-                match moves::add_up(node, &mut self.row, row.clone(), spot, *tells) {
-                    Ok(bytes) => self.taken += bytes as u64,
-                    Err(what) => {
-                        self.broken = true;
-                        return Err(RunError::Function(what));
-                    }
-                }
-                moment("received", self.seq, self.taken as usize);
+                let added = moves::add_up(node, &mut self.row, row.clone(), spot, *tells);
+                self.added(added)?;
             }
         }
         Ok(true)
+    }
+
+    fn added(&mut self, added: Result<usize, String>) -> Result<(), RunError> {
+        match added {
+            Ok(bytes) => self.taken += bytes as u64,
+            Err(what) => {
+                self.broken = true;
+                return Err(RunError::Function(what));
+            }
+        }
+        moment("received", self.seq, self.taken as usize);
+        Ok(())
+    }
+
+    /// Finds out whether all have told where their elements are. All ranks decide alike.
+    fn decide(&mut self, node: &Node) -> Result<(), RunError> {
+        let Some(offer) = self.offer.take() else { return Ok(()) };
+        let told: Vec<_> = (0..node.ranks.len()).map(|place| node.told(place, self.number)).collect();
+        self.direct = offer.with(&told).map_err(|place| RunError::Protocol {
+            peer: node.ranks[place],
+            what: "it offers memory that it does not have".to_owned(),
+        })?;
+        if self.direct.is_some() {
+            self.program.make_direct();
+        }
+        Ok(())
     }
 
     /// Whether they have counted so far; notes who has not.

@@ -45,7 +45,7 @@ impl Node {
             }
         });
         small.given = given;
-        self.announce(number, &small.header);
+        self.announce(number, &small.header, None);
         moment("sent", seq, given);
         small
     }

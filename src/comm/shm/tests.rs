@@ -18,14 +18,19 @@ struct Memory {
     slots: Vec<Vec<u8>>,
     rounds: Vec<Vec<u8>>,
     counted: [u64; Counter::COUNT],
+    /// Whether it has offered its elements, by slot.
+    told: Vec<bool>,
+    /// Rows of all its calls.
+    rows: Vec<Vec<u8>>,
 }
 
 /// One rank on its way through the calls.
 #[derive(Debug)]
 struct Rank {
     calls: Vec<Call>,
-    /// Rows of all its calls.
-    rows: Vec<Vec<u8>>,
+    /// Whether it offers the elements of each.
+    offers: Vec<bool>,
+    direct: bool,
     call: usize,
     batch: u64,
     steps: Vec<Step>,
@@ -75,24 +80,23 @@ fn expected(call: &Call, index: usize, ranks: usize, me: usize) -> Vec<(usize, u
 }
 
 impl Rank {
-    fn new(me: usize, ranks: usize, calls: &[Call]) -> Self {
-        let rows = calls
-            .iter()
-            .enumerate()
-            .map(|(index, call)| (0..row_bytes(call, ranks)).map(|at| value(me, index, at)).collect());
-        let (calls, rows) = (calls.to_vec(), rows.collect());
-        Self { calls, rows, call: 0, batch: 0, steps: Vec::new(), more: true, base: 0 }
+    fn new(calls: &[Call], offers: Vec<bool>) -> Self {
+        let calls = calls.to_vec();
+        Self { calls, offers, direct: false, call: 0, batch: 0, steps: Vec::new(), more: true, base: 0 }
     }
 
     /// Does the next step; `false` if it has to wait, or is through.
     fn step(&mut self, me: usize, all: &mut [Memory]) -> bool {
         let ranks = all.len();
         let Some(call) = self.calls.get(self.call) else { return false };
-        let program = Program::new(call, me, ranks, LIMITS);
+        let mut program = Program::new(call, me, ranks, LIMITS);
+        if self.direct {
+            program.make_direct();
+        }
         if self.steps.is_empty() {
             if !self.more {
                 self.base += program.rounds();
-                (self.call, self.batch, self.more) = (self.call + 1, 0, true);
+                (self.call, self.batch, self.more, self.direct) = (self.call + 1, 0, true, false);
                 return true;
             }
             self.more = program.batch(self.batch, &mut self.steps);
@@ -108,17 +112,44 @@ impl Rank {
 
     fn act(&mut self, me: usize, all: &mut [Memory]) -> bool {
         let (ranks, number) = (all.len(), self.call as u32 + 1);
-        let whom = |whom: Whom| match whom {
+        let whom = move |whom: Whom| match whom {
             Whom::All => 0..ranks,
             Whom::One(rank) => rank..rank + 1,
         };
-        let row = &mut self.rows[self.call];
-        let base = self.base;
+        let (call, base) = (self.call, self.base);
+        // Taken out while it is worked on, as the others' are looked at.
+        let mut row = std::mem::take(&mut all[me].rows[call]);
+        let acted = self.act_on(&mut row, (me, number), all, whom, base);
+        all[me].rows[call] = row;
+        acted
+    }
+
+    fn act_on(
+        &mut self,
+        row: &mut [u8],
+        (me, number): (usize, u32),
+        all: &mut [Memory],
+        whom: impl Fn(Whom) -> Range<usize>,
+        base: u64,
+    ) -> bool {
+        let (ranks, call, slot) = (all.len(), self.call, (number % SLOTS) as usize);
         match self.steps[0].clone() {
             Step::Claim => {
                 return (0..ranks).all(|rank| rank == me || all[rank].stamp + SLOTS > number);
             }
-            Step::Announce => all[me].stamp = number,
+            Step::Announce => {
+                all[me].told[slot] = self.offers[call];
+                all[me].stamp = number;
+            }
+            Step::Decide => self.direct = all.iter().all(|memory| memory.told[slot]),
+            Step::AddUpDirect { row: range } => {
+                for at in range {
+                    let others = (0..ranks).filter(|&rank| rank != me);
+                    row[at] =
+                        others.clone().fold(row[at], |sum, rank| sum.wrapping_add(all[rank].rows[call][at]));
+                    others.for_each(|rank| all[rank].rows[call][at] = row[at]);
+                }
+            }
             Step::Meet(those) => {
                 return whom(those).all(|rank| rank == me || all[rank].stamp >= number);
             }
@@ -168,15 +199,28 @@ fn place_of(memory: &mut Memory, place: Place, base: u64, number: u32, range: Ra
 }
 
 /// Runs the calls on `ranks` ranks. Each time the rank that goes on is chosen by `next`, from those that are not stuck.
-fn check(ranks: usize, calls: &[Call], mut next: impl FnMut(&[usize]) -> usize) {
-    let memory = Memory {
+///
+/// `offers` says whether a rank offers the elements of a call.
+fn check(
+    ranks: usize,
+    calls: &[Call],
+    mut offers: impl FnMut(usize, usize) -> bool,
+    mut next: impl FnMut(&[usize]) -> usize,
+) {
+    let row = |me: usize, index: usize| {
+        (0..row_bytes(&calls[index], ranks)).map(|at| value(me, index, at)).collect::<Vec<u8>>()
+    };
+    let memory = |me: usize| Memory {
         stamp: 0,
         slots: vec![vec![0; LIMITS.small]; SLOTS as usize],
         rounds: vec![vec![0; LIMITS.round]; DEPTH as usize],
         counted: [0; Counter::COUNT],
+        told: vec![false; SLOTS as usize],
+        rows: (0..calls.len()).map(|index| row(me, index)).collect(),
     };
-    let mut all = vec![memory; ranks];
-    let mut those: Vec<_> = (0..ranks).map(|me| Rank::new(me, ranks, calls)).collect();
+    let mut all: Vec<_> = (0..ranks).map(memory).collect();
+    let offered = |me: usize| (0..calls.len()).map(|index| offers(me, index)).collect();
+    let mut those: Vec<_> = (0..ranks).map(offered).map(|offers| Rank::new(calls, offers)).collect();
     let mut able: Vec<usize> = (0..ranks).collect();
     while !able.is_empty() {
         let chosen = next(&able);
@@ -196,7 +240,7 @@ fn check(ranks: usize, calls: &[Call], mut next: impl FnMut(&[usize]) -> usize) 
         for (index, call) in calls.iter().enumerate() {
             for (at, value) in expected(call, index, ranks, me) {
                 assert_eq!(
-                    rank.rows[index][at], value,
+                    all[me].rows[index][at], value,
                     "byte {at} of call {index}, {call}, at {me} of {ranks}"
                 );
             }
@@ -221,7 +265,8 @@ fn each_kind_is_right_for_all_sizes_around_the_limits() {
                 let most = 1200 / dtype.size_bytes();
                 for count in (0..most).step_by(if most > 100 { 17 } else { 1 }) {
                     let call = call(kind, dtype, random.below(ranks), count);
-                    check(ranks, &[call], |able| able[random.below(able.len())]);
+                    let offered = random.below(2) == 0;
+                    check(ranks, &[call], |_, _| offered, |able| able[random.below(able.len())]);
                 }
             }
         }
@@ -244,7 +289,14 @@ fn calls_follow_each_other_in_any_order_of_events() {
         // One of them goes as far as it can, or each a step in turn, or anything between.
         let hurry = random.below(4);
         let mut first = random.below(ranks);
-        check(ranks, &calls, |able| {
+        // All offer, nobody does, or one does not.
+        let offered: Vec<_> = calls.iter().map(|_| (random.below(3), random.below(ranks))).collect();
+        let offers = |me: usize, call: usize| match offered[call] {
+            (0, _) => true,
+            (1, _) => false,
+            (_, other) => me != other,
+        };
+        check(ranks, &calls, offers, |able| {
             if hurry == 0 || random.below(200) == 0 {
                 first = random.below(ranks);
             }

@@ -1,14 +1,14 @@
 //! One call of a collective, in each of its forms.
 
-use convoke_comm::{CommError, Group, Nonblocking, ReduceOp, Reduction};
+use convoke_comm::{CommError, Group, Nonblocking, ReduceOp, Reduction, SharedBuffer};
 
 use super::collective::{Collective, Shape};
 use super::values::{Numbers, Value};
 
 /// What one operation works on.
-pub(crate) struct Buffers<T> {
-    pub(crate) a: Vec<T>,
-    pub(crate) b: Vec<T>,
+pub(crate) struct Buffers<T: Value> {
+    pub(crate) a: SharedBuffer<T>,
+    pub(crate) b: SharedBuffer<T>,
 }
 
 /// A call, ready to be made any number of times.

@@ -73,6 +73,10 @@ pub(crate) struct Flags {
     #[arg(short = 'a', long, value_name = "CALLS", value_parser = at_least::<1>, help_heading = "Calls")]
     in_flight: Option<usize>,
 
+    /// Use memory that the ranks of a host share (`Group::alloc`)
+    #[arg(long, help_heading = "Calls")]
+    alloc: bool,
+
     /// Write the memory that is sent anew before each call, as a program does: it is in no other core's cache then. The
     /// time of that is not counted
     #[arg(long, help_heading = "Calls")]
@@ -240,6 +244,7 @@ impl Flags {
             root: self.root,
             checked: self.check,
             rewrite: self.rewrite,
+            alloc: self.alloc,
             nonblocking: self.nonblocking || self.in_flight.is_some(),
             in_flight: self.in_flight.unwrap_or(1),
         }
@@ -281,7 +286,10 @@ impl Flags {
         };
         let checked = if rules.checked { "results checked before" } else { "results not checked" };
         let rewritten = if rules.rewrite { ", each with memory written anew" } else { "" };
-        format!("{length}, {form}{rewritten}, {root}; a call's time is the mean over the ranks; {checked}")
+        let shared = if rules.alloc { ", in memory that ranks of a host share" } else { "" };
+        format!(
+            "{length}, {form}{rewritten}{shared}, {root}; a call's time is the mean over the ranks; {checked}"
+        )
     }
 }
 

@@ -3,7 +3,7 @@
 use std::hint::black_box;
 use std::time::Instant;
 
-use convoke_comm::{CommError, Dtype, Group, ReduceOp};
+use convoke_comm::{CommError, Dtype, Group, ReduceOp, SharedBuffer};
 
 use super::call::{Buffers, Call};
 use super::check;
@@ -25,6 +25,8 @@ pub(crate) struct Rules {
     /// Write what is sent anew before each call.
     pub(crate) rewrite: bool,
     pub(crate) nonblocking: bool,
+    /// Use memory that the ranks of a host share.
+    pub(crate) alloc: bool,
     /// Operations under way at a time.
     pub(crate) in_flight: usize,
 }
@@ -56,9 +58,19 @@ impl<'a, T: Value> Bench<'a, T> {
     /// Of at most `lens` elements in the buffers a and b.
     ///
     /// # Errors
-    /// [`PerfError::Allocation`].
-    pub(crate) fn new(rules: &'a Rules, subject: Subject, lens: (usize, usize)) -> Result<Self, PerfError> {
-        let zeros = |len| memory::filled(len, T::of(0, 0), subject.collective.name());
+    /// [`PerfError::Allocation`], [`PerfError::Comm`].
+    pub(crate) fn new(
+        rules: &'a Rules,
+        subject: Subject,
+        group: &Group,
+        lens: (usize, usize),
+    ) -> Result<Self, PerfError> {
+        let zeros = |len| -> Result<SharedBuffer<T>, PerfError> {
+            if rules.alloc {
+                return Ok(group.alloc(len)?);
+            }
+            Ok(memory::filled(len, T::of(0, 0), subject.collective.name())?.into())
+        };
         let buffers = (0..rules.in_flight).map(|_| Ok(Buffers { a: zeros(lens.0)?, b: zeros(lens.1)? }));
         Ok(Self { rules, subject, buffers: buffers.collect::<Result<_, PerfError>>()? })
     }

@@ -92,7 +92,7 @@ struct Sizes<'a> {
 impl Sizes<'_> {
     fn measure<T: Value>(&self, world: &World, report: &mut Report<'_>) -> Result<(), PerfError> {
         let Self { flags, rules, subject, contenders } = *self;
-        let mut bench = Bench::<T>::new(rules, *subject, most(flags, subject, world))?;
+        let mut bench = Bench::<T>::new(rules, *subject, world, most(flags, subject, world))?;
         let counts = flags.counts(subject, world.size());
         for (number, &count) in counts.iter().enumerate() {
             for (algorithm, group) in contenders {

@@ -195,7 +195,9 @@ impl<T: Gradient> Pass<'_, T> {
             if let Some(work) = bucket.work.take() {
                 bucket.memory = work.wait().unwrap_or_default();
             }
-            bucket.memory.resize(len, T::ZERO);
+            if bucket.memory.len() < len {
+                bucket.memory = vec![T::ZERO; len].into();
+            }
         }
         self.ddp.begin_anew();
     }

@@ -47,6 +47,33 @@ fn where_one_rank_cannot_share_memory_all_use_connections() {
 }
 
 #[test]
+fn where_one_rank_cannot_make_memory_for_programs_each_has_its_own() {
+    for failing in [Failing::Create, Failing::Commit, Failing::Map] {
+        for who in 0..3 {
+            let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
+            let rank = &|rank: usize| {
+                let options = GroupOptions::default().timeout(LONG).init_timeout(LONG);
+                let group = Group::new(Arc::clone(&store), rank, 3, options).unwrap();
+                FAILING.set((rank == who).then_some(failing));
+                let mut buffer = group.alloc::<u32>(10_000).unwrap();
+                FAILING.set(None);
+                buffer.fill(1);
+                group.all_reduce(&mut buffer[..], ReduceOp::Sum).unwrap();
+                assert!(buffer.iter().all(|&sum| sum == 3));
+                // And it works the next time.
+                (buffer.is_shared(), group.alloc::<u32>(10_000).unwrap().is_shared())
+            };
+            let all = std::thread::scope(|scope| {
+                let ranks = [0, 1, 2].map(|number| scope.spawn(move || rank(number)));
+                ranks.map(|rank| rank.join().unwrap())
+            });
+            let can = failing == Failing::Create && who > 0;
+            assert_eq!(all, [(can, true); 3], "{failing:?} at rank {who}");
+        }
+    }
+}
+
+#[test]
 fn memory_is_shared_unless_all_say_no_and_a_difference_is_an_error() {
     for wanted in [[true, true], [false, false], [true, false]] {
         let store: Arc<dyn Store> = Arc::new(MemoryStore::new());

@@ -1,0 +1,145 @@
+//! Memory of programs that all ranks of the host can reach: an all-reduce in it copies nothing.
+//!
+//! Each rank tells where in which of them its elements lie when it announces a call ([`Offer`]). If all tell of one, who
+//! owns a piece of the sum reads the shares from where they are, and writes the sum to where it belongs.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+use super::part::Part;
+use super::segment::{Segment, View};
+
+/// The allocations that a rank knows together with the others.
+#[derive(Debug, Default)]
+pub(crate) struct Allocations {
+    list: Mutex<Vec<Weak<Allocation>>>,
+    made: AtomicU64,
+}
+
+/// Memory that was made by all ranks of a host together.
+#[derive(Debug)]
+pub(crate) struct Allocation {
+    /// The same on all ranks, of no other one.
+    pub(crate) id: u64,
+    pub(crate) all: Segment,
+    /// What of it is whose.
+    pub(crate) regions: Vec<Range<usize>>,
+    /// What is this rank's.
+    pub(crate) own: Arc<Part>,
+}
+
+/// Where the elements of a call lie, as it is told in its slot: which allocation, 0 for none, and the place in the region
+/// of who tells.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct Told {
+    pub(super) id: u64,
+    pub(super) at: u64,
+}
+
+/// A rank's own elements, which it lets others write to until it has [taken them back](Self::take_back).
+#[derive(Debug)]
+pub(super) struct Offer {
+    allocation: Arc<Allocation>,
+    at: usize,
+    bytes: usize,
+    taken_back: bool,
+}
+
+/// The elements of all ranks.
+#[derive(Debug)]
+pub(super) struct Direct {
+    offer: Offer,
+    /// Where they begin, by place on the host.
+    starts: Vec<usize>,
+}
+
+impl Allocations {
+    /// The number of the next; for the rank that makes it for all.
+    pub(crate) fn next_id(&self) -> u64 {
+        self.made.fetch_add(1, Ordering::Relaxed) + 1
+    }
+
+    pub(crate) fn add(&self, allocation: &Arc<Allocation>) {
+        let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+        list.retain(|known| known.strong_count() > 0);
+        list.push(Arc::downgrade(allocation));
+    }
+
+    /// What can be offered of the `bytes` bytes at an address.
+    pub(super) fn offer(&self, address: usize, bytes: usize) -> Option<Offer> {
+        let list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+        list.iter().filter_map(Weak::upgrade).find_map(|allocation| {
+            let at = allocation.own.place(address, bytes)?;
+            Some(Offer { allocation, at, bytes, taken_back: false })
+        })
+    }
+}
+
+impl Told {
+    pub(super) const BYTES: usize = 16;
+
+    pub(super) fn encode(self) -> [u8; Self::BYTES] {
+        let mut bytes = [0; Self::BYTES];
+        bytes[..8].copy_from_slice(&self.id.to_le_bytes());
+        bytes[8..].copy_from_slice(&self.at.to_le_bytes());
+        bytes
+    }
+
+    pub(super) fn decode(bytes: [u8; Self::BYTES]) -> Self {
+        let (id, at) = bytes.split_at(8);
+        let [id, at] = [id, at].map(|half| half.try_into().map_or(0, u64::from_le_bytes));
+        Self { id, at }
+    }
+}
+
+impl Offer {
+    pub(super) fn told(&self) -> Told {
+        Told { id: self.allocation.id, at: self.at as u64 }
+    }
+
+    /// The elements of all, if all have told of the same allocation. The error says whose words make no sense.
+    pub(super) fn with(mut self, told: &[Told]) -> Result<Option<Direct>, usize> {
+        if told.iter().any(|told| told.id != self.allocation.id) {
+            // Every rank finds that.
+            self.taken_back = true;
+            return Ok(None);
+        }
+        let start = |(place, told): (usize, &Told)| {
+            let region = self.allocation.regions.get(place).ok_or(place)?;
+            let at = usize::try_from(told.at)
+                .ok()
+                .filter(|at| at.checked_add(self.bytes).is_some_and(|end| end <= region.len()));
+            at.map(|at| region.start + at).ok_or(place)
+        };
+        let starts = told.iter().enumerate().map(start).collect::<Result<_, _>>()?;
+        Ok(Some(Direct { offer: self, starts }))
+    }
+}
+
+impl Drop for Offer {
+    fn drop(&mut self) {
+        // The call has failed, and who has not heard of that may still write.
+        if !self.taken_back {
+            self.allocation.own.make_private(self.at, self.bytes);
+        }
+    }
+}
+
+impl Direct {
+    /// Bytes of each rank's elements.
+    pub(super) fn bytes(&self) -> usize {
+        self.offer.bytes
+    }
+
+    /// The `bytes` bytes at `at` of the elements of the rank at `place`.
+    pub(super) fn view(&self, place: usize, at: usize, bytes: usize) -> View<'_> {
+        debug_assert!(at + bytes <= self.offer.bytes);
+        self.offer.allocation.all.view(self.starts[place] + at, bytes)
+    }
+
+    /// The call is over on all ranks.
+    pub(super) fn take_back(&mut self) {
+        self.offer.taken_back = true;
+    }
+}

@@ -1,0 +1,168 @@
+//! A part of shared memory as the program of one rank has it: a slice, which other ranks write to while the rank lends
+//! it to a collective, and never else.
+
+use std::io;
+use std::marker::PhantomData;
+use std::ops::{Deref, DerefMut};
+use std::os::fd::AsFd;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use rustix::mm::{MapFlags, ProtFlags};
+
+use crate::dtype::Element;
+
+pub(crate) const PAGE_BYTES: usize = 4096;
+
+/// A mapping of whole pages.
+#[derive(Debug)]
+pub(crate) struct Part {
+    start: NonNull<u8>,
+    /// Those that are elements; what is behind them in the last page is nobody's.
+    bytes: usize,
+}
+
+/// Who has its elements: there is one for each part.
+#[derive(Debug)]
+pub(crate) struct Owned<T> {
+    part: Arc<Part>,
+    len: usize,
+    elements: PhantomData<T>,
+}
+
+// SAFETY: it is an address and a length; the elements are whose `Owned` it is.
+#[allow(unsafe_code)]
+unsafe impl Send for Part {}
+// SAFETY: as above.
+#[allow(unsafe_code)]
+unsafe impl Sync for Part {}
+
+impl Part {
+    /// Maps the `bytes` bytes of `memory` from `at` on, where a page begins. They must be committed.
+    ///
+    /// A forked child has it as well: a collective of its parent may show there, as in all shared memory.
+    #[allow(unsafe_code)]
+    fn map(memory: impl AsFd, at: usize, bytes: usize) -> io::Result<Self> {
+        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new mapping at an address that the kernel chooses: it takes no memory away from anybody.
+        let start = unsafe {
+            rustix::mm::mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, memory, at as u64)
+        }?;
+        let start = NonNull::new(start.cast()).ok_or(io::ErrorKind::Other)?;
+        Ok(Self { start, bytes })
+    }
+
+    /// Where in it the `bytes` bytes at an address lie, if all do and no page has others.
+    pub(crate) fn place(&self, address: usize, bytes: usize) -> Option<usize> {
+        let at = address.checked_sub(self.start.as_ptr() as usize)?;
+        let end = at.checked_add(bytes).filter(|&end| end <= self.bytes)?;
+        let is_apart = at.is_multiple_of(PAGE_BYTES) && (end.is_multiple_of(PAGE_BYTES) || end == self.bytes);
+        is_apart.then_some(at)
+    }
+
+    /// Puts fresh pages, all zero, in the place of the `bytes` bytes at a [place](Self::place): whatever other ranks
+    /// still write goes elsewhere.
+    ///
+    /// To be called by who works on what is lent of it, before it is given back.
+    #[allow(unsafe_code)]
+    pub(crate) fn make_private(&self, at: usize, bytes: usize) {
+        assert!(at.is_multiple_of(PAGE_BYTES) && at.checked_add(bytes).is_some_and(|end| end <= self.bytes));
+        let bytes = bytes.next_multiple_of(PAGE_BYTES);
+        let start = self.start.as_ptr().wrapping_add(at);
+        let flags = MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::NORESERVE;
+        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: pages of our own mapping are replaced, by memory of the same size and rights; zeros are elements of
+        // every type, and the owner has lent these to a call that leaves them unspecified.
+        let replaced = unsafe { rustix::mm::mmap_anonymous(start.cast(), bytes, protection, flags) };
+        if let Err(error) = replaced {
+            // Others may write to a slice that the program reads: nothing that goes on from here could be right.
+            log::error!("cannot take memory back from the ranks that share it: {error}");
+            std::process::abort();
+        }
+    }
+}
+
+impl<T: Element> Owned<T> {
+    /// Maps `len` elements of `memory` from byte `at` on, where a page begins. They are zero.
+    pub(crate) fn map(memory: impl AsFd, at: usize, len: usize) -> io::Result<Self> {
+        let bytes =
+            len.checked_mul(size_of::<T>()).filter(|&bytes| bytes > 0).ok_or(io::ErrorKind::InvalidInput)?;
+        let part = Arc::new(Part::map(memory, at, bytes)?);
+        Ok(Self { part, len, elements: PhantomData })
+    }
+
+    pub(crate) fn part(&self) -> &Arc<Part> {
+        &self.part
+    }
+}
+
+impl<T: Element> Deref for Owned<T> {
+    type Target = [T];
+
+    #[allow(unsafe_code)]
+    fn deref(&self) -> &[T] {
+        // SAFETY: mapped as long as the part; aligned to a page; so many elements, of a type for which zeros and what
+        // other ranks leave there are elements; nobody writes while the slice is there, see the head of this file.
+        unsafe { std::slice::from_raw_parts(self.part.start.as_ptr().cast(), self.len) }
+    }
+}
+
+impl<T: Element> DerefMut for Owned<T> {
+    #[allow(unsafe_code)]
+    fn deref_mut(&mut self) -> &mut [T] {
+        // SAFETY: as in `deref`; and this is the only one who has the elements, borrowed exclusively.
+        unsafe { std::slice::from_raw_parts_mut(self.part.start.as_ptr().cast(), self.len) }
+    }
+}
+
+impl Drop for Part {
+    #[allow(unsafe_code)]
+    fn drop(&mut self) {
+        // SAFETY: our mapping, and nobody has a slice of it: they borrow its owner.
+        let _ = unsafe {
+            rustix::mm::munmap(self.start.as_ptr().cast(), self.bytes.next_multiple_of(PAGE_BYTES))
+        };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::shm::segment::{Segment, commit, create};
+
+    #[test]
+    fn what_was_taken_back_is_nobody_elses() {
+        let bytes = 4 * PAGE_BYTES;
+        let memory = create(bytes).unwrap();
+        commit(&memory, 0..bytes).unwrap();
+        let others = Segment::map(&memory, bytes).unwrap();
+        let mut owned = Owned::<u8>::map(&memory, PAGE_BYTES, 3 * PAGE_BYTES - 10).unwrap();
+        others.view(PAGE_BYTES, 1).put(&[1]);
+        others.view(2 * PAGE_BYTES, 1).put(&[2]);
+        assert_eq!((owned[0], owned[PAGE_BYTES]), (1, 2));
+        owned.part().make_private(PAGE_BYTES, 2 * PAGE_BYTES - 10);
+        for page in 1..4 {
+            others.view(page * PAGE_BYTES, 1).put(&[9]);
+        }
+        assert_eq!((owned[0], owned[PAGE_BYTES], owned[2 * PAGE_BYTES]), (9, 0, 0));
+        owned[PAGE_BYTES] = 5;
+        let mut byte = [0];
+        others.view(2 * PAGE_BYTES, 1).take(&mut byte);
+        assert_eq!((byte, owned[PAGE_BYTES]), ([9], 5));
+    }
+
+    #[test]
+    fn only_pages_that_have_nothing_else_have_a_place() {
+        let memory = create(4 * PAGE_BYTES).unwrap();
+        commit(&memory, 0..4 * PAGE_BYTES).unwrap();
+        let owned = Owned::<u8>::map(&memory, 0, 3 * PAGE_BYTES + 5).unwrap();
+        let (part, start) = (owned.part(), owned.as_ptr() as usize);
+        assert_eq!(part.place(start, 3 * PAGE_BYTES + 5), Some(0));
+        assert_eq!(part.place(start + PAGE_BYTES, PAGE_BYTES), Some(PAGE_BYTES));
+        assert_eq!(part.place(start + PAGE_BYTES, 2 * PAGE_BYTES + 5), Some(PAGE_BYTES));
+        for (at, bytes) in [(1, PAGE_BYTES), (0, 100), (0, 3 * PAGE_BYTES + 6), (4 * PAGE_BYTES, 1)] {
+            assert_eq!(part.place(start + at, bytes), None, "{bytes} at {at}");
+        }
+        assert_eq!(part.place(start - 1, 10), None);
+    }
+}
