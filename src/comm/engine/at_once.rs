@@ -119,7 +119,7 @@ impl Engine {
         let (from, call) = (*from, *call);
         let told = told_of_message(layout::Operation::Recv, Some(from), call, limit.made());
         let mut step = None;
-        let mut attempts = Attempts::new(self);
+        let mut attempts = Attempts::new(self, 1);
         let ours = &self.settings.credentials;
         let mut received = self.peers[from].messages.recv_direct(ours, &self.open, call, lent);
         while let Ok(state @ (Received::Nothing | Received::Part(_))) = received {
@@ -158,7 +158,7 @@ impl Engine {
 
     /// Moves messages with a peer until an operation is done, or it would have to wait.
     fn attend(&mut self, peer: usize, ticket: Arc<Ticket>) -> AtOnce {
-        let mut attempts = Attempts::new(self);
+        let mut attempts = Attempts::new(self, 1);
         loop {
             if let Some(outcome) = ticket.take() {
                 return AtOnce::Done(outcome);
@@ -204,7 +204,7 @@ impl Engine {
         let mut small = node.begin_small(call, seq, lent);
         // The others first: they wait while this is recorded.
         let step = self.record_small(*call, &small, limit.made());
-        let mut patience = Attempts::new(self);
+        let mut patience = Attempts::new(self, self.beside.len());
         let Some(node) = &mut self.node else { return Tried::Not };
         loop {
             match node.meet_small(&mut small) {
@@ -225,7 +225,7 @@ impl Engine {
     fn large_at_once(&mut self, mut run: Run, limit: Limit) -> AtOnce {
         let mut turned = run.turn(&mut self.peers, self.node.as_mut());
         let step = self.record_collective(&run, limit.made());
-        let mut patience = Attempts::new(self);
+        let mut patience = Attempts::new(self, self.beside.len());
         let error = loop {
             match turned {
                 Ok(_) if run.is_finished() => {
@@ -264,8 +264,9 @@ struct Attempts {
 }
 
 impl Attempts {
-    fn new(engine: &Engine) -> Self {
-        Self { patience: Patience::brief(engine.settings.crowd), turns: 0, vain: 0 }
+    /// To wait for so many ranks.
+    fn new(engine: &Engine, others: usize) -> Self {
+        Self { patience: Patience::brief(engine.settings.crowd, others), turns: 0, vain: 0 }
     }
 
     /// Waits for a moment if nothing `moved`; whether to try again.

@@ -23,6 +23,7 @@ const SHARED: u32 = 16;
 
 /// Of an attempt to be through with a call before it becomes an operation: attempts that only look again, and yields.
 const BRIEF_SPINS: u32 = 1000;
+const PAIR_SPINS: u32 = 100;
 const BRIEF_YIELDS: u32 = 64;
 const BRIEF_VAIN_YIELDS: u32 = 10;
 
@@ -75,9 +76,13 @@ impl Patience {
         Self::of(crowd, Limits { spins, yields: YIELDS, vain })
     }
 
-    /// For one call that is hoped to be over soon: in place of sleeping it becomes an operation.
-    pub(super) fn brief(crowd: Crowd) -> Self {
+    /// For one call that is hoped to be over soon: in place of sleeping it becomes an operation. It waits for `others`
+    /// ranks: a single one may well be on another core, however many there are.
+    pub(super) fn brief(crowd: Crowd, others: usize) -> Self {
         let limits = match crowd {
+            Crowd::Cores if others == 1 => {
+                Limits { spins: PAIR_SPINS, yields: BRIEF_YIELDS, vain: BRIEF_VAIN_YIELDS }
+            }
             Crowd::No => Limits { spins: BRIEF_SPINS, yields: 0, vain: 0 },
             Crowd::Cores => Limits { spins: 0, yields: BRIEF_YIELDS, vain: BRIEF_VAIN_YIELDS },
             Crowd::Apart => Limits { spins: 0, yields: APART_VAIN_YIELDS, vain: APART_VAIN_YIELDS },
@@ -194,10 +199,11 @@ mod tests {
         let mut patience = Patience::new(Crowd::Cores);
         assert_eq!(until_sleep(&mut patience, SWITCHED), (0, YIELDS));
         assert_eq!(until_sleep(&mut patience, VAIN), (0, CROWDED_VAIN_YIELDS));
-        let mut brief = Patience::brief(Crowd::Cores);
+        let mut brief = Patience::brief(Crowd::Cores, 3);
         assert_eq!(until_sleep(&mut brief, SWITCHED), (0, BRIEF_YIELDS));
         assert_eq!(until_sleep(&mut brief, VAIN), (0, BRIEF_VAIN_YIELDS));
-        assert_eq!(until_sleep(&mut Patience::brief(Crowd::No), VAIN), (BRIEF_SPINS, 0));
+        assert_eq!(until_sleep(&mut Patience::brief(Crowd::Cores, 1), SWITCHED), (PAIR_SPINS, BRIEF_YIELDS));
+        assert_eq!(until_sleep(&mut Patience::brief(Crowd::No, 3), VAIN), (BRIEF_SPINS, 0));
         assert_eq!(until_sleep(&mut Patience::new(Crowd::Apart), VAIN), (0, APART_VAIN_YIELDS));
     }
 }

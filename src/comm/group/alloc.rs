@@ -70,7 +70,7 @@ impl Group {
         allocations: &Allocations,
         len: usize,
         bytes: usize,
-    ) -> Result<Option<(Owned<T>, Arc<Allocation>)>, CommError> {
+    ) -> Result<Option<Made<T>>, CommError> {
         let (rank, mut all) = (self.rank(), vec![0; self.size()]);
         self.all_gather(&[bytes as u64], &mut all)?;
         let Some((regions, total)) = handout::regions(&all) else {
@@ -141,6 +141,9 @@ impl Group {
     }
 }
 
+/// What a rank has of memory that all have made.
+type Made<T> = (Owned<T>, Arc<Allocation>);
+
 /// Number of an allocation, regions of all ranks, bytes in all.
 type Plan = (u64, Vec<std::ops::Range<usize>>, usize);
 
@@ -149,7 +152,7 @@ fn map<T: Element>(
     (id, regions, total): Plan,
     rank: usize,
     len: usize,
-) -> io::Result<(Owned<T>, Arc<Allocation>)> {
+) -> io::Result<Made<T>> {
     let all = Segment::map(memory, total)?;
     let owned = Owned::map(memory, regions[rank].start, len)?;
     let own = Arc::clone(owned.part());

@@ -22,7 +22,7 @@ fn same_as_in_own_memory<T: Sample>(world: usize) {
     let differ = common::ranks(world, |group| {
         let mut shared = group.alloc::<T>(LEN).unwrap();
         assert!(shared.is_shared() && shared.len() == LEN && shared.iter().all(|x| *x == T::of(0)));
-        let mut own = vec![T::of(0); LEN];
+        let mut own: Vec<T> = shared.to_vec();
         let page = 4096 / size_of::<T>();
         // All of it; whole pages of it; what begins or ends within a page, and so goes the other way.
         for (round, range) in
