@@ -9,6 +9,8 @@ What stands between `<!-- bench:NAME -->` and `<!-- end -->` is written anew, th
   launch machine, launch                      when and where; the table, from RESULTS/launch/launch.csv
   collectives machine, collectives            when and where; convoke's times, from RESULTS/collectives/raw.csv
   collectives SYSTEM                          SYSTEM against convoke, such as `collectives openmpi:tcp`
+  memory machine, memory, memory SYSTEM       the same in shared memory, from RESULTS/memory/raw.csv; `the better MPI:shm` is one
+  memory alloc                                all_reduce in memory of Group::alloc against the better MPI
   train hosts, train loopback                 when and where, table and timeline, from RESULTS/train-hosts and so on
 
 A table whose benchmark has not run, or not with that peer, is left alone and named on stderr.
@@ -27,7 +29,9 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "col
 import table  # noqa: E402
 
 MARKED = re.compile(r"(<!-- bench:([^\n]*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-NAMES = {"openmpi:tcp": "Open MPI", "torch-gloo:tcp": "gloo"}
+NAMES = {"openmpi:tcp": "Open MPI", "torch-gloo:tcp": "gloo", "the better MPI:shm": "The better of Open MPI and MPICH in each cell"}
+# What is measured and compared, and not shown on its own.
+UNUSED = {"collectives the better MPI:tcp", "memory openmpi:shm", "memory mpich:shm", "memory convoke-alloc:shm"}
 # Title, test, metric.
 LAUNCH = [
     ("from exec to the first worker's first instruction, ms", "start", "first worker"),
@@ -89,13 +93,18 @@ def blocks(results):
     if os.path.exists(f"{folder}/launch.csv"):
         found["launch machine"] = [noted(folder, "launch.csv")]
         found["launch"] = launch(f"{folder}/launch.csv")
-    folder = f"{results}/collectives"
-    if os.path.exists(f"{folder}/raw.csv"):
-        tables = table.Results(folder)
-        found["collectives machine"] = [noted(folder, "raw.csv")]
-        found["collectives"] = tables.own()
+    for name, candidate in (("collectives", "convoke:tcp"), ("memory", "convoke:shm")):
+        folder = f"{results}/{name}"
+        if not os.path.exists(f"{folder}/raw.csv"):
+            continue
+        tables = table.Results(folder, candidate)
+        found[f"{name} machine"] = [noted(folder, "raw.csv")]
+        found[name] = tables.own()
         for peer in tables.peers:
-            found[f"collectives {peer}"] = [f"{NAMES.get(peer, peer)}, {tables.rounds(peer)} rounds:", "", *tables.against(peer)]
+            found[f"{name} {peer}"] = [f"{NAMES.get(peer, peer)}, {tables.rounds(peer)} rounds:", "", *tables.against(peer)]
+        if name == "memory":
+            tables = table.Results(folder, "convoke-alloc:shm", ["all_reduce"])
+            found["memory alloc"] = [*tables.own(), "", *tables.against("the better MPI:shm")]
     for place in ("hosts", "loopback"):
         folder = f"{results}/train-{place}"
         if os.path.exists(f"{folder}/table.md"):
@@ -123,7 +132,7 @@ def main():
     known, found = {match[2] for match in MARKED.finditer(text)}, blocks(o.results)
     for name in sorted(known - set(found)):
         print(f"report: no results for `{name}`: left as it is", file=sys.stderr)
-    for name in sorted(set(found) - known):
+    for name in sorted(set(found) - known - UNUSED):
         print(f"report: {o.document} has no place for `{name}`", file=sys.stderr)
     write = lambda match: "".join([match[1], "\n", *(f"{line}\n" for line in found[match[2]]), "\n", match[4]])
     text = MARKED.sub(lambda match: write(match) if match[2] in found else match[0], text)

@@ -3,7 +3,7 @@
 
   table.py OUT [CANDIDATE]      OUT: the folder with raw.csv; CANDIDATE: convoke:tcp if not given
 
-One table for each peer: its p50 over the candidate's of the same round, median over the rounds (above 1 the candidate
+One table for each peer, and for the better of several MPIs with one transport: its p50 over the candidate's of the same round, median over the rounds (above 1 the candidate
 is faster), by collective, ranks and bytes; and one with the candidate's own times. Below each: geometric means, and
 the cells below 0.95.
 """
@@ -46,14 +46,26 @@ def short(number):
 class Results:
     """What one folder holds, as tables."""
 
-    def __init__(self, out, candidate="convoke:tcp"):
-        self.results, self.candidate = read(f"{out}/raw.csv"), candidate
+    def __init__(self, out, candidate="convoke:tcp", collectives=None):
+        results = read(f"{out}/raw.csv")
+        self.results = {key: value for key, value in results.items() if not collectives or key[0] in collectives}
+        self.candidate = candidate
         order = list(dict.fromkeys(key[0] for key in self.results))
         self.keys = sorted(self.results, key=lambda key: (order.index(key[0]), key[1], key[2]))
         # A barrier has no bytes: it stands in the first column.
         self.sizes = sorted({bytes_ for _, _, bytes_ in self.results if bytes_}) or [0]
+        self.better_mpi()
         self.peers = [system for system in dict.fromkeys(system for systems in self.results.values() for system in systems)
                       if system != candidate]
+
+    def better_mpi(self):
+        """Adds the better of two MPIs in each cell and round, by transport, as a peer of its own."""
+        for systems in self.results.values():
+            for transport in ("shm", "tcp"):
+                both = [systems[f"{mpi}:{transport}"] for mpi in ("openmpi", "mpich") if f"{mpi}:{transport}" in systems]
+                if len(both) == 2:
+                    turns = set(both[0]) & set(both[1])
+                    systems[f"the better MPI:{transport}"] = {turn: min(mpi[turn] for mpi in both) for turn in turns}
 
     def column(self, bytes_):
         return bytes_ or self.sizes[0]
@@ -64,7 +76,7 @@ class Results:
         for key in self.keys:
             if times := self.results[key].get(self.candidate):
                 cells[key[:2]][self.column(key[2])] = short(statistics.median(times.values()))
-        return table("convoke, µs", cells, self.sizes)
+        return table(f"{self.candidate.split(':')[0]}, µs", cells, self.sizes)
 
     def against(self, peer):
         """Lines of the table of a peer's times over the candidate's, and of what follows from it."""
@@ -81,7 +93,8 @@ class Results:
         low = sorted((ratio, *key) for key, ratio in ratios.items() if ratio < 0.95)
         low = ", ".join(f"{collective} {size(bytes_)} at {ranks} ({ratio:.2f})" for ratio, collective, ranks, bytes_ in low)
         count = sum(ratio < 0.95 for ratio in ratios.values())
-        return [*table(f"{peer} / convoke", cells, self.sizes), "", f"Geometric means: {means}.", "",
+        name = peer.replace("the better MPI:", "the better MPI, ")
+        return [*table(f"{name} / {self.candidate.split(':')[0]}", cells, self.sizes), "", f"Geometric means: {means}.", "",
                 f"Of {len(ratios)} cells {count} are below 0.95: {low or 'none'}."]
 
     def rounds(self, peer):
