@@ -118,13 +118,14 @@ impl Engine {
         let Some(Operation::Recv { from: Some(from), call, lent }) = operation else { return None };
         let (from, call) = (*from, *call);
         let told = told_of_message(layout::Operation::Recv, Some(from), call, limit.made());
-        let mut step = None;
+        let (mut step, mut done) = (None, 0);
         let mut attempts = Attempts::new(self, 1);
         let ours = &self.settings.credentials;
         let mut received = self.peers[from].messages.recv_direct(ours, &self.open, call, lent);
         while let Ok(state @ (Received::Nothing | Received::Part(_))) = received {
             step.get_or_insert_with(|| self.settings.flight.begin(told));
-            if !attempts.go_on(false) {
+            let come = if let Received::Part(come) = state { come } else { 0 };
+            if !attempts.go_on(come > std::mem::replace(&mut done, come)) {
                 break;
             }
             let mailbox = &mut self.peers[from].messages;

@@ -2,9 +2,10 @@
 //!
 //! ```text
 //! meeting ─► segment, layout       memory that all of them have
-//! program ─► run ─► segment        collectives: what a rank does, step by step, and doing it
+//! program ─► run, small ─► moves   collectives: what a rank does, step by step; doing it, also at once; copies and sums
 //!            ring ─► segment       a way for bytes, in the place of a connection
 //!            bells                 waking who sleeps
+//! handout ─► allocations ─► part   memory of programs that all of them reach
 //! ```
 //!
 //! Control connections stay: they say who has died, left or given up. So memory holds data and counters only, and what
