@@ -157,20 +157,23 @@ fn a_rank_may_be_killed_at_any_moment() {
     let moments =
         whole[0].as_deref().and_then(|said| said.split("after ").nth(1)?.split(' ').next()?.parse().ok());
     let moments: u64 = moments.unwrap_or_else(|| panic!("{whole:?}"));
-    let mut ends = BTreeMap::new();
-    for kill in 0..kills {
+    let (mut ends, mut killed, mut runs) = (BTreeMap::new(), 0, 0);
+    while killed < kills {
         // As often in the moments in which a group forms as in all others together would be too often.
-        let moment = if kill % 8 == 0 { below(40) } else { below(moments) };
+        let moment = if runs % 8 == 0 { below(40) } else { below(moments) };
         let victim = below(WORLD as u64) as usize;
         let ended = run(victim, Some(moment));
         let through = ended.iter().flatten().filter(|said| said.contains("through")).count();
-        let what = if ended[victim].is_some() { "victims that came through" } else { "killed" };
-        *ends.entry((what, through)).or_insert(0) += 1;
+        // It may come through with fewer moments than others.
+        let was_killed = ended[victim].is_none();
+        killed += u64::from(was_killed);
+        runs += 1;
+        *ends.entry((was_killed, through)).or_insert(0) += 1;
+        assert!(runs < 3 * kills, "{ends:?} of {moments} moments");
     }
-    for ((what, through), times) in &ends {
+    for ((was_killed, through), times) in &ends {
+        let what = if *was_killed { "killed" } else { "not reached" };
         println!("{what}: {times} times, {through} ranks through");
     }
-    let killed: u64 = ends.iter().filter(|((what, _), _)| *what == "killed").map(|(_, times)| times).sum();
-    assert!(killed > kills / 2, "{ends:?} of {moments} moments");
     assert_eq!(sockets(), before);
 }
