@@ -50,8 +50,7 @@ impl Group {
         self.inner.check_caller()?;
         let bytes = len.checked_mul(size_of::<T>()).filter(|&bytes| isize::try_from(bytes).is_ok());
         let Some(bytes) = bytes else {
-            let what = format!("alloc of {len} elements of {}: there is no such memory", T::DTYPE);
-            return Err(CommError::InvalidArgument(what));
+            return Err(too_much::<T>(len));
         };
         let shared = match &self.inner.memory {
             Some(allocations) => self.in_parts().share::<T>(allocations, len, bytes)?,
@@ -159,12 +158,15 @@ fn map<T: Element>(
     Ok((owned, Arc::new(Allocation { id, all, regions, own })))
 }
 
+fn too_much<T: Element>(len: usize) -> CommError {
+    CommError::InvalidArgument(format!("alloc of {len} elements of {}: there is no such memory", T::DTYPE))
+}
+
 fn zeros<T: Element>(len: usize) -> Result<Vec<T>, CommError> {
     let mut elements = Vec::new();
     let refused = elements.try_reserve_exact(len).is_err();
     if refused {
-        let what = format!("alloc of {len} elements of {}: there is no such memory", T::DTYPE);
-        return Err(CommError::InvalidArgument(what));
+        return Err(too_much::<T>(len));
     }
     elements.resize_with(len, T::zero);
     Ok(elements)

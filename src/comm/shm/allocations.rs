@@ -37,7 +37,7 @@ pub(super) struct Told {
     pub(super) at: u64,
 }
 
-/// A rank's own elements, which it lets others write to until it has [taken them back](Self::take_back).
+/// A rank's own elements, which it lets others write to until the call is over on all ranks.
 #[derive(Debug)]
 pub(super) struct Offer {
     allocation: Arc<Allocation>,

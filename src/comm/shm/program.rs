@@ -216,16 +216,14 @@ impl Program {
         if self.is_small() {
             each(Step::Claim);
             self.give_all(each);
-            each(Step::Announce);
-            self.sources().map(Step::Meet).into_iter().for_each(&mut *each);
+            self.meet(each);
             self.read_all(each);
             return false;
         }
         match index.checked_sub(1) {
             None => {
                 each(Step::Claim);
-                each(Step::Announce);
-                self.sources().map(Step::Meet).into_iter().for_each(&mut *each);
+                self.meet(each);
                 if self.may_be_direct() {
                     each(Step::Decide);
                 } else {
@@ -239,6 +237,14 @@ impl Program {
                 true
             }
             Some(index) => self.round(index - u64::from(self.may_be_direct()), each),
+        }
+    }
+
+    /// Says that this rank has made the call, and waits for those that it gets anything from.
+    fn meet(&self, each: &mut impl FnMut(Step)) {
+        each(Step::Announce);
+        if let Some(whom) = self.sources() {
+            each(Step::Meet(whom));
         }
     }
 
