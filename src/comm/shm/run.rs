@@ -51,32 +51,12 @@ impl Run {
         lent: Lent<'static>,
         kernel: Option<Kernel>,
     ) -> Self {
-        let row = Row::new(lent, kernel, call.dtype.size_bytes(), &Plan::default());
         let program = node.program(&call);
-        let (number, base, header) = node.count(&call, seq, program.rounds());
-        let offer = row.whole().filter(|_| program.may_be_direct());
-        let offer = offer.and_then(|(address, bytes)| node.allocations.offer(address, bytes));
-        Self {
-            call,
-            seq,
-            row,
-            program,
-            number,
-            base,
-            header,
-            batch: 0,
-            steps: std::mem::take(&mut node.steps),
-            at: 0,
-            more: true,
-            met: 0,
-            finished: false,
-            broken: false,
-            offer,
-            direct: None,
-            waits: Waits::new(),
-            given: 0,
-            taken: 0,
-        }
+        let numbered = node.count(&call, seq, program.rounds());
+        let mut run = Self::with(node, (call, seq), (lent, kernel), program, numbered);
+        let offered = run.row.whole().filter(|_| run.program.may_be_direct());
+        run.offer = offered.and_then(|(address, bytes)| node.allocations.offer(address, bytes));
+        run
     }
 
     /// The rest of a call that was begun as a small one; `broken` if its results cannot be taken.
@@ -88,29 +68,42 @@ impl Run {
         kernel: Option<Kernel>,
         broken: bool,
     ) -> Self {
-        let row = Row::new(lent, kernel, call.dtype.size_bytes(), &Plan::default());
-        let mut steps = std::mem::take(&mut node.steps);
-        let more = small.program.batch(0, &mut steps);
-        let begun = steps.iter().position(|step| *step == Step::Announce);
+        let numbered = (small.number, small.base, small.header);
+        let mut run = Self::with(node, (call, small.seq), (lent, kernel), small.program.clone(), numbered);
+        run.more = run.program.batch(0, &mut run.steps);
+        run.batch = 1;
+        let announced = run.steps.iter().position(|step| *step == Step::Announce);
+        run.at = announced.map_or(0, |index| index + 1);
+        (run.given, run.broken) = (small.given as u64, broken);
+        run
+    }
+
+    fn with(
+        node: &mut Node,
+        (call, seq): (Call, u64),
+        (lent, kernel): (Lent<'static>, Option<Kernel>),
+        program: Program,
+        (number, base, header): (u32, u64, Header),
+    ) -> Self {
         Self {
+            row: Row::new(lent, kernel, call.dtype.size_bytes(), &Plan::default()),
             call,
-            seq: small.seq,
-            row,
-            program: small.program.clone(),
-            number: small.number,
-            base: small.base,
-            header: small.header,
-            batch: 1,
-            at: begun.map_or(0, |index| index + 1),
-            steps,
-            more,
+            seq,
+            program,
+            number,
+            base,
+            header,
+            batch: 0,
+            steps: std::mem::take(&mut node.steps),
+            at: 0,
+            more: true,
             met: 0,
             finished: false,
-            broken,
+            broken: false,
             offer: None,
             direct: None,
             waits: Waits::new(),
-            given: small.given as u64,
+            given: 0,
             taken: 0,
         }
     }
