@@ -260,15 +260,16 @@ impl Group {
         }
         let Some(shared) = &self.inner.shared else { return };
         // Of who comes between the two, the engine knows that it has left.
-        let _ = shared.call(Operation::Leave, Limit::from(Duration::MAX));
+        let _ = shared.call(&mut Some(Operation::Leave), Limit::from(Duration::MAX));
         shared.close(|_| {});
     }
 
     /// Carries out an operation and waits for it.
-    fn carry_out(&self, prepared: Option<Operation<'_>>) -> Result<Option<Envelope>, CommError> {
-        match (prepared, &self.inner.shared) {
-            (Some(operation), Some(shared)) => shared.call(operation, self.limit()),
-            (None, _) | (_, None) => Ok(None),
+    #[inline]
+    fn carry_out(&self, mut prepared: Option<Operation<'_>>) -> Result<Option<Envelope>, CommError> {
+        match &self.inner.shared {
+            Some(shared) if prepared.is_some() => shared.call(&mut prepared, self.limit()),
+            _ => Ok(None),
         }
     }
 

@@ -11,7 +11,7 @@ use convoke_env::flight::layout;
 use super::core::Engine;
 use super::messages::direct::{Received, Sent};
 use super::patience::{Patience, Step};
-use super::recording::told_of_message;
+use super::recording::{told_of_message, told_of_small};
 use super::run::{Run, RunError};
 use super::state::Collective;
 use super::ticket::{Limit, Outcome, Ticket};
@@ -203,23 +203,30 @@ impl Engine {
         let seq = self.number(*call);
         let Some(node) = &mut self.node else { return Tried::Not };
         let mut small = node.begin_small(call, seq, lent);
-        // The others first: they wait while this is recorded.
-        let step = self.record_small(*call, &small, limit.made());
         let mut patience = Attempts::new(self, self.beside.len());
+        let flight = &self.settings.flight;
+        let told = told_of_small(*call, &small, limit.made());
         let Some(node) = &mut self.node else { return Tried::Not };
-        loop {
+        // Recorded while the others are waited for; at the end if that need not be.
+        let mut step = None;
+        let error = loop {
             match node.meet_small(&mut small) {
-                Ok(true) => break,
-                Ok(false) if patience.go_on(false) => {}
-                Ok(false) => return Tried::Begun(Box::new(Rest { small, step, error: None })),
-                Err(error) => return Tried::Begun(Box::new(Rest { small, step, error: Some(error) })),
+                Ok(true) => break node.end_small(&small, lent, kernel.as_ref()).err(),
+                Ok(false) => {}
+                Err(error) => break Some(error),
             }
-        }
-        if let Err(error) = node.end_small(&small, lent, kernel.as_ref()) {
-            return Tried::Begun(Box::new(Rest { small, step, error: Some(error) }));
+            step.get_or_insert_with(|| flight.begin(told));
+            if !patience.go_on(false) {
+                let step = step.unwrap_or_else(|| flight.begin(told));
+                return Tried::Begun(Box::new(Rest { small, step, error: None }));
+            }
+        };
+        if error.is_some() {
+            let step = step.unwrap_or_else(|| flight.begin(told));
+            return Tried::Begun(Box::new(Rest { small, step, error }));
         }
         moment("moved", seq, 0);
-        step.end(true);
+        step.map_or_else(|| flight.done(told), |step| step.end(true));
         Tried::Done
     }
 

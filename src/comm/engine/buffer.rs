@@ -15,7 +15,7 @@ use crate::dtype::{Dtype, Element};
 ///
 /// While a value exists, its memory is there and nobody but the thread that drives the engine touches it
 /// (writes it, where it was lent to be read only): that is what the borrows for `'a` say, and what whoever
-/// gives up the lifetime with [`Self::outliving`] promises.
+/// gives up the lifetime ([`Operation::outliving`](super::Operation::outliving)) promises.
 #[derive(Debug, Default)]
 pub(crate) struct Lent<'a> {
     /// In the order of the row; they do not overlap.
@@ -139,11 +139,9 @@ impl<'a> Lent<'a> {
 
 #[allow(unsafe_code)]
 impl Lent<'_> {
-    /// The same, though nothing says any more that the memory is there.
-    ///
     /// # Safety
-    /// Until this is dropped the memory stays valid, as it was borrowed for: nothing else touches what was
-    /// lent to be filled, nothing writes what was lent to be read.
+    /// As [`Operation::outliving`](super::Operation::outliving).
+    #[cfg(test)]
     pub(crate) unsafe fn outliving(self) -> Lent<'static> {
         let Self { parts, copies, scratch, bools, .. } = self;
         Lent { parts, copies, scratch, bools, borrowed: PhantomData }

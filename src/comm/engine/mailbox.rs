@@ -5,7 +5,9 @@ use std::os::fd::{AsFd, BorrowedFd};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
 use super::Task;
-use super::sync::{AtomicBool, Mutex, MutexGuard, Ordering, PoisonError, Thread, current, fence};
+use super::sync::{
+    AtomicBool, AtomicUsize, Mutex, MutexGuard, Ordering, PoisonError, Thread, current, fence,
+};
 
 /// Wakes a driver that sleeps.
 pub(crate) trait Bell {
@@ -21,14 +23,17 @@ impl Bell for EventFd {
 #[derive(Debug)]
 pub(crate) struct Mailbox<T = Task, B = EventFd> {
     letters: Mutex<Letters<T>>,
-    /// Whether `letters` holds tasks or an abort: saves the driver the lock.
-    flag: AtomicBool,
-    /// Whether it holds threads that wait for the seat: saves who leaves it the lock.
-    queued: AtomicBool,
+    /// What `letters` holds, which saves the lock: tasks or an abort ([`LETTERS`]), threads that wait for the seat
+    /// ([`QUEUED`]). Above these bits: how often the seat was left.
+    notes: AtomicUsize,
     /// Whether the driver sleeps and the bell must be rung.
     asleep: AtomicBool,
     bell: B,
 }
+
+const LETTERS: usize = 1;
+const QUEUED: usize = 2;
+const LEFT: usize = 4;
 
 #[derive(Debug)]
 pub(super) struct Letters<T> {
@@ -55,8 +60,8 @@ impl Mailbox {
 impl<T, B: Bell> Mailbox<T, B> {
     pub(super) fn with_bell(bell: B) -> Self {
         let letters = Letters { tasks: Vec::new(), abort: None, waiting: Vec::new() };
-        let [flag, queued, asleep] = [(); 3].map(|()| AtomicBool::new(false));
-        Self { letters: Mutex::new(letters), flag, queued, asleep, bell }
+        let (notes, asleep) = (AtomicUsize::new(0), AtomicBool::new(false));
+        Self { letters: Mutex::new(letters), notes, asleep, bell }
     }
 
     pub(super) fn letters(&self) -> MutexGuard<'_, Letters<T>> {
@@ -66,7 +71,7 @@ impl<T, B: Bell> Mailbox<T, B> {
     /// Leaves something for the driver.
     pub(super) fn post(&self, write: impl FnOnce(&mut Letters<T>)) {
         write(&mut self.letters());
-        self.flag.store(true, Ordering::SeqCst);
+        self.notes.fetch_or(LETTERS, Ordering::SeqCst);
         self.rouse();
     }
 
@@ -81,12 +86,12 @@ impl<T, B: Bell> Mailbox<T, B> {
 
     /// Whether anything was left that nobody has taken.
     pub(super) fn has_letters(&self) -> bool {
-        self.flag.load(Ordering::SeqCst)
+        self.notes.load(Ordering::SeqCst) & LETTERS != 0
     }
 
     /// Tasks and the reason of an abort, if any came.
     pub(super) fn collect(&self) -> Option<(Vec<T>, Option<String>)> {
-        if !self.flag.load(Ordering::Relaxed) || !self.flag.swap(false, Ordering::SeqCst) {
+        if !self.has_letters() || self.notes.fetch_and(!LETTERS, Ordering::SeqCst) & LETTERS == 0 {
             return None;
         }
         let mut letters = self.letters();
@@ -98,31 +103,37 @@ impl<T, B: Bell> Mailbox<T, B> {
     pub(super) fn fall_asleep(&self, wanted: impl FnOnce() -> bool) -> bool {
         self.asleep.store(true, Ordering::SeqCst);
         fence(Ordering::SeqCst);
-        !self.flag.load(Ordering::SeqCst) && !wanted()
+        !self.has_letters() && !wanted()
     }
 
     pub(super) fn wake(&self) {
         self.asleep.store(false, Ordering::SeqCst);
     }
 
-    /// Has this thread woken when the seat is free. It must look once more after this: it may be free already.
+    /// Has this thread woken when the seat is free. It must look once more after this: it may be free already. (If who
+    /// has left it did not see the note, it changed it before this thread did, which so sees the seat free.)
     pub(super) fn queue(&self) {
-        let mut letters = self.letters();
-        letters.waiting.push(current());
-        self.queued.store(true, Ordering::SeqCst);
-        drop(letters);
-        // Together with that of who leaves the seat: either that one sees us waiting, or we see the seat free.
-        fence(Ordering::SeqCst);
+        self.letters().waiting.push(current());
+        self.notes.fetch_or(QUEUED, Ordering::SeqCst);
     }
 
-    /// Wakes the threads that wait for the seat. Who has just left it has a fence between the two.
-    pub(super) fn call_next(&self) {
-        if self.queued.load(Ordering::Relaxed) {
-            let mut letters = self.letters();
-            self.queued.store(false, Ordering::SeqCst);
-            let waiting = std::mem::take(&mut letters.waiting);
-            drop(letters);
-            waiting.iter().for_each(Thread::unpark);
+    /// Tells that the seat is free: wakes the threads that wait for it. Whether there are letters that nobody has
+    /// taken: from now on who leaves one finds the seat free.
+    pub(super) fn leave(&self) -> bool {
+        // Always a change, which costs less than a fence.
+        let notes = self.notes.fetch_add(LEFT, Ordering::SeqCst);
+        if notes & QUEUED != 0 {
+            self.call_next();
         }
+        notes & LETTERS != 0
+    }
+
+    #[cold]
+    fn call_next(&self) {
+        let mut letters = self.letters();
+        self.notes.fetch_and(!QUEUED, Ordering::SeqCst);
+        let waiting = std::mem::take(&mut letters.waiting);
+        drop(letters);
+        waiting.iter().for_each(Thread::unpark);
     }
 }

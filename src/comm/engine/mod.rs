@@ -126,21 +126,22 @@ impl Shared {
         Self::of(engine, mailbox)
     }
 
-    /// Carries out an operation and waits for it.
-    pub(crate) fn call(&self, operation: Operation<'_>, limit: Limit) -> Outcome {
+    /// Carries out an operation, which it takes, and waits for it.
+    pub(crate) fn call(&self, operation: &mut Option<Operation<'_>>, limit: Limit) -> Outcome {
         // SAFETY: the borrows last until this function returns, and it returns only with the outcome. It does not
         // unwind before: what is not ours and may panic, callbacks and user's reductions, is caught or runs with
         // the seat, whose poison makes the next driver forget all tasks.
         #[allow(unsafe_code)]
-        let mut operation = Some(unsafe { operation.outliving() });
-        match self.if_free(|engine| engine.at_once(&mut operation, limit)).flatten() {
+        let operation = unsafe { Operation::outliving(operation) };
+        match self.if_free(|engine| engine.at_once(operation, limit)).flatten() {
             Some(AtOnce::Done(outcome)) => return outcome,
             Some(AtOnce::Begun(ticket)) => return self.outcome(&ticket),
             None => {}
         }
         let ticket = Arc::new(Ticket::new(limit));
-        if let Some(operation) = operation {
-            self.post(Task { operation, ticket: Arc::clone(&ticket) });
+        match operation.take() {
+            Some(operation) => self.post(Task { operation, ticket: Arc::clone(&ticket) }),
+            None => return Ok(None),
         }
         self.outcome(&ticket)
     }
@@ -165,7 +166,7 @@ impl Shared {
     pub(crate) fn look(&self) -> Presence {
         let into = Arc::new(Mutex::default());
         // Done by whoever drives next.
-        let _ = self.call(Operation::Look(Arc::clone(&into)), Limit::from(Duration::MAX));
+        let _ = self.call(&mut Some(Operation::Look(Arc::clone(&into))), Limit::from(Duration::MAX));
         std::mem::take(&mut *into.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
@@ -189,28 +190,23 @@ impl Shared {
     /// What `operation` borrows stays borrowed until `ticket` is done.
     #[allow(unsafe_code)]
     pub(crate) unsafe fn begin(&self, operation: Operation<'_>, ticket: &Arc<Ticket>) {
+        let mut operation = Some(operation);
         // SAFETY: passed on to the caller.
-        let operation = unsafe { operation.outliving() };
-        self.post(Task { operation, ticket: Arc::clone(ticket) });
+        if let Some(operation) = unsafe { Operation::outliving(&mut operation) }.take() {
+            self.post(Task { operation, ticket: Arc::clone(ticket) });
+        }
     }
 }
 
 impl Operation<'_> {
+    /// The same, though nothing says any more that its memory is there.
+    ///
     /// # Safety
-    /// As [`Lent::outliving`].
+    /// Until what is taken from it is dropped its memory stays valid, as it was borrowed for: nothing else touches what
+    /// was lent to be filled, nothing writes what was lent to be read. Nothing else is put there.
     #[allow(unsafe_code)]
-    unsafe fn outliving(self) -> Operation<'static> {
-        // SAFETY: passed on to the caller.
-        let outliving = |lent: Lent<'_>| unsafe { lent.outliving() };
-        match self {
-            Self::Collective { call, way, lent, kernel } => {
-                Operation::Collective { call, way, lent: outliving(lent), kernel }
-            }
-            Self::Send { to, call, lent } => Operation::Send { to, call, lent: outliving(lent) },
-            Self::Recv { from, call, lent } => Operation::Recv { from, call, lent: outliving(lent) },
-            Self::Probe { from, call, wait } => Operation::Probe { from, call, wait },
-            Self::Look(into) => Operation::Look(into),
-            Self::Leave => Operation::Leave,
-        }
+    unsafe fn outliving<'a>(operation: &'a mut Option<Self>) -> &'a mut Option<Operation<'static>> {
+        // SAFETY: types that differ in a lifetime alone are laid out alike. The rest is passed on to the caller.
+        unsafe { &mut *std::ptr::from_mut(operation).cast() }
     }
 }

@@ -31,22 +31,6 @@ impl Engine {
         self.settings.flight.begin(told)
     }
 
-    /// A small call in memory has come, and nothing is before it.
-    pub(super) fn record_small(&self, call: Call, small: &Small, at: Instant) -> Step {
-        let (to_send_bytes, to_receive_bytes) = small.volume();
-        self.settings.flight.begin(Told {
-            operation: layout::Operation::Collective,
-            call,
-            at,
-            seq: small.seq,
-            algorithm: Some(Algorithm::Memory),
-            peer: None,
-            to_receive_bytes,
-            to_send_bytes,
-            queued: false,
-        })
-    }
-
     /// If it is about a message: it has come. Questions that are answered at once are not recorded.
     pub(super) fn record_message(&self, operation: &Operation<'_>, ticket: &Ticket) {
         let (kind, peer, call) = match *operation {
@@ -103,6 +87,22 @@ pub(super) fn told_of_message(
         peer,
         to_receive_bytes: bytes(layout::Operation::Recv),
         to_send_bytes: bytes(layout::Operation::Send),
+        queued: false,
+    }
+}
+
+/// What a small call in memory says of itself; nothing is before it.
+pub(super) fn told_of_small(call: Call, small: &Small, at: Instant) -> Told {
+    let (to_send_bytes, to_receive_bytes) = small.volume();
+    Told {
+        operation: layout::Operation::Collective,
+        call,
+        at,
+        seq: small.seq,
+        algorithm: Some(Algorithm::Memory),
+        peer: None,
+        to_receive_bytes,
+        to_send_bytes,
         queued: false,
     }
 }

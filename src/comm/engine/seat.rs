@@ -16,7 +16,7 @@ use super::chores::Chores;
 use super::mailbox::{Bell, Mailbox};
 use super::sync::{
     AtomicBool, AtomicUsize, Mutex, MutexGuard, Ordering, PoisonError, SeatGuard, SeatLock, TryLockError,
-    fence, park, park_timeout,
+    park, park_timeout,
 };
 use super::ticket::Ticket;
 
@@ -338,8 +338,7 @@ impl<E: Drive> Drop for Caller<'_, E> {
     fn drop(&mut self) {
         if self.0.callers.fetch_sub(1, Ordering::SeqCst) == 1 {
             // If it never took the seat, nobody else wakes the background thread.
-            fence(Ordering::SeqCst);
-            self.0.mailbox.call_next();
+            self.0.mailbox.leave();
         }
     }
 }
@@ -355,11 +354,9 @@ struct Next<'a, E: Drive>(&'a Core<E>);
 
 impl<E: Drive> Drop for Next<'_, E> {
     fn drop(&mut self) {
-        fence(Ordering::SeqCst);
-        self.0.mailbox.call_next();
         // What came after this thread had looked for the last time, from somebody who found the seat still taken,
         // was left to it: an abort, which nobody waits for.
-        if self.0.mailbox.has_letters()
+        if self.0.mailbox.leave()
             && let Some(mut seat) = self.0.try_seat()
         {
             seat.engine.collect();

@@ -285,7 +285,7 @@ fn sum(shared: &super::Shared) -> i32 {
     let lent = super::Lent::default().filled(0, &mut mine);
     shared
         .call(
-            super::Operation::Collective { call, way: super::Way::Streams(plan), lent, kernel },
+            &mut Some(super::Operation::Collective { call, way: super::Way::Streams(plan), lent, kernel }),
             LONG.into(),
         )
         .unwrap();

@@ -85,6 +85,8 @@ impl RingLane {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Layout {
     ranks: usize,
+    /// Bytes of each rank.
+    all: usize,
 }
 
 /// In the first page, behind the sleepers.
@@ -96,7 +98,8 @@ const ALL_ROUNDS: usize = DEPTH as usize * ROUND_BYTES;
 
 impl Layout {
     pub(crate) fn new(ranks: usize) -> Self {
-        Self { ranks }
+        let rings = RingLane::COUNT * ranks * ring_and_ends(ranks);
+        Self { ranks, all: (CONTROL + ALL_SLOTS + ALL_ROUNDS + rings).next_multiple_of(PAGE) }
     }
 
     /// Bytes in all.
@@ -106,9 +109,7 @@ impl Layout {
 
     /// The bytes that belong to `rank`.
     pub(crate) fn of(self, rank: usize) -> Range<usize> {
-        let rings = RingLane::COUNT * self.ranks * self.ring_and_ends();
-        let all = (CONTROL + ALL_SLOTS + ALL_ROUNDS + rings).next_multiple_of(PAGE);
-        PAGE + rank * all..PAGE + (rank + 1) * all
+        PAGE + rank * self.all..PAGE + (rank + 1) * self.all
     }
 
     /// The word with the bit of `rank` that is set while it sleeps, and that bit.
@@ -146,20 +147,20 @@ impl Layout {
 
     /// The ring from rank `from` to rank `to`.
     pub(crate) fn ring(self, lane: RingLane, from: usize, to: usize) -> RingPlace {
-        let before = (lane as usize * self.ranks + to) * self.ring_and_ends();
+        let before = (lane as usize * self.ranks + to) * ring_and_ends(self.ranks);
         let start = self.of(from).start + CONTROL + ALL_SLOTS + ALL_ROUNDS + before;
         let (written, read, data) = (start, start + LINE, start + 2 * LINE);
-        RingPlace { written, closed: written + size_of::<u64>(), read, data, bytes: self.ring_bytes() }
+        RingPlace { written, closed: written + size_of::<u64>(), read, data, bytes: ring_bytes(self.ranks) }
     }
+}
 
-    fn ring_bytes(self) -> usize {
-        let each = RINGS_BYTES / self.ranks.next_power_of_two();
-        each.clamp(RING_BYTES.start, RING_BYTES.end)
-    }
+fn ring_bytes(ranks: usize) -> usize {
+    let each = RINGS_BYTES / ranks.next_power_of_two();
+    each.clamp(RING_BYTES.start, RING_BYTES.end)
+}
 
-    fn ring_and_ends(self) -> usize {
-        2 * LINE + self.ring_bytes()
-    }
+fn ring_and_ends(ranks: usize) -> usize {
+    2 * LINE + ring_bytes(ranks)
 }
 
 #[cfg(test)]

@@ -234,8 +234,7 @@ impl Node {
         self.segment.view(slot + CALL_AT, 16).put(&header.call);
         self.segment.view(slot + PAST_AT, 8).put(&header.past.to_le_bytes());
         let stamp = u64::from(header.seq) << 32 | u64::from(number);
-        self.segment.word(slot).store(stamp, Ordering::Release);
-        self.bells.ring_all();
+        self.bells.tell_all(slot, stamp);
     }
 
     /// Whether `rank` has come to call `number`, of which this one says `ours`; to this one it is collective `seq`.
@@ -298,8 +297,7 @@ impl Node {
     }
 
     fn publish(&self, counter: Counter, count: u64) {
-        self.segment.word(self.layout.counter(self.me, counter)).store(count, Ordering::Release);
-        self.bells.ring_all();
+        self.bells.tell_all(self.layout.counter(self.me, counter), count);
     }
 
     /// Whether `rank` has counted so far.

@@ -72,14 +72,12 @@ impl Ring {
     }
 
     fn tell_written(&self) {
-        self.segment.word(self.out.written).store(self.written, Ordering::Release);
-        self.bells.ring(self.peer);
+        self.bells.tell(self.peer, self.out.written, self.written);
     }
 
     fn tell_read(&mut self) {
         self.told = self.read;
-        self.segment.word(self.into.read).store(self.read, Ordering::Release);
-        self.bells.ring(self.peer);
+        self.bells.tell(self.peer, self.into.read, self.read);
     }
 }
 
@@ -151,8 +149,7 @@ impl Link for Ring {
     }
 
     fn close_write(&mut self) {
-        self.segment.word(self.out.closed).store(1, Ordering::Release);
-        self.bells.ring(self.peer);
+        self.bells.tell(self.peer, self.out.closed, 1);
     }
 
     /// What is in memory stays there as long as the reader does.
