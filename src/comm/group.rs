@@ -266,16 +266,17 @@ impl Group {
 
     /// Carries out an operation and waits for it.
     #[inline]
-    fn carry_out(&self, mut prepared: Option<Operation<'_>>) -> Result<Option<Envelope>, CommError> {
-        match &self.inner.shared {
-            Some(shared) if prepared.is_some() => shared.call(&mut prepared, self.limit()),
-            _ => Ok(None),
+    fn carry_out(&self, mut prepared: Prepared<'_>) -> Result<Option<Envelope>, CommError> {
+        // Operations are large: it stays where it is.
+        if let (Ok(operation @ Some(_)), Some(shared)) = (&mut prepared, &self.inner.shared) {
+            return shared.call(operation, self.limit());
         }
+        prepared.map(|_| None)
     }
 
     /// A handle for the parts of one call, which have its time together.
     pub(crate) fn in_parts(&self) -> Self {
-        Self { rest: Some(self.limit()), ..self.clone() }
+        Self { rest: Some(self.limit().begun()), ..self.clone() }
     }
 
     /// How long an operation that begins now may take.
@@ -318,6 +319,7 @@ impl Group {
     }
 
     /// As [`Self::collective`], by the plan that the call alone determines.
+    #[inline(always)]
     fn planned<'a>(&self, call: Call, lent: Lent<'a>, kernel: Option<Kernel>) -> Prepared<'a> {
         if self.inner.goes_through_memory(&call) {
             self.inner.check_caller()?;

@@ -18,7 +18,7 @@ use super::ticket::{Limit, Outcome, Ticket};
 use super::{Operation, Way};
 use crate::call::Envelope;
 use crate::fault::moment;
-use crate::flight;
+use crate::flight::{self, now_ns};
 use crate::shm::small::Small;
 use crate::shm::{self, Node};
 
@@ -88,14 +88,15 @@ impl Engine {
     fn send_at_once(&mut self, operation: &mut Option<Operation<'static>>, limit: Limit) -> Option<AtOnce> {
         let Some(Operation::Send { to, call, lent }) = operation else { return None };
         let (to, call) = (*to, *call);
-        let told = told_of_message(layout::Operation::Send, Some(to), call, limit.made());
+        let told = || told_of_message(layout::Operation::Send, Some(to), call, now_ns());
         let sent = self.peers[to].messages.send_direct(&self.settings.credentials, call, lent);
         if let Ok(Sent::Whole) = sent {
-            self.settings.flight.done(told);
+            self.settings.flight.done(&told());
             return Some(AtOnce::Done(Ok(None)));
         }
+        let step = self.settings.flight.begin(&told());
         let ticket = Arc::new(Ticket::new(limit));
-        let _ = ticket.step.set(self.settings.flight.begin(told));
+        let _ = ticket.step.set(step);
         let Some(Operation::Send { lent, .. }) = operation.take() else { return None };
         let mailbox = &mut self.peers[to].messages;
         let failed = match sent {
@@ -117,13 +118,13 @@ impl Engine {
     fn recv_at_once(&mut self, operation: &mut Option<Operation<'static>>, limit: Limit) -> Option<AtOnce> {
         let Some(Operation::Recv { from: Some(from), call, lent }) = operation else { return None };
         let (from, call) = (*from, *call);
-        let told = told_of_message(layout::Operation::Recv, Some(from), call, limit.made());
+        let told = || told_of_message(layout::Operation::Recv, Some(from), call, now_ns());
         let (mut step, mut done) = (None, 0);
         let mut attempts = Attempts::new(self, 1);
         let ours = &self.settings.credentials;
         let mut received = self.peers[from].messages.recv_direct(ours, &self.open, call, lent);
         while let Ok(state @ (Received::Nothing | Received::Part(_))) = received {
-            step.get_or_insert_with(|| self.settings.flight.begin(told));
+            step.get_or_insert_with(|| self.settings.flight.begin(&told()));
             let come = if let Received::Part(come) = state { come } else { 0 };
             if !attempts.go_on(come > std::mem::replace(&mut done, come)) {
                 break;
@@ -135,15 +136,16 @@ impl Engine {
             };
         }
         if let Ok(Received::Whole) = received {
-            step.map_or_else(|| self.settings.flight.done(told), |step| step.end(true));
+            step.map_or_else(|| self.settings.flight.done(&told()), |step| step.end(true));
             if self.peers[from].messages.is_busy() {
                 // It is owed credit.
                 self.turn_messages(from);
             }
             return Some(AtOnce::Done(Ok(Some(Envelope { from, call }))));
         }
+        let step = step.unwrap_or_else(|| self.settings.flight.begin(&told()));
         let ticket = Arc::new(Ticket::new(limit));
-        let _ = ticket.step.set(step.unwrap_or_else(|| self.settings.flight.begin(told)));
+        let _ = ticket.step.set(step);
         let Some(Operation::Recv { lent, .. }) = operation.take() else { return None };
         let order = self.open.order();
         if let Ok(Received::Part(done)) = received {
@@ -176,7 +178,7 @@ impl Engine {
         operation: &mut Option<Operation<'static>>,
         limit: Limit,
     ) -> Option<AtOnce> {
-        let rest = match self.small_at_once(operation.as_mut()?, limit) {
+        let rest = match self.small_at_once(operation.as_mut()?) {
             Tried::Done => return Some(AtOnce::Done(Ok(None))),
             Tried::Not => None,
             Tried::Begun(rest) => Some(*rest),
@@ -192,22 +194,20 @@ impl Engine {
 
     /// Carries out a small call as far as it can.
     #[inline]
-    fn small_at_once(&mut self, operation: &mut Operation<'_>, limit: Limit) -> Tried {
+    fn small_at_once(&mut self, operation: &mut Operation<'_>) -> Tried {
         let Operation::Collective { call, lent, kernel, .. } = operation else { return Tried::Not };
         // Shares that are changed first may need a row of their own.
         let scaled = kernel.as_ref().is_some_and(|kernel| kernel.scale().is_some());
-        let is_small = |node: &mut Node| !scaled && node.takes_small(call);
-        if !self.node.as_mut().is_some_and(is_small) {
-            return Tried::Not;
-        }
+        let program = |node: &mut Node| node.small_program(call).filter(|_| !scaled);
+        let Some(program) = self.node.as_mut().and_then(program) else { return Tried::Not };
         let seq = self.number(*call);
         let Some(node) = &mut self.node else { return Tried::Not };
-        let mut small = node.begin_small(call, seq, lent);
+        let mut small = node.begin_small(call, program, seq, lent);
         let mut patience = Attempts::new(self, self.beside.len());
         let flight = &self.settings.flight;
-        let told = told_of_small(*call, &small, limit.made());
+        let told = |small: &Small| told_of_small(*call, small, now_ns());
         let Some(node) = &mut self.node else { return Tried::Not };
-        // Recorded while the others are waited for; at the end if that need not be.
+        // Who sleeps is woken, and the call recorded, while the others are waited for; at the end if that need not be.
         let mut step = None;
         let error = loop {
             match node.meet_small(&mut small) {
@@ -215,24 +215,30 @@ impl Engine {
                 Ok(false) => {}
                 Err(error) => break Some(error),
             }
-            step.get_or_insert_with(|| flight.begin(told));
+            let step = step.get_or_insert_with(|| {
+                node.ring_for_small();
+                flight.begin(&told(&small))
+            });
             if !patience.go_on(false) {
-                let step = step.unwrap_or_else(|| flight.begin(told));
-                return Tried::Begun(Box::new(Rest { small, step, error: None }));
+                return Tried::Begun(Box::new(Rest { small, step: *step, error: None }));
             }
         };
+        if step.is_none() {
+            node.ring_for_small();
+        }
         if error.is_some() {
-            let step = step.unwrap_or_else(|| flight.begin(told));
+            let step = step.unwrap_or_else(|| flight.begin(&told(&small)));
             return Tried::Begun(Box::new(Rest { small, step, error }));
         }
         moment("moved", seq, 0);
-        step.map_or_else(|| flight.done(told), |step| step.end(true));
+        step.map_or_else(|| flight.done(&told(&small)), |step| step.end(true));
         Tried::Done
     }
 
     fn large_at_once(&mut self, mut run: Run, limit: Limit) -> AtOnce {
+        let made_ns = now_ns();
         let mut turned = run.turn(&mut self.peers, self.node.as_mut());
-        let step = self.record_collective(&run, limit.made());
+        let step = self.record_collective(&run, made_ns);
         let mut patience = Attempts::new(self, self.beside.len());
         let error = loop {
             match turned {

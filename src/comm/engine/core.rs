@@ -144,7 +144,7 @@ impl Engine {
         match operation {
             Operation::Collective { call, way, lent, kernel } => {
                 let run = self.run(call, way, lent, kernel);
-                let _ = ticket.step.set(self.record_collective(&run, ticket.limit().made()));
+                let _ = ticket.step.set(self.record_collective(&run, self.settings.flight.ns(ticket.made)));
                 self.collectives.push_back(Collective { run, ticket, signed: false });
                 self.compare_with_states();
             }

@@ -148,6 +148,7 @@ impl Shared {
 
     /// Carries out operations side by side, and waits for all of them.
     pub(crate) fn call_all(&self, operations: Vec<Operation<'_>>, limit: Limit) -> Result<(), CommError> {
+        let limit = limit.begun();
         let begin = |operation| {
             let ticket = Arc::new(Ticket::new(limit));
             // SAFETY: as in `call`.
@@ -205,7 +206,7 @@ impl Operation<'_> {
     /// Until what is taken from it is dropped its memory stays valid, as it was borrowed for: nothing else touches what
     /// was lent to be filled, nothing writes what was lent to be read. Nothing else is put there.
     #[allow(unsafe_code)]
-    unsafe fn outliving<'a>(operation: &'a mut Option<Self>) -> &'a mut Option<Operation<'static>> {
+    unsafe fn outliving(operation: &mut Option<Self>) -> &mut Option<Operation<'static>> {
         // SAFETY: types that differ in a lifetime alone are laid out alike. The rest is passed on to the caller.
         unsafe { &mut *std::ptr::from_mut(operation).cast() }
     }

@@ -1,7 +1,5 @@
 //! What the engine tells the flight recorder.
 
-use std::time::Instant;
-
 use convoke_env::flight::layout;
 
 use super::Operation;
@@ -16,11 +14,11 @@ use crate::shm::small::Small;
 
 impl Engine {
     /// A collective has come, and those that are there are before it.
-    pub(super) fn record_collective(&self, run: &Run, at: Instant) -> Step {
+    pub(super) fn record_collective(&self, run: &Run, at_ns: u64) -> Step {
         let told = Told {
             operation: layout::Operation::Collective,
             call: run.call(),
-            at,
+            at_ns,
             seq: run.seq(),
             algorithm: run.algorithm(),
             peer: None,
@@ -28,7 +26,7 @@ impl Engine {
             to_send_bytes: run.sent().1,
             queued: !self.collectives.is_empty(),
         };
-        self.settings.flight.begin(told)
+        self.settings.flight.begin(&told)
     }
 
     /// If it is about a message: it has come. Questions that are answered at once are not recorded.
@@ -40,8 +38,8 @@ impl Engine {
             Operation::Recv { from, call, .. } => (layout::Operation::Recv, from, call),
             Operation::Probe { from, call, wait: true } => (layout::Operation::Probe, from, call),
         };
-        let told = told_of_message(kind, peer, call, ticket.limit().made());
-        let _ = ticket.step.set(self.settings.flight.begin(told));
+        let told = told_of_message(kind, peer, call, self.settings.flight.ns(ticket.made));
+        let _ = ticket.step.set(self.settings.flight.begin(&told));
     }
 
     /// A collective has ended, and it is the turn of the next.
@@ -75,13 +73,13 @@ pub(super) fn told_of_message(
     operation: layout::Operation,
     peer: Option<usize>,
     call: Call,
-    at: Instant,
+    at_ns: u64,
 ) -> Told {
     let bytes = |of: layout::Operation| if operation == of { call.bytes() } else { 0 };
     Told {
         operation,
         call,
-        at,
+        at_ns,
         seq: 0,
         algorithm: None,
         peer,
@@ -92,12 +90,12 @@ pub(super) fn told_of_message(
 }
 
 /// What a small call in memory says of itself; nothing is before it.
-pub(super) fn told_of_small(call: Call, small: &Small, at: Instant) -> Told {
+pub(super) fn told_of_small(call: Call, small: &Small, at_ns: u64) -> Told {
     let (to_send_bytes, to_receive_bytes) = small.volume();
     Told {
         operation: layout::Operation::Collective,
         call,
-        at,
+        at_ns,
         seq: small.seq,
         algorithm: Some(Algorithm::Memory),
         peer: None,

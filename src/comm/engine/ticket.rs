@@ -18,26 +18,35 @@ use crate::flight::Step;
 /// How an operation ended; a message tells what it was.
 pub(crate) type Outcome = Result<Option<Envelope>, CommError>;
 
-/// How long an operation may take, and until when that is.
+/// How long an operation may take, and since when, if that is known yet: one that waits for nothing need not read the
+/// clock for it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Limit {
-    pub(crate) timeout: Duration,
-    pub(crate) deadline: Instant,
+    timeout: Duration,
+    since: Option<Instant>,
 }
 
 impl From<Duration> for Limit {
-    /// From now on.
     fn from(timeout: Duration) -> Self {
-        // "For ever" is far enough away, but must not overflow the clock.
-        let deadline = Instant::now() + timeout.min(Duration::from_secs(100 * 365 * 86_400));
-        Self { timeout, deadline }
+        Self { timeout, since: None }
     }
 }
 
 impl Limit {
-    /// When the operation was begun; without reading the clock again.
-    pub(super) fn made(self) -> Instant {
-        self.deadline.checked_sub(self.timeout).unwrap_or_else(Instant::now)
+    /// The same, from now on if it has not begun.
+    pub(crate) fn begun(self) -> Self {
+        Self { since: Some(self.made()), ..self }
+    }
+
+    /// When it began: now, if it had not yet.
+    fn made(self) -> Instant {
+        self.since.unwrap_or_else(Instant::now)
+    }
+
+    /// When it is over.
+    pub(crate) fn deadline(self) -> Instant {
+        // "For ever" is far enough away, but must not overflow the clock.
+        self.made() + self.timeout.min(Duration::from_secs(100 * 365 * 86_400))
     }
 }
 
@@ -45,6 +54,7 @@ impl Limit {
 #[derive(Debug)]
 pub(crate) struct Ticket {
     pub(crate) timeout: Duration,
+    pub(super) made: Instant,
     pub(crate) deadline: Instant,
     done: AtomicBool,
     state: Mutex<State>,
@@ -87,14 +97,12 @@ impl Ticket {
         Self::of(limit.into(), Some(chores))
     }
 
-    fn of(Limit { timeout, deadline }: Limit, chores: Option<Arc<Chores>>) -> Self {
+    fn of(limit: Limit, chores: Option<Arc<Chores>>) -> Self {
+        let limit = limit.begun();
         let (done, state) = (AtomicBool::new(false), Mutex::new(State::default()));
         let (descriptor, step) = (OnceLock::new(), OnceLock::new());
-        Self { timeout, deadline, done, state, descriptor, chores, step }
-    }
-
-    pub(super) fn limit(&self) -> Limit {
-        Limit { timeout: self.timeout, deadline: self.deadline }
+        let (timeout, made, deadline) = (limit.timeout, limit.made(), limit.deadline());
+        Self { timeout, made, deadline, done, state, descriptor, chores, step }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {

@@ -123,10 +123,6 @@ impl Recorder {
         track
     }
 
-    fn ns(&self, at: Instant) -> u64 {
-        self.began.1 + at.saturating_duration_since(self.began.0).as_nanos() as u64
-    }
-
     fn groups(&self) -> MutexGuard<'_, Groups> {
         self.groups.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -160,8 +156,8 @@ pub(crate) struct Track {
 pub(crate) struct Told {
     pub(crate) operation: Operation,
     pub(crate) call: Call,
-    /// When it was made.
-    pub(crate) at: Instant,
+    /// When it was made, by CLOCK_MONOTONIC.
+    pub(crate) at_ns: u64,
     /// Which collective of its group; of a message 0.
     pub(crate) seq: u64,
     pub(crate) algorithm: Option<Algorithm>,
@@ -174,6 +170,12 @@ pub(crate) struct Told {
 }
 
 impl Track {
+    /// A moment by CLOCK_MONOTONIC.
+    pub(crate) fn ns(&self, at: Instant) -> u64 {
+        let (began, began_ns) = self.recorder.began;
+        began_ns + at.saturating_duration_since(began).as_nanos() as u64
+    }
+
     /// Its ranks have found together, in this generation.
     pub(crate) fn formed(&self, generation: Generation) {
         self.change(|group| {
@@ -209,28 +211,24 @@ impl Track {
     }
 
     /// Begins to record a call.
-    pub(crate) fn begin(&self, told: Told) -> Step {
-        let entry = self.entry(&told);
+    pub(crate) fn begin(&self, told: &Told) -> Step {
+        let entry = self.entry(told);
         let tags = layout::tags(self.number, State::Queued, told.operation, entry.algorithm);
         let (ring, thread) = (&self.recorder.ring, entry.thread);
-        let Told { to_receive_bytes, to_send_bytes, .. } = told;
-        Step { ring, number: ring.add(entry), tags, thread, to_receive_bytes, to_send_bytes }
+        let &Told { to_receive_bytes, to_send_bytes, .. } = told;
+        Step { ring, number: ring.add(&entry), tags, thread, to_receive_bytes, to_send_bytes }
     }
 
     /// Records a call that was over as soon as it was made: it waited for nothing.
-    pub(crate) fn done(&self, told: Told) {
-        let entry = self.entry(&told);
-        self.recorder.ring.add(Entry {
-            state: State::Done,
-            ended_ns: entry.enqueued_ns,
-            received_bytes: told.to_receive_bytes,
-            sent_bytes: told.to_send_bytes,
-            ..entry
-        });
+    pub(crate) fn done(&self, told: &Told) {
+        let mut entry = self.entry(told);
+        (entry.state, entry.ended_ns) = (State::Done, entry.enqueued_ns);
+        (entry.received_bytes, entry.sent_bytes) = (told.to_receive_bytes, told.to_send_bytes);
+        self.recorder.ring.add(&entry);
     }
 
+    #[inline]
     fn entry(&self, told: &Told) -> Entry {
-        let at = self.recorder.ns(told.at);
         let mut peers = [0; LISTED_PEERS];
         peers[0] = told.peer.map_or(0, number);
         Entry {
@@ -241,8 +239,8 @@ impl Track {
             algorithm: told.algorithm.map_or(0, |algorithm| algorithm as u8 + 1),
             seq: told.seq,
             call: told.call.encode(),
-            enqueued_ns: at,
-            started_ns: if told.queued { 0 } else { at },
+            enqueued_ns: told.at_ns,
+            started_ns: if told.queued { 0 } else { told.at_ns },
             ended_ns: 0,
             received_bytes: 0,
             sent_bytes: 0,
@@ -277,7 +275,7 @@ impl Drop for Track {
 }
 
 /// A call that is recorded.
-#[derive(Debug)]
+#[derive(Debug, Clone, Copy)]
 pub(crate) struct Step {
     ring: &'static Ring,
     /// `None` if it could not be.
@@ -373,7 +371,8 @@ fn number(rank: usize) -> u32 {
 }
 
 /// CLOCK_MONOTONIC, which all processes of a host share.
-fn now_ns() -> u64 {
+#[inline]
+pub(crate) fn now_ns() -> u64 {
     clock_gettime(ClockId::CLOCK_MONOTONIC)
         .map_or(0, |time| time.tv_sec() as u64 * 1_000_000_000 + time.tv_nsec() as u64)
 }

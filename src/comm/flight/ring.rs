@@ -45,7 +45,8 @@ impl Ring {
     }
 
     /// Adds a call and returns the number that it gets; `None` if another thread is just writing to its slot.
-    pub(super) fn add(&self, entry: Entry) -> Option<u64> {
+    #[inline]
+    pub(super) fn add(&self, entry: &Entry) -> Option<u64> {
         if !self.is_ours() {
             return None;
         }
@@ -57,9 +58,9 @@ impl Ring {
             self.words[layout::header::LOST].fetch_add(1, Ordering::Relaxed);
             return None;
         }
-        let words = Entry { number, ..entry }.encode();
-        for (place, word) in slot.0.iter().zip(words).skip(1) {
-            place.store(word, Ordering::Relaxed);
+        // All but the lock, which is the first. (Skipped in both: the compiler knows then how many there are.)
+        for (place, word) in slot.0[1..].iter().zip(&entry.encode()[1..]) {
+            place.store(*word, Ordering::Relaxed);
         }
         slot.unlock(number);
         Some(number)

@@ -54,7 +54,7 @@ fn told(seq: u64) -> Told {
     Told {
         operation: Operation::Collective,
         call,
-        at: Instant::now(),
+        at_ns: now_ns(),
         seq,
         algorithm: Some(Algorithm::Ring),
         peer: None,
@@ -78,8 +78,8 @@ fn a_call_is_read_back_in_each_of_its_states() {
     track.formed(Generation::from_bytes([2; 16]));
     assert_eq!(folder.only().groups[0].generation, Some(Generation::from_bytes([2; 16])));
 
-    let first = track.begin(told(41));
-    let second = track.begin(Told { queued: true, ..told(42) });
+    let first = track.begin(&told(41));
+    let second = track.begin(&Told { queued: true, ..told(42) });
     let read = || folder.only().entries;
     let [entry, queued] = read().try_into().unwrap();
     assert_eq!((entry.state, entry.operation, entry.seq), (State::Running, Operation::Collective, 41));
@@ -134,10 +134,10 @@ fn every_call_reads_in_a_recording_as_in_an_error() {
 fn the_last_calls_stay_and_one_whose_place_was_taken_changes_nothing() {
     let folder = Folder::new();
     let track = of_three(folder.recorder());
-    let early = track.begin(told(0));
+    let early = track.begin(&told(0));
     let total = 3 * ENTRIES as u64;
     for seq in 1..total {
-        track.begin(told(seq)).end(true);
+        track.begin(&told(seq)).end(true);
     }
     early.end(false);
     let recording = folder.only();
@@ -153,8 +153,8 @@ fn the_last_calls_stay_and_one_whose_place_was_taken_changes_nothing() {
 fn a_call_that_was_half_written_is_not_read() {
     let folder = Folder::new();
     let track = of_three(folder.recorder());
-    let step = track.begin(told(0));
-    track.begin(told(1));
+    let step = track.begin(&told(0));
+    track.begin(&told(1));
     // As if the process were killed in there.
     step.change(|slot| {
         slot.set(layout::entry::SEQ, 99);
@@ -177,7 +177,7 @@ fn threads_that_write_at_once_and_a_reader_beside_them_see_whole_calls() {
                 scope.spawn(move || {
                     let track = of_three(recorder);
                     for call in 0..CALLS {
-                        let step = track.begin(told(THREADS * call + thread));
+                        let step = track.begin(&told(THREADS * call + thread));
                         step.wait([thread as usize].into_iter(), 0, 0);
                         step.end(true);
                     }
@@ -228,7 +228,7 @@ fn groups_that_have_ended_make_room_and_calls_of_more_groups_than_there_is_room_
     let many: Vec<Track> = (0..GROUPS).map(|_| of_three(recorder)).collect();
     let without_room = many.last().unwrap();
     without_room.formed(Generation::from_bytes([1; 16]));
-    without_room.begin(told(3)).end(true);
+    without_room.begin(&told(3)).end(true);
     let recording = folder.only();
     let entry = recording.entries.last().unwrap();
     assert_eq!((entry.seq, entry.state, recording.group(entry.group)), (3, State::Done, None));
@@ -240,12 +240,12 @@ fn groups_that_have_ended_make_room_and_calls_of_more_groups_than_there_is_room_
 fn a_forked_child_does_not_write_into_its_parents_recording() {
     let folder = Folder::new();
     let track = of_three(folder.recorder());
-    let step = track.begin(told(1));
+    let step = track.begin(&told(1));
     // SAFETY: the child makes no call that takes a lock or memory: it stores, if it can, and ends with _exit.
     match unsafe { nix::unistd::fork() }.unwrap() {
         nix::unistd::ForkResult::Child => {
             step.end(true);
-            let lost = track.begin(told(2)).number.is_none();
+            let lost = track.begin(&told(2)).number.is_none();
             drop(track);
             // SAFETY: ends the process at once.
             unsafe { nix::libc::_exit(i32::from(!lost)) };
@@ -270,11 +270,11 @@ fn without_a_file_a_recording_is_saved_when_a_group_fails_and_again_when_another
     let (words, file) = File::in_memory(Some(folder.0.clone()), "rank-3.77".to_owned());
     let recorder = Recorder::of(words, file, &header);
     let track = of_three(recorder);
-    track.begin(told(1)).end(false);
+    track.begin(&told(1)).end(false);
     assert!(!folder.0.exists());
     track.save();
     assert_eq!(folder.only().entries.len(), 1);
-    track.begin(told(2)).end(false);
+    track.begin(&told(2)).end(false);
     track.save();
     assert_eq!(folder.only().entries.len(), 2);
     assert_eq!(folder.read().recordings[0].0.file_name().unwrap(), "rank-3.77.flight");
@@ -285,7 +285,7 @@ fn a_folder_that_cannot_be_written_is_no_trouble() {
     for folder in ["/dev/null/folder", "/proc/self", "/proc/no/such"] {
         let recorder = Recorder::new(Some(PathBuf::from(folder)), None);
         let track = of_three(recorder);
-        track.begin(told(1)).end(false);
+        track.begin(&told(1)).end(false);
         track.save();
         assert!(Recording::decode(&recorder.ring.bytes()).unwrap().entries.len() == 1);
         assert!(folder::read(&[Path::new(folder).to_owned()], |_| true).recordings.is_empty());
@@ -324,11 +324,11 @@ fn what_a_call_costs() {
     let made = told(0);
     let track = of_three(folder.recorder());
     measure("the beginning of a call", &|seq| {
-        std::hint::black_box(track.begin(Told { seq, ..made }));
+        std::hint::black_box(track.begin(&Told { seq, ..made }));
     });
-    measure("a call, recorded in a file", &|seq| track.begin(Told { seq, ..made }).end(true));
+    measure("a call, recorded in a file", &|seq| track.begin(&Told { seq, ..made }).end(true));
     let memory = of_three(Recorder::new(None, None));
-    measure("a call, recorded in memory", &|seq| memory.begin(Told { seq, ..made }).end(true));
-    let step = track.begin(told(0));
+    measure("a call, recorded in memory", &|seq| memory.begin(&Told { seq, ..made }).end(true));
+    let step = track.begin(&told(0));
     measure("a wait", &|_| step.wait([1].into_iter(), 0, 0));
 }

@@ -18,7 +18,7 @@ impl Group {
     /// With P ranks and blocks of S bytes each rank sends S·(P−1) bytes: few in one round, many around a
     /// ring. On hosts of L ranks, if all have as many, S·(P−L) bytes leave each host.
     pub fn all_gather<T: Element>(&self, send: &[T], recv: &mut [T]) -> Result<(), CommError> {
-        self.carry_out(self.prepare_all_gather(send, recv)?).map(drop)
+        self.carry_out(self.prepare_all_gather(send, recv)).map(drop)
     }
 
     pub(super) fn prepare_all_gather<'a, T: Element>(
@@ -37,7 +37,7 @@ impl Group {
     /// # Errors
     /// As [`Self::all_gather`]; also if `buf` cannot be cut in `size` blocks.
     pub fn all_gather_in_place<T: Element>(&self, buf: &mut [T]) -> Result<(), CommError> {
-        self.carry_out(self.prepare_all_gather_in_place(buf)?).map(drop)
+        self.carry_out(self.prepare_all_gather_in_place(buf)).map(drop)
     }
 
     pub(super) fn prepare_all_gather_in_place<'a, T: Element>(&self, buf: &'a mut [T]) -> Prepared<'a> {
@@ -63,7 +63,7 @@ impl Group {
         recv: &mut [T],
         op: impl Into<Reduction<T>>,
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_reduce_scatter(send, recv, &op.into())?).map(drop)
+        self.carry_out(self.prepare_reduce_scatter(send, recv, &op.into())).map(drop)
     }
 
     pub(super) fn prepare_reduce_scatter<'a, T: Element>(
@@ -89,7 +89,7 @@ impl Group {
         buf: &mut [T],
         op: impl Into<Reduction<T>>,
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_reduce_scatter_in_place(buf, &op.into())?).map(drop)
+        self.carry_out(self.prepare_reduce_scatter_in_place(buf, &op.into())).map(drop)
     }
 
     pub(super) fn prepare_reduce_scatter_in_place<'a, T: Element>(
@@ -115,7 +115,7 @@ impl Group {
     /// # Cost
     /// Each rank sends its block to the root, which receives them side by side.
     pub fn gather<T: Element>(&self, send: &[T], recv: &mut [T], root: usize) -> Result<(), CommError> {
-        self.carry_out(self.prepare_gather(send, recv, root)?).map(drop)
+        self.carry_out(self.prepare_gather(send, recv, root)).map(drop)
     }
 
     pub(super) fn prepare_gather<'a, T: Element>(
@@ -145,7 +145,7 @@ impl Group {
     /// # Cost
     /// The root sends each rank its block, side by side.
     pub fn scatter<T: Element>(&self, send: &[T], recv: &mut [T], root: usize) -> Result<(), CommError> {
-        self.carry_out(self.prepare_scatter(send, recv, root)?).map(drop)
+        self.carry_out(self.prepare_scatter(send, recv, root)).map(drop)
     }
 
     pub(super) fn prepare_scatter<'a, T: Element>(
@@ -174,7 +174,7 @@ impl Group {
     /// # Cost
     /// With P ranks and blocks of S bytes each rank sends S·(P−1) bytes, to all others side by side.
     pub fn all_to_all<T: Element>(&self, send: &[T], recv: &mut [T]) -> Result<(), CommError> {
-        self.carry_out(self.prepare_all_to_all(send, recv)?).map(drop)
+        self.carry_out(self.prepare_all_to_all(send, recv)).map(drop)
     }
 
     pub(super) fn prepare_all_to_all<'a, T: Element>(
@@ -199,7 +199,7 @@ impl Group {
     /// # Cost
     /// As [`Self::all_to_all`], and a copy.
     pub fn all_to_all_in_place<T: Element>(&self, buf: &mut [T]) -> Result<(), CommError> {
-        self.carry_out(self.prepare_all_to_all_in_place(buf)?).map(drop)
+        self.carry_out(self.prepare_all_to_all_in_place(buf)).map(drop)
     }
 
     pub(super) fn prepare_all_to_all_in_place<'a, T: Element>(&self, buf: &'a mut [T]) -> Prepared<'a> {

@@ -17,7 +17,7 @@ impl Group {
         bufs: &mut [B],
         op: impl Into<Reduction<T>>,
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_all_reduce_coalesced(bufs.iter_mut().map(B::as_mut), &op.into())?)
+        self.carry_out(self.prepare_all_reduce_coalesced(bufs.iter_mut().map(B::as_mut), &op.into()))
             .map(drop)
     }
 
@@ -42,7 +42,7 @@ impl Group {
         bufs: &mut [B],
         root: usize,
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_broadcast_coalesced(bufs.iter_mut().map(B::as_mut), root)?).map(drop)
+        self.carry_out(self.prepare_broadcast_coalesced(bufs.iter_mut().map(B::as_mut), root)).map(drop)
     }
 
     pub(super) fn prepare_broadcast_coalesced<'a, T: Element>(
@@ -67,7 +67,7 @@ impl Group {
         op: impl Into<Reduction<T>>,
         root: usize,
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_reduce_coalesced(bufs.iter_mut().map(B::as_mut), &op.into(), root)?)
+        self.carry_out(self.prepare_reduce_coalesced(bufs.iter_mut().map(B::as_mut), &op.into(), root))
             .map(drop)
     }
 
@@ -97,7 +97,7 @@ impl Group {
         recvs: &mut [R],
     ) -> Result<(), CommError> {
         let sends = sends.iter().map(S::as_ref);
-        self.carry_out(self.prepare_all_gather_coalesced(sends, recvs.iter_mut().map(R::as_mut))?).map(drop)
+        self.carry_out(self.prepare_all_gather_coalesced(sends, recvs.iter_mut().map(R::as_mut))).map(drop)
     }
 
     pub(super) fn prepare_all_gather_coalesced<'a, 's, T: Element>(
@@ -135,7 +135,7 @@ impl Group {
         op: impl Into<Reduction<T>>,
     ) -> Result<(), CommError> {
         let (sends, recvs) = (sends.iter().map(S::as_ref), recvs.iter_mut().map(R::as_mut));
-        self.carry_out(self.prepare_reduce_scatter_coalesced(sends, recvs, &op.into())?).map(drop)
+        self.carry_out(self.prepare_reduce_scatter_coalesced(sends, recvs, &op.into())).map(drop)
     }
 
     pub(super) fn prepare_reduce_scatter_coalesced<'a, T: Element>(

@@ -12,7 +12,7 @@ impl Group {
     /// # Errors
     /// [`CommError::InvalidArgument`] if `to` is no other rank. Else whatever ended the group.
     pub fn send<T: Element>(&self, buf: &[T], to: usize, tag: u32) -> Result<(), CommError> {
-        self.carry_out(self.prepare_send(buf, to, tag)?).map(drop)
+        self.carry_out(self.prepare_send(buf, to, tag)).map(drop)
     }
 
     pub(super) fn prepare_send<'a, T: Element>(&self, buf: &'a [T], to: usize, tag: u32) -> Prepared<'a> {
@@ -27,7 +27,7 @@ impl Group {
     /// [`CommError::InvalidArgument`] if `from` is no other rank. [`CommError::Mismatch`] if the
     /// message has another type or length. Else whatever ended the group.
     pub fn recv<T: Element>(&self, buf: &mut [T], from: usize, tag: u32) -> Result<(), CommError> {
-        self.carry_out(self.prepare_recv(buf, from, tag)?).map(drop)
+        self.carry_out(self.prepare_recv(buf, from, tag)).map(drop)
     }
 
     pub(super) fn prepare_recv<'a, T: Element>(
@@ -49,7 +49,7 @@ impl Group {
     /// # Errors
     /// [`CommError::InvalidArgument`] if there is no other rank. Else as [`Self::recv`].
     pub fn recv_any<T: Element>(&self, buf: &mut [T], tag: u32) -> Result<usize, CommError> {
-        let envelope = self.carry_out(self.prepare_recv_any(buf, tag)?)?;
+        let envelope = self.carry_out(self.prepare_recv_any(buf, tag))?;
         Ok(envelope.map_or(usize::MAX, |envelope| envelope.from))
     }
 
@@ -122,7 +122,7 @@ impl Group {
             Some(from) => self.check_peer(from, "receive from")?,
             None => self.check_others("receive from any")?,
         }
-        self.carry_out(Some(Operation::Probe { from, call: message::<u8>(tag, 0), wait }))
+        self.carry_out(Ok(Some(Operation::Probe { from, call: message::<u8>(tag, 0), wait })))
     }
 
     fn check_peer(&self, rank: usize, what: &str) -> Result<(), CommError> {

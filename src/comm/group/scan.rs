@@ -14,7 +14,7 @@ impl Group {
     /// # Cost
     /// A chain through all ranks, in which every rank sends S bytes at most.
     pub fn scan<T: Element>(&self, buf: &mut [T], op: impl Into<Reduction<T>>) -> Result<(), CommError> {
-        self.carry_out(self.prepare_scan(buf, &op.into())?).map(drop)
+        self.carry_out(self.prepare_scan(buf, &op.into())).map(drop)
     }
 
     pub(super) fn prepare_scan<'a, T: Element>(&self, buf: &'a mut [T], op: &Reduction<T>) -> Prepared<'a> {
@@ -38,7 +38,7 @@ impl Group {
         buf: &mut [T],
         op: impl Into<Reduction<T>>,
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_exclusive_scan(buf, &op.into())?).map(drop)
+        self.carry_out(self.prepare_exclusive_scan(buf, &op.into())).map(drop)
     }
 
     pub(super) fn prepare_exclusive_scan<'a, T: Element>(

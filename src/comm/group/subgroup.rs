@@ -131,7 +131,7 @@ impl Group {
         let mut all = vec![0; TOLD * self.size()];
         self.own(&mut all, TOLD).copy_from_slice(&[mark, told[0], told[1]]);
         let call = call::<i64>(CallKind::Subgroup, None, 0, TOLD);
-        self.carry_out(self.planned(call, Lent::default().filled(0, &mut all), None)?)?;
+        self.carry_out(self.planned(call, Lent::default().filled(0, &mut all), None))?;
         let (all, _) = all.as_chunks::<TOLD>();
         if let Some(other) = all.iter().position(|theirs| theirs[0] != mark) {
             let named = if name.is_empty() { String::new() } else { format!(" named {name:?}") };
@@ -158,7 +158,7 @@ impl Group {
         options.id =
             fingerprint(&[options.id as usize, number as usize, first, name_fingerprint(own) as usize]);
         let Some(invitation) = self.invitation(ranks, options) else { return Ok(None) };
-        let rest = self.limit().deadline.saturating_duration_since(Instant::now());
+        let rest = self.limit().deadline().saturating_duration_since(Instant::now());
         self.join_successor(invitation, rest).map(Some)
     }
 

@@ -24,7 +24,7 @@ impl Group {
         recv: &mut [T],
         lens: &[usize],
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_all_gather_v(send, recv, lens)?).map(drop)
+        self.carry_out(self.prepare_all_gather_v(send, recv, lens)).map(drop)
     }
 
     pub(super) fn prepare_all_gather_v<'a, T: Element>(
@@ -62,7 +62,7 @@ impl Group {
         lens: &[usize],
         op: impl Into<Reduction<T>>,
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_reduce_scatter_v(send, recv, lens, &op.into())?).map(drop)
+        self.carry_out(self.prepare_reduce_scatter_v(send, recv, lens, &op.into())).map(drop)
     }
 
     pub(super) fn prepare_reduce_scatter_v<'a, T: Element>(
@@ -103,7 +103,7 @@ impl Group {
         lens: &[usize],
         root: usize,
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_gather_v(send, recv, lens, root)?).map(drop)
+        self.carry_out(self.prepare_gather_v(send, recv, lens, root)).map(drop)
     }
 
     pub(super) fn prepare_gather_v<'a, T: Element>(
@@ -144,7 +144,7 @@ impl Group {
         lens: &[usize],
         root: usize,
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_scatter_v(send, recv, lens, root)?).map(drop)
+        self.carry_out(self.prepare_scatter_v(send, recv, lens, root)).map(drop)
     }
 
     pub(super) fn prepare_scatter_v<'a, T: Element>(
@@ -184,7 +184,7 @@ impl Group {
         send: (&[T], &[usize]),
         recv: (&mut [T], &[usize]),
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_all_to_all_v(send, recv)?).map(drop)
+        self.carry_out(self.prepare_all_to_all_v(send, recv)).map(drop)
     }
 
     pub(super) fn prepare_all_to_all_v<'a, T: Element>(

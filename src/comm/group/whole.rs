@@ -28,7 +28,7 @@ impl Group {
         buf: &mut [T],
         op: impl Into<Reduction<T>>,
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_all_reduce(buf, &op.into())?).map(drop)
+        self.carry_out(self.prepare_all_reduce(buf, &op.into())).map(drop)
     }
 
     pub(super) fn prepare_all_reduce<'a, T: Element>(
@@ -54,7 +54,7 @@ impl Group {
         recv: &mut [T],
         op: impl Into<Reduction<T>>,
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_all_reduce_into(send, recv, &op.into())?).map(drop)
+        self.carry_out(self.prepare_all_reduce_into(send, recv, &op.into())).map(drop)
     }
 
     pub(super) fn prepare_all_reduce_into<'a, T: Element>(
@@ -82,7 +82,7 @@ impl Group {
     /// Few bytes: a tree of log2(P) steps. Many: a chain in which every rank sends S bytes at most. S bytes go to
     /// each other host.
     pub fn broadcast<T: Element>(&self, buf: &mut [T], root: usize) -> Result<(), CommError> {
-        self.carry_out(self.prepare_broadcast(buf, root)?).map(drop)
+        self.carry_out(self.prepare_broadcast(buf, root)).map(drop)
     }
 
     pub(super) fn prepare_broadcast<'a, T: Element>(&self, buf: &'a mut [T], root: usize) -> Prepared<'a> {
@@ -111,7 +111,7 @@ impl Group {
         op: impl Into<Reduction<T>>,
         root: usize,
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_reduce(buf, &op.into(), root)?).map(drop)
+        self.carry_out(self.prepare_reduce(buf, &op.into(), root)).map(drop)
     }
 
     pub(super) fn prepare_reduce<'a, T: Element>(
@@ -141,7 +141,7 @@ impl Group {
         op: impl Into<Reduction<T>>,
         root: usize,
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_reduce_into(send, recv, &op.into(), root)?).map(drop)
+        self.carry_out(self.prepare_reduce_into(send, recv, &op.into(), root)).map(drop)
     }
 
     pub(super) fn prepare_reduce_into<'a, T: Element>(
@@ -170,7 +170,7 @@ impl Group {
     /// # Cost
     /// Messages of a few bytes, one after the other: log2(L) inside hosts of L ranks, then log2(H) between H hosts.
     pub fn barrier(&self) -> Result<(), CommError> {
-        self.carry_out(self.prepare_barrier()?).map(drop)
+        self.carry_out(self.prepare_barrier()).map(drop)
     }
 
     /// Returns when all ranks have called it, as [`Self::barrier`]; if they do not within `timeout` from this rank's
@@ -190,7 +190,7 @@ impl Group {
     /// Mirrors `torch.distributed.monitored_barrier`, with `wait_all_ranks` always on: it costs no time, as the
     /// ranks do not tell one of them but each other.
     pub fn monitored_barrier(&self, timeout: Duration) -> Result<(), CommError> {
-        self.with_timeout(timeout).carry_out(self.prepare_monitored_barrier()?).map(drop)
+        self.with_timeout(timeout).carry_out(self.prepare_monitored_barrier()).map(drop)
     }
 
     fn prepare_monitored_barrier(&self) -> Prepared<'static> {

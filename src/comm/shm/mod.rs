@@ -227,14 +227,27 @@ impl Node {
     }
 
     fn announce(&self, number: u32, header: &Header, told: Option<Told>) {
-        let slot = self.layout.slot(self.me, number);
         if let Some(told) = told {
+            let slot = self.layout.slot(self.me, number);
             self.segment.view(slot + INLINE_AT, Told::BYTES).put(&told.encode());
         }
+        self.bells.tell_all(self.layout.slot(self.me, number), self.stamp(number, header));
+    }
+
+    /// The same, but who sleeps may go on sleeping until the bells [ring](Bells::ring_later).
+    #[inline]
+    fn announce_quietly(&self, number: u32, header: &Header) {
+        let stamp = self.stamp(number, header);
+        self.segment.word(self.layout.slot(self.me, number)).store(stamp, Ordering::Release);
+    }
+
+    /// Writes to the slot of a call what it is; its stamp, with which all of it is there.
+    #[inline]
+    fn stamp(&self, number: u32, header: &Header) -> u64 {
+        let slot = self.layout.slot(self.me, number);
         self.segment.view(slot + CALL_AT, 16).put(&header.call);
         self.segment.view(slot + PAST_AT, 8).put(&header.past.to_le_bytes());
-        let stamp = u64::from(header.seq) << 32 | u64::from(number);
-        self.bells.tell_all(slot, stamp);
+        u64::from(header.seq) << 32 | u64::from(number)
     }
 
     /// Whether `rank` has come to call `number`, of which this one says `ours`; to this one it is collective `seq`.

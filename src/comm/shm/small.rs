@@ -25,16 +25,22 @@ pub(crate) struct Small {
 }
 
 impl Node {
-    /// Whether a call is small, and its slot is free.
+    /// The program of a call that is small, if its slot is free.
     #[inline]
-    pub(crate) fn takes_small(&mut self, call: &Call) -> bool {
-        self.program(call).is_small() && self.is_free_for_next()
+    pub(crate) fn small_program(&mut self, call: &Call) -> Option<Program> {
+        let program = self.program(call);
+        (program.is_small() && self.is_free_for_next()).then_some(program)
     }
 
-    /// Gives and announces a call that [can be](Self::takes_small).
-    #[inline]
-    pub(crate) fn begin_small(&mut self, call: &Call, seq: u64, lent: &mut Lent<'_>) -> Small {
-        let program = self.program(call);
+    /// Gives and announces a call, by its [program](Self::small_program).
+    #[inline(always)]
+    pub(crate) fn begin_small(
+        &mut self,
+        call: &Call,
+        program: Program,
+        seq: u64,
+        lent: &mut Lent<'_>,
+    ) -> Small {
         let (number, base, header) = self.count(call, seq, 0);
         let inline = program.is_inline(INLINE_BYTES);
         let mut small = Small { seq, program, number, base, header, given: 0, inline, met: 0 };
@@ -45,9 +51,15 @@ impl Node {
             }
         });
         small.given = given;
-        self.announce(number, &small.header, None);
+        self.announce_quietly(number, &small.header);
         moment("sent", seq, given);
         small
+    }
+
+    /// Wakes those who sleep while they wait for a call that has begun.
+    #[inline]
+    pub(crate) fn ring_for_small(&self) {
+        self.bells.ring_later();
     }
 
     /// Whether all have come that this rank needs something of.

@@ -6,6 +6,7 @@
 
 mod common;
 
+use std::cell::RefCell;
 use std::io::{BufRead, BufReader, Write};
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, AsRawFd};
@@ -141,6 +142,8 @@ fn say(line: &str) {
 struct Job {
     workers: Vec<Worker>,
     events: Receiver<(usize, String)>,
+    /// What was said before anybody waited for it.
+    before: RefCell<Vec<(usize, String)>>,
     generation: Generation,
     _store: Option<StoreServer>,
 }
@@ -185,19 +188,23 @@ impl Job {
                 Worker { child, agent, reader: Some(reader) }
             })
             .collect();
-        Self { workers, events: received, generation, _store: store }
+        Self { workers, events: received, before: RefCell::default(), generation, _store: store }
     }
 
-    /// Waits until each of `ranks` has said `what`.
+    /// Waits until each of `ranks` has said `what`. What others say meanwhile is there for the next.
     fn wait(&self, ranks: &[usize], what: &str) {
         let deadline = Instant::now() + LONG;
-        let mut said = Vec::new();
+        let (mut said, mut others) = (Vec::new(), Vec::new());
+        let mut before = std::mem::take(&mut *self.before.borrow_mut()).into_iter();
         while said.len() < ranks.len() {
             let left = deadline.saturating_duration_since(Instant::now());
-            match self.events.recv_timeout(left) {
-                Ok((rank, line)) if ranks.contains(&rank) && line.starts_with(what) => said.push(rank),
+            match before.next().map_or_else(|| self.events.recv_timeout(left), Ok) {
+                Ok((rank, line)) if !ranks.contains(&rank) || said.contains(&rank) => {
+                    others.push((rank, line))
+                }
+                Ok((rank, line)) if line.starts_with(what) => said.push(rank),
                 Ok((rank, line)) => {
-                    let expected = !ranks.contains(&rank) || !(line.starts_with("error") || line == "done");
+                    let expected = !line.starts_with("error") && line != "done";
                     assert!(expected, "rank {rank}: {line}, instead of {what}");
                 }
                 Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
@@ -205,6 +212,7 @@ impl Job {
                 }
             }
         }
+        *self.before.borrow_mut() = others.into_iter().chain(before).collect();
     }
 
     fn kill(&mut self, rank: usize) {
