@@ -11,7 +11,9 @@ What stands between `<!-- bench:NAME -->` and `<!-- end -->` is written anew, th
   collectives SYSTEM                          SYSTEM against convoke, such as `collectives openmpi:tcp`
   memory machine, memory, memory SYSTEM       the same in shared memory, from RESULTS/memory/raw.csv; `the better MPI:shm` is one
   memory alloc                                all_reduce in memory of Group::alloc against the better MPI
-  train hosts, train loopback                 when and where, table and timeline, from RESULTS/train-hosts and so on
+  memory occasions                            what is asked of all_reduce, with its range, and the geometric means of the
+                                              others: a row for each occasion; earlier ones stay
+  train hosts, train one-host-2 (or 4)        when and where, table and timeline, from RESULTS/train-hosts and so on
 
 A table whose benchmark has not run, or not with that peer, is left alone and named on stderr.
 """
@@ -42,10 +44,18 @@ LAUNCH = [
 ]
 
 
+def processor():
+    """What the processor calls itself, in short."""
+    with open("/proc/cpuinfo") as file:
+        told = dict(re.findall(r"^([\w ]+?)\s*: (.*)$", file.read(), re.MULTILINE))
+    name = re.sub(r"\((R|TM)\)|@.*|CPU|Processor", "", told.get("model name", "")).split()
+    return " ".join(name + [f"family {told['cpu family']} model {told['model']}"] if "cpu family" in told else name)
+
+
 def machine(python=None, when=None):
     """When and where something is measured, as a sentence."""
     cores = len(os.sched_getaffinity(0))
-    words = [f"{cores} core{'s' if cores > 1 else ''}", platform.machine(), f"Linux {re.match(r'[0-9.]+', platform.release())[0]}"]
+    words = [f"{cores} core{'s' if cores > 1 else ''} of {processor() or platform.machine()}", f"Linux {re.match(r'[0-9.]+', platform.release())[0]}"]
     if python:
         show = [python, "-c", "import torch; print(torch.__version__)"]
         version = subprocess.run(show, capture_output=True, text=True).stdout.strip()
@@ -86,7 +96,34 @@ def launch(path):
     return [re.sub(r"\|  (?=\|)", "| ", line) for line in lines]
 
 
-def blocks(results):
+def occasion(folder, when):
+    """What is asked of collectives in memory, as a row of each of two tables."""
+    mpi, ranged = "the better MPI:shm", lambda values, form: f"{form(statistics.median(values))} ({form(min(values))} to {form(max(values))})"
+    plain, shared = table.Results(folder, "convoke:shm"), table.Results(folder, "convoke-alloc:shm", ["all_reduce"])
+    ratio = lambda of, ranks, size: ranged([theirs / ours for theirs, ours in of.turns(("all_reduce", ranks, size), mpi)], table.short)
+    behind = ranged([ours - theirs for theirs, ours in plain.turns(("all_reduce", 2, 4), mpi)], lambda us: f"{us:.2f}")
+    ratios = plain.ratios(mpi)
+    four = plain.means({key: value for key, value in ratios.items() if key[:2] == ("all_reduce", 4)})
+    asked = [behind, *(ratio(plain, 2, size << 10) for size in (64, 256, 1024, 16384, 65536)), ratio(plain, 4, 64 << 10),
+             table.short(four["all_reduce"]), ratio(shared, 2, 1 << 20), ratio(shared, 2, 64 << 20)]
+    means = [table.short(mean) for mean in plain.means(ratios).values()]
+    return [f"| {when} | " + " | ".join(cells) + " |" for cells in (asked, means)], list(plain.means(ratios))
+
+
+def occasions(folder, when, document):
+    """The same beside those of earlier occasions, which `document` has."""
+    before = next((text for _, name, text, _ in MARKED.findall(document) if name == "memory occasions"), "")
+    rows, collectives = occasion(folder, when)
+    earlier = [re.findall(r"^\| (?!occasion|-).*$", part, re.MULTILINE) for part in before.split("| occasion |")[1:]] or [[], []]
+    heads = [["4 B, 2: µs behind", *(f"{size}, 2" for size in ("64K", "256K", "1M", "16M", "64M")), "64K, 4", "mean, 4", "`alloc` 1M, 2", "`alloc` 64M, 2"], collectives]
+    lines = []
+    for head, old, row in zip(heads, earlier, rows):
+        kept = [line for line in old if not line.startswith(f"| {when} |")]
+        lines += ["| occasion | " + " | ".join(head) + " |", "|---|" + "---|" * len(head), *kept, row, ""]
+    return lines[:-1]
+
+
+def blocks(results, document):
     """What can be written: name -> lines."""
     found = {}
     folder = f"{results}/launch"
@@ -105,7 +142,9 @@ def blocks(results):
         if name == "memory":
             tables = table.Results(folder, "convoke-alloc:shm", ["all_reduce"])
             found["memory alloc"] = [*tables.own(), "", *tables.against("the better MPI:shm")]
-    for place in ("hosts", "loopback"):
+            when = time.strftime("%-d %b, %H:%M", time.gmtime(os.path.getmtime(f"{folder}/raw.csv")))
+            found["memory occasions"] = occasions(folder, f"{when}, {processor()}", document)
+    for place in ("hosts", "one-host-2", "one-host-4"):
         folder = f"{results}/train-{place}"
         if os.path.exists(f"{folder}/table.md"):
             read = lambda name: open(f"{folder}/{name}").read().splitlines()
@@ -129,7 +168,7 @@ def main():
         return
     with open(o.document) as file:
         text = file.read()
-    known, found = {match[2] for match in MARKED.finditer(text)}, blocks(o.results)
+    known, found = {match[2] for match in MARKED.finditer(text)}, blocks(o.results, text)
     for name in sorted(known - set(found)):
         print(f"report: no results for `{name}`: left as it is", file=sys.stderr)
     for name in sorted(set(found) - known - UNUSED):

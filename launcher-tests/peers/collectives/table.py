@@ -78,18 +78,30 @@ class Results:
                 cells[key[:2]][self.column(key[2])] = short(statistics.median(times.values()))
         return table(f"{self.candidate.split(':')[0]}, µs", cells, self.sizes)
 
+    def turns(self, key, peer):
+        """Of each round of a cell: the peer's time and the candidate's."""
+        ours, theirs = self.results.get(key, {}).get(self.candidate, {}), self.results.get(key, {}).get(peer, {})
+        return [(theirs[turn], ours[turn]) for turn in ours if turn in theirs]
+
+    def ratios(self, peer):
+        """(collective, ranks, bytes) -> median of the peer's time over the candidate's"""
+        found = {key: [theirs / ours for theirs, ours in self.turns(key, peer)] for key in self.keys}
+        return {key: statistics.median(ratios) for key, ratios in found.items() if ratios}
+
+    @staticmethod
+    def means(ratios):
+        """collective -> geometric mean of its cells"""
+        logs = collections.defaultdict(list)
+        for (collective, _, _), ratio in ratios.items():
+            logs[collective].append(math.log(ratio))
+        return {collective: math.exp(sum(all_) / len(all_)) for collective, all_ in logs.items()}
+
     def against(self, peer):
         """Lines of the table of a peer's times over the candidate's, and of what follows from it."""
-        cells, ratios = collections.defaultdict(dict), {}
-        for key in self.keys:
-            ours, theirs = self.results[key].get(self.candidate, {}), self.results[key].get(peer, {})
-            if both := [theirs[turn] / ours[turn] for turn in ours if turn in theirs]:
-                ratios[key] = statistics.median(both)
-                cells[key[:2]][self.column(key[2])] = short(ratios[key])
-        means = collections.defaultdict(list)
-        for (collective, _, _), ratio in ratios.items():
-            means[collective].append(math.log(ratio))
-        means = ", ".join(f"{collective} {short(math.exp(sum(logs) / len(logs)))}" for collective, logs in means.items())
+        cells, ratios = collections.defaultdict(dict), self.ratios(peer)
+        for key, ratio in ratios.items():
+            cells[key[:2]][self.column(key[2])] = short(ratio)
+        means = ", ".join(f"{collective} {short(mean)}" for collective, mean in self.means(ratios).items())
         low = sorted((ratio, *key) for key, ratio in ratios.items() if ratio < 0.95)
         low = ", ".join(f"{collective} {size(bytes_)} at {ranks} ({ratio:.2f})" for ratio, collective, ranks, bytes_ in low)
         count = sum(ratio < 0.95 for ratio in ratios.values())

@@ -2,7 +2,7 @@
 """Time of a training step: gradients in buckets beside the backward pass, after it, and averaged by hand.
 
   bench_train.py --bin target/release --out out/                     # 2 hosts, 1 Gbit/s between them, one worker each
-  bench_train.py --bin target/release --out out/ --hosts 1 --workers 2   # 2 workers on this host, over loopback
+  bench_train.py --bin target/release --out out/ --hosts 1 --workers 4   # 4 workers on this host: in memory, and over TCP
 
 Runs the `digits` example with a network that is large enough (--hidden) on --hosts simulated hosts
 (testbed/hosts.sh; needs root) whose links are limited to --mbit (0: no limit), or on this one with --hosts 1. The ways
@@ -23,11 +23,15 @@ import tempfile
 HERE = os.path.dirname(os.path.abspath(__file__))
 HOSTS = os.path.join(HERE, "../../testbed/hosts.sh")
 WAYS = ("ddp", "late", "by-hand")
+# The same as `ddp`, though the workers could share memory.
+OVER_TCP = "ddp over TCP"
 
 
 def job(o, env, way, extra=()):
     """Runs digits on all hosts; microseconds a step, and the hash of the parameters."""
     procs = []
+    if way == OVER_TCP:
+        way, env = "ddp", {**env, "CONVOKE_SHM": "off"}
     for host in range(1, o.hosts + 1):
         place = [HOSTS, "exec", str(host)] if o.hosts > 1 else []
         nodes = [f"--nnodes={o.hosts}", f"--node-rank={host - 1}", "--master-addr=h1", "--master-port=29500"]
@@ -81,7 +85,8 @@ def main():
     o = p.parse_args()
     o.bin = os.path.abspath(o.bin)
     os.makedirs(o.out, exist_ok=True)
-    times, hashes, raw = {way: [] for way in WAYS}, set(), []
+    ways = WAYS if o.hosts > 1 else (*WAYS, OVER_TCP)
+    times, hashes, raw = {way: [] for way in ways}, set(), []
     with tempfile.TemporaryDirectory(prefix="bench-train-") as state:
         # The hosts end with this process, however it ends.
         leash, env = os.pipe(), {**os.environ, "TESTBED_DIR": state, "TESTBED_LEASH": "1"}
@@ -94,8 +99,8 @@ def main():
                     if o.mbit:
                         tell("rate", host, o.mbit)
             for round_ in range(o.rounds):
-                turn = round_ % len(WAYS)
-                for way in WAYS[turn:] + WAYS[:turn]:
+                turn = round_ % len(ways)
+                for way in ways[turn:] + ways[:turn]:
                     micros, digest = job(o, env, way)
                     times[way].append(micros)
                     hashes.add(digest)
@@ -112,7 +117,7 @@ def main():
             if o.hosts > 1:
                 tell("down")
     lines = ["| gradients | ms a step | range | over `ddp` |", "|---|---|---|---|"]
-    for way in WAYS:
+    for way in ways:
         ratio = statistics.median(mine / base for mine, base in zip(times[way], times["ddp"]))
         low, high = min(times[way]) / 1e3, max(times[way]) / 1e3
         lines.append(f"| `{way}` | {statistics.median(times[way]) / 1e3:.1f} | {low:.1f} to {high:.1f} | {ratio:.2f} |")

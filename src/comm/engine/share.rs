@@ -14,6 +14,7 @@ use crate::frame::Kind;
 use crate::links::conn::{Broken, Conn};
 use crate::shm::allocations::Allocations;
 use crate::shm::meeting::{self, Joining, Leading, Meeting, Party};
+use crate::shm::obstacle::Obstacle;
 use crate::shm::{Layout, Node, RingLane};
 
 /// How long the news of a failure may take on a connection inside the host.
@@ -22,7 +23,11 @@ const NEWS: Duration = Duration::from_millis(100);
 impl Engine {
     /// Finds together with the other `ranks` of this host (this one is among them), and has data go through memory from
     /// then on. If that cannot be, all of them use connections, and the answer says why.
-    pub(crate) fn share(&mut self, ranks: &[usize], until: Instant) -> Result<Result<(), String>, CommError> {
+    pub(crate) fn share(
+        &mut self,
+        ranks: &[usize],
+        until: Instant,
+    ) -> Result<Result<(), Obstacle>, CommError> {
         let Some(me) = ranks.iter().position(|&rank| rank == self.settings.me) else { return Ok(Ok(())) };
         let layout = Layout::new(ranks.len());
         let opened = self.open_meeting(ranks, me, layout);
@@ -72,9 +77,9 @@ impl Engine {
         self.node.as_ref().map(|node| Arc::clone(node.allocations()))
     }
 
-    fn open_meeting(&mut self, ranks: &[usize], me: usize, layout: Layout) -> Result<Meeting, String> {
+    fn open_meeting(&mut self, ranks: &[usize], me: usize, layout: Layout) -> Result<Meeting, Obstacle> {
         let bell =
-            self.mailbox.bell().try_clone_to_owned().map_err(|error| format!("no descriptor left: {error}"));
+            self.mailbox.bell().try_clone_to_owned().map_err(|source| Obstacle::Descriptors { source });
         let process =
             rustix::process::pidfd_open(rustix::process::getpid(), rustix::process::PidfdFlags::empty());
         let party = bell.map(|bell| Party { ranks: ranks.to_vec(), me, layout, bell, process: process.ok() });
@@ -84,7 +89,7 @@ impl Engine {
         let opened = party.and_then(Leading::open);
         let (offer, meeting) = match opened {
             Ok((leading, offer)) => (offer, Ok(Meeting::Leading(leading))),
-            Err(reason) => (meeting::no(&reason), Err(reason)),
+            Err(reason) => (meeting::no(&reason.to_string()), Err(reason)),
         };
         let frame = self.frame(Kind::Share, 0);
         for &rank in &ranks[1..] {

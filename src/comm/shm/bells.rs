@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
 use super::layout::Layout;
-use super::segment::Segment;
+use super::segment::{Segment, full_fence};
 
 /// The doorbells of the ranks of a host.
 #[derive(Debug)]
@@ -90,18 +90,4 @@ impl Bells {
         let (at, bit) = Layout::sleeper(self.me);
         self.segment.word(at).fetch_and(!bit, Ordering::SeqCst);
     }
-}
-
-/// `fence(SeqCst)`; on x86-64 by a locked instruction, which costs a quarter of the `mfence` that compilers take.
-#[inline(always)]
-fn full_fence() {
-    // SAFETY: it changes nothing, an `or` with 0 on this thread's stack. What it does is not told to the compiler, which
-    // so moves no access to memory across it.
-    #[cfg(target_arch = "x86_64")]
-    #[allow(unsafe_code)]
-    unsafe {
-        std::arch::asm!("lock or dword ptr [rsp], 0");
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    fence(Ordering::SeqCst);
 }

@@ -25,6 +25,7 @@ use rustix::net::{
 };
 
 use super::layout::{Layout, MOST_RANKS, Proof};
+use super::obstacle::Obstacle;
 use super::segment::{self, Segment};
 
 pub(super) const WORD_BYTES: usize = 16;
@@ -61,7 +62,7 @@ pub(crate) struct Met {
 }
 
 /// How it ended: or why they share no memory.
-pub(crate) type Outcome = Result<Met, String>;
+pub(crate) type Outcome = Result<Met, Obstacle>;
 
 /// Where to meet, as it is told on control connections.
 pub(crate) type Offer = Vec<u8>;
@@ -132,15 +133,14 @@ impl Leading {
     ///
     /// # Errors
     /// Why there can be none.
-    pub(crate) fn open(party: Party) -> Result<(Self, Offer), String> {
+    pub(crate) fn open(party: Party) -> Result<(Self, Offer), Obstacle> {
         if party.ranks.len() > MOST_RANKS {
-            return Err(format!("{} ranks of a host are more than {MOST_RANKS}", party.ranks.len()));
+            return Err(Obstacle::Crowd { ranks: party.ranks.len(), most: MOST_RANKS });
         }
         let (mut name, mut word) = ([0; WORD_BYTES], [0; WORD_BYTES]);
-        getrandom::fill(&mut name)
-            .and_then(|()| getrandom::fill(&mut word))
-            .map_err(|error| format!("no random numbers: {error}"))?;
-        let listener = listen(&name).map_err(|error| format!("cannot listen at a unix socket: {error}"))?;
+        getrandom::fill(&mut name)?;
+        getrandom::fill(&mut word)?;
+        let listener = listen(&name).map_err(|source| Obstacle::Socket { what: "listen at", source })?;
         let members = party.ranks.iter().map(|_| None).collect();
         let offer = [&[YES][..], &name, &word].concat();
         let strangers = Vec::new();
@@ -150,7 +150,7 @@ impl Leading {
     fn turn(&mut self) -> Option<Outcome> {
         let outcome = self.go_on().transpose()?;
         if let Err(reason) = &outcome {
-            let refusal = no(reason);
+            let refusal = no(&reason.to_string());
             for member in self.members.iter().flatten() {
                 let _ = send(&member.conn, &refusal, &[]);
             }
@@ -158,7 +158,7 @@ impl Leading {
         Some(outcome)
     }
 
-    fn go_on(&mut self) -> Result<Option<Met>, String> {
+    fn go_on(&mut self) -> Result<Option<Met>, Obstacle> {
         self.accept();
         self.greet();
         if self.others().any(|place| self.members[place].is_none()) {
@@ -172,11 +172,11 @@ impl Leading {
             return Ok(None);
         }
         for member in self.members.iter().flatten() {
-            send(&member.conn, &[YES], &[]).map_err(|error| format!("cannot tell the others: {error}"))?;
+            send(&member.conn, &[YES], &[]).map_err(|source| Obstacle::Socket { what: "send to", source })?;
         }
         let Some(segment) = self.segment.take() else { return Ok(None) };
         segment.populate();
-        let (bells, processes) = self.all().map_err(|error| format!("no descriptor left: {error}"))?;
+        let (bells, processes) = self.all().map_err(|source| Obstacle::Descriptors { source })?;
         Ok(Some(Met { segment, bells, processes }))
     }
 
@@ -219,28 +219,29 @@ impl Leading {
     }
 
     /// Makes the memory and gives it to everybody.
-    fn hand_over(&mut self) -> Result<(), String> {
+    fn hand_over(&mut self) -> Result<(), Obstacle> {
         let layout = self.party.layout;
         let bytes = layout.bytes();
-        let failed = |error: io::Error| format!("cannot make {bytes} bytes of memory for all: {error}");
+        let failed = |source| Obstacle::Memory { bytes, source };
         let memory = segment::create(bytes).map_err(failed)?;
         // What belongs to nobody, and what belongs to the leader.
         segment::commit(&memory, 0..layout.of(self.party.me).end).map_err(failed)?;
         let segment = Arc::new(Segment::map(&memory, bytes).map_err(failed)?);
         for place in self.others() {
-            let question = random().map_err(|error| format!("no random numbers: {error}"))?;
+            let question = random()?;
             segment::commit(&memory, layout.of(place).start..layout.of(place).start + 1).map_err(failed)?;
             proof(&segment, layout, place, Proof::Question).store(question, Ordering::SeqCst);
             if let Some(member) = &mut self.members[place] {
                 member.question = question;
             }
         }
-        let (bells, processes) = self.all().map_err(|error| format!("no descriptor left: {error}"))?;
+        let (bells, processes) = self.all().map_err(|source| Obstacle::Descriptors { source })?;
         let given = [&memory].into_iter().chain(&bells).chain(&processes);
         let given: Vec<_> = given.map(AsFd::as_fd).collect();
         let welcome = [&[YES][..], &(bytes as u64).to_le_bytes()].concat();
         for member in self.members.iter().flatten() {
-            send(&member.conn, &welcome, &given).map_err(|error| format!("cannot hand it over: {error}"))?;
+            let sent = send(&member.conn, &welcome, &given);
+            sent.map_err(|source| Obstacle::Socket { what: "hand the memory over at", source })?;
         }
         self.segment = Some(segment);
         Ok(())
@@ -265,20 +266,20 @@ impl Leading {
     }
 
     /// Hears who sees the memory, and looks whether it does.
-    fn hear(&mut self) -> Result<(), String> {
+    fn hear(&mut self) -> Result<(), Obstacle> {
         let Party { ranks, layout, .. } = &self.party;
         for (place, member) in self.members.iter_mut().enumerate() {
             let Some(member) = member.as_mut().filter(|member| !member.answered) else { continue };
             let rank = ranks[place];
-            let heard = receive(&member.conn).map_err(|error| format!("rank {rank} is gone: {error}"))?;
+            let heard = receive(&member.conn).map_err(|source| Obstacle::Gone { rank, source })?;
             let Some((bytes, _)) = heard else { continue };
-            agreed(&bytes).map_err(|reason| format!("rank {rank}: {reason}"))?;
+            agreed(&bytes, rank)?;
             let answer = self
                 .segment
                 .as_ref()
                 .map(|segment| proof(segment, *layout, place, Proof::Answer).load(Ordering::SeqCst));
             if answer != Some(!member.question) {
-                return Err(format!("rank {rank} does not see what this one sees"));
+                return Err(Obstacle::Apart { rank });
             }
             member.answered = true;
         }
@@ -304,12 +305,13 @@ impl Joining {
     ///
     /// # Errors
     /// Why not.
-    pub(crate) fn accept(&mut self, offer: &[u8]) -> Result<(), String> {
-        let rest = agreed(offer)?;
+    pub(crate) fn accept(&mut self, offer: &[u8]) -> Result<(), Obstacle> {
+        let leader = self.party.ranks[0];
+        let rest = agreed(offer, leader)?;
         let Some((name, word)) = rest.split_first_chunk::<WORD_BYTES>() else {
-            return Err("the leader's offer makes no sense".to_owned());
+            return Err(Obstacle::Nonsense { rank: leader });
         };
-        let failed = |error: io::Error| format!("cannot reach rank {}: {error}", self.party.ranks[0]);
+        let failed = |source| Obstacle::Socket { what: "reach the first rank of the host at", source };
         let conn = connect(name).map_err(failed)?;
         let hello = [word, &(self.party.me as u32).to_le_bytes()].concat();
         let own: Vec<_> =
@@ -325,10 +327,10 @@ impl Joining {
         let (bytes, descriptors) = match receive(conn) {
             Ok(heard) => heard?,
             Err(error) => {
-                return Some(Err(format!("rank {} is gone: {error}", self.party.ranks[0])));
+                return Some(Err(Obstacle::Gone { rank: self.party.ranks[0], source: error }));
             }
         };
-        let rest = match agreed(&bytes) {
+        let rest = match agreed(&bytes, self.party.ranks[0]) {
             Ok(rest) => rest,
             Err(reason) => return Some(Err(reason)),
         };
@@ -339,28 +341,32 @@ impl Joining {
         match self.take_over(rest, descriptors) {
             Ok(met) => {
                 self.met = Some(met);
-                let told = send(conn, &[YES], &[]).map_err(|error| error.to_string());
-                told.err().map(Err)
+                let told = send(conn, &[YES], &[]);
+                told.err().map(|source| Err(Obstacle::Socket { what: "send to", source }))
             }
             Err(reason) => {
-                let _ = send(conn, &no(&reason), &[]);
+                let _ = send(conn, &no(&reason.to_string()), &[]);
                 Some(Err(reason))
             }
         }
     }
 
     /// Maps the memory and shows that it is the leader's.
-    fn take_over(&self, rest: &[u8], descriptors: Vec<OwnedFd>) -> Result<Met, String> {
+    fn take_over(&self, rest: &[u8], descriptors: Vec<OwnedFd>) -> Result<Met, Obstacle> {
         let Party { ranks, me, layout, .. } = &self.party;
         let bytes = rest.try_into().map(u64::from_le_bytes).ok();
-        if bytes != Some(layout.bytes() as u64) || descriptors.len() < 1 + ranks.len() {
-            return Err("not all was handed over (is this the limit of open files?)".to_owned());
+        if bytes != Some(layout.bytes() as u64) {
+            return Err(Obstacle::Nonsense { rank: ranks[0] });
         }
-        let failed = |error: io::Error| format!("cannot map the memory: {error}");
+        let (come, given) = (descriptors.len(), 1 + ranks.len());
         let mut descriptors = descriptors.into_iter();
-        let memory = descriptors.next().ok_or("no memory was handed over")?;
-        let segment = Segment::map(&memory, layout.bytes()).map_err(failed)?;
-        segment::commit(&memory, layout.of(*me)).map_err(failed)?;
+        let Some(memory) = descriptors.next().filter(|_| come >= given) else {
+            return Err(Obstacle::Dropped { come, given });
+        };
+        let segment = Segment::map(&memory, layout.bytes()).map_err(|source| Obstacle::Map { source })?;
+        let own = layout.of(*me);
+        segment::commit(&memory, own.clone())
+            .map_err(|source| Obstacle::Memory { bytes: own.len(), source })?;
         let question = proof(&segment, *layout, *me, Proof::Question).load(Ordering::SeqCst);
         proof(&segment, *layout, *me, Proof::Answer).store(!question, Ordering::SeqCst);
         let bells = descriptors.by_ref().take(ranks.len()).collect();
@@ -387,12 +393,14 @@ pub(crate) fn no(reason: &str) -> Vec<u8> {
     bytes
 }
 
-/// What follows a "yes"; the error is the reason of a "no".
-fn agreed(bytes: &[u8]) -> Result<&[u8], String> {
+/// What follows a "yes" of `rank`; the error is the reason of a "no".
+fn agreed(bytes: &[u8], rank: usize) -> Result<&[u8], Obstacle> {
     match bytes.split_first() {
         Some((&YES, rest)) => Ok(rest),
-        Some((_, reason)) => Err(String::from_utf8_lossy(reason).into_owned()),
-        None => Err("an empty message".to_owned()),
+        Some((_, reason)) => {
+            Err(Obstacle::Theirs { rank, what: String::from_utf8_lossy(reason).into_owned() })
+        }
+        None => Err(Obstacle::Nonsense { rank }),
     }
 }
 

@@ -21,6 +21,7 @@ pub(crate) mod handout;
 mod layout;
 pub(crate) mod meeting;
 mod moves;
+pub(crate) mod obstacle;
 pub(crate) mod part;
 mod program;
 mod ring;

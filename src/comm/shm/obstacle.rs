@@ -1,0 +1,66 @@
+//! Why ranks of a host share no memory. They use connections then.
+
+use std::io;
+
+use rustix::io::Errno;
+
+/// What stands in the way of memory for all ranks of a host.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Obstacle {
+    /// More than the system hands over in one message.
+    #[error("{ranks} ranks of a host are more than {most}")]
+    Crowd { ranks: usize, most: usize },
+    #[error("no random numbers: {0}")]
+    Random(#[from] getrandom::Error),
+    /// Of memory, or of what control groups allow.
+    #[error("cannot make {bytes} bytes of memory for all: {source}{}", hint(source))]
+    Memory { bytes: usize, source: io::Error },
+    /// Also if it is not sealed, so that it might become shorter.
+    #[error("cannot map the memory: {source}{}", hint(source))]
+    Map { source: io::Error },
+    #[error("no descriptor left: {source}{}", hint(source))]
+    Descriptors { source: io::Error },
+    /// As a receiver sees the limit of open files: the system drops what goes beyond it.
+    #[error("{come} of {given} descriptors were handed over: this process may open no more (`ulimit -n`)")]
+    Dropped { come: usize, given: usize },
+    #[error("cannot {what} a unix socket: {source}{}", hint(source))]
+    Socket { what: &'static str, source: io::Error },
+    #[error("rank {rank} is gone: {source}")]
+    Gone { rank: usize, source: io::Error },
+    /// In another PID or mount namespace as a rule, or on another machine with the same name.
+    #[error("rank {rank} does not see what this one sees")]
+    Apart { rank: usize },
+    #[error("rank {rank} sent what makes no sense")]
+    Nonsense { rank: usize },
+    /// In its words.
+    #[error("rank {rank}: {what}")]
+    Theirs { rank: usize, what: String },
+}
+
+/// What to do about it.
+fn hint(error: &io::Error) -> &'static str {
+    match Errno::from_io_error(error) {
+        Some(Errno::MFILE) => " (this process may open no more files: `ulimit -n`)",
+        Some(Errno::NFILE) => " (no process may open more files: fs.file-max)",
+        Some(Errno::NOSPC | Errno::NOMEM) => " (the machine or the control group has no more memory)",
+        Some(Errno::PERM | Errno::ACCESS | Errno::NOSYS) => " (a sandbox forbids it)",
+        _ => "",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_limit_has_its_hint() {
+        let told = |errno: Errno| Obstacle::Memory { bytes: 7, source: errno.into() }.to_string();
+        assert_eq!(
+            told(Errno::MFILE),
+            "cannot make 7 bytes of memory for all: Too many open files (os error 24) (this process may open no more files: `ulimit -n`)"
+        );
+        assert!(told(Errno::NOSPC).ends_with(" (the machine or the control group has no more memory)"));
+        assert!(told(Errno::PERM).ends_with(" (a sandbox forbids it)"));
+        assert!(told(Errno::INTR).ends_with("(os error 4)"));
+    }
+}
