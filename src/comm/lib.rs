@@ -46,6 +46,8 @@ mod kernels;
 mod links;
 mod logger;
 mod mesh;
+#[cfg(feature = "nccl")]
+pub mod nccl;
 mod options;
 mod plan;
 #[cfg(all(test, not(loom)))]

@@ -32,6 +32,8 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use clap::Parser;
+use clap::error::ErrorKind;
+use convoke_comm::nccl::Library;
 
 use error::PerfError;
 use flags::Flags;
@@ -45,7 +47,7 @@ fn main() -> ExitCode {
         // Help, version and what is wrong with the command line: once for the whole job.
         Err(said) => {
             let others = env::var("RANK").is_ok_and(|rank| rank != "0");
-            let printed = others || said.print().is_ok();
+            let printed = others || said.print().is_ok() && also(said.kind()).is_ok();
             return match said.use_stderr() {
                 true => ExitCode::from(EXIT_USAGE),
                 false if printed => ExitCode::SUCCESS,
@@ -59,6 +61,17 @@ fn main() -> ExitCode {
             complain(&error.to_string());
             if matches!(error, PerfError::Usage(_)) { ExitCode::from(EXIT_USAGE) } else { ExitCode::FAILURE }
         }
+    }
+}
+
+/// What else is said: beside the version, which NCCL there is.
+fn also(said: ErrorKind) -> io::Result<()> {
+    if said != ErrorKind::DisplayVersion {
+        return Ok(());
+    }
+    match Library::load() {
+        Ok(library) => writeln!(io::stdout(), "NCCL {} ({})", library.version(), library.path().display()),
+        Err(error) => writeln!(io::stdout(), "{error}"),
     }
 }
 

@@ -259,8 +259,11 @@ fn help_is_printed_once_and_names_all() {
     let help = text(&outputs[0].stdout);
     let words = ["--min-bytes", "--algorithms", "--plot", "premul_sum", "Sizes:", "Hosts:", "exclusive_scan"];
     assert!(words.iter().all(|word| help.contains(word)), "{help}");
-    let version = perf(&["--version"]).output().unwrap();
-    assert_eq!(text(&version.stdout), format!("convoke-perf {}\n", env!("CARGO_PKG_VERSION")));
+    let version = perf(&["--version"]).env("CONVOKE_NCCL_SO", "/nowhere/nccl.so").output().unwrap();
+    let told = text(&version.stdout);
+    let expected =
+        format!("convoke-perf {}\nNCCL was not found: tried /nowhere/nccl.so: ", env!("CARGO_PKG_VERSION"));
+    assert!(told.starts_with(&expected), "{told}");
 }
 
 #[test]

@@ -1,0 +1,149 @@
+//! Finds NCCL and opens it.
+
+use std::ffi::c_int;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use libloading::os::unix::{Library as Handle, RTLD_LOCAL, RTLD_NOW};
+
+use super::error::{NcclError, Version};
+use super::places::{Place, places};
+
+/// `ncclSuccess`.
+const SUCCESS: c_int = 0;
+/// The functions of NCCL 2.18 that groups on GPUs call.
+const FUNCTIONS: [&str; 24] = [
+    "ncclGetUniqueId",
+    "ncclGetErrorString",
+    "ncclGetLastError",
+    "ncclCommInitRankConfig",
+    "ncclCommGetAsyncError",
+    "ncclCommSplit",
+    "ncclCommFinalize",
+    "ncclCommDestroy",
+    "ncclCommAbort",
+    "ncclCommCount",
+    "ncclCommCuDevice",
+    "ncclCommUserRank",
+    "ncclRedOpCreatePreMulSum",
+    "ncclRedOpDestroy",
+    "ncclAllReduce",
+    "ncclAllGather",
+    "ncclBroadcast",
+    "ncclReduce",
+    "ncclReduceScatter",
+    "ncclSend",
+    "ncclRecv",
+    "ncclGroupStart",
+    "ncclGroupEnd",
+    "ncclGetVersion",
+];
+
+/// NCCL, as this process has found it. It stays open: it has threads of its own.
+#[derive(Debug)]
+pub struct Library {
+    path: PathBuf,
+    version: Version,
+    _handle: Handle,
+}
+
+impl Library {
+    /// That of this process; looked for once.
+    ///
+    /// `CONVOKE_NCCL_SO` names it. Else it is what the system's loader knows as `libnccl.so.2`, which finds what is loaded
+    /// already, as by a Python program, `LD_LIBRARY_PATH` and the system's packages; then the wheel `nvidia-nccl-cu*` in
+    /// `VIRTUAL_ENV`, `CONDA_PREFIX` and where Python is installed.
+    ///
+    /// # Errors
+    /// [`NcclError::NotFound`] with all that was tried, [`NcclError::TooOld`], [`NcclError::Unusable`].
+    pub fn load() -> Result<&'static Self, NcclError> {
+        static OF_PROCESS: OnceLock<Result<Library, NcclError>> = OnceLock::new();
+        let loaded = OF_PROCESS.get_or_init(|| Self::open(&places(|name| std::env::var_os(name), entries)));
+        loaded.as_ref().map_err(Clone::clone)
+    }
+
+    /// The first of `places` that is there and new enough; else what is wrong with the first that is there.
+    pub(super) fn open(places: &[Place]) -> Result<Self, NcclError> {
+        let (mut tried, mut refused) = (Vec::new(), None);
+        for place in places {
+            if place.guessed && !place.path.exists() {
+                continue;
+            }
+            // SAFETY: opening a library runs what it has to run first. That it is NCCL is what its name says, as for
+            // every program that links it.
+            #[allow(unsafe_code)]
+            let opened = unsafe { Handle::open(Some(&place.path), RTLD_NOW | RTLD_LOCAL) };
+            match opened {
+                Ok(handle) => match Self::of(handle, &place.path) {
+                    Ok(library) => return Ok(library),
+                    Err(error) => {
+                        refused.get_or_insert(error);
+                    }
+                },
+                Err(error) => tried.push((place.path.clone(), text_of(&error))),
+            }
+        }
+        Err(refused.unwrap_or(NcclError::NotFound { tried }))
+    }
+
+    fn of(handle: Handle, path: &Path) -> Result<Self, NcclError> {
+        let unusable = |what: String| NcclError::Unusable { path: path.to_owned(), what };
+        // SAFETY: it is called as NCCL, so this is the function of `nccl.h`.
+        #[allow(unsafe_code)]
+        let get_version =
+            unsafe { handle.get::<unsafe extern "C" fn(*mut c_int) -> c_int>(b"ncclGetVersion") };
+        let get_version = *get_version.map_err(|_| unusable("it has no ncclGetVersion".to_owned()))?;
+        let mut code = 0;
+        // SAFETY: writes one number.
+        #[allow(unsafe_code)]
+        let result = unsafe { get_version(&raw mut code) };
+        let version = Version::of(code).filter(|_| result == SUCCESS);
+        let version = version.ok_or_else(|| unusable(format!("it says {code} is its version")))?;
+        if version < Version::LEAST {
+            return Err(NcclError::TooOld { path: path.to_owned(), version });
+        }
+        // SAFETY: addresses that nobody uses.
+        #[allow(unsafe_code)]
+        let has = |name: &str| unsafe { handle.get::<*const ()>(name.as_bytes()) }.is_ok();
+        if let Some(absent) = FUNCTIONS.iter().find(|name| !has(name)) {
+            return Err(unusable(format!("it has no {absent}")));
+        }
+        let path = file_at(get_version as usize).unwrap_or_else(|| path.to_owned());
+        Ok(Self { path, version, _handle: handle })
+    }
+
+    /// The file that it is.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Its version.
+    #[must_use]
+    pub fn version(&self) -> Version {
+        self.version
+    }
+}
+
+/// What the loader says, without what `libloading` says before it.
+fn text_of(error: &libloading::Error) -> String {
+    let source = std::error::Error::source(error);
+    source.map_or_else(|| error.to_string(), ToString::to_string)
+}
+
+fn entries(folder: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten();
+    entries.flatten().map(|entry| entry.path()).collect()
+}
+
+/// The file that is mapped at an address of this process.
+fn file_at(address: usize) -> Option<PathBuf> {
+    let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
+    maps.lines().find_map(|line| {
+        let (range, rest) = line.split_once(' ')?;
+        let (start, end) = range.split_once('-')?;
+        let number = |digits| usize::from_str_radix(digits, 16).ok();
+        let holds = (number(start)?..number(end)?).contains(&address);
+        rest.find('/').filter(|_| holds).map(|at| PathBuf::from(&rest[at..]))
+    })
+}

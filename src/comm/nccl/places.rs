@@ -1,0 +1,95 @@
+//! Where NCCL may be. Pure: what the environment and folders hold is asked of the caller.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+
+/// The variable that names the library, and then no other is tried.
+pub(super) const CHOSEN: &str = "CONVOKE_NCCL_SO";
+/// As all packages of it are called at run time; the name without a number comes with headers.
+const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
+/// Of a wheel, below `site-packages`.
+const IN_WHEEL: &str = "nvidia/nccl/lib/libnccl.so.2";
+/// Python environments name themselves so.
+const ENVIRONMENTS: [&str; 2] = ["VIRTUAL_ENV", "CONDA_PREFIX"];
+/// Where Python is without one.
+const SYSTEM: [&str; 3] = ["/usr/local", "/usr", "/opt/conda"];
+/// Below `lib/python3.*`.
+const PACKAGES: [&str; 2] = ["site-packages", "dist-packages"];
+
+/// A library that may be there.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Place {
+    /// A name for the system's loader, or a path.
+    pub(super) path: PathBuf,
+    /// Found by looking: nothing is said of it if it is not there.
+    pub(super) guessed: bool,
+}
+
+/// All of them, in the order in which they are tried: what the loader finds by name (`LD_LIBRARY_PATH`, the system's
+/// folders; what is loaded already, as by a Python program with PyTorch), then Python's wheels.
+pub(super) fn places(
+    variable: impl Fn(&str) -> Option<OsString>,
+    list: impl Fn(&Path) -> Vec<PathBuf>,
+) -> Vec<Place> {
+    let variable = |name: &str| variable(name).filter(|value| !value.is_empty());
+    if let Some(chosen) = variable(CHOSEN) {
+        return vec![Place { path: chosen.into(), guessed: false }];
+    }
+    let home = variable("HOME").map(|home| Path::new(&home).join(".local"));
+    let prefixes = ENVIRONMENTS.iter().filter_map(|name| variable(name)).map(PathBuf::from);
+    let prefixes = prefixes.chain(home).chain(SYSTEM.map(PathBuf::from));
+    let mut wheels = Vec::new();
+    for prefix in prefixes {
+        let mut versions = list(&prefix.join("lib"));
+        versions.retain(|path| {
+            path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("python3"))
+        });
+        versions.sort();
+        // The newest Python first.
+        for version in versions.iter().rev() {
+            wheels.extend(PACKAGES.map(|packages| version.join(packages).join(IN_WHEEL)));
+        }
+    }
+    let names = NAMES.map(|name| Place { path: name.into(), guessed: false });
+    names.into_iter().chain(wheels.into_iter().map(|path| Place { path, guessed: true })).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn found(variables: &[(&str, &str)], folders: &[(&str, &[&str])]) -> Vec<String> {
+        let variable = |name: &str| {
+            variables.iter().find(|(known, _)| *known == name).map(|(_, value)| OsString::from(value))
+        };
+        let list = |folder: &Path| {
+            let entries =
+                folders.iter().find(|(known, _)| Path::new(known) == folder).map(|(_, entries)| *entries);
+            entries.unwrap_or_default().iter().map(|entry| folder.join(entry)).collect()
+        };
+        places(variable, list).iter().map(|place| place.path.display().to_string()).collect()
+    }
+
+    #[test]
+    fn what_is_chosen_is_the_only_one() {
+        assert_eq!(found(&[("CONVOKE_NCCL_SO", "/x/nccl.so"), ("VIRTUAL_ENV", "/v")], &[]), ["/x/nccl.so"]);
+        assert_eq!(found(&[("CONVOKE_NCCL_SO", "")], &[]), ["libnccl.so.2", "libnccl.so"]);
+    }
+
+    #[test]
+    fn wheels_are_looked_for_where_python_has_them() {
+        let found = found(
+            &[("VIRTUAL_ENV", "/venv"), ("HOME", "/home/me")],
+            &[
+                ("/venv/lib", &["python3.11", "libx.so", "python3.12"]),
+                ("/home/me/.local/lib", &["python3.9"]),
+                ("/usr/lib", &["python3", "x86_64-linux-gnu"]),
+            ],
+        );
+        let wheel = |at: &str| format!("{at}/nvidia/nccl/lib/libnccl.so.2");
+        assert_eq!(found[..3], ["libnccl.so.2", "libnccl.so", &wheel("/venv/lib/python3.12/site-packages")]);
+        assert!(found.contains(&wheel("/venv/lib/python3.11/site-packages")));
+        assert!(found.contains(&wheel("/home/me/.local/lib/python3.9/site-packages")));
+        assert_eq!(found.last(), Some(&wheel("/usr/lib/python3/dist-packages")));
+    }
+}
