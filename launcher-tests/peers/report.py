@@ -11,6 +11,7 @@ What stands between `<!-- bench:NAME -->` and `<!-- end -->` is written anew, th
   collectives SYSTEM                          SYSTEM against convoke, such as `collectives openmpi:tcp`
   memory machine, memory, memory SYSTEM       the same in shared memory, from RESULTS/memory/raw.csv; `the better MPI:shm` is one
   memory alloc                                all_reduce in memory of Group::alloc against the better MPI
+  memory limit                                all_reduce of many bytes beside what the machine can move, from RESULTS/limits
   memory occasions                            what is asked of all_reduce, with its range, and the geometric means of the
                                               others: a row for each occasion; earlier ones stay
   train hosts, train one-host-2 (or 4)        when and where, table and timeline, from RESULTS/train-hosts and so on
@@ -123,6 +124,29 @@ def occasions(folder, when, document):
     return lines[:-1]
 
 
+def limit(results):
+    """An all_reduce of many bytes beside what the machine can move, by the rates in RESULTS/limits."""
+    rates = {}
+    for turn in range(3):
+        with open(f"{results}/limits/limits.{turn}.csv") as file:
+            for row in csv.DictReader(file):
+                if row["test"] in ("memcpy", "add_f32"):
+                    rates.setdefault((row["test"], row["detail"]), []).append(float(row["value"]))
+    rates = {key: statistics.median(values) for key, values in rates.items()}
+    lines = ["| `all_reduce` | ranks | copied, added (S: bytes of the buffer) | limit, ms | convoke, ms | of the limit |", "|---|---|---|---|---|---|"]
+    for candidate, name in (("convoke", ""), ("convoke-alloc", ", `alloc`")):
+        of = table.Results(f"{results}/memory", f"{candidate}:shm", ["all_reduce"])
+        for ranks in (2, 4):
+            copies, sums = (2 * ranks - 1, ranks - 1) if candidate == "convoke" else (ranks - 1, ranks - 1)
+            for size, where in ((16 << 20, "16MiB x 2 threads (sum)"), (64 << 20, "256MiB x 2 threads (sum)")):
+                # GB/s are bytes in a microsecond, times 1000.
+                least = size * (copies / rates["memcpy", where] + sums / rates["add_f32", where]) / 1e6
+                took = statistics.median(of.results["all_reduce", ranks, size][f"{candidate}:shm"].values()) / 1e3
+                lines.append(f"| {table.size(size)}{name} | {ranks} | {copies} S, {sums} S | {least:.2f} | {took:.2f} | {least / took:.0%} |")
+    moved = ", ".join(f"{what} {rates[test, f'{size}MiB x 2 threads (sum)']:.0f} GB/s at {size} MiB" for size in (16, 256) for test, what in (("memcpy", "copies"), ("add_f32", "adds")))
+    return [*lines, "", f"Two cores together: {moved}."]
+
+
 def blocks(results, document):
     """What can be written: name -> lines."""
     found = {}
@@ -143,6 +167,8 @@ def blocks(results, document):
             tables = table.Results(folder, "convoke-alloc:shm", ["all_reduce"])
             found["memory alloc"] = [*tables.own(), "", *tables.against("the better MPI:shm")]
             when = time.strftime("%-d %b, %H:%M", time.gmtime(os.path.getmtime(f"{folder}/raw.csv")))
+            if os.path.exists(f"{results}/limits/limits.2.csv"):
+                found["memory limit"] = limit(results)
             found["memory occasions"] = occasions(folder, f"{when}, {processor()}", document)
     for place in ("hosts", "one-host-2", "one-host-4"):
         folder = f"{results}/train-{place}"

@@ -216,7 +216,7 @@ impl Engine {
                 Err(error) => break Some(error),
             }
             let step = step.get_or_insert_with(|| {
-                node.ring_for_small();
+                node.ring();
                 flight.begin(&told(&small))
             });
             if !patience.go_on(false) {
@@ -224,7 +224,7 @@ impl Engine {
             }
         };
         if step.is_none() {
-            node.ring_for_small();
+            node.ring();
         }
         if error.is_some() {
             let step = step.unwrap_or_else(|| flight.begin(&told(&small)));

@@ -105,7 +105,7 @@ impl Engine {
             conn
         };
         for (place, rank) in node.others() {
-            let conn = |lane: RingLane| roughened(Conn::new(Box::new(node.ring(lane, place))));
+            let conn = |lane: RingLane| roughened(Conn::new(Box::new(node.way(lane, place))));
             self.peers[rank].messages.conn = Some(conn(RingLane::Messages));
             self.peers[rank].collective = Some(conn(RingLane::Collectives));
         }

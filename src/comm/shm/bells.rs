@@ -1,12 +1,12 @@
 //! Waking who sleeps: a bit in shared memory says that a rank does, its doorbell ends that.
 //!
 //! Who wants to sleep sets its bit, then looks once more for what it waits for. Who writes something for others does
-//! so first, then looks at the bits. Both writes are exchanges in the one order of all sequentially consistent steps, so
-//! at least one sees the other. (An exchange, not a store and a fence: the fence of x86-64 costs four times as much.)
+//! so first, then looks at the bits. Between the two steps of each stands a fence, so at least one sees the other
+//! (`models.rs`).
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::{Ordering, fence};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::layout::Layout;
 use super::segment::{Segment, full_fence};
@@ -26,25 +26,12 @@ impl Bells {
         Self { segment, layout, me, bells }
     }
 
-    /// Writes `value` to the word at `at`, for all others: wakes those who sleep.
+    /// Wakes all others that sleep; to be called after what they wait for was written. It waits until that has left this
+    /// core: who has something else to do first waits less.
     #[inline]
-    pub(crate) fn tell_all(&self, at: usize, value: u64) {
-        self.segment.word(at).swap(value, Ordering::SeqCst);
-        self.ring();
-    }
-
-    /// Wakes all others that sleep, after what they wait for was written some time before: the exchange would wait until
-    /// this core has the line, the write alone does not, and by now it is through.
-    #[inline]
-    pub(crate) fn ring_later(&self) {
-        full_fence();
-        self.ring();
-    }
-
-    #[inline]
-    fn ring(&self) {
+    pub(crate) fn ring_all(&self) {
         for (index, at) in self.layout.sleepers().enumerate() {
-            let mut asleep = self.segment.word(at).load(Ordering::SeqCst);
+            let mut asleep = asleep(self.segment.word(at));
             while asleep != 0 {
                 self.wake(index * 64 + asleep.trailing_zeros() as usize);
                 asleep &= asleep - 1;
@@ -52,12 +39,11 @@ impl Bells {
         }
     }
 
-    /// Writes `value` to the word at `at`, for `rank`: wakes it if it sleeps.
+    /// Wakes `rank` if it sleeps; to be called after what it waits for was written.
     #[inline]
-    pub(crate) fn tell(&self, rank: usize, at: usize, value: u64) {
-        self.segment.word(at).swap(value, Ordering::SeqCst);
-        let (sleeper, bit) = Layout::sleeper(rank);
-        if self.segment.word(sleeper).load(Ordering::SeqCst) & bit != 0 {
+    pub(crate) fn ring(&self, rank: usize) {
+        let (at, bit) = Layout::sleeper(rank);
+        if asleep(self.segment.word(at)) & bit != 0 {
             self.wake(rank);
         }
     }
@@ -66,7 +52,7 @@ impl Bells {
     fn wake(&self, rank: usize) {
         let (at, bit) = Layout::sleeper(rank);
         // One ring is enough: who takes the bit away rings.
-        let first = rank != self.me && self.segment.word(at).fetch_and(!bit, Ordering::SeqCst) & bit != 0;
+        let first = rank != self.me && take_away(self.segment.word(at), bit);
         if let Some(bell) = self.bells.get(rank).filter(|_| first) {
             // Full is as good: it is readable.
             let _ = rustix::io::write(bell, &1_u64.to_ne_bytes());
@@ -76,18 +62,61 @@ impl Bells {
     /// Says that this rank sleeps from now on, unless it finds at once what it waits for.
     pub(crate) fn fall_asleep(&self) {
         let (at, bit) = Layout::sleeper(self.me);
-        self.segment.word(at).fetch_or(bit, Ordering::SeqCst);
-        fence(Ordering::SeqCst);
+        fall_asleep(self.segment.word(at), bit);
     }
 
     /// Whether this rank has fallen asleep and nobody has rung since.
     pub(crate) fn is_asleep(&self) -> bool {
         let (at, bit) = Layout::sleeper(self.me);
-        self.segment.word(at).load(Ordering::SeqCst) & bit != 0
+        is_asleep(self.segment.word(at), bit)
     }
 
     pub(crate) fn wake_up(&self) {
         let (at, bit) = Layout::sleeper(self.me);
-        self.segment.word(at).fetch_and(!bit, Ordering::SeqCst);
+        take_away(self.segment.word(at), bit);
     }
+}
+
+/// A word with the bits of those who sleep: an atomic, or the model of one.
+pub(super) trait Word {
+    fn load(&self, order: Ordering) -> u64;
+    fn fetch_or(&self, bits: u64, order: Ordering) -> u64;
+    fn fetch_and(&self, bits: u64, order: Ordering) -> u64;
+}
+
+impl Word for AtomicU64 {
+    #[inline(always)]
+    fn load(&self, order: Ordering) -> u64 {
+        self.load(order)
+    }
+
+    fn fetch_or(&self, bits: u64, order: Ordering) -> u64 {
+        self.fetch_or(bits, order)
+    }
+
+    fn fetch_and(&self, bits: u64, order: Ordering) -> u64 {
+        self.fetch_and(bits, order)
+    }
+}
+
+/// The bits of those who may not see what this rank has written.
+#[inline(always)]
+pub(super) fn asleep(sleepers: &impl Word) -> u64 {
+    full_fence();
+    sleepers.load(Ordering::Relaxed)
+}
+
+/// After this what was written before somebody looked at the bits, and did not see this one, is seen.
+pub(super) fn fall_asleep(sleepers: &impl Word, bit: u64) {
+    sleepers.fetch_or(bit, Ordering::SeqCst);
+    full_fence();
+}
+
+pub(super) fn is_asleep(sleepers: &impl Word, bit: u64) -> bool {
+    sleepers.load(Ordering::SeqCst) & bit != 0
+}
+
+/// Whether the bit was there.
+pub(super) fn take_away(sleepers: &impl Word, bit: u64) -> bool {
+    sleepers.fetch_and(!bit, Ordering::SeqCst) & bit != 0
 }

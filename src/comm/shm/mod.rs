@@ -20,6 +20,8 @@ mod bells;
 pub(crate) mod handout;
 mod layout;
 pub(crate) mod meeting;
+#[cfg(all(test, loom))]
+mod models;
 mod moves;
 pub(crate) mod obstacle;
 pub(crate) mod part;
@@ -143,7 +145,7 @@ impl Node {
     }
 
     /// A way to the rank at `place`.
-    pub(crate) fn ring(&self, lane: RingLane, place: usize) -> Ring {
+    pub(crate) fn way(&self, lane: RingLane, place: usize) -> Ring {
         let (out, into) = (self.layout.ring(lane, self.me, place), self.layout.ring(lane, place, self.me));
         Ring::new(Arc::clone(&self.segment), Arc::clone(&self.bells), place, out, into)
     }
@@ -227,28 +229,23 @@ impl Node {
         reaches(stamp as u32, number)
     }
 
+    /// Says what a call is, with its stamp, when all that is given in its slot is there; then who sleeps is to be
+    /// [rung](Bells::ring_all) for.
     fn announce(&self, number: u32, header: &Header, told: Option<Told>) {
+        let slot = self.layout.slot(self.me, number);
         if let Some(told) = told {
-            let slot = self.layout.slot(self.me, number);
             self.segment.view(slot + INLINE_AT, Told::BYTES).put(&told.encode());
         }
-        self.bells.tell_all(self.layout.slot(self.me, number), self.stamp(number, header));
-    }
-
-    /// The same, but who sleeps may go on sleeping until the bells [ring](Bells::ring_later).
-    #[inline]
-    fn announce_quietly(&self, number: u32, header: &Header) {
-        let stamp = self.stamp(number, header);
-        self.segment.word(self.layout.slot(self.me, number)).store(stamp, Ordering::Release);
-    }
-
-    /// Writes to the slot of a call what it is; its stamp, with which all of it is there.
-    #[inline]
-    fn stamp(&self, number: u32, header: &Header) -> u64 {
-        let slot = self.layout.slot(self.me, number);
         self.segment.view(slot + CALL_AT, 16).put(&header.call);
         self.segment.view(slot + PAST_AT, 8).put(&header.past.to_le_bytes());
-        u64::from(header.seq) << 32 | u64::from(number)
+        let stamp = u64::from(header.seq) << 32 | u64::from(number);
+        self.segment.word(slot).store(stamp, Ordering::Release);
+    }
+
+    /// Wakes those who sleep, after something was announced.
+    #[inline]
+    pub(crate) fn ring(&self) {
+        self.bells.ring_all();
     }
 
     /// Whether `rank` has come to call `number`, of which this one says `ours`; to this one it is collective `seq`.
@@ -311,7 +308,8 @@ impl Node {
     }
 
     fn publish(&self, counter: Counter, count: u64) {
-        self.bells.tell_all(self.layout.counter(self.me, counter), count);
+        self.segment.word(self.layout.counter(self.me, counter)).store(count, Ordering::Release);
+        self.bells.ring_all();
     }
 
     /// Whether `rank` has counted so far.

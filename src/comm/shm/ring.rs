@@ -72,12 +72,14 @@ impl Ring {
     }
 
     fn tell_written(&self) {
-        self.bells.tell(self.peer, self.out.written, self.written);
+        self.segment.word(self.out.written).store(self.written, Ordering::Release);
+        self.bells.ring(self.peer);
     }
 
     fn tell_read(&mut self) {
         self.told = self.read;
-        self.bells.tell(self.peer, self.into.read, self.read);
+        self.segment.word(self.into.read).store(self.read, Ordering::Release);
+        self.bells.ring(self.peer);
     }
 }
 
@@ -149,7 +151,8 @@ impl Link for Ring {
     }
 
     fn close_write(&mut self) {
-        self.bells.tell(self.peer, self.out.closed, 1);
+        self.segment.word(self.out.closed).store(1, Ordering::Release);
+        self.bells.ring(self.peer);
     }
 
     /// What is in memory stays there as long as the reader does.

@@ -173,6 +173,7 @@ impl Run {
             Step::Announce => {
                 let told = self.offer.as_ref().map_or(Told::default(), Offer::told);
                 node.announce(self.number, &self.header, self.program.may_be_direct().then_some(told));
+                node.ring();
                 moment("sent", self.seq, self.given as usize);
             }
             Step::Meet(whom) => return self.meet(node, *whom),

@@ -236,14 +236,16 @@ fn fetch_for_writing(start: *const u8, bytes: usize) {
 /// `fence(SeqCst)`; on x86-64 by a locked instruction, which costs a quarter of the `mfence` that compilers take.
 #[inline(always)]
 pub(super) fn full_fence() {
+    #[cfg(loom)]
+    loom::sync::atomic::fence(loom::sync::atomic::Ordering::SeqCst);
     // SAFETY: it changes nothing, an `or` with 0 on this thread's stack. What it does is not told to the compiler, which
     // so moves no access to memory across it.
-    #[cfg(target_arch = "x86_64")]
+    #[cfg(all(target_arch = "x86_64", not(loom)))]
     #[allow(unsafe_code)]
     unsafe {
         std::arch::asm!("lock or dword ptr [rsp], 0");
     }
-    #[cfg(not(target_arch = "x86_64"))]
+    #[cfg(not(any(target_arch = "x86_64", loom)))]
     std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
 }
 

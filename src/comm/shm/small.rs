@@ -32,7 +32,7 @@ impl Node {
         (program.is_small() && self.is_free_for_next()).then_some(program)
     }
 
-    /// Gives and announces a call, by its [program](Self::small_program).
+    /// Gives and announces a call, by its [program](Self::small_program). Who sleeps is not rung for.
     #[inline(always)]
     pub(crate) fn begin_small(
         &mut self,
@@ -51,15 +51,9 @@ impl Node {
             }
         });
         small.given = given;
-        self.announce_quietly(number, &small.header);
+        self.announce(number, &small.header, None);
         moment("sent", seq, given);
         small
-    }
-
-    /// Wakes those who sleep while they wait for a call that has begun.
-    #[inline]
-    pub(crate) fn ring_for_small(&self) {
-        self.bells.ring_later();
     }
 
     /// Whether all have come that this rank needs something of.

@@ -1,0 +1,71 @@
+//! What ranks write and look at before they sleep, in every order of events that a processor allows: as in
+//! `engine/models.rs`, under loom. It knows no processes; threads stand for them.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use loom::sync::atomic::{AtomicU64, AtomicUsize};
+use loom::thread;
+
+use super::bells::{Word, asleep, fall_asleep, is_asleep, take_away};
+
+const BIT: u64 = 2;
+
+impl Word for AtomicU64 {
+    fn load(&self, order: Ordering) -> u64 {
+        self.load(order)
+    }
+
+    fn fetch_or(&self, bits: u64, order: Ordering) -> u64 {
+        self.fetch_or(bits, order)
+    }
+
+    fn fetch_and(&self, bits: u64, order: Ordering) -> u64 {
+        self.fetch_and(bits, order)
+    }
+}
+
+/// What two ranks share: whether the first sleeps, the stamp of the other's call, and beside it what that gives.
+struct Shared {
+    sleepers: AtomicU64,
+    stamp: AtomicU64,
+    given: AtomicUsize,
+    sleeper: thread::Thread,
+}
+
+impl Shared {
+    /// The other rank gives something, and wakes who sleeps.
+    fn give(&self) {
+        self.given.store(7, Ordering::Relaxed);
+        self.stamp.store(1, Ordering::Release);
+        if asleep(&self.sleepers) & BIT != 0 && take_away(&self.sleepers, BIT) {
+            self.sleeper.unpark();
+        }
+    }
+}
+
+/// A rank that sleeps though it was given what it waits for sleeps for ever, which is a failure.
+#[test]
+fn who_falls_asleep_is_woken_or_sees_what_came() {
+    loom::model(|| {
+        let shared = Arc::new(Shared {
+            sleepers: AtomicU64::new(0),
+            stamp: AtomicU64::new(0),
+            given: AtomicUsize::new(0),
+            sleeper: thread::current(),
+        });
+        let other = Arc::clone(&shared);
+        let other = thread::spawn(move || other.give());
+        fall_asleep(&shared.sleepers, BIT);
+        if shared.stamp.load(Ordering::Acquire) == 0 && is_asleep(&shared.sleepers, BIT) {
+            thread::park();
+        }
+        take_away(&shared.sleepers, BIT);
+        // Who was rung for finds it there; who was not had seen it.
+        while shared.stamp.load(Ordering::Acquire) == 0 {
+            thread::yield_now();
+        }
+        assert_eq!(shared.given.load(Ordering::Relaxed), 7, "the stamp is there before what was given");
+        other.join().unwrap();
+    });
+}
