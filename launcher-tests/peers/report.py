@@ -11,6 +11,7 @@ What stands between `<!-- bench:NAME -->` and `<!-- end -->` is written anew, th
   collectives SYSTEM                          SYSTEM against convoke, such as `collectives openmpi:tcp`
   memory machine, memory, memory SYSTEM       the same in shared memory, from RESULTS/memory/raw.csv; `the better MPI:shm` is one
   memory alloc                                all_reduce in memory of Group::alloc against the better MPI
+  memory gloo                                 gloo's times over convoke's in memory, from RESULTS/memory-gloo
   memory limit                                all_reduce of many bytes beside what the machine can move, from RESULTS/limits
   memory occasions                            what is asked of all_reduce, with its range, and the geometric means of the
                                               others: a row for each occasion; earlier ones stay
@@ -170,6 +171,9 @@ def blocks(results, document):
             if os.path.exists(f"{results}/limits/limits.2.csv"):
                 found["memory limit"] = limit(results)
             found["memory occasions"] = occasions(folder, f"{when}, {processor()}", document)
+    if os.path.exists(f"{results}/memory-gloo/raw.csv"):
+        tables = table.Results(f"{results}/memory-gloo", "convoke:shm")
+        found["memory gloo"] = [f"{tables.rounds('torch-gloo:tcp')} rounds:", "", *tables.against("torch-gloo:tcp")]
     for place in ("hosts", "one-host-2", "one-host-4"):
         folder = f"{results}/train-{place}"
         if os.path.exists(f"{folder}/table.md"):
