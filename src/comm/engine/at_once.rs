@@ -10,7 +10,7 @@ use convoke_env::flight::layout;
 
 use super::core::Engine;
 use super::messages::direct::{Received, Sent};
-use super::patience::{Patience, Step};
+use super::patience::{Crowd, Patience, Step};
 use super::recording::{told_of_message, told_of_small};
 use super::run::{Run, RunError};
 use super::state::Collective;
@@ -120,13 +120,14 @@ impl Engine {
         let (from, call) = (*from, *call);
         let told = || told_of_message(layout::Operation::Recv, Some(from), call, now_ns());
         let (mut step, mut done) = (None, 0);
-        let mut attempts = Attempts::new(self, 1);
+        let mut attempts = Attempts::new(self);
         let ours = &self.settings.credentials;
         let mut received = self.peers[from].messages.recv_direct(ours, &self.open, call, lent);
         while let Ok(state @ (Received::Nothing | Received::Part(_))) = received {
             step.get_or_insert_with(|| self.settings.flight.begin(&told()));
             let come = if let Received::Part(come) = state { come } else { 0 };
-            if !attempts.go_on(come > std::mem::replace(&mut done, come)) {
+            let node = &mut self.node;
+            if !attempts.go_on(come > std::mem::replace(&mut done, come), || is_near(node, from)) {
                 break;
             }
             let mailbox = &mut self.peers[from].messages;
@@ -161,13 +162,14 @@ impl Engine {
 
     /// Moves messages with a peer until an operation is done, or it would have to wait.
     fn attend(&mut self, peer: usize, ticket: Arc<Ticket>) -> AtOnce {
-        let mut attempts = Attempts::new(self, 1);
+        let mut attempts = Attempts::new(self);
         loop {
             if let Some(outcome) = ticket.take() {
                 return AtOnce::Done(outcome);
             }
             let moved = self.turn_messages(peer);
-            if self.failure.is_some() || !attempts.go_on(moved) {
+            let node = &mut self.node;
+            if self.failure.is_some() || !attempts.go_on(moved, || is_near(node, peer)) {
                 return AtOnce::Begun(ticket);
             }
         }
@@ -203,7 +205,7 @@ impl Engine {
         let seq = self.number(*call);
         let Some(node) = &mut self.node else { return Tried::Not };
         let mut small = node.begin_small(call, program, seq, lent);
-        let mut patience = Attempts::new(self, self.beside.len());
+        let mut patience = Attempts::new(self);
         let flight = &self.settings.flight;
         let told = |small: &Small| told_of_small(*call, small, now_ns());
         let Some(node) = &mut self.node else { return Tried::Not };
@@ -219,7 +221,11 @@ impl Engine {
                 node.ring();
                 flight.begin(&told(&small))
             });
-            if !patience.go_on(false) {
+            let near = || {
+                node.tell_core();
+                node.awaits_neighbour(&small)
+            };
+            if !patience.go_on(false, near) {
                 return Tried::Begun(Box::new(Rest { small, step: *step, error: None }));
             }
         };
@@ -239,7 +245,7 @@ impl Engine {
         let made_ns = now_ns();
         let mut turned = run.turn(&mut self.peers, self.node.as_mut());
         let step = self.record_collective(&run, made_ns);
-        let mut patience = Attempts::new(self, self.beside.len());
+        let mut patience = Attempts::new(self);
         let error = loop {
             match turned {
                 Ok(_) if run.is_finished() => {
@@ -247,7 +253,7 @@ impl Engine {
                     step.end(true);
                     return AtOnce::Done(Ok(None));
                 }
-                Ok(moved) if patience.go_on(moved) => {}
+                Ok(moved) if patience.go_on(moved, || awaits_neighbour(&mut self.node, &run)) => {}
                 Ok(_) => break None,
                 Err(error) => break Some(error),
             }
@@ -270,26 +276,47 @@ impl Engine {
     }
 }
 
+/// Whether a rank shares this one's core.
+fn is_near(node: &mut Option<Node>, rank: usize) -> bool {
+    node.as_mut().is_some_and(|node| {
+        node.tell_core();
+        node.is_on_this_core(rank)
+    })
+}
+
+/// Whether one that a collective waits for does.
+fn awaits_neighbour(node: &mut Option<Node>, run: &Run) -> bool {
+    run.awaited().into_iter().any(|rank| is_near(node, rank))
+}
+
 /// How long an operation is tried at once.
 struct Attempts {
     patience: Patience,
     turns: u32,
     vain: u32,
+    /// With more ranks than cores it matters who shares one: to be found out, at first and after each yield.
+    crowded: bool,
+    unknown: bool,
 }
 
 impl Attempts {
-    /// To wait for so many ranks.
-    fn new(engine: &Engine, others: usize) -> Self {
-        Self { patience: Patience::brief(engine.settings.crowd, others), turns: 0, vain: 0 }
+    fn new(engine: &Engine) -> Self {
+        let crowd = engine.settings.crowd;
+        let crowded = crowd == Crowd::Cores;
+        Self { patience: Patience::brief(crowd), turns: 0, vain: 0, crowded, unknown: crowded }
     }
 
-    /// Waits for a moment if nothing `moved`; whether to try again.
+    /// Waits for a moment if nothing `moved`; whether to try again. `near` tells whether one that is waited for shares
+    /// this rank's core.
     #[inline]
-    fn go_on(&mut self, moved: bool) -> bool {
+    fn go_on(&mut self, moved: bool, near: impl FnOnce() -> bool) -> bool {
         if moved {
             self.turns += 1;
             self.patience.moved();
             return self.turns < TURNS;
+        }
+        if std::mem::take(&mut self.unknown) {
+            self.patience.is_near(near());
         }
         match self.patience.step(false) {
             Step::Spin => {
@@ -302,6 +329,7 @@ impl Attempts {
                 let begin = Instant::now();
                 std::thread::yield_now();
                 self.patience.yielded(begin.elapsed());
+                self.unknown = self.crowded;
             }
             Step::Sleep => return false,
         }

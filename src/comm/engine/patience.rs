@@ -23,7 +23,7 @@ const SHARED: u32 = 16;
 
 /// Of an attempt to be through with a call before it becomes an operation: attempts that only look again, and yields.
 const BRIEF_SPINS: u32 = 1000;
-const PAIR_SPINS: u32 = 100;
+const CROWDED_SPINS: u32 = 100;
 const BRIEF_YIELDS: u32 = 64;
 const BRIEF_VAIN_YIELDS: u32 = 10;
 
@@ -56,6 +56,8 @@ pub(super) struct Patience {
     vain: u32,
     /// Yields since the last sleep that did.
     shared: u32,
+    /// One that is waited for needs this core.
+    near: bool,
 }
 
 /// Attempts that spin, yields, and yields in a row that let nobody else run.
@@ -76,22 +78,24 @@ impl Patience {
         Self::of(crowd, Limits { spins, yields: YIELDS, vain })
     }
 
-    /// For one call that is hoped to be over soon: in place of sleeping it becomes an operation. It waits for `others`
-    /// ranks: a single one may well be on another core, however many there are.
-    pub(super) fn brief(crowd: Crowd, others: usize) -> Self {
+    /// For one call that is hoped to be over soon: in place of sleeping it becomes an operation. With more ranks than cores
+    /// it spins as long as those that it waits for are not [near](Self::is_near).
+    pub(super) fn brief(crowd: Crowd) -> Self {
         let limits = match crowd {
-            Crowd::Cores if others == 1 => {
-                Limits { spins: PAIR_SPINS, yields: BRIEF_YIELDS, vain: BRIEF_VAIN_YIELDS }
-            }
             Crowd::No => Limits { spins: BRIEF_SPINS, yields: 0, vain: 0 },
-            Crowd::Cores => Limits { spins: 0, yields: BRIEF_YIELDS, vain: BRIEF_VAIN_YIELDS },
+            Crowd::Cores => Limits { spins: CROWDED_SPINS, yields: BRIEF_YIELDS, vain: BRIEF_VAIN_YIELDS },
             Crowd::Apart => Limits { spins: 0, yields: APART_VAIN_YIELDS, vain: APART_VAIN_YIELDS },
         };
         Self::of(crowd, limits)
     }
 
     fn of(crowd: Crowd, limits: Limits) -> Self {
-        Self { crowd, limits, spins: 0, yields: 0, vain: 0, shared: 0 }
+        Self { crowd, limits, spins: 0, yields: 0, vain: 0, shared: 0, near: false }
+    }
+
+    /// Whether a rank that is waited for shares this one's core, as far as anybody knows.
+    pub(super) fn is_near(&mut self, near: bool) {
+        (self.near, self.spins) = (near, 0);
     }
 
     /// Something has moved.
@@ -103,7 +107,7 @@ impl Patience {
     pub(super) fn step(&mut self, background: bool) -> Step {
         let Limits { spins, yields, vain } = self.limits;
         let shared = self.crowd == Crowd::No && self.shared >= SHARED;
-        if !background && !shared && self.spins < spins {
+        if !background && !shared && !self.near && self.spins < spins {
             self.spins += 1;
             return Step::Spin;
         }
@@ -199,11 +203,12 @@ mod tests {
         let mut patience = Patience::new(Crowd::Cores);
         assert_eq!(until_sleep(&mut patience, SWITCHED), (0, YIELDS));
         assert_eq!(until_sleep(&mut patience, VAIN), (0, CROWDED_VAIN_YIELDS));
-        let mut brief = Patience::brief(Crowd::Cores, 3);
-        assert_eq!(until_sleep(&mut brief, SWITCHED), (0, BRIEF_YIELDS));
-        assert_eq!(until_sleep(&mut brief, VAIN), (0, BRIEF_VAIN_YIELDS));
-        assert_eq!(until_sleep(&mut Patience::brief(Crowd::Cores, 1), SWITCHED), (PAIR_SPINS, BRIEF_YIELDS));
-        assert_eq!(until_sleep(&mut Patience::brief(Crowd::No, 3), VAIN), (BRIEF_SPINS, 0));
+        let mut brief = Patience::brief(Crowd::Cores);
+        assert_eq!(until_sleep(&mut brief, SWITCHED), (CROWDED_SPINS, BRIEF_YIELDS));
+        assert_eq!(until_sleep(&mut brief, VAIN), (CROWDED_SPINS, BRIEF_VAIN_YIELDS));
+        brief.is_near(true);
+        assert_eq!(until_sleep(&mut brief, SWITCHED), (0, BRIEF_YIELDS), "who is waited for needs this core");
+        assert_eq!(until_sleep(&mut Patience::brief(Crowd::No), VAIN), (BRIEF_SPINS, 0));
         assert_eq!(until_sleep(&mut Patience::new(Crowd::Apart), VAIN), (0, APART_VAIN_YIELDS));
     }
 }

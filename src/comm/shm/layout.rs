@@ -91,6 +91,8 @@ pub(crate) struct Layout {
 
 /// In the first page, behind the sleepers.
 const FAILED: usize = 2 * LINE;
+/// In the first page: a word for each rank.
+const CORES: usize = PAGE / 4;
 const CONTROL: usize = PAGE;
 const SLOT: usize = (SLOT_HEADER + SMALL_BYTES).next_multiple_of(LINE);
 const ALL_SLOTS: usize = (SLOTS as usize * SLOT).next_multiple_of(PAGE);
@@ -120,6 +122,11 @@ impl Layout {
     /// The word that is set when the group has failed.
     pub(crate) fn failed() -> usize {
         FAILED
+    }
+
+    /// The word in which `rank` says on which core it waits, as its number and 1; 0 as long as it has said nothing.
+    pub(crate) fn core(rank: usize) -> usize {
+        CORES + rank * size_of::<u64>()
     }
 
     /// The words with the bits of all ranks.
@@ -174,6 +181,7 @@ mod tests {
         let mut places: Vec<_> = layout.sleepers().map(|word| word..word + 8).collect();
         places.push(Layout::failed()..Layout::failed() + LINE);
         for rank in 0..layout.ranks {
+            places.push(Layout::core(rank)..Layout::core(rank) + 8);
             for counter in [Counter::Given, Counter::Summed, Counter::Done] {
                 let at = layout.counter(rank, counter);
                 places.push(at..at + LINE);

@@ -62,6 +62,8 @@ pub(crate) struct Node {
     ranks: Vec<usize>,
     me: usize,
     processes: Vec<OwnedFd>,
+    /// On which core this rank has said that it waits.
+    core: u64,
     /// Calls and rounds that were begun here.
     calls: u32,
     rounds: u64,
@@ -113,6 +115,7 @@ impl Node {
             ranks,
             me,
             processes,
+            core: 0,
             calls,
             rounds,
             past,
@@ -240,6 +243,24 @@ impl Node {
         self.segment.view(slot + PAST_AT, 8).put(&header.past.to_le_bytes());
         let stamp = u64::from(header.seq) << 32 | u64::from(number);
         self.segment.word(slot).store(stamp, Ordering::Release);
+    }
+
+    /// Tells the others on which core this rank waits.
+    pub(crate) fn tell_core(&mut self) {
+        let core = nix::sched::sched_getcpu().map_or(0, |core| core as u64 + 1);
+        if core != std::mem::replace(&mut self.core, core) {
+            self.segment.word(Layout::core(self.me)).store(core, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether `rank` was last on this rank's core, so that it comes only if this one yields.
+    pub(crate) fn is_on_this_core(&self, rank: usize) -> bool {
+        let place = self.ranks.iter().position(|&other| other == rank);
+        place.is_some_and(|place| self.shares_core(place))
+    }
+
+    fn shares_core(&self, place: usize) -> bool {
+        self.core != 0 && self.segment.word(Layout::core(place)).load(Ordering::Relaxed) == self.core
     }
 
     /// Wakes those who sleep, after something was announced.

@@ -76,6 +76,18 @@ impl Node {
         Ok(true)
     }
 
+    /// Whether one that has not come, and that this rank needs something of, shares its core.
+    pub(crate) fn awaits_neighbour(&mut self, small: &Small) -> bool {
+        let these = match small.program.sources() {
+            None => return false,
+            Some(Whom::One(rank)) => rank..rank + 1,
+            Some(Whom::All) => small.met..self.ranks.len(),
+        };
+        these
+            .into_iter()
+            .any(|place| place != self.me && !self.has_begun(place, small.number) && self.shares_core(place))
+    }
+
     /// Takes the results of a call for which all have come.
     ///
     /// # Errors
