@@ -127,7 +127,7 @@ impl Engine {
             step.get_or_insert_with(|| self.settings.flight.begin(&told()));
             let come = if let Received::Part(come) = state { come } else { 0 };
             let node = &mut self.node;
-            if !attempts.go_on(come > std::mem::replace(&mut done, come), || is_near(node, from)) {
+            if !attempts.go_on(come > std::mem::replace(&mut done, come), || is_near(node, [from])) {
                 break;
             }
             let mailbox = &mut self.peers[from].messages;
@@ -169,7 +169,7 @@ impl Engine {
             }
             let moved = self.turn_messages(peer);
             let node = &mut self.node;
-            if self.failure.is_some() || !attempts.go_on(moved, || is_near(node, peer)) {
+            if self.failure.is_some() || !attempts.go_on(moved, || is_near(node, [peer])) {
                 return AtOnce::Begun(ticket);
             }
         }
@@ -221,11 +221,7 @@ impl Engine {
                 node.ring();
                 flight.begin(&told(&small))
             });
-            let near = || {
-                node.tell_core();
-                node.awaits_neighbour(&small)
-            };
-            if !patience.go_on(false, near) {
+            if !patience.go_on(false, || node.awaits_neighbour(&small)) {
                 return Tried::Begun(Box::new(Rest { small, step: *step, error: None }));
             }
         };
@@ -253,7 +249,7 @@ impl Engine {
                     step.end(true);
                     return AtOnce::Done(Ok(None));
                 }
-                Ok(moved) if patience.go_on(moved, || awaits_neighbour(&mut self.node, &run)) => {}
+                Ok(moved) if patience.go_on(moved, || is_near(&mut self.node, run.awaited())) => {}
                 Ok(_) => break None,
                 Err(error) => break Some(error),
             }
@@ -276,17 +272,9 @@ impl Engine {
     }
 }
 
-/// Whether a rank shares this one's core.
-fn is_near(node: &mut Option<Node>, rank: usize) -> bool {
-    node.as_mut().is_some_and(|node| {
-        node.tell_core();
-        node.is_on_this_core(rank)
-    })
-}
-
-/// Whether one that a collective waits for does.
-fn awaits_neighbour(node: &mut Option<Node>, run: &Run) -> bool {
-    run.awaited().into_iter().any(|rank| is_near(node, rank))
+/// Whether one of `ranks` shares this one's core.
+fn is_near(node: &mut Option<Node>, ranks: impl IntoIterator<Item = usize>) -> bool {
+    node.as_mut().is_some_and(|node| node.is_near(ranks))
 }
 
 /// How long an operation is tried at once.

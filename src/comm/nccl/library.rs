@@ -11,8 +11,8 @@ use super::places::{Place, places};
 
 /// `ncclSuccess`.
 const SUCCESS: c_int = 0;
-/// The functions of NCCL 2.18 that groups on GPUs call.
-const FUNCTIONS: [&str; 24] = [
+/// The functions of NCCL 2.18 that groups on GPUs call, beside `ncclGetVersion`.
+const FUNCTIONS: [&str; 23] = [
     "ncclGetUniqueId",
     "ncclGetErrorString",
     "ncclGetLastError",
@@ -36,7 +36,6 @@ const FUNCTIONS: [&str; 24] = [
     "ncclRecv",
     "ncclGroupStart",
     "ncclGroupEnd",
-    "ncclGetVersion",
 ];
 
 /// NCCL, as this process has found it. It stays open: it has threads of its own.

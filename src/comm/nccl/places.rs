@@ -44,7 +44,7 @@ pub(super) fn places(
         versions.retain(|path| {
             path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("python3"))
         });
-        versions.sort();
+        versions.sort_by_key(|path| minor(path));
         // The newest Python first.
         for version in versions.iter().rev() {
             wheels.extend(PACKAGES.map(|packages| version.join(packages).join(IN_WHEEL)));
@@ -52,6 +52,11 @@ pub(super) fn places(
     }
     let names = NAMES.map(|name| Place { path: name.into(), guessed: false });
     names.into_iter().chain(wheels.into_iter().map(|path| Place { path, guessed: true })).collect()
+}
+
+/// Of `python3.12`: 12.
+fn minor(folder: &Path) -> Option<u32> {
+    folder.file_name()?.to_str()?.strip_prefix("python3.")?.parse().ok()
 }
 
 #[cfg(test)]
@@ -81,7 +86,7 @@ mod tests {
         let found = found(
             &[("VIRTUAL_ENV", "/venv"), ("HOME", "/home/me")],
             &[
-                ("/venv/lib", &["python3.11", "libx.so", "python3.12"]),
+                ("/venv/lib", &["python3.11", "libx.so", "python3.9", "python3.12"]),
                 ("/home/me/.local/lib", &["python3.9"]),
                 ("/usr/lib", &["python3", "x86_64-linux-gnu"]),
             ],

@@ -84,20 +84,28 @@ pub(super) trait Word {
     fn fetch_and(&self, bits: u64, order: Ordering) -> u64;
 }
 
-impl Word for AtomicU64 {
-    #[inline(always)]
-    fn load(&self, order: Ordering) -> u64 {
-        self.load(order)
-    }
+macro_rules! word {
+    ($atomic:ty) => {
+        impl Word for $atomic {
+            #[inline(always)]
+            fn load(&self, order: Ordering) -> u64 {
+                self.load(order)
+            }
 
-    fn fetch_or(&self, bits: u64, order: Ordering) -> u64 {
-        self.fetch_or(bits, order)
-    }
+            fn fetch_or(&self, bits: u64, order: Ordering) -> u64 {
+                self.fetch_or(bits, order)
+            }
 
-    fn fetch_and(&self, bits: u64, order: Ordering) -> u64 {
-        self.fetch_and(bits, order)
-    }
+            fn fetch_and(&self, bits: u64, order: Ordering) -> u64 {
+                self.fetch_and(bits, order)
+            }
+        }
+    };
 }
+
+word!(AtomicU64);
+#[cfg(all(test, loom))]
+word!(loom::sync::atomic::AtomicU64);
 
 /// The bits of those who may not see what this rank has written.
 #[inline(always)]

@@ -245,18 +245,20 @@ impl Node {
         self.segment.word(slot).store(stamp, Ordering::Release);
     }
 
+    /// Whether one of `ranks` was last on this rank's core, so that it comes only if this one yields.
+    pub(crate) fn is_near(&mut self, ranks: impl IntoIterator<Item = usize>) -> bool {
+        self.tell_core();
+        let mut places =
+            ranks.into_iter().filter_map(|rank| self.ranks.iter().position(|&other| other == rank));
+        places.any(|place| self.shares_core(place))
+    }
+
     /// Tells the others on which core this rank waits.
-    pub(crate) fn tell_core(&mut self) {
+    fn tell_core(&mut self) {
         let core = nix::sched::sched_getcpu().map_or(0, |core| core as u64 + 1);
         if core != std::mem::replace(&mut self.core, core) {
             self.segment.word(Layout::core(self.me)).store(core, Ordering::Relaxed);
         }
-    }
-
-    /// Whether `rank` was last on this rank's core, so that it comes only if this one yields.
-    pub(crate) fn is_on_this_core(&self, rank: usize) -> bool {
-        let place = self.ranks.iter().position(|&other| other == rank);
-        place.is_some_and(|place| self.shares_core(place))
     }
 
     fn shares_core(&self, place: usize) -> bool {

@@ -7,23 +7,9 @@ use std::sync::atomic::Ordering;
 use loom::sync::atomic::{AtomicU64, AtomicUsize};
 use loom::thread;
 
-use super::bells::{Word, asleep, fall_asleep, is_asleep, take_away};
+use super::bells::{asleep, fall_asleep, is_asleep, take_away};
 
 const BIT: u64 = 2;
-
-impl Word for AtomicU64 {
-    fn load(&self, order: Ordering) -> u64 {
-        self.load(order)
-    }
-
-    fn fetch_or(&self, bits: u64, order: Ordering) -> u64 {
-        self.fetch_or(bits, order)
-    }
-
-    fn fetch_and(&self, bits: u64, order: Ordering) -> u64 {
-        self.fetch_and(bits, order)
-    }
-}
 
 /// What two ranks share: whether the first sleeps, the stamp of the other's call, and beside it what that gives.
 struct Shared {

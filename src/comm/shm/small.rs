@@ -78,6 +78,7 @@ impl Node {
 
     /// Whether one that has not come, and that this rank needs something of, shares its core.
     pub(crate) fn awaits_neighbour(&mut self, small: &Small) -> bool {
+        self.tell_core();
         let these = match small.program.sources() {
             None => return false,
             Some(Whom::One(rank)) => rank..rank + 1,
