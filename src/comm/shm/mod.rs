@@ -64,9 +64,10 @@ pub(crate) struct Node {
     processes: Vec<OwnedFd>,
     /// On which core this rank has said that it waits.
     core: u64,
-    /// Calls and rounds that were begun here.
+    /// Calls and rounds that were begun here, and bytes that the rounds had.
     calls: u32,
     rounds: u64,
+    round_bytes: u64,
     past: u64,
     /// What the others were last seen to have begun, and to have counted.
     begun: Vec<u32>,
@@ -90,6 +91,18 @@ struct Header {
     past: u64,
 }
 
+/// Which call one is among those of the host's ranks in memory.
+#[derive(Debug, Clone, Copy)]
+struct Numbered {
+    number: u32,
+    /// Rounds of those before it, and where the first of its own begins, in bytes after the first of all.
+    rounds: u64,
+    position: u64,
+    /// From each of its rounds to the next.
+    round_bytes: u64,
+    header: Header,
+}
+
 impl Header {
     /// The digest of this call and those before it.
     fn digest(&self) -> u64 {
@@ -107,7 +120,7 @@ impl Node {
         let bells = Arc::new(Bells::new(Arc::clone(&segment), layout, me, bells));
         let (begun, counted) = (vec![0; ranks.len()], std::array::from_fn(|_| vec![0; ranks.len()]));
         let scratch = vec![0; Kernel::SCRATCH_BYTES];
-        let (calls, rounds, past, steps) = (0, 0, 0, Vec::new());
+        let (calls, rounds, round_bytes, past, steps) = (0, 0, 0, 0, Vec::new());
         Self {
             segment,
             layout,
@@ -118,6 +131,7 @@ impl Node {
             core: 0,
             calls,
             rounds,
+            round_bytes,
             past,
             begun,
             counted,
@@ -183,12 +197,20 @@ impl Node {
     }
 
     /// Numbers a call and its rounds; all ranks do so in the same order.
-    fn count(&mut self, call: &Call, seq: u64, rounds: u64) -> (u32, u64, Header) {
+    fn count(&mut self, call: &Call, seq: u64, rounds: u64, round_bytes: usize) -> Numbered {
         self.calls = self.calls.wrapping_add(1);
-        self.rounds += rounds;
         let header = Header { call: call.encode(), seq: seq as u32, past: self.past };
         self.past = header.digest();
-        (self.calls, self.rounds - rounds, header)
+        let numbered = Numbered {
+            number: self.calls,
+            rounds: self.rounds,
+            position: self.round_bytes,
+            round_bytes: round_bytes as u64,
+            header,
+        };
+        self.rounds += rounds;
+        self.round_bytes += rounds * round_bytes as u64;
+        numbered
     }
 
     /// The bytes at `at` of what `rank` gives in the slot of call `number`, beside its stamp if `inline`.
@@ -197,9 +219,9 @@ impl Node {
         self.segment.view(self.layout.slot(rank, number) + start + at, bytes)
     }
 
-    fn in_round(&self, rank: usize, round: u64, at: usize, bytes: usize) -> View<'_> {
+    fn in_round(&self, rank: usize, position: u64, at: usize, bytes: usize) -> View<'_> {
         debug_assert!(at + bytes <= ROUND_BYTES);
-        self.segment.view(self.layout.round(rank, round) + at, bytes)
+        self.segment.view(self.layout.round(rank, position) + at, bytes)
     }
 
     /// The ranks that may still use the slot of call `number`: they have begun no call that is late enough.

@@ -58,7 +58,7 @@ pub(super) struct Spot {
 pub(super) enum Of {
     /// The slot of a call; `inline` beside its stamp.
     Slot { number: u32, inline: bool },
-    /// Counted from the first round of all calls.
+    /// Bytes after the first round of all calls.
     Round(u64),
 }
 
@@ -66,7 +66,7 @@ impl Spot {
     fn view(self, node: &Node, bytes: usize) -> View<'_> {
         match self.of {
             Of::Slot { number, inline } => node.in_slot(self.rank, number, inline, self.at, bytes),
-            Of::Round(round) => node.in_round(self.rank, round, self.at, bytes),
+            Of::Round(position) => node.in_round(self.rank, position, self.at, bytes),
         }
     }
 

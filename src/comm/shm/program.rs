@@ -185,6 +185,16 @@ impl Program {
         if aligned > 0 { aligned } else { (piece - piece % self.element).max(self.element) }
     }
 
+    /// How far the memory of one round is from that of the next; the same on all ranks.
+    pub(crate) fn round_bytes(&self) -> usize {
+        (self.stride() * self.blocks()).next_multiple_of(ALIGNED)
+    }
+
+    /// From the piece of one block to that of the next, where a rank gives several.
+    fn stride(&self) -> usize {
+        self.piece().min(self.bytes.next_multiple_of(ALIGNED))
+    }
+
     /// The piece of a buffer or block that a round works on.
     fn part(&self, round: u64) -> Range<usize> {
         let piece = self.piece();
@@ -397,7 +407,7 @@ impl Program {
                 }
             }
             CallKind::ReduceScatter | CallKind::Scatter | CallKind::AllToAll => {
-                self.give_blocks(&part, place, self.piece(), each);
+                self.give_blocks(&part, place, self.stride(), each);
             }
             CallKind::AllGather | CallKind::Gather => {
                 let start = self.me * self.bytes;
@@ -425,7 +435,7 @@ impl Program {
         if self.adds_all() {
             each(Step::AddUp { place, at: 0, row: part, tells: false });
         } else {
-            self.read_blocks(&part, place, self.piece(), each);
+            self.read_blocks(&part, place, self.stride(), each);
         }
         each(Step::Publish(Counter::Done, round));
     }

@@ -5,7 +5,7 @@ use super::layout::{Counter, DEPTH, INLINE_BYTES};
 use super::moves::{self, Of, Spot};
 use super::program::{Place, Program, Step, Whom};
 use super::small::Small;
-use super::{Header, Node, Waits};
+use super::{Node, Numbered, Waits};
 use crate::call::Call;
 use crate::engine::buffer::Lent;
 use crate::engine::row::Row;
@@ -21,10 +21,7 @@ pub(crate) struct Run {
     pub(crate) seq: u64,
     row: Row<'static>,
     program: Program,
-    /// Its number among all calls of the host's ranks in memory, and rounds before it.
-    number: u32,
-    base: u64,
-    header: Header,
+    numbered: Numbered,
     batch: u64,
     steps: Vec<Step>,
     at: usize,
@@ -52,7 +49,7 @@ impl Run {
         kernel: Option<Kernel>,
     ) -> Self {
         let program = node.program(&call);
-        let numbered = node.count(&call, seq, program.rounds());
+        let numbered = node.count(&call, seq, program.rounds(), program.round_bytes());
         let mut run = Self::with(node, (call, seq), (lent, kernel), program, numbered);
         let offered = run.row.whole().filter(|_| run.program.may_be_direct());
         run.offer = offered.and_then(|(address, bytes)| node.allocations.offer(address, bytes));
@@ -68,8 +65,8 @@ impl Run {
         kernel: Option<Kernel>,
         broken: bool,
     ) -> Self {
-        let numbered = (small.number, small.base, small.header);
-        let mut run = Self::with(node, (call, small.seq), (lent, kernel), small.program.clone(), numbered);
+        let mut run =
+            Self::with(node, (call, small.seq), (lent, kernel), small.program.clone(), small.numbered);
         run.more = run.program.batch(0, &mut run.steps);
         run.batch = 1;
         let announced = run.steps.iter().position(|step| *step == Step::Announce);
@@ -83,16 +80,14 @@ impl Run {
         (call, seq): (Call, u64),
         (lent, kernel): (Lent<'static>, Option<Kernel>),
         program: Program,
-        (number, base, header): (u32, u64, Header),
+        numbered: Numbered,
     ) -> Self {
         Self {
             row: Row::new(lent, kernel, call.dtype.size_bytes(), &Plan::default()),
             call,
             seq,
             program,
-            number,
-            base,
-            header,
+            numbered,
             batch: 0,
             steps: std::mem::take(&mut node.steps),
             at: 0,
@@ -167,26 +162,30 @@ impl Run {
     fn act(&mut self, node: &mut Node, step: &Step) -> Result<bool, RunError> {
         match step {
             Step::Claim => {
-                self.waits = node.late_for(self.number);
+                self.waits = node.late_for(self.numbered.number);
                 return Ok(self.waits.is_empty());
             }
             Step::Announce => {
                 let told = self.offer.as_ref().map_or(Told::default(), Offer::told);
-                node.announce(self.number, &self.header, self.program.may_be_direct().then_some(told));
+                node.announce(
+                    self.numbered.number,
+                    &self.numbered.header,
+                    self.program.may_be_direct().then_some(told),
+                );
                 node.ring();
                 moment("sent", self.seq, self.given as usize);
             }
             Step::Meet(whom) => return self.meet(node, *whom),
             Step::Decide => self.decide(node)?,
             Step::Room(round) => {
-                let count = (self.base + round + 1).saturating_sub(DEPTH);
+                let count = (self.numbered.rounds + round + 1).saturating_sub(DEPTH);
                 return Ok(self.waits_for(node, Whom::All, Counter::Done, count));
             }
             Step::Await(counter, round, whom) => {
-                return Ok(self.waits_for(node, *whom, *counter, self.base + round + 1));
+                return Ok(self.waits_for(node, *whom, *counter, self.numbered.rounds + round + 1));
             }
             Step::Publish(counter, round) => {
-                node.publish(*counter, self.base + round + 1);
+                node.publish(*counter, self.numbered.rounds + round + 1);
                 if *counter == Counter::Given {
                     moment("sent", self.seq, self.given as usize);
                 }
@@ -231,7 +230,8 @@ impl Run {
     /// Finds out whether all have told where their elements are. All ranks decide alike.
     fn decide(&mut self, node: &Node) -> Result<(), RunError> {
         let Some(offer) = self.offer.take() else { return Ok(()) };
-        let told: Vec<_> = (0..node.ranks.len()).map(|place| node.told(place, self.number)).collect();
+        let told: Vec<_> =
+            (0..node.ranks.len()).map(|place| node.told(place, self.numbered.number)).collect();
         self.direct = offer.with(&told).map_err(|place| RunError::Protocol {
             peer: node.ranks[place],
             what: "it offers memory that it does not have".to_owned(),
@@ -260,7 +260,7 @@ impl Run {
         };
         // Those that have come first are looked at once.
         for place in all.start + self.met..all.end {
-            if place == me || node.meet(place, self.number, &self.header, self.seq)? {
+            if place == me || node.meet(place, self.numbered.number, &self.numbered.header, self.seq)? {
                 self.met += usize::from(self.waits.is_empty());
             } else {
                 self.waits.push(node.ranks[place]);
@@ -272,8 +272,10 @@ impl Run {
     /// Where `rank` gives what lies at `at` of a place.
     fn spot(&self, rank: usize, place: Place, at: usize) -> Spot {
         let of = match place {
-            Place::Slot => Of::Slot { number: self.number, inline: self.program.is_inline(INLINE_BYTES) },
-            Place::Round(round) => Of::Round(self.base + round),
+            Place::Slot => {
+                Of::Slot { number: self.numbered.number, inline: self.program.is_inline(INLINE_BYTES) }
+            }
+            Place::Round(round) => Of::Round(self.numbered.position + round * self.numbered.round_bytes),
         };
         Spot { rank, at, of }
     }

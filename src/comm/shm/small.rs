@@ -3,7 +3,7 @@
 use super::layout::INLINE_BYTES;
 use super::moves::{self, Of, Plain, Spot};
 use super::program::{Place, Program, Step, Whom};
-use super::{Header, Node};
+use super::{Node, Numbered};
 use crate::call::Call;
 use crate::engine::buffer::Lent;
 use crate::engine::streams::RunError;
@@ -15,9 +15,7 @@ use crate::kernels::Kernel;
 pub(crate) struct Small {
     pub(super) program: Program,
     pub(crate) seq: u64,
-    pub(super) number: u32,
-    pub(super) base: u64,
-    pub(super) header: Header,
+    pub(super) numbered: Numbered,
     pub(super) given: usize,
     inline: bool,
     /// Of those to meet, how many were met.
@@ -41,9 +39,9 @@ impl Node {
         seq: u64,
         lent: &mut Lent<'_>,
     ) -> Small {
-        let (number, base, header) = self.count(call, seq, 0);
+        let numbered = self.count(call, seq, 0, 0);
         let inline = program.is_inline(INLINE_BYTES);
-        let mut small = Small { seq, program, number, base, header, given: 0, inline, met: 0 };
+        let mut small = Small { seq, program, numbered, given: 0, inline, met: 0 };
         let (mut given, me, plain) = (0, self.me, Plain { lent, kernel: None });
         small.program.give_all(&mut |step| {
             if let Step::Give { row, place: Place::Slot, at } = step {
@@ -51,7 +49,7 @@ impl Node {
             }
         });
         small.given = given;
-        self.announce(number, &small.header, None);
+        self.announce(numbered.number, &small.numbered.header, None);
         moment("sent", seq, given);
         small
     }
@@ -68,7 +66,9 @@ impl Node {
             Some(Whom::All) => 0..self.ranks.len(),
         };
         while let Some(rank) = these.clone().nth(small.met) {
-            if rank != self.me && !self.meet(rank, small.number, &small.header, small.seq)? {
+            if rank != self.me
+                && !self.meet(rank, small.numbered.number, &small.numbered.header, small.seq)?
+            {
                 return Ok(false);
             }
             small.met += 1;
@@ -84,9 +84,9 @@ impl Node {
             Some(Whom::One(rank)) => rank..rank + 1,
             Some(Whom::All) => small.met..self.ranks.len(),
         };
-        these
-            .into_iter()
-            .any(|place| place != self.me && !self.has_begun(place, small.number) && self.shares_core(place))
+        these.into_iter().any(|place| {
+            place != self.me && !self.has_begun(place, small.numbered.number) && self.shares_core(place)
+        })
     }
 
     /// Takes the results of a call for which all have come.
@@ -125,6 +125,6 @@ impl Small {
     }
 
     fn spot(&self, rank: usize, at: usize) -> Spot {
-        Spot { rank, at, of: Of::Slot { number: self.number, inline: self.inline } }
+        Spot { rank, at, of: Of::Slot { number: self.numbered.number, inline: self.inline } }
     }
 }

@@ -10,13 +10,14 @@ use crate::testing::Random;
 
 /// So small that calls of a few elements have many rounds.
 const LIMITS: Limits = Limits { small: 24, round: 192 };
+const ROUNDS_BYTES: usize = (DEPTH as usize + 2) * LIMITS.round;
 
 /// What one rank has in memory.
 #[derive(Debug, Clone)]
 struct Memory {
     stamp: u32,
     slots: Vec<Vec<u8>>,
-    rounds: Vec<Vec<u8>>,
+    rounds: Vec<u8>,
     counted: [u64; Counter::COUNT],
     /// Whether it has offered its elements, by slot.
     told: Vec<bool>,
@@ -36,6 +37,14 @@ struct Rank {
     steps: Vec<Step>,
     more: bool,
     base: u64,
+    at: Position,
+}
+
+/// Where the first round of a call begins, and how far each is from the next.
+#[derive(Debug, Clone, Copy, Default)]
+struct Position {
+    first: u64,
+    each: u64,
 }
 
 /// What rank `rank` has at byte `at` of its row at the beginning of call `call`.
@@ -82,7 +91,8 @@ fn expected(call: &Call, index: usize, ranks: usize, me: usize) -> Vec<(usize, u
 impl Rank {
     fn new(calls: &[Call], offers: Vec<bool>) -> Self {
         let calls = calls.to_vec();
-        Self { calls, offers, direct: false, call: 0, batch: 0, steps: Vec::new(), more: true, base: 0 }
+        let (call, batch, base, at) = (0, 0, 0, Position::default());
+        Self { calls, offers, direct: false, call, batch, steps: Vec::new(), more: true, base, at }
     }
 
     /// Does the next step; `false` if it has to wait, or is through.
@@ -93,9 +103,11 @@ impl Rank {
         if self.direct {
             program.make_direct();
         }
+        self.at.each = program.round_bytes() as u64;
         if self.steps.is_empty() {
             if !self.more {
                 self.base += program.rounds();
+                self.at.first += program.rounds() * self.at.each;
                 (self.call, self.batch, self.more, self.direct) = (self.call + 1, 0, true, false);
                 return true;
             }
@@ -132,7 +144,7 @@ impl Rank {
         whom: impl Fn(Whom) -> Range<usize>,
         base: u64,
     ) -> bool {
-        let (ranks, call, slot) = (all.len(), self.call, (number % SLOTS) as usize);
+        let (ranks, call, slot, position) = (all.len(), self.call, (number % SLOTS) as usize, self.at);
         match self.steps[0].clone() {
             Step::Claim => {
                 return (0..ranks).all(|rank| rank == me || all[rank].stamp + SLOTS > number);
@@ -168,22 +180,24 @@ impl Rank {
                 *counted = base + round + 1;
             }
             Step::Give { row: from, place, at } => {
-                place_of(&mut all[me], place, base, number, at..at + from.len()).copy_from_slice(&row[from]);
+                place_of(&mut all[me], place, position, number, at..at + from.len())
+                    .copy_from_slice(&row[from]);
             }
             Step::Take { from, place, at, row: into } => {
                 assert_ne!(from, me);
-                let given = place_of(&mut all[from], place, base, number, at..at + into.len()).to_vec();
+                let given = place_of(&mut all[from], place, position, number, at..at + into.len()).to_vec();
                 row[into].copy_from_slice(&given);
             }
             Step::AddUp { place, at, row: into, tells } => {
                 let mut sums = row[into.clone()].to_vec();
                 for rank in (0..ranks).filter(|&rank| rank != me) {
-                    let share = place_of(&mut all[rank], place, base, number, at..at + into.len());
+                    let share = place_of(&mut all[rank], place, position, number, at..at + into.len());
                     sums.iter_mut().zip(share).for_each(|(sum, share)| *sum = sum.wrapping_add(*share));
                 }
                 row[into.clone()].copy_from_slice(&sums);
                 if tells {
-                    place_of(&mut all[me], place, base, number, at..at + into.len()).copy_from_slice(&sums);
+                    place_of(&mut all[me], place, position, number, at..at + into.len())
+                        .copy_from_slice(&sums);
                 }
             }
         }
@@ -191,10 +205,20 @@ impl Rank {
     }
 }
 
-fn place_of(memory: &mut Memory, place: Place, base: u64, number: u32, range: Range<usize>) -> &mut [u8] {
+fn place_of(
+    memory: &mut Memory,
+    place: Place,
+    position: Position,
+    number: u32,
+    range: Range<usize>,
+) -> &mut [u8] {
     match place {
         Place::Slot => &mut memory.slots[(number % SLOTS) as usize][range],
-        Place::Round(round) => &mut memory.rounds[((base + round) % DEPTH) as usize][range],
+        Place::Round(round) => {
+            assert!(range.end <= LIMITS.round);
+            let start = (position.first + round * position.each) as usize % ROUNDS_BYTES;
+            &mut memory.rounds[start + range.start..start + range.end]
+        }
     }
 }
 
@@ -213,7 +237,7 @@ fn check(
     let memory = |me: usize| Memory {
         stamp: 0,
         slots: vec![vec![0; LIMITS.small]; SLOTS as usize],
-        rounds: vec![vec![0; LIMITS.round]; DEPTH as usize],
+        rounds: vec![0; ROUNDS_BYTES + LIMITS.round],
         counted: [0; Counter::COUNT],
         told: vec![false; SLOTS as usize],
         rows: (0..calls.len()).map(|index| row(me, index)).collect(),
