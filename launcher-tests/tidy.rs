@@ -30,8 +30,17 @@ const UNSAFE_FENCE: &[&str] = &[
     "src/comm/kernels/vectors.rs",
     "src/comm/shm/part.rs",
     "src/comm/shm/segment.rs",
-    // Functions of a library that is opened at run time.
+    // Functions of libraries that are opened at run time.
     "src/comm/nccl/library.rs",
+    "src/comm/nccl/functions.rs",
+    "src/comm/nccl/communicator.rs",
+    "src/comm/device/driver.rs",
+    // Memory of devices, which they work on after the call has returned, and pinned memory of the host.
+    "src/comm/device/batch.rs",
+    "src/comm/device/raw.rs",
+    "src/comm/device/registered.rs",
+    "src/comm/device/side.rs",
+    "src/comm/device/staged.rs",
     // A mapped file, as atomics.
     "src/comm/flight/map.rs",
     // fork, exec and what else happens between the two.

@@ -239,6 +239,12 @@ pub(crate) mod sealed {
     pub trait Factor: Copy + Send + Sync + 'static {
         /// Multiplies the numbers of this type in `bytes`.
         fn multiply(self, bytes: &mut [u8]);
+
+        /// The number as its bytes in native order, and zeros.
+        fn bytes(self) -> [u8; 16];
+
+        /// The number that these are.
+        fn of_bytes(bytes: [u8; 16]) -> Option<Self>;
     }
 }
 

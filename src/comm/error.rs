@@ -144,6 +144,10 @@ pub enum CommError {
     /// This build or platform cannot do that.
     #[error("not supported: {0}")]
     Unsupported(String),
+    /// A device, its driver or NCCL cannot be used, or failed.
+    #[cfg(feature = "nccl")]
+    #[error(transparent)]
+    Device(#[from] crate::device::DeviceError),
     /// The operating system refused something.
     #[error("{what}: {source}")]
     System {
@@ -175,6 +179,8 @@ impl CommError {
             Self::Timeout { missing: ranks, .. } | Self::Bootstrap { ranks, .. } => ranks.first().copied(),
             Self::Aborted { by, .. } => Some(*by),
             Self::Protocol { peer: rank, .. } | Self::Object { rank, .. } => Some(*rank),
+            #[cfg(feature = "nccl")]
+            Self::Device(error) => error.blame(),
             Self::Unauthorized { .. }
             | Self::InvalidArgument(_)
             | Self::Url { .. }
@@ -199,6 +205,8 @@ impl CommError {
             | Self::Mismatch { place, .. }
             | Self::Aborted { place, .. }
             | Self::Protocol { place, .. } => Some(place),
+            #[cfg(feature = "nccl")]
+            Self::Device(_) => None,
             Self::Object { .. }
             | Self::Unauthorized { .. }
             | Self::Bootstrap { .. }

@@ -4,6 +4,8 @@ pub(crate) mod alloc;
 mod blocks;
 pub(crate) mod buffers;
 mod coalesced;
+#[cfg(feature = "nccl")]
+mod device;
 pub(crate) mod messages;
 pub(crate) mod nonblocking;
 mod objects;
@@ -25,6 +27,8 @@ use convoke_store::{PrefixStore, Store};
 
 use crate::bootstrap::{self, Formed, Invitation};
 use crate::call::{Call, CallKind, Envelope};
+#[cfg(feature = "nccl")]
+use crate::device::side::Side;
 use crate::dtype::{Dtype, Element, ReduceOp};
 use crate::engine::buffer::Lent;
 use crate::engine::{self, Engine, Limit, Operation, Shared, Ticket, Way};
@@ -66,6 +70,9 @@ pub struct Group {
     subgroup_name: Option<Arc<str>>,
     /// How groups made through this handle choose algorithms, if not as this one.
     tuning: Option<Arc<Tuning>>,
+    /// Its side on a device, which has a handle of its own.
+    #[cfg(feature = "nccl")]
+    device: Option<Arc<Side>>,
 }
 
 /// What must outlive a group and those that come from it, such as the store that this process serves.
@@ -177,7 +184,15 @@ impl Group {
             origin: invitation.origin.clone(),
         };
         let timeout = invitation.options.timeout;
-        Self { inner: Arc::new(inner), timeout, rest: None, subgroup_name: None, tuning: None }
+        Self {
+            inner: Arc::new(inner),
+            timeout,
+            rest: None,
+            subgroup_name: None,
+            tuning: None,
+            #[cfg(feature = "nccl")]
+            device: None,
+        }
     }
 
     /// This rank, below [`Self::size`].
@@ -245,6 +260,10 @@ impl Group {
         if let Some(shared) = self.inner.shared.as_ref().filter(|_| !self.inner.is_forked()) {
             shared.abort(reason.to_owned());
         }
+        #[cfg(feature = "nccl")]
+        if let Some(side) = self.device.as_ref().filter(|_| !self.inner.is_forked()) {
+            side.abort(reason);
+        }
     }
 
     /// Takes leave of the other ranks now, though there are handles left: later calls on any of them, on this rank,
@@ -257,6 +276,10 @@ impl Group {
         let refused = self.inner.check_caller().is_err();
         if refused || self.inner.destroyed.swap(true, Ordering::Relaxed) {
             return;
+        }
+        #[cfg(feature = "nccl")]
+        if let Some(side) = &self.device {
+            side.destroy();
         }
         let Some(shared) = &self.inner.shared else { return };
         // Of who comes between the two, the engine knows that it has left.
@@ -280,7 +303,7 @@ impl Group {
     }
 
     /// How long an operation that begins now may take.
-    fn limit(&self) -> Limit {
+    pub(crate) fn limit(&self) -> Limit {
         self.rest.unwrap_or_else(|| Limit::from(self.timeout))
     }
 
@@ -328,7 +351,7 @@ impl Group {
         self.collective(call, || self.inner.plan(call), lent, kernel)
     }
 
-    fn check_rank(&self, rank: usize, what: &str) -> Result<(), CommError> {
+    pub(crate) fn check_rank(&self, rank: usize, what: &str) -> Result<(), CommError> {
         if rank < self.size() {
             return Ok(());
         }

@@ -35,6 +35,8 @@ mod backend;
 mod bootstrap;
 mod call;
 mod cause;
+#[cfg(feature = "nccl")]
+pub mod device;
 mod dtype;
 mod engine;
 mod error;

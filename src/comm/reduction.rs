@@ -31,6 +31,9 @@ use crate::kernels::{Function, Kernel, ScaleFn, function};
 pub struct Reduction<T> {
     op: ReduceOp,
     scale: Option<Arc<ScaleFn>>,
+    /// The factor's bytes, for devices.
+    #[cfg_attr(not(feature = "nccl"), allow(dead_code))]
+    factor: Option<[u8; 16]>,
     function: Option<Arc<Function>>,
     of: PhantomData<fn(T)>,
 }
@@ -42,7 +45,8 @@ impl<T: Element> Reduction<T> {
     #[must_use]
     pub fn premul_sum(factor: T::Factor) -> Self {
         let scale: Arc<ScaleFn> = Arc::new(move |bytes: &mut [u8]| factor.multiply(bytes));
-        Self { op: ReduceOp::PremulSum, scale: Some(scale), function: None, of: PhantomData }
+        let factor = Some(factor.bytes());
+        Self { op: ReduceOp::PremulSum, scale: Some(scale), factor, function: None, of: PhantomData }
     }
 
     /// A function of the program: it replaces each element of its first argument by that element combined with the
@@ -58,13 +62,7 @@ impl<T: Element> Reduction<T> {
     #[must_use]
     pub fn new(combine: impl Fn(&mut [T], &[T]) + Send + Sync + 'static) -> Self {
         let function: Arc<Function> = Arc::new(function(combine));
-        Self { op: ReduceOp::Custom, scale: None, function: Some(function), of: PhantomData }
-    }
-
-    /// What the ranks compare.
-    #[must_use]
-    pub fn op(&self) -> ReduceOp {
-        self.op
+        Self { op: ReduceOp::Custom, scale: None, factor: None, function: Some(function), of: PhantomData }
     }
 
     /// The arithmetic over `world` ranks, if there is any for the type.
@@ -81,19 +79,34 @@ impl<T: Element> Reduction<T> {
     }
 }
 
+impl<T> Reduction<T> {
+    /// What the ranks compare.
+    #[must_use]
+    pub fn op(&self) -> ReduceOp {
+        self.op
+    }
+
+    /// This rank's factor, as its bytes in native order.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn factor(&self) -> Option<[u8; 16]> {
+        self.factor
+    }
+}
+
 fn incomplete(op: ReduceOp, needs: &str) -> CommError {
     CommError::InvalidArgument(format!("{op} needs {needs}"))
 }
 
 impl<T> From<ReduceOp> for Reduction<T> {
     fn from(op: ReduceOp) -> Self {
-        Self { op, scale: None, function: None, of: PhantomData }
+        Self { op, scale: None, factor: None, function: None, of: PhantomData }
     }
 }
 
 impl<T> Clone for Reduction<T> {
     fn clone(&self) -> Self {
-        Self { op: self.op, scale: self.scale.clone(), function: self.function.clone(), of: PhantomData }
+        let (scale, function) = (self.scale.clone(), self.function.clone());
+        Self { op: self.op, scale, factor: self.factor, function, of: PhantomData }
     }
 }
 

@@ -45,7 +45,7 @@ impl Chores {
     }
 
     /// Does them; whether all went well. One that panics harms nobody else.
-    pub(super) fn run(&self) -> bool {
+    pub(crate) fn run(&self) -> bool {
         if !self.any() || !self.any.swap(false, Ordering::SeqCst) {
             return true;
         }

@@ -1,7 +1,7 @@
 //! The engine and its loop: move what can be moved; look around now and then; sleep.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
 
 use super::buffer::Lent;
@@ -16,7 +16,7 @@ use super::seat::{Drive, Goal};
 use super::state::{Collective, Peer, Settings, Wait};
 use super::streams::Streams;
 use super::ticket::Ticket;
-use super::{Mailbox, Operation, Task, Way};
+use super::{Mailbox, Operation, Question, Task, Way};
 use crate::call::{Call, Envelope};
 use crate::cause::{Cause, Report};
 use crate::error::CommError;
@@ -42,7 +42,7 @@ pub(crate) struct Engine {
     pub(super) mailbox: Arc<Mailbox>,
     /// Collectives in the order of their calls; the first is in progress.
     pub(super) collectives: VecDeque<Collective>,
-    next_seq: u64,
+    pub(super) next_seq: u64,
     /// Receives from anybody, and probes that wait.
     pub(super) open: Open,
     pub(super) probes: Vec<Probe>,
@@ -120,12 +120,16 @@ impl Engine {
 
     pub(super) fn start(&mut self, task: Task) {
         let Task { operation, ticket } = task;
-        let call = match &operation {
+        let operation = match operation {
             Operation::Leave => return self.leaving.push(ticket),
-            Operation::Look(into) => {
-                *into.lock().unwrap_or_else(PoisonError::into_inner) = self.presence();
-                return ticket.complete(Ok(None));
+            Operation::Ask(Question(question)) => {
+                let answer = question(self);
+                return ticket.complete(answer);
             }
+            other => other,
+        };
+        let call = match &operation {
+            Operation::Leave | Operation::Ask(_) => return,
             Operation::Collective { call, .. } | Operation::Probe { call, .. } => *call,
             Operation::Send { call, .. } | Operation::Recv { call, .. } => *call,
         };
@@ -167,7 +171,7 @@ impl Engine {
                 }
             }
             Operation::Probe { from, call, wait } => self.probe(from, call, wait, ticket),
-            Operation::Look(_) | Operation::Leave => {}
+            Operation::Ask(_) | Operation::Leave => {}
         }
     }
 

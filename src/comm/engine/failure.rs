@@ -113,6 +113,26 @@ impl Engine {
         Presence { here: (0..self.peers.len()).filter(is_here).collect(), lost }
     }
 
+    /// Whether the group goes on; if not, the error that `call` gets.
+    #[cfg(feature = "nccl")]
+    pub(super) fn check(&mut self, call: Option<Call>) -> Result<(), CommError> {
+        if self.left {
+            return Err(CommError::Destroyed { group: self.settings.name.clone() });
+        }
+        self.read_all_controls();
+        self.look_for_losses(Instant::now());
+        match &self.failure {
+            Some(failure) => Err(self.error(failure, call, self.next_seq, (0, 0))),
+            None => Ok(()),
+        }
+    }
+
+    /// Ends the group, unless it has ended.
+    #[cfg(feature = "nccl")]
+    pub(super) fn end(&mut self, cause: Cause) {
+        self.fail(Report::new(self.settings.me, cause));
+    }
+
     /// Takes all tasks out of the engine and closes the data lanes.
     fn end_everything(&mut self) -> Vec<Ended> {
         let mut ended = Vec::new();

@@ -36,6 +36,7 @@ mod sync;
 mod tests;
 mod ticket;
 
+use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -88,10 +89,19 @@ pub(crate) enum Operation<'a> {
         call: Call,
         wait: bool,
     },
-    /// Tells which ranks still have the group.
-    Look(Arc<Mutex<Presence>>),
+    /// Something that the engine answers at once, also after the group has ended.
+    Ask(Question),
     /// Takes leave of the others when all that was begun before is done.
     Leave,
+}
+
+/// What is asked of the engine, by whoever drives next.
+pub(crate) struct Question(Box<dyn FnOnce(&mut Engine) -> Outcome + Send>);
+
+impl fmt::Debug for Question {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Question").finish()
+    }
 }
 
 /// Which ranks will still make calls of a group, as far as this one knows.
@@ -165,10 +175,32 @@ impl Shared {
 
     /// Which ranks still have the group.
     pub(crate) fn look(&self) -> Presence {
-        let into = Arc::new(Mutex::default());
-        // Done by whoever drives next.
-        let _ = self.call(&mut Some(Operation::Look(Arc::clone(&into))), Limit::from(Duration::MAX));
-        std::mem::take(&mut *into.lock().unwrap_or_else(PoisonError::into_inner))
+        let presence = Arc::new(Mutex::default());
+        let into = Arc::clone(&presence);
+        let _ = self.ask(move |engine| {
+            *into.lock().unwrap_or_else(PoisonError::into_inner) = engine.presence();
+            Ok(None)
+        });
+        std::mem::take(&mut *presence.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Whether the group goes on; if not, the error that `call` gets.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn check(&self, call: Option<Call>) -> Result<(), CommError> {
+        self.ask(move |engine| engine.check(call).map(|()| None)).map(drop)
+    }
+
+    /// Ends the group, unless it has ended.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn end(&self, cause: crate::cause::Cause) {
+        let _ = self.ask(move |engine| {
+            engine.end(cause);
+            Ok(None)
+        });
+    }
+
+    fn ask(&self, question: impl FnOnce(&mut Engine) -> Outcome + Send + 'static) -> Outcome {
+        self.call(&mut Some(Operation::Ask(Question(Box::new(question)))), Limit::from(Duration::MAX))
     }
 
     /// Waits until a ticket, which only this thread has, is done.

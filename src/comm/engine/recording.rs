@@ -33,7 +33,7 @@ impl Engine {
     pub(super) fn record_message(&self, operation: &Operation<'_>, ticket: &Ticket) {
         let (kind, peer, call) = match *operation {
             Operation::Collective { .. } | Operation::Probe { wait: false, .. } => return,
-            Operation::Look(_) | Operation::Leave => return,
+            Operation::Ask(_) | Operation::Leave => return,
             Operation::Send { to, call, .. } => (layout::Operation::Send, Some(to), call),
             Operation::Recv { from, call, .. } => (layout::Operation::Recv, from, call),
             Operation::Probe { from, call, wait: true } => (layout::Operation::Probe, from, call),

@@ -54,7 +54,7 @@ impl Limit {
 #[derive(Debug)]
 pub(crate) struct Ticket {
     pub(crate) timeout: Duration,
-    pub(super) made: Instant,
+    pub(crate) made: Instant,
     pub(crate) deadline: Instant,
     done: AtomicBool,
     state: Mutex<State>,
@@ -63,7 +63,7 @@ pub(crate) struct Ticket {
     /// Of a nonblocking operation: what is to be done for its owner outside the engine's lock.
     chores: Option<Arc<Chores>>,
     /// What the flight recorder knows it by, once the engine has it.
-    pub(super) step: OnceLock<Step>,
+    pub(crate) step: OnceLock<Step>,
 }
 
 #[derive(Default)]
@@ -151,7 +151,7 @@ impl Ticket {
     }
 
     /// Has this thread unparked when it is done; `false` if it is.
-    pub(super) fn unpark_me(&self) -> bool {
+    pub(crate) fn unpark_me(&self) -> bool {
         let (mut state, me) = (self.state(), current());
         if state.waiters.iter().all(|known| known.id() != me.id()) {
             state.waiters.push(me);

@@ -169,6 +169,26 @@ pub(crate) struct Told {
     pub(crate) queued: bool,
 }
 
+impl Told {
+    /// Of a call on a device, where only its end is known.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn device(call: Call, seq: u64, at_ns: u64) -> Self {
+        let operation = Operation::Collective;
+        let (to_receive_bytes, to_send_bytes) = (call.bytes(), call.bytes());
+        Self {
+            operation,
+            call,
+            at_ns,
+            seq,
+            algorithm: None,
+            peer: None,
+            to_receive_bytes,
+            to_send_bytes,
+            queued: false,
+        }
+    }
+}
+
 impl Track {
     /// A moment by CLOCK_MONOTONIC.
     pub(crate) fn ns(&self, at: Instant) -> u64 {

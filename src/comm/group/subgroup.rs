@@ -157,9 +157,17 @@ impl Group {
         let mut options = self.inner.options.clone().name(name).generation(self.generation());
         options.id =
             fingerprint(&[options.id as usize, number as usize, first, name_fingerprint(own) as usize]);
+        // Also of ranks that are in none of the groups: NCCL cuts with all.
+        #[cfg(feature = "nccl")]
+        let side = self.split_side(ranks)?;
         let Some(invitation) = self.invitation(ranks, options) else { return Ok(None) };
         let rest = self.limit().deadline().saturating_duration_since(Instant::now());
-        self.join_successor(invitation, rest).map(Some)
+        let group = self.join_successor(invitation, rest)?;
+        #[cfg(feature = "nccl")]
+        if let Some(side) = side {
+            return side.of(&group).map(Some);
+        }
+        Ok(Some(group))
     }
 
     /// An invitation for `ranks` of this group, with the time of this handle; `None` if this rank is not among them.

@@ -12,6 +12,8 @@ use std::time::{Duration, Instant};
 
 use super::buffers::Memory;
 use super::{CommError, Group};
+#[cfg(feature = "nccl")]
+use crate::device::side::Begun;
 use crate::engine::{Outcome, Ticket};
 
 /// An operation that is under way, and the memory it works on.
@@ -29,6 +31,9 @@ pub struct Work<M: Memory> {
 struct State<M> {
     /// `None` if there was nothing to do.
     ticket: Option<Arc<Ticket>>,
+    /// Of an operation on a device.
+    #[cfg(feature = "nccl")]
+    begun: Option<Arc<Begun>>,
     group: Group,
     /// Initialised. Not a plain `M`: the engine writes where it points to, and a `Box` or `&mut` that is moved
     /// would claim that nobody else does.
@@ -37,7 +42,14 @@ struct State<M> {
 
 impl<M: Memory> Work<M> {
     pub(super) fn new(group: Group, ticket: Option<Arc<Ticket>>, memory: MaybeUninit<M>) -> Self {
-        Self { state: Some(State { ticket, group, memory }) }
+        let state = State {
+            ticket,
+            #[cfg(feature = "nccl")]
+            begun: None,
+            group,
+            memory,
+        };
+        Self { state: Some(state) }
     }
 
     /// Waits until it is done.
@@ -74,6 +86,7 @@ impl<M: Memory> Work<M> {
     pub fn test(self) -> Result<Result<M::Output, Self>, CommError> {
         if let Some(State { ticket: Some(ticket), group, .. }) = &self.state
             && !ticket.is_done()
+            && !self.is_on_device()
         {
             group.nudge();
         }
@@ -83,12 +96,17 @@ impl<M: Memory> Work<M> {
     /// Whether it is done, well or not.
     #[must_use]
     pub fn is_completed(&self) -> bool {
+        #[cfg(feature = "nccl")]
+        if let Some(begun) = self.begun() {
+            return begun.look();
+        }
         self.ticket().is_none_or(|ticket| ticket.is_done())
     }
 
     /// Has `callback` called once when it is done, well or not; at once if it is. On whichever thread found out,
     /// outside of all locks; it may begin operations, and should not wait for them.
     pub fn on_complete(&self, callback: impl FnOnce() + Send + 'static) {
+        self.hurry();
         match self.ticket() {
             Some(ticket) => {
                 if let Err(callback) = ticket.call(Box::new(callback)) {
@@ -105,6 +123,7 @@ impl<M: Memory> Work<M> {
     /// # Errors
     /// [`CommError::System`] if the process has no descriptor left.
     pub fn descriptor(&self) -> Result<Option<BorrowedFd<'_>>, CommError> {
+        self.hurry();
         self.ticket().map(|ticket| ticket.descriptor()).transpose()
     }
 
@@ -112,8 +131,32 @@ impl<M: Memory> Work<M> {
         self.state.as_ref()?.ticket.as_ref()
     }
 
+    #[cfg(feature = "nccl")]
+    fn begun(&self) -> Option<&Arc<Begun>> {
+        self.state.as_ref()?.begun.as_ref()
+    }
+
+    fn is_on_device(&self) -> bool {
+        #[cfg(feature = "nccl")]
+        return self.begun().is_some();
+        #[cfg(not(feature = "nccl"))]
+        false
+    }
+
+    /// Nobody drives a device: who waits for a ticket of one without looking has it looked at for him.
+    fn hurry(&self) {
+        #[cfg(feature = "nccl")]
+        if let Some(begun) = self.begun() {
+            begun.hurry();
+        }
+    }
+
     /// Drives until it is done or `until`.
     fn help(&self, until: Option<Instant>) {
+        #[cfg(feature = "nccl")]
+        if let Some(begun) = self.begun() {
+            return begun.wait(until);
+        }
         if let Some(State { ticket: Some(ticket), group, .. }) = &self.state {
             group.wait_for(std::slice::from_ref(ticket), until);
         }
@@ -133,6 +176,23 @@ impl<M: Memory> Work<M> {
     }
 }
 
+#[cfg(feature = "nccl")]
+impl Work<()> {
+    /// Of an operation on a device; `None` if there was nothing to do, or nothing that can be waited for.
+    pub(crate) fn on_device(group: Group, begun: Option<Arc<Begun>>) -> Self {
+        let ticket = begun.as_ref().map(|begun| Arc::clone(begun.ticket()));
+        Self { state: Some(State { ticket, begun, group, memory: MaybeUninit::new(()) }) }
+    }
+
+    /// Has a stream wait until it is done; the host does not. What is enqueued there later finds the result.
+    ///
+    /// # Errors
+    /// [`CommError::Device`] if the device failed.
+    pub fn wait_on(&self, stream: &cudarc::driver::CudaStream) -> Result<(), CommError> {
+        self.begun().map_or(Ok(()), |begun| begun.hold(stream)).map_err(CommError::from)
+    }
+}
+
 impl<M: Memory> Future for Work<M> {
     type Output = Result<M::Output, CommError>;
 
@@ -141,6 +201,7 @@ impl<M: Memory> Future for Work<M> {
     #[allow(clippy::panic)]
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         let work = self.get_mut();
+        work.hurry();
         if let Some(ticket) = work.ticket()
             && ticket.wake(context.waker())
         {
@@ -158,7 +219,7 @@ impl<M: Memory> Unpin for Work<M> {}
 
 impl<M: Memory> Drop for Work<M> {
     fn drop(&mut self) {
-        let Some(State { ticket, group, memory }) = self.state.take() else { return };
+        let Some(State { ticket, group, memory, .. }) = self.state.take() else { return };
         // SAFETY: initialised from the start, and read once: `state` is gone. If the engine still works on it, it
         // is kept alive below, or is borrowed and the scope waits.
         #[allow(unsafe_code)]
@@ -204,13 +265,16 @@ pub fn wait_any<M: Memory>(works: &mut Vec<Work<M>>) -> Result<Option<(usize, M:
         if let Some(index) = works.iter().position(Work::is_completed) {
             return works.remove(index).wait().map(|output| Some((index, output)));
         }
-        let of_first = |work: &&Work<M>| work.state.as_ref().is_some_and(|state| state.group.is_same(&first));
+        let of_first = |work: &&Work<M>| {
+            !work.is_on_device() && work.state.as_ref().is_some_and(|state| state.group.is_same(&first))
+        };
         let tickets: Vec<_> = works.iter().filter(of_first).filter_map(Work::ticket).cloned().collect();
         if tickets.len() == works.len() {
             first.wait_for(&tickets, None);
         } else {
             // One thread cannot drive several groups at a time; their own threads do.
             let me = Waker::from(Arc::new(Unpark(std::thread::current())));
+            works.iter().for_each(Work::hurry);
             if works.iter().filter_map(Work::ticket).all(|ticket| ticket.wake(&me)) {
                 std::thread::park();
             }

@@ -23,7 +23,7 @@ use std::sync::Arc;
 use num_complex::Complex;
 
 use crate::dtype::sealed::Factor;
-use crate::dtype::{Dtype, ReduceOp};
+use crate::dtype::{Bytes, Dtype, ReduceOp};
 use arith::{Arith, Bits, Multiply};
 pub(crate) use custom::{Function, function, is_inside_function};
 pub(crate) use halves::{WIDE_BYTES, Wide};
@@ -243,6 +243,16 @@ macro_rules! factors {
             fn multiply(self, bytes: &mut [u8]) {
                 each(bytes, |number: Self| number.product(self));
             }
+
+            fn bytes(self) -> [u8; 16] {
+                let mut bytes = [0; 16];
+                bytes[..size_of::<Self>()].copy_from_slice(&<Self as Bytes<_>>::write(self));
+                bytes
+            }
+
+            fn of_bytes(bytes: [u8; 16]) -> Option<Self> {
+                Some(<Self as Bytes<_>>::read(*bytes.first_chunk()?))
+            }
         }
     )*};
 }
@@ -252,6 +262,14 @@ factors!(i8, u8, i16, u16, i32, u32, i64, u64, f32, f64, Complex<f32>, Complex<f
 impl Factor for Infallible {
     fn multiply(self, _: &mut [u8]) {
         match self {}
+    }
+
+    fn bytes(self) -> [u8; 16] {
+        match self {}
+    }
+
+    fn of_bytes(_: [u8; 16]) -> Option<Self> {
+        None
     }
 }
 

@@ -65,6 +65,35 @@ pub enum NcclError {
         /// What is missing or wrong.
         what: String,
     },
+    /// A call failed.
+    #[error("{function}: {what}{}", Detail(detail.as_deref()))]
+    Call {
+        /// Name of the function.
+        function: &'static str,
+        /// What NCCL says that went wrong.
+        what: String,
+        /// What it says beside that, if anything. `NCCL_DEBUG=WARN` has it say more on standard output.
+        detail: Option<String>,
+    },
+}
+
+impl NcclError {
+    /// It said that all is well, and gave nothing.
+    pub(super) fn nothing(function: &'static str) -> Self {
+        Self::Call { function, what: "it gave nothing".to_owned(), detail: None }
+    }
+}
+
+/// What NCCL says beside the name of an error.
+struct Detail<'a>(Option<&'a str>);
+
+impl fmt::Display for Detail<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            Some(detail) => write!(f, " ({detail})"),
+            None => write!(f, " (NCCL_DEBUG=WARN has NCCL say more)"),
+        }
+    }
 }
 
 /// What was tried, for people.

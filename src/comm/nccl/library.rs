@@ -1,48 +1,22 @@
 //! Finds NCCL and opens it.
 
 use std::ffi::c_int;
+use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use libloading::os::unix::{Library as Handle, RTLD_LOCAL, RTLD_NOW};
 
 use super::error::{NcclError, Version};
+use super::functions::Functions;
 use super::places::{Place, places};
-
-/// `ncclSuccess`.
-const SUCCESS: c_int = 0;
-/// The functions of NCCL 2.18 that groups on GPUs call, beside `ncclGetVersion`.
-const FUNCTIONS: [&str; 23] = [
-    "ncclGetUniqueId",
-    "ncclGetErrorString",
-    "ncclGetLastError",
-    "ncclCommInitRankConfig",
-    "ncclCommGetAsyncError",
-    "ncclCommSplit",
-    "ncclCommFinalize",
-    "ncclCommDestroy",
-    "ncclCommAbort",
-    "ncclCommCount",
-    "ncclCommCuDevice",
-    "ncclCommUserRank",
-    "ncclRedOpCreatePreMulSum",
-    "ncclRedOpDestroy",
-    "ncclAllReduce",
-    "ncclAllGather",
-    "ncclBroadcast",
-    "ncclReduce",
-    "ncclReduceScatter",
-    "ncclSend",
-    "ncclRecv",
-    "ncclGroupStart",
-    "ncclGroupEnd",
-];
+use super::types::SUCCESS;
 
 /// NCCL, as this process has found it. It stays open: it has threads of its own.
-#[derive(Debug)]
 pub struct Library {
     path: PathBuf,
     version: Version,
+    functions: Functions,
     _handle: Handle,
 }
 
@@ -101,14 +75,16 @@ impl Library {
         if version < Version::LEAST {
             return Err(NcclError::TooOld { path: path.to_owned(), version });
         }
-        // SAFETY: addresses that nobody uses.
+        // SAFETY: its version says that it is new enough.
         #[allow(unsafe_code)]
-        let has = |name: &str| unsafe { handle.get::<*const ()>(name.as_bytes()) }.is_ok();
-        if let Some(absent) = FUNCTIONS.iter().find(|name| !has(name)) {
-            return Err(unusable(format!("it has no {absent}")));
-        }
+        let functions = unsafe { Functions::of(&handle) };
+        let functions = functions.map_err(|absent| unusable(format!("it has no {absent}")))?;
         let path = file_at(get_version as usize).unwrap_or_else(|| path.to_owned());
-        Ok(Self { path, version, _handle: handle })
+        Ok(Self { path, version, functions, _handle: handle })
+    }
+
+    pub(super) fn functions(&self) -> &Functions {
+        &self.functions
     }
 
     /// The file that it is.
@@ -121,6 +97,13 @@ impl Library {
     #[must_use]
     pub fn version(&self) -> Version {
         self.version
+    }
+}
+
+impl fmt::Debug for Library {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { path, version, .. } = self;
+        f.debug_struct("Library").field("path", path).field("version", version).finish_non_exhaustive()
     }
 }
 

@@ -1,0 +1,114 @@
+//! Why a group cannot use devices.
+
+use std::fmt;
+use std::time::Duration;
+
+use crate::nccl::{NcclError, Version};
+
+/// Why a group cannot use devices.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum DeviceError {
+    /// CUDA's driver is not there.
+    #[error(
+        "CUDA's driver, libcuda.so.1, was not found: is there an NVIDIA GPU with its driver on this host, and was a container \
+         given it (docker run --gpus all)?"
+    )]
+    NoDriver,
+    /// CUDA's driver is older than what is needed.
+    #[error("CUDA's driver has no {absent}: install a newer one, of CUDA 12 or later")]
+    OldDriver {
+        /// The first function that it lacks.
+        absent: &'static str,
+    },
+    /// There is no such device.
+    #[error("there is no device {ordinal}: this process sees {count} (CUDA_VISIBLE_DEVICES may hide some)")]
+    NoDevice {
+        /// Its number, from 0.
+        ordinal: usize,
+        /// How many there are.
+        count: usize,
+    },
+    /// CUDA's driver refused something.
+    #[error("{what}: {said}")]
+    Driver {
+        /// What was asked for.
+        what: &'static str,
+        /// What it said.
+        said: String,
+    },
+    /// NCCL cannot be used, or failed.
+    #[error(transparent)]
+    Nccl(#[from] NcclError),
+    /// Another rank cannot use its device.
+    #[error("rank {rank} has no device for the group: {what}")]
+    Elsewhere {
+        /// The rank.
+        rank: usize,
+        /// What it said.
+        what: String,
+    },
+    /// The ranks have different versions of NCCL.
+    #[error("the ranks have different versions of NCCL: {}", Versions(ranks))]
+    Versions {
+        /// A rank of each version, the lowest.
+        ranks: Vec<(usize, Version)>,
+    },
+    /// Two ranks are on one device.
+    #[error(
+        "ranks {} and {} are on the same device, {device}: each needs its own (convoke --gpu-bind, or \
+         CudaContext::new(LOCAL_RANK))", ranks.0, ranks.1
+    )]
+    Shared {
+        /// The ranks.
+        ranks: (usize, usize),
+        /// The device's UUID.
+        device: String,
+    },
+    /// The devices did not find together in time.
+    #[error("NCCL did not connect the group's devices within {} ms", after.as_millis())]
+    Init {
+        /// How long it was waited for.
+        after: Duration,
+    },
+    /// The group has no side on a device.
+    #[error("group {group} has no device: Group::with_device gives it one")]
+    Without {
+        /// Name of the group.
+        group: String,
+    },
+}
+
+impl DeviceError {
+    /// The rank to look at first, if one is to blame.
+    #[must_use]
+    pub fn blame(&self) -> Option<usize> {
+        match self {
+            Self::Elsewhere { rank, .. } => Some(*rank),
+            _ => None,
+        }
+    }
+
+    pub(super) fn driver(what: &'static str) -> impl FnOnce(cudarc::driver::DriverError) -> Self {
+        move |error| {
+            // Both look the code up in the driver.
+            let name = error.error_name().map(|name| name.to_string_lossy().into_owned());
+            let text = error.error_string().map(|text| text.to_string_lossy().into_owned());
+            let name = name.unwrap_or_else(|_| format!("CUDA error {}", error.0 as u32));
+            Self::Driver { what, said: text.map_or(name.clone(), |text| format!("{name}, {text}")) }
+        }
+    }
+}
+
+/// A rank of each version.
+struct Versions<'a>(&'a [(usize, Version)]);
+
+impl fmt::Display for Versions<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, (rank, version)) in self.0.iter().enumerate() {
+            let before = if index == 0 { "" } else { ", " };
+            write!(f, "{before}rank {rank} has {version}")?;
+        }
+        Ok(())
+    }
+}

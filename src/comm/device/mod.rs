@@ -1,0 +1,41 @@
+//! Groups whose buffers are on GPUs: the same groups, with a side on a device.
+//!
+//! ```text
+//! driver ─► join ─► side ◄─ stream ─► batch ─► words
+//!                    ├─► watchdog ─► watch
+//!                    └─► staged
+//! ```
+//!
+//! `driver` opens CUDA so that nothing panics, `join` has the ranks find together, `side` is what a rank then has:
+//! the communicator, the operations that are not done, why it has ended. `stream` and `batch` are the operations; `words`
+//! (pure) says what NCCL calls them. `watchdog` looks after what is under way, by the rules of `watch` (pure). `staged` is
+//! the way without NCCL, through host memory.
+//!
+//! What the host's side of a group learns, such as the death of a rank, ends the operations on GPUs as well, and the
+//! other way round: one cause for all.
+
+mod batch;
+mod driver;
+mod element;
+mod error;
+mod events;
+mod join;
+mod options;
+mod raw;
+mod registered;
+pub(crate) mod side;
+mod staged;
+mod stream;
+mod watch;
+mod watchdog;
+mod words;
+
+pub use batch::DeviceBatch;
+pub use cudarc;
+pub use driver::{count, of_rank, open};
+pub use element::{DeviceElement, F8E4M3, F8E5M2};
+pub use error::DeviceError;
+pub use options::DeviceOptions;
+pub use raw::RawBuffer;
+pub use registered::Registration;
+pub use stream::OnStream;

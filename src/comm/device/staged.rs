@@ -1,0 +1,286 @@
+//! The way without NCCL: device, pinned host memory, the host's side of the group, and back.
+
+use std::ffi::c_void;
+use std::ops::Range;
+use std::sync::Arc;
+
+use cudarc::driver::{CudaContext, CudaStream, result};
+use num_complex::Complex;
+
+use super::element::Of;
+use super::error::DeviceError;
+use super::words::By;
+use crate::dtype::sealed::Factor;
+use crate::dtype::{Dtype, Element, ReduceOp};
+use crate::error::CommError;
+use crate::group::Group;
+use crate::nccl::{Address, Step};
+use crate::reduction::Reduction;
+use half::{bf16, f16};
+
+/// What lies in pinned memory begins at multiples of this.
+const ALIGNED: usize = 64;
+/// Tag of messages on the host's side.
+const TAG: u32 = u32::MAX;
+
+/// Pinned host memory, which grows as it is needed.
+pub(crate) struct Staging {
+    context: Arc<CudaContext>,
+    /// Of so many bytes, or nothing.
+    start: *mut u8,
+    bytes: usize,
+}
+
+// SAFETY: the memory belongs to the process, not to a thread.
+#[allow(unsafe_code)]
+unsafe impl Send for Staging {}
+
+/// Where the bytes of one step are on the host.
+struct Staged {
+    step: Step<Of, By>,
+    send: Range<usize>,
+    recv: Range<usize>,
+}
+
+#[allow(unsafe_code)]
+impl Staging {
+    pub(super) fn new(context: Arc<CudaContext>) -> Self {
+        Self { context, start: std::ptr::null_mut(), bytes: 0 }
+    }
+
+    /// Carries out steps on what `stream` has come to; when it returns, the stream has.
+    ///
+    /// # Safety
+    /// `stream` is of this device. The memory at the addresses is on that device, long enough, and stays so.
+    pub(super) unsafe fn carry_out(
+        &mut self,
+        group: &Group,
+        steps: &[Step<Of, By>],
+        stream: &CudaStream,
+    ) -> Result<(), CommError> {
+        let mut end = 0;
+        let staged: Vec<Staged> = steps.iter().map(|step| place(*step, group, &mut end)).collect();
+        self.grow(end)?;
+        let copied = DeviceError::driver("a copy between device and host failed");
+        let raw = stream.cu_stream();
+        let sends = staged.iter().filter_map(|staged| Some((source(&staged.step, group)?, &staged.send)));
+        let all = sends.clone().filter(|(_, range)| !range.is_empty()).try_for_each(|(at, range)| {
+            // SAFETY: on the device the caller's; on the host within our memory, which nothing else uses now.
+            unsafe { result::memcpy_dtoh_async(self.slice::<u8>(range), at, raw) }
+        });
+        all.and_then(|()| stream.synchronize()).map_err(copied)?;
+        // SAFETY: all ranges are apart.
+        unsafe { self.on_host(group, &staged)? };
+        let copied = DeviceError::driver("a copy between host and device failed");
+        let recvs = staged.iter().filter_map(|staged| Some((target(&staged.step, group)?, &staged.recv)));
+        let all = recvs.filter(|(_, range)| !range.is_empty()).try_for_each(|(at, range)| {
+            // SAFETY: as above.
+            unsafe { result::memcpy_htod_async(at, &*self.slice::<u8>(range), raw) }
+        });
+        all.and_then(|()| stream.synchronize()).map_err(copied)?;
+        Ok(())
+    }
+
+    /// The same on the host's side: messages side by side, then collectives one after the other.
+    ///
+    /// # Safety
+    /// Nothing else uses the memory.
+    unsafe fn on_host(&self, group: &Group, staged: &[Staged]) -> Result<(), CommError> {
+        let me = group.rank();
+        // SAFETY: the caller's; ranges of different steps are apart.
+        let slice = |range: &Range<usize>| unsafe { self.slice::<u8>(range) };
+        let mut messages = group.batch();
+        // What a rank sends to itself, in order.
+        let mut own = staged.iter().filter(|staged| matches!(staged.step, Step::Send { to, .. } if to == me));
+        for Staged { step, send, recv } in staged {
+            match *step {
+                Step::Send { to, .. } if to != me => drop(messages.send(slice(send), to, TAG)?),
+                Step::Recv { from, .. } if from != me => drop(messages.recv(slice(recv), from, TAG)?),
+                Step::Recv { .. } => {
+                    let sent = own.next().filter(|sent| sent.send.len() == recv.len());
+                    let what = || "a message of this rank to itself has no other end".to_owned();
+                    let sent = sent.ok_or_else(|| CommError::InvalidArgument(what()))?;
+                    slice(recv).copy_from_slice(slice(&sent.send));
+                }
+                _ => {}
+            }
+        }
+        messages.wait()?;
+        for Staged { step, send, recv } in staged {
+            match *step {
+                Step::Send { .. } | Step::Recv { .. } => {}
+                Step::Broadcast { root, .. } => {
+                    let all = if me == root { send } else { recv };
+                    group.broadcast(slice(all), root)?;
+                    if me == root {
+                        slice(recv).copy_from_slice(slice(send));
+                    }
+                }
+                Step::AllGather { .. } => group.all_gather(&*slice(send), slice(recv))?,
+                Step::AllReduce { of, op, .. }
+                | Step::Reduce { of, op, .. }
+                | Step::ReduceScatter { of, op, .. } => {
+                    // SAFETY: the caller's.
+                    unsafe { self.reduce(group, step, (of, op), send, recv)? };
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// # Safety
+    /// Nothing else uses the memory.
+    unsafe fn reduce(
+        &self,
+        group: &Group,
+        step: &Step<Of, By>,
+        (of, by): (Of, By),
+        send: &Range<usize>,
+        recv: &Range<usize>,
+    ) -> Result<(), CommError> {
+        if of.eight.is_some() {
+            return Err(CommError::Unsupported(format!("{} of {} through the host", by.op, of.name())));
+        }
+        macro_rules! by_type {
+            ($($dtype:ident => $rust:ty,)*) => {
+                match of.dtype {
+                    $(Dtype::$dtype => {
+                        // SAFETY: the caller's.
+                        let (send, recv) = unsafe { (self.slice::<$rust>(send), self.slice::<$rust>(recv)) };
+                        reduced(group, step, send, recv, reduction::<$rust>(by)?)
+                    })*
+                    Dtype::Bool => {
+                        // Not as truth values: those of a device may be any bytes.
+                        let op = match by.op {
+                            ReduceOp::Sum | ReduceOp::Max | ReduceOp::Bor => ReduceOp::Max,
+                            ReduceOp::Product | ReduceOp::Min | ReduceOp::Band => ReduceOp::Min,
+                            other => other,
+                        };
+                        // SAFETY: the caller's.
+                        let (send, recv) = unsafe { (self.slice::<u8>(send), self.slice::<u8>(recv)) };
+                        reduced(group, step, send, recv, op.into())
+                    }
+                }
+            };
+        }
+        by_type! {
+            I8 => i8, U8 => u8, I16 => i16, U16 => u16, I32 => i32, U32 => u32, I64 => i64, U64 => u64,
+            F32 => f32, F64 => f64, F16 => f16, Bf16 => bf16, ComplexF32 => Complex<f32>, ComplexF64 => Complex<f64>,
+        }
+    }
+
+    fn grow(&mut self, bytes: usize) -> Result<(), CommError> {
+        if bytes <= self.bytes {
+            return Ok(());
+        }
+        self.free();
+        let bytes = bytes.next_power_of_two();
+        // SAFETY: freed in `free`.
+        let start = unsafe { result::malloc_host(bytes, 0) };
+        let start = start.map_err(DeviceError::driver("there is no pinned memory on the host"))?;
+        (self.start, self.bytes) = (start.cast(), bytes);
+        Ok(())
+    }
+
+    fn free(&mut self) {
+        if !self.start.is_null() {
+            // SAFETY: from `grow`, and freed once. No copy is under way: each is waited for.
+            let _ = unsafe { result::free_host(self.start.cast::<c_void>()) };
+            (self.start, self.bytes) = (std::ptr::null_mut(), 0);
+        }
+    }
+
+    /// Elements in a range of the memory.
+    ///
+    /// # Safety
+    /// Nothing else uses that range, and any bytes are a `T`.
+    #[allow(clippy::mut_from_ref)] // a part of memory that we have a pointer to
+    unsafe fn slice<T>(&self, range: &Range<usize>) -> &mut [T] {
+        if range.is_empty() {
+            return &mut [];
+        }
+        assert!(range.end <= self.bytes && range.start.is_multiple_of(ALIGNED));
+        // SAFETY: within our memory, which begins at a page; the rest is the caller's.
+        unsafe {
+            std::slice::from_raw_parts_mut(self.start.add(range.start).cast(), range.len() / size_of::<T>())
+        }
+    }
+}
+
+impl Drop for Staging {
+    fn drop(&mut self) {
+        if self.context.bind_to_thread().is_ok() {
+            self.free();
+        }
+    }
+}
+
+/// Gives the bytes of a step places behind `end`.
+fn place(step: Step<Of, By>, group: &Group, end: &mut usize) -> Staged {
+    let ranks = group.size();
+    let (sent, received, of) = match step {
+        Step::AllReduce { count, of, .. }
+        | Step::Reduce { count, of, .. }
+        | Step::Broadcast { count, of, .. } => (count, count, of),
+        Step::AllGather { count, of, .. } => (count, count * ranks, of),
+        Step::ReduceScatter { count, of, .. } => (count * ranks, count, of),
+        Step::Send { count, of, .. } => (count, 0, of),
+        Step::Recv { count, of, .. } => (0, count, of),
+    };
+    let mut next = |count: usize| {
+        let start = *end;
+        let range = start..start + count * of.size_bytes();
+        *end = range.end.next_multiple_of(ALIGNED);
+        range
+    };
+    Staged { step, send: next(sent), recv: next(received) }
+}
+
+/// What this rank gives from the device, if anything.
+fn source(step: &Step<Of, By>, group: &Group) -> Option<Address> {
+    match *step {
+        Step::AllReduce { send, .. }
+        | Step::Reduce { send, .. }
+        | Step::AllGather { send, .. }
+        | Step::ReduceScatter { send, .. }
+        | Step::Send { send, .. } => Some(send),
+        Step::Broadcast { send, root, .. } => (group.rank() == root).then_some(send),
+        Step::Recv { .. } => None,
+    }
+}
+
+/// Where this rank gets anything on the device, if it does.
+fn target(step: &Step<Of, By>, group: &Group) -> Option<Address> {
+    match *step {
+        Step::AllReduce { recv, .. }
+        | Step::Broadcast { recv, .. }
+        | Step::AllGather { recv, .. }
+        | Step::ReduceScatter { recv, .. }
+        | Step::Recv { recv, .. } => Some(recv),
+        Step::Reduce { recv, root, .. } => (group.rank() == root).then_some(recv),
+        Step::Send { .. } => None,
+    }
+}
+
+/// By what elements of one type are added.
+fn reduction<T: Element>(by: By) -> Result<Reduction<T>, CommError> {
+    match by.factor.and_then(T::Factor::of_bytes) {
+        Some(factor) => Ok(Reduction::premul_sum(factor)),
+        None => Ok(by.op.into()),
+    }
+}
+
+fn reduced<T: Element>(
+    group: &Group,
+    step: &Step<Of, By>,
+    send: &mut [T],
+    recv: &mut [T],
+    op: Reduction<T>,
+) -> Result<(), CommError> {
+    match *step {
+        Step::AllReduce { .. } => group.all_reduce_into(send, recv, op),
+        Step::Reduce { root, .. } => group.reduce_into(send, recv, op, root),
+        Step::ReduceScatter { .. } => group.reduce_scatter(send, recv, op),
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,264 @@
+//! The operations of a group on buffers of its device.
+
+use std::sync::Arc;
+
+use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut};
+
+use super::batch::DeviceBatch;
+use super::element::DeviceElement;
+use super::side::Core;
+use crate::error::CommError;
+use crate::group::Group;
+use crate::group::work::Work;
+use crate::reduction::Reduction;
+
+/// The operations of a group on buffers of its device, on one stream; from [`Group::on`].
+///
+/// Each method is its namesake of [`Group`], with the same meaning and arguments. It enqueues the operation behind what the
+/// stream has to do and returns at once. What the stream does later comes after the operation: there nobody waits for
+/// it. Another stream is ordered behind it by [`Work::wait_on`], or by itself where the buffer is cudarc's; the host by
+/// [`Work::wait`]. Ranks enqueue the same operations in the same order, also from several threads and streams.
+///
+/// # Errors
+/// All of them: [`CommError::InvalidArgument`] if a buffer is on another device, a length or rank does not fit, or the operation has
+/// no meaning; [`CommError::Unsupported`] if NCCL cannot do it with that type. In both cases nothing was enqueued.
+/// [`CommError::Device`] if the device or NCCL failed, and whatever ended the group.
+#[derive(Debug)]
+pub struct OnStream<'a> {
+    group: &'a Group,
+    core: Arc<Core>,
+    stream: &'a Arc<CudaStream>,
+}
+
+impl Group {
+    /// The operations of this group on buffers of its device, on `stream`.
+    ///
+    /// # Errors
+    /// [`CommError::Device`] if the group has no device ([`Self::with_device`]). [`CommError::InvalidArgument`] if the
+    /// stream is on another.
+    pub fn on<'a>(&'a self, stream: &'a Arc<CudaStream>) -> Result<OnStream<'a>, CommError> {
+        let core = Arc::clone(&self.side()?.core);
+        let (theirs, ours) = (stream.context(), &core.context);
+        if theirs != ours {
+            let (theirs, ours) = (theirs.ordinal(), ours.ordinal());
+            let what = format!("a stream is on device {theirs}; the group's side is on device {ours}");
+            return Err(CommError::InvalidArgument(what));
+        }
+        Ok(OnStream { group: self, core, stream })
+    }
+}
+
+#[allow(clippy::missing_errors_doc)] // said of the type
+impl OnStream<'_> {
+    /// Several operations that are enqueued as one.
+    pub fn batch(&self) -> DeviceBatch<'_> {
+        DeviceBatch::new(self.group, Arc::clone(&self.core), self.stream)
+    }
+
+    /// Replaces `buf` on every rank by the elementwise `op` over all ranks' `buf`.
+    pub fn all_reduce<T: DeviceElement>(
+        &self,
+        buf: &mut impl DevicePtrMut<T>,
+        op: impl Into<Reduction<T>>,
+    ) -> Result<Work<()>, CommError> {
+        let mut batch = self.batch();
+        batch.all_reduce(buf, op)?;
+        batch.enqueue()
+    }
+
+    /// As [`Self::all_reduce`], from `send`, which stays as it is, into `recv`.
+    pub fn all_reduce_into<T: DeviceElement>(
+        &self,
+        send: &impl DevicePtr<T>,
+        recv: &mut impl DevicePtrMut<T>,
+        op: impl Into<Reduction<T>>,
+    ) -> Result<Work<()>, CommError> {
+        let mut batch = self.batch();
+        batch.all_reduce_into(send, recv, op)?;
+        batch.enqueue()
+    }
+
+    /// Replaces `buf` on every rank by that of rank `root`.
+    pub fn broadcast<T: DeviceElement>(
+        &self,
+        buf: &mut impl DevicePtrMut<T>,
+        root: usize,
+    ) -> Result<Work<()>, CommError> {
+        let mut batch = self.batch();
+        batch.broadcast(buf, root)?;
+        batch.enqueue()
+    }
+
+    /// Replaces `buf` on rank `root` by the elementwise `op` over all ranks' `buf`.
+    pub fn reduce<T: DeviceElement>(
+        &self,
+        buf: &mut impl DevicePtrMut<T>,
+        op: impl Into<Reduction<T>>,
+        root: usize,
+    ) -> Result<Work<()>, CommError> {
+        let mut batch = self.batch();
+        batch.reduce(buf, op, root)?;
+        batch.enqueue()
+    }
+
+    /// As [`Self::reduce`], from `send`, which stays as it is, into `recv` of the root.
+    pub fn reduce_into<T: DeviceElement>(
+        &self,
+        send: &impl DevicePtr<T>,
+        recv: &mut impl DevicePtrMut<T>,
+        op: impl Into<Reduction<T>>,
+        root: usize,
+    ) -> Result<Work<()>, CommError> {
+        let mut batch = self.batch();
+        batch.reduce_into(send, recv, op, root)?;
+        batch.enqueue()
+    }
+
+    /// Gathers every rank's `send` in `recv` on every rank, in rank order.
+    pub fn all_gather<T: DeviceElement>(
+        &self,
+        send: &impl DevicePtr<T>,
+        recv: &mut impl DevicePtrMut<T>,
+    ) -> Result<Work<()>, CommError> {
+        let mut batch = self.batch();
+        batch.all_gather(send, recv)?;
+        batch.enqueue()
+    }
+
+    /// Gives each rank its block of the elementwise `op` over all ranks' `send`.
+    pub fn reduce_scatter<T: DeviceElement>(
+        &self,
+        send: &impl DevicePtr<T>,
+        recv: &mut impl DevicePtrMut<T>,
+        op: impl Into<Reduction<T>>,
+    ) -> Result<Work<()>, CommError> {
+        let mut batch = self.batch();
+        batch.reduce_scatter(send, recv, op)?;
+        batch.enqueue()
+    }
+
+    /// Gathers every rank's `send` in `recv` of rank `root`, in rank order.
+    pub fn gather<T: DeviceElement>(
+        &self,
+        send: &impl DevicePtr<T>,
+        recv: &mut impl DevicePtrMut<T>,
+        root: usize,
+    ) -> Result<Work<()>, CommError> {
+        let mut batch = self.batch();
+        batch.gather(send, recv, root)?;
+        batch.enqueue()
+    }
+
+    /// Gives each rank its block of `send` of rank `root`.
+    pub fn scatter<T: DeviceElement>(
+        &self,
+        send: &impl DevicePtr<T>,
+        recv: &mut impl DevicePtrMut<T>,
+        root: usize,
+    ) -> Result<Work<()>, CommError> {
+        let mut batch = self.batch();
+        batch.scatter(send, recv, root)?;
+        batch.enqueue()
+    }
+
+    /// Gives each rank its block of every rank's `send`.
+    pub fn all_to_all<T: DeviceElement>(
+        &self,
+        send: &impl DevicePtr<T>,
+        recv: &mut impl DevicePtrMut<T>,
+    ) -> Result<Work<()>, CommError> {
+        let mut batch = self.batch();
+        batch.all_to_all(send, recv)?;
+        batch.enqueue()
+    }
+
+    /// As [`Self::all_gather`], with blocks of different lengths, which all ranks know.
+    pub fn all_gather_v<T: DeviceElement>(
+        &self,
+        send: &impl DevicePtr<T>,
+        recv: &mut impl DevicePtrMut<T>,
+        lens: &[usize],
+    ) -> Result<Work<()>, CommError> {
+        let mut batch = self.batch();
+        batch.all_gather_v(send, recv, lens)?;
+        batch.enqueue()
+    }
+
+    /// As [`Self::reduce_scatter`], with blocks of different lengths, which all ranks know.
+    pub fn reduce_scatter_v<T: DeviceElement>(
+        &self,
+        send: &impl DevicePtr<T>,
+        recv: &mut impl DevicePtrMut<T>,
+        lens: &[usize],
+        op: impl Into<Reduction<T>>,
+    ) -> Result<Work<()>, CommError> {
+        let mut batch = self.batch();
+        batch.reduce_scatter_v(send, recv, lens, op)?;
+        batch.enqueue()
+    }
+
+    /// As [`Self::gather`], with blocks of different lengths, which the root knows.
+    pub fn gather_v<T: DeviceElement>(
+        &self,
+        send: &impl DevicePtr<T>,
+        recv: &mut impl DevicePtrMut<T>,
+        lens: &[usize],
+        root: usize,
+    ) -> Result<Work<()>, CommError> {
+        let mut batch = self.batch();
+        batch.gather_v(send, recv, lens, root)?;
+        batch.enqueue()
+    }
+
+    /// As [`Self::scatter`], with blocks of different lengths, which the root knows.
+    pub fn scatter_v<T: DeviceElement>(
+        &self,
+        send: &impl DevicePtr<T>,
+        recv: &mut impl DevicePtrMut<T>,
+        lens: &[usize],
+        root: usize,
+    ) -> Result<Work<()>, CommError> {
+        let mut batch = self.batch();
+        batch.scatter_v(send, recv, lens, root)?;
+        batch.enqueue()
+    }
+
+    /// As [`Self::all_to_all`], with blocks of different lengths.
+    pub fn all_to_all_v<T: DeviceElement>(
+        &self,
+        send: &impl DevicePtr<T>,
+        send_lens: &[usize],
+        recv: &mut impl DevicePtrMut<T>,
+        recv_lens: &[usize],
+    ) -> Result<Work<()>, CommError> {
+        let mut batch = self.batch();
+        batch.all_to_all_v(send, send_lens, recv, recv_lens)?;
+        batch.enqueue()
+    }
+
+    /// Sends to rank `to`; as [`DeviceBatch::send`].
+    pub fn send<T: DeviceElement>(&self, buf: &impl DevicePtr<T>, to: usize) -> Result<Work<()>, CommError> {
+        let mut batch = self.batch();
+        batch.send(buf, to)?;
+        batch.enqueue()
+    }
+
+    /// Receives from rank `from`; as [`DeviceBatch::recv`].
+    pub fn recv<T: DeviceElement>(
+        &self,
+        buf: &mut impl DevicePtrMut<T>,
+        from: usize,
+    ) -> Result<Work<()>, CommError> {
+        let mut batch = self.batch();
+        batch.recv(buf, from)?;
+        batch.enqueue()
+    }
+
+    /// Has the stream wait until the streams of all ranks have come to theirs.
+    pub fn barrier(&self) -> Result<Work<()>, CommError> {
+        let mut token = self.core.token();
+        let mut batch = self.batch();
+        batch.all_reduce(&mut *token, crate::dtype::ReduceOp::Max)?;
+        batch.enqueue()
+    }
+}

@@ -1,0 +1,63 @@
+//! The thread that looks after a group's operations on a device: what is done, what takes too long, whether the group goes on.
+
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use super::side::Core;
+use super::watch::LOOK;
+
+/// How long what a rank has left behind may take: its own part was done when it left.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+
+impl Core {
+    /// What the watchdog does until the side is closed.
+    pub(super) fn watch_over(&self) {
+        // Without it events cannot be asked, and say so.
+        let _ = self.context.bind_to_thread();
+        let (mut looked, mut absent) = (Instant::now(), None);
+        loop {
+            let closing = self.wait_for_something();
+            self.reap();
+            let overdue = self.watched().overdue(Instant::now()).cloned();
+            if let Some(begun) = overdue {
+                self.overdue(&begun);
+            }
+            if looked.elapsed() >= LOOK && !closing {
+                self.look_around();
+                looked = Instant::now();
+                absent = self.group.absent().map(|rank| absent.unwrap_or((rank, looked)));
+                if let Some((rank, _)) = absent.filter(|(_, since)| looked - *since >= LAST_WORDS)
+                    && !self.watched().is_empty()
+                {
+                    self.left(rank);
+                }
+            }
+            if self.has_failed() {
+                self.end_everything();
+            }
+            // Callbacks, wakers, memory that nobody waits for: code that is not ours. One that panics ends the group.
+            if !self.chores.run() {
+                self.group.abort("a callback panicked");
+            }
+            if closing {
+                return;
+            }
+        }
+    }
+
+    /// Sleeps until something is to be looked at; whether the side is being closed.
+    fn wait_for_something(&self) -> bool {
+        let watch = self.watched();
+        let closing = || self.closing.load(Ordering::SeqCst);
+        if closing() {
+            return true;
+        }
+        match watch.look_in(Instant::now()) {
+            Some(time) => drop(self.bell.wait_timeout(watch, time).unwrap_or_else(PoisonError::into_inner)),
+            // It has ended and all is answered: nothing comes any more but the end.
+            None => drop(self.bell.wait(watch).unwrap_or_else(PoisonError::into_inner)),
+        }
+        closing()
+    }
+}

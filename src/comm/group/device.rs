@@ -1,0 +1,78 @@
+//! A group's side on a device, seen from the host's.
+
+use std::sync::Arc;
+
+use super::{CommError, Group};
+use crate::call::Call;
+use crate::cause::Cause;
+use crate::device::DeviceError;
+use crate::device::side::Side;
+
+impl Group {
+    /// Whether operations on buffers of a device can be made: [`Self::with_device`] gives a group a side there.
+    #[must_use]
+    pub fn has_device(&self) -> bool {
+        self.device.is_some()
+    }
+
+    /// The same group, seen from the host only.
+    pub(crate) fn without_device(&self) -> Self {
+        Self { device: None, ..self.clone() }
+    }
+
+    pub(crate) fn with_side(&self, side: Side) -> Self {
+        Self { device: Some(Arc::new(side)), ..self.clone() }
+    }
+
+    /// # Errors
+    /// [`CommError::Device`] if it has none.
+    pub(crate) fn side(&self) -> Result<&Arc<Side>, CommError> {
+        let without = || DeviceError::Without { group: self.name().to_owned() }.into();
+        self.inner.check_caller()?;
+        self.device.as_ref().ok_or_else(without)
+    }
+
+    /// Whether it goes on; if not, the error that `call` gets.
+    pub(crate) fn check(&self, call: Option<Call>) -> Result<(), CommError> {
+        self.inner.check_caller()?;
+        self.inner.shared.as_ref().map_or(Ok(()), |shared| shared.check(call))
+    }
+
+    /// A rank that has left in good order, or is about to be known as lost.
+    pub(crate) fn absent(&self) -> Option<usize> {
+        let here = self.inner.shared.as_ref()?.look().here;
+        (0..self.size()).find(|&rank| rank != self.rank() && !here.contains(&rank))
+    }
+
+    /// Whether this process is a fork of the one that made it.
+    pub(crate) fn is_forked(&self) -> bool {
+        self.inner.is_forked()
+    }
+
+    /// Ends it, unless it has ended: all ranks learn of the cause.
+    pub(crate) fn end(&self, cause: Cause) {
+        if let Some(shared) = &self.inner.shared {
+            shared.end(cause);
+        }
+    }
+
+    /// Compares what the ranks call on their devices.
+    ///
+    /// # Errors
+    /// [`CommError::Mismatch`] on all ranks, and the group ends.
+    pub(crate) fn compare_on_host(&self, call: Call, seq: u64) -> Result<(), CommError> {
+        let mut all = vec![0_u8; 16 * self.size()];
+        self.all_gather(&call.encode(), &mut all)?;
+        let ours = call.encode();
+        let (all, _) = all.as_chunks::<16>();
+        let Some(rank) = all.iter().position(|theirs| *theirs != ours) else { return Ok(()) };
+        let theirs = Call::decode(all[rank]).map_err(CommError::InvalidArgument)?;
+        self.end(Cause::Mismatch { rank, theirs, theirs_seq: seq, ours: call, ours_seq: seq });
+        match self.check(Some(call)) {
+            Err(error) => Err(error),
+            Ok(()) => Err(CommError::InvalidArgument(format!(
+                "rank {rank} called {theirs}, this rank called {call}"
+            ))),
+        }
+    }
+}

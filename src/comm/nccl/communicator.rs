@@ -1,0 +1,340 @@
+//! A communicator of NCCL: what this process has of a group on GPUs.
+//!
+//! All calls return at once, also those that set up connections: [`Progress::Under way`](Progress) until
+//! [`Communicator::progress`] says otherwise. The device of whoever calls is the current one of its thread.
+
+use std::ffi::{CStr, c_int, c_void};
+use std::ptr::{self, NonNull};
+
+use super::error::NcclError;
+use super::functions::Functions;
+use super::library::Library;
+use super::types::{
+    Address, Comm, Config, HOST_IMMEDIATE, IN_PROGRESS, NO_COLOR, Op, SUCCESS, Step, Type, UniqueId,
+};
+
+/// How far a call is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Progress {
+    Done,
+    UnderWay,
+}
+
+/// A communicator; aborted when it is dropped, unless it was [destroyed](Self::destroy).
+pub(crate) struct Communicator {
+    functions: &'static Functions,
+    handle: NonNull<Comm>,
+}
+
+#[allow(unsafe_code)]
+// SAFETY: NCCL's communicators belong to no thread. It is not `Sync`: whoever shares one keeps its calls apart by a lock.
+unsafe impl Send for Communicator {}
+
+/// A split that is under way: NCCL writes the new communicator here when it is done.
+pub(crate) struct Splitting {
+    functions: &'static Functions,
+    /// Its place stays the same while NCCL knows it.
+    into: Box<Into>,
+    /// Whether NCCL writes no more.
+    settled: bool,
+}
+
+#[allow(unsafe_code)]
+// SAFETY: as of a communicator; `into` is written before the parent says that it is done, and read only then.
+unsafe impl Send for Splitting {}
+
+/// Where NCCL writes the new communicator.
+struct Into(*mut Comm);
+
+impl Default for Into {
+    fn default() -> Self {
+        Self(ptr::null_mut())
+    }
+}
+
+/// Memory that NCCL knows, of one communicator.
+#[derive(Debug)]
+pub(crate) struct Registered(NonNull<c_void>);
+
+#[allow(unsafe_code)]
+// SAFETY: a number that only NCCL reads.
+unsafe impl Send for Registered {}
+
+impl Library {
+    /// A name by which the ranks of a group find each other: one of them draws it and tells the others.
+    pub(crate) fn unique_id(&'static self) -> Result<UniqueId, NcclError> {
+        let mut id = UniqueId([0; 128]);
+        let functions = self.functions();
+        // SAFETY: writes 128 bytes.
+        #[allow(unsafe_code)]
+        let result = unsafe { (functions.get_unique_id)(&raw mut id) };
+        check(functions, "ncclGetUniqueId", result, ptr::null_mut()).map(|_| id)
+    }
+
+    /// Begins to form a group: rank `rank` of `size` that know `id`, on the thread's current device.
+    pub(crate) fn begin(
+        &'static self,
+        size: usize,
+        id: UniqueId,
+        rank: usize,
+    ) -> Result<(Communicator, Progress), NcclError> {
+        let functions = self.functions();
+        let mut handle = ptr::null_mut();
+        let mut config = Config::nonblocking();
+        // SAFETY: NCCL copies what `config` says and writes the handle before it returns.
+        #[allow(unsafe_code)]
+        let result = unsafe {
+            (functions.comm_init_rank_config)(
+                &raw mut handle,
+                size as c_int,
+                id,
+                rank as c_int,
+                &raw mut config,
+            )
+        };
+        const NAME: &str = "ncclCommInitRankConfig";
+        let progress = check(functions, NAME, result, ptr::null_mut())?;
+        let handle = NonNull::new(handle).ok_or_else(|| NcclError::nothing(NAME))?;
+        Ok((Communicator { functions, handle }, progress))
+    }
+}
+
+#[allow(unsafe_code)]
+impl Communicator {
+    /// Whether what was called last is done.
+    pub(crate) fn progress(&self) -> Result<Progress, NcclError> {
+        let mut state = SUCCESS;
+        // SAFETY: writes one number; the handle is valid while `self` is.
+        let result = unsafe { (self.functions.comm_get_async_error)(self.raw(), &raw mut state) };
+        self.check("ncclCommGetAsyncError", result)?;
+        self.check("NCCL", state)
+    }
+
+    /// Enqueues calls on a stream, several as one.
+    ///
+    /// # Safety
+    /// `stream` is a stream of this communicator's device. The memory at the addresses is on that device, long enough, and
+    /// stays so until the stream has come past the calls.
+    pub(crate) unsafe fn enqueue(&self, steps: &[Step], stream: *mut c_void) -> Result<Progress, NcclError> {
+        if let [step] = steps {
+            // SAFETY: the caller's.
+            return unsafe { self.call(step, stream) };
+        }
+        // SAFETY: has no arguments.
+        let begun = unsafe { (self.functions.group_start)() };
+        self.check("ncclGroupStart", begun)?;
+        // SAFETY: the caller's.
+        let called = steps.iter().try_for_each(|step| unsafe { self.call(step, stream) }.map(drop));
+        // SAFETY: ends what was begun above, whatever came of it: later calls of this thread must not be part of it.
+        let ended = unsafe { (self.functions.group_end)() };
+        called?;
+        self.check("ncclGroupEnd", ended)
+    }
+
+    /// # Safety
+    /// As of [`Self::enqueue`].
+    unsafe fn call(&self, step: &Step, stream: *mut c_void) -> Result<Progress, NcclError> {
+        let (functions, comm) = (self.functions, self.raw());
+        let read = |at: Address| at as *const c_void;
+        let written = |at: Address| at as *mut c_void;
+        let made = match *step {
+            Step::AllReduce { op, of, .. }
+            | Step::Reduce { op, of, .. }
+            | Step::ReduceScatter { op, of, .. } => Some(self.made(op, of)?),
+            _ => None,
+        };
+        let op = made.as_ref().map_or(0, |made| made.number);
+        // SAFETY: the caller's.
+        let (name, result) = unsafe {
+            match *step {
+                Step::AllReduce { send, recv, count, of, .. } => {
+                    let call = functions.all_reduce;
+                    ("ncclAllReduce", call(read(send), written(recv), count, of as c_int, op, comm, stream))
+                }
+                Step::Broadcast { send, recv, count, of, root } => {
+                    let (call, of, root) = (functions.broadcast, of as c_int, root as c_int);
+                    ("ncclBroadcast", call(read(send), written(recv), count, of, root, comm, stream))
+                }
+                Step::Reduce { send, recv, count, of, root, .. } => {
+                    let (call, of, root) = (functions.reduce, of as c_int, root as c_int);
+                    ("ncclReduce", call(read(send), written(recv), count, of, op, root, comm, stream))
+                }
+                Step::AllGather { send, recv, count, of } => {
+                    let call = functions.all_gather;
+                    ("ncclAllGather", call(read(send), written(recv), count, of as c_int, comm, stream))
+                }
+                Step::ReduceScatter { send, recv, count, of, .. } => {
+                    let call = functions.reduce_scatter;
+                    (
+                        "ncclReduceScatter",
+                        call(read(send), written(recv), count, of as c_int, op, comm, stream),
+                    )
+                }
+                Step::Send { send, count, of, to } => {
+                    ("ncclSend", (functions.send)(read(send), count, of as c_int, to as c_int, comm, stream))
+                }
+                Step::Recv { recv, count, of, from } => (
+                    "ncclRecv",
+                    (functions.recv)(written(recv), count, of as c_int, from as c_int, comm, stream),
+                ),
+            }
+        };
+        self.check(name, result)
+    }
+
+    /// An operation by its number. One with a factor is made for this call.
+    fn made(&self, op: Op, of: Type) -> Result<Made<'_>, NcclError> {
+        let mut made = Made { number: 0, of: None };
+        if let Op::PremulSum(mut factor) = op {
+            let create = self.functions.red_op_create_pre_mul_sum;
+            let factor = factor.as_mut_ptr().cast();
+            // SAFETY: reads one element, of at most 8 bytes, before it returns, and writes one number.
+            let result =
+                unsafe { create(&raw mut made.number, factor, of as c_int, HOST_IMMEDIATE, self.raw()) };
+            self.check("ncclRedOpCreatePreMulSum", result)?;
+            made.of = Some(self);
+        } else {
+            made.number = op.number();
+        }
+        Ok(made)
+    }
+
+    /// Begins to cut this group: ranks with the same color are together, in the order of `key`. All ranks call it. When
+    /// [`Self::progress`] of this one says that it is done, [`Splitting::take`] has the new one.
+    pub(crate) fn begin_split(
+        &self,
+        color: Option<usize>,
+        key: usize,
+    ) -> Result<(Splitting, Progress), NcclError> {
+        let mut into = Box::<Into>::default();
+        let mut config = Config::nonblocking();
+        let color = color.map_or(NO_COLOR, |color| color as c_int);
+        // SAFETY: NCCL copies what `config` says, and writes to `into` until it says that it is done; until then
+        // `Splitting` keeps it (see its `drop`).
+        let result = unsafe {
+            (self.functions.comm_split)(self.raw(), color, key as c_int, &raw mut into.0, &raw mut config)
+        };
+        let progress = self.check("ncclCommSplit", result)?;
+        Ok((Splitting { functions: self.functions, into, settled: false }, progress))
+    }
+
+    /// Tells NCCL of memory that will be used often, so that it may go there directly; `None` if this version cannot.
+    ///
+    /// # Safety
+    /// The memory is on the communicator's device, and stays until it is [deregistered](Self::deregister).
+    pub(crate) unsafe fn register(&self, at: Address, bytes: usize) -> Result<Option<Registered>, NcclError> {
+        let Some(register) = self.functions.comm_register else { return Ok(None) };
+        let mut handle = ptr::null_mut();
+        // SAFETY: the caller's; writes one pointer.
+        let result = unsafe { register(self.raw(), at as *mut c_void, bytes, &raw mut handle) };
+        self.check("ncclCommRegister", result)?;
+        Ok(NonNull::new(handle).map(Registered))
+    }
+
+    /// Takes it back.
+    pub(crate) fn deregister(&self, registered: Registered) {
+        if let Some(deregister) = self.functions.comm_deregister {
+            // SAFETY: from `register` of this communicator, and used once.
+            let _ = unsafe { deregister(self.raw(), registered.0.as_ptr()) };
+        }
+    }
+
+    /// Begins to end it in good order: what was enqueued is carried out. Then [`Self::progress`], then
+    /// [`Self::destroy`].
+    pub(crate) fn finalize(&self) -> Result<Progress, NcclError> {
+        // SAFETY: the handle is valid.
+        let result = unsafe { (self.functions.comm_finalize)(self.raw()) };
+        self.check("ncclCommFinalize", result)
+    }
+
+    /// Frees it after [`Self::finalize`].
+    pub(crate) fn destroy(self) {
+        let functions = self.functions;
+        // SAFETY: the handle is valid, and used for the last time: `self` is forgotten.
+        let _ = unsafe { (functions.comm_destroy)(self.raw()) };
+        std::mem::forget(self);
+    }
+
+    fn raw(&self) -> *mut Comm {
+        self.handle.as_ptr()
+    }
+
+    fn check(&self, function: &'static str, result: c_int) -> Result<Progress, NcclError> {
+        check(self.functions, function, result, self.raw())
+    }
+}
+
+/// A reduction, which goes with this value if it was made for it: what was called keeps what it needs.
+struct Made<'a> {
+    number: c_int,
+    of: Option<&'a Communicator>,
+}
+
+impl Drop for Made<'_> {
+    fn drop(&mut self) {
+        if let Some(communicator) = self.of {
+            // SAFETY: made by this communicator, and used for the last time.
+            #[allow(unsafe_code)]
+            let _ = unsafe { (communicator.functions.red_op_destroy)(self.number, communicator.raw()) };
+        }
+    }
+}
+
+impl Drop for Communicator {
+    fn drop(&mut self) {
+        // SAFETY: the handle is valid, and used for the last time.
+        #[allow(unsafe_code)]
+        let _ = unsafe { (self.functions.comm_abort)(self.raw()) };
+    }
+}
+
+impl Splitting {
+    /// The new communicator; `None` for a rank without a color. Only when the parent's call is done.
+    pub(crate) fn take(mut self) -> Option<Communicator> {
+        self.settled = true;
+        let handle = NonNull::new(self.into.0)?;
+        Some(Communicator { functions: self.functions, handle })
+    }
+}
+
+impl Drop for Splitting {
+    fn drop(&mut self) {
+        if !self.settled {
+            // It was given up, and may yet be written to: 8 bytes, once for each group that fails so.
+            let _ = Box::leak(std::mem::take(&mut self.into));
+        }
+    }
+}
+
+/// What a result means.
+#[allow(unsafe_code)]
+fn check(
+    functions: &Functions,
+    function: &'static str,
+    result: c_int,
+    comm: *mut Comm,
+) -> Result<Progress, NcclError> {
+    match result {
+        SUCCESS => Ok(Progress::Done),
+        IN_PROGRESS => Ok(Progress::UnderWay),
+        _ => {
+            // SAFETY: both give texts that last, or nothing; the communicator is valid or null.
+            let (what, detail) = unsafe {
+                (text((functions.get_error_string)(result)), text((functions.get_last_error)(comm)))
+            };
+            Err(NcclError::Call { function, what: what.unwrap_or_else(|| format!("error {result}")), detail })
+        }
+    }
+}
+
+/// # Safety
+/// It is null or a text that ends with a zero.
+#[allow(unsafe_code)]
+unsafe fn text(at: *const std::ffi::c_char) -> Option<String> {
+    if at.is_null() {
+        return None;
+    }
+    // SAFETY: the caller's.
+    let text = unsafe { CStr::from_ptr(at) }.to_string_lossy().trim().to_owned();
+    (!text.is_empty()).then_some(text)
+}

@@ -1,0 +1,142 @@
+//! What the header of NCCL says: layouts and numbers. Pure.
+
+use std::ffi::{c_char, c_int, c_uint};
+use std::ptr;
+
+/// `ncclResult_t`.
+pub(super) const SUCCESS: c_int = 0;
+pub(super) const IN_PROGRESS: c_int = 7;
+/// `NCCL_SPLIT_NOCOLOR`.
+pub(super) const NO_COLOR: c_int = -1;
+/// `ncclScalarHostImmediate`: a factor is read while the call is made.
+pub(super) const HOST_IMMEDIATE: c_int = 1;
+/// `NCCL_CONFIG_UNDEF_INT`.
+const UNDEFINED: c_int = c_int::MIN;
+const MAGIC: c_uint = 0xcafe_beef;
+
+/// `ncclUniqueId`: by it the ranks of a group find each other.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(crate) struct UniqueId(pub(crate) [u8; 128]);
+
+/// `ncclComm`, which is only pointed to.
+#[repr(C)]
+pub(super) struct Comm {
+    hidden: [u8; 0],
+}
+
+/// `ncclConfig_t` of 2.18. Later ones are longer: NCCL reads as much as `size` says, and the rest has its defaults.
+#[repr(C)]
+pub(super) struct Config {
+    size: usize,
+    magic: c_uint,
+    version: c_uint,
+    blocking: c_int,
+    cga_cluster_size: c_int,
+    least_ctas: c_int,
+    most_ctas: c_int,
+    net_name: *const c_char,
+    split_share: c_int,
+}
+
+impl Config {
+    /// Calls return before they are carried out.
+    pub(super) fn nonblocking() -> Self {
+        Self {
+            size: size_of::<Self>(),
+            magic: MAGIC,
+            version: 21_800,
+            blocking: 0,
+            cga_cluster_size: UNDEFINED,
+            least_ctas: UNDEFINED,
+            most_ctas: UNDEFINED,
+            net_name: ptr::null(),
+            split_share: UNDEFINED,
+        }
+    }
+}
+
+/// `ncclDataType_t`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(i32)]
+pub(crate) enum Type {
+    I8 = 0,
+    U8 = 1,
+    I32 = 2,
+    U32 = 3,
+    I64 = 4,
+    U64 = 5,
+    F16 = 6,
+    F32 = 7,
+    F64 = 8,
+    Bf16 = 9,
+    F8E4M3 = 10,
+    F8E5M2 = 11,
+}
+
+#[cfg(test)]
+impl Type {
+    /// Bytes of an element.
+    pub(crate) const fn size_bytes(self) -> usize {
+        match self {
+            Self::I8 | Self::U8 | Self::F8E4M3 | Self::F8E5M2 => 1,
+            Self::F16 | Self::Bf16 => 2,
+            Self::I32 | Self::U32 | Self::F32 => 4,
+            Self::I64 | Self::U64 | Self::F64 => 8,
+        }
+    }
+}
+
+/// `ncclRedOp_t`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum Op {
+    Sum,
+    Product,
+    Max,
+    Min,
+    Avg,
+    /// A sum of shares that this rank multiplies by the factor whose bytes, in the elements' type, come first.
+    PremulSum([u8; 8]),
+}
+
+impl Op {
+    /// Its number; of one with a factor that of a sum.
+    pub(super) const fn number(self) -> c_int {
+        match self {
+            Self::Sum | Self::PremulSum(_) => 0,
+            Self::Product => 1,
+            Self::Max => 2,
+            Self::Min => 3,
+            Self::Avg => 4,
+        }
+    }
+}
+
+/// An address on a device.
+pub(crate) type Address = u64;
+
+/// One call, of elements `T` that `O` adds. Counts are of elements; that of `AllGather` and `ReduceScatter` is of one
+/// rank's block. NCCL has its own `T` and `O`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum Step<T = Type, O = Op> {
+    AllReduce { send: Address, recv: Address, count: usize, of: T, op: O },
+    Broadcast { send: Address, recv: Address, count: usize, of: T, root: usize },
+    Reduce { send: Address, recv: Address, count: usize, of: T, op: O, root: usize },
+    AllGather { send: Address, recv: Address, count: usize, of: T },
+    ReduceScatter { send: Address, recv: Address, count: usize, of: T, op: O },
+    Send { send: Address, count: usize, of: T, to: usize },
+    Recv { recv: Address, count: usize, of: T, from: usize },
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn layouts_are_those_of_the_header() {
+        assert_eq!((size_of::<UniqueId>(), align_of::<UniqueId>()), (128, 1));
+        assert_eq!(size_of::<Config>(), 48);
+        assert_eq!(std::mem::offset_of!(Config, net_name), 32);
+        assert_eq!(std::mem::offset_of!(Config, split_share), 40);
+    }
+}
