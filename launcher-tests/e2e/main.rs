@@ -16,6 +16,7 @@ mod container;
 mod elastic;
 mod etcd;
 mod flight;
+mod gpus;
 mod harness;
 mod hosts;
 mod kill;

@@ -65,6 +65,9 @@ pub(crate) struct Config {
     pub(crate) shutdown_timeout: Duration,
     /// `--virtual-local-rank`.
     pub(crate) virtual_local_rank: bool,
+    /// `--gpu-bind`, `--gpus-per-worker`: the devices that each worker sees, by local rank, and the variable that says
+    /// so; no list if they see what the launcher sees.
+    pub(crate) gpus: (&'static str, Vec<String>),
     /// `--bind`, `--numa-binding`: the CPUs of each worker by local rank; empty if they are not bound.
     pub(crate) cpus: Vec<Vec<usize>>,
     /// Each worker leads a session of its own, as under torchrun, and not only a process group. Not so where there are

@@ -15,6 +15,7 @@ mod events;
 mod exit;
 mod fault;
 mod flight;
+mod gpus;
 mod guard;
 mod logs;
 mod membership;

@@ -15,6 +15,7 @@
 //! other way round: one cause for all.
 
 mod batch;
+mod buffer;
 mod driver;
 mod element;
 mod error;
@@ -31,6 +32,7 @@ mod watchdog;
 mod words;
 
 pub use batch::DeviceBatch;
+pub use buffer::{DeviceBuffer, FirstOf};
 pub use cudarc;
 pub use driver::{count, of_rank, open};
 pub use element::{DeviceElement, F8E4M3, F8E5M2};
@@ -39,3 +41,4 @@ pub use options::DeviceOptions;
 pub use raw::RawBuffer;
 pub use registered::Registration;
 pub use stream::OnStream;
+pub use words::accepts;

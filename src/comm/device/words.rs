@@ -58,6 +58,13 @@ pub(crate) fn in_nccl(step: Step<Of, By>, version: Version) -> Result<Step, Stri
     })
 }
 
+/// Whether NCCL can add elements of `dtype` by `op`.
+#[must_use]
+pub fn accepts(op: ReduceOp, dtype: Dtype) -> bool {
+    let newest = Version { major: u32::MAX, minor: 0, patch: 0 };
+    op.accepts(dtype) && reduced(Of { dtype, eight: None }, By { op, factor: Some([0; 16]) }, newest).is_ok()
+}
+
 /// What elements are that are only moved, and how many of those each is.
 fn moved(of: Of) -> (Type, usize) {
     plain(of.dtype).map_or((Type::U8, of.size_bytes()), |plain| (plain, 1))

@@ -204,7 +204,8 @@ impl Engine {
         let Some(program) = self.node.as_mut().and_then(program) else { return Tried::Not };
         let seq = self.number(*call);
         let Some(node) = &mut self.node else { return Tried::Not };
-        let mut small = node.begin_small(call, program, seq, lent);
+        let mut small = node.small(call, program, seq);
+        node.give_small(&mut small, lent);
         let mut patience = Attempts::new(self);
         let flight = &self.settings.flight;
         let told = |small: &Small| told_of_small(*call, small, now_ns());

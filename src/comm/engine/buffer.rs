@@ -21,7 +21,7 @@ pub(crate) struct Lent<'a> {
     /// In the order of the row; they do not overlap.
     parts: SmallVec<[Part; 2]>,
     /// What is copied from one lent memory to another, beside the row.
-    copies: SmallVec<[Copied; 1]>,
+    copies: Vec<Copied>,
     /// Memory of its own in which a part lies.
     scratch: Option<Box<dyn Any + Send>>,
     /// Elements are `bool`: not any byte is one.

@@ -30,18 +30,18 @@ impl Node {
         (program.is_small() && self.is_free_for_next()).then_some(program)
     }
 
-    /// Gives and announces a call, by its [program](Self::small_program). Who sleeps is not rung for.
+    /// A call that is about to be made, by its [program](Self::small_program).
     #[inline(always)]
-    pub(crate) fn begin_small(
-        &mut self,
-        call: &Call,
-        program: Program,
-        seq: u64,
-        lent: &mut Lent<'_>,
-    ) -> Small {
-        let numbered = self.count(call, seq, 0, 0);
-        let inline = program.is_inline(INLINE_BYTES);
-        let mut small = Small { seq, program, numbered, given: 0, inline, met: 0 };
+    pub(crate) fn small(&mut self, call: &Call, program: Program, seq: u64) -> Small {
+        let (numbered, inline) = (self.count(call, seq, 0, 0), program.is_inline(INLINE_BYTES));
+        Small { seq, program, numbered, given: 0, inline, met: 0 }
+    }
+
+    /// Gives and announces it. Who sleeps is not rung for.
+    ///
+    /// It stays where it is: to move what was just written would have to wait until the memory that others read is written.
+    #[inline(always)]
+    pub(crate) fn give_small(&mut self, small: &mut Small, lent: &mut Lent<'_>) {
         let (mut given, me, plain) = (0, self.me, Plain { lent, kernel: None });
         small.program.give_all(&mut |step| {
             if let Step::Give { row, place: Place::Slot, at } = step {
@@ -49,9 +49,8 @@ impl Node {
             }
         });
         small.given = given;
-        self.announce(numbered.number, &small.numbered.header, None);
-        moment("sent", seq, given);
-        small
+        self.announce(small.numbered.number, &small.numbered.header, None);
+        moment("sent", small.seq, given);
     }
 
     /// Whether all have come that this rank needs something of.

@@ -4,6 +4,8 @@
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
 
 mod common;
+#[path = "../../../launcher-tests/gpu/libraries.rs"]
+mod libraries;
 
 use std::path::PathBuf;
 use std::process::{Command, Output};
@@ -21,26 +23,10 @@ const AT_ONCE: Duration = Duration::from_secs(2);
 
 /// The folder with the libraries, compiled once for all tests.
 fn libraries() -> &'static PathBuf {
-    static BUILT: OnceLock<PathBuf> = OnceLock::new();
-    BUILT.get_or_init(|| {
-        let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("simulated-gpu");
-        std::fs::create_dir_all(&folder).unwrap();
+    static COMPILED: OnceLock<PathBuf> = OnceLock::new();
+    COMPILED.get_or_init(|| {
         let sources = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../launcher-tests/gpu");
-        for (library, source, more) in
-            [("libcuda.so.1", "driver.c", &[][..]), ("libnccl.so.2", "nccl.c", &["-ldl"])]
-        {
-            // Others may be loading the one that is there.
-            let made = folder.join(format!("{library}.{}", std::process::id()));
-            let mut compiler = Command::new("cc");
-            compiler
-                .args(["-O1", "-shared", "-fPIC", "-pthread", "-o"])
-                .arg(&made)
-                .arg(sources.join(source))
-                .args(more);
-            assert!(compiler.status().unwrap().success());
-            std::fs::rename(made, folder.join(library)).unwrap();
-        }
-        folder
+        libraries::compile(&sources, PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("simulated-gpu"))
     })
 }
 

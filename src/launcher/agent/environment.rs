@@ -63,6 +63,13 @@ pub(crate) fn variables(
         let devices = visible_devices(&text, local_rank).map_err(|error| error.to_string())?;
         set.extend(devices.into_iter().map(|(name, value)| (name.into(), value.into())));
     }
+    let (variable, gpus) = &config.gpus;
+    if let Some(own) = gpus.get(local_rank) {
+        set.push(("CUDA_VISIBLE_DEVICES".into(), own.into()));
+        if *variable != "CUDA_VISIBLE_DEVICES" {
+            set.push(((*variable).into(), own.into()));
+        }
+    }
     // The launcher's way into etcd is nobody else's.
     let mut unset: Vec<OsString> =
         [vars::ETCD_USER, vars::ETCD_PASSWORD, vars::ETCD_PASSWORD_FILE].map(Into::into).into();

@@ -151,6 +151,22 @@ pub(crate) const GROUPS: &[Group] = &[
                 "",
             ),
             flag(
+                "gpu-bind",
+                Nothing,
+                "Each worker sees only its own GPU, as device 0; LOCAL_RANK stays",
+                "",
+            )
+            .no_variable()
+            .ours(),
+            flag(
+                "gpus-per-worker",
+                Value("N"),
+                "GPUs of each worker, which sees no others; --nproc-per-node=gpu starts as many workers as that leaves",
+                "1",
+            )
+            .no_variable()
+            .ours(),
+            flag(
                 "numa-binding",
                 Value("KIND"),
                 "Bind workers to CPUs near their device: node, socket, exclusive, core-complex",

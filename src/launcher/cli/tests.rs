@@ -5,6 +5,7 @@ mod malformed;
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStringExt;
 use std::path::PathBuf;
+use std::sync::OnceLock;
 use std::time::Duration;
 
 use nix::sys::signal::Signal;
@@ -18,7 +19,7 @@ const BIN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/cli/tests/bin");
 
 /// A machine with three CPUs and no devices.
 fn here() -> Machine {
-    Machine { root: PathBuf::from("/no/such/machine"), cpus: vec![0, 1, 2] }
+    Machine { root: PathBuf::from("/no/such/machine"), cpus: vec![0, 1, 2], gpus: OnceLock::new() }
 }
 
 fn parse_words(

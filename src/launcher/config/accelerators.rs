@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 
 use super::machine::{Machine, Vendor};
 use super::topology::{TopologyError, number, text};
+use crate::gpus::Gpu;
 
 type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 
@@ -18,6 +19,8 @@ struct Device {
     /// Address on the PCI bus, as sysfs writes it.
     pci: String,
     uuid: Option<String>,
+    /// Names of its instances.
+    instances: Vec<String>,
 }
 
 /// What keeps a device from being found. Each ends with what to write, or to see to.
@@ -44,6 +47,7 @@ pub(super) fn numa_nodes(machine: &Machine, env: Env<'_>) -> Result<Vec<usize>, 
         return Ok(Vec::new());
     };
     let mut devices = match vendor {
+        Vendor::Nvidia if machine.gpus().iter().all(|gpu| !gpu.pci.is_empty()) => by_nvml(machine.gpus()),
         Vendor::Nvidia => nvidia(machine)?,
         Vendor::Amd => render_nodes(machine, "0x1002")?,
         Vendor::Intel => render_nodes(machine, "0x8086")?,
@@ -85,11 +89,22 @@ fn visible(devices: &[Device], variable: &'static str, list: &str) -> Result<Vec
     Ok(chosen)
 }
 
-/// The only device whose UUID starts like this.
+/// The only device whose UUID, or that of an instance, starts like this.
 fn by_uuid<'a>(devices: &'a [Device], start: &str) -> Option<&'a Device> {
-    let is_it = |device: &&Device| device.uuid.as_ref().is_some_and(|uuid| uuid.starts_with(start));
+    let is_it =
+        |device: &&Device| device.uuid.iter().chain(&device.instances).any(|uuid| uuid.starts_with(start));
     let mut found = devices.iter().filter(is_it);
-    found.next().filter(|_| start.starts_with("GPU-") && found.next().is_none())
+    let is_name = start.starts_with("GPU-") || start.starts_with("MIG-");
+    found.next().filter(|_| is_name && found.next().is_none())
+}
+
+/// Those that the driver's library tells of.
+fn by_nvml(gpus: &[Gpu]) -> Vec<Device> {
+    let device = |gpu: &Gpu| {
+        let (pci, uuid) = (gpu.pci.clone(), Some(gpu.uuid.clone()));
+        Device { pci, uuid, instances: gpu.instances.clone().unwrap_or_default() }
+    };
+    gpus.iter().map(device).collect()
 }
 
 /// Those with a device node, in order of the bus, as CUDA counts equal devices. (Minor numbers may have another order.)
@@ -103,7 +118,8 @@ fn nvidia(machine: &Machine) -> Result<Vec<Device>, DeviceError> {
         };
         if let Some(minor) = field("Device Minor").and_then(|minor| minor.parse().ok()) {
             let pci = entry.file_name().to_string_lossy().into_owned();
-            told.push((minor, Device { pci, uuid: field("GPU UUID").map(str::to_owned) }));
+            let uuid = field("GPU UUID").map(str::to_owned);
+            told.push((minor, Device { pci, uuid, instances: Vec::new() }));
         }
     }
     let mut devices = Vec::new();
@@ -127,7 +143,10 @@ fn render_nodes(machine: &Machine, vendor: &str) -> Result<Vec<Device>, DeviceEr
             let path = machine.root.join(format!("sys/class/drm/renderD{number}/device"));
             let place = fs::canonicalize(&path).ok();
             match place.as_deref().and_then(Path::file_name) {
-                Some(pci) => Ok(Device { pci: pci.to_string_lossy().into_owned(), uuid: None }),
+                Some(pci) => {
+                    let pci = pci.to_string_lossy().into_owned();
+                    Ok(Device { pci, uuid: None, instances: Vec::new() })
+                }
                 None => Err(DeviceError::Unplaced { path, device }),
             }
         })

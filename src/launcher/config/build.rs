@@ -29,7 +29,8 @@ pub(crate) fn config(given: &Given, env: Env<'_>, machine: &Machine) -> Result<C
     let max_restarts = at_least_zero(given, "max-restarts", numbers.max_restarts, "3")?.unwrap_or(0);
     let monitor_interval = monitor_interval(given, numbers.monitor_interval)?;
     let shutdown_timeout = shutdown_timeout(given, numbers.shutdown_timeout, env)?;
-    let nproc_per_node = nproc_per_node(given, env, machine)?;
+    let gpus_per_worker = gpus_per_worker(given, numbers.gpus_per_worker)?;
+    let nproc_per_node = nproc_per_node(given, env, machine, gpus_per_worker.unwrap_or(1))?;
     let mut logs = output::logs(given, env, nproc_per_node, &mut warnings)?;
     let stderr_lines = stderr_lines(given, numbers.stderr_tail)?;
     logs.keep_stderr_tail = stderr_lines > 0 && orphans(given)? == Orphans::Stop;
@@ -49,6 +50,20 @@ pub(crate) fn config(given: &Given, env: Env<'_>, machine: &Machine) -> Result<C
             ))
         })?;
     }
+    let gpus = if gpus_per_worker.is_some() || given.is_on("gpu-bind") {
+        let name = if gpus_per_worker.is_some() { "gpus-per-worker" } else { "gpu-bind" };
+        if virtual_local_rank {
+            return Err(CliError::value(format!(
+                "--{name} and --virtual-local-rank exclude each other; the second also sets LOCAL_RANK to 0"
+            )));
+        }
+        let each = gpus_per_worker.unwrap_or(1);
+        machine.gpus_of_workers(env, nproc_per_node, each).map_err(|error| {
+            CliError::value(format!("--{name}: {error}; lower --nproc-per-node or leave --{name} out"))
+        })?
+    } else {
+        ("CUDA_VISIBLE_DEVICES", Vec::new())
+    };
     let cpus = binding::worker_cpus(given, env, machine, nproc_per_node)?;
     if given.is_on("logs-specs") {
         let name = given.text("logs-specs")?;
@@ -88,6 +103,7 @@ pub(crate) fn config(given: &Given, env: Env<'_>, machine: &Machine) -> Result<C
         signals_text: signals_text.to_owned(),
         shutdown_timeout,
         virtual_local_rank,
+        gpus,
         cpus,
         own_sessions: nproc_per_node <= machine.cpu_count()
             || !convoke_env::schedules_sessions(&machine.root),
@@ -109,6 +125,7 @@ pub(super) struct Numbers {
     pub(super) master_port: Option<i128>,
     shutdown_timeout: Option<i128>,
     stderr_tail: Option<i128>,
+    gpus_per_worker: Option<i128>,
     monitor_interval: Option<f64>,
 }
 
@@ -122,6 +139,7 @@ impl Numbers {
             master_port: integer("master-port", "29500")?,
             shutdown_timeout: integer("shutdown-timeout", "30")?,
             stderr_tail: integer("stderr-tail", "64")?,
+            gpus_per_worker: integer("gpus-per-worker", "1")?,
             monitor_interval: given.get("monitor-interval").map(|value| value.float("0.1")).transpose()?,
         };
         choice(given, "start-method", &["spawn", "fork", "forkserver"])?;
@@ -184,7 +202,21 @@ fn nodes(given: &Given) -> Result<NodeRange, CliError> {
     Ok(NodeRange { min, max })
 }
 
-fn nproc_per_node(given: &Given, env: Env<'_>, machine: &Machine) -> Result<usize, CliError> {
+fn gpus_per_worker(given: &Given, number: Option<i128>) -> Result<Option<usize>, CliError> {
+    let (Some(value), Some(number)) = (given.get("gpus-per-worker"), number) else { return Ok(None) };
+    match usize::try_from(number) {
+        Ok(number @ 1..=1024) => Ok(Some(number)),
+        Ok(0) | Err(_) => Err(CliError::value(value.wrong("there must be at least one", "1"))),
+        Ok(_) => Err(CliError::value(value.wrong("more than any node has", "8"))),
+    }
+}
+
+fn nproc_per_node(
+    given: &Given,
+    env: Env<'_>,
+    machine: &Machine,
+    gpus_per_worker: usize,
+) -> Result<usize, CliError> {
     let Some(value) = given.get("nproc-per-node") else { return Ok(1) };
     let wrong = |what: &str, example: &str| Err(CliError::value(value.wrong(what, example)));
     let text = value.as_str()?;
@@ -203,14 +235,18 @@ fn nproc_per_node(given: &Given, env: Env<'_>, machine: &Machine) -> Result<usiz
         "cpu" => Ok(machine.cpu_count()),
         "auto" => Ok(match gpus() {
             0 => machine.cpu_count(),
-            count => count,
+            count => (count / gpus_per_worker).max(1),
         }),
         "gpu" => match gpus() {
             0 => wrong(
                 "no GPU was found (no /dev/nvidia0, no /dev/kfd, or the variables hide all)",
                 "cpu, or a number",
             ),
-            count => Ok(count),
+            count if count < gpus_per_worker => wrong(
+                &format!("there are {count} GPUs, fewer than --gpus-per-worker={gpus_per_worker}"),
+                "cpu, or a number",
+            ),
+            count => Ok(count / gpus_per_worker),
         },
         "xpu" => match machine.devices(Vendor::Intel, env) {
             0 => wrong("no Intel GPU was found (no /dev/dri/renderD128 of Intel)", "cpu, or a number"),

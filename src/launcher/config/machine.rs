@@ -6,11 +6,18 @@ use std::io::Read;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 use nix::sched::{CpuSet, sched_getaffinity};
 use nix::unistd::Pid;
 
 use super::topology::numbered;
+use crate::gpus::Gpu;
+use crate::gpus::nvml::Nvml;
+use crate::gpus::visible::{self, VisibleError};
+
+const CUDA: &str = "CUDA_VISIBLE_DEVICES";
+const HIP: &str = "HIP_VISIBLE_DEVICES";
 
 /// Where to look; tests look elsewhere.
 #[derive(Debug, Clone)]
@@ -19,6 +26,8 @@ pub(crate) struct Machine {
     pub(crate) root: PathBuf,
     /// CPUs that this process may run on, ascending; empty if the system does not tell.
     pub(crate) cpus: Vec<usize>,
+    /// NVIDIA's GPUs, once somebody has asked.
+    pub(crate) gpus: OnceLock<Vec<Gpu>>,
 }
 
 /// Whose devices.
@@ -37,7 +46,7 @@ type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 impl Machine {
     /// The machine that this process runs on.
     pub(crate) fn here() -> Self {
-        Self { root: PathBuf::from("/"), cpus: affinity() }
+        Self { root: PathBuf::from("/"), cpus: affinity(), gpus: OnceLock::new() }
     }
 
     /// How many CPUs this process may run on.
@@ -48,14 +57,50 @@ impl Machine {
     /// How many devices of this vendor there are and may be used.
     pub(crate) fn devices(&self, vendor: Vendor, env: Env<'_>) -> usize {
         match vendor {
-            Vendor::Nvidia => visible(self.nvidia_minors().len(), env, &["CUDA_VISIBLE_DEVICES"]),
+            Vendor::Nvidia => {
+                let list = env(CUDA).map(|list| list.to_string_lossy().into_owned());
+                // What is wrong with a list is told when devices are handed out; until then it hides what it does not name.
+                visible::devices(self.gpus(), CUDA, list.as_deref()).map_or(0, |devices| devices.len())
+            }
             Vendor::Amd if self.root.join("dev/kfd").exists() => {
                 let variables = ["ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"];
-                visible(self.render_nodes("0x1002").len(), env, &variables)
+                left(self.render_nodes("0x1002").len(), env, &variables)
             }
             Vendor::Amd => 0,
-            Vendor::Intel => visible(self.render_nodes("0x8086").len(), env, &["ZE_AFFINITY_MASK"]),
+            Vendor::Intel => left(self.render_nodes("0x8086").len(), env, &["ZE_AFFINITY_MASK"]),
         }
+    }
+
+    /// NVIDIA's GPUs: those that the driver's library tells of, else as many without names as there are device nodes.
+    pub(crate) fn gpus(&self) -> &[Gpu] {
+        self.gpus.get_or_init(|| {
+            let told =
+                if self.root == Path::new("/") { Nvml::open().and_then(|nvml| nvml.gpus()) } else { None };
+            told.unwrap_or_else(|| vec![Gpu::default(); self.nvidia_minors().len()])
+        })
+    }
+
+    /// The devices of each of `workers`, `each` for one, and the variable that shows them.
+    ///
+    /// # Errors
+    /// There are not as many, or the variable names what is not there.
+    pub(crate) fn gpus_of_workers(
+        &self,
+        env: Env<'_>,
+        workers: usize,
+        each: usize,
+    ) -> Result<(&'static str, Vec<String>), VisibleError> {
+        let list = |name: &str| env(name).map(|list| list.to_string_lossy().into_owned());
+        let amd = self.devices(Vendor::Amd, &|_| None);
+        let (variable, gpus, list) = match self.gpus() {
+            [] if amd > 0 => {
+                let hip = list(HIP).filter(|list| !list.is_empty());
+                (HIP, &*vec![Gpu::default(); amd], hip.or_else(|| list(CUDA)))
+            }
+            gpus => (CUDA, gpus, list(CUDA)),
+        };
+        let devices = visible::devices(gpus, variable, list.as_deref())?;
+        Ok((variable, visible::shares(&devices, workers, each)?))
     }
 
     /// N of each /dev/nvidiaN, ascending.
@@ -82,7 +127,7 @@ fn affinity() -> Vec<usize> {
 
 /// How many of `count` devices the variables leave visible: like the drivers, up to the first entry
 /// that is no device.
-fn visible(count: usize, env: Env<'_>, variables: &[&str]) -> usize {
+fn left(count: usize, env: Env<'_>, variables: &[&str]) -> usize {
     variables.iter().fold(count, |left, variable| match env(variable) {
         Some(list) => {
             let list = list.to_string_lossy();

@@ -5,6 +5,7 @@ use std::fs;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
+use std::sync::OnceLock;
 
 use proptest::prelude::*;
 
@@ -173,7 +174,7 @@ fn machine(nodes: &[&str], vendors: &[(&str, &str)]) -> (tempfile::TempDir, Mach
         fs::create_dir_all(&dir).expect("a directory");
         fs::write(dir.join("vendor"), format!("{vendor}\n")).expect("a file");
     }
-    let machine = Machine { root: root.path().to_owned(), cpus: vec![0, 1, 2] };
+    let machine = Machine { root: root.path().to_owned(), cpus: vec![0, 1, 2], gpus: OnceLock::new() };
     (root, machine)
 }
 

@@ -19,11 +19,10 @@ pub(crate) struct Call<T: Value> {
     lens: Vec<usize>,
     /// The rank that messages go to and come from.
     peer: Option<usize>,
-    nonblocking: bool,
 }
 
 impl<T: Value> Call<T> {
-    pub(crate) fn new(shape: Shape, op: Option<ReduceOp>, nonblocking: bool) -> Self {
+    pub(crate) fn new(shape: Shape, op: Option<ReduceOp>) -> Self {
         let reduction = match op {
             Some(ReduceOp::PremulSum) => T::premul_sum(Numbers::factor(shape.rank)),
             _ => None,
@@ -31,11 +30,23 @@ impl<T: Value> Call<T> {
         let reduction = reduction.unwrap_or_else(|| op.unwrap_or(ReduceOp::Sum).into());
         let peer = (shape.rank < shape.collective.taking_part(shape.ranks)).then_some(shape.rank ^ 1);
         let lens = shape.lens_of(shape.rank);
-        Self { shape, reduction, lens, peer, nonblocking }
+        Self { shape, reduction, lens, peer }
     }
 
     pub(crate) fn shape(&self) -> &Shape {
         &self.shape
+    }
+
+    pub(crate) fn reduction(&self) -> Reduction<T> {
+        self.reduction.clone()
+    }
+
+    pub(crate) fn lens(&self) -> &[usize] {
+        &self.lens
+    }
+
+    pub(crate) fn peer(&self) -> Option<usize> {
+        self.peer
     }
 
     /// The parts of the buffers that the call is about.
@@ -58,8 +69,9 @@ impl<T: Value> Call<T> {
         group: &Group,
         buffers: &mut [Buffers<T>],
         root: usize,
+        nonblocking: bool,
     ) -> Result<(), CommError> {
-        if self.nonblocking {
+        if nonblocking {
             return group.scope(move |scope| {
                 buffers.iter_mut().try_for_each(|buffers| self.begin(scope, buffers, root))
             });
@@ -144,7 +156,8 @@ impl<T: Value> Call<T> {
         }
     }
 
-    fn is_first(&self) -> bool {
+    /// Whether it sends first, and its peer receives first.
+    pub(crate) fn is_first(&self) -> bool {
         self.shape.rank.is_multiple_of(2)
     }
 }

@@ -9,7 +9,7 @@ use super::collective::Collective;
 use super::measure::{Rules, Subject};
 use super::sizes::{self, Step};
 use super::stats::Length;
-use super::words::{List, What, at_least, dtypes, ops, positive, zero_or_one};
+use super::words::{List, What, Where, at_least, dtypes, ops, positive, zero_or_one};
 
 /// Measures how fast the ranks of a job work together; rank 0 prints.
 ///
@@ -72,6 +72,10 @@ pub(crate) struct Flags {
     /// So many nonblocking calls under way at a time, each with buffers of its own; the time is that of one
     #[arg(short = 'a', long, value_name = "CALLS", value_parser = at_least::<1>, help_heading = "Calls")]
     in_flight: Option<usize>,
+
+    /// Where the buffers are. On GPUs calls are enqueued, several at a time, before the host waits for them
+    #[arg(long, value_enum, value_name = "WHERE", default_value = "cpu", help_heading = "Calls")]
+    pub(crate) device: Where,
 
     /// Use memory that the ranks of a host share (`Group::alloc`)
     #[arg(long, help_heading = "Calls")]
@@ -165,6 +169,15 @@ impl Flags {
                 self.min_iters, self.max_iters
             ));
         }
+        let of_host = [
+            ("--algorithms", !self.algorithms.is_empty()),
+            ("--nonblocking", self.nonblocking),
+            ("--alloc", self.alloc),
+            ("--rewrite", self.rewrite),
+        ];
+        if let Some((flag, _)) = of_host.iter().find(|(_, given)| *given && self.device != Where::Cpu) {
+            return Err(format!("{flag} is about memory of the host: not with --device on a GPU"));
+        }
         if self.pair_bytes == 0 {
             return Err("--pair-bytes 0 says nothing about a bandwidth".to_owned());
         }
@@ -191,6 +204,14 @@ impl Flags {
                 What::One(collective) => (vec![collective], true),
             };
             for collective in collectives {
+                if self.device != Where::Cpu
+                    && matches!(collective, Collective::Scan | Collective::ExclusiveScan)
+                {
+                    if named {
+                        return Err(format!("{collective} is not there on devices"));
+                    }
+                    continue;
+                }
                 if collective.least_ranks() <= ranks {
                     self.add(collective, named, &mut subjects)?;
                 } else if named {
@@ -213,12 +234,16 @@ impl Flags {
                 continue;
             }
             for &op in self.op.items() {
-                if collective.accepts(op, dtype) {
+                let there = self.device != Where::Cuda || convoke_comm::device::accepts(op, dtype);
+                if collective.accepts(op, dtype) && there {
                     subjects.push(Subject { collective, dtype, op: Some(op) });
                 } else if let (true, List::Named(_), List::Named(_)) = (named, &self.op, &self.dtype) {
-                    return Err(format!(
-                        "{collective} of {dtype} by {op} has no meaning; --op all takes what has"
-                    ));
+                    return Err(match there {
+                        true => {
+                            format!("{collective} of {dtype} by {op} has no meaning; --op all takes what has")
+                        }
+                        false => format!("NCCL has no {op} of {dtype}; --op all takes what it has"),
+                    });
                 }
             }
         }

@@ -4,17 +4,19 @@
 //! roots, an iteration's time is the mean over the ranks, every size verified outside of the timed loop.
 //!
 //! `flags`, made of `words`, say what is measured and `run` does it: `measure` checks (`check`, `values`) and times
-//! (`stats`) the calls (`call`) of a `collective` for each of the `sizes`; `pairs` measures hosts, in the order of a
+//! (`stats`) the calls (`call`) of a `collective` for each of the `sizes`, on buffers of a `place`, the host or a `device`; `pairs` measures hosts, in the order of a
 //! `tournament`. What comes of it are `rows`, which the `report` prints, as a `table` for people, and `plot` draws.
 
 mod call;
 mod check;
 mod collective;
+mod device;
 mod error;
 mod flags;
 mod measure;
 mod memory;
 mod pairs;
+mod place;
 mod plot;
 mod report;
 mod rows;

@@ -1,15 +1,14 @@
 //! Checks and times one call.
 
-use std::hint::black_box;
 use std::time::Instant;
 
-use convoke_comm::{CommError, Dtype, Group, ReduceOp, SharedBuffer};
+use convoke_comm::{CommError, Dtype, Group, ReduceOp};
 
-use super::call::{Buffers, Call};
-use super::check;
+use super::call::Call;
 use super::collective::{Collective, Shape};
 use super::error::PerfError;
 use super::memory;
+use super::place::Place;
 use super::stats::{self, Length, Percentiles};
 use super::values::{Numbers, Value};
 
@@ -48,40 +47,27 @@ pub(crate) struct Timing {
 }
 
 /// A subject, with memory for its largest size.
-pub(crate) struct Bench<'a, T: Value> {
+pub(crate) struct Bench<'a, P> {
     rules: &'a Rules,
     subject: Subject,
-    buffers: Vec<Buffers<T>>,
+    place: P,
 }
 
-impl<'a, T: Value> Bench<'a, T> {
-    /// Of at most `lens` elements in the buffers a and b.
-    ///
-    /// # Errors
-    /// [`PerfError::Allocation`], [`PerfError::Comm`].
-    pub(crate) fn new(
-        rules: &'a Rules,
-        subject: Subject,
-        group: &Group,
-        lens: (usize, usize),
-    ) -> Result<Self, PerfError> {
-        let zeros = |len| -> Result<SharedBuffer<T>, PerfError> {
-            if rules.alloc {
-                return Ok(group.alloc(len)?);
-            }
-            Ok(memory::filled(len, T::of(0, 0), subject.collective.name())?.into())
-        };
-        let buffers = (0..rules.in_flight).map(|_| Ok(Buffers { a: zeros(lens.0)?, b: zeros(lens.1)? }));
-        Ok(Self { rules, subject, buffers: buffers.collect::<Result<_, PerfError>>()? })
+impl<'a, P> Bench<'a, P> {
+    pub(crate) fn new(rules: &'a Rules, subject: Subject, place: P) -> Self {
+        Self { rules, subject, place }
     }
 
     /// Checks and times calls of `count` elements.
     ///
     /// # Errors
     /// [`PerfError::Wrong`], [`PerfError::Comm`], [`PerfError::Allocation`] for the times.
-    pub(crate) fn measure(&mut self, group: &Group, count: usize) -> Result<Timing, PerfError> {
+    pub(crate) fn measure<T: Value>(&mut self, group: &Group, count: usize) -> Result<Timing, PerfError>
+    where
+        P: Place<T>,
+    {
         let shape = Shape::new(self.subject.collective, count, group.rank(), group.size());
-        let call = Call::new(shape, self.subject.op, self.rules.nonblocking);
+        let call = Call::new(shape, self.subject.op);
         if self.rules.checked {
             match self.rules.root {
                 Some(root) => self.check(group, &call, root)?,
@@ -95,46 +81,51 @@ impl<'a, T: Value> Bench<'a, T> {
         self.time(group, &call)
     }
 
-    fn check(&mut self, group: &Group, call: &Call<T>, root: usize) -> Result<(), PerfError> {
+    fn check<T: Value>(&mut self, group: &Group, call: &Call<T>, root: usize) -> Result<(), PerfError>
+    where
+        P: Place<T>,
+    {
         let Subject { collective, dtype, op } = self.subject;
         let shape = call.shape();
         let numbers = Numbers::new(op, dtype, group.size());
-        call.each_part(&mut self.buffers).for_each(|(a, b)| check::fill(&numbers, shape, a, b));
-        call.run(group, &mut self.buffers, root)?;
-        call.each_part(&mut self.buffers)
-            .try_for_each(|(a, b)| check::check(&numbers, shape, root, (a, b)))
-            .map_err(|wrong| PerfError::Wrong {
-                collective,
-                bytes: shape.count.saturating_mul(dtype.size_bytes()),
-                dtype,
-                op: op.map(|op| op.to_string()),
-                root,
-                rank: group.rank(),
-                wrong,
-            })
+        self.place.fill(&numbers, call)?;
+        self.place.run(group, call, root)?;
+        self.place.settle()?;
+        self.place.check(&numbers, call, root)?.map_err(|wrong| PerfError::Wrong {
+            collective,
+            bytes: shape.count.saturating_mul(dtype.size_bytes()),
+            dtype,
+            op: op.map(|op| op.to_string()),
+            root,
+            rank: group.rank(),
+            wrong,
+        })
     }
 
-    fn time(&mut self, group: &Group, call: &Call<T>) -> Result<Timing, PerfError> {
+    fn time<T: Value>(&mut self, group: &Group, call: &Call<T>) -> Result<Timing, PerfError>
+    where
+        P: Place<T>,
+    {
         let (ranks, in_flight) = (group.size(), self.rules.in_flight as f64);
         let root = |iteration: usize| self.rules.root.unwrap_or(iteration % ranks);
-        // Zeros stay zeros, whatever is added how often.
-        call.each_part(&mut self.buffers).for_each(|(a, b)| {
-            a.fill(T::of(0, 0));
-            b.fill(T::of(0, 0));
-        });
+        self.place.clear(call)?;
         group.barrier()?;
         let estimate = self.warm_up(group, call)?;
         let roots = if self.rules.root.is_some() { 1 } else { ranks };
-        let iterations = self.rules.length.iterations(estimate, roots);
+        let at_once = self.place.calls_at_once(estimate);
+        let iterations = self.rules.length.iterations(estimate * at_once as f64, roots);
         let mut micros = memory::filled(iterations, 0.0_f64, "the times of so many iterations")?;
         group.barrier()?;
         let mut before = Instant::now();
         for (iteration, micros) in micros.iter_mut().enumerate() {
             if self.rules.rewrite {
-                self.rewrite(call);
+                self.place.rewrite(call);
                 before = Instant::now();
             }
-            call.run(group, &mut self.buffers, root(iteration))?;
+            for number in 0..at_once {
+                self.place.run(group, call, root(iteration + number))?;
+            }
+            self.place.settle()?;
             let now = Instant::now();
             *micros = now.duration_since(before).as_secs_f64() * 1e6;
             before = now;
@@ -149,16 +140,16 @@ impl<'a, T: Value> Bench<'a, T> {
             micros.fill(0.0);
         }
         group.all_reduce(&mut micros, ReduceOp::Sum)?;
-        micros.iter_mut().for_each(|micros| *micros /= taking_part as f64 * ways * in_flight);
-        Ok(Timing { iterations, micros: stats::percentiles(&mut micros) })
-    }
-
-    fn rewrite(&mut self, call: &Call<T>) {
-        call.each_part(&mut self.buffers).for_each(|(a, _)| a.fill(black_box(T::of(0, 0))));
+        let each = taking_part as f64 * ways * in_flight * at_once as f64;
+        micros.iter_mut().for_each(|micros| *micros /= each);
+        Ok(Timing { iterations: iterations * at_once, micros: stats::percentiles(&mut micros) })
     }
 
     /// Makes calls until caches and connections are warm; microseconds that one iteration takes, the same on all ranks.
-    fn warm_up(&mut self, group: &Group, call: &Call<T>) -> Result<f64, CommError> {
+    fn warm_up<T: Value>(&mut self, group: &Group, call: &Call<T>) -> Result<f64, CommError>
+    where
+        P: Place<T>,
+    {
         let ranks = group.size();
         let rounds = if self.rules.warmup.is_some() { 1 } else { 3 };
         let (mut calls, mut estimate) = (self.rules.warmup.unwrap_or(ranks), f64::INFINITY);
@@ -173,10 +164,11 @@ impl<'a, T: Value> Bench<'a, T> {
             let start = Instant::now();
             for iteration in 0..calls {
                 if self.rules.rewrite {
-                    self.rewrite(call);
+                    self.place.rewrite(call);
                 }
-                call.run(group, &mut self.buffers, self.rules.root.unwrap_or(iteration % ranks))?;
+                self.place.run(group, call, self.rules.root.unwrap_or(iteration % ranks))?;
             }
+            self.place.settle()?;
             let mut worst = [start.elapsed().as_secs_f64() * 1e6 / calls as f64];
             group.all_reduce(&mut worst, ReduceOp::Max)?;
             estimate = estimate.min(worst[0]);

@@ -1,14 +1,20 @@
 //! From the command line to the last line.
 
+use std::sync::Arc;
+
+use convoke_comm::device::cudarc::driver::CudaStream;
 use convoke_comm::{CommError, Group, World};
 
 use super::collective::{Collective, Shape};
+use super::device::{self, Device};
 use super::error::PerfError;
 use super::flags::Flags;
 use super::measure::{Bench, Rules, Subject};
+use super::place::{Host, Place};
 use super::report::{Places, Report};
 use super::rows::Row;
 use super::values::{Value, with_type};
+use super::words::Where;
 use super::{memory, pairs, plot, sizes};
 
 /// All names of algorithms; which of them a collective has, its group says.
@@ -26,7 +32,12 @@ pub(crate) fn run(flags: &Flags) -> Result<(), PerfError> {
     if subjects.is_empty() && world.hosts().len() < 2 {
         return Err(PerfError::Usage("all ranks are on one host: there are no pairs of hosts".to_owned()));
     }
-    let mut report = Report::new(flags, world.rank() == 0, world.backend().name());
+    let transport = match flags.device {
+        Where::Cpu => world.backend().name(),
+        Where::Cuda => "nccl",
+        Where::Staged => "staged",
+    };
+    let mut report = Report::new(flags, world.rank() == 0, transport);
     let outcome = measure(flags, &world, &subjects, &mut report);
     if let Err(error) = &outcome {
         end(&world, error);
@@ -48,7 +59,11 @@ fn measure(
     report: &mut Report<'_>,
 ) -> Result<(), PerfError> {
     let rules = flags.rules();
-    for subject in subjects {
+    let device = match flags.device {
+        Where::Cpu => None,
+        place => Some(device::join(world, place == Where::Staged)?),
+    };
+    for subject in subjects.iter().filter(|_| device.is_none()) {
         let (a, b) = most(flags, subject, world);
         let bytes = a.saturating_add(b).saturating_mul(subject.dtype.size_bytes());
         let what = format!("{} of {}", subject.collective, sizes::text(largest(flags, subject, world)));
@@ -57,9 +72,13 @@ fn measure(
     let places = places(world)?;
     report.head(&places, world.size(), subjects.is_empty())?;
     for subjects in subjects.chunk_by(|a, b| a.collective == b.collective) {
-        let contenders = contenders(flags, world, subjects[0].collective)?;
+        let contenders = match &device {
+            Some((group, _)) => vec![(None, group.clone())],
+            None => contenders(flags, world, subjects[0].collective)?,
+        };
+        let stream = device.as_ref().map(|(_, stream)| stream);
         for subject in subjects {
-            let sizes = Sizes { flags, rules: &rules, subject, contenders: &contenders };
+            let sizes = Sizes { flags, rules: &rules, subject, contenders: &contenders, stream };
             let unknown = || CommError::Unsupported(format!("elements of type {}", subject.dtype));
             let measured = with_type!(subject.dtype, T => sizes.measure::<T>(world, report),
                 else Err(unknown().into()));
@@ -87,12 +106,31 @@ struct Sizes<'a> {
     rules: &'a Rules,
     subject: &'a Subject,
     contenders: &'a [(Option<String>, Group)],
+    /// Of a device.
+    stream: Option<&'a Arc<CudaStream>>,
 }
 
 impl Sizes<'_> {
     fn measure<T: Value>(&self, world: &World, report: &mut Report<'_>) -> Result<(), PerfError> {
-        let Self { flags, rules, subject, contenders } = *self;
-        let mut bench = Bench::<T>::new(rules, *subject, world, most(flags, subject, world))?;
+        let Self { flags, rules, subject, .. } = *self;
+        let lens = most(flags, subject, world);
+        match self.stream {
+            Some(stream) => self.measure_at::<T>(world, report, Device::new(rules, stream, lens)?),
+            None => {
+                let host = Host::new(rules, subject.collective.name(), world, lens)?;
+                self.measure_at::<T>(world, report, host)
+            }
+        }
+    }
+
+    fn measure_at<T: Value>(
+        &self,
+        world: &World,
+        report: &mut Report<'_>,
+        place: impl Place<T>,
+    ) -> Result<(), PerfError> {
+        let Self { flags, rules, subject, contenders, .. } = *self;
+        let mut bench = Bench::new(rules, *subject, place);
         let counts = flags.counts(subject, world.size());
         for (number, &count) in counts.iter().enumerate() {
             for (algorithm, group) in contenders {

@@ -39,6 +39,17 @@ impl ValueEnum for What {
     }
 }
 
+/// Where buffers are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Where {
+    /// Memory of the host
+    Cpu,
+    /// Memory of each rank's GPU, through NCCL
+    Cuda,
+    /// Memory of each rank's GPU, through pinned memory of the host
+    Staged,
+}
+
 /// What a flag names, or everything.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum List<T> {

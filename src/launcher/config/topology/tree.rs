@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::Path;
+use std::sync::OnceLock;
 
 use super::super::machine::Machine;
 use super::{Topology, TopologyError};
@@ -85,6 +86,6 @@ impl Tree {
     }
 
     pub(in super::super) fn machine(&self, allowed: impl IntoIterator<Item = usize>) -> Machine {
-        Machine { root: self.root().to_owned(), cpus: allowed.into_iter().collect() }
+        Machine { root: self.root().to_owned(), cpus: allowed.into_iter().collect(), gpus: OnceLock::new() }
     }
 }

@@ -1,0 +1,171 @@
+//! GPUs, with what stands in for NVIDIA's libraries.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+use super::harness::{Job, skip, wait_until};
+
+#[path = "../gpu/libraries.rs"]
+mod libraries;
+
+/// Within which the survivors of a death are gone.
+const SOON: Duration = Duration::from_secs(10);
+
+fn libraries() -> &'static PathBuf {
+    static COMPILED: OnceLock<PathBuf> = OnceLock::new();
+    COMPILED.get_or_init(|| {
+        let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("gpu");
+        libraries::compile(&sources, Path::new(env!("CARGO_TARGET_TMPDIR")).join("simulated-gpu"))
+    })
+}
+
+/// A launcher on a node with so many GPUs.
+fn on_gpus(job: &Job, count: usize, arguments: &[&str]) -> Command {
+    let mut command = job.command(arguments);
+    command.env("LD_LIBRARY_PATH", libraries()).env("SIMULATED_GPUS", count.to_string());
+    command
+        .env("SIMULATED_NCCL_DIR", job.path("tmp"))
+        .env("OMP_NUM_THREADS", "1")
+        .env_remove("CUDA_VISIBLE_DEVICES");
+    command
+}
+
+/// What the workers see, one line for each, in order.
+fn seen(count: usize, flags: &[&str], variables: &[(&str, &str)]) -> Vec<String> {
+    let job = Job::new();
+    let script = job.script("echo \"$LOCAL_RANK sees ${CUDA_VISIBLE_DEVICES-all}\"\n");
+    let mut command = on_gpus(&job, count, flags);
+    command.arg(script).envs(variables.iter().copied());
+    let ended = job.start(command).wait().expect(0);
+    let mut lines: Vec<String> = ended.stdout.lines().map(str::to_owned).collect();
+    lines.sort();
+    lines
+}
+
+/// What the launcher says to flags that do not go.
+fn refused(count: usize, flags: &[&str], variables: &[(&str, &str)]) -> String {
+    let job = Job::new();
+    let mut command = on_gpus(&job, count, flags);
+    command.arg("true").envs(variables.iter().copied());
+    job.start(command).wait().expect(1).stderr
+}
+
+#[test]
+fn each_worker_sees_its_own_gpu() {
+    let gpus = ["--nproc-per-node=gpu", "--gpu-bind"];
+    assert_eq!(seen(3, &gpus, &[]), ["0 sees 0", "1 sees 1", "2 sees 2"]);
+    assert_eq!(seen(2, &["--nproc-per-node=gpu"], &[]), ["0 sees all", "1 sees all"]);
+    assert_eq!(seen(4, &gpus, &[("CUDA_VISIBLE_DEVICES", "3,1")]), ["0 sees 3", "1 sees 1"]);
+    assert_eq!(seen(4, &["--nproc-per-node=gpu", "--gpus-per-worker=2"], &[]), ["0 sees 0,1", "1 sees 2,3"]);
+    assert_eq!(seen(5, &["--nproc-per-node=auto", "--gpus-per-worker=2"], &[]), ["0 sees 0,1", "1 sees 2,3"]);
+    assert_eq!(seen(4, &["--nproc-per-node=1", "--gpus-per-worker=3"], &[]), ["0 sees 0,1,2"]);
+}
+
+#[test]
+fn instances_are_handed_out_by_name() {
+    let instance = |number: usize| format!("MIG-00000000-0000-0000-0000-{number:012x}");
+    let lines = seen(2, &["--nproc-per-node=gpu", "--gpu-bind"], &[("SIMULATED_MIG", "2")]);
+    let last = "2 sees GPU-00000000-0000-0000-0000-000000000001".to_owned();
+    assert_eq!(lines, [format!("0 sees {}", instance(0)), format!("1 sees {}", instance(1)), last]);
+}
+
+#[test]
+fn too_few_gpus_and_names_of_none_are_told() {
+    let said = refused(2, &["--nproc-per-node=3", "--gpu-bind"], &[]);
+    let expected = "--gpu-bind: 3 workers with 1 GPUs each need 3; 2 can be seen; lower --nproc-per-node or leave --gpu-bind out";
+    assert!(said.contains(expected), "{said}");
+    let said = refused(2, &["--nproc-per-node=gpu", "--gpus-per-worker=3"], &[]);
+    assert!(said.contains("there are 2 GPUs, fewer than --gpus-per-worker=3"), "{said}");
+    let said = refused(2, &["--gpu-bind"], &[("CUDA_VISIBLE_DEVICES", "GPU-beef")]);
+    assert!(
+        said.contains("CUDA_VISIBLE_DEVICES names GPU-beef, which is no GPU of this node (there are GPU-0"),
+        "{said}"
+    );
+    let said = refused(2, &["--gpu-bind", "--virtual-local-rank"], &[]);
+    assert!(said.contains("--gpu-bind and --virtual-local-rank exclude each other"), "{said}");
+    let said = refused(2, &["--gpus-per-worker=0"], &[]);
+    assert!(said.contains("--gpus-per-worker=0: there must be at least one"), "{said}");
+    let said = refused(0, &["--nproc-per-node=gpu"], &[]);
+    assert!(said.contains("no GPU was found"), "{said}");
+}
+
+#[test]
+fn perf_measures_on_gpus() {
+    for device in ["cuda", "staged"] {
+        let job = Job::new();
+        let flags = ["--nproc-per-node=3", "--gpu-bind", env!("CARGO_BIN_EXE_convoke_perf_dup")];
+        let mut command = on_gpus(&job, 3, &flags);
+        command.args([
+            "--device",
+            device,
+            "-e",
+            "300K",
+            "-f",
+            "64",
+            "--iters=2",
+            "--warmup=1",
+            "--dtype=f32,bf16,bool",
+            "--no-pairs",
+        ]);
+        let ended = job.start(command).wait().expect(0);
+        for name in ["all_reduce", "all_to_all_v", "send_recv", "barrier"] {
+            assert!(ended.stdout.lines().any(|line| line == name), "{name}: {}", ended.stdout);
+        }
+        assert!(!ended.stdout.contains("scan"), "{}", ended.stdout);
+    }
+}
+
+#[test]
+fn a_rank_that_is_killed_ends_what_is_under_way_on_the_gpus_of_the_others() {
+    let job = Job::new();
+    let flags = ["--nproc-per-node=3", "--gpu-bind", env!("CARGO_BIN_EXE_convoke_perf_dup")];
+    let mut command = on_gpus(&job, 3, &flags);
+    command.args([
+        "all_reduce",
+        "--device=cuda",
+        "-b",
+        "4M",
+        "-e",
+        "4M",
+        "--check=0",
+        "--time-ms=60000",
+        "--max-iters=1000000",
+    ]);
+    let launcher = job.start(command);
+    // The file by which the ranks meet is there until all have come.
+    let worker = wait_until("a group on GPUs", || {
+        job.processes().into_iter().find(|&pid| {
+            let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
+            maps.lines().any(|line| line.contains("simulated-nccl") && line.ends_with("(deleted)"))
+                && rank(pid) == "1"
+        })
+    });
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(worker), nix::sys::signal::Signal::SIGKILL).unwrap();
+    let killed = Instant::now();
+    let ended = launcher.wait();
+    assert!(killed.elapsed() < SOON, "{:?}", killed.elapsed());
+    assert!(!ended.status.success());
+    assert!(ended.stderr.contains("SIGKILL"), "{}", ended.stderr);
+    assert_eq!(job.processes(), Vec::<i32>::new());
+}
+
+fn rank(pid: i32) -> String {
+    let environ = std::fs::read_to_string(format!("/proc/{pid}/environ")).unwrap_or_default();
+    environ.split('\0').find_map(|variable| variable.strip_prefix("RANK=")).unwrap_or_default().to_owned()
+}
+
+#[test]
+fn without_a_gpu_perf_says_what_is_missing() {
+    let job = Job::new();
+    let flags = ["--nproc-per-node=2", env!("CARGO_BIN_EXE_convoke_perf_dup"), "all_reduce", "--device=cuda"];
+    let mut command = job.command(flags);
+    command.env("LD_LIBRARY_PATH", "/nowhere");
+    let ended = job.start(command).wait();
+    if ended.status.success() {
+        return skip("what is said without a GPU", "there is one");
+    }
+    assert_eq!(ended.status.code(), Some(1));
+    assert!(ended.stderr.contains("CUDA's driver, libcuda.so.1, was not found"), "{}", ended.stderr);
+}

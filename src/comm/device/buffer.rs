@@ -1,0 +1,143 @@
+//! Elements on a device, of every type that groups know.
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::sync::Arc;
+
+use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceSlice, SyncOnDrop, sys};
+
+use super::error::DeviceError;
+use crate::dtype::Element;
+
+/// Elements on a device, also of types that cudarc's [`CudaSlice`] does not know, such as [`Complex`](crate::Complex).
+///
+/// Freed on its stream when what is under way with it is over.
+pub struct DeviceBuffer<T: Element> {
+    bytes: CudaSlice<u8>,
+    len: usize,
+    of: PhantomData<T>,
+}
+
+impl<T: Element> DeviceBuffer<T> {
+    /// `len` elements whose bits are zero, which `stream` allocates.
+    ///
+    /// # Errors
+    /// [`DeviceError::Driver`] if there is no such memory.
+    pub fn zeros(stream: &Arc<CudaStream>, len: usize) -> Result<Self, DeviceError> {
+        // One byte at least: CUDA has no empty memory.
+        let bytes = stream.alloc_zeros((len * size_of::<T>()).max(1));
+        let bytes = bytes.map_err(DeviceError::driver("there is no memory on the device"))?;
+        Ok(Self { bytes, len, of: PhantomData })
+    }
+
+    /// A copy of `values`.
+    ///
+    /// # Errors
+    /// [`DeviceError::Driver`].
+    pub fn of(stream: &Arc<CudaStream>, values: &[T]) -> Result<Self, DeviceError> {
+        let mut buffer = Self::zeros(stream, values.len())?;
+        buffer.write(stream, values)?;
+        Ok(buffer)
+    }
+
+    /// Replaces the first elements by `values`, behind what `stream` has to do. Two copies.
+    ///
+    /// # Errors
+    /// [`DeviceError::Driver`].
+    ///
+    /// # Panics
+    /// If there are more than the buffer has.
+    pub fn write(&mut self, stream: &Arc<CudaStream>, values: &[T]) -> Result<(), DeviceError> {
+        let mut bytes = vec![0; size_of_val(values)];
+        T::write(values, &mut bytes);
+        let mut part = self.bytes.slice_mut(..bytes.len());
+        stream.memcpy_htod(&bytes, &mut part).map_err(DeviceError::driver("a copy to the device failed"))
+    }
+
+    /// The elements, when `stream` has done all that it has to do. Two copies.
+    ///
+    /// # Errors
+    /// [`DeviceError::Driver`].
+    pub fn read(&self, stream: &Arc<CudaStream>) -> Result<Vec<T>, DeviceError> {
+        let part = self.bytes.slice(..self.len * size_of::<T>());
+        let bytes = stream.clone_dtoh(&part).and_then(|bytes| stream.synchronize().map(|()| bytes));
+        let mut values = Vec::with_capacity(self.len);
+        T::read(&bytes.map_err(DeviceError::driver("a copy from the device failed"))?, &mut values);
+        Ok(values)
+    }
+
+    /// The first `len` elements, to be used by operations.
+    ///
+    /// # Panics
+    /// If there are fewer.
+    pub fn first(&mut self, len: usize) -> FirstOf<'_, T> {
+        assert!(len <= self.len, "{len} of {} elements", self.len);
+        FirstOf { buffer: self, len }
+    }
+}
+
+impl<T: Element> DeviceSlice<T> for DeviceBuffer<T> {
+    fn len(&self) -> usize {
+        self.len
+    }
+
+    fn stream(&self) -> &Arc<CudaStream> {
+        self.bytes.stream()
+    }
+}
+
+impl<T: Element> DevicePtr<T> for DeviceBuffer<T> {
+    fn device_ptr<'a>(&'a self, stream: &'a CudaStream) -> (sys::CUdeviceptr, SyncOnDrop<'a>) {
+        self.bytes.device_ptr(stream)
+    }
+}
+
+impl<T: Element> DevicePtrMut<T> for DeviceBuffer<T> {
+    fn device_ptr_mut<'a>(&'a mut self, stream: &'a CudaStream) -> (sys::CUdeviceptr, SyncOnDrop<'a>) {
+        self.bytes.device_ptr_mut(stream)
+    }
+}
+
+/// The first elements of a [`DeviceBuffer`].
+pub struct FirstOf<'a, T: Element> {
+    buffer: &'a mut DeviceBuffer<T>,
+    len: usize,
+}
+
+impl<T: Element> DeviceSlice<T> for FirstOf<'_, T> {
+    fn len(&self) -> usize {
+        self.len
+    }
+
+    fn stream(&self) -> &Arc<CudaStream> {
+        self.buffer.bytes.stream()
+    }
+}
+
+impl<T: Element> DevicePtr<T> for FirstOf<'_, T> {
+    fn device_ptr<'a>(&'a self, stream: &'a CudaStream) -> (sys::CUdeviceptr, SyncOnDrop<'a>) {
+        self.buffer.bytes.device_ptr(stream)
+    }
+}
+
+impl<T: Element> DevicePtrMut<T> for FirstOf<'_, T> {
+    fn device_ptr_mut<'a>(&'a mut self, stream: &'a CudaStream) -> (sys::CUdeviceptr, SyncOnDrop<'a>) {
+        self.buffer.bytes.device_ptr_mut(stream)
+    }
+}
+
+impl<T: Element> fmt::Debug for DeviceBuffer<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let device = self.bytes.ordinal();
+        f.debug_struct("DeviceBuffer")
+            .field("len", &self.len)
+            .field("device", &device)
+            .finish_non_exhaustive()
+    }
+}
+
+impl<T: Element> fmt::Debug for FirstOf<'_, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FirstOf").field("len", &self.len).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,17 @@
+//! NVIDIA's GPUs: which there are, and what each worker sees of them.
+//!
+//! `nvml` asks the driver's library, which is loaded when it is there; `visible` (pure) reads lists.
+
+pub(crate) mod nvml;
+pub(crate) mod visible;
+
+/// A GPU, as NVML tells of it; in the order of the PCI bus.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub(crate) struct Gpu {
+    /// `GPU-...`.
+    pub(crate) uuid: String,
+    /// Address on the PCI bus, as sysfs writes it: `0000:3b:00.0`.
+    pub(crate) pci: String,
+    /// `MIG-...` of each of its instances; `None` if it is not cut into any.
+    pub(crate) instances: Option<Vec<String>>,
+}

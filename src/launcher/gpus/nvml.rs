@@ -1,0 +1,166 @@
+//! The driver's library for looking after GPUs, loaded when it is there.
+
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+
+use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
+
+use super::Gpu;
+
+/// The variable that names another one, for tests.
+const CHOSEN: &str = "CONVOKE_NVML_SO";
+const NAME: &str = "libnvidia-ml.so.1";
+const SUCCESS: c_int = 0;
+/// Bytes of a UUID's text, and of an address on the bus.
+const UUID_BYTES: usize = 96;
+const BUS_ID_BYTES: usize = 32;
+/// More instances than any GPU has.
+const MOST_INSTANCES: c_uint = 64;
+/// More GPUs than any node has.
+const MOST_GPUS: c_uint = 1024;
+
+/// `nvmlPciInfo_t`.
+#[repr(C)]
+struct PciInfo {
+    bus_id_legacy: [c_char; 16],
+    domain: c_uint,
+    bus: c_uint,
+    device: c_uint,
+    pci_device_id: c_uint,
+    pci_sub_system_id: c_uint,
+    bus_id: [c_char; BUS_ID_BYTES],
+}
+
+type Device = *mut c_void;
+
+/// NVML, open until it is dropped.
+pub(crate) struct Nvml {
+    library: Library,
+}
+
+#[allow(unsafe_code)]
+impl Nvml {
+    /// `None` where there is no such library, or it cannot reach the driver.
+    pub(crate) fn open() -> Option<Self> {
+        let name = std::env::var_os(CHOSEN).unwrap_or_else(|| NAME.into());
+        // SAFETY: opening a library runs what it has to run first; that it is NVML is what its name says.
+        let library = unsafe { Library::open(Some(name), RTLD_NOW | RTLD_LOCAL) }.ok()?;
+        let nvml = Self { library };
+        let init: unsafe extern "C" fn() -> c_int = nvml.function(c"nvmlInit_v2")?;
+        // SAFETY: has no arguments.
+        (unsafe { init() } == SUCCESS).then_some(nvml)
+    }
+
+    /// The GPUs of this node that this process may use.
+    pub(crate) fn gpus(&self) -> Option<Vec<Gpu>> {
+        type Count = unsafe extern "C" fn(*mut c_uint) -> c_int;
+        let count: Count = self.function(c"nvmlDeviceGetCount_v2")?;
+        let mut gpus = 0;
+        // SAFETY: writes one number.
+        if unsafe { count(&raw mut gpus) } != SUCCESS {
+            return None;
+        }
+        (0..gpus.min(MOST_GPUS)).map(|index| self.gpu(self.device(index)?)).collect()
+    }
+
+    fn device(&self, index: c_uint) -> Option<Device> {
+        type ByIndex = unsafe extern "C" fn(c_uint, *mut Device) -> c_int;
+        let by_index: ByIndex = self.function(c"nvmlDeviceGetHandleByIndex_v2")?;
+        let mut device = std::ptr::null_mut();
+        // SAFETY: writes one pointer.
+        (unsafe { by_index(index, &raw mut device) } == SUCCESS).then_some(device)
+    }
+
+    fn gpu(&self, device: Device) -> Option<Gpu> {
+        type Pci = unsafe extern "C" fn(Device, *mut PciInfo) -> c_int;
+        let pci: Pci = self.function(c"nvmlDeviceGetPciInfo_v3")?;
+        // SAFETY: numbers and bytes, of which zeros are some.
+        let mut info: PciInfo = unsafe { std::mem::zeroed() };
+        // SAFETY: writes as much as the layout has.
+        if unsafe { pci(device, &raw mut info) } != SUCCESS {
+            return None;
+        }
+        Some(Gpu {
+            uuid: self.uuid(device)?,
+            pci: in_sysfs(&text(&info.bus_id)?),
+            instances: self.instances(device),
+        })
+    }
+
+    /// The instances of a GPU, if it is cut into any.
+    fn instances(&self, device: Device) -> Option<Vec<String>> {
+        type Mode = unsafe extern "C" fn(Device, *mut c_uint, *mut c_uint) -> c_int;
+        type Most = unsafe extern "C" fn(Device, *mut c_uint) -> c_int;
+        type Instance = unsafe extern "C" fn(Device, c_uint, *mut Device) -> c_int;
+        let mode: Mode = self.function(c"nvmlDeviceGetMigMode")?;
+        let most: Most = self.function(c"nvmlDeviceGetMaxMigDeviceCount")?;
+        let instance: Instance = self.function(c"nvmlDeviceGetMigDeviceHandleByIndex")?;
+        let (mut now, mut pending, mut count) = (0, 0, 0);
+        // SAFETY: writes two numbers.
+        if unsafe { mode(device, &raw mut now, &raw mut pending) } != SUCCESS || now != 1 {
+            return None;
+        }
+        // SAFETY: writes one number.
+        if unsafe { most(device, &raw mut count) } != SUCCESS {
+            return None;
+        }
+        let each = (0..count.min(MOST_INSTANCES)).filter_map(|index| {
+            let mut handle = std::ptr::null_mut();
+            // SAFETY: writes one pointer.
+            let found = unsafe { instance(device, index, &raw mut handle) } == SUCCESS;
+            found.then(|| self.uuid(handle)).flatten()
+        });
+        Some(each.collect())
+    }
+
+    fn uuid(&self, device: Device) -> Option<String> {
+        type Uuid = unsafe extern "C" fn(Device, *mut c_char, c_uint) -> c_int;
+        let uuid: Uuid = self.function(c"nvmlDeviceGetUUID")?;
+        let mut bytes = [0; UUID_BYTES];
+        // SAFETY: writes at most as many bytes.
+        let result = unsafe { uuid(device, bytes.as_mut_ptr(), UUID_BYTES as c_uint) };
+        if result == SUCCESS { text(&bytes) } else { None }
+    }
+
+    /// A function by its name; its type is that of the header.
+    fn function<F: Copy>(&self, name: &CStr) -> Option<F> {
+        // SAFETY: the callers name types of functions as `nvml.h` has them.
+        unsafe { self.library.get::<F>(name.to_bytes_with_nul()) }.ok().map(|symbol| *symbol)
+    }
+}
+
+impl Drop for Nvml {
+    #[allow(unsafe_code)]
+    fn drop(&mut self) {
+        if let Some(shutdown) = self.function::<unsafe extern "C" fn() -> c_int>(c"nvmlShutdown") {
+            // SAFETY: has no arguments.
+            let _ = unsafe { shutdown() };
+        }
+    }
+}
+
+/// A text that ends with a zero, if it has one.
+fn text(bytes: &[c_char]) -> Option<String> {
+    let bytes: Vec<u8> = bytes.iter().map(|&byte| byte.cast_unsigned()).collect();
+    CStr::from_bytes_until_nul(&bytes).ok().map(|text| text.to_string_lossy().into_owned())
+}
+
+/// An address on the bus as sysfs writes it: NVML's domain has 8 digits.
+fn in_sysfs(bus_id: &str) -> String {
+    let lower = bus_id.to_lowercase();
+    match lower.split_once(':') {
+        Some((domain, rest)) if domain.len() > 4 => format!("{}:{rest}", &domain[domain.len() - 4..]),
+        _ => lower,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_are_as_in_sysfs() {
+        assert_eq!(in_sysfs("00000000:3B:00.0"), "0000:3b:00.0");
+        assert_eq!(in_sysfs("0001:3b:00.0"), "0001:3b:00.0");
+        assert_eq!(size_of::<PciInfo>(), 68);
+    }
+}

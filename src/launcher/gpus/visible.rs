@@ -1,0 +1,133 @@
+//! Which GPUs workers see: from the driver's list and the parent's CUDA_VISIBLE_DEVICES to that of each worker. Pure.
+
+use super::Gpu;
+
+/// Why there are no devices for the workers.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum VisibleError {
+    #[error("{variable} names {entry}, which is no GPU of this node (there are {})", known(there))]
+    Unknown { variable: &'static str, entry: String, there: Vec<String> },
+    #[error("{workers} workers with {each} GPUs each need {}; {there} can be seen", workers * each)]
+    TooFew { workers: usize, each: usize, there: usize },
+}
+
+fn known(there: &[String]) -> String {
+    if there.is_empty() { "none".to_owned() } else { there.join(", ") }
+}
+
+/// The devices that can be seen, as CUDA_VISIBLE_DEVICES calls them: indices, or the instances of GPUs that are cut into
+/// some, which have no indices.
+///
+/// `list` is the value of `variable`, if that is set. As the driver, it ends at the first entry that is no index; names that nobody
+/// has are an error. `gpus` are those of the node, or as many without names.
+///
+/// # Errors
+/// [`VisibleError::Unknown`].
+pub(crate) fn devices(
+    gpus: &[Gpu],
+    variable: &'static str,
+    list: Option<&str>,
+) -> Result<Vec<String>, VisibleError> {
+    let Some(list) = list else {
+        let is_cut = gpus.iter().any(|gpu| gpu.instances.is_some());
+        let own = |(index, gpu): (usize, &Gpu)| match &gpu.instances {
+            Some(instances) => instances.clone(),
+            // Beside instances, which are called by name, by name as well.
+            None if is_cut => vec![gpu.uuid.clone()],
+            None => vec![index.to_string()],
+        };
+        return Ok(gpus.iter().enumerate().flat_map(own).collect());
+    };
+    let mut devices = Vec::new();
+    for entry in list.split(',').map(str::trim) {
+        let is_there = match entry.parse::<i64>() {
+            Ok(index) => usize::try_from(index).is_ok_and(|index| index < gpus.len()),
+            Err(_) if entry.is_empty() => false,
+            Err(_) if is_named(gpus, entry) => true,
+            Err(_) => {
+                let there = gpus
+                    .iter()
+                    .flat_map(|gpu| [vec![gpu.uuid.clone()], gpu.instances.clone().unwrap_or_default()]);
+                let there = there.flatten().filter(|name| !name.is_empty()).collect();
+                let entry = entry.chars().take(60).collect();
+                return Err(VisibleError::Unknown { variable, entry, there });
+            }
+        };
+        // Also at one that was named before.
+        if !is_there || devices.iter().any(|before| before == entry) {
+            break;
+        }
+        devices.push(entry.to_owned());
+    }
+    Ok(devices)
+}
+
+/// Whether a device is called so: by the beginning of its name, as for the driver. Where names are not told, any may be one.
+fn is_named(gpus: &[Gpu], entry: &str) -> bool {
+    let names = gpus.iter().flat_map(|gpu| std::iter::once(&gpu.uuid).chain(gpu.instances.iter().flatten()));
+    let mut names = names.filter(|name| !name.is_empty()).peekable();
+    names.peek().is_none() || names.any(|name| name.starts_with(entry))
+}
+
+/// What each of `workers` sees: `each` devices, one after the other.
+///
+/// # Errors
+/// [`VisibleError::TooFew`].
+pub(crate) fn shares(devices: &[String], workers: usize, each: usize) -> Result<Vec<String>, VisibleError> {
+    if devices.len() < workers * each {
+        return Err(VisibleError::TooFew { workers, each, there: devices.len() });
+    }
+    Ok(devices.chunks(each).take(workers).map(|share| share.join(",")).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn gpu(number: usize, instances: Option<usize>) -> Gpu {
+        let named = |count| (0..count).map(|index| format!("MIG-{number}-{index}")).collect();
+        Gpu {
+            uuid: format!("GPU-{number}a"),
+            pci: format!("0000:0{number}:00.0"),
+            instances: instances.map(named),
+        }
+    }
+
+    fn seen(gpus: &[Gpu], list: Option<&str>) -> Result<Vec<String>, VisibleError> {
+        devices(gpus, "CUDA_VISIBLE_DEVICES", list)
+    }
+
+    #[test]
+    fn all_are_seen_where_no_list_says_otherwise() {
+        assert_eq!(seen(&[gpu(0, None), gpu(1, None)], None).unwrap(), ["0", "1"]);
+        assert_eq!(seen(&[gpu(0, Some(2)), gpu(1, None)], None).unwrap(), ["MIG-0-0", "MIG-0-1", "GPU-1a"]);
+        assert_eq!(seen(&[gpu(0, Some(0))], None).unwrap(), Vec::<String>::new());
+    }
+
+    #[test]
+    fn a_list_chooses_as_for_the_driver() {
+        let gpus = [gpu(0, None), gpu(1, Some(2)), gpu(2, None)];
+        assert_eq!(seen(&gpus, Some("2, 0")).unwrap(), ["2", "0"]);
+        assert_eq!(seen(&gpus, Some("1,-1,0")).unwrap(), ["1"]);
+        assert_eq!(seen(&gpus, Some("0,7,1")).unwrap(), ["0"]);
+        assert_eq!(seen(&gpus, Some("0,1,0,2")).unwrap(), ["0", "1"]);
+        assert_eq!(seen(&gpus, Some("")).unwrap(), Vec::<String>::new());
+        assert_eq!(seen(&gpus, Some("GPU-2,MIG-1-1")).unwrap(), ["GPU-2", "MIG-1-1"]);
+        let error = seen(&gpus, Some("0,GPU-9")).unwrap_err().to_string();
+        assert_eq!(
+            error,
+            "CUDA_VISIBLE_DEVICES names GPU-9, which is no GPU of this node (there are GPU-0a, GPU-1a, MIG-1-0, MIG-1-1, GPU-2a)"
+        );
+        // Counted without the driver's library: names cannot be checked.
+        assert_eq!(seen(&[Gpu::default()], Some("GPU-9,MIG-1")).unwrap(), ["GPU-9", "MIG-1"]);
+    }
+
+    #[test]
+    fn each_worker_gets_its_own() {
+        let devices: Vec<String> = ["4", "5", "6", "7", "8"].map(str::to_owned).into();
+        assert_eq!(shares(&devices, 2, 2).unwrap(), ["4,5", "6,7"]);
+        assert_eq!(shares(&devices, 5, 1).unwrap(), ["4", "5", "6", "7", "8"]);
+        let error = shares(&devices, 3, 2).unwrap_err().to_string();
+        assert_eq!(error, "3 workers with 2 GPUs each need 6; 5 can be seen");
+    }
+}
