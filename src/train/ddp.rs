@@ -15,7 +15,7 @@ pub use options::DdpOptions;
 pub use pass::Pass;
 
 /// Most parameters that an error names.
-const NAMED: usize = 8;
+pub(crate) const NAMED: usize = 8;
 
 /// The gradients of a network, and what makes them the average over all ranks: distributed data parallel training.
 ///
@@ -69,7 +69,7 @@ struct Bucket<T: Element> {
 
 /// What the memory of a parameter holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Share {
+pub(crate) enum Share {
     /// The average of an earlier pass, or nothing yet: the next gradient takes its place.
     Average,
     /// What this rank has added up since then.
@@ -210,7 +210,7 @@ impl<T: Gradient> Ddp<T> {
 }
 
 /// Compares what the ranks want to train.
-fn compare(group: &Group, layout: &Layout) -> Result<(), TrainError> {
+pub(crate) fn compare(group: &Group, layout: &Layout) -> Result<(), TrainError> {
     let mut fingerprints = vec![0; group.size()];
     group.all_gather(&[layout.fingerprint()], &mut fingerprints)?;
     if fingerprints.iter().all(|&other| other == fingerprints[0]) {

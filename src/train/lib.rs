@@ -25,6 +25,7 @@
 //! ```
 //!
 //! - [`Ddp`]: gradients averaged in buckets, while the next ones are computed.
+//! - `DeviceDdp` (with the feature `nccl`): the same of gradients on GPUs.
 //! - [`Sampler`]: who computes on which example; [`partition`]: a data set in parts of given sizes.
 //! - [`first_on_each_host`], [`first_of_all`]: one rank prepares the data, the others wait for it.
 //! - [`Trace`]: what the ranks did when, for a browser's trace viewer.
@@ -33,6 +34,8 @@
 
 mod bucket;
 mod ddp;
+#[cfg(feature = "nccl")]
+mod device;
 mod error;
 mod first;
 mod partition;
@@ -41,6 +44,8 @@ mod sampler;
 mod trace;
 
 pub use ddp::{Ddp, DdpOptions, Gradient, Pass};
+#[cfg(feature = "nccl")]
+pub use device::{DeviceDdp, DevicePass};
 pub use error::TrainError;
 pub use first::{first_of_all, first_on_each_host};
 pub use partition::partition;

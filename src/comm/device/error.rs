@@ -89,7 +89,8 @@ impl DeviceError {
         }
     }
 
-    pub(super) fn driver(what: &'static str) -> impl FnOnce(cudarc::driver::DriverError) -> Self {
+    /// What the driver said to `what`.
+    pub fn driver(what: &'static str) -> impl FnOnce(cudarc::driver::DriverError) -> Self {
         move |error| {
             // Both look the code up in the driver.
             let name = error.error_name().map(|name| name.to_string_lossy().into_owned());

@@ -4,50 +4,21 @@
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
 
 mod common;
-#[path = "../../../launcher-tests/gpu/libraries.rs"]
-mod libraries;
+#[path = "../../../launcher-tests/gpu/simulated.rs"]
+mod simulated;
 
-use std::path::PathBuf;
-use std::process::{Command, Output};
+use std::sync::Arc;
 use std::sync::mpsc::channel;
-use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use common::{CommError, Group, LONG, ReduceOp, ranks};
 use convoke_comm::device::cudarc::driver::{CudaSlice, CudaStream, DeviceRepr, result};
 use convoke_comm::device::{self, DeviceError, DeviceOptions, F8E4M3};
 use convoke_comm::{Loss, Reduction, bf16, f16, wait_any};
+use simulated::is_simulated;
 
 /// Within which an abort ends whatever is under way.
 const AT_ONCE: Duration = Duration::from_secs(2);
-
-/// The folder with the libraries, compiled once for all tests.
-fn libraries() -> &'static PathBuf {
-    static COMPILED: OnceLock<PathBuf> = OnceLock::new();
-    COMPILED.get_or_init(|| {
-        let sources = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../launcher-tests/gpu");
-        libraries::compile(&sources, PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("simulated-gpu"))
-    })
-}
-
-/// Runs the test of this name again, in a process with simulated devices; or says that this is that process.
-fn is_simulated(test: &str, variables: &[(&str, &str)]) -> bool {
-    if std::env::var_os("CONVOKE_TEST_SIMULATED").is_some() {
-        return true;
-    }
-    let Output { status, stdout, stderr } = simulation(test, variables);
-    let text = String::from_utf8_lossy(&stdout) + String::from_utf8_lossy(&stderr);
-    assert!(status.success() && text.contains("1 passed"), "{text}");
-    false
-}
-
-fn simulation(test: &str, variables: &[(&str, &str)]) -> Output {
-    let mut child = Command::new(std::env::current_exe().unwrap());
-    child.args([test, "--exact", "--nocapture", "--test-threads=1"]).env("CONVOKE_TEST_SIMULATED", "1");
-    child.env("LD_LIBRARY_PATH", libraries()).env("SIMULATED_GPUS", "4").envs(variables.iter().copied());
-    child.env("SIMULATED_NCCL_DIR", env!("CARGO_TARGET_TMPDIR"));
-    child.output().unwrap()
-}
 
 /// A group of `world` ranks, each with the device of its number.
 fn on_devices<R: Send>(world: usize, body: impl Fn(Group, Arc<CudaStream>) -> R + Sync) -> Vec<R> {
@@ -495,7 +466,7 @@ fn two_ranks_on_one_device_are_told_so_and_go_on_without() {
 #[test]
 fn without_a_driver_the_error_says_what_to_do() {
     let (count, open) = (device::count(), device::open(0));
-    if std::env::var_os("CONVOKE_TEST_SIMULATED").is_some() || count.as_ref().is_ok_and(|&count| count > 0) {
+    if simulated::is_inside() || count.as_ref().is_ok_and(|&count| count > 0) {
         println!("NOT TESTED: there is a GPU here");
         return;
     }

@@ -6,12 +6,12 @@ use crate::trace::Trace;
 #[derive(Debug, Clone)]
 #[must_use]
 pub struct DdpOptions {
-    pub(super) bucket_bytes: usize,
-    pub(super) first_bucket_bytes: usize,
-    pub(super) unused_parameters: bool,
-    pub(super) overlap: bool,
+    pub(crate) bucket_bytes: usize,
+    pub(crate) first_bucket_bytes: usize,
+    pub(crate) unused_parameters: bool,
+    pub(crate) overlap: bool,
     pub(super) divide_by_world: bool,
-    pub(super) trace: Option<Trace>,
+    pub(crate) trace: Option<Trace>,
 }
 
 impl Default for DdpOptions {
@@ -30,7 +30,7 @@ impl Default for DdpOptions {
 
 impl DdpOptions {
     /// What ranks must have alike beside the buckets, in words.
-    pub(super) fn compared(&self) -> String {
+    pub(crate) fn compared(&self) -> String {
         let Self { unused_parameters, divide_by_world, .. } = self;
         format!("unused_parameters({unused_parameters}) and divide_by_world({divide_by_world})")
     }

@@ -1,0 +1,196 @@
+//! A backward pass on a device.
+
+use std::fmt;
+use std::sync::Arc;
+
+use convoke_comm::ReduceOp;
+use convoke_comm::device::cudarc::driver::{CudaStream, CudaViewMut, DevicePtr, DeviceRepr, ValidAsZeroBits};
+
+use super::{DeviceDdp, Gradient, Share, TrainError, device};
+use crate::bucket::Place;
+use crate::ddp::NAMED;
+
+/// A backward pass on a device: gradients are handed over in it, and sent.
+///
+/// One that is sent and dropped before it is [finished](Self::finish) ends the group with that as the reason, since the
+/// others wait for it.
+#[must_use = "a pass that is not finished ends the group"]
+pub struct DevicePass<'a, T: Gradient + DeviceRepr + ValidAsZeroBits> {
+    ddp: &'a mut DeviceDdp<T>,
+    compute: &'a Arc<CudaStream>,
+    /// Whether it is sent.
+    sync: bool,
+    /// Buckets that are on their way. They go in order, on all ranks the same.
+    sent: usize,
+    finished: bool,
+}
+
+impl<'a, T: Gradient + DeviceRepr + ValidAsZeroBits> DevicePass<'a, T> {
+    pub(super) fn new(ddp: &'a mut DeviceDdp<T>, compute: &'a Arc<CudaStream>, sync: bool) -> Self {
+        Self { ddp, compute, sync, sent: 0, finished: false }
+    }
+
+    /// The gradient of a parameter, which is copied behind what the computing stream has to do; and [`Self::ready`].
+    ///
+    /// # Errors
+    /// [`TrainError::InvalidArgument`] if there is no such parameter, the lengths differ, it is ready, or something was added to
+    /// it before, to which only a kernel can add. Else as [`Self::ready`].
+    pub fn add(&mut self, parameter: usize, gradient: &impl DevicePtr<T>) -> Result<(), TrainError> {
+        self.check(parameter)?;
+        let Place { bucket, range } = self.ddp.layout.place(parameter).clone();
+        let name = || self.ddp.layout.name(parameter).to_owned();
+        if range.len() != gradient.len() {
+            let (ours, theirs) = (range.len(), gradient.len());
+            let what = format!("a gradient of {theirs} elements for {}, which has {ours}", name());
+            return Err(TrainError::InvalidArgument(what));
+        }
+        if self.ddp.shares[parameter] == Share::Own {
+            let what = format!("{} has something already: add to it in `gradient`", name());
+            return Err(TrainError::InvalidArgument(what));
+        }
+        let mut into = self.ddp.buckets[bucket].memory.slice_mut(range);
+        self.compute.memcpy_dtod(gradient, &mut into).map_err(device("a copy on the device failed"))?;
+        self.ddp.shares[parameter] = Share::Own;
+        self.ready(parameter)
+    }
+
+    /// The place of a parameter's gradient, for kernels of the computing stream to write or add to: zeros, or what passes
+    /// without sending have left.
+    ///
+    /// # Errors
+    /// [`TrainError::InvalidArgument`] if there is no such parameter, or it is ready. [`CommError::Device`](convoke_comm::CommError::Device).
+    pub fn gradient(&mut self, parameter: usize) -> Result<CudaViewMut<'_, T>, TrainError> {
+        self.check(parameter)?;
+        let Place { bucket, range } = self.ddp.layout.place(parameter).clone();
+        let mut place = self.ddp.buckets[bucket].memory.slice_mut(range);
+        if self.ddp.shares[parameter] == Share::Average {
+            self.compute
+                .memset_zeros(&mut place)
+                .map_err(device("memory of the device cannot be cleared"))?;
+            self.ddp.shares[parameter] = Share::Own;
+        }
+        Ok(place)
+    }
+
+    /// Nothing more is added to the gradient of this parameter in this pass, once the computing stream has done what it
+    /// has to do now. If that completes its bucket, and those before are on their way, it is enqueued.
+    ///
+    /// # Errors
+    /// [`TrainError::InvalidArgument`] if there is no such parameter, or it is ready. Else whatever ended the group.
+    pub fn ready(&mut self, parameter: usize) -> Result<(), TrainError> {
+        self.gradient(parameter)?;
+        if self.sync {
+            self.ddp.shares[parameter] = Share::Ready;
+            self.ddp.buckets[self.ddp.layout.place(parameter).bucket].missing -= 1;
+            if self.ddp.options.overlap {
+                self.send_complete()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Enqueues what has not been sent, and has the computing stream wait for all averages; the host does not. A pass without
+    /// sending only ends.
+    ///
+    /// # Errors
+    /// [`TrainError::Unused`] if parameters have no gradient, which ends the group. Else whatever ended it.
+    pub fn finish(mut self) -> Result<(), TrainError> {
+        if self.sync {
+            self.check_all()?;
+            self.send_complete()?;
+            for bucket in &mut self.ddp.buckets {
+                if let Some(work) = bucket.work.take() {
+                    work.wait_on(self.compute)?;
+                }
+            }
+            self.ddp.begin_anew();
+        }
+        self.finished = true;
+        Ok(())
+    }
+
+    /// There is such a parameter, and it is not ready.
+    fn check(&self, parameter: usize) -> Result<(), TrainError> {
+        let layout = &self.ddp.layout;
+        let what = match self.ddp.shares.get(parameter) {
+            None => format!("no parameter {parameter}: there are {}", layout.len()),
+            Some(Share::Ready) => format!("{} has had its gradient in this pass", layout.name(parameter)),
+            Some(Share::Average | Share::Own) => return Ok(()),
+        };
+        Err(TrainError::InvalidArgument(what))
+    }
+
+    fn check_all(&mut self) -> Result<(), TrainError> {
+        let DeviceDdp { group, layout, shares, .. } = &*self.ddp;
+        let unused = (0..shares.len()).filter(|&parameter| shares[parameter] == Share::Average);
+        let unused: Vec<usize> = unused.collect();
+        if !unused.is_empty() {
+            let names = unused.iter().take(NAMED).map(|&parameter| layout.name(parameter).to_owned());
+            let more = unused.len().saturating_sub(NAMED);
+            let error = TrainError::Unused { rank: group.rank(), names: names.collect(), more };
+            self.give_up(&error.to_string());
+            return Err(error);
+        }
+        // What passes without sending have left.
+        for parameter in 0..self.ddp.shares.len() {
+            if self.ddp.shares[parameter] != Share::Ready {
+                self.ready(parameter)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Enqueues the buckets that are complete, up to the first that is not.
+    fn send_complete(&mut self) -> Result<(), TrainError> {
+        while self.ddp.buckets.get(self.sent).is_some_and(|bucket| bucket.missing == 0) {
+            let DeviceDdp { group, layout, buckets, stream, options, .. } = &mut *self.ddp;
+            let bucket = &mut buckets[self.sent];
+            stream.join(self.compute).map_err(device("a stream cannot wait"))?;
+            let work = group.on(stream)?.all_reduce(&mut bucket.memory, ReduceOp::Avg)?;
+            if let Some(trace) = &options.trace {
+                let names = layout.buckets()[self.sent].iter().map(|&parameter| layout.name(parameter));
+                let done = trace.bucket(self.sent, bucket.memory.num_bytes(), names);
+                work.on_complete(move || done.end());
+            }
+            bucket.work = Some(work);
+            self.sent += 1;
+        }
+        Ok(())
+    }
+
+    /// Ends the group for `reason`: the others wait for this pass.
+    fn give_up(&mut self, reason: &str) {
+        self.finished = true;
+        self.ddp.group.abort(reason);
+        self.ddp.buckets.iter_mut().for_each(|bucket| bucket.work = None);
+        self.ddp.begin_anew();
+    }
+}
+
+impl<T: Gradient + DeviceRepr + ValidAsZeroBits> DeviceDdp<T> {
+    /// What is there now are averages; gradients to come take their place.
+    fn begin_anew(&mut self) {
+        self.shares.fill(Share::Average);
+        for (bucket, parameters) in self.buckets.iter_mut().zip(self.layout.buckets()) {
+            bucket.missing = parameters.len();
+        }
+    }
+}
+
+impl<T: Gradient + DeviceRepr + ValidAsZeroBits> Drop for DevicePass<'_, T> {
+    fn drop(&mut self) {
+        if !self.finished && self.sync {
+            let rank = self.ddp.group.rank();
+            self.give_up(&format!("rank {rank} gave up in the middle of a backward pass"));
+        }
+    }
+}
+
+impl<T: Gradient + DeviceRepr + ValidAsZeroBits> fmt::Debug for DevicePass<'_, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DevicePass")
+            .field("ddp", &*self.ddp)
+            .field("sent", &self.sent)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,118 @@
+//! Averages of gradients on devices, with what stands in for CUDA and NCCL.
+
+#![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
+
+use std::sync::Arc;
+
+use convoke_comm::device::cudarc::driver::CudaStream;
+use convoke_comm::device::{self, DeviceOptions};
+use convoke_comm::{CommError, Group, GroupOptions};
+use convoke_store::{MemoryStore, Store};
+use convoke_train::{DdpOptions, DeviceDdp, TrainError};
+
+#[path = "../../../launcher-tests/gpu/simulated.rs"]
+mod simulated;
+use simulated::is_simulated;
+
+/// Three parameters, of which the last two share a bucket.
+const PARAMETERS: [(&str, usize); 3] = [("first", 5), ("second", 2), ("third", 3)];
+
+fn options() -> DdpOptions {
+    DdpOptions::default().first_bucket_bytes(16).bucket_bytes(16)
+}
+
+fn ranks(world: usize, body: impl Fn(Group, Arc<CudaStream>) + Sync) {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
+    std::thread::scope(|scope| {
+        for rank in 0..world {
+            let (store, body) = (Arc::clone(&store), &body);
+            scope.spawn(move || {
+                let group = Group::new(store, rank, world, GroupOptions::default()).unwrap();
+                let context = device::open(rank).unwrap();
+                let group = group.with_device(&context, DeviceOptions::default()).unwrap();
+                let stream = context.new_stream().unwrap();
+                body(group, stream);
+            });
+        }
+    });
+}
+
+fn average(ddp: &DeviceDdp, stream: &Arc<CudaStream>, parameter: usize) -> Vec<f32> {
+    stream.clone_dtoh(&ddp.average(parameter)).unwrap()
+}
+
+#[test]
+fn gradients_become_their_average_in_every_step() {
+    if !is_simulated("gradients_become_their_average_in_every_step", &[]) {
+        return;
+    }
+    ranks(3, |group, stream| {
+        let mut ddp = DeviceDdp::new(&group, stream.context(), PARAMETERS, options()).unwrap();
+        assert_eq!(ddp.buckets(), [vec![2, 1], vec![0]]);
+        for step in 0..5_u16 {
+            let value = |parameter: usize| (parameter + 10 * group.rank() + 100 * usize::from(step)) as f32;
+            let mut pass = ddp.pass(&stream);
+            for (parameter, (_, len)) in PARAMETERS.iter().enumerate().rev() {
+                let gradient = stream.clone_htod(&vec![value(parameter); *len]).unwrap();
+                pass.add(parameter, &gradient).unwrap();
+            }
+            pass.finish().unwrap();
+            for (parameter, (_, len)) in PARAMETERS.iter().enumerate() {
+                let expected = (parameter + 10 + 100 * usize::from(step)) as f32;
+                assert_eq!(average(&ddp, &stream, parameter), vec![expected; *len]);
+            }
+        }
+    });
+}
+
+#[test]
+fn what_passes_without_sending_leave_is_sent_with_the_next() {
+    if !is_simulated("what_passes_without_sending_leave_is_sent_with_the_next", &[]) {
+        return;
+    }
+    ranks(2, |group, stream| {
+        let mut ddp = DeviceDdp::new(&group, stream.context(), [("only", 4)], options()).unwrap();
+        let mut pass = ddp.pass_no_sync(&stream);
+        stream.memcpy_htod(&[group.rank() as f32; 4], &mut pass.gradient(0).unwrap()).unwrap();
+        pass.finish().unwrap();
+        assert_eq!(average(&ddp, &stream, 0), [group.rank() as f32; 4]);
+        let mut pass = ddp.pass(&stream);
+        let more = stream.clone_htod(&[1.0_f32; 4]).unwrap();
+        let error = pass.add(0, &more).unwrap_err();
+        assert_eq!(error.to_string(), "only has something already: add to it in `gradient`");
+        pass.finish().unwrap();
+        assert_eq!(average(&ddp, &stream, 0), [0.5; 4]);
+    });
+}
+
+#[test]
+fn mistakes_are_told_and_keep_nobody_waiting() {
+    if !is_simulated("mistakes_are_told_and_keep_nobody_waiting", &[]) {
+        return;
+    }
+    ranks(2, |group, stream| {
+        let mut ddp = DeviceDdp::new(&group, stream.context(), PARAMETERS, options()).unwrap();
+        let mut pass = ddp.pass(&stream);
+        let short = stream.clone_htod(&[1.0_f32]).unwrap();
+        let error = pass.add(0, &short).unwrap_err();
+        assert_eq!(error.to_string(), "a gradient of 1 elements for first, which has 5");
+        assert!(pass.add(7, &short).unwrap_err().to_string().contains("no parameter 7"));
+        let third = stream.clone_htod(&[1.0_f32; 3]).unwrap();
+        pass.add(2, &third).unwrap();
+        let again = pass.add(2, &third).unwrap_err();
+        assert_eq!(again.to_string(), "third has had its gradient in this pass");
+        if group.rank() == 0 {
+            // On the other the pass is dropped for the same reason, or ended by this.
+            let error = pass.finish().unwrap_err();
+            let is_told = match &error {
+                TrainError::Unused { names, .. } => names.as_slice() == ["first", "second"],
+                TrainError::Comm(CommError::Aborted { by: 1, .. }) => true,
+                _ => false,
+            };
+            assert!(is_told, "{error}");
+        } else {
+            drop(pass);
+        }
+        assert!(matches!(group.barrier(), Err(CommError::Aborted { .. })));
+    });
+}
