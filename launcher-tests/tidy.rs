@@ -39,7 +39,7 @@ const UNSAFE_FENCE: &[&str] = &[
     "src/comm/device/batch.rs",
     "src/comm/device/raw.rs",
     "src/comm/device/registered.rs",
-    "src/comm/device/side.rs",
+    "src/comm/device/enqueue.rs",
     "src/comm/device/staged.rs",
     // A mapped file, as atomics.
     "src/comm/flight/map.rs",

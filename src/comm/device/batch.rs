@@ -1,5 +1,7 @@
 //! Operations on buffers of a device that are enqueued as one.
 
+mod blocks;
+
 use std::fmt;
 use std::sync::Arc;
 
@@ -162,139 +164,6 @@ impl<'a> DeviceBatch<'a> {
         Ok(self.add::<T>(CallKind::ReduceScatter, Some(op.op), 0, count, [step]))
     }
 
-    /// As [`Group::gather`].
-    ///
-    /// # Errors
-    /// As [`Self::broadcast`]; also if on the root `recv` is not as long as all blocks.
-    pub fn gather<T: DeviceElement>(
-        &mut self,
-        send: &'a impl DevicePtr<T>,
-        recv: &'a mut impl DevicePtrMut<T>,
-        root: usize,
-    ) -> Result<&mut Self, CommError> {
-        let lens = vec![send.len(); self.group.size()];
-        self.gathered(CallKind::Gather, send, recv, &lens, root)
-    }
-
-    /// As [`Group::scatter`].
-    ///
-    /// # Errors
-    /// As [`Self::broadcast`]; also if on the root `send` is not as long as all blocks.
-    pub fn scatter<T: DeviceElement>(
-        &mut self,
-        send: &'a impl DevicePtr<T>,
-        recv: &'a mut impl DevicePtrMut<T>,
-        root: usize,
-    ) -> Result<&mut Self, CommError> {
-        let lens = vec![recv.len(); self.group.size()];
-        self.scattered(CallKind::Scatter, send, recv, &lens, root)
-    }
-
-    /// As [`Group::all_to_all`].
-    ///
-    /// # Errors
-    /// As [`Self::all_reduce`]; also if the two are not equally long, or cannot be cut into a block for each rank.
-    pub fn all_to_all<T: DeviceElement>(
-        &mut self,
-        send: &'a impl DevicePtr<T>,
-        recv: &'a mut impl DevicePtrMut<T>,
-    ) -> Result<&mut Self, CommError> {
-        let (size, len) = (self.group.size(), send.len());
-        if !len.is_multiple_of(size) {
-            let what = format!("send has {len} elements, which is no multiple of {size} ranks");
-            return Err(CommError::InvalidArgument(what));
-        }
-        let lens = vec![len / size; size];
-        self.exchanged(CallKind::AllToAll, (send, &lens), (recv, &lens))
-    }
-
-    /// As [`Group::all_gather_v`].
-    ///
-    /// # Errors
-    /// As [`Self::all_reduce`]; also if lengths and buffers do not fit.
-    pub fn all_gather_v<T: DeviceElement>(
-        &mut self,
-        send: &'a impl DevicePtr<T>,
-        recv: &'a mut impl DevicePtrMut<T>,
-        lens: &[usize],
-    ) -> Result<&mut Self, CommError> {
-        let (me, of) = (self.group.rank(), T::OF);
-        self.check_lens(lens)?;
-        check("send", send.len(), lens[me])?;
-        check("recv", recv.len(), lens.iter().sum())?;
-        let (send, recv) = (self.read(send)?, self.written(recv)?);
-        let steps = blocks(lens, of, recv).map(|(root, recv, count)| {
-            let send = if root == me { send } else { recv };
-            Step::Broadcast { send, recv, count, of, root }
-        });
-        Ok(self.add::<T>(CallKind::AllGatherV, None, 0, lens.iter().sum(), steps))
-    }
-
-    /// As [`Group::reduce_scatter_v`].
-    ///
-    /// # Errors
-    /// As [`Self::all_gather_v`].
-    pub fn reduce_scatter_v<T: DeviceElement>(
-        &mut self,
-        send: &'a impl DevicePtr<T>,
-        recv: &'a mut impl DevicePtrMut<T>,
-        lens: &[usize],
-        op: impl Into<Reduction<T>>,
-    ) -> Result<&mut Self, CommError> {
-        let (me, of, op) = (self.group.rank(), T::OF, by(&op.into())?);
-        self.check_lens(lens)?;
-        check("send", send.len(), lens.iter().sum())?;
-        check("recv", recv.len(), lens[me])?;
-        let (send, recv) = (self.read(send)?, self.written(recv)?);
-        let steps = blocks(lens, of, send).map(|(root, send, count)| {
-            let recv = if root == me { recv } else { send };
-            Step::Reduce { send, recv, count, of, op, root }
-        });
-        Ok(self.add::<T>(CallKind::ReduceScatterV, Some(op.op), 0, lens.iter().sum(), steps))
-    }
-
-    /// As [`Group::gather_v`].
-    ///
-    /// # Errors
-    /// As [`Self::all_gather_v`], and if there is no such rank.
-    pub fn gather_v<T: DeviceElement>(
-        &mut self,
-        send: &'a impl DevicePtr<T>,
-        recv: &'a mut impl DevicePtrMut<T>,
-        lens: &[usize],
-        root: usize,
-    ) -> Result<&mut Self, CommError> {
-        self.gathered(CallKind::GatherV, send, recv, lens, root)
-    }
-
-    /// As [`Group::scatter_v`].
-    ///
-    /// # Errors
-    /// As [`Self::gather_v`].
-    pub fn scatter_v<T: DeviceElement>(
-        &mut self,
-        send: &'a impl DevicePtr<T>,
-        recv: &'a mut impl DevicePtrMut<T>,
-        lens: &[usize],
-        root: usize,
-    ) -> Result<&mut Self, CommError> {
-        self.scattered(CallKind::ScatterV, send, recv, lens, root)
-    }
-
-    /// As [`Group::all_to_all_v`].
-    ///
-    /// # Errors
-    /// As [`Self::all_gather_v`].
-    pub fn all_to_all_v<T: DeviceElement>(
-        &mut self,
-        send: &'a impl DevicePtr<T>,
-        send_lens: &[usize],
-        recv: &'a mut impl DevicePtrMut<T>,
-        recv_lens: &[usize],
-    ) -> Result<&mut Self, CommError> {
-        self.exchanged(CallKind::AllToAllV, (send, send_lens), (recv, recv_lens))
-    }
-
     /// Sends to rank `to`, which receives as much on its device. There are no tags: messages between two ranks arrive in
     /// the order in which they were enqueued. Two ranks that send to each other do so in one batch each.
     ///
@@ -346,81 +215,7 @@ impl<'a> DeviceBatch<'a> {
         Ok(Work::on_device(self.group.clone(), begun))
     }
 
-    fn gathered<T: DeviceElement>(
-        &mut self,
-        kind: CallKind,
-        send: &'a impl DevicePtr<T>,
-        recv: &'a mut impl DevicePtrMut<T>,
-        lens: &[usize],
-        root: usize,
-    ) -> Result<&mut Self, CommError> {
-        self.check_rank(root, "root")?;
-        let (of, count, is_root) = (T::OF, send.len(), self.group.rank() == root);
-        if is_root {
-            self.check_lens(lens)?;
-            check("send", count, lens[root])?;
-            check("recv", recv.len(), lens.iter().sum())?;
-        }
-        let mut steps = SmallVec::<[_; 8]>::new();
-        if count > 0 {
-            steps.push(Step::Send { send: self.read(send)?, count, of, to: root });
-        }
-        if is_root {
-            let at = self.written(recv)?;
-            steps.extend(blocks(lens, of, at).map(|(from, recv, count)| Step::Recv {
-                recv,
-                count,
-                of,
-                from,
-            }));
-        }
-        Ok(self.add::<T>(kind, None, root, compared(kind, count), steps))
-    }
-
-    fn scattered<T: DeviceElement>(
-        &mut self,
-        kind: CallKind,
-        send: &'a impl DevicePtr<T>,
-        recv: &'a mut impl DevicePtrMut<T>,
-        lens: &[usize],
-        root: usize,
-    ) -> Result<&mut Self, CommError> {
-        self.check_rank(root, "root")?;
-        let (of, count, is_root) = (T::OF, recv.len(), self.group.rank() == root);
-        let mut steps = SmallVec::<[_; 8]>::new();
-        if is_root {
-            self.check_lens(lens)?;
-            check("recv", count, lens[root])?;
-            check("send", send.len(), lens.iter().sum())?;
-            let at = self.read(send)?;
-            steps.extend(blocks(lens, of, at).map(|(to, send, count)| Step::Send { send, count, of, to }));
-        }
-        if count > 0 {
-            steps.push(Step::Recv { recv: self.written(recv)?, count, of, from: root });
-        }
-        Ok(self.add::<T>(kind, None, root, compared(kind, count), steps))
-    }
-
-    fn exchanged<T: DeviceElement>(
-        &mut self,
-        kind: CallKind,
-        (send, send_lens): (&'a impl DevicePtr<T>, &[usize]),
-        (recv, recv_lens): (&'a mut impl DevicePtrMut<T>, &[usize]),
-    ) -> Result<&mut Self, CommError> {
-        let of = T::OF;
-        self.check_lens(send_lens)?;
-        self.check_lens(recv_lens)?;
-        check("send", send.len(), send_lens.iter().sum())?;
-        check("recv", recv.len(), recv_lens.iter().sum())?;
-        let count = compared(kind, send_lens[0]);
-        let (send, recv) = (self.read(send)?, self.written(recv)?);
-        let sends = blocks(send_lens, of, send).map(|(to, send, count)| Step::Send { send, count, of, to });
-        let recvs =
-            blocks(recv_lens, of, recv).map(|(from, recv, count)| Step::Recv { recv, count, of, from });
-        Ok(self.add::<T>(kind, None, 0, count, sends.chain(recvs)))
-    }
-
-    fn add<T: DeviceElement>(
+    pub(super) fn add<T: DeviceElement>(
         &mut self,
         kind: CallKind,
         op: Option<ReduceOp>,
@@ -473,14 +268,6 @@ impl fmt::Debug for DeviceBatch<'_> {
     }
 }
 
-/// What ranks compare of a count: where each has its own, nothing.
-fn compared(kind: CallKind, count: usize) -> usize {
-    match kind {
-        CallKind::GatherV | CallKind::ScatterV | CallKind::AllToAllV => 0,
-        _ => count,
-    }
-}
-
 /// How elements become one, for the device.
 fn by<T: DeviceElement>(op: &Reduction<T>) -> Result<By, CommError> {
     let (by, dtype) = (By { op: op.op(), factor: op.factor() }, T::OF.dtype);
@@ -496,19 +283,6 @@ fn by<T: DeviceElement>(op: &Reduction<T>) -> Result<By, CommError> {
         }
         _ => Ok(by),
     }
-}
-
-/// The blocks of a buffer that have any elements: rank, address, number.
-fn blocks(lens: &[usize], of: Of, start: Address) -> impl Iterator<Item = (usize, Address, usize)> {
-    let mut at = start;
-    lens.iter()
-        .enumerate()
-        .map(move |(rank, &count)| {
-            let block = (rank, at, count);
-            at += (count * of.size_bytes()) as Address;
-            block
-        })
-        .filter(|&(.., count)| count > 0)
 }
 
 fn check(what: &str, len: usize, expected: usize) -> Result<(), CommError> {

@@ -7,9 +7,10 @@ use std::time::{Duration, Instant};
 use cudarc::driver::CudaContext;
 use serde::{Deserialize, Serialize};
 
+use super::begun::Poll;
 use super::error::DeviceError;
 use super::options::DeviceOptions;
-use super::side::{Poll, Side, Way};
+use super::side::{Side, Way};
 use super::staged::Staging;
 use crate::error::CommError;
 use crate::group::Group;

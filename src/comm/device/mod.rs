@@ -1,23 +1,26 @@
 //! Groups whose buffers are on GPUs: the same groups, with a side on a device.
 //!
 //! ```text
-//! driver ─► join ─► side ◄─ stream ─► batch ─► words
-//!                    ├─► watchdog ─► watch
-//!                    └─► staged
+//! driver ─► join ─► side ◄─ stream ─► batch ─► enqueue ─► words, staged
+//!                    └─► watchdog ─► watch        └─► begun
+//!                            └─► ending
 //! ```
 //!
 //! `driver` opens CUDA so that nothing panics, `join` has the ranks find together, `side` is what a rank then has:
-//! the communicator, the operations that are not done, why it has ended. `stream` and `batch` are the operations; `words`
-//! (pure) says what NCCL calls them. `watchdog` looks after what is under way, by the rules of `watch` (pure). `staged` is
-//! the way without NCCL, through host memory.
+//! the communicator and the operations that are not done. `stream` and `batch` are the operations, `enqueue` puts them on a
+//! stream; `words` (pure) says what NCCL calls them, `staged` is the way without NCCL, through host memory. `begun` is what
+//! can be waited for then. `watchdog` looks after it, by the rules of `watch` (pure), and `ending` is why and how it ends.
 //!
 //! What the host's side of a group learns, such as the death of a rank, ends the operations on GPUs as well, and the
 //! other way round: one cause for all.
 
 mod batch;
+pub(crate) mod begun;
 mod buffer;
 mod driver;
 mod element;
+mod ending;
+mod enqueue;
 mod error;
 mod events;
 mod join;

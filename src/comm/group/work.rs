@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use super::buffers::Memory;
 use super::{CommError, Group};
 #[cfg(feature = "nccl")]
-use crate::device::side::Begun;
+use crate::device::begun::Begun;
 use crate::engine::{Outcome, Ticket};
 
 /// An operation that is under way, and the memory it works on.

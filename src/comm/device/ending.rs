@@ -1,0 +1,161 @@
+//! How a group's side on a device ends: for what it finds itself, or with the host's side; and in good order.
+
+use std::time::{Duration, Instant};
+
+use cudarc::driver::DriverError;
+
+use super::begun::{Begun, Poll};
+use super::error::DeviceError;
+use super::side::{Core, Way, lock};
+use crate::call::Call;
+use crate::cause::{Cause, Report};
+use crate::error::{CommError, Loss, Place};
+use crate::nccl::{Communicator, NcclError, Progress};
+
+/// How long a group may take to end in good order.
+const LEAVE: Duration = Duration::from_secs(10);
+
+/// Why it has ended.
+pub(super) enum Failure {
+    /// The host's side has, and says why.
+    Group,
+    /// For what this rank found, in a group that has nobody else to tell it.
+    Own(Report),
+    /// The device or NCCL.
+    Device(DeviceError),
+}
+
+impl Core {
+    /// An error if it has ended.
+    pub(super) fn check(&self, call: Call, seq: u64) -> Result<(), CommError> {
+        match self.failure.get() {
+            Some(_) => Err(self.error(call, seq)),
+            None => Ok(()),
+        }
+    }
+
+    /// The device does not do what it should.
+    pub(super) fn broken(&self, error: DriverError, call: Call, seq: u64) -> CommError {
+        self.fail(Failure::Device(DeviceError::driver("the device failed")(error)));
+        self.error(call, seq)
+    }
+
+    pub(super) fn nccl_failed(&self, error: NcclError, call: Call, seq: u64) -> CommError {
+        self.fail(Failure::Device(error.into()));
+        self.error(call, seq)
+    }
+
+    /// It has ended: the host's side as well, so that all ranks know, and the watchdog ends what is under way.
+    pub(super) fn fail(&self, failure: Failure) {
+        let (cause, of_group) = match &failure {
+            Failure::Group => (None, true),
+            Failure::Own(report) => (Some(report.cause.clone()), false),
+            Failure::Device(error) => {
+                let reason = format!("the device of rank {}: {error}", self.group.rank());
+                (Some(Cause::Aborted { reason }), false)
+            }
+        };
+        if self.failure.set(failure).is_err() {
+            return;
+        }
+        if let Some(cause) = cause.filter(|_| !of_group) {
+            self.track.failed(&Report::new(self.group.rank(), cause.clone()));
+            self.group.end(cause);
+        }
+        self.ring();
+    }
+
+    pub(super) fn has_failed(&self) -> bool {
+        self.failure.get().is_some()
+    }
+
+    /// Whether the host's side goes on, and NCCL with it.
+    pub(super) fn look_around(&self) {
+        if self.group.check(None).is_err() {
+            self.fail(Failure::Group);
+            return;
+        }
+        let Way::Nccl { communicator, .. } = &self.way else { return };
+        let state = lock(communicator).as_ref().map(Communicator::progress);
+        if let Some(Err(error)) = state {
+            self.fail(Failure::Device(error.into()));
+        }
+    }
+
+    /// The time of an operation is over.
+    pub(super) fn overdue(&self, begun: &Begun) {
+        let after_ms = begun.ticket.timeout.as_millis() as u64;
+        self.fail(Failure::Own(Report::new(
+            self.group.rank(),
+            Cause::Timeout { missing: Vec::new(), after_ms },
+        )));
+    }
+
+    /// A rank has left that what is under way needs.
+    pub(super) fn left(&self, rank: usize) {
+        self.fail(Failure::Own(Report::new(self.group.rank(), Cause::PeerLost { rank, how: Loss::Left })));
+    }
+
+    pub(super) fn device_failed(&self, error: DriverError) {
+        self.fail(Failure::Device(DeviceError::driver("the device failed")(error)));
+    }
+
+    /// Answers everybody who waits, and has NCCL let go of its streams.
+    pub(super) fn end_everything(&self) {
+        for begun in self.watched().end() {
+            begun.ticket.complete(Err(self.error(begun.call, begun.seq)));
+        }
+        if let Way::Nccl { communicator, .. } = &self.way {
+            let taken = lock(communicator).take();
+            drop(taken);
+        }
+    }
+
+    /// What a call returns after it has ended.
+    pub(super) fn error(&self, call: Call, seq: u64) -> CommError {
+        let of_group = || self.group.check(Some(call)).err();
+        let own = |report: &Report| {
+            let place = Place {
+                group: self.group.name().to_owned(),
+                call: Some(call),
+                seq,
+                received_bytes: 0,
+                expected_bytes: 0,
+                reported_by: report.by,
+                confirmed: false,
+            };
+            report.error(place, |_| String::new())
+        };
+        match self.failure.get() {
+            Some(Failure::Device(error)) => error.clone().into(),
+            // The host's side may have ended before, for another reason: then that is the one of all ranks.
+            Some(Failure::Own(report)) => of_group().unwrap_or_else(|| own(report)),
+            Some(Failure::Group) | None => of_group().unwrap_or_else(|| {
+                let reason = "the group has ended".to_owned();
+                own(&Report::new(self.group.rank(), Cause::Aborted { reason }))
+            }),
+        }
+    }
+
+    /// Ends in good order, if it has not ended: what was enqueued is carried out, then NCCL frees what it has.
+    pub(super) fn leave(&self) {
+        let Way::Nccl { communicator, .. } = &self.way else { return };
+        let Some(communicator) = lock(communicator).take() else { return };
+        if self.has_failed() || self.context.bind_to_thread().is_err() {
+            return;
+        }
+        let (until, mut wait) = (Instant::now() + LEAVE, Poll::default());
+        let mut progress = communicator.finalize();
+        while let Ok(Progress::UnderWay) = progress {
+            if Instant::now() >= until || self.group.check(None).is_err() {
+                // Dropped, it is aborted.
+                return;
+            }
+            wait.pause();
+            progress = communicator.progress();
+        }
+        if progress.is_ok() {
+            communicator.destroy();
+        }
+    }
+}

@@ -1,0 +1,122 @@
+//! How an operation gets on a stream.
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+
+use cudarc::driver::{CudaStream, sys};
+use smallvec::SmallVec;
+
+use super::begun::{Begun, Poll};
+use super::element::Of;
+use super::ending::Failure;
+use super::side::{Core, Way, lock};
+use super::words::{By, in_nccl};
+use crate::call::Call;
+use crate::cause::{Cause, Report};
+use crate::engine::{Limit, Ticket};
+use crate::error::CommError;
+use crate::flight::Told;
+use crate::nccl::{Communicator, Library, Progress, Step};
+
+impl Core {
+    /// Carries out the steps of one call on a stream, behind what is there: NCCL's, or all of it if it goes through the
+    /// host.
+    ///
+    /// # Safety
+    /// As [`Communicator::enqueue`], of a stream of this side's context.
+    #[allow(unsafe_code)]
+    pub(super) unsafe fn enqueue(
+        self: &Arc<Self>,
+        call: Call,
+        steps: &[Step<Of, By>],
+        stream: &CudaStream,
+        limit: Limit,
+    ) -> Result<Option<Arc<Begun>>, CommError> {
+        let seq = self.seq.fetch_add(1, Ordering::Relaxed);
+        self.check(call, seq)?;
+        let limit = limit.begun();
+        self.context.bind_to_thread().map_err(|error| self.broken(error, call, seq))?;
+        let ticket = Arc::new(Ticket::nonblocking(limit, Arc::clone(&self.chores)));
+        let _ = ticket.step.set(self.track.begin(&Told::device(call, seq, self.track.ns(ticket.made))));
+        let enqueued = match &self.way {
+            // SAFETY: the caller's.
+            Way::Nccl { library, communicator } => unsafe {
+                self.enqueue_nccl(call, seq, (*library, communicator), steps, stream, ticket.deadline)
+            },
+            Way::Staged(staging) => {
+                let group =
+                    self.group.with_timeout(ticket.deadline.saturating_duration_since(Instant::now()));
+                let mut staging = staging.lock().unwrap_or_else(PoisonError::into_inner);
+                // SAFETY: the caller's.
+                unsafe { staging.carry_out(&group, steps, stream) }
+            }
+        };
+        if let Err(error) = enqueued {
+            ticket.complete(Ok(None));
+            if let Some(step) = ticket.step.get() {
+                step.end(false);
+            }
+            return Err(error);
+        }
+        // Events of what is captured in a graph tell of the graph, which nobody has launched.
+        let status = stream.capture_status().map_err(|error| self.broken(error, call, seq))?;
+        if status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
+            ticket.complete(Ok(None));
+            return Ok(None);
+        }
+        let recorded = self.events.record(stream).map_err(|error| self.broken(error, call, seq))?;
+        let (deadline, key) = (ticket.deadline, stream.cu_stream() as usize);
+        let begun = Arc::new(Begun { ticket, call, seq, recorded, core: Arc::downgrade(self) });
+        let mut watch = self.watched();
+        let (first, many) = (watch.is_empty(), watch.add(Arc::clone(&begun), key, deadline));
+        let done = if many { watch.reap(|begun| begun.recorded.is_over()).0 } else { Vec::new() };
+        drop(watch);
+        if first {
+            self.bell.notify_all();
+        }
+        done.iter().for_each(|begun| begun.ticket.complete(Ok(None)));
+        Ok(Some(begun))
+    }
+
+    /// # Safety
+    /// As [`Self::enqueue`].
+    #[allow(unsafe_code)]
+    unsafe fn enqueue_nccl(
+        &self,
+        call: Call,
+        seq: u64,
+        (library, communicator): (&'static Library, &Mutex<Option<Communicator>>),
+        steps: &[Step<Of, By>],
+        stream: &CudaStream,
+        deadline: Instant,
+    ) -> Result<(), CommError> {
+        let version = library.version();
+        let steps: Result<SmallVec<[Step; 2]>, String> =
+            steps.iter().map(|step| in_nccl(*step, version)).collect();
+        let steps = steps.map_err(CommError::Unsupported)?;
+        let raw = stream.cu_stream().cast();
+        let guard = lock(communicator);
+        let Some(known) = &*guard else { return Err(self.error(call, seq)) };
+        // SAFETY: the caller's.
+        let mut progress = unsafe { known.enqueue(&steps, raw) };
+        drop(guard);
+        let mut wait = Poll::default();
+        // Only what is enqueued is before the event that is recorded next.
+        while let Ok(Progress::UnderWay) = progress {
+            self.check(call, seq)?;
+            if Instant::now() >= deadline {
+                let after_ms = self.group.timeout().as_millis() as u64;
+                self.fail(Failure::Own(Report::new(
+                    self.group.rank(),
+                    Cause::Timeout { missing: Vec::new(), after_ms },
+                )));
+            }
+            wait.pause();
+            let guard = lock(communicator);
+            let Some(known) = &*guard else { return Err(self.error(call, seq)) };
+            progress = known.progress();
+        }
+        progress.map(drop).map_err(|error| self.nccl_failed(error, call, seq))
+    }
+}
