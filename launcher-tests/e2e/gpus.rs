@@ -169,3 +169,21 @@ fn without_a_gpu_perf_says_what_is_missing() {
     assert_eq!(ended.status.code(), Some(1));
     assert!(ended.stderr.contains("CUDA's driver, libcuda.so.1, was not found"), "{}", ended.stderr);
 }
+
+#[test]
+fn the_report_says_what_the_driver_said_of_a_failed_workers_gpu() {
+    let job = Job::new();
+    let log = "3,1,99999999999999,-;NVRM: Xid (PCI:0000:02:00): 79, GPU has fallen off the bus.\n\
+               3,2,99999999999999,-;NVRM: Xid (PCI:0000:03:00): 31, another one's\n3,3,5,-;NVRM: Xid (PCI:0000:02:00): 48, long ago\n";
+    std::fs::write(job.path("kmsg"), log).unwrap();
+    let script = job.script("[ $LOCAL_RANK = 1 ] && exit 3; sleep 60\n");
+    let mut command = on_gpus(&job, 3, &["--nproc-per-node=gpu", "--gpu-bind", "--report-file=report.json"]);
+    command.arg(script).env("CONVOKE_KMSG", job.path("kmsg")).env("SIMULATED_ECC", "2");
+    let ended = job.start(command).wait().expect(1);
+    let told = "  gpu       : Xid 79 on 0000:02:00.0: the GPU fell off the bus: power, heat or the slot; the node needs a restart \
+                (GPU has fallen off the bus.)\n";
+    assert!(ended.stderr.contains(told), "{}", ended.stderr);
+    assert_eq!(ended.stderr.matches("  gpu  ").count(), 1, "{}", ended.stderr);
+    let report = std::fs::read_to_string(job.path("report.json")).unwrap();
+    assert!(report.contains("\"gpu\": [\n        \"Xid 79 on 0000:02:00.0"), "{report}");
+}

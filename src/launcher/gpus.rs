@@ -1,9 +1,12 @@
-//! NVIDIA's GPUs: which there are, and what each worker sees of them.
+//! NVIDIA's GPUs: which there are, what each worker sees of them, and what is known of them when one fails.
 //!
-//! `nvml` asks the driver's library, which is loaded when it is there; `visible` (pure) reads lists.
+//! `nvml` asks the driver's library, which is loaded when it is there; `visible` and `xid` (pure) read lists and the
+//! driver's messages; `evidence` gathers what is known of a failed worker's GPUs.
 
+pub(crate) mod evidence;
 pub(crate) mod nvml;
 pub(crate) mod visible;
+mod xid;
 
 /// A GPU, as NVML tells of it; in the order of the PCI bus.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]

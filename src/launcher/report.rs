@@ -73,6 +73,8 @@ pub(crate) struct Ended {
     /// The last bytes of its stderr, and whether others came before them.
     pub(crate) stderr: (Vec<u8>, bool),
     pub(crate) evidence: Evidence,
+    /// What is known of its GPUs.
+    pub(crate) gpu: Vec<String>,
 }
 
 /// How a worker ended.
@@ -262,6 +264,7 @@ fn failure(job: &Job, host: &str, worker: &Ended, account: Option<&Account>, tim
             .map(|path| path.display().to_string()),
         traceback: told.map(str::to_owned).or(picked.map(|(text, _)| text)),
         stderr_tail: stderr,
+        gpu: worker.gpu.clone(),
         core_dumped: worker.evidence.core_dumped,
         stopped_by_us: worker.stopped,
     }

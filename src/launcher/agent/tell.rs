@@ -9,6 +9,7 @@ use super::machine::End;
 use super::run::{Round, Shell};
 use crate::cause::{Class, Evidence};
 use crate::flight;
+use crate::gpus::evidence::{self, Suspect};
 use crate::guard::Leftover;
 use crate::report::{self, Ended, How, Outcome, Report};
 use crate::say::{say, say_raw};
@@ -103,6 +104,7 @@ impl Shell {
     /// Says who failed and why, here and in the files that were asked for.
     pub(super) fn report_failures(&self, failures: &[supervise::Failure]) -> Report {
         let (mut report, ended, wrong) = self.report(failures);
+        self.add_gpus(&mut report);
         report.flight = self.flight(Some(failures));
         let target = std::env::var_os(vars::ERROR_FILE).filter(|path| !path.is_empty());
         if let Some(Err(error)) = target.map(|target| report::hand_on(&report, &ended, target.as_ref())) {
@@ -115,6 +117,22 @@ impl Shell {
             }
         }
         report
+    }
+
+    /// Adds what is known of the GPUs of workers that failed by themselves.
+    fn add_gpus(&self, report: &mut Report) {
+        let Some(began) = self.round.as_ref().map(|round| round.workers.began) else { return };
+        let own = |failure: &&mut report::Failure| !failure.stopped_by_us && failure.pid > 0;
+        let suspects = report.failures.iter_mut().filter(own).map(|failure| {
+            let devices = self.config.gpus.1.get(failure.local_rank).cloned();
+            // Without a list of its own a worker as a rule uses the one with its local rank.
+            let devices = devices.unwrap_or_else(|| failure.local_rank.to_string());
+            Suspect { devices: devices.split(',').map(str::to_owned).collect(), pid: Some(failure.pid) }
+        });
+        let lines = evidence::gather(suspects.collect(), began);
+        for (failure, lines) in report.failures.iter_mut().filter(own).zip(lines) {
+            failure.gpu = lines;
+        }
     }
 
     /// The report while the first failure of a round is being dealt with: the others are not stopped yet, and what was
@@ -147,6 +165,7 @@ impl Shell {
                 error_file: worker.error_file.clone(),
                 stderr: worker.stderr.read(),
                 evidence: worker.evidence.clone(),
+                gpu: Vec::new(),
             })
         };
         let mut all: Vec<Ended> = round.workers.in_order_of_end().iter().filter_map(ended).collect();
@@ -161,6 +180,7 @@ impl Shell {
                 error_file: None,
                 stderr: (Vec::new(), false),
                 evidence: Evidence::default(),
+                gpu: Vec::new(),
             };
             all.iter_mut().for_each(|worker| worker.stopped = true);
             all.insert(0, first);

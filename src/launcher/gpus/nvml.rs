@@ -1,6 +1,6 @@
 //! The driver's library for looking after GPUs, loaded when it is there.
 
-use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
 
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
@@ -13,6 +13,9 @@ const SUCCESS: c_int = 0;
 /// Bytes of a UUID's text, and of an address on the bus.
 const UUID_BYTES: usize = 96;
 const BUS_ID_BYTES: usize = 32;
+/// `NVML_MEMORY_ERROR_TYPE_UNCORRECTED`, `NVML_VOLATILE_ECC`: since the driver was loaded.
+const UNCORRECTED: c_int = 1;
+const VOLATILE: c_int = 0;
 /// More instances than any GPU has.
 const MOST_INSTANCES: c_uint = 64;
 /// More GPUs than any node has.
@@ -60,6 +63,23 @@ impl Nvml {
             return None;
         }
         (0..gpus.min(MOST_GPUS)).map(|index| self.gpu(self.device(index)?)).collect()
+    }
+
+    /// Errors of a GPU's memory that could not be corrected, since the driver was loaded; `None` where that is not counted.
+    pub(crate) fn uncorrected_errors(&self, uuid: &str) -> Option<u64> {
+        type Total = unsafe extern "C" fn(Device, c_int, c_int, *mut c_ulonglong) -> c_int;
+        type ByUuid = unsafe extern "C" fn(*const c_char, *mut Device) -> c_int;
+        let (by_uuid, total): (ByUuid, Total) =
+            (self.function(c"nvmlDeviceGetHandleByUUID")?, self.function(c"nvmlDeviceGetTotalEccErrors")?);
+        let uuid = std::ffi::CString::new(uuid).ok()?;
+        let (mut device, mut errors) = (std::ptr::null_mut(), 0);
+        // SAFETY: reads a text that ends with a zero, writes one pointer.
+        if unsafe { by_uuid(uuid.as_ptr(), &raw mut device) } != SUCCESS {
+            return None;
+        }
+        // SAFETY: writes one number.
+        let result = unsafe { total(device, UNCORRECTED, VOLATILE, &raw mut errors) };
+        (result == SUCCESS).then_some(errors)
     }
 
     fn device(&self, index: c_uint) -> Option<Device> {

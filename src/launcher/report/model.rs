@@ -97,6 +97,9 @@ pub(crate) struct Failure {
     /// The last lines of its stderr, oldest first, without the traceback.
     #[serde(default)]
     pub(crate) stderr_tail: Vec<String>,
+    /// What the driver said of its GPUs while the job ran, and errors of their memory.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) gpu: Vec<String>,
     #[serde(default)]
     pub(crate) core_dumped: bool,
     /// It had been told to stop before it ended.

@@ -27,6 +27,7 @@ fn failure(local_rank: usize, cause: ExitCause) -> Ended {
         error_file: None,
         stderr: (Vec::new(), false),
         evidence: Evidence::default(),
+        gpu: Vec::new(),
     }
 }
 

@@ -81,6 +81,9 @@ fn block(index: usize, failure: &Failure, root: bool, zone: &TimeZone) -> String
         let explanation = failure.explanation.replace('\n', "\n    ");
         out.push_str(&format!("\n  cause     : {}: {explanation}{core}", failure.class));
     }
+    for line in &failure.gpu {
+        out.push_str(&format!("\n  gpu       : {line}"));
+    }
     if let Some(advice) = failure.advice.as_deref().filter(|_| root) {
         out.push_str(&format!("\n  advice    : {advice}"));
     }

@@ -252,18 +252,6 @@ fn random_replies_never_do_harm() {
 }
 
 #[test]
-fn a_reply_that_stops_in_the_middle_is_a_timeout_and_takes_no_memory() {
-    // Announces 200 MiB, sends 3 bytes.
-    let address = answering([&[0][..], &word(200 << 20), b"abc"].concat());
-    let store = TcpStore::connect(&address.to_string(), soon()).unwrap();
-    let before = support::status_field(std::process::id(), "VmSize");
-    let result = store.get(b"k", deadline(50));
-    assert!(matches!(result, Err(StoreError::Timeout { .. })), "{result:?}");
-    let grown = support::status_field(std::process::id(), "VmSize").saturating_sub(before);
-    assert!(grown < 150 << 10, "{grown} KiB");
-}
-
-#[test]
 fn unasked_bytes_do_not_reach_the_next_call() {
     let extra = [&[0][..], &blob(b"v"), b"surplus"].concat();
     let address = answering(extra.clone());

@@ -1,0 +1,144 @@
+//! What the system knows of a failed worker's GPUs: messages of the driver in the kernel's log, and errors of their memory.
+
+use std::io::Read;
+use std::os::unix::fs::OpenOptionsExt;
+use std::sync::mpsc::channel;
+use std::thread;
+use std::time::{Duration, SystemTime};
+
+use nix::libc::O_NONBLOCK;
+use nix::time::{ClockId, clock_gettime};
+
+use super::Gpu;
+use super::nvml::Nvml;
+use super::xid::Xid;
+
+/// The variable that names another log, for tests.
+const CHOSEN: &str = "CONVOKE_KMSG";
+const KERNEL_LOG: &str = "/dev/kmsg";
+/// How long the driver may take: one whose GPU is gone may not answer.
+const PATIENCE: Duration = Duration::from_secs(2);
+/// Clocks differ a little.
+const SLACK: Duration = Duration::from_secs(1);
+/// Longest record of the kernel's log, and most that are read.
+const RECORD_BYTES: usize = 8 << 10;
+const MOST_RECORDS: usize = 20_000;
+/// Most lines about one worker.
+const MOST_LINES: usize = 8;
+
+/// A worker that failed.
+#[derive(Debug, Clone)]
+pub(crate) struct Suspect {
+    /// Its GPUs, as CUDA_VISIBLE_DEVICES calls them.
+    pub(crate) devices: Vec<String>,
+    pub(crate) pid: Option<i32>,
+}
+
+/// What is known of the GPUs of each, since the job began; nothing where nothing can be read.
+pub(crate) fn gather(suspects: Vec<Suspect>, began: SystemTime) -> Vec<Vec<String>> {
+    let (count, (tell, told)) = (suspects.len(), channel());
+    let gatherer = move || {
+        let nvml = Nvml::open();
+        let gpus = nvml.as_ref().and_then(Nvml::gpus).unwrap_or_default();
+        let xids = xids(began);
+        let errors =
+            |gpu: &Gpu| nvml.as_ref().and_then(|nvml| nvml.uncorrected_errors(&gpu.uuid)).unwrap_or(0);
+        let lines: Vec<_> = suspects.iter().map(|suspect| lines(suspect, &gpus, &xids, errors)).collect();
+        let _ = tell.send(lines);
+    };
+    // A thread, which is left alone if the driver does not answer.
+    let started = thread::Builder::new().name("gpus".to_owned()).spawn(gatherer);
+    let lines = started.ok().and_then(|_| told.recv_timeout(PATIENCE).ok());
+    lines.unwrap_or_else(|| vec![Vec::new(); count])
+}
+
+/// What concerns one worker.
+fn lines(suspect: &Suspect, gpus: &[Gpu], xids: &[Xid], errors: impl Fn(&Gpu) -> u64) -> Vec<String> {
+    let own: Vec<&Gpu> = suspect.devices.iter().filter_map(|device| named(gpus, device)).collect();
+    let is_own = |xid: &&Xid| {
+        let by_pid = xid.pid.is_some() && xid.pid == suspect.pid.and_then(|pid| u32::try_from(pid).ok());
+        by_pid || own.iter().any(|gpu| gpu.pci == xid.pci)
+    };
+    let told = xids.iter().filter(is_own).map(|xid| {
+        let said = if xid.text.is_empty() { String::new() } else { format!(" ({})", xid.text) };
+        format!("Xid {} on {}: {}{said}", xid.number, xid.pci, xid.meaning())
+    });
+    let counted = own.iter().filter_map(|gpu| match errors(gpu) {
+        0 => None,
+        count => Some(format!(
+            "{count} uncorrected errors of the memory of {} since its driver was loaded",
+            gpu.uuid
+        )),
+    });
+    told.chain(counted).take(MOST_LINES).collect()
+}
+
+/// The GPU that an entry of CUDA_VISIBLE_DEVICES means.
+fn named<'a>(gpus: &'a [Gpu], device: &str) -> Option<&'a Gpu> {
+    if let Ok(index) = device.parse::<usize>() {
+        return gpus.get(index);
+    }
+    let is_it = |gpu: &&Gpu| {
+        let mut names = std::iter::once(&gpu.uuid).chain(gpu.instances.iter().flatten());
+        names.any(|name| name.starts_with(device))
+    };
+    gpus.iter().find(is_it)
+}
+
+/// The driver's messages since `began`, as far as this user may read them.
+fn xids(began: SystemTime) -> Vec<Xid> {
+    let path = std::env::var_os(CHOSEN).unwrap_or_else(|| KERNEL_LOG.into());
+    let opened = std::fs::OpenOptions::new().read(true).custom_flags(O_NONBLOCK).open(path);
+    let Ok(mut log) = opened else { return Vec::new() };
+    let age = SystemTime::now().duration_since(began).unwrap_or_default() + SLACK;
+    let now = clock_gettime(ClockId::CLOCK_MONOTONIC).map(Duration::from).unwrap_or_default();
+    let since = now.saturating_sub(age).as_micros();
+    let (mut found, mut record) = (Vec::new(), vec![0; RECORD_BYTES]);
+    for _ in 0..MOST_RECORDS {
+        // One record of the kernel, or a part of a file.
+        match log.read(&mut record) {
+            Ok(0) => break,
+            Ok(bytes) => found.extend(since_of(&String::from_utf8_lossy(&record[..bytes]), since)),
+            // It was overwritten before it was read.
+            Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => {}
+            Err(_) => break,
+        }
+    }
+    found
+}
+
+/// The messages of records that are not older.
+fn since_of(records: &str, since: u128) -> Vec<Xid> {
+    let is_new = |line: &&str| {
+        let micros = line.split(',').nth(2).and_then(|micros| micros.parse::<u128>().ok());
+        micros.is_some_and(|micros| micros >= since)
+    };
+    records.lines().filter(is_new).filter_map(Xid::of_line).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn gpu(number: usize) -> Gpu {
+        Gpu { uuid: format!("GPU-{number}a"), pci: format!("0000:0{number}:00.0"), instances: None }
+    }
+
+    #[test]
+    fn messages_are_those_of_the_workers_own_gpus() {
+        let log = "3,1,900,-;NVRM: Xid (PCI:0000:01:00): 48, too old\n3,2,1000,-;NVRM: Xid (PCI:0000:01:00): 79, off the bus\n\
+                   6,3,1001,-;NVRM: loading\n3,4,1002,-;NVRM: Xid (PCI:0000:00:00): 31, pid=77, name=x, MMU Fault\n";
+        let xids = since_of(log, 1000);
+        let gpus = [gpu(0), gpu(1)];
+        let of = |device: &str, pid| Suspect { devices: vec![device.to_owned()], pid };
+        let second = lines(&of("1", Some(5)), &gpus, &xids, |_| 0);
+        let expected = "Xid 79 on 0000:01:00.0: the GPU fell off the bus: power, heat or the slot; the node needs a restart (off the bus)";
+        assert_eq!(second, [expected]);
+        // By its process, though no list says which GPU it had.
+        let by_pid = lines(&Suspect { devices: Vec::new(), pid: Some(77) }, &gpus, &xids, |_| 0);
+        assert!(by_pid.len() == 1 && by_pid[0].starts_with("Xid 31 on 0000:00:00.0"), "{by_pid:?}");
+        let by_name = lines(&of("GPU-1", None), &gpus, &[], |_| 3);
+        assert_eq!(by_name, ["3 uncorrected errors of the memory of GPU-1a since its driver was loaded"]);
+        assert_eq!(lines(&of("9", None), &gpus, &xids, |_| 3), Vec::<String>::new());
+    }
+}

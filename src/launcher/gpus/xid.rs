@@ -1,0 +1,87 @@
+//! What NVIDIA's driver writes to the kernel's log when a GPU fails: Xid messages. Pure.
+
+/// A message of the driver about a GPU.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Xid {
+    /// The GPU's address on the PCI bus, as sysfs writes it.
+    pub(crate) pci: String,
+    pub(crate) number: u32,
+    /// The process that was to blame, if the driver says so.
+    pub(crate) pid: Option<u32>,
+    /// What the driver wrote behind the number.
+    pub(crate) text: String,
+}
+
+/// Most characters of the driver's text that are kept.
+const TEXT_CHARS: usize = 200;
+
+impl Xid {
+    /// From a line of the kernel's log, such as `NVRM: Xid (PCI:0000:3b:00): 79, pid=123, name=python3, GPU has fallen off the bus.`
+    pub(crate) fn of_line(line: &str) -> Option<Self> {
+        let (_, rest) = line.split_once("NVRM: Xid (PCI:")?;
+        let (pci, rest) = rest.split_once("): ")?;
+        let digits = rest.len() - rest.trim_start_matches(|c: char| c.is_ascii_digit()).len();
+        let (number, rest) = rest.split_at(digits);
+        let text: String = rest.trim_start_matches([',', ' ']).trim_end().chars().take(TEXT_CHARS).collect();
+        let pid = text
+            .split(", ")
+            .find_map(|part| part.trim_start_matches('\'').strip_prefix("pid=")?.parse().ok());
+        // The function is not written where it is 0.
+        let pci = if pci.contains('.') { pci.to_owned() } else { format!("{pci}.0") };
+        Some(Self { pci: pci.to_lowercase(), number: number.parse().ok()?, pid, text })
+    }
+
+    /// What it means, and what to do; from NVIDIA's catalogue.
+    pub(crate) fn meaning(&self) -> &'static str {
+        match self.number {
+            13 | 31 => {
+                "the program read or wrote where it must not on the GPU: run it under compute-sanitizer"
+            }
+            43 | 45 => "the driver stopped the program's work on the GPU, as a rule after another error",
+            48 => "a double-bit error of the GPU's memory: reset the GPU, and replace it if it comes again",
+            61 | 62 => "the GPU's own processor stopped: reset the GPU",
+            63 | 64 => "a row of the GPU's memory was, or is to be, replaced by a spare one: reset the GPU",
+            74 => "an error of NVLink: look at the link and its counters (nvidia-smi nvlink -e)",
+            79 => "the GPU fell off the bus: power, heat or the slot; the node needs a restart",
+            92 => "many single-bit errors of the GPU's memory",
+            94 => "an error of the GPU's memory that ended this program only",
+            95 => "an error of the GPU's memory that ended all programs on it: reset the GPU",
+            119 | 120 => "the GPU's system processor (GSP) did not answer: reset the GPU",
+            140 => "an error of the GPU's memory that could not be corrected: reset the GPU",
+            _ => "see NVIDIA's catalogue of Xid errors",
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_of_the_driver_are_read() {
+        let line = "3,1204,981234567,-;NVRM: Xid (PCI:0000:3B:00): 79, pid=1234, name=python3, GPU has fallen off the bus.\n";
+        let xid = Xid::of_line(line).unwrap();
+        assert_eq!((xid.pci.as_str(), xid.number, xid.pid), ("0000:3b:00.0", 79, Some(1234)));
+        assert_eq!(xid.text, "pid=1234, name=python3, GPU has fallen off the bus.");
+        assert!(xid.meaning().starts_with("the GPU fell off the bus"));
+        let quoted =
+            Xid::of_line("NVRM: Xid (PCI:0000:01:00.0): 31, pid='<unknown>', name=<unknown>, MMU Fault")
+                .unwrap();
+        assert_eq!((quoted.pci.as_str(), quoted.number, quoted.pid), ("0000:01:00.0", 31, None));
+        let bare = Xid::of_line("NVRM: Xid (PCI:0000:01:00): 48").unwrap();
+        assert_eq!((bare.number, bare.text.as_str()), (48, ""));
+    }
+
+    #[test]
+    fn other_lines_are_none() {
+        for line in [
+            "",
+            "NVRM: loading",
+            "NVRM: Xid (PCI:0000:01:00",
+            "NVRM: Xid (PCI:0000:01:00): x",
+            "NVRM: Xid (PCI:1): 99999999999",
+        ] {
+            assert_eq!(Xid::of_line(line), None, "{line}");
+        }
+    }
+}
