@@ -243,7 +243,8 @@ int ncclCommSplit(comm *parent, int color, int key, comm **into, const config *h
   *s = (splitting){parent, into, color, key, parent->splits++};
   atomic_store(&parent->state, IN_PROGRESS);
   start(split, s);
-  return IN_PROGRESS;
+  // As the real one: only ncclCommGetAsyncError tells when it is done.
+  return SUCCESS;
 }
 
 int ncclCommFinalize(comm *c) {

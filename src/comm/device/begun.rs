@@ -111,6 +111,7 @@ impl Core {
             Ok(_) => return false,
             Err(error) => begun.ticket.complete(Err(self.broken(error, begun.call, begun.seq))),
         }
+        self.hand_on_chores();
         true
     }
 }

@@ -5,7 +5,7 @@
 
 use std::sync::{Arc, OnceLock};
 
-use cudarc::driver::{CudaContext, sys};
+use cudarc::driver::{CudaContext, DriverError, sys};
 
 use super::error::DeviceError;
 use crate::error::CommError;
@@ -84,6 +84,12 @@ pub fn of_rank(group: &Group) -> Result<Arc<CudaContext>, CommError> {
     let (place, _) = group.place_on_host();
     let ordinal = if count()? == 1 { 0 } else { place };
     Ok(open(ordinal)?)
+}
+
+/// Makes a context the current one of this thread. cudarc first tells of an error that some value left when it was dropped,
+/// once; that is no reason to end a group.
+pub(super) fn bind(context: &CudaContext) -> Result<(), DriverError> {
+    context.bind_to_thread().or_else(|_| context.bind_to_thread())
 }
 
 /// Whether the driver is there, with all that is called.

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use cudarc::driver::DriverError;
 
 use super::begun::{Begun, Poll};
+use super::driver::bind;
 use super::error::DeviceError;
 use super::side::{Core, Way, lock};
 use crate::call::Call;
@@ -71,7 +72,7 @@ impl Core {
 
     /// Whether the host's side goes on, and NCCL with it.
     pub(super) fn look_around(&self) {
-        if self.group.check(None).is_err() {
+        if self.group.goes_on().is_err() {
             self.fail(Failure::Group);
             return;
         }
@@ -141,13 +142,13 @@ impl Core {
     pub(super) fn leave(&self) {
         let Way::Nccl { communicator, .. } = &self.way else { return };
         let Some(communicator) = lock(communicator).take() else { return };
-        if self.has_failed() || self.context.bind_to_thread().is_err() {
+        if self.has_failed() || bind(&self.context).is_err() {
             return;
         }
         let (until, mut wait) = (Instant::now() + LEAVE, Poll::default());
         let mut progress = communicator.finalize();
         while let Ok(Progress::UnderWay) = progress {
-            if Instant::now() >= until || self.group.check(None).is_err() {
+            if Instant::now() >= until || self.group.goes_on().is_err() {
                 // Dropped, it is aborted.
                 return;
             }

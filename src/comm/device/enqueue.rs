@@ -8,6 +8,7 @@ use cudarc::driver::{CudaStream, sys};
 use smallvec::SmallVec;
 
 use super::begun::{Begun, Poll};
+use super::driver::bind;
 use super::element::Of;
 use super::ending::Failure;
 use super::side::{Core, Way, lock};
@@ -36,7 +37,7 @@ impl Core {
         let seq = self.seq.fetch_add(1, Ordering::Relaxed);
         self.check(call, seq)?;
         let limit = limit.begun();
-        self.context.bind_to_thread().map_err(|error| self.broken(error, call, seq))?;
+        bind(&self.context).map_err(|error| self.broken(error, call, seq))?;
         let ticket = Arc::new(Ticket::nonblocking(limit, Arc::clone(&self.chores)));
         let _ = ticket.step.set(self.track.begin(&Told::device(call, seq, self.track.ns(ticket.made))));
         let enqueued = match &self.way {
@@ -75,7 +76,10 @@ impl Core {
         if first {
             self.bell.notify_all();
         }
-        done.iter().for_each(|begun| begun.ticket.complete(Ok(None)));
+        if !done.is_empty() {
+            done.iter().for_each(|begun| begun.ticket.complete(Ok(None)));
+            self.hand_on_chores();
+        }
         Ok(Some(begun))
     }
 

@@ -8,13 +8,14 @@ use cudarc::driver::CudaContext;
 use serde::{Deserialize, Serialize};
 
 use super::begun::Poll;
+use super::driver::bind;
 use super::error::DeviceError;
 use super::options::DeviceOptions;
 use super::side::{Side, Way};
 use super::staged::Staging;
 use crate::error::CommError;
 use crate::group::Group;
-use crate::nccl::{Communicator, Library, Progress, UniqueId, Version};
+use crate::nccl::{Communicator, Library, NcclError, Progress, UniqueId, Version};
 
 /// What a rank tells the others of its device before NCCL is asked for anything.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -57,7 +58,8 @@ impl Group {
         let all = host.all_gather_object(&told)?;
         let library = library.map_err(DeviceError::from)?;
         judge(&all)?;
-        context.bind_to_thread().map_err(DeviceError::driver("the device failed"))?;
+        let told = |error| host.gave_up(DeviceError::driver("the device failed")(error));
+        bind(context).map_err(told)?;
         let way = match library {
             Some(library) => {
                 let communicator = host.connect(library, options.init_timeout)?;
@@ -65,7 +67,10 @@ impl Group {
             }
             None => Way::Staged(Mutex::new(Staging::new(Arc::clone(context)))),
         };
-        let side = Side::new(host, Arc::clone(context), options, way)?;
+        let side = Side::new(host.clone(), Arc::clone(context), options, way);
+        // The others have theirs by now.
+        let side =
+            side.inspect_err(|error| host.abort(&format!("the device of rank {}: {error}", host.rank())))?;
         Ok(self.with_side(side))
     }
 
@@ -83,22 +88,21 @@ impl Group {
             return Err(DeviceError::Elsewhere { rank: 0, what: "ncclGetUniqueId failed".to_owned() }.into());
         }
         let begun = library.begin(self.size(), UniqueId(id), self.rank());
-        let (communicator, progress) = begun.map_err(|error| self.gave_up(error.into()))?;
-        self.await_nccl(&communicator, progress, time)?;
+        let (communicator, _) = begun.map_err(|error| self.gave_up(error.into()))?;
+        self.await_nccl(|| communicator.progress(), time)?;
         Ok(communicator)
     }
 
-    /// Waits until NCCL has done what it was asked for. Ends the group if it fails or takes too long.
+    /// Waits until NCCL has done what it was asked for, as `progress` says. Ends the group if it fails or takes too long.
     fn await_nccl(
         &self,
-        communicator: &Communicator,
-        progress: Progress,
+        mut progress: impl FnMut() -> Result<Progress, NcclError>,
         time: Duration,
     ) -> Result<(), CommError> {
-        let (begun, mut wait, mut progress) = (Instant::now(), Poll::default(), Ok(progress));
+        let (begun, mut wait) = (Instant::now(), Poll::default());
         let mut looked = begun;
         loop {
-            match progress {
+            match progress() {
                 Ok(Progress::Done) => return Ok(()),
                 Ok(Progress::UnderWay) => {}
                 Err(error) => return Err(self.gave_up(DeviceError::from(error))),
@@ -113,7 +117,6 @@ impl Group {
                 looked = now;
             }
             wait.pause();
-            progress = communicator.progress();
         }
     }
 
@@ -133,17 +136,22 @@ impl Group {
         let way = match core.nccl() {
             None => place.map(|_| Way::Staged(Mutex::new(Staging::new(Arc::clone(&context))))),
             Some((library, guard)) => {
-                let ended = || CommError::Destroyed { group: self.name().to_owned() };
-                let parent = guard.as_ref().ok_or_else(ended)?;
-                context.bind_to_thread().map_err(DeviceError::driver("the device failed"))?;
                 let color = place.and_then(|_| ranks.first().copied());
-                let split = parent.begin_split(color, place.unwrap_or_default());
-                let (splitting, progress) = split.map_err(|error| self.gave_up(error.into()))?;
-                self.await_nccl(parent, progress, options.init_timeout)?;
+                bind(&context).map_err(DeviceError::driver("the device failed"))?;
+                // Locked for each call only: the watchdog looks meanwhile.
+                let aborted = || NcclError::nothing("ncclCommSplit");
+                let split = guard.as_ref().ok_or_else(aborted);
+                let split = split.and_then(|parent| parent.begin_split(color, place.unwrap_or_default()));
+                drop(guard);
+                let splitting = split.map_err(|error| self.gave_up(error.into()))?;
+                let of_parent = || match core.nccl() {
+                    Some((_, guard)) => guard.as_ref().ok_or_else(aborted)?.progress(),
+                    None => Err(aborted()),
+                };
+                self.await_nccl(of_parent, options.init_timeout)?;
                 let child = splitting.take();
                 if let Some(child) = &child {
-                    let progress = child.progress().map_err(|error| self.gave_up(error.into()))?;
-                    self.await_nccl(child, progress, options.init_timeout)?;
+                    self.await_nccl(|| child.progress(), options.init_timeout)?;
                 }
                 child.map(|child| Way::Nccl { library, communicator: Mutex::new(Some(child)) })
             }

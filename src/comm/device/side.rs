@@ -7,7 +7,8 @@ use std::thread::{self, JoinHandle};
 
 use cudarc::driver::{CudaContext, CudaSlice};
 
-use super::begun::Begun;
+use super::begun::{Begun, Poll};
+use super::driver::bind;
 use super::ending::Failure;
 use super::error::DeviceError;
 use super::events::Events;
@@ -104,6 +105,12 @@ impl Side {
 
     /// Takes leave now, though there are handles left. What is under way is carried out.
     pub(crate) fn destroy(&self) {
+        let mut wait = Poll::default();
+        // Each operation has its time.
+        while !self.core.watched().is_empty() && !self.core.has_failed() {
+            self.core.reap();
+            wait.pause();
+        }
         self.core.leave();
         let _ = self.core.failure.set(Failure::Group);
         self.core.ring();
@@ -118,6 +125,7 @@ impl Drop for Side {
             std::mem::forget(self.watchdog.take());
             return;
         }
+        let _ = bind(&self.core.context);
         self.core.closing.store(true, Ordering::SeqCst);
         self.core.ring();
         // The last handle may have been dropped by a callback: then this is that thread, which ends next.
@@ -151,6 +159,13 @@ impl Core {
 
     pub(super) fn watched(&self) -> MutexGuard<'_, Watch<Arc<Begun>>> {
         self.watch.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Has the watchdog do what completing an operation on another thread has left: code that is not ours.
+    pub(super) fn hand_on_chores(&self) {
+        if self.chores.any() {
+            self.ring();
+        }
     }
 
     pub(super) fn ring(&self) {

@@ -4,6 +4,7 @@ use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use super::driver::bind;
 use super::side::Core;
 use super::watch::LOOK;
 
@@ -14,7 +15,7 @@ impl Core {
     /// What the watchdog does until the side is closed.
     pub(super) fn watch_over(&self) {
         // Without it events cannot be asked, and say so.
-        let _ = self.context.bind_to_thread();
+        let _ = bind(&self.context);
         let (mut looked, mut absent) = (Instant::now(), None);
         loop {
             let closing = self.wait_for_something();
@@ -50,8 +51,8 @@ impl Core {
     fn wait_for_something(&self) -> bool {
         let watch = self.watched();
         let closing = || self.closing.load(Ordering::SeqCst);
-        if closing() {
-            return true;
+        if closing() || self.chores.any() {
+            return closing();
         }
         match watch.look_in(Instant::now()) {
             Some(time) => drop(self.bell.wait_timeout(watch, time).unwrap_or_else(PoisonError::into_inner)),

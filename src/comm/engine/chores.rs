@@ -40,7 +40,7 @@ impl Chores {
     }
 
     /// Whether somebody should leave the engine and do them.
-    pub(super) fn any(&self) -> bool {
+    pub(crate) fn any(&self) -> bool {
         self.any.load(Ordering::Relaxed)
     }
 

@@ -38,6 +38,11 @@ impl Group {
         self.inner.shared.as_ref().map_or(Ok(()), |shared| shared.check(call))
     }
 
+    /// Whether it goes on for the ranks; a handle that was destroyed here is no reason why not.
+    pub(crate) fn goes_on(&self) -> Result<(), CommError> {
+        self.inner.shared.as_ref().map_or(Ok(()), |shared| shared.check(None))
+    }
+
     /// A rank that has left in good order, or is about to be known as lost.
     pub(crate) fn absent(&self) -> Option<usize> {
         let here = self.inner.shared.as_ref()?.look().here;

@@ -201,11 +201,9 @@ impl Communicator {
 
     /// Begins to cut this group: ranks with the same color are together, in the order of `key`. All ranks call it. When
     /// [`Self::progress`] of this one says that it is done, [`Splitting::take`] has the new one.
-    pub(crate) fn begin_split(
-        &self,
-        color: Option<usize>,
-        key: usize,
-    ) -> Result<(Splitting, Progress), NcclError> {
+    ///
+    /// What the call itself returns says nothing of that: it is done only when `progress` says so.
+    pub(crate) fn begin_split(&self, color: Option<usize>, key: usize) -> Result<Splitting, NcclError> {
         let mut into = Box::<Into>::default();
         let mut config = Config::nonblocking();
         let color = color.map_or(NO_COLOR, |color| color as c_int);
@@ -214,8 +212,8 @@ impl Communicator {
         let result = unsafe {
             (self.functions.comm_split)(self.raw(), color, key as c_int, &raw mut into.0, &raw mut config)
         };
-        let progress = self.check("ncclCommSplit", result)?;
-        Ok((Splitting { functions: self.functions, into, settled: false }, progress))
+        self.check("ncclCommSplit", result)?;
+        Ok(Splitting { functions: self.functions, into, settled: false })
     }
 
     /// Tells NCCL of memory that will be used often, so that it may go there directly; `None` if this version cannot.

@@ -79,7 +79,7 @@ pub enum NcclError {
 
 impl NcclError {
     /// It said that all is well, and gave nothing.
-    pub(super) fn nothing(function: &'static str) -> Self {
+    pub(crate) fn nothing(function: &'static str) -> Self {
         Self::Call { function, what: "it gave nothing".to_owned(), detail: None }
     }
 }

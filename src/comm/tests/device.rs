@@ -557,7 +557,16 @@ fn a_group_that_is_destroyed_has_done_what_was_enqueued() {
             .collect();
         works.pop().unwrap().wait().unwrap();
         drop(works);
+        // A kernel that takes longer than the watchdog needs to look twice.
+        let spin = Spin::on(&stream);
+        let last = group.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Max).unwrap();
+        let kernel = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(300));
+            drop(spin);
+        });
         group.destroy();
+        last.wait().unwrap();
+        kernel.join().unwrap();
         let error = group.on(&stream).unwrap_err();
         assert!(matches!(error, CommError::Destroyed { .. }), "{error}");
         assert_eq!(stream.clone_dtoh(&buf).unwrap(), [1.0]);
