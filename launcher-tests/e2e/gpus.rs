@@ -24,12 +24,16 @@ fn libraries() -> &'static PathBuf {
 /// A launcher on a node with so many GPUs.
 fn on_gpus(job: &Job, count: usize, arguments: &[&str]) -> Command {
     let mut command = job.command(arguments);
+    on_simulated(job, &mut command, count);
+    command
+}
+
+fn on_simulated(job: &Job, command: &mut Command, count: usize) {
     command.env("LD_LIBRARY_PATH", libraries()).env("SIMULATED_GPUS", count.to_string());
     command
         .env("SIMULATED_NCCL_DIR", job.path("tmp"))
         .env("OMP_NUM_THREADS", "1")
         .env_remove("CUDA_VISIBLE_DEVICES");
-    command
 }
 
 /// What the workers see, one line for each, in order.
@@ -154,6 +158,97 @@ fn a_rank_that_is_killed_ends_what_is_under_way_on_the_gpus_of_the_others() {
 fn rank(pid: i32) -> String {
     let environ = std::fs::read_to_string(format!("/proc/{pid}/environ")).unwrap_or_default();
     environ.split('\0').find_map(|variable| variable.strip_prefix("RANK=")).unwrap_or_default().to_owned()
+}
+
+/// The lines of `digits` that tell of an epoch: loss and accuracy.
+fn epochs(flags: &[&str], of_digits: &[&str]) -> Vec<(f64, f64)> {
+    let job = Job::new();
+    let mut command = on_gpus(&job, 2, flags);
+    command
+        .arg(env!("CARGO_BIN_EXE_digits_dup"))
+        .args(["--epochs=4", "--batch=50", "--hidden=20,30"])
+        .args(of_digits);
+    let ended = job.start(command).wait().expect(0);
+    let numbers = |line: &str| {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let after = |word| words.iter().skip_while(|&&other| other != word).nth(1)?.parse().ok();
+        Some((after("loss")?, after("accuracy")?))
+    };
+    let epochs: Vec<_> = ended.stdout.lines().filter_map(numbers).collect();
+    assert_eq!(epochs.len(), 4, "{}", ended.stdout);
+    epochs
+}
+
+#[test]
+fn digits_trains_on_gpus_as_on_the_host() {
+    let on_host = epochs(&["--nproc-per-node=1"], &[]);
+    let two = ["--nproc-per-node=2", "--gpu-bind"];
+    let on_gpus = [
+        epochs(&["--nproc-per-node=1"], &["--device=cuda"]),
+        epochs(&two, &["--device=cuda"]),
+        epochs(&two, &["--device=cuda", "--gradients=late", "--bucket-bytes=1"]),
+        epochs(&["--nproc-per-node=2"], &["--device=staged"]),
+    ];
+    for on_gpu in on_gpus {
+        for ((loss, accuracy), (expected_loss, expected_accuracy)) in on_gpu.iter().zip(&on_host) {
+            // Sums are rounded in another order.
+            assert!((loss - expected_loss).abs() < 2e-3, "{on_gpu:?} {on_host:?}");
+            assert!((accuracy - expected_accuracy).abs() < 1.0, "{on_gpu:?} {on_host:?}");
+        }
+    }
+}
+
+/// `scripts/gpu-check` as it is packed, with these programs, on a machine with one GPU.
+fn gpu_check(job: &Job) -> Command {
+    let folder = job.path("packed");
+    std::fs::create_dir(&folder).unwrap();
+    let programs = [
+        (env!("CARGO_BIN_EXE_convoke_dup"), "convoke"),
+        (env!("CARGO_BIN_EXE_convoke_perf_dup"), "convoke-perf"),
+        (env!("CARGO_BIN_EXE_convoke_gpu_check_dup"), "convoke-gpu-check"),
+        (env!("CARGO_BIN_EXE_digits_dup"), "digits"),
+    ];
+    for (program, name) in programs {
+        std::os::unix::fs::symlink(program, folder.join(name)).unwrap();
+    }
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/gpu-check");
+    std::fs::copy(script, folder.join("gpu-check")).unwrap();
+    let mut command = Command::new(folder.join("gpu-check"));
+    command.args(["--quick", "--report", "report.md"]).current_dir(&job.dir).env("TMPDIR", job.path("tmp"));
+    on_simulated(job, &mut command, 1);
+    command
+}
+
+#[test]
+fn the_check_of_gpus_finds_all_well_and_writes_its_report() {
+    let job = Job::new();
+    let ended = job.start(gpu_check(&job)).wait().expect(0);
+    let report = std::fs::read_to_string(job.path("report.md")).unwrap();
+    for check in [
+        "| a result on another stream | passed | right 100 of 100 times |",
+        "| training steps | passed | training steps of 4 B: cudarc ",
+        "| an abort while a rank is absent | passed | ",
+        "| the deadline while a rank is absent | passed | ",
+        "| an abort behind a kernel that does not end | passed | ",
+        "## Through the host, 2 ranks on one GPU",
+        "digits: done: accuracy",
+    ] {
+        assert!(report.contains(check), "{check}: {report}");
+    }
+    assert_eq!(report.matches("| passed |").count(), 10, "{report}");
+    assert!(ended.stdout.ends_with("gpu-check: all passed; report in report.md\n"), "{}", ended.stdout);
+}
+
+#[test]
+fn the_check_of_gpus_says_what_fails() {
+    let job = Job::new();
+    let mut command = gpu_check(&job);
+    command.env("SIMULATED_NCCL_FAIL", "ncclAllReduce");
+    let ended = job.start(command).wait().expect(1);
+    let report = std::fs::read_to_string(job.path("report.md")).unwrap();
+    let failed = "| a result on another stream | FAILED | ncclAllReduce: unhandled system error";
+    assert!(report.contains(failed) && report.contains("FAILED with exit code 1."), "{report}");
+    assert!(ended.stderr.contains("gpu-check: FAILED; report in report.md"), "{}", ended.stderr);
 }
 
 #[test]

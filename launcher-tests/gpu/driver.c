@@ -1,14 +1,13 @@
 // Stands in for CUDA's driver (libcuda.so.1) on machines without a GPU, so that what is said to a device can be tested: memory of
 // a device is memory of the process, a stream is a thread that does one thing after the other, an event is a number that a
-// stream comes to. It knows no kernel but these:
-//   spin      keeps its stream busy until the integer at its first argument is not 0
-//   add_one   adds 1 to each of the floats (first argument, their number the second), after 2 ms
+// stream comes to. Kernels are those of kernels.cpp, by name, whatever module they are asked for in.
 // Environment:
 //   SIMULATED_GPUS=2             so many devices (1)
 //   SIMULATED_GPU_BROKEN=1       from now on every event is an error, as after an illegal access
 //   CUDA_VISIBLE_DEVICES=1,0     hides and orders them, by number
-// Build: cc -shared -fPIC -pthread -o libcuda.so.1 driver.c
+// Build: cc -shared -fPIC -pthread -o libcuda.so.1 driver.c -ldl
 #define _GNU_SOURCE
+#include <dlfcn.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -151,6 +150,15 @@ int cuStreamQuery(void *given) {
 int cuStreamIsCapturing(void *given, int *status) {
   (void)given;
   *status = 0;
+  return SUCCESS;
+}
+
+// Nothing is ever captured here.
+int cuThreadExchangeStreamCaptureMode(int *mode) {
+  static _Thread_local int ours;
+  int before = ours;
+  ours = *mode;
+  *mode = before;
   return SUCCESS;
 }
 
@@ -329,20 +337,32 @@ int cuMemGetInfo_v2(size_t *unused, size_t *all) {
 // --- kernels ---
 
 typedef struct {
-  int adds;
-  void *at;
-  size_t count;
+  void *bound;
+  unsigned blocks, threads;
 } launch;
+
+// Kernels that have not ended.
+static atomic_int launched;
+
+// A function of libsimulated-kernels.so, which lies beside this library.
+static void *of_kernels(const char *name) {
+  static void *library;
+  if (!library) {
+    Dl_info here;
+    char path[4096];
+    if (!dladdr(&contexts, &here)) return NULL;
+    const char *end = strrchr(here.dli_fname, '/');
+    int folder = end ? (int)(end - here.dli_fname) + 1 : 0;
+    snprintf(path, sizeof path, "%.*slibsimulated-kernels.so", folder, here.dli_fname);
+    library = dlopen(path, RTLD_NOW);
+  }
+  return library ? dlsym(library, name) : NULL;
+}
 
 static void run(void *given) {
   launch *l = given;
-  struct timespec moment = {0, l->adds ? 2000000 : 100000};
-  if (l->adds) {
-    nanosleep(&moment, NULL);
-    for (size_t i = 0; i < l->count; i++) ((float *)l->at)[i] += 1;
-  } else {
-    while (!atomic_load((atomic_int *)l->at)) nanosleep(&moment, NULL);
-  }
+  ((void (*)(void *, unsigned, unsigned))of_kernels("simulated_run"))(l->bound, l->blocks, l->threads);
+  atomic_fetch_sub(&launched, 1);
   free(l);
 }
 
@@ -352,25 +372,29 @@ int cuModuleLoadData(void **into, const void *image) {
   return SUCCESS;
 }
 
+// As the real one: it waits for the kernels.
 int cuModuleUnload(void *module) {
   (void)module;
+  struct timespec moment = {0, 20000};
+  while (atomic_load(&launched)) nanosleep(&moment, NULL);
   return SUCCESS;
 }
 
 int cuModuleGetFunction(void **into, void *module, const char *name) {
   (void)module;
-  if (strcmp(name, "spin") && strcmp(name, "add_one")) return NOT_FOUND;
-  *into = (void *)(name[0] == 's' ? 1UL : 2UL);
-  return SUCCESS;
+  void *(*find)(const char *) = (void *(*)(const char *))of_kernels("simulated_kernel");
+  *into = find ? find(name) : NULL;
+  return *into ? SUCCESS : NOT_FOUND;
 }
 
 int cuLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                    unsigned shared, void *on, void **arguments, void **extra) {
-  (void)gx, (void)gy, (void)gz, (void)bx, (void)by, (void)bz, (void)shared, (void)extra;
+  (void)shared, (void)extra;
+  if (!gx || !bx || gy != 1 || gz != 1 || by != 1 || bz != 1 || bx > 1024) return INVALID_VALUE;
   launch *l = malloc(sizeof *l);
-  l->adds = function == (void *)2UL;
-  l->at = *(void **)arguments[0];
-  l->count = l->adds ? *(size_t *)arguments[1] : 0;
+  void *bound = ((void *(*)(void *, void **))of_kernels("simulated_bind"))(function, arguments);
+  *l = (launch){bound, gx, bx};
+  atomic_fetch_add(&launched, 1);
   simulated_enqueue(on, run, l);
   return SUCCESS;
 }

@@ -194,6 +194,15 @@ int ncclCommInitRankConfig(comm **into, int size, unique_id id, int rank, const 
   return IN_PROGRESS;
 }
 
+int ncclCommInitRank(comm **into, int size, unique_id id, int rank) {
+  if (size > RANKS || rank < 0 || rank >= size) return INVALID_ARGUMENT;
+  comm *c = made(id.internal, size, rank);
+  if (map(c)) return SYSTEM_ERROR;
+  *into = c;
+  form(c);
+  return SUCCESS;
+}
+
 int ncclCommGetAsyncError(comm *c, int *into) {
   const char *sick = getenv("SIMULATED_NCCL_SICK");
   *into = atomic_load(&c->state);
@@ -455,11 +464,26 @@ static void carry_out(void *given) {
   }
 }
 
+// As the real one before 2.24: a message alone is said to be done while a thread still connects and enqueues it.
+static void *late(void *given) {
+  op *first = given;
+  comm *c = first->comm;
+  for (int i = 0; i < 20; i++) nap();
+  enqueue()(first->stream, carry_out, first);
+  atomic_store(&c->state, SUCCESS);
+  return NULL;
+}
+
 static int launch(void) {
   op *first = queued;
   queued = queued_last = NULL;
   if (!first) return SUCCESS;
   if (!enqueue()) return SYSTEM_ERROR;
+  if (first->kind >= SEND && !first->next) {
+    atomic_store(&first->comm->state, IN_PROGRESS);
+    start(late, first);
+    return SUCCESS;
+  }
   // As where connections are made first: it is enqueued, and says so only when asked.
   enqueue()(first->stream, carry_out, first);
   return SUCCESS;

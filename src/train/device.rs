@@ -1,5 +1,6 @@
 //! Gradients on GPUs, averaged over all ranks in buckets while the next ones are computed.
 
+mod add;
 mod pass;
 
 use std::fmt;
@@ -14,6 +15,7 @@ use convoke_comm::{CommError, Group, Work};
 use crate::bucket::{Layout, Place, Sizes};
 use crate::ddp::{DdpOptions, Gradient, Share, compare};
 use crate::error::TrainError;
+use add::Adder;
 pub use pass::DevicePass;
 
 /// The gradients of a network on a GPU, and what makes them the average over all ranks: [`Ddp`](crate::Ddp) for a group with
@@ -32,6 +34,8 @@ pub struct DeviceDdp<T: Gradient + DeviceRepr + ValidAsZeroBits = f32> {
     shares: Vec<Share>,
     /// For operations of the group.
     stream: Arc<CudaStream>,
+    /// From when it was first needed.
+    adder: Option<Adder>,
     options: DdpOptions,
 }
 
@@ -79,6 +83,7 @@ impl<T: Gradient + DeviceRepr + ValidAsZeroBits> DeviceDdp<T> {
             buckets: buckets.collect::<Result<_, CommError>>()?,
             shares: vec![Share::Average; layout.len()],
             stream,
+            adder: None,
             layout,
             options,
         })
@@ -89,8 +94,7 @@ impl<T: Gradient + DeviceRepr + ValidAsZeroBits> DeviceDdp<T> {
         DevicePass::new(self, compute, true)
     }
 
-    /// Begins a backward pass whose gradients are only added up here: gradient accumulation. Nothing is sent. Gradients are
-    /// added by the program's own kernels, in [`DevicePass::gradient`].
+    /// Begins a backward pass whose gradients are only added up here: gradient accumulation. Nothing is sent.
     #[doc(alias = "no_sync")]
     pub fn pass_no_sync<'a>(&'a mut self, compute: &'a Arc<CudaStream>) -> DevicePass<'a, T> {
         DevicePass::new(self, compute, false)

@@ -6,6 +6,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use cudarc::driver::CudaStream;
+use smallvec::SmallVec;
 
 use super::error::DeviceError;
 use super::events::Recorded;
@@ -19,25 +20,44 @@ pub(crate) struct Begun {
     pub(super) call: Call,
     pub(super) seq: u64,
     pub(super) recorded: Recorded,
+    /// The ranks that it exchanges messages with; `None` if it needs all.
+    pub(super) peers: Option<SmallVec<[usize; 2]>>,
     pub(super) core: Weak<Core>,
 }
 
 impl Begun {
     /// Waits until it is done, or until `until`.
     pub(crate) fn wait(&self, until: Option<Instant>) {
-        if let Some(core) = self.core.upgrade() {
+        if let Some(core) = self.core() {
             core.wait(self, until);
         }
     }
 
     /// Whether it is done, well or not.
     pub(crate) fn look(&self) -> bool {
-        self.core.upgrade().is_none_or(|core| core.look_at(self))
+        self.core().is_none_or(|core| core.look_at(self))
+    }
+
+    /// Whether it cannot be done without a rank.
+    pub(super) fn needs(&self, rank: usize) -> bool {
+        self.peers.as_ref().is_none_or(|peers| peers.contains(&rank))
+    }
+
+    /// The side that it is of. A forked child has none: there it can only fail.
+    fn core(&self) -> Option<Arc<Core>> {
+        let core = self.core.upgrade()?;
+        match core.group.of_this_process() {
+            Ok(()) => Some(core),
+            Err(error) => {
+                self.ticket.complete(Err(error));
+                None
+            }
+        }
     }
 
     /// Sees to it that who waits for its ticket is told soon.
     pub(crate) fn hurry(&self) {
-        if let Some(core) = self.core.upgrade() {
+        if let Some(core) = self.core() {
             core.watched().hurry();
             core.bell.notify_all();
         }
@@ -57,30 +77,40 @@ impl Begun {
 #[derive(Default)]
 pub(super) struct Poll {
     asked: u32,
+    yields_since: Option<Instant>,
 }
 
 impl Poll {
     const SPINS: u32 = 100;
+    /// What takes less is over before a thread that sleeps has woken.
+    const YIELDS: Duration = Duration::from_micros(200);
     const LONGEST: Duration = Duration::from_millis(10);
 
+    /// How long to sleep; `None` if it is too early for that, and something shorter was done.
     fn next(&mut self) -> Option<Duration> {
         self.asked += 1;
-        let beyond = self.asked.checked_sub(Self::SPINS)?;
+        let Some(beyond) = self.asked.checked_sub(Self::SPINS) else {
+            std::hint::spin_loop();
+            return None;
+        };
+        if self.yields_since.get_or_insert_with(Instant::now).elapsed() < Self::YIELDS {
+            self.asked = Self::SPINS;
+            thread::yield_now();
+            return None;
+        }
         Some(Self::LONGEST.min(Duration::from_micros(20) * (1 + beyond / 16)))
     }
 
     pub(super) fn pause(&mut self) {
-        match self.next() {
-            Some(time) => thread::sleep(time),
-            None => std::hint::spin_loop(),
+        if let Some(time) = self.next() {
+            thread::sleep(time);
         }
     }
 
     fn park(&mut self, until: Option<Instant>) {
-        let left = until.map(|until| until.saturating_duration_since(Instant::now()));
-        match self.next() {
-            Some(time) => thread::park_timeout(left.unwrap_or(time).min(time)),
-            None => std::hint::spin_loop(),
+        if let Some(time) = self.next() {
+            let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+            thread::park_timeout(left.unwrap_or(time).min(time));
         }
     }
 }
@@ -102,12 +132,13 @@ impl Core {
 
     /// Whether an operation is done, well or not.
     pub(super) fn look_at(&self, begun: &Begun) -> bool {
-        if begun.ticket.is_done() {
-            return true;
+        // After a failure the watchdog answers: what has ended because it was aborted has not ended well, and while NCCL lets go
+        // whoever asks the driver anything may have to wait for a kernel.
+        if begun.ticket.is_done() || self.has_failed() {
+            return begun.ticket.is_done();
         }
         match begun.recorded.is_over() {
-            // What has ended because it was aborted has not ended well.
-            Ok(true) if self.failure.get().is_none() => begun.ticket.complete(Ok(None)),
+            Ok(true) if !self.has_failed() => begun.ticket.complete(Ok(None)),
             Ok(_) => return false,
             Err(error) => begun.ticket.complete(Err(self.broken(error, begun.call, begun.seq))),
         }

@@ -11,8 +11,8 @@ use super::error::DeviceError;
 use crate::error::CommError;
 use crate::group::Group;
 
-/// What is called of the driver, by us and by cudarc for contexts, streams, events and memory.
-const FUNCTIONS: [&str; 34] = [
+/// What is called of the driver, by us and by cudarc for contexts, streams, events, memory and kernels.
+const FUNCTIONS: [&str; 39] = [
     "cuInit",
     "cuDriverGetVersion",
     "cuGetErrorName",
@@ -30,6 +30,7 @@ const FUNCTIONS: [&str; 34] = [
     "cuStreamCreate",
     "cuStreamDestroy_v2",
     "cuStreamIsCapturing",
+    "cuThreadExchangeStreamCaptureMode",
     "cuStreamSynchronize",
     "cuStreamWaitEvent",
     "cuEventCreate",
@@ -47,6 +48,10 @@ const FUNCTIONS: [&str; 34] = [
     "cuMemcpyHtoDAsync_v2",
     "cuMemcpyDtoDAsync_v2",
     "cuMemsetD8Async",
+    "cuModuleLoadData",
+    "cuModuleGetFunction",
+    "cuModuleUnload",
+    "cuLaunchKernel",
 ];
 
 /// Opens device `ordinal`, from 0, among those that this process may see. Its primary context is that of every other

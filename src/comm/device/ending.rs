@@ -1,5 +1,9 @@
 //! How a group's side on a device ends: for what it finds itself, or with the host's side; and in good order.
 
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::sync_channel;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use cudarc::driver::DriverError;
@@ -15,6 +19,8 @@ use crate::nccl::{Communicator, NcclError, Progress};
 
 /// How long a group may take to end in good order.
 const LEAVE: Duration = Duration::from_secs(10);
+/// How long NCCL may take to let go before those who wait are answered.
+const LET_GO: Duration = Duration::from_secs(1);
 
 /// Why it has ended.
 pub(super) enum Failure {
@@ -77,7 +83,10 @@ impl Core {
             return;
         }
         let Way::Nccl { communicator, .. } = &self.way else { return };
-        let state = lock(communicator).as_ref().map(Communicator::progress);
+        // If a call is being made now, the next look will do: one that hangs must not keep the watchdog.
+        let Ok(guard) = communicator.try_lock() else { return };
+        let state = guard.as_ref().map(Communicator::progress);
+        drop(guard);
         if let Some(Err(error)) = state {
             self.fail(Failure::Device(error.into()));
         }
@@ -101,12 +110,30 @@ impl Core {
         self.fail(Failure::Device(DeviceError::driver("the device failed")(error)));
     }
 
-    /// Answers everybody who waits, and has NCCL let go of its streams.
-    pub(super) fn end_everything(&self) {
+    /// Has NCCL let go of its streams and of the memory, then answers everybody who waits. If NCCL takes long, because a
+    /// kernel before its own does not end, they are answered nevertheless.
+    pub(super) fn end_everything(self: &Arc<Self>) {
+        if !self.let_go.swap(true, Ordering::SeqCst) {
+            let (told, gone) = sync_channel(1);
+            let core = Arc::clone(self);
+            let act = move || {
+                core.let_go();
+                let _ = told.send(());
+            };
+            match thread::Builder::new().name("convoke-abort".to_owned()).spawn(act) {
+                Ok(_) => drop(gone.recv_timeout(LET_GO)),
+                Err(_) => self.let_go(),
+            }
+        }
         for begun in self.watched().end() {
             begun.ticket.complete(Err(self.error(begun.call, begun.seq)));
         }
-        if let Way::Nccl { communicator, .. } = &self.way {
+    }
+
+    fn let_go(&self) {
+        if let Way::Nccl { communicator, .. } = &self.way
+            && bind(&self.context).is_ok()
+        {
             let taken = lock(communicator).take();
             drop(taken);
         }
@@ -141,10 +168,12 @@ impl Core {
     /// Ends in good order, if it has not ended: what was enqueued is carried out, then NCCL frees what it has.
     pub(super) fn leave(&self) {
         let Way::Nccl { communicator, .. } = &self.way else { return };
-        let Some(communicator) = lock(communicator).take() else { return };
+        let _alone = self.alone_in_nccl();
         if self.has_failed() || bind(&self.context).is_err() {
+            // The watchdog has NCCL let go, which may take as long as a kernel.
             return;
         }
+        let Some(communicator) = lock(communicator).take() else { return };
         let (until, mut wait) = (Instant::now() + LEAVE, Poll::default());
         let mut progress = communicator.finalize();
         while let Ok(Progress::UnderWay) = progress {

@@ -12,7 +12,8 @@ use super::driver::bind;
 use super::element::Of;
 use super::ending::Failure;
 use super::side::{Core, Way, lock};
-use super::words::{By, in_nccl};
+use super::watch::LOOK;
+use super::words::{By, in_nccl, peers};
 use crate::call::Call;
 use crate::cause::{Cause, Report};
 use crate::engine::{Limit, Ticket};
@@ -40,10 +41,11 @@ impl Core {
         bind(&self.context).map_err(|error| self.broken(error, call, seq))?;
         let ticket = Arc::new(Ticket::nonblocking(limit, Arc::clone(&self.chores)));
         let _ = ticket.step.set(self.track.begin(&Told::device(call, seq, self.track.ns(ticket.made))));
-        let enqueued = match &self.way {
+        let room = self.await_room(call, seq, &ticket);
+        let enqueued = room.and_then(|()| match &self.way {
             // SAFETY: the caller's.
             Way::Nccl { library, communicator } => unsafe {
-                self.enqueue_nccl(call, seq, (*library, communicator), steps, stream, ticket.deadline)
+                self.enqueue_nccl(call, seq, (*library, communicator), steps, stream, &ticket)
             },
             Way::Staged(staging) => {
                 let group =
@@ -52,7 +54,7 @@ impl Core {
                 // SAFETY: the caller's.
                 unsafe { staging.carry_out(&group, steps, stream) }
             }
-        };
+        });
         if let Err(error) = enqueued {
             ticket.complete(Ok(None));
             if let Some(step) = ticket.step.get() {
@@ -68,9 +70,10 @@ impl Core {
         }
         let recorded = self.events.record(stream).map_err(|error| self.broken(error, call, seq))?;
         let (deadline, key) = (ticket.deadline, stream.cu_stream() as usize);
-        let begun = Arc::new(Begun { ticket, call, seq, recorded, core: Arc::downgrade(self) });
+        let (peers, core) = (peers(steps), Arc::downgrade(self));
+        let begun = Arc::new(Begun { ticket, call, seq, recorded, peers, core });
         let mut watch = self.watched();
-        let (first, many) = (watch.is_empty(), watch.add(Arc::clone(&begun), key, deadline));
+        let (first, many) = (watch.is_empty(), watch.add(Arc::clone(&begun), key, deadline, steps.len()));
         let done = if many { watch.reap(|begun| begun.recorded.is_over()).0 } else { Vec::new() };
         drop(watch);
         if first {
@@ -83,6 +86,40 @@ impl Core {
         Ok(Some(begun))
     }
 
+    /// Waits until few enough operations are under way.
+    fn await_room(&self, call: Call, seq: u64, ticket: &Ticket) -> Result<(), CommError> {
+        let (mut wait, mut looked) = (Poll::default(), Instant::now());
+        while self.watched().is_full() {
+            self.check_in_time(call, seq, ticket, &mut looked)?;
+            self.reap();
+            self.hand_on_chores();
+            wait.pause();
+        }
+        Ok(())
+    }
+
+    /// Whether an operation that cannot be enqueued yet may be waited for. It may be the watchdog that waits, in a callback: so it
+    /// is also looked whether the group goes on.
+    fn check_in_time(
+        &self,
+        call: Call,
+        seq: u64,
+        ticket: &Ticket,
+        looked: &mut Instant,
+    ) -> Result<(), CommError> {
+        let now = Instant::now();
+        if now - *looked >= LOOK {
+            self.look_around();
+            *looked = now;
+        }
+        if now >= ticket.deadline {
+            let after_ms = ticket.timeout.as_millis() as u64;
+            let cause = Cause::Timeout { missing: Vec::new(), after_ms };
+            self.fail(Failure::Own(Report::new(self.group.rank(), cause)));
+        }
+        self.check(call, seq)
+    }
+
     /// # Safety
     /// As [`Self::enqueue`].
     #[allow(unsafe_code)]
@@ -93,29 +130,23 @@ impl Core {
         (library, communicator): (&'static Library, &Mutex<Option<Communicator>>),
         steps: &[Step<Of, By>],
         stream: &CudaStream,
-        deadline: Instant,
+        ticket: &Ticket,
     ) -> Result<(), CommError> {
         let version = library.version();
         let steps: Result<SmallVec<[Step; 2]>, String> =
             steps.iter().map(|step| in_nccl(*step, version)).collect();
         let steps = steps.map_err(CommError::Unsupported)?;
         let raw = stream.cu_stream().cast();
+        let _alone = self.alone_in_nccl();
         let guard = lock(communicator);
         let Some(known) = &*guard else { return Err(self.error(call, seq)) };
         // SAFETY: the caller's.
         let mut progress = unsafe { known.enqueue(&steps, raw) };
         drop(guard);
-        let mut wait = Poll::default();
+        let (mut wait, mut looked) = (Poll::default(), Instant::now());
         // Only what is enqueued is before the event that is recorded next.
         while let Ok(Progress::UnderWay) = progress {
-            self.check(call, seq)?;
-            if Instant::now() >= deadline {
-                let after_ms = self.group.timeout().as_millis() as u64;
-                self.fail(Failure::Own(Report::new(
-                    self.group.rank(),
-                    Cause::Timeout { missing: Vec::new(), after_ms },
-                )));
-            }
+            self.check_in_time(call, seq, ticket, &mut looked)?;
             wait.pause();
             let guard = lock(communicator);
             let Some(known) = &*guard else { return Err(self.error(call, seq)) };

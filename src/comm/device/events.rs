@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError};
+use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, sys};
 
 /// Events that are kept for later.
 const KEPT: usize = 1024;
@@ -39,12 +39,36 @@ pub(super) struct Recorded {
 impl Recorded {
     /// Whether the stream has come past it. An error is one of the device, which does nothing more.
     pub(super) fn is_over(&self) -> Result<bool, DriverError> {
+        let _relaxed = Relaxed::new()?;
         self.event.as_ref().map_or(Ok(true), CudaEvent::try_is_complete)
     }
 
     /// Has `stream` wait until it is over; the host does not.
     pub(super) fn hold(&self, stream: &CudaStream) -> Result<(), DriverError> {
         self.event.as_ref().map_or(Ok(()), |event| stream.wait(event))
+    }
+}
+
+/// While it lives this thread may ask for events though some thread captures a graph.
+struct Relaxed {
+    before: sys::CUstreamCaptureMode,
+}
+
+#[allow(unsafe_code)]
+impl Relaxed {
+    fn new() -> Result<Self, DriverError> {
+        let mut before = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: exchanges what this thread has.
+        unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut before) }.result()?;
+        Ok(Self { before })
+    }
+}
+
+#[allow(unsafe_code)]
+impl Drop for Relaxed {
+    fn drop(&mut self) {
+        // SAFETY: as above. It fails only if the argument is no mode.
+        let _ = unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut self.before) };
     }
 }
 

@@ -11,7 +11,7 @@ use super::begun::Poll;
 use super::driver::bind;
 use super::error::DeviceError;
 use super::options::DeviceOptions;
-use super::side::{Side, Way};
+use super::side::{Core, Side, Way};
 use super::staged::Staging;
 use crate::error::CommError;
 use crate::group::Group;
@@ -133,22 +133,15 @@ impl Group {
         let core = &side.core;
         let (context, options) = (Arc::clone(&core.context), core.options.clone());
         let place = ranks.iter().position(|&rank| rank == self.rank());
-        let way = match core.nccl() {
-            None => place.map(|_| Way::Staged(Mutex::new(Staging::new(Arc::clone(&context))))),
-            Some((library, guard)) => {
+        let way = match &core.way {
+            Way::Staged(_) => place.map(|_| Way::Staged(Mutex::new(Staging::new(Arc::clone(&context))))),
+            Way::Nccl { library, .. } => {
                 let color = place.and_then(|_| ranks.first().copied());
                 bind(&context).map_err(DeviceError::driver("the device failed"))?;
-                // Locked for each call only: the watchdog looks meanwhile.
-                let aborted = || NcclError::nothing("ncclCommSplit");
-                let split = guard.as_ref().ok_or_else(aborted);
-                let split = split.and_then(|parent| parent.begin_split(color, place.unwrap_or_default()));
-                drop(guard);
+                let _alone = core.alone_in_nccl();
+                let split = core.ask(|parent| parent.begin_split(color, place.unwrap_or_default()));
                 let splitting = split.map_err(|error| self.gave_up(error.into()))?;
-                let of_parent = || match core.nccl() {
-                    Some((_, guard)) => guard.as_ref().ok_or_else(aborted)?.progress(),
-                    None => Err(aborted()),
-                };
-                self.await_nccl(of_parent, options.init_timeout)?;
+                self.await_nccl(|| core.ask(Communicator::progress), options.init_timeout)?;
                 let child = splitting.take();
                 if let Some(child) = &child {
                     self.await_nccl(|| child.progress(), options.init_timeout)?;
@@ -157,6 +150,16 @@ impl Group {
             }
         };
         Ok(way.map(|way| SplitSide { context, options, way }))
+    }
+}
+
+impl Core {
+    /// Asks the communicator something, unless NCCL was told to let go. It is locked for that only: the watchdog looks
+    /// meanwhile.
+    fn ask<R>(&self, ask: impl FnOnce(&Communicator) -> Result<R, NcclError>) -> Result<R, NcclError> {
+        let aborted = || NcclError::nothing("ncclCommSplit");
+        let (_, communicator) = self.nccl().ok_or_else(aborted)?;
+        communicator.as_ref().ok_or_else(aborted).and_then(ask)
     }
 }
 

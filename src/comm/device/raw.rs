@@ -26,7 +26,8 @@ impl<T> RawBuffer<T> {
     ///
     /// # Safety
     /// The elements are there, aligned for their type, for as long as operations on this buffer are under way on any
-    /// stream; nobody writes them meanwhile, nor reads what an operation writes.
+    /// stream; nobody writes them meanwhile, nor reads what an operation writes. An operation that ended with an error may be under
+    /// way until its stream has been synchronized: NCCL lets go at once, but not of what stands behind a kernel that does not end.
     #[must_use]
     pub unsafe fn new(at: sys::CUdeviceptr, len: usize, stream: Arc<CudaStream>) -> Self {
         Self { at, len, stream, of: PhantomData }

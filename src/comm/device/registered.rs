@@ -33,6 +33,7 @@ impl Group {
         let core = Arc::clone(&self.side()?.core);
         let unsupported = |what: &str| Err(CommError::Unsupported(format!("registered memory {what}")));
         let known = {
+            let _alone = core.alone_in_nccl();
             let Some((library, communicator)) = core.nccl() else { return unsupported("through the host") };
             let Some(communicator) = &*communicator else {
                 return Err(CommError::Destroyed { group: self.name().to_owned() });
@@ -69,6 +70,10 @@ impl<T> std::ops::DerefMut for Registration<T> {
 
 impl<T> Drop for Registration<T> {
     fn drop(&mut self) {
+        if self.core.group.of_this_process().is_err() {
+            return;
+        }
+        let _alone = self.core.alone_in_nccl();
         if let (Some(known), Some((_, communicator))) = (self.known.take(), self.core.nccl())
             && let Some(communicator) = &*communicator
         {

@@ -41,6 +41,10 @@ pub(super) struct Core {
     /// Rings when `watch` has changed so that the watchdog should look.
     pub(super) bell: Condvar,
     pub(super) closing: AtomicBool,
+    /// NCCL was told to let go, or need not be.
+    pub(super) let_go: AtomicBool,
+    /// Held by who calls NCCL until it has done what it was asked for: it wants one thing at a time from a communicator.
+    in_nccl: Mutex<()>,
     pub(super) chores: Arc<Chores>,
     /// What a barrier is about.
     token: Mutex<CudaSlice<u8>>,
@@ -52,7 +56,7 @@ pub(super) struct Core {
 pub(super) enum Way {
     Nccl {
         library: &'static Library,
-        /// Locked while a call is made; `None` when it has been aborted.
+        /// Locked while a call is made, and no longer: the watchdog looks, and aborts. `None` when it has been aborted.
         communicator: Mutex<Option<Communicator>>,
     },
     Staged(Mutex<Staging>),
@@ -82,6 +86,8 @@ impl Side {
             watch: Mutex::default(),
             bell: Condvar::new(),
             closing: AtomicBool::new(false),
+            let_go: AtomicBool::new(false),
+            in_nccl: Mutex::default(),
             chores: Arc::default(),
             token: Mutex::new(token),
             seq: AtomicU64::new(0),
@@ -157,6 +163,11 @@ impl Core {
         }
     }
 
+    /// Nobody else asks NCCL for anything meanwhile. To be had before [`Self::nccl`].
+    pub(super) fn alone_in_nccl(&self) -> MutexGuard<'_, ()> {
+        self.in_nccl.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     pub(super) fn watched(&self) -> MutexGuard<'_, Watch<Arc<Begun>>> {
         self.watch.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -190,6 +201,15 @@ impl Core {
 
 pub(super) fn lock(communicator: &Mutex<Option<Communicator>>) -> MutexGuard<'_, Option<Communicator>> {
     communicator.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Drop for Core {
+    fn drop(&mut self) {
+        if !self.group.is_forked() {
+            // For the token, whoever drops it.
+            let _ = bind(&self.context);
+        }
+    }
 }
 
 impl fmt::Debug for Side {

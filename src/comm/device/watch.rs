@@ -7,8 +7,15 @@ use std::time::{Duration, Instant};
 pub(super) const LOOK: Duration = Duration::from_millis(100);
 /// The same while somebody waits to be told, who does not look himself.
 const HURRIED: Duration = Duration::from_micros(100);
-/// From so many on, whoever adds one looks which are done, so that their number stays bounded by what streams hold.
-const MANY: usize = 256;
+/// At multiples of this whoever adds one looks which are done.
+const MANY: usize = 32;
+/// A queue of CUDA holds about 1,000 commands, and who calls when it is full is kept inside the call, where nobody can have
+/// him end. So many at most are under way.
+const MOST_COMMANDS: usize = 512;
+/// What an operation may be: two events, and for each call of NCCL that it is made of a launch, waits for its buffers, and
+/// their events.
+const COMMANDS: usize = 2;
+const COMMANDS_OF_CALL: usize = 6;
 
 /// What the caller knows an operation by, and where and until when it is.
 #[derive(Debug)]
@@ -17,26 +24,31 @@ struct Entry<P> {
     /// Operations of one stream end in the order in which they began.
     stream: usize,
     deadline: Instant,
+    commands: usize,
 }
 
 /// Operations that are not known to be done, in the order in which they began.
 #[derive(Debug)]
 pub(super) struct Watch<P> {
     entries: VecDeque<Entry<P>>,
+    /// Of all of them.
+    commands: usize,
     /// Somebody waits to be told.
     hurried: bool,
 }
 
 impl<P> Default for Watch<P> {
     fn default() -> Self {
-        Self { entries: VecDeque::new(), hurried: false }
+        Self { entries: VecDeque::new(), commands: 0, hurried: false }
     }
 }
 
 impl<P> Watch<P> {
-    /// One more is under way; whether it should be looked which are done.
-    pub(super) fn add(&mut self, what: P, stream: usize, deadline: Instant) -> bool {
-        self.entries.push_back(Entry { what, stream, deadline });
+    /// One more is under way, of so many calls of NCCL; whether it should be looked which are done.
+    pub(super) fn add(&mut self, what: P, stream: usize, deadline: Instant, calls: usize) -> bool {
+        let commands = COMMANDS + calls * COMMANDS_OF_CALL;
+        self.entries.push_back(Entry { what, stream, deadline, commands });
+        self.commands += commands;
         self.entries.len().is_multiple_of(MANY)
     }
 
@@ -47,6 +59,15 @@ impl<P> Watch<P> {
 
     pub(super) fn is_empty(&self) -> bool {
         self.entries.is_empty()
+    }
+
+    /// Whether no more should be begun until some are done.
+    pub(super) fn is_full(&self) -> bool {
+        self.commands >= MOST_COMMANDS
+    }
+
+    pub(super) fn any(&self, is_such: impl Fn(&P) -> bool) -> bool {
+        self.entries.iter().any(|entry| is_such(&entry.what))
     }
 
     /// Takes out what `is_done`, which is asked once for each stream that has come no further. The first error of it
@@ -69,6 +90,7 @@ impl<P> Watch<P> {
                 }
             }
         }
+        self.commands = left.iter().map(|entry: &Entry<P>| entry.commands).sum();
         self.entries = left;
         if self.entries.is_empty() {
             self.hurried = false;
@@ -90,7 +112,7 @@ impl<P> Watch<P> {
 
     /// Takes out all of them.
     pub(super) fn end(&mut self) -> Vec<P> {
-        self.hurried = false;
+        (self.hurried, self.commands) = (false, 0);
         std::mem::take(&mut self.entries).into_iter().map(|entry| entry.what).collect()
     }
 }
@@ -102,7 +124,7 @@ mod tests {
     fn watch(entries: &[(u32, usize, u64)]) -> (Watch<u32>, Instant) {
         let (mut watch, now) = (Watch::default(), Instant::now());
         for &(what, stream, after) in entries {
-            watch.add(what, stream, now + Duration::from_secs(after));
+            watch.add(what, stream, now + Duration::from_secs(after), 1);
         }
         (watch, now)
     }
@@ -143,14 +165,24 @@ mod tests {
         assert_eq!(watch.look_in(now), Some(HURRIED));
         watch.reap(|_| Ok::<_, ()>(true));
         assert_eq!((watch.look_in(now), watch.is_empty()), (None, true));
-        watch.add(2, 0, now + Duration::from_secs(9));
+        watch.add(2, 0, now + Duration::from_secs(9), 1);
         assert_eq!(watch.look_in(now), Some(LOOK));
     }
 
     #[test]
-    fn whoever_adds_many_looks_now_and_then() {
+    fn whoever_adds_many_looks_now_and_then_and_waits_when_it_is_full() {
         let (mut watch, now) = watch(&[]);
-        let looks: Vec<u32> = (1..=1000).filter(|&what| watch.add(what, 0, now)).collect();
-        assert_eq!(looks, [256, 512, 768]);
+        let looks: Vec<u32> = (1..=63).filter(|&what| watch.add(what, 0, now, 1)).collect();
+        assert_eq!(looks, [32]);
+        assert!(!watch.is_full());
+        watch.add(64, 0, now, 1);
+        assert!(watch.is_full());
+        watch.reap(|&what| Ok::<_, ()>(what == 1));
+        assert!(!watch.is_full() && watch.any(|&what| what == 2) && !watch.any(|&what| what == 1));
+        // One of many calls fills it alone, and whatever is under way may be followed by one.
+        watch.add(65, 0, now, 1000);
+        assert!(watch.is_full());
+        watch.end();
+        assert!(!watch.is_full());
     }
 }

@@ -1,7 +1,8 @@
 //! The thread that looks after a group's operations on a device: what is done, what takes too long, whether the group goes on.
 
-use std::sync::PoisonError;
+use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::driver::bind;
@@ -13,25 +14,28 @@ const LAST_WORDS: Duration = Duration::from_secs(1);
 
 impl Core {
     /// What the watchdog does until the side is closed.
-    pub(super) fn watch_over(&self) {
+    pub(super) fn watch_over(self: &Arc<Self>) {
         // Without it events cannot be asked, and say so.
         let _ = bind(&self.context);
-        let (mut looked, mut absent) = (Instant::now(), None);
+        let (mut looked, mut absent) = (Instant::now(), BTreeMap::new());
         loop {
             let closing = self.wait_for_something();
-            self.reap();
-            let overdue = self.watched().overdue(Instant::now()).cloned();
-            if let Some(begun) = overdue {
-                self.overdue(&begun);
-            }
+            // First what needs no driver, which may keep who asks it.
             if looked.elapsed() >= LOOK && !closing {
                 self.look_around();
                 looked = Instant::now();
-                absent = self.group.absent().map(|rank| absent.unwrap_or((rank, looked)));
-                if let Some((rank, _)) = absent.filter(|(_, since)| looked - *since >= LAST_WORDS)
-                    && !self.watched().is_empty()
-                {
-                    self.left(rank);
+                for rank in self.group.absent() {
+                    let since = *absent.entry(rank).or_insert(looked);
+                    if looked - since >= LAST_WORDS && self.watched().any(|begun| begun.needs(rank)) {
+                        self.left(rank);
+                    }
+                }
+            }
+            if !self.has_failed() {
+                self.reap();
+                let overdue = self.watched().overdue(Instant::now()).cloned();
+                if let Some(begun) = overdue {
+                    self.overdue(&begun);
                 }
             }
             if self.has_failed() {

@@ -1,6 +1,7 @@
 //! What NCCL calls the types and operations of ours. Pure.
 
 use half::{bf16, f16};
+use smallvec::SmallVec;
 
 use super::element::Of;
 use crate::dtype::{Dtype, ReduceOp};
@@ -14,6 +15,15 @@ const EIGHT_BITS: Version = Version { major: 2, minor: 24, patch: 0 };
 pub(crate) struct By {
     pub(crate) op: ReduceOp,
     pub(crate) factor: Option<[u8; 16]>,
+}
+
+/// The ranks that messages go to and come from; `None` if there is more than messages.
+pub(super) fn peers(steps: &[Step<Of, By>]) -> Option<SmallVec<[usize; 2]>> {
+    let peer = |step: &Step<Of, By>| match *step {
+        Step::Send { to: peer, .. } | Step::Recv { from: peer, .. } => Some(peer),
+        _ => None,
+    };
+    steps.iter().map(peer).collect()
 }
 
 /// A call in NCCL's words; says what it cannot do.

@@ -26,6 +26,9 @@ use crate::shm::{self, Node};
 const SPINS_PER_PAUSE: u32 = 8;
 /// Calls between two looks at what is not data: aborts, farewells, messages that nobody has asked for.
 const CALLS_BETWEEN_LOOKS: u32 = 256;
+/// Collectives until it is looked again whether ranks, where there are more than cores, share these evenly. Seldomer between
+/// messages: long ones gain nothing by it.
+const CALLS_BETWEEN_PLACES: u32 = 16;
 /// Most turns: who moves much must look around.
 const TURNS: u32 = 32;
 
@@ -64,6 +67,12 @@ impl Engine {
         self.turns = self.turns.wrapping_add(1);
         if self.turns.is_multiple_of(CALLS_BETWEEN_LOOKS) {
             self.look_around(Instant::now());
+        }
+        let is_collective = matches!(operation, Some(Operation::Collective { .. }));
+        let between = if is_collective { CALLS_BETWEEN_PLACES } else { CALLS_BETWEEN_LOOKS };
+        if self.turns.is_multiple_of(between) {
+            // The system would not move a rank that yields and never sleeps.
+            self.take_place();
         }
         let idle = self.failure.is_none()
             && !self.left
@@ -137,7 +146,7 @@ impl Engine {
             };
         }
         if let Ok(Received::Whole) = received {
-            step.map_or_else(|| self.settings.flight.done(&told()), |step| step.end(true));
+            step.map_or_else(|| self.settings.flight.done(&told()), |step| attempts.end(&step));
             if self.peers[from].messages.is_busy() {
                 // It is owed credit.
                 self.turn_messages(from);
@@ -234,7 +243,7 @@ impl Engine {
             return Tried::Begun(Box::new(Rest { small, step, error }));
         }
         moment("moved", seq, 0);
-        step.map_or_else(|| flight.done(&told(&small)), |step| step.end(true));
+        step.map_or_else(|| flight.done(&told(&small)), |step| patience.end(&step));
         Tried::Done
     }
 
@@ -286,13 +295,15 @@ struct Attempts {
     /// With more ranks than cores it matters who shares one: to be found out, at first and after each yield.
     crowded: bool,
     unknown: bool,
+    /// It has done nothing but spin.
+    brief: bool,
 }
 
 impl Attempts {
     fn new(engine: &Engine) -> Self {
         let crowd = engine.settings.crowd;
         let crowded = crowd == Crowd::Cores;
-        Self { patience: Patience::brief(crowd), turns: 0, vain: 0, crowded, unknown: crowded }
+        Self { patience: Patience::brief(crowd), turns: 0, vain: 0, crowded, unknown: crowded, brief: true }
     }
 
     /// Waits for a moment if nothing `moved`; whether to try again. `near` tells whether one that is waited for shares
@@ -301,6 +312,7 @@ impl Attempts {
     fn go_on(&mut self, moved: bool, near: impl FnOnce() -> bool) -> bool {
         if moved {
             self.turns += 1;
+            self.brief = false;
             self.patience.moved();
             return self.turns < TURNS;
         }
@@ -315,6 +327,7 @@ impl Attempts {
                 }
             }
             Step::Yield => {
+                self.brief = false;
                 let begin = Instant::now();
                 std::thread::yield_now();
                 self.patience.yielded(begin.elapsed());
@@ -323,5 +336,11 @@ impl Attempts {
             Step::Sleep => return false,
         }
         true
+    }
+
+    /// Records that what was tried is done.
+    #[inline]
+    fn end(&self, step: &flight::Step) {
+        if self.brief { step.end_soon() } else { step.end(true) }
     }
 }

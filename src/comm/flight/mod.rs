@@ -340,9 +340,19 @@ impl Step {
 
     /// It has ended.
     pub(crate) fn end(&self, well: bool) {
+        self.ended(well, |_| now_ns());
+    }
+
+    /// It has ended well, within so few microseconds that the clock is not worth reading: it costs a tenth of a short
+    /// message. Its end is when it began.
+    pub(crate) fn end_soon(&self) {
+        self.ended(true, |slot| slot.get(layout::entry::STARTED));
+    }
+
+    fn ended(&self, well: bool, when: impl FnOnce(&ring::Slot<'_>) -> u64) {
         self.change(|slot| {
             slot.set(layout::entry::TAGS, self.tagged(if well { State::Done } else { State::Failed }));
-            slot.set(layout::entry::ENDED, now_ns());
+            slot.set(layout::entry::ENDED, when(slot));
             if well {
                 slot.set(layout::entry::RECEIVED, self.to_receive_bytes);
                 slot.set(layout::entry::RECEIVED + 1, self.to_send_bytes);

@@ -25,6 +25,10 @@ impl Slot<'_> {
     pub(super) fn set(&self, index: usize, word: u64) {
         self.0[index].store(word, Ordering::Relaxed);
     }
+
+    pub(super) fn get(&self, index: usize) -> u64 {
+        self.0[index].load(Ordering::Relaxed)
+    }
 }
 
 impl Ring {

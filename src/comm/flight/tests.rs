@@ -102,6 +102,10 @@ fn a_call_is_read_back_in_each_of_its_states() {
     second.end(false);
     let entry = &read()[1];
     assert_eq!((entry.state, entry.received_bytes, entry.sent_bytes), (State::Failed, 1, 2));
+    track.begin(&told(43)).end_soon();
+    let short = &read()[2];
+    assert_eq!((short.state, short.received_bytes, short.sent_bytes), (State::Done, 3 * 43, 5 * 43));
+    assert_eq!(short.ended_ns, short.started_ns);
 
     let recording = folder.only();
     assert_eq!(recording.names.call(&entry.call), "all_reduce(f32, 1042, sum)");

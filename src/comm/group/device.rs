@@ -43,10 +43,17 @@ impl Group {
         self.inner.shared.as_ref().map_or(Ok(()), |shared| shared.check(None))
     }
 
-    /// A rank that has left in good order, or is about to be known as lost.
-    pub(crate) fn absent(&self) -> Option<usize> {
-        let here = self.inner.shared.as_ref()?.look().here;
-        (0..self.size()).find(|&rank| rank != self.rank() && !here.contains(&rank))
+    /// Ranks that have left in good order, or are about to be known as lost.
+    pub(crate) fn absent(&self) -> Vec<usize> {
+        let Some(shared) = &self.inner.shared else { return Vec::new() };
+        let here = shared.look().here;
+        (0..self.size()).filter(|&rank| rank != self.rank() && !here.contains(&rank)).collect()
+    }
+
+    /// # Errors
+    /// [`CommError::InvalidArgument`] if this is a fork of the process that made it.
+    pub(crate) fn of_this_process(&self) -> Result<(), CommError> {
+        if self.is_forked() { self.inner.check_caller() } else { Ok(()) }
     }
 
     /// Whether this process is a fork of the one that made it.
@@ -56,7 +63,7 @@ impl Group {
 
     /// Ends it, unless it has ended: all ranks learn of the cause.
     pub(crate) fn end(&self, cause: Cause) {
-        if let Some(shared) = &self.inner.shared {
+        if let Some(shared) = self.inner.shared.as_ref().filter(|_| !self.is_forked()) {
             shared.end(cause);
         }
     }

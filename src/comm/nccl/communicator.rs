@@ -118,7 +118,10 @@ impl Communicator {
     pub(crate) unsafe fn enqueue(&self, steps: &[Step], stream: *mut c_void) -> Result<Progress, NcclError> {
         if let [step] = steps {
             // SAFETY: the caller's.
-            return unsafe { self.call(step, stream) };
+            let called = unsafe { self.call(step, stream) }?;
+            // Up to 2.23 a message alone is said to be done while a thread of NCCL still connects, and enqueues it then.
+            let is_message = matches!(step, Step::Send { .. } | Step::Recv { .. });
+            return if is_message { self.progress() } else { Ok(called) };
         }
         // SAFETY: has no arguments.
         let begun = unsafe { (self.functions.group_start)() };

@@ -24,8 +24,10 @@ pub(crate) mod meeting;
 mod models;
 mod moves;
 pub(crate) mod obstacle;
+mod pace;
 pub(crate) mod part;
 mod program;
+mod put;
 mod ring;
 pub(crate) mod run;
 pub(crate) mod segment;
@@ -47,6 +49,7 @@ use bells::Bells;
 use layout::{CALL_AT, Counter, INLINE_AT, PAST_AT, ROUND_BYTES, SLOT_HEADER, SLOTS, SMALL_BYTES};
 pub(crate) use layout::{Layout, RingLane};
 use meeting::Met;
+use pace::Pace;
 pub(crate) use program::is_known;
 use program::{Limits, Program, Step, Whom};
 use ring::Ring;
@@ -73,6 +76,8 @@ pub(crate) struct Node {
     begun: Vec<u32>,
     counted: [Vec<u64>; Counter::COUNT],
     scratch: Vec<u8>,
+    /// Of what is written here for the others.
+    pace: Pace,
     allocations: Arc<Allocations>,
     /// For the next run: saves an allocation.
     steps: Vec<Step>,
@@ -136,6 +141,7 @@ impl Node {
             begun,
             counted,
             scratch,
+            pace: Pace::default(),
             allocations: Arc::default(),
             steps,
         }

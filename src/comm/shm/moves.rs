@@ -84,7 +84,7 @@ pub(super) fn give(node: &Node, elements: &impl Elements, mut row: Range<usize>,
         if bytes.is_empty() {
             break;
         }
-        spot.of(spot.rank, row.start - start).view(node, bytes.len()).put(bytes);
+        spot.of(spot.rank, row.start - start).view(node, bytes.len()).put_at(&node.pace, bytes);
         row.start += bytes.len();
     }
     row.start - start
@@ -132,7 +132,7 @@ pub(super) fn add_up(
         let share = |rank: usize, at: usize, len: usize| place(rank, at).view(host, len).source();
         let tell = |at: usize, sums: &[u8]| {
             if tells {
-                place(host.me, at).view(host, sums.len()).put(sums);
+                place(host.me, at).view(host, sums.len()).put_at(&host.pace, sums);
             }
         };
         result = kernel.add_up(ranks, &mut own, &mut scratch, share, tell);
@@ -153,13 +153,14 @@ pub(super) fn add_up_direct(
     direct: &Direct,
 ) -> Result<usize, String> {
     let ranks = Ranks { count: node.ranks.len(), me: node.me };
+    let pace = &node.pace;
     let (mut own, Some(kernel)) = elements.summands(row.clone()) else { return Ok(0) };
     debug_assert_eq!(own.len(), row.len());
     let share = |rank: usize, at: usize, len: usize| direct.view(rank, row.start + at, len).source();
     let tell = |at: usize, sums: &[u8]| {
         for rank in (0..ranks.count).filter(|&rank| rank != ranks.me) {
             let into = direct.view(rank, row.start + at, sums.len());
-            if direct.bytes() <= CACHED_BYTES { into.put(sums) } else { into.put_far(sums) }
+            if direct.bytes() <= CACHED_BYTES { into.put_at(pace, sums) } else { into.put_far(sums) }
         }
     };
     kernel.add_up(ranks, &mut own, &mut node.scratch, share, tell)?;

@@ -9,6 +9,7 @@ use std::sync::atomic::Ordering;
 
 use super::bells::Bells;
 use super::layout::RingPlace;
+use super::pace::Pace;
 use super::segment::Segment;
 use crate::links::Link;
 
@@ -34,6 +35,7 @@ pub(crate) struct Ring {
     come: u64,
     /// Bytes read of which the other end knows.
     told: u64,
+    pace: Pace,
 }
 
 impl Ring {
@@ -45,7 +47,19 @@ impl Ring {
         out: RingPlace,
         into: RingPlace,
     ) -> Self {
-        Self { segment, bells, peer, out, into, written: 0, taken: 0, read: 0, come: 0, told: 0 }
+        Self {
+            segment,
+            bells,
+            peer,
+            out,
+            into,
+            written: 0,
+            taken: 0,
+            read: 0,
+            come: 0,
+            told: 0,
+            pace: Pace::default(),
+        }
     }
 
     /// Bytes that can be written now, and where the first of them goes; those that lie together.
@@ -102,7 +116,7 @@ impl Link for Ring {
                     break 'parts;
                 }
                 let (now, rest) = part.split_at(room.min(part.len()).min(STEP_BYTES));
-                self.segment.view(at, now.len()).put(now);
+                self.segment.view(at, now.len()).put_at(&self.pace, now);
                 self.written += now.len() as u64;
                 sent += now.len();
                 part = rest;

@@ -8,7 +8,6 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
-use std::sync::LazyLock;
 use std::sync::atomic::AtomicU64;
 
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
@@ -18,10 +17,6 @@ use crate::kernels::Source;
 
 /// Nobody can make it shorter: touching it never is a SIGBUS.
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
-
-/// Copies into shared memory of so many bytes and more fetch lines before, so many bytes at a time.
-const FETCHED_BYTES: usize = 512;
-const LINE_BYTES: usize = 64;
 
 /// A mapping of shared memory.
 #[derive(Debug)]
@@ -40,8 +35,8 @@ unsafe impl Sync for Segment {}
 /// Some of the bytes of a segment.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct View<'a> {
-    start: *mut u8,
-    bytes: usize,
+    pub(super) start: *mut u8,
+    pub(super) bytes: usize,
     segment: PhantomData<&'a Segment>,
 }
 
@@ -157,34 +152,6 @@ impl Drop for Segment {
 }
 
 impl<'a> View<'a> {
-    /// Copies `bytes`, which are as many, into it.
-    #[inline(always)]
-    pub(crate) fn put(self, bytes: &[u8]) {
-        if bytes.len() >= FETCHED_BYTES && *FETCHES { self.put_many(bytes) } else { self.put_far(bytes) }
-    }
-
-    /// The same, where no other core has what was there.
-    #[allow(unsafe_code)]
-    #[inline(always)]
-    pub(crate) fn put_far(self, bytes: &[u8]) {
-        assert_eq!(bytes.len(), self.bytes);
-        // SAFETY: both have so many bytes; a slice of Rust never lies in shared memory that is written by views.
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.start, self.bytes) };
-    }
-
-    /// The same, with the lines fetched for writing a little before.
-    #[allow(unsafe_code)]
-    fn put_many(self, bytes: &[u8]) {
-        assert_eq!(bytes.len(), self.bytes);
-        fetch_for_writing(self.start, FETCHED_BYTES);
-        for (index, piece) in bytes.chunks(FETCHED_BYTES).enumerate() {
-            let into = self.start.wrapping_add(index * FETCHED_BYTES);
-            fetch_for_writing(into.wrapping_add(FETCHED_BYTES), FETCHED_BYTES);
-            // SAFETY: as in `put_far`, piece by piece.
-            unsafe { std::ptr::copy_nonoverlapping(piece.as_ptr(), into, piece.len()) };
-        }
-    }
-
     /// To be worked on by a kernel.
     #[allow(unsafe_code)]
     #[inline(always)]
@@ -201,35 +168,6 @@ impl<'a> View<'a> {
         assert_eq!(into.len(), self.bytes);
         // SAFETY: as in `put_far`.
         unsafe { std::ptr::copy_nonoverlapping(self.start, into.as_mut_ptr(), self.bytes) };
-    }
-}
-
-/// Whether it is quicker to ask for lines before they are written: others have read what was there, and to write a line
-/// that another core has takes a way there and back. Measured with two cores of a Xeon (Cascade Lake): 18 instead of 12
-/// GB/s from 16 KiB on; of an EPYC (Zen 5): a tenth to a third slower. What is not known to gain does without.
-static FETCHES: LazyLock<bool> = LazyLock::new(|| {
-    #[cfg(target_arch = "x86_64")]
-    {
-        let vendor = std::arch::x86_64::__cpuid(0);
-        [vendor.ebx, vendor.edx, vendor.ecx].map(u32::to_le_bytes).as_flattened() == b"GenuineIntel"
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    false
-});
-
-/// Asks the processor for the lines of `bytes` bytes, to write to them soon. Of memory that is not there it asks nothing.
-#[inline(always)]
-fn fetch_for_writing(start: *const u8, bytes: usize) {
-    for at in (0..bytes).step_by(LINE_BYTES) {
-        let line = start.wrapping_add(at);
-        // SAFETY: a hint that changes nothing and never faults, wherever it points; processors without it skip it.
-        #[cfg(target_arch = "x86_64")]
-        #[allow(unsafe_code)]
-        unsafe {
-            std::arch::asm!("prefetchw [{}]", in(reg) line, options(readonly, nostack, preserves_flags));
-        }
-        #[cfg(not(target_arch = "x86_64"))]
-        let _ = line;
     }
 }
 

@@ -6,6 +6,8 @@
 mod common;
 #[path = "../../../launcher-tests/gpu/simulated.rs"]
 mod simulated;
+#[path = "device/threads.rs"]
+mod threads;
 
 use std::sync::Arc;
 use std::sync::mpsc::channel;

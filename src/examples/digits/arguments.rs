@@ -20,6 +20,8 @@ Options:
   --gradients HOW        how they are averaged: `ddp`, in buckets while the next ones are computed; `late`, in
                          buckets after that; `by-hand`, all with one all_reduce [ddp]
   --bucket-bytes N       size of a bucket [1048576]
+  --device WHERE         where it is computed: `cpu`; `cuda`, on this worker's GPU, gradients by NCCL; `staged`, there
+                         as well, gradients through the host [cpu]
   --trace FILE           write what all ranks did when, for https://ui.perfetto.dev
   --print-every N        print each Nth epoch only, and the last one [1]
   --die-at EPOCH:RANK    on the first attempt, this rank kills itself in the middle of this epoch
@@ -35,6 +37,7 @@ pub(crate) struct Arguments {
     pub(crate) hidden: Vec<usize>,
     pub(crate) gradients: Gradients,
     pub(crate) bucket_bytes: usize,
+    pub(crate) device: Place,
     pub(crate) trace: Option<PathBuf>,
     pub(crate) seed: u64,
     pub(crate) checkpoint: Option<PathBuf>,
@@ -49,6 +52,16 @@ pub(crate) enum Gradients {
     Ddp { overlap: bool },
     /// By one call after the backward pass.
     ByHand,
+}
+
+/// Where it is computed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Place {
+    Cpu,
+    /// On a GPU; gradients by NCCL.
+    Cuda,
+    /// On a GPU; gradients through the host.
+    Staged,
 }
 
 /// A failure on demand, to show what happens then.
@@ -69,6 +82,7 @@ impl Arguments {
             hidden: vec![64],
             gradients: Gradients::Ddp { overlap: true },
             bucket_bytes: 1 << 20,
+            device: Place::Cpu,
             trace: None,
             seed: 1,
             checkpoint: None,
@@ -96,6 +110,9 @@ impl Arguments {
                     arguments.gradients = checked(&parser.value()?, "ddp, late or by-hand", gradients)?;
                 }
                 Long("bucket-bytes") => arguments.bucket_bytes = parser.value()?.parse()?,
+                Long("device") => {
+                    arguments.device = checked(&parser.value()?, "cpu, cuda or staged", place)?;
+                }
                 Long("trace") => arguments.trace = Some(parser.value()?.into()),
                 Long("seed") => arguments.seed = parser.value()?.parse()?,
                 Long("print-every") => {
@@ -112,7 +129,16 @@ impl Arguments {
                 Long(_) | Short(_) | Value(_) => return Err(argument.unexpected()),
             }
         }
+        if arguments.device != Place::Cpu && arguments.gradients == Gradients::ByHand {
+            let what = "--gradients=by-hand goes with --device=cpu only";
+            return Err(lexopt::Error::Custom(what.into()));
+        }
         Ok(Some(arguments))
+    }
+
+    /// Whether gradients are sent while the next ones are computed.
+    pub(crate) fn overlaps(&self) -> bool {
+        self.gradients == Gradients::Ddp { overlap: true }
     }
 }
 
@@ -133,6 +159,15 @@ fn gradients(text: &str) -> Option<Gradients> {
         "ddp" => Some(Gradients::Ddp { overlap: true }),
         "late" => Some(Gradients::Ddp { overlap: false }),
         "by-hand" => Some(Gradients::ByHand),
+        _ => None,
+    }
+}
+
+fn place(text: &str) -> Option<Place> {
+    match text {
+        "cpu" => Some(Place::Cpu),
+        "cuda" => Some(Place::Cuda),
+        "staged" => Some(Place::Staged),
         _ => None,
     }
 }
@@ -167,6 +202,7 @@ mod tests {
             ["--die-at", "2:1"],
             ["--gradients=late", "--bucket-bytes=5"],
             ["--trace", "t.json"],
+            ["--device", "staged"],
         ]
         .concat();
         let expected = Arguments {
@@ -176,6 +212,7 @@ mod tests {
             hidden: vec![128, 32],
             gradients: Gradients::Ddp { overlap: false },
             bucket_bytes: 5,
+            device: Place::Staged,
             trace: Some("t.json".into()),
             seed: 9,
             checkpoint: Some("x".into()),
@@ -199,12 +236,15 @@ mod tests {
             ("--epochs=-1", "-1"),
             ("--hidden=", " is not numbers of units, as in 64,64"),
             ("--hidden=64,0", "64,0 is not numbers of units"),
+            ("--device=gpu", "gpu is not cpu, cuda or staged"),
             ("--gradients=slow", "slow is not ddp, late or by-hand"),
             ("--seed=x", "x"),
             ("--checkpoint", "missing argument"),
             ("--speed=1", "--speed"),
             ("data.csv", "data.csv"),
         ];
+        let both = parse(&["--device=cuda", "--gradients=by-hand"]).unwrap_err();
+        assert_eq!(both, "--gradients=by-hand goes with --device=cpu only");
         for (word, message) in cases {
             let error = parse(&[word]).unwrap_err();
             assert!(error.contains(message), "{word}: {error}");

@@ -1,13 +1,14 @@
 //! Trains a small network on real images of handwritten digits, on one worker or on many.
 //!
 //! Data-parallel training, complete: each rank computes on its share of every batch, the gradients are averaged while
-//! they are computed (`train`), rank 0 keeps a checkpoint (`checkpoint`) from which a restarted job goes on, and at the
+//! they are computed (`train`; on GPUs `device`), rank 0 keeps a checkpoint (`checkpoint`) from which a restarted job goes on, and at the
 //! end all ranks prove that they hold the same parameters.
 
 mod arguments;
 mod averages;
 mod checkpoint;
 mod data;
+mod device;
 mod hash;
 mod network;
 mod train;

@@ -55,6 +55,11 @@ impl Network {
         &self.units[1..self.units.len() - 1]
     }
 
+    /// Units of each layer, the pixels first and the classes last.
+    pub(crate) fn units(&self) -> &[usize] {
+        &self.units
+    }
+
     fn layers(&self) -> usize {
         self.units.len() - 1
     }

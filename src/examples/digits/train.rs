@@ -9,10 +9,11 @@ use convoke_comm::{CommError, ReduceOp, World};
 use convoke_train::{Sampler, Tail, Trace, TrainError as DdpError};
 use nix::sys::signal::{Signal, raise};
 
-use crate::arguments::Arguments;
+use crate::arguments::{Arguments, Place};
 use crate::averages::Averages;
 use crate::checkpoint::{Checkpoint, CheckpointError};
 use crate::data::{self, DataError, Example};
+use crate::device::OnDevice;
 use crate::hash::fnv1a;
 use crate::network::Network;
 
@@ -37,6 +38,10 @@ pub(crate) enum TrainError {
     NoSuchRank { rank: usize, world: usize },
     #[error("the ranks ended with different parameters: hashes from {least:016x} to {most:016x}")]
     Diverged { least: i64, most: i64 },
+    #[error(
+        "a batch of {batch} for layers of up to {units} units is too large for a GPU; lower --batch or --hidden"
+    )]
+    TooLarge { batch: usize, units: usize },
     #[error("cannot print: {0}")]
     Output(#[from] io::Error),
 }
@@ -72,8 +77,14 @@ pub(crate) fn train(arguments: &Arguments, world: &World) -> Result<(), TrainErr
     // Each example once in an epoch: where a rank has one less than others, its share weighs less.
     let sampler = Sampler::new(data.training.len(), rank, size).shuffled(arguments.seed).tail(Tail::Uneven);
     let trace = if arguments.trace.is_some() { Trace::default() } else { Trace::off() };
-    let averages = Averages::new(arguments, world, &network, &trace)?;
-    let mut training = Training { averages, trace, network, arguments, world };
+    let at = match arguments.device {
+        Place::Cpu => At::Host(Averages::new(arguments, world, &network, &trace)?),
+        Place::Cuda | Place::Staged => {
+            let on_device = OnDevice::new(arguments, world, &network, &data.training, &trace, MOMENTUM)?;
+            At::Device(Box::new(on_device))
+        }
+    };
+    let mut training = Training { at, trace, network, arguments, world };
     let mut times = Vec::new();
     for epoch in done + 1..=arguments.epochs {
         let begin = Instant::now();
@@ -123,9 +134,16 @@ fn start(arguments: &Arguments, world: &World) -> Result<(Network, u32), TrainEr
 struct Training<'a> {
     arguments: &'a Arguments,
     world: &'a World,
+    /// On a device this is what an epoch has left.
     network: Network,
-    averages: Averages<'a>,
+    at: At<'a>,
     trace: Trace,
+}
+
+/// Where steps are computed.
+enum At<'a> {
+    Host(Averages<'a>),
+    Device(Box<OnDevice>),
 }
 
 impl Training<'_> {
@@ -142,30 +160,24 @@ impl Training<'_> {
             if order.position() > examples.len() / 2 {
                 self.die_if_asked(epoch);
             }
-            let own: Vec<&Example> = batch.own().iter().map(|&index| &examples[index]).collect();
             // The mean over ranks of (sum over a rank's examples) x size / (examples of all ranks) is the mean
             // over examples, also where a rank has fewer of them, or none.
             let weight = self.world.size() as f32 / batch.examples() as f32;
-            let loss = self.step(&own, weight)?;
-            total_loss += f64::from(loss) * batch.examples() as f64;
+            match &mut self.at {
+                At::Host(averages) => {
+                    let own: Vec<&Example> = batch.own().iter().map(|&index| &examples[index]).collect();
+                    let rate = self.arguments.learning_rate;
+                    let loss = step(averages, &mut self.network, &own, weight, rate, &self.trace)?;
+                    total_loss += f64::from(loss) * batch.examples() as f64;
+                }
+                At::Device(on_device) => on_device.step(batch.own(), weight, batch.examples())?,
+            }
             steps += 1;
         }
-        Ok((total_loss / examples.len() as f64, steps))
-    }
-
-    /// One step on a batch, of which `own` are this rank's examples; the mean loss.
-    fn step(&mut self, own: &[&Example], weight: f32) -> Result<f32, TrainError> {
-        let Self { averages, network, trace, .. } = self;
-        let span = trace.span("forward");
-        let activations = network.forward(own);
-        span.end();
-        averages.backward(network, own, activations, weight, trace)?;
-        let _span = trace.span("step");
-        let loss = network.parameters.len();
-        for parameter in 0..loss {
-            network.descend(parameter, averages.of(parameter), self.arguments.learning_rate, MOMENTUM);
+        if let At::Device(on_device) = &mut self.at {
+            total_loss = on_device.end_epoch(&mut self.network)?;
         }
-        Ok(averages.of(loss)[0])
+        Ok((total_loss / examples.len() as f64, steps))
     }
 
     fn die_if_asked(&self, epoch: u32) {
@@ -175,6 +187,27 @@ impl Training<'_> {
             let _ = raise(Signal::SIGKILL);
         }
     }
+}
+
+/// One step on the host, on a batch of which `own` are this rank's examples; the mean loss.
+fn step(
+    averages: &mut Averages<'_>,
+    network: &mut Network,
+    own: &[&Example],
+    weight: f32,
+    rate: f32,
+    trace: &Trace,
+) -> Result<f32, TrainError> {
+    let span = trace.span("forward");
+    let activations = network.forward(own);
+    span.end();
+    averages.backward(network, own, activations, weight, trace)?;
+    let _span = trace.span("step");
+    let loss = network.parameters.len();
+    for parameter in 0..loss {
+        network.descend(parameter, averages.of(parameter), rate, MOMENTUM);
+    }
+    Ok(averages.of(loss)[0])
 }
 
 /// The share of these images that the network names rightly; each rank looks at some of them.

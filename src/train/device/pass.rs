@@ -6,6 +6,7 @@ use std::sync::Arc;
 use convoke_comm::ReduceOp;
 use convoke_comm::device::cudarc::driver::{CudaStream, CudaViewMut, DevicePtr, DeviceRepr, ValidAsZeroBits};
 
+use super::add::Adder;
 use super::{DeviceDdp, Gradient, Share, TrainError, device};
 use crate::bucket::Place;
 use crate::ddp::NAMED;
@@ -30,11 +31,12 @@ impl<'a, T: Gradient + DeviceRepr + ValidAsZeroBits> DevicePass<'a, T> {
         Self { ddp, compute, sync, sent: 0, finished: false }
     }
 
-    /// The gradient of a parameter, which is copied behind what the computing stream has to do; and [`Self::ready`].
+    /// Adds to the gradient of a parameter, behind what the computing stream has to do; and [`Self::ready`]. A copy, where
+    /// there is nothing yet.
     ///
     /// # Errors
-    /// [`TrainError::InvalidArgument`] if there is no such parameter, the lengths differ, it is ready, or something was added to
-    /// it before, to which only a kernel can add. Else as [`Self::ready`].
+    /// [`TrainError::InvalidArgument`] if there is no such parameter, the lengths differ, or it is ready. Else as
+    /// [`Self::ready`].
     pub fn add(&mut self, parameter: usize, gradient: &impl DevicePtr<T>) -> Result<(), TrainError> {
         self.check(parameter)?;
         let Place { bucket, range } = self.ddp.layout.place(parameter).clone();
@@ -44,12 +46,22 @@ impl<'a, T: Gradient + DeviceRepr + ValidAsZeroBits> DevicePass<'a, T> {
             let what = format!("a gradient of {theirs} elements for {}, which has {ours}", name());
             return Err(TrainError::InvalidArgument(what));
         }
-        if self.ddp.shares[parameter] == Share::Own {
-            let what = format!("{} has something already: add to it in `gradient`", name());
-            return Err(TrainError::InvalidArgument(what));
+        let DeviceDdp { buckets, adder, shares, .. } = &mut *self.ddp;
+        let mut into = buckets[bucket].memory.slice_mut(range);
+        if shares[parameter] == Share::Own {
+            let adder = match adder {
+                Some(adder) => adder,
+                None => {
+                    let made = Adder::new::<T>(self.compute.context());
+                    adder.insert(made.map_err(device("the device takes no kernel that adds"))?)
+                }
+            };
+            let added = adder.add(self.compute, &mut into, gradient);
+            added.map_err(device("a kernel on the device failed"))?;
+        } else {
+            let copied = self.compute.memcpy_dtod(gradient, &mut into);
+            copied.map_err(device("a copy on the device failed"))?;
         }
-        let mut into = self.ddp.buckets[bucket].memory.slice_mut(range);
-        self.compute.memcpy_dtod(gradient, &mut into).map_err(device("a copy on the device failed"))?;
         self.ddp.shares[parameter] = Share::Own;
         self.ready(parameter)
     }

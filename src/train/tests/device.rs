@@ -2,13 +2,14 @@
 
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
 
+use std::fmt::Debug;
 use std::sync::Arc;
 
-use convoke_comm::device::cudarc::driver::CudaStream;
+use convoke_comm::device::cudarc::driver::{CudaStream, DeviceRepr, ValidAsZeroBits};
 use convoke_comm::device::{self, DeviceOptions};
-use convoke_comm::{CommError, Group, GroupOptions};
+use convoke_comm::{CommError, Group, GroupOptions, bf16, f16};
 use convoke_store::{MemoryStore, Store};
-use convoke_train::{DdpOptions, DeviceDdp, TrainError};
+use convoke_train::{DdpOptions, DeviceDdp, Gradient, TrainError};
 
 #[path = "../../../launcher-tests/gpu/simulated.rs"]
 mod simulated;
@@ -76,12 +77,69 @@ fn what_passes_without_sending_leave_is_sent_with_the_next() {
         stream.memcpy_htod(&[group.rank() as f32; 4], &mut pass.gradient(0).unwrap()).unwrap();
         pass.finish().unwrap();
         assert_eq!(average(&ddp, &stream, 0), [group.rank() as f32; 4]);
-        let mut pass = ddp.pass(&stream);
-        let more = stream.clone_htod(&[1.0_f32; 4]).unwrap();
-        let error = pass.add(0, &more).unwrap_err();
-        assert_eq!(error.to_string(), "only has something already: add to it in `gradient`");
-        pass.finish().unwrap();
+        ddp.pass(&stream).finish().unwrap();
         assert_eq!(average(&ddp, &stream, 0), [0.5; 4]);
+    });
+}
+
+/// What a device adds to `a`, where a pass without sending has left it: `b`.
+fn added<T: Gradient + DeviceRepr + ValidAsZeroBits>(
+    group: &Group,
+    stream: &Arc<CudaStream>,
+    a: &[T],
+    b: &[T],
+) -> Vec<T> {
+    let mut ddp = DeviceDdp::<T>::new(group, stream.context(), [("only", a.len())], options()).unwrap();
+    for values in [a, b] {
+        let mut pass = ddp.pass_no_sync(stream);
+        pass.add(0, &stream.clone_htod(values).unwrap()).unwrap();
+        pass.finish().unwrap();
+    }
+    stream.clone_dtoh(&ddp.average(0)).unwrap()
+}
+
+/// As on the host: in `f32`, rounded once.
+fn same_as_on_the_host<T: Gradient + DeviceRepr + ValidAsZeroBits + PartialOrd + Debug>(
+    group: &Group,
+    stream: &Arc<CudaStream>,
+    of_bits: impl Fn(u16) -> T,
+    sum: impl Fn(&T, &T) -> T,
+    bits: impl Fn(&T) -> u16,
+) {
+    // All values, to each of which a few others are added: subnormal, huge, infinite ones, ties, and what is no number.
+    let all: Vec<T> = (0..=u16::MAX).map(&of_bits).collect();
+    for other in [0, 1, 0x0400, 0x3C00, 0x3F80, 0x7BFF, 0x7C00, 0x7F7F, 0x7F80, 0x8001, 0xBC01, 0xFF80] {
+        let others = vec![of_bits(other); all.len()];
+        let on_device = added(group, stream, &all, &others);
+        for (a, got) in all.iter().zip(&on_device) {
+            let expected = sum(a, &others[0]);
+            // Which of those that are no number is nobody's promise; they alone cannot be compared with themselves.
+            let is_none = |value: &T| value.partial_cmp(value).is_none();
+            let both_none = is_none(&expected) && is_none(got);
+            assert!(
+                both_none || bits(&expected) == bits(got),
+                "{a:?} + {:?}: {expected:?}, {got:?}",
+                others[0]
+            );
+        }
+    }
+}
+
+#[test]
+fn what_is_handed_over_is_added_to_what_is_there() {
+    if !is_simulated("what_is_handed_over_is_added_to_what_is_there", &[]) {
+        return;
+    }
+    ranks(1, |group, stream| {
+        assert_eq!(added(&group, &stream, &[1.0_f32, 2.0], &[0.5, -2.0]), [1.5, 0.0]);
+        assert_eq!(added(&group, &stream, &[1e300_f64], &[1e300]), [2e300]);
+        // More elements than a launch has threads.
+        let many = 1_500_000;
+        assert_eq!(added(&group, &stream, &vec![1.0_f32; many], &vec![2.0; many]), vec![3.0; many]);
+        let sum = |a: &f16, b: &f16| f16::from_f32(a.to_f32() + b.to_f32());
+        same_as_on_the_host(&group, &stream, f16::from_bits, sum, |value| value.to_bits());
+        let sum = |a: &bf16, b: &bf16| bf16::from_f32(a.to_f32() + b.to_f32());
+        same_as_on_the_host(&group, &stream, bf16::from_bits, sum, |value| value.to_bits());
     });
 }
 

@@ -1,0 +1,139 @@
+//! Several threads, more calls than fit, ranks that are not needed, and forks.
+
+use super::*;
+
+#[test]
+fn a_group_is_cut_while_another_thread_calls() {
+    if !is_simulated("threads::a_group_is_cut_while_another_thread_calls", &[]) {
+        return;
+    }
+    on_devices(1, |group, stream| {
+        let other = group.clone();
+        let cuts = std::thread::spawn(move || {
+            for _ in 0..50 {
+                let cut = other.split(Some(0), 0).unwrap().unwrap();
+                assert!(cut.has_device());
+            }
+        });
+        let mut buf = buffer(&stream, &[3.0_f32]);
+        while !cuts.is_finished() {
+            drop(group.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).unwrap());
+        }
+        cuts.join().unwrap();
+        assert_eq!(stream.clone_dtoh(&buf).unwrap(), [3.0]);
+    });
+}
+
+#[test]
+fn messages_go_on_without_a_rank_that_has_left() {
+    if !is_simulated("threads::messages_go_on_without_a_rank_that_has_left", &[]) {
+        return;
+    }
+    let has_left = common::Gate::new(3);
+    on_devices(3, |group, stream| {
+        let rank = group.rank();
+        if rank == 2 {
+            drop(group);
+            has_left.wait();
+            return;
+        }
+        has_left.wait();
+        let mut buf = buffer(&stream, &[rank as f32]);
+        if rank == 0 {
+            // Longer than what a rank has left behind is waited for.
+            let message = group.on(&stream).unwrap().recv(&mut buf, 1).unwrap();
+            message.wait().unwrap();
+            assert_eq!(stream.clone_dtoh(&buf).unwrap(), [1.0]);
+        } else {
+            let spin = Spin::on(&stream);
+            let message = group.on(&stream).unwrap().send(&buf, 0).unwrap();
+            let message = message
+                .wait_timeout(Duration::from_millis(1500))
+                .unwrap()
+                .expect_err("a kernel is before it");
+            drop(spin);
+            message.wait().unwrap();
+        }
+    });
+}
+
+#[test]
+fn who_calls_more_than_a_device_takes_waits_until_some_is_done() {
+    if !is_simulated("threads::who_calls_more_than_a_device_takes_waits_until_some_is_done", &[]) {
+        return;
+    }
+    on_devices(1, |group, stream| {
+        let mut buf = buffer(&stream, &[1.0_f32]);
+        let spin = Spin::on(&stream);
+        let (called, calls) = channel();
+        let caller = std::thread::spawn(move || {
+            for _ in 0..1000 {
+                drop(group.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).unwrap());
+                called.send(()).unwrap();
+            }
+            assert_eq!(stream.clone_dtoh(&buf).unwrap(), [1.0]);
+        });
+        let mut before = 0;
+        while calls.recv_timeout(Duration::from_millis(500)).is_ok() {
+            before += 1;
+        }
+        assert_eq!(before, 64);
+        drop(spin);
+        caller.join().unwrap();
+        assert_eq!(calls.iter().count(), 1000 - before);
+    });
+}
+
+#[test]
+fn an_abort_frees_who_waits_to_call() {
+    if !is_simulated("threads::an_abort_frees_who_waits_to_call", &[]) {
+        return;
+    }
+    on_devices(1, |group, stream| {
+        let mut buf = buffer(&stream, &[1.0_f32]);
+        let _spin = Spin::on(&stream);
+        let (other, begun) = (group.clone(), Instant::now());
+        let abort = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(300));
+            other.abort("enough");
+        });
+        let mut call = || group.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).map(drop);
+        let error = (0..1000).find_map(|_| call().err()).unwrap();
+        assert!(matches!(error, CommError::Aborted { .. }), "{error}");
+        assert!(begun.elapsed() < AT_ONCE, "{:?}", begun.elapsed());
+        abort.join().unwrap();
+        std::mem::forget(buf);
+    });
+}
+
+#[test]
+#[allow(unsafe_code)]
+fn a_fork_has_no_part_in_what_is_under_way() {
+    if !is_simulated("threads::a_fork_has_no_part_in_what_is_under_way", &[]) {
+        return;
+    }
+    on_devices(1, |group, stream| {
+        let mut buf = buffer(&stream, &[1.0_f32]);
+        let known = group.register(buffer(&stream, &[1.0_f32])).unwrap();
+        let spin = Spin::on(&stream);
+        let work = group.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).unwrap();
+        // SAFETY: the child uses what this thread alone has, and ends with _exit.
+        match unsafe { nix::unistd::fork() }.unwrap() {
+            nix::unistd::ForkResult::Child => {
+                drop(known);
+                let error = work.wait().unwrap_err().to_string();
+                let failed = error.contains("this is a fork of it") && group.on(&stream).is_err();
+                drop(group);
+                // SAFETY: ends the process at once.
+                unsafe { nix::libc::_exit(i32::from(!failed)) };
+            }
+            nix::unistd::ForkResult::Parent { child } => {
+                let status = nix::sys::wait::waitpid(child, None).unwrap();
+                assert!(matches!(status, nix::sys::wait::WaitStatus::Exited(_, 0)), "{status:?}");
+                drop((spin, known));
+                work.wait().unwrap();
+                group.barrier().unwrap();
+            }
+        }
+    });
+}

@@ -1,0 +1,213 @@
+//! What is asked of the GPU (`kernels.cu`), with the arguments in order.
+
+use std::sync::Arc;
+
+use convoke_comm::device::cudarc::driver::{
+    CudaFunction, CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DriverError, LaunchArgs, LaunchConfig,
+    PushKernelArg,
+};
+use convoke_comm::device::cudarc::nvrtc::Ptx;
+
+const THREADS: u32 = 128;
+
+/// The kernels, on one stream.
+pub(crate) struct Kernels {
+    stream: Arc<CudaStream>,
+    gather: CudaFunction,
+    forward: CudaFunction,
+    softmax: CudaFunction,
+    sum: CudaFunction,
+    weights_gradient: CudaFunction,
+    bias_gradient: CudaFunction,
+    errors_before: CudaFunction,
+    descend: CudaFunction,
+    add_loss: CudaFunction,
+}
+
+/// What a layer is: units that give, units that it gives, rows of a batch.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Layer {
+    pub(crate) inputs: u32,
+    pub(crate) units: u32,
+    pub(crate) rows: u32,
+}
+
+#[allow(unsafe_code)]
+impl Kernels {
+    pub(crate) fn new(stream: &Arc<CudaStream>) -> Result<Self, DriverError> {
+        let module = stream.context().load_module(Ptx::from_src(include_str!("kernels.ptx")))?;
+        let function = |name| module.load_function(name);
+        Ok(Self {
+            stream: Arc::clone(stream),
+            gather: function("gather")?,
+            forward: function("forward")?,
+            softmax: function("softmax")?,
+            sum: function("sum")?,
+            weights_gradient: function("weights_gradient")?,
+            bias_gradient: function("bias_gradient")?,
+            errors_before: function("errors_before")?,
+            descend: function("descend")?,
+            add_loss: function("add_loss")?,
+        })
+    }
+
+    /// The pixels of the chosen examples.
+    pub(crate) fn gather(
+        &self,
+        rows: &mut CudaSlice<f32>,
+        all: &CudaSlice<f32>,
+        chosen: &CudaSlice<u32>,
+        pixels: u32,
+        count: u32,
+    ) -> Result<(), DriverError> {
+        let values = pixels * count;
+        let mut launch = self.stream.launch_builder(&self.gather);
+        launch.arg(rows).arg(all).arg(chosen).arg(&pixels).arg(&values);
+        // SAFETY: the kernel's arguments; `rows` has that many values, and `chosen` names images that are in `all`.
+        unsafe { start(launch, values) }
+    }
+
+    /// What a layer gives.
+    pub(crate) fn forward(
+        &self,
+        given: &mut CudaSlice<f32>,
+        from: &CudaSlice<f32>,
+        (weights, bias): (&CudaSlice<f32>, &CudaSlice<f32>),
+        Layer { inputs, units, rows }: Layer,
+        is_rectified: bool,
+    ) -> Result<(), DriverError> {
+        let (values, rectified) = (units * rows, u32::from(is_rectified));
+        let mut launch = self.stream.launch_builder(&self.forward);
+        launch
+            .arg(given)
+            .arg(from)
+            .arg(weights)
+            .arg(bias)
+            .arg(&inputs)
+            .arg(&units)
+            .arg(&values)
+            .arg(&rectified);
+        // SAFETY: the kernel's arguments, whose lengths are those of the layer.
+        unsafe { start(launch, values) }
+    }
+
+    /// Turns scores into their errors, times `weight`, and gives the loss of each row.
+    pub(crate) fn softmax(
+        &self,
+        (scores, losses): (&mut CudaSlice<f32>, &mut CudaSlice<f32>),
+        labels: &CudaSlice<u32>,
+        chosen: &CudaSlice<u32>,
+        classes: u32,
+        weight: f32,
+        rows: u32,
+    ) -> Result<(), DriverError> {
+        let mut launch = self.stream.launch_builder(&self.softmax);
+        launch.arg(scores).arg(losses).arg(labels).arg(chosen).arg(&classes).arg(&weight).arg(&rows);
+        // SAFETY: the kernel's arguments; `labels` are less than `classes`, and `chosen` names some of them.
+        unsafe { start(launch, rows) }
+    }
+
+    /// The sum of the first `count`, times `weight`.
+    pub(crate) fn sum(
+        &self,
+        mut into: impl DevicePtrMut<f32>,
+        of: &CudaSlice<f32>,
+        weight: f32,
+        count: u32,
+    ) -> Result<(), DriverError> {
+        let (into, _written) = into.device_ptr_mut(&self.stream);
+        let mut launch = self.stream.launch_builder(&self.sum);
+        launch.arg(&into).arg(of).arg(&weight).arg(&count);
+        // SAFETY: the kernel's arguments; it writes one value.
+        unsafe { start(launch, 1) }
+    }
+
+    pub(crate) fn weights_gradient(
+        &self,
+        mut gradient: impl DevicePtrMut<f32>,
+        errors: &CudaSlice<f32>,
+        from: &CudaSlice<f32>,
+        Layer { inputs, units, rows }: Layer,
+    ) -> Result<(), DriverError> {
+        let (gradient, _written) = gradient.device_ptr_mut(&self.stream);
+        let mut launch = self.stream.launch_builder(&self.weights_gradient);
+        launch.arg(&gradient).arg(errors).arg(from).arg(&inputs).arg(&units).arg(&rows);
+        // SAFETY: the kernel's arguments, whose lengths are those of the layer.
+        unsafe { start(launch, inputs * units) }
+    }
+
+    pub(crate) fn bias_gradient(
+        &self,
+        mut gradient: impl DevicePtrMut<f32>,
+        errors: &CudaSlice<f32>,
+        Layer { units, rows, .. }: Layer,
+    ) -> Result<(), DriverError> {
+        let (gradient, _written) = gradient.device_ptr_mut(&self.stream);
+        let mut launch = self.stream.launch_builder(&self.bias_gradient);
+        launch.arg(&gradient).arg(errors).arg(&units).arg(&rows);
+        // SAFETY: the kernel's arguments, whose lengths are those of the layer.
+        unsafe { start(launch, units) }
+    }
+
+    /// Errors of what a layer was given.
+    pub(crate) fn errors_before(
+        &self,
+        before: &mut CudaSlice<f32>,
+        errors: &CudaSlice<f32>,
+        weights: &CudaSlice<f32>,
+        from: &CudaSlice<f32>,
+        Layer { inputs, units, rows }: Layer,
+    ) -> Result<(), DriverError> {
+        let values = inputs * rows;
+        let mut launch = self.stream.launch_builder(&self.errors_before);
+        launch.arg(before).arg(errors).arg(weights).arg(from).arg(&inputs).arg(&units).arg(&values);
+        // SAFETY: the kernel's arguments, whose lengths are those of the layer.
+        unsafe { start(launch, values) }
+    }
+
+    pub(crate) fn descend(
+        &self,
+        (values, velocity): (&mut CudaSlice<f32>, &mut CudaSlice<f32>),
+        gradient: &impl DevicePtr<f32>,
+        (rate, momentum): (f32, f32),
+    ) -> Result<(), DriverError> {
+        let count = values.len() as u32;
+        let (gradient, _read) = gradient.device_ptr(&self.stream);
+        let mut launch = self.stream.launch_builder(&self.descend);
+        launch.arg(values).arg(velocity).arg(&gradient).arg(&rate).arg(&momentum).arg(&count);
+        // SAFETY: the kernel's arguments, all three of one parameter.
+        unsafe { start(launch, count) }
+    }
+
+    pub(crate) fn add_loss(
+        &self,
+        total: &mut CudaSlice<f64>,
+        loss: &impl DevicePtr<f32>,
+        weight: f64,
+    ) -> Result<(), DriverError> {
+        let (loss, _read) = loss.device_ptr(&self.stream);
+        let mut launch = self.stream.launch_builder(&self.add_loss);
+        launch.arg(total).arg(&loss).arg(&weight);
+        // SAFETY: the kernel's arguments; it changes one value.
+        unsafe { start(launch, 1) }
+    }
+}
+
+/// Launches a kernel with at least so many threads.
+///
+/// # Safety
+/// The arguments are those of the kernel.
+#[allow(unsafe_code)]
+unsafe fn start(mut launch: LaunchArgs<'_>, threads: u32) -> Result<(), DriverError> {
+    if threads == 0 {
+        // This rank has no example.
+        return Ok(());
+    }
+    let shape = LaunchConfig {
+        grid_dim: (threads.div_ceil(THREADS), 1, 1),
+        block_dim: (THREADS, 1, 1),
+        shared_mem_bytes: 0,
+    };
+    // SAFETY: the caller's.
+    unsafe { launch.launch(shape) }.map(drop)
+}

@@ -1,0 +1,101 @@
+//! `convoke-gpu-check`: what only a machine with a GPU can show. Run it there alone; `scripts/gpu-check` does, with all else that
+//! wants a GPU.
+//!
+//! `order`: a result that another stream uses. `speed`: operations and training steps beside cudarc's own calls of NCCL, in
+//! one process. `aborts`: what never ends, ended. What comes of it goes into a `report`. `kernels` keep the GPU busy.
+
+mod aborts;
+mod kernels;
+mod order;
+mod place;
+mod report;
+mod speed;
+
+use std::env;
+use std::io::{self, Write};
+use std::os::unix::fs::symlink;
+use std::path::PathBuf;
+use std::process::{Command, ExitCode};
+
+use clap::Parser;
+use convoke_comm::nccl::Library;
+
+use place::{CheckError, Place};
+use report::{Outcome, Report};
+
+/// Set where cudarc finds NCCL.
+const MARK: &str = "CONVOKE_GPU_CHECK";
+
+/// Checks convoke's GPU side on this machine's first GPU.
+#[derive(Debug, Parser)]
+#[command(name = "convoke-gpu-check", version)]
+struct Flags {
+    /// Write what came of it to this file, as Markdown
+    #[arg(long, value_name = "FILE")]
+    report: Option<PathBuf>,
+    /// Calls in a stream, and times that the order of streams is checked
+    #[arg(long, value_name = "N", default_value_t = 1000, value_parser = clap::value_parser!(u32).range(1..))]
+    calls: u32,
+    /// Times that each is measured; the median counts
+    #[arg(long, value_name = "N", default_value_t = 15, value_parser = clap::value_parser!(u32).range(1..))]
+    rounds: u32,
+    /// Size of large buffers
+    #[arg(long, value_name = "BYTES", default_value_t = 64 << 20, value_parser = clap::value_parser!(u64).range(4..=1 << 34))]
+    large_bytes: u64,
+    /// Report times, but judge only whether results are right and ends come
+    #[arg(long)]
+    no_limits: bool,
+}
+
+fn main() -> ExitCode {
+    let flags = Flags::parse();
+    let outcome = if env::var_os(MARK).is_none() { run_with_nccl() } else { run(&flags) };
+    outcome.unwrap_or_else(|error| {
+        // When even this fails there is nobody left to tell.
+        let _ = writeln!(io::stderr().lock(), "convoke-gpu-check: error: {error}");
+        ExitCode::FAILURE
+    })
+}
+
+/// Runs this program again where cudarc finds the NCCL that convoke has found: it looks for `libnccl.so` in the loader's places
+/// only, which are fixed when a program begins.
+fn run_with_nccl() -> Result<ExitCode, CheckError> {
+    let library = Library::load()?;
+    let folder = tempfile::Builder::new().prefix("convoke-gpu-check-").tempdir()?;
+    symlink(library.path(), folder.path().join("libnccl.so"))?;
+    let mut places = vec![folder.path().to_owned()];
+    places.extend(env::var_os("LD_LIBRARY_PATH").iter().flat_map(env::split_paths));
+    let places = env::join_paths(places).map_err(io::Error::other)?;
+    let mut again = Command::new(env::current_exe()?);
+    again.args(env::args_os().skip(1)).env("LD_LIBRARY_PATH", places).env(MARK, "1");
+    let status = again.env("CONVOKE_NCCL_SO", library.path()).status()?;
+    Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn run(flags: &Flags) -> Result<ExitCode, CheckError> {
+    let place = Place::new()?;
+    let mut report = Report::new(&place)?;
+    let elements = usize::try_from(flags.large_bytes / 4).unwrap_or(usize::MAX);
+    let speed = speed::Speed::new(flags.calls, flags.rounds, !flags.no_limits);
+    type Check<'a> = Box<dyn Fn() -> Result<Outcome, CheckError> + 'a>;
+    let mut checks: Vec<(&str, Check<'_>)> =
+        vec![("a result on another stream", Box::new(|| order::check(&place, flags.calls)))];
+    for elements in [1, elements] {
+        checks.push(("calls in a stream", Box::new(move || speed.calls(elements))));
+        checks.push(("calls as one", Box::new(move || speed.grouped(elements))));
+        checks.push(("training steps", Box::new(move || speed.steps(elements))));
+    }
+    checks.push(("an abort while a rank is absent", Box::new(|| aborts::absent(&place))));
+    checks.push(("the deadline while a rank is absent", Box::new(|| aborts::deadline(&place))));
+    checks.push(("an abort behind a kernel that does not end", Box::new(|| aborts::spinning(&place))));
+    for (name, check) in checks {
+        // One that cannot be made is one that fails: the others go on.
+        let outcome = check().unwrap_or_else(|error| Outcome::failed(error.to_string()));
+        report.add(name, &outcome)?;
+        // Each time: whatever hangs later, this is known.
+        if let Some(path) = &flags.report {
+            report.write(path)?;
+        }
+    }
+    Ok(if report.has_failed() { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}

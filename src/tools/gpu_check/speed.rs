@@ -1,0 +1,176 @@
+//! Operations of groups beside the same calls of NCCL by cudarc, in one process, in turns.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use convoke_comm::{Group, ReduceOp};
+use convoke_train::{DdpOptions, DeviceDdp};
+use cudarc::driver::{CudaSlice, CudaStream};
+use cudarc::nccl::{Comm, Id, ReduceOp as RawOp, group_end, group_start};
+
+use super::place::{CheckError, Place};
+use super::report::Outcome;
+
+/// A call of a few bytes may take so much longer than cudarc's, in µs.
+const MOST_MICROS: f64 = 2.0;
+/// One of many bytes may take so many times as long.
+const MOST_TIMES: f64 = 1.02;
+/// What counts as few bytes.
+const FEW_BYTES: usize = 4096;
+/// Operations that are enqueued as one.
+const TOGETHER: usize = 4;
+
+/// How it is measured.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Speed {
+    calls: u32,
+    rounds: u32,
+    judged: bool,
+}
+
+/// A group of this process alone, and a communicator of cudarc that is the same.
+struct Both {
+    stream: Arc<CudaStream>,
+    group: Group,
+    raw: Comm,
+}
+
+impl Both {
+    fn new() -> Result<Self, CheckError> {
+        let place = Place::new()?;
+        let (group, stream) = (place.group()?, place.stream()?);
+        let raw = Comm::from_rank(Arc::clone(&stream), 0, 1, Id::new()?)?;
+        Ok(Self { stream, group, raw })
+    }
+
+    fn buffers(&self, elements: usize, count: usize) -> Result<Vec<CudaSlice<f32>>, CheckError> {
+        Ok((0..count).map(|_| self.stream.alloc_zeros(elements)).collect::<Result<_, _>>()?)
+    }
+}
+
+impl Speed {
+    pub(crate) fn new(calls: u32, rounds: u32, judged: bool) -> Self {
+        Self { calls, rounds, judged }
+    }
+
+    /// Out of place, one after the other in a stream.
+    pub(crate) fn calls(self, elements: usize) -> Result<Outcome, CheckError> {
+        let both = Both::new()?;
+        let (send, mut recvs) = (both.buffers(elements, 1)?, both.buffers(elements, 2)?);
+        let [by_raw, by_us] = &mut recvs[..] else { return Err(CheckError::Other("two buffers".to_owned())) };
+        self.compare(
+            "all_reduce, out of place",
+            elements,
+            &both.stream,
+            || both.raw.all_reduce(&send[0], by_raw, &RawOp::Sum).map(drop).map_err(CheckError::from),
+            || {
+                let on = both.group.on(&both.stream)?;
+                drop(on.all_reduce_into(&send[0], by_us, ReduceOp::Sum)?);
+                Ok(())
+            },
+        )
+    }
+
+    /// Several as one, again and again.
+    pub(crate) fn grouped(self, elements: usize) -> Result<Outcome, CheckError> {
+        let both = Both::new()?;
+        let sends = both.buffers(elements, TOGETHER)?;
+        let (mut by_raw, mut by_us) = (both.buffers(elements, TOGETHER)?, both.buffers(elements, TOGETHER)?);
+        self.compare(
+            &format!("{TOGETHER} all_reduce as one"),
+            elements,
+            &both.stream,
+            || {
+                group_start()?;
+                for (send, recv) in sends.iter().zip(&mut by_raw) {
+                    both.raw.all_reduce(send, recv, &RawOp::Sum)?;
+                }
+                Ok(group_end().map(drop)?)
+            },
+            || {
+                let on = both.group.on(&both.stream)?;
+                let mut batch = on.batch();
+                for (send, recv) in sends.iter().zip(&mut by_us) {
+                    batch.all_reduce_into(send, recv, ReduceOp::Sum)?;
+                }
+                drop(batch.enqueue()?);
+                Ok(())
+            },
+        )
+    }
+
+    /// A pass of `DeviceDdp` with one parameter beside what a program would write for it: copy, wait, average on another stream, wait.
+    pub(crate) fn steps(self, elements: usize) -> Result<Outcome, CheckError> {
+        let both = Both::new()?;
+        let computing = both.stream.context().new_stream()?;
+        let (gradient, mut buckets) = (both.buffers(elements, 1)?, both.buffers(elements, 1)?);
+        let size = elements * 4;
+        let options = DdpOptions::default().bucket_bytes(size).first_bucket_bytes(size);
+        let context = both.stream.context();
+        let mut ddp = DeviceDdp::<f32>::new(&both.group, context, [("only", elements)], options)?;
+        self.compare(
+            "training steps",
+            elements,
+            &computing,
+            || {
+                computing.memcpy_dtod(&gradient[0], &mut buckets[0])?;
+                both.stream.join(&computing)?;
+                both.raw.all_reduce_in_place(&mut buckets[0], &RawOp::Avg)?;
+                Ok(computing.join(&both.stream)?)
+            },
+            || {
+                let mut pass = ddp.pass(&computing);
+                pass.add(0, &gradient[0])?;
+                Ok(pass.finish()?)
+            },
+        )
+    }
+
+    /// Times both in turns: calls that are enqueued on a stream, and waited for together.
+    fn compare(
+        self,
+        what: &str,
+        elements: usize,
+        stream: &CudaStream,
+        mut raw: impl FnMut() -> Result<(), CheckError>,
+        mut ours: impl FnMut() -> Result<(), CheckError>,
+    ) -> Result<Outcome, CheckError> {
+        let time = |call: &mut dyn FnMut() -> Result<(), CheckError>| -> Result<f64, CheckError> {
+            stream.synchronize()?;
+            let begin = Instant::now();
+            (0..self.calls).try_for_each(|_| call())?;
+            stream.synchronize()?;
+            Ok(begin.elapsed().as_secs_f64() * 1e6 / f64::from(self.calls))
+        };
+        // The first calls set up what later ones find.
+        time(&mut raw)?;
+        time(&mut ours)?;
+        let (mut of_raw, mut of_ours) = (Vec::new(), Vec::new());
+        for round in 0..self.rounds {
+            if round % 2 == 0 {
+                of_raw.push(time(&mut raw)?);
+                of_ours.push(time(&mut ours)?);
+            } else {
+                of_ours.push(time(&mut ours)?);
+                of_raw.push(time(&mut raw)?);
+            }
+        }
+        let (raw, ours) = (median(&mut of_raw), median(&mut of_ours));
+        let bytes = elements * 4;
+        let seen = format!(
+            "{what} of {bytes} B: cudarc {raw:.2} µs, convoke {ours:.2} µs, {:+.2} µs, {:+.1} % (medians of {} rounds of {})",
+            ours - raw,
+            100.0 * (ours / raw - 1.0),
+            self.rounds,
+            self.calls
+        );
+        let is_good = if bytes <= FEW_BYTES { ours - raw < MOST_MICROS } else { ours < raw * MOST_TIMES };
+        Ok(if is_good || !self.judged { Outcome::passed(seen) } else { Outcome::failed(seen) })
+    }
+}
+
+/// Of at least one.
+fn median(times: &mut [f64]) -> f64 {
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
+}
