@@ -167,10 +167,13 @@ fn failed(error: &CommError) -> Failed {
     }
 }
 
-/// Fails here if that is ordered.
+/// Fails here if that is ordered, and notes when it leaves.
 fn moment(point: &str, seq: u64, bytes: usize) {
     static DONE: AtomicBool = AtomicBool::new(false);
     let Some((rank, Orders { faults, folder, .. })) = ORDERS.get() else { return };
+    if point == "leaving" {
+        let _ = note(folder, "leaving", *rank, &now());
+    }
     let Some(fault) = faults.iter().find(|fault| fault.rank == *rank) else { return };
     let here = fault.point == point && seq >= fault.seq && bytes >= fault.bytes;
     if !here || DONE.swap(true, Ordering::Relaxed) {

@@ -109,12 +109,10 @@ fn a_rank_that_leaves_is_named_by_those_who_need_it_dead_or_not() {
             let early = Some((victim, SEQ));
             let job = Job::start(Place::Here, 3, Orders { early, faults, ..orders(Work::Ring) });
             let reports: Vec<_> = job.others(victim).map(|rank| job.report(rank)).collect();
-            let killed = point != "never";
-            let since = if killed { job.fault_at(victim) } else { job.report(victim).returned };
-            let time = job.agree(&reports, &[victim], since, &["PeerLost"]);
+            let time = job.agree(&reports, &[victim], job.leaving_at(victim), &["PeerLost"]);
             let hows = reports.iter().filter_map(|report| report.failed.as_ref()?.how.as_deref());
             assert!(hows.clone().all(|seen| seen == how), "{point}: {:?}", hows.collect::<Vec<_>>());
-            if killed {
+            if point != "never" {
                 times.add(time);
             }
         }

@@ -124,15 +124,18 @@ impl Job {
         })
     }
 
-    /// Waits until `rank` has come to its fault.
-    pub fn wait_for_fault(&self, rank: usize) {
-        wait_until("the fault", || noted::<u64>(self.folder.path(), "fault", rank));
+    /// When the fault happened, which others may know before the rank that fails does.
+    pub fn fault_at(&self, rank: usize) -> u64 {
+        wait_until(&format!("rank {rank} to come to the fault, {:?}", self.orders), || {
+            noted(self.folder.path(), "fault", rank)
+        })
     }
 
-    /// When the fault happened.
-    pub fn fault_at(&self, rank: usize) -> u64 {
-        noted(self.folder.path(), "fault", rank)
-            .unwrap_or_else(|| panic!("rank {rank} never came to the fault: {:?}", self.orders))
+    /// When rank `rank` began to leave.
+    pub fn leaving_at(&self, rank: usize) -> u64 {
+        wait_until(&format!("rank {rank} to leave, {:?}", self.orders), || {
+            noted(self.folder.path(), "leaving", rank)
+        })
     }
 
     /// All other ranks must say that `victim` is the cause; how long the last took from the fault.

@@ -223,7 +223,7 @@ fn a_slow_network_or_host_ends_nothing() {
         }
         let job = Job::start(Place::Hosts(&hosts, 1), 3, orders);
         if slow == Slow::Stopped {
-            job.wait_for_fault(1);
+            job.fault_at(1);
             // Longer than what proves that a host is gone: its kernel still answers.
             std::thread::sleep(2 * PEER_TIMEOUT);
             job.signal(1, Signal::SIGCONT);
