@@ -36,12 +36,15 @@ const UNSAFE_FENCE: &[&str] = &[
     "src/comm/nccl/library.rs",
     "src/comm/nccl/functions.rs",
     "src/comm/nccl/communicator.rs",
+    "src/comm/nccl/free.rs",
+    "src/comm/nccl/split.rs",
     "src/comm/device/driver.rs",
     // Memory of devices, which they work on after the call has returned, and pinned memory of the host.
     "src/comm/device/batch.rs",
     "src/comm/device/raw.rs",
     "src/comm/device/registered.rs",
     "src/comm/device/enqueue.rs",
+    "src/comm/device/join.rs",
     "src/comm/device/events.rs",
     "src/comm/device/staged.rs",
     // Kernels, whose arguments nobody checks.

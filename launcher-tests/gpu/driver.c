@@ -155,6 +155,7 @@ int cuStreamIsCapturing(void *given, int *status) {
 
 // Nothing is ever captured here.
 int cuThreadExchangeStreamCaptureMode(int *mode) {
+  if (!current) return INVALID_CONTEXT;
   static _Thread_local int ours;
   int before = ours;
   ours = *mode;
@@ -226,6 +227,7 @@ int cuStreamWaitEvent(void *on, void *given, unsigned flags) {
 
 int cuEventQuery(void *given) {
   event *e = given;
+  if (!current) return INVALID_CONTEXT;
   if (is_broken()) return ILLEGAL_ADDRESS;
   pthread_mutex_lock(&e->lock);
   int over = e->come >= e->recorded;
@@ -298,26 +300,60 @@ int cuMemFreeAsync(unsigned long long at, void *on) {
   return SUCCESS;
 }
 
+// --- pinned memory ---
+
+typedef struct pinned {
+  char *start;
+  size_t bytes;
+  struct pinned *next;
+} pinned;
+
+static pinned *pins;
+static pthread_mutex_t pins_lock = PTHREAD_MUTEX_INITIALIZER;
+
 int cuMemHostAlloc(void **into, size_t bytes, unsigned flags) {
   (void)flags;
   *into = aligned_alloc(4096, (bytes + 4095) & ~(size_t)4095);
-  return *into ? SUCCESS : OUT_OF_MEMORY;
+  if (!*into) return OUT_OF_MEMORY;
+  pinned *p = malloc(sizeof *p);
+  pthread_mutex_lock(&pins_lock);
+  *p = (pinned){*into, bytes, pins};
+  pins = p;
+  pthread_mutex_unlock(&pins_lock);
+  return SUCCESS;
 }
 
 int cuMemFreeHost(void *at) {
+  pthread_mutex_lock(&pins_lock);
+  for (pinned **p = &pins; *p; p = &(*p)->next) {
+    if ((*p)->start != at) continue;
+    pinned *gone = *p;
+    *p = gone->next;
+    free(gone);
+    break;
+  }
+  pthread_mutex_unlock(&pins_lock);
   free(at);
   return SUCCESS;
 }
 
-// As with memory that is not pinned: the host's part is over when the call returns.
+static int is_pinned(const void *at) {
+  int found = 0;
+  pthread_mutex_lock(&pins_lock);
+  for (pinned *p = pins; p; p = p->next) found |= (char *)at >= p->start && (char *)at < p->start + p->bytes;
+  pthread_mutex_unlock(&pins_lock);
+  return found;
+}
+
+// Of memory that is not pinned the host's part is over when the call returns.
 int cuMemcpyHtoDAsync_v2(unsigned long long to, const void *from, size_t bytes, void *on) {
   moved(on, copy, (move){(void *)to, from, bytes, 0});
-  return cuStreamSynchronize(on);
+  return is_pinned(from) ? SUCCESS : cuStreamSynchronize(on);
 }
 
 int cuMemcpyDtoHAsync_v2(void *to, unsigned long long from, size_t bytes, void *on) {
   moved(on, copy, (move){to, (void *)from, bytes, 0});
-  return cuStreamSynchronize(on);
+  return is_pinned(to) ? SUCCESS : cuStreamSynchronize(on);
 }
 
 int cuMemcpyDtoDAsync_v2(unsigned long long to, unsigned long long from, size_t bytes, void *on) {

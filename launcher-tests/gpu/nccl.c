@@ -48,7 +48,7 @@ typedef struct comm {
   meeting *with;
   char path[128];
   int rank, size, splits;
-  atomic_int state, aborted, carried_out;
+  atomic_int state, aborted, begun, carried_out, formed;
   float factors[64];
   double factors64[64];
   int made;
@@ -141,6 +141,7 @@ static void *form(void *given) {
   }
   if (!barrier(c)) return NULL;
   if (c->rank == 0) unlink(c->path);
+  atomic_store(&c->formed, 1);
   atomic_store(&c->state, SUCCESS);
   return NULL;
 }
@@ -248,6 +249,11 @@ static void *split(void *given) {
 int ncclCommSplit(comm *parent, int color, int key, comm **into, const config *how) {
   if (fails("ncclCommSplit")) return SYSTEM_ERROR;
   if (!how || how->magic != 0xcafebeef) return INVALID_ARGUMENT;
+  // The real one may wait for ever then.
+  if (atomic_load(&parent->begun) != atomic_load(&parent->carried_out)) {
+    snprintf(said, sizeof said, "operations are under way");
+    return INVALID_USAGE;
+  }
   splitting *s = calloc(1, sizeof *s);
   *s = (splitting){parent, into, color, key, parent->splits++};
   atomic_store(&parent->state, IN_PROGRESS);
@@ -261,19 +267,23 @@ int ncclCommFinalize(comm *c) {
   return SUCCESS;
 }
 
-// Streams may still come to it: it stays.
+// Streams may still come to it: it stays. As the real one, which waits for the connections inside a host to close: for all ranks.
 int ncclCommDestroy(comm *c) {
   forget(c);
+  atomic_fetch_add(&c->with->left, 1);
+  while (atomic_load(&c->formed) && atomic_load(&c->with->left) < c->size) nap();
   return SUCCESS;
 }
 
 int ncclCommAbort(comm *c) {
   atomic_store(&c->aborted, 1);
   forget(c);
+  atomic_fetch_add(&c->with->left, 1);
   return SUCCESS;
 }
 
 int ncclCommRegister(comm *c, void *at, size_t bytes, void **into) {
+  if (fails("ncclCommRegister")) return SYSTEM_ERROR;
   (void)c, (void)bytes;
   *into = at;
   return SUCCESS;
@@ -479,6 +489,7 @@ static int launch(void) {
   queued = queued_last = NULL;
   if (!first) return SUCCESS;
   if (!enqueue()) return SYSTEM_ERROR;
+  atomic_fetch_add(&first->comm->begun, 1);
   if (first->kind >= SEND && !first->next) {
     atomic_store(&first->comm->state, IN_PROGRESS);
     start(late, first);

@@ -18,6 +18,8 @@ pub(crate) mod work;
 
 use std::any::Any;
 use std::fmt;
+#[cfg(feature = "nccl")]
+use std::sync::Weak;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -96,6 +98,9 @@ struct Inner {
     forks: u32,
     keep: Option<Keep>,
     destroyed: AtomicBool,
+    /// Its sides on devices: handles without one speak for them as well.
+    #[cfg(feature = "nccl")]
+    sides: Mutex<Vec<Weak<Side>>>,
     /// What its subgroups are made from.
     store: Arc<dyn Store>,
     store_rank: Option<usize>,
@@ -179,6 +184,8 @@ impl Group {
             store_rank: invitation.store_rank,
             options: invitation.options.clone(),
             destroyed: AtomicBool::new(false),
+            #[cfg(feature = "nccl")]
+            sides: Mutex::default(),
             subgroups: Mutex::default(),
             shrunk: Mutex::default(),
             origin: invitation.origin.clone(),
@@ -278,7 +285,7 @@ impl Group {
             return;
         }
         #[cfg(feature = "nccl")]
-        if let Some(side) = &self.device {
+        for side in self.sides() {
             side.destroy();
         }
         let Some(shared) = &self.inner.shared else { return };

@@ -74,13 +74,17 @@ impl<T: Gradient + DeviceRepr + ValidAsZeroBits> DeviceDdp<T> {
         let stream = context.new_stream().map_err(device("a stream cannot be made"))?;
         group.on(&stream)?;
         let buckets = layout.buckets().iter().enumerate().map(|(index, parameters)| {
-            let memory = stream.alloc_zeros(layout.bucket_len(index));
+            // One element at least: CUDA has no empty memory.
+            let memory = stream.alloc_zeros(layout.bucket_len(index).max(1));
             let memory = memory.map_err(device("there is no memory on the device"))?;
             Ok(Bucket { memory, missing: parameters.len(), work: None })
         });
+        let buckets = buckets.collect::<Result<_, CommError>>()?;
+        // Once: a context may have been told not to order streams by itself.
+        stream.synchronize().map_err(device("a stream failed"))?;
         Ok(Self {
             group: group.clone(),
-            buckets: buckets.collect::<Result<_, CommError>>()?,
+            buckets,
             shares: vec![Share::Average; layout.len()],
             stream,
             adder: None,

@@ -5,7 +5,7 @@ mod blocks;
 use std::fmt;
 use std::sync::Arc;
 
-use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, DeviceSlice, SyncOnDrop};
+use cudarc::driver::{CudaContext, CudaStream, DevicePtr, DevicePtrMut, DeviceSlice, SyncOnDrop};
 use smallvec::SmallVec;
 
 use super::element::{DeviceElement, Of};
@@ -33,11 +33,21 @@ pub struct DeviceBatch<'a> {
     /// Dropped when all is enqueued: then other streams may be told to wait.
     guards: SmallVec<[SyncOnDrop<'a>; 2]>,
     call: Option<Call>,
+    /// There are messages among them, which ranks need not have in the same places.
+    messages: bool,
 }
 
 impl<'a> DeviceBatch<'a> {
     pub(super) fn new(group: &'a Group, core: Arc<Core>, stream: &'a CudaStream) -> Self {
-        Self { group, core, stream, steps: SmallVec::new(), guards: SmallVec::new(), call: None }
+        Self {
+            group,
+            core,
+            stream,
+            steps: SmallVec::new(),
+            guards: SmallVec::new(),
+            call: None,
+            messages: false,
+        }
     }
 
     /// As [`Group::all_reduce`].
@@ -141,7 +151,7 @@ impl<'a> DeviceBatch<'a> {
         recv: &'a mut impl DevicePtrMut<T>,
     ) -> Result<&mut Self, CommError> {
         let count = send.len();
-        check("recv", recv.len(), count * self.group.size())?;
+        check("recv", recv.len(), count.saturating_mul(self.group.size()))?;
         let (send, recv) = (self.read(send)?, self.written(recv)?);
         let step = Step::AllGather { send, recv, count, of: T::OF };
         Ok(self.add::<T>(CallKind::AllGather, None, 0, count, [step]))
@@ -158,7 +168,7 @@ impl<'a> DeviceBatch<'a> {
         op: impl Into<Reduction<T>>,
     ) -> Result<&mut Self, CommError> {
         let (count, op) = (recv.len(), by(&op.into())?);
-        check("send", send.len(), count * self.group.size())?;
+        check("send", send.len(), count.saturating_mul(self.group.size()))?;
         let (send, recv) = (self.read(send)?, self.written(recv)?);
         let step = Step::ReduceScatter { send, recv, count, of: T::OF, op };
         Ok(self.add::<T>(CallKind::ReduceScatter, Some(op.op), 0, count, [step]))
@@ -203,14 +213,16 @@ impl<'a> DeviceBatch<'a> {
     /// Else whatever ended the group.
     pub fn enqueue(self) -> Result<Work<()>, CommError> {
         let Some(call) = self.call else { return Ok(Work::on_device(self.group.clone(), None)) };
-        if self.core.options.checked && call.kind != CallKind::PointToPoint {
+        if self.core.options.checked && !self.messages {
             self.group.compare_on_host(call, self.core.calls())?;
         }
         // SAFETY: the stream is of this device (`OnStream`), and so is the memory (`read`, `written`), which is as long as
         // its count. That it stays: cudarc's buffers are freed behind what their guards, dropped below, say of them; who
         // makes a `RawBuffer` promises it.
         #[allow(unsafe_code)]
-        let begun = unsafe { self.core.enqueue(call, &self.steps, self.stream, self.group.limit()) }?;
+        let begun = unsafe {
+            self.core.enqueue(call, (&self.steps, self.guards.len()), self.stream, self.group.limit())
+        }?;
         drop(self.guards);
         Ok(Work::on_device(self.group.clone(), begun))
     }
@@ -225,6 +237,7 @@ impl<'a> DeviceBatch<'a> {
     ) -> &mut Self {
         let call = Call { kind, dtype: T::OF.dtype, op, root: root as u32, count: count as u64 };
         self.call.get_or_insert(call);
+        self.messages |= kind == CallKind::PointToPoint;
         self.steps.extend(steps);
         self
     }
@@ -244,13 +257,7 @@ impl<'a> DeviceBatch<'a> {
     }
 
     fn check_device<T>(&self, buf: &impl DeviceSlice<T>) -> Result<(), CommError> {
-        let (theirs, ours) = (buf.stream().context(), &self.core.context);
-        if theirs == ours {
-            return Ok(());
-        }
-        let (theirs, ours) = (theirs.ordinal(), ours.ordinal());
-        let what = format!("a buffer is on device {theirs}; the group's side is on device {ours}");
-        Err(CommError::InvalidArgument(what))
+        same_context("a buffer", buf.stream().context(), &self.core.context)
     }
 
     fn check_rank(&self, rank: usize, what: &str) -> Result<(), CommError> {
@@ -283,6 +290,24 @@ fn by<T: DeviceElement>(op: &Reduction<T>) -> Result<By, CommError> {
         }
         _ => Ok(by),
     }
+}
+
+/// Whether something is of the context that the group's side has. cudarc's contexts of one device that were made apart do
+/// not do: each orders only streams of its own.
+pub(super) fn same_context(
+    what: &str,
+    theirs: &Arc<CudaContext>,
+    ours: &Arc<CudaContext>,
+) -> Result<(), CommError> {
+    if Arc::ptr_eq(theirs, ours) {
+        return Ok(());
+    }
+    Err(CommError::InvalidArgument(match (theirs.ordinal(), ours.ordinal()) {
+        (theirs, ours) if theirs == ours => format!(
+            "{what} is of another CudaContext of device {ours} than the group's side: make one, and share it as an Arc"
+        ),
+        (theirs, ours) => format!("{what} is on device {theirs}; the group's side is on device {ours}"),
+    }))
 }
 
 fn check(what: &str, len: usize, expected: usize) -> Result<(), CommError> {

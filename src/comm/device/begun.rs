@@ -1,6 +1,7 @@
 //! Operations that were enqueued, and how threads wait for them.
 
 use std::fmt;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -138,7 +139,7 @@ impl Core {
             return begun.ticket.is_done();
         }
         match begun.recorded.is_over() {
-            Ok(true) if !self.has_failed() => begun.ticket.complete(Ok(None)),
+            Ok(true) if !self.aborting.load(Ordering::SeqCst) => begun.ticket.complete(Ok(None)),
             Ok(_) => return false,
             Err(error) => begun.ticket.complete(Err(self.broken(error, begun.call, begun.seq))),
         }

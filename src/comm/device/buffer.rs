@@ -4,7 +4,9 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::sync::Arc;
 
-use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceSlice, SyncOnDrop, sys};
+use cudarc::driver::{
+    CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceSlice, DriverError, SyncOnDrop, sys,
+};
 
 use super::error::DeviceError;
 use crate::dtype::Element;
@@ -25,7 +27,9 @@ impl<T: Element> DeviceBuffer<T> {
     /// [`DeviceError::Driver`] if there is no such memory.
     pub fn zeros(stream: &Arc<CudaStream>, len: usize) -> Result<Self, DeviceError> {
         // One byte at least: CUDA has no empty memory.
-        let bytes = stream.alloc_zeros((len * size_of::<T>()).max(1));
+        let bytes =
+            len.checked_mul(size_of::<T>()).ok_or(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY));
+        let bytes = bytes.and_then(|bytes| stream.alloc_zeros(bytes.max(1)));
         let bytes = bytes.map_err(DeviceError::driver("there is no memory on the device"))?;
         Ok(Self { bytes, len, of: PhantomData })
     }

@@ -2,11 +2,10 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::sync_channel;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use cudarc::driver::DriverError;
+use cudarc::driver::{DriverError, sys};
 
 use super::begun::{Begun, Poll};
 use super::driver::bind;
@@ -15,12 +14,10 @@ use super::side::{Core, Way, lock};
 use crate::call::Call;
 use crate::cause::{Cause, Report};
 use crate::error::{CommError, Loss, Place};
-use crate::nccl::{Communicator, NcclError, Progress};
+use crate::nccl::{Communicator, LET_GO, NcclError, Progress};
 
 /// How long a group may take to end in good order.
 const LEAVE: Duration = Duration::from_secs(10);
-/// How long NCCL may take to let go before those who wait are answered.
-const LET_GO: Duration = Duration::from_secs(1);
 
 /// Why it has ended.
 pub(super) enum Failure {
@@ -107,35 +104,61 @@ impl Core {
     }
 
     pub(super) fn device_failed(&self, error: DriverError) {
-        self.fail(Failure::Device(DeviceError::driver("the device failed")(error)));
+        let ends = error.0 == sys::CUresult::CUDA_ERROR_DEINITIALIZED;
+        let failure = Failure::Device(DeviceError::driver("the device failed")(error));
+        if ends {
+            // The driver goes with this process, which says nothing of the device.
+            let _ = self.failure.set(failure);
+        } else {
+            self.fail(failure);
+        }
     }
 
     /// Has NCCL let go of its streams and of the memory, then answers everybody who waits. If NCCL takes long, because a
     /// kernel before its own does not end, they are answered nevertheless.
     pub(super) fn end_everything(self: &Arc<Self>) {
-        if !self.let_go.swap(true, Ordering::SeqCst) {
-            let (told, gone) = sync_channel(1);
-            let core = Arc::clone(self);
-            let act = move || {
-                core.let_go();
-                let _ = told.send(());
-            };
-            match thread::Builder::new().name("convoke-abort".to_owned()).spawn(act) {
-                Ok(_) => drop(gone.recv_timeout(LET_GO)),
-                Err(_) => self.let_go(),
-            }
-        }
-        for begun in self.watched().end() {
+        self.have_let_go();
+        // Without the lock: what is told may be asked for by somebody who has others.
+        let ended = self.watched().end();
+        for begun in ended {
             begun.ticket.complete(Err(self.error(begun.call, begun.seq)));
         }
     }
 
+    /// Has NCCL let go, once. Returns when it has, after a second at most.
+    ///
+    /// A thread whose call is under way does not return before: up to NCCL 2.26 the call's state is the thread's, and what
+    /// is done with the stream next should find nobody there.
+    pub(super) fn have_let_go(self: &Arc<Self>) {
+        if !self.let_go.swap(true, Ordering::SeqCst) {
+            let core = Arc::clone(self);
+            let act = move || {
+                core.let_go();
+                core.gone.store(true, Ordering::SeqCst);
+            };
+            if thread::Builder::new().name("convoke-abort".to_owned()).spawn(act).is_err() {
+                // It is left to the end of the process.
+                self.gone.store(true, Ordering::SeqCst);
+            }
+        }
+        let (until, mut wait) = (Instant::now() + LET_GO, Poll::default());
+        while !self.gone.load(Ordering::SeqCst) && Instant::now() < until {
+            wait.pause();
+        }
+    }
+
     fn let_go(&self) {
+        if bind(&self.context).is_err() {
+            return;
+        }
+        // Nothing has ended by being aborted yet: what is done is done well, whatever came after.
+        let (done, _) = self.watched().reap(|begun| begun.recorded.is_over());
+        done.iter().for_each(|begun| begun.ticket.complete(Ok(None)));
+        self.aborting.store(true, Ordering::SeqCst);
         if let Way::Nccl { communicator, .. } = &self.way
-            && bind(&self.context).is_ok()
+            && let Some(communicator) = lock(communicator).take()
         {
-            let taken = lock(communicator).take();
-            drop(taken);
+            communicator.abort_here();
         }
     }
 
@@ -168,13 +191,14 @@ impl Core {
     /// Ends in good order, if it has not ended: what was enqueued is carried out, then NCCL frees what it has.
     pub(super) fn leave(&self) {
         let Way::Nccl { communicator, .. } = &self.way else { return };
-        let _alone = self.alone_in_nccl();
+        let until = Instant::now() + LEAVE;
+        let Some(alone) = self.alone_in_nccl(until) else { return };
         if self.has_failed() || bind(&self.context).is_err() {
             // The watchdog has NCCL let go, which may take as long as a kernel.
             return;
         }
         let Some(communicator) = lock(communicator).take() else { return };
-        let (until, mut wait) = (Instant::now() + LEAVE, Poll::default());
+        let mut wait = Poll::default();
         let mut progress = communicator.finalize();
         while let Ok(Progress::UnderWay) = progress {
             if Instant::now() >= until || self.group.goes_on().is_err() {
@@ -184,6 +208,7 @@ impl Core {
             wait.pause();
             progress = communicator.progress();
         }
+        drop(alone);
         if progress.is_ok() {
             communicator.destroy();
         }

@@ -1,29 +1,29 @@
 //! How an operation gets on a stream.
 
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Instant;
+use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 
 use cudarc::driver::{CudaStream, sys};
 use smallvec::SmallVec;
 
-use super::begun::{Begun, Poll};
+use super::begun::Begun;
 use super::driver::bind;
 use super::element::Of;
 use super::ending::Failure;
+use super::patience::Patience;
 use super::side::{Core, Way, lock};
-use super::watch::LOOK;
+use super::staged::Staging;
+use super::watch::commands;
 use super::words::{By, in_nccl, peers};
 use crate::call::Call;
-use crate::cause::{Cause, Report};
 use crate::engine::{Limit, Ticket};
 use crate::error::CommError;
 use crate::flight::Told;
-use crate::nccl::{Communicator, Library, Progress, Step};
+use crate::nccl::{Communicator, NcclError, Progress, Step};
 
 impl Core {
-    /// Carries out the steps of one call on a stream, behind what is there: NCCL's, or all of it if it goes through the
-    /// host.
+    /// Carries out the steps of one call, which has so many buffers, on a stream, behind what is there: NCCL's, or all of it if it
+    /// goes through the host.
     ///
     /// # Safety
     /// As [`Communicator::enqueue`], of a stream of this side's context.
@@ -31,7 +31,7 @@ impl Core {
     pub(super) unsafe fn enqueue(
         self: &Arc<Self>,
         call: Call,
-        steps: &[Step<Of, By>],
+        (steps, buffers): (&[Step<Of, By>], usize),
         stream: &CudaStream,
         limit: Limit,
     ) -> Result<Option<Arc<Begun>>, CommError> {
@@ -41,117 +41,153 @@ impl Core {
         bind(&self.context).map_err(|error| self.broken(error, call, seq))?;
         let ticket = Arc::new(Ticket::nonblocking(limit, Arc::clone(&self.chores)));
         let _ = ticket.step.set(self.track.begin(&Told::device(call, seq, self.track.ns(ticket.made))));
-        let room = self.await_room(call, seq, &ticket);
-        let enqueued = room.and_then(|()| match &self.way {
-            // SAFETY: the caller's.
-            Way::Nccl { library, communicator } => unsafe {
-                self.enqueue_nccl(call, seq, (*library, communicator), steps, stream, &ticket)
-            },
-            Way::Staged(staging) => {
-                let group =
-                    self.group.with_timeout(ticket.deadline.saturating_duration_since(Instant::now()));
-                let mut staging = staging.lock().unwrap_or_else(PoisonError::into_inner);
-                // SAFETY: the caller's.
-                unsafe { staging.carry_out(&group, steps, stream) }
+        let mut patience = Patience::new(call, seq, ticket.deadline, ticket.timeout);
+        // SAFETY: the caller's.
+        let carried_out = unsafe { self.carry_out(steps, stream, &mut patience) };
+        // Nobody else has NCCL before this one is known to be under way.
+        let recorded = carried_out.and_then(|alone| {
+            // Events of what is captured in a graph tell of the graph, which nobody has launched.
+            let status = stream.capture_status();
+            let status = status.map_err(|error| self.broken(error, call, seq))?;
+            if status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
+                return Ok(None);
             }
+            let recorded = self.events.record(stream).map_err(|error| self.broken(error, call, seq))?;
+            Ok(Some((recorded, alone)))
         });
-        if let Err(error) = enqueued {
-            ticket.complete(Ok(None));
-            if let Some(step) = ticket.step.get() {
-                step.end(false);
+        let (recorded, alone) = match recorded {
+            Ok(Some(recorded)) => recorded,
+            Ok(None) => {
+                ticket.complete(Ok(None));
+                return Ok(None);
             }
-            return Err(error);
-        }
-        // Events of what is captured in a graph tell of the graph, which nobody has launched.
-        let status = stream.capture_status().map_err(|error| self.broken(error, call, seq))?;
-        if status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
-            ticket.complete(Ok(None));
-            return Ok(None);
-        }
-        let recorded = self.events.record(stream).map_err(|error| self.broken(error, call, seq))?;
+            Err(error) => {
+                ticket.complete(Ok(None));
+                if let Some(step) = ticket.step.get() {
+                    step.end(false);
+                }
+                return Err(error);
+            }
+        };
         let (deadline, key) = (ticket.deadline, stream.cu_stream() as usize);
         let (peers, core) = (peers(steps), Arc::downgrade(self));
         let begun = Arc::new(Begun { ticket, call, seq, recorded, peers, core });
         let mut watch = self.watched();
-        let (first, many) = (watch.is_empty(), watch.add(Arc::clone(&begun), key, deadline, steps.len()));
-        let done = if many { watch.reap(|begun| begun.recorded.is_over()).0 } else { Vec::new() };
-        drop(watch);
+        let first = watch.is_empty();
+        let many = watch.add(Arc::clone(&begun), key, deadline, commands(steps.len(), buffers));
+        drop((watch, alone));
         if first {
             self.bell.notify_all();
         }
-        if !done.is_empty() {
-            done.iter().for_each(|begun| begun.ticket.complete(Ok(None)));
+        if many {
+            self.reap();
             self.hand_on_chores();
         }
         Ok(Some(begun))
     }
 
-    /// Waits until few enough operations are under way.
-    fn await_room(&self, call: Call, seq: u64, ticket: &Ticket) -> Result<(), CommError> {
-        let (mut wait, mut looked) = (Poll::default(), Instant::now());
-        while self.watched().is_full() {
-            self.check_in_time(call, seq, ticket, &mut looked)?;
-            self.reap();
-            self.hand_on_chores();
-            wait.pause();
+    /// With what keeps others from NCCL.
+    ///
+    /// # Safety
+    /// As [`Self::enqueue`].
+    #[allow(unsafe_code)]
+    unsafe fn carry_out(
+        self: &Arc<Self>,
+        steps: &[Step<Of, By>],
+        stream: &CudaStream,
+        patience: &mut Patience,
+    ) -> Result<Option<MutexGuard<'_, ()>>, CommError> {
+        // Few enough operations are under way.
+        self.wait_for(patience, || {
+            if self.watched().is_full() {
+                self.reap();
+                self.hand_on_chores();
+            }
+            (!self.watched().is_full()).then_some(())
+        })?;
+        match &self.way {
+            Way::Nccl { library, communicator } => {
+                let version = library.version();
+                let steps: Result<SmallVec<[Step; 2]>, String> =
+                    steps.iter().map(|step| in_nccl(*step, version)).collect();
+                let steps = steps.map_err(CommError::Unsupported)?;
+                // SAFETY: the caller's.
+                unsafe { self.enqueue_nccl(communicator, &steps, stream, patience) }.map(Some)
+            }
+            Way::Staged(staging) => {
+                // SAFETY: the caller's.
+                unsafe { self.stage(staging, steps, stream, patience) }.map(|()| None)
+            }
         }
-        Ok(())
-    }
-
-    /// Whether an operation that cannot be enqueued yet may be waited for. It may be the watchdog that waits, in a callback: so it
-    /// is also looked whether the group goes on.
-    fn check_in_time(
-        &self,
-        call: Call,
-        seq: u64,
-        ticket: &Ticket,
-        looked: &mut Instant,
-    ) -> Result<(), CommError> {
-        let now = Instant::now();
-        if now - *looked >= LOOK {
-            self.look_around();
-            *looked = now;
-        }
-        if now >= ticket.deadline {
-            let after_ms = ticket.timeout.as_millis() as u64;
-            let cause = Cause::Timeout { missing: Vec::new(), after_ms };
-            self.fail(Failure::Own(Report::new(self.group.rank(), cause)));
-        }
-        self.check(call, seq)
     }
 
     /// # Safety
     /// As [`Self::enqueue`].
     #[allow(unsafe_code)]
     unsafe fn enqueue_nccl(
-        &self,
-        call: Call,
-        seq: u64,
-        (library, communicator): (&'static Library, &Mutex<Option<Communicator>>),
-        steps: &[Step<Of, By>],
+        self: &Arc<Self>,
+        communicator: &Mutex<Option<Communicator>>,
+        steps: &[Step],
         stream: &CudaStream,
-        ticket: &Ticket,
-    ) -> Result<(), CommError> {
-        let version = library.version();
-        let steps: Result<SmallVec<[Step; 2]>, String> =
-            steps.iter().map(|step| in_nccl(*step, version)).collect();
-        let steps = steps.map_err(CommError::Unsupported)?;
-        let raw = stream.cu_stream().cast();
-        let _alone = self.alone_in_nccl();
-        let guard = lock(communicator);
-        let Some(known) = &*guard else { return Err(self.error(call, seq)) };
-        // SAFETY: the caller's.
-        let mut progress = unsafe { known.enqueue(&steps, raw) };
-        drop(guard);
-        let (mut wait, mut looked) = (Poll::default(), Instant::now());
-        // Only what is enqueued is before the event that is recorded next.
-        while let Ok(Progress::UnderWay) = progress {
-            self.check_in_time(call, seq, ticket, &mut looked)?;
-            wait.pause();
+        patience: &mut Patience,
+    ) -> Result<MutexGuard<'_, ()>, CommError> {
+        let (call, seq) = (patience.call, patience.seq);
+        let alone = self.wait_for(patience, || self.try_alone_in_nccl())?;
+        let ask = |ask: &dyn Fn(&Communicator) -> Result<Progress, NcclError>| {
             let guard = lock(communicator);
             let Some(known) = &*guard else { return Err(self.error(call, seq)) };
-            progress = known.progress();
+            let progress = ask(known);
+            drop(guard);
+            progress.map_err(|error| self.nccl_failed(error, call, seq))
+        };
+        // SAFETY: the caller's.
+        let begun = ask(&|known| unsafe { known.enqueue(steps, stream.cu_stream().cast()) });
+        let mut entered = begun.map(|progress| progress == Progress::UnderWay);
+        // Only what is enqueued is before the event that is recorded next.
+        while let Ok(true) = entered {
+            entered = self
+                .pause(patience)
+                .and_then(|()| ask(&Communicator::progress))
+                .map(|progress| progress == Progress::UnderWay);
         }
-        progress.map(drop).map_err(|error| self.nccl_failed(error, call, seq))
+        // NCCL may be in the middle of this call: see there.
+        entered.map(|_| alone).inspect_err(|_| self.have_let_go())
+    }
+
+    /// # Safety
+    /// As [`Self::enqueue`].
+    #[allow(unsafe_code)]
+    unsafe fn stage(
+        &self,
+        staging: &Mutex<Staging>,
+        steps: &[Step<Of, By>],
+        stream: &CudaStream,
+        patience: &mut Patience,
+    ) -> Result<(), CommError> {
+        let mut staging = self.wait_for(patience, || match staging.try_lock() {
+            Ok(guard) => Some(guard),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        })?;
+        let (call, seq) = (patience.call, patience.seq);
+        let broken = |error| self.broken(error, call, seq);
+        if stream.capture_status().map_err(broken)?
+            != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE
+        {
+            return Err(CommError::Unsupported("operations through the host in a graph of CUDA".to_owned()));
+        }
+        let group = self.group.with_timeout(patience.rest());
+        let settle = || {
+            let recorded = self.events.record(stream).map_err(broken)?;
+            self.wait_for(patience, || recorded.is_over().map(|over| over.then_some(())).transpose())?
+                .map_err(broken)
+        };
+        // SAFETY: the caller's.
+        let staged = unsafe { staging.carry_out(&group, steps, stream, settle) };
+        if let Err(CommError::Device(error)) = &staged {
+            // The others wait for this rank.
+            self.fail(Failure::Device(error.clone()));
+        }
+        staged
     }
 }

@@ -4,6 +4,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, sys};
 
+use super::driver::bind;
+
 /// Events that are kept for later.
 const KEPT: usize = 1024;
 
@@ -39,6 +41,8 @@ pub(super) struct Recorded {
 impl Recorded {
     /// Whether the stream has come past it. An error is one of the device, which does nothing more.
     pub(super) fn is_over(&self) -> Result<bool, DriverError> {
+        // It may be asked by a thread that has had nothing to do with devices.
+        bind(&self.of.context)?;
         let _relaxed = Relaxed::new()?;
         self.event.as_ref().map_or(Ok(true), CudaEvent::try_is_complete)
     }

@@ -1,32 +1,25 @@
 //! How the ranks of a group bring their devices together.
 
-use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use cudarc::driver::CudaContext;
-use serde::{Deserialize, Serialize};
+use cudarc::driver::{CudaContext, result};
 
 use super::begun::Poll;
 use super::driver::bind;
+use super::ending::Failure;
 use super::error::DeviceError;
 use super::options::DeviceOptions;
+use super::patience::Patience;
 use super::side::{Core, Side, Way};
 use super::staged::Staging;
+use super::told::{Told, judge};
+use crate::call::{Call, CallKind};
+use crate::dtype::Dtype;
+use crate::engine::Limit;
 use crate::error::CommError;
 use crate::group::Group;
-use crate::nccl::{Communicator, Library, NcclError, Progress, UniqueId, Version};
-
-/// What a rank tells the others of its device before NCCL is asked for anything.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-struct Told {
-    /// Of NCCL; `None` if the rank goes through the host.
-    version: Option<(u32, u32, u32)>,
-    /// The device's UUID.
-    device: String,
-    /// Why it cannot.
-    error: Option<String>,
-}
+use crate::nccl::{Communicator, Enter, Library, NcclError, Progress, UniqueId, Version};
 
 impl Group {
     /// This group with a side on a device: operations on buffers there are those of [`Self::on`]. All ranks call it, each with
@@ -60,22 +53,29 @@ impl Group {
         judge(&all)?;
         let told = |error| host.gave_up(DeviceError::driver("the device failed")(error));
         bind(context).map_err(told)?;
+        if !is_primary(context) {
+            let what =
+                "NCCL uses the primary context of a device (CudaContext::new), and this is another one";
+            host.abort(&format!("the device of rank {}: {what}", host.rank()));
+            return Err(CommError::InvalidArgument(what.to_owned()));
+        }
         let way = match library {
             Some(library) => {
-                let communicator = host.connect(library, options.init_timeout)?;
+                let communicator = host.connect(library, context, options.init_timeout)?;
                 Way::Nccl { library, communicator: Mutex::new(Some(communicator)) }
             }
             None => Way::Staged(Mutex::new(Staging::new(Arc::clone(context)))),
         };
-        let side = Side::new(host.clone(), Arc::clone(context), options, way);
-        // The others have theirs by now.
-        let side =
-            side.inspect_err(|error| host.abort(&format!("the device of rank {}: {error}", host.rank())))?;
-        Ok(self.with_side(side))
+        Ok(self.with_side(host.new_side(context, options, way)?))
     }
 
     /// Forms the group of NCCL: rank 0 draws its name and tells the others.
-    fn connect(&self, library: &'static Library, time: Duration) -> Result<Communicator, CommError> {
+    fn connect(
+        &self,
+        library: &'static Library,
+        context: &Arc<CudaContext>,
+        time: Duration,
+    ) -> Result<Communicator, CommError> {
         let mut id = [0; 128];
         let drawn = if self.rank() == 0 { library.unique_id().map(Some) } else { Ok(None) };
         // A rank 0 that has none sends zeros, so that nobody waits.
@@ -87,7 +87,9 @@ impl Group {
         if id == [0; 128] {
             return Err(DeviceError::Elsewhere { rank: 0, what: "ncclGetUniqueId failed".to_owned() }.into());
         }
-        let begun = library.begin(self.size(), UniqueId(id), self.rank());
+        let context = Arc::clone(context);
+        let enter = Enter::new(move || bind(&context).is_ok());
+        let begun = library.begin(self.size(), UniqueId(id), self.rank(), enter);
         let (communicator, _) = begun.map_err(|error| self.gave_up(error.into()))?;
         self.await_nccl(|| communicator.progress(), time)?;
         Ok(communicator)
@@ -120,6 +122,17 @@ impl Group {
         }
     }
 
+    /// Its side. The others have theirs by now: without it the group ends.
+    fn new_side(
+        &self,
+        context: &Arc<CudaContext>,
+        options: DeviceOptions,
+        way: Way,
+    ) -> Result<Side, CommError> {
+        let side = Side::new(self.clone(), Arc::clone(context), options, way);
+        side.inspect_err(|error| self.abort(&format!("the device of rank {}: {error}", self.rank())))
+    }
+
     /// The group ends, so that no rank waits for this one.
     fn gave_up(&self, error: DeviceError) -> CommError {
         self.abort(&format!("the device of rank {}: {error}", self.rank()));
@@ -137,15 +150,9 @@ impl Group {
             Way::Staged(_) => place.map(|_| Way::Staged(Mutex::new(Staging::new(Arc::clone(&context))))),
             Way::Nccl { library, .. } => {
                 let color = place.and_then(|_| ranks.first().copied());
-                bind(&context).map_err(DeviceError::driver("the device failed"))?;
-                let _alone = core.alone_in_nccl();
-                let split = core.ask(|parent| parent.begin_split(color, place.unwrap_or_default()));
-                let splitting = split.map_err(|error| self.gave_up(error.into()))?;
-                self.await_nccl(|| core.ask(Communicator::progress), options.init_timeout)?;
-                let child = splitting.take();
-                if let Some(child) = &child {
-                    self.await_nccl(|| child.progress(), options.init_timeout)?;
-                }
+                let child = core.split(color, place.unwrap_or_default(), self.limit());
+                // NCCL may be in the middle of it: see there.
+                let child = child.inspect_err(|_| core.have_let_go())?;
                 child.map(|child| Way::Nccl { library, communicator: Mutex::new(Some(child)) })
             }
         };
@@ -154,6 +161,44 @@ impl Group {
 }
 
 impl Core {
+    /// Cuts the communicator, with those of the same color.
+    fn split(
+        &self,
+        color: Option<usize>,
+        key: usize,
+        limit: Limit,
+    ) -> Result<Option<Communicator>, CommError> {
+        let group = &self.group;
+        let gave_up = |error| {
+            let error = group.gave_up(error);
+            self.fail(Failure::Group);
+            error
+        };
+        let limit = limit.begun();
+        let mut patience = Patience::new(SPLIT, self.calls(), limit.deadline(), limit.timeout());
+        bind(&self.context).map_err(|error| gave_up(DeviceError::driver("the device failed")(error)))?;
+        let _alone = self.wait_for(&mut patience, || self.try_alone_in_nccl())?;
+        // It wants nothing else under way meanwhile.
+        self.wait_for(&mut patience, || {
+            self.reap();
+            self.hand_on_chores();
+            self.watched().is_empty().then_some(())
+        })?;
+        let time = self.options.init_timeout.min(patience.rest());
+        let split = self.ask(|parent| parent.begin_split(color, key));
+        let splitting = split.map_err(|error| gave_up(error.into()))?;
+        let failed = |error| {
+            self.fail(Failure::Group);
+            error
+        };
+        group.await_nccl(|| self.ask(Communicator::progress), time).map_err(failed)?;
+        let child = splitting.take();
+        if let Some(child) = &child {
+            group.await_nccl(|| child.progress(), time).map_err(failed)?;
+        }
+        Ok(child)
+    }
+
     /// Asks the communicator something, unless NCCL was told to let go. It is locked for that only: the watchdog looks
     /// meanwhile.
     fn ask<R>(&self, ask: impl FnOnce(&Communicator) -> Result<R, NcclError>) -> Result<R, NcclError> {
@@ -174,81 +219,20 @@ impl SplitSide {
     /// The group with it.
     pub(crate) fn of(self, group: &Group) -> Result<Group, CommError> {
         let Self { context, options, way } = self;
-        Ok(group.with_side(Side::new(group.clone(), context, options, way)?))
+        Ok(group.with_side(group.new_side(&context, options, way)?))
     }
 }
 
-/// Whether what all ranks have told goes together.
-fn judge(all: &[Told]) -> Result<(), DeviceError> {
-    if let Some((rank, what)) =
-        all.iter().enumerate().find_map(|(rank, told)| Some((rank, told.error.clone()?)))
-    {
-        return Err(DeviceError::Elsewhere { rank, what });
-    }
-    if all.iter().any(|told| told.version.is_none() != all[0].version.is_none()) {
-        let other = all.iter().position(|told| told.version.is_none() != all[0].version.is_none());
-        let what =
-            "it goes through the host and others do not, or the other way round (DeviceOptions::staged)"
-                .to_owned();
-        return Err(DeviceError::Elsewhere { rank: other.unwrap_or_default(), what });
-    }
-    let mut versions = BTreeMap::new();
-    for (rank, told) in all.iter().enumerate() {
-        if let Some(version) = told.version {
-            versions.entry(version).or_insert(rank);
-        }
-    }
-    if versions.len() > 1 {
-        let version = |(major, minor, patch)| Version { major, minor, patch };
-        let mut ranks: Vec<_> = versions.into_iter().map(|(of, rank)| (rank, version(of))).collect();
-        ranks.sort_unstable();
-        return Err(DeviceError::Versions { ranks });
-    }
-    // Through the host several ranks may well be on one.
-    let mut devices = BTreeMap::new();
-    for (rank, told) in
-        all.iter().enumerate().filter(|(_, told)| told.version.is_some() && !told.device.is_empty())
-    {
-        if let Some(first) = devices.insert(told.device.as_str(), rank) {
-            return Err(DeviceError::Shared { ranks: (first, rank), device: told.device.clone() });
-        }
-    }
-    Ok(())
-}
+/// What a split is in errors.
+const SPLIT: Call = Call { kind: CallKind::Subgroup, dtype: Dtype::U8, op: None, root: 0, count: 0 };
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn told(version: Option<(u32, u32, u32)>, device: &str) -> Told {
-        Told { version, device: device.to_owned(), error: None }
-    }
-
-    #[test]
-    fn ranks_with_one_version_and_a_device_each_go_together() {
-        let new = Some((2, 30, 7));
-        assert_eq!(judge(&[told(new, "a"), told(new, "b")]), Ok(()));
-        assert_eq!(judge(&[told(None, "a"), told(None, "a")]), Ok(()), "through the host");
-        // What the driver does not tell is not compared.
-        assert_eq!(judge(&[told(new, ""), told(new, "")]), Ok(()));
-    }
-
-    #[test]
-    fn what_does_not_go_together_is_named() {
-        let (old, new) = (Some((2, 18, 3)), Some((2, 30, 7)));
-        let text = |all: &[Told]| judge(all).unwrap_err().to_string();
-        assert_eq!(
-            text(&[told(new, "a"), told(old, "b"), told(new, "c")]),
-            "the ranks have different versions of NCCL: rank 0 has 2.30.7, rank 1 has 2.18.3"
-        );
-        let shared = text(&[told(new, "a"), told(new, "b"), told(new, "a")]);
-        assert!(
-            shared.starts_with("ranks 0 and 2 are on the same device, a: each needs its own"),
-            "{shared}"
-        );
-        let broken = Told { error: Some("NCCL was not found".to_owned()), ..told(None, "b") };
-        assert_eq!(text(&[told(new, "a"), broken]), "rank 1 has no device for the group: NCCL was not found");
-        let mixed = text(&[told(new, "a"), told(None, "b")]);
-        assert!(mixed.starts_with("rank 1 has no device for the group: it goes through the host"), "{mixed}");
+/// Whether it is the context that every other library of the process has of this device.
+#[allow(unsafe_code)]
+fn is_primary(context: &CudaContext) -> bool {
+    // SAFETY: retained and released once; `context` has it, or has nothing to do with it.
+    unsafe {
+        let Ok(primary) = result::primary_ctx::retain(context.cu_device()) else { return true };
+        let _ = result::primary_ctx::release(context.cu_device());
+        primary == context.cu_ctx()
     }
 }

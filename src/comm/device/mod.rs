@@ -1,15 +1,15 @@
 //! Groups whose buffers are on GPUs: the same groups, with a side on a device.
 //!
 //! ```text
-//! driver ─► join ─► side ◄─ stream ─► batch ─► enqueue ─► words, staged
-//!                    └─► watchdog ─► watch        └─► begun
+//! driver ─► join ─► side ◄─ stream ─► batch ─► enqueue ─► words, staged, patience
+//!            └► told └─► watchdog ─► watch        └─► begun
 //!                            └─► ending
 //! ```
 //!
-//! `driver` opens CUDA so that nothing panics, `join` has the ranks find together, `side` is what a rank then has:
+//! `driver` opens CUDA so that nothing panics, `join` has the ranks find together if what they tell each other allows it (`told`, pure), `side` is what a rank then has:
 //! the communicator and the operations that are not done. `stream` and `batch` are the operations, `enqueue` puts them on a
-//! stream; `words` (pure) says what NCCL calls them, `staged` is the way without NCCL, through host memory. `begun` is what
-//! can be waited for then. `watchdog` looks after it, by the rules of `watch` (pure), and `ending` is why and how it ends.
+//! stream; `words` (pure) says what NCCL calls them, `staged` is the way without NCCL, through host memory. `patience` is how
+//! long a call may be kept on the way, `begun` what can be waited for then. `watchdog` looks after it, by the rules of `watch` (pure), and `ending` is why and how it ends.
 //!
 //! What the host's side of a group learns, such as the death of a rank, ends the operations on GPUs as well, and the
 //! other way round: one cause for all.
@@ -25,11 +25,13 @@ mod error;
 mod events;
 mod join;
 mod options;
+mod patience;
 mod raw;
 mod registered;
 pub(crate) mod side;
 mod staged;
 mod stream;
+mod told;
 mod watch;
 mod watchdog;
 mod words;
@@ -42,6 +44,6 @@ pub use element::{DeviceElement, F8E4M3, F8E5M2};
 pub use error::DeviceError;
 pub use options::DeviceOptions;
 pub use raw::RawBuffer;
-pub use registered::Registration;
+pub use registered::{Registration, Unregistered};
 pub use stream::OnStream;
 pub use words::accepts;

@@ -2,8 +2,9 @@
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 use std::thread::{self, JoinHandle};
+use std::time::Instant;
 
 use cudarc::driver::{CudaContext, CudaSlice};
 
@@ -14,7 +15,7 @@ use super::error::DeviceError;
 use super::events::Events;
 use super::options::DeviceOptions;
 use super::staged::Staging;
-use super::watch::Watch;
+use super::watch::{LOOK, Watch};
 use crate::cause::{Cause, Report};
 use crate::engine::chores::Chores;
 use crate::error::CommError;
@@ -43,6 +44,10 @@ pub(super) struct Core {
     pub(super) closing: AtomicBool,
     /// NCCL was told to let go, or need not be.
     pub(super) let_go: AtomicBool,
+    /// From here on what has come to its end may have been aborted.
+    pub(super) aborting: AtomicBool,
+    /// NCCL has let go.
+    pub(super) gone: AtomicBool,
     /// Held by who calls NCCL until it has done what it was asked for: it wants one thing at a time from a communicator.
     in_nccl: Mutex<()>,
     pub(super) chores: Arc<Chores>,
@@ -87,6 +92,8 @@ impl Side {
             bell: Condvar::new(),
             closing: AtomicBool::new(false),
             let_go: AtomicBool::new(false),
+            aborting: AtomicBool::new(false),
+            gone: AtomicBool::new(false),
             in_nccl: Mutex::default(),
             chores: Arc::default(),
             token: Mutex::new(token),
@@ -111,12 +118,7 @@ impl Side {
 
     /// Takes leave now, though there are handles left. What is under way is carried out.
     pub(crate) fn destroy(&self) {
-        let mut wait = Poll::default();
-        // Each operation has its time.
-        while !self.core.watched().is_empty() && !self.core.has_failed() {
-            self.core.reap();
-            wait.pause();
-        }
+        self.core.finish_all();
         self.core.leave();
         let _ = self.core.failure.set(Failure::Group);
         self.core.ring();
@@ -163,9 +165,25 @@ impl Core {
         }
     }
 
-    /// Nobody else asks NCCL for anything meanwhile. To be had before [`Self::nccl`].
-    pub(super) fn alone_in_nccl(&self) -> MutexGuard<'_, ()> {
-        self.in_nccl.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Nobody else asks NCCL for anything meanwhile. To be had before [`Self::nccl`]. `None` if it is not to be had now.
+    pub(super) fn try_alone_in_nccl(&self) -> Option<MutexGuard<'_, ()>> {
+        match self.in_nccl.try_lock() {
+            Ok(guard) => Some(guard),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
+    /// The same, with some patience.
+    pub(super) fn alone_in_nccl(&self, until: Instant) -> Option<MutexGuard<'_, ()>> {
+        let mut wait = Poll::default();
+        loop {
+            let alone = self.try_alone_in_nccl();
+            if alone.is_some() || Instant::now() >= until {
+                return alone;
+            }
+            wait.pause();
+        }
     }
 
     pub(super) fn watched(&self) -> MutexGuard<'_, Watch<Arc<Begun>>> {
@@ -185,10 +203,33 @@ impl Core {
         self.bell.notify_all();
     }
 
+    /// Waits until nothing is under way; each operation has its time.
+    pub(super) fn finish_all(&self) {
+        let (mut wait, mut looked) = (Poll::default(), Instant::now());
+        while !self.watched().is_empty() && !self.has_failed() {
+            self.reap();
+            self.end_overdue();
+            if looked.elapsed() >= LOOK {
+                self.look_around();
+                looked = Instant::now();
+            }
+            wait.pause();
+        }
+    }
+
+    /// Ends the group if the time of an operation is over.
+    pub(super) fn end_overdue(&self) {
+        let overdue = self.watched().overdue(Instant::now()).cloned();
+        if let Some(begun) = overdue {
+            self.overdue(&begun);
+        }
+    }
+
     /// Takes out and completes what is done.
     pub(super) fn reap(&self) {
         let (done, failed) = self.watched().reap(|begun| begun.recorded.is_over());
-        if !self.has_failed() {
+        // Asked before an abort began, it has ended well, whatever has happened since.
+        if !self.aborting.load(Ordering::SeqCst) {
             done.iter().for_each(|begun| begun.ticket.complete(Ok(None)));
         } else {
             done.iter().for_each(|begun| begun.ticket.complete(Err(self.error(begun.call, begun.seq))));

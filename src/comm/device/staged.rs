@@ -7,6 +7,7 @@ use std::sync::Arc;
 use cudarc::driver::{CudaContext, CudaStream, result};
 use num_complex::Complex;
 
+use super::driver::bind;
 use super::element::Of;
 use super::error::DeviceError;
 use super::words::By;
@@ -29,6 +30,8 @@ pub(crate) struct Staging {
     /// Of so many bytes, or nothing.
     start: *mut u8,
     bytes: usize,
+    /// Copies may be under way: then the memory stays for good.
+    busy: bool,
 }
 
 // SAFETY: the memory belongs to the process, not to a thread.
@@ -45,39 +48,51 @@ struct Staged {
 #[allow(unsafe_code)]
 impl Staging {
     pub(super) fn new(context: Arc<CudaContext>) -> Self {
-        Self { context, start: std::ptr::null_mut(), bytes: 0 }
+        Self { context, start: std::ptr::null_mut(), bytes: 0, busy: false }
     }
 
-    /// Carries out steps on what `stream` has come to; when it returns, the stream has.
+    /// Carries out steps on what `stream` has come to; when it returns, the stream has. `settle` waits for that.
     ///
     /// # Safety
-    /// `stream` is of this device. The memory at the addresses is on that device, long enough, and stays so.
+    /// `stream` is of this device. The memory at the addresses is on that device, long enough, and stays so until the stream
+    /// has come past it.
     pub(super) unsafe fn carry_out(
         &mut self,
         group: &Group,
         steps: &[Step<Of, By>],
         stream: &CudaStream,
+        mut settle: impl FnMut() -> Result<(), CommError>,
     ) -> Result<(), CommError> {
+        if self.busy {
+            // Of a call that failed: its copies go where nobody looks any more.
+            self.free();
+        }
         let mut end = 0;
         let staged: Vec<Staged> = steps.iter().map(|step| place(*step, group, &mut end)).collect();
         self.grow(end)?;
         let copied = DeviceError::driver("a copy between device and host failed");
         let raw = stream.cu_stream();
         let sends = staged.iter().filter_map(|staged| Some((source(&staged.step, group)?, &staged.send)));
-        let all = sends.clone().filter(|(_, range)| !range.is_empty()).try_for_each(|(at, range)| {
+        self.busy = true;
+        let all = sends.filter(|(_, range)| !range.is_empty()).try_for_each(|(at, range)| {
             // SAFETY: on the device the caller's; on the host within our memory, which nothing else uses now.
             unsafe { result::memcpy_dtoh_async(self.slice::<u8>(range), at, raw) }
         });
-        all.and_then(|()| stream.synchronize()).map_err(copied)?;
+        all.map_err(copied)?;
+        settle()?;
+        self.busy = false;
         // SAFETY: all ranges are apart.
         unsafe { self.on_host(group, &staged)? };
         let copied = DeviceError::driver("a copy between host and device failed");
+        self.busy = true;
         let recvs = staged.iter().filter_map(|staged| Some((target(&staged.step, group)?, &staged.recv)));
         let all = recvs.filter(|(_, range)| !range.is_empty()).try_for_each(|(at, range)| {
             // SAFETY: as above.
             unsafe { result::memcpy_htod_async(at, &*self.slice::<u8>(range), raw) }
         });
-        all.and_then(|()| stream.synchronize()).map_err(copied)?;
+        all.map_err(copied)?;
+        settle()?;
+        self.busy = false;
         Ok(())
     }
 
@@ -183,11 +198,11 @@ impl Staging {
     }
 
     fn free(&mut self) {
-        if !self.start.is_null() {
-            // SAFETY: from `grow`, and freed once. No copy is under way: each is waited for.
+        if !self.start.is_null() && !self.busy {
+            // SAFETY: from `grow`, and freed once. No copy is under way: each was waited for.
             let _ = unsafe { result::free_host(self.start.cast::<c_void>()) };
-            (self.start, self.bytes) = (std::ptr::null_mut(), 0);
         }
+        (self.start, self.bytes, self.busy) = (std::ptr::null_mut(), 0, false);
     }
 
     /// Elements in a range of the memory.
@@ -209,7 +224,7 @@ impl Staging {
 
 impl Drop for Staging {
     fn drop(&mut self) {
-        if self.context.bind_to_thread().is_ok() {
+        if bind(&self.context).is_ok() {
             self.free();
         }
     }

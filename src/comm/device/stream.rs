@@ -4,13 +4,16 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut};
 
-use super::batch::DeviceBatch;
+use super::batch::{DeviceBatch, same_context};
 use super::element::DeviceElement;
 use super::side::Core;
 use crate::error::CommError;
 use crate::group::Group;
 use crate::group::work::Work;
 use crate::reduction::Reduction;
+
+/// `CU_STREAM_PER_THREAD`.
+const PER_THREAD: usize = 2;
 
 /// The operations of a group on buffers of its device, on one stream; from [`Group::on`].
 ///
@@ -35,14 +38,15 @@ impl Group {
     ///
     /// # Errors
     /// [`CommError::Device`] if the group has no device ([`Self::with_device`]). [`CommError::InvalidArgument`] if the
-    /// stream is on another.
+    /// stream is of another context, or the default one of each thread.
     pub fn on<'a>(&'a self, stream: &'a Arc<CudaStream>) -> Result<OnStream<'a>, CommError> {
         let core = Arc::clone(&self.side()?.core);
-        let (theirs, ours) = (stream.context(), &core.context);
-        if theirs != ours {
-            let (theirs, ours) = (theirs.ordinal(), ours.ordinal());
-            let what = format!("a stream is on device {theirs}; the group's side is on device {ours}");
-            return Err(CommError::InvalidArgument(what));
+        same_context("a stream", stream.context(), &core.context)?;
+        // NCCL enqueues from threads of its own, where this handle means another stream.
+        if stream.cu_stream() as usize == PER_THREAD {
+            let what = "a thread's own default stream (CudaContext::per_thread_stream) is another one in NCCL's \
+                        threads: CudaContext::new_stream makes one that is the same everywhere";
+            return Err(CommError::InvalidArgument(what.to_owned()));
         }
         Ok(OnStream { group: self, core, stream })
     }

@@ -12,10 +12,17 @@ const MANY: usize = 32;
 /// A queue of CUDA holds about 1,000 commands, and who calls when it is full is kept inside the call, where nobody can have
 /// him end. So many at most are under way.
 const MOST_COMMANDS: usize = 512;
-/// What an operation may be: two events, and for each call of NCCL that it is made of a launch, waits for its buffers, and
-/// their events.
+/// What an operation has of its own, our event among it; what each buffer adds, waits and events of cudarc's; and each launch of
+/// NCCL, which stands for several calls if they are enqueued as one.
 const COMMANDS: usize = 2;
-const COMMANDS_OF_CALL: usize = 6;
+const COMMANDS_OF_BUFFER: usize = 3;
+const COMMANDS_OF_LAUNCH: usize = 3;
+const CALLS_OF_LAUNCH: usize = 8;
+
+/// Commands of an operation that is made of so many calls of NCCL, on so many buffers.
+pub(super) fn commands(calls: usize, buffers: usize) -> usize {
+    COMMANDS + buffers * COMMANDS_OF_BUFFER + calls.div_ceil(CALLS_OF_LAUNCH) * COMMANDS_OF_LAUNCH
+}
 
 /// What the caller knows an operation by, and where and until when it is.
 #[derive(Debug)]
@@ -44,9 +51,8 @@ impl<P> Default for Watch<P> {
 }
 
 impl<P> Watch<P> {
-    /// One more is under way, of so many calls of NCCL; whether it should be looked which are done.
-    pub(super) fn add(&mut self, what: P, stream: usize, deadline: Instant, calls: usize) -> bool {
-        let commands = COMMANDS + calls * COMMANDS_OF_CALL;
+    /// One more is under way, of so many commands; whether it should be looked which are done.
+    pub(super) fn add(&mut self, what: P, stream: usize, deadline: Instant, commands: usize) -> bool {
         self.entries.push_back(Entry { what, stream, deadline, commands });
         self.commands += commands;
         self.entries.len().is_multiple_of(MANY)
@@ -124,7 +130,7 @@ mod tests {
     fn watch(entries: &[(u32, usize, u64)]) -> (Watch<u32>, Instant) {
         let (mut watch, now) = (Watch::default(), Instant::now());
         for &(what, stream, after) in entries {
-            watch.add(what, stream, now + Duration::from_secs(after), 1);
+            watch.add(what, stream, now + Duration::from_secs(after), commands(1, 1));
         }
         (watch, now)
     }
@@ -165,22 +171,24 @@ mod tests {
         assert_eq!(watch.look_in(now), Some(HURRIED));
         watch.reap(|_| Ok::<_, ()>(true));
         assert_eq!((watch.look_in(now), watch.is_empty()), (None, true));
-        watch.add(2, 0, now + Duration::from_secs(9), 1);
+        watch.add(2, 0, now + Duration::from_secs(9), commands(1, 1));
         assert_eq!(watch.look_in(now), Some(LOOK));
     }
 
     #[test]
     fn whoever_adds_many_looks_now_and_then_and_waits_when_it_is_full() {
         let (mut watch, now) = watch(&[]);
-        let looks: Vec<u32> = (1..=63).filter(|&what| watch.add(what, 0, now, 1)).collect();
+        let looks: Vec<u32> = (1..=63).filter(|&what| watch.add(what, 0, now, commands(1, 1))).collect();
         assert_eq!(looks, [32]);
         assert!(!watch.is_full());
-        watch.add(64, 0, now, 1);
+        watch.add(64, 0, now, commands(1, 1));
         assert!(watch.is_full());
         watch.reap(|&what| Ok::<_, ()>(what == 1));
         assert!(!watch.is_full() && watch.any(|&what| what == 2) && !watch.any(|&what| what == 1));
-        // One of many calls fills it alone, and whatever is under way may be followed by one.
-        watch.add(65, 0, now, 1000);
+        // Messages of one call have a launch together: such a call of a hundred ranks is one of many.
+        assert!(commands(200, 2) < MOST_COMMANDS / 4);
+        // One of many buffers fills it alone, and whatever is under way may be followed by one.
+        watch.add(65, 0, now, commands(1000, 1000));
         assert!(watch.is_full());
         watch.end();
         assert!(!watch.is_full());

@@ -9,6 +9,9 @@ use super::driver::bind;
 use super::side::Core;
 use super::watch::LOOK;
 
+/// How often it is looked whether the group goes on while nothing is under way: a rank whose group has ended must have NCCL
+/// let go, which the other ranks of its host wait for.
+const IDLE: Duration = Duration::from_secs(1);
 /// How long what a rank has left behind may take: its own part was done when it left.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
@@ -33,10 +36,7 @@ impl Core {
             }
             if !self.has_failed() {
                 self.reap();
-                let overdue = self.watched().overdue(Instant::now()).cloned();
-                if let Some(begun) = overdue {
-                    self.overdue(&begun);
-                }
+                self.end_overdue();
             }
             if self.has_failed() {
                 self.end_everything();
@@ -55,10 +55,12 @@ impl Core {
     fn wait_for_something(&self) -> bool {
         let watch = self.watched();
         let closing = || self.closing.load(Ordering::SeqCst);
-        if closing() || self.chores.any() {
+        let let_go = self.let_go.load(Ordering::SeqCst);
+        if closing() || self.chores.any() || (self.has_failed() && !let_go) {
             return closing();
         }
-        match watch.look_in(Instant::now()) {
+        let time = watch.look_in(Instant::now()).or_else(|| (!let_go).then_some(IDLE));
+        match time {
             Some(time) => drop(self.bell.wait_timeout(watch, time).unwrap_or_else(PoisonError::into_inner)),
             // It has ended and all is answered: nothing comes any more but the end.
             None => drop(self.bell.wait(watch).unwrap_or_else(PoisonError::into_inner)),

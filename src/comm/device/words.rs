@@ -116,7 +116,9 @@ fn reduced(of: Of, by: By, version: Version) -> Result<(Type, usize, Op), String
         if version < EIGHT_BITS {
             return Err(format!("{} before {EIGHT_BITS}; this is {version}", cannot()));
         }
-        return Ok((eight, 1, real(by.op).ok_or_else(cannot)?));
+        // NCCL would multiply by 1/n, rounded to 8 bits.
+        let op = Some(by.op).filter(|op| *op != ReduceOp::Avg).and_then(real);
+        return Ok((eight, 1, op.ok_or_else(cannot)?));
     }
     match (of.dtype, by.op) {
         // 0 and 1, of which the greatest is OR and the least is AND.

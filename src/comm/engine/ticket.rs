@@ -43,6 +43,12 @@ impl Limit {
         self.since.unwrap_or_else(Instant::now)
     }
 
+    /// How long it is.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn timeout(self) -> Duration {
+        self.timeout
+    }
+
     /// When it is over.
     pub(crate) fn deadline(self) -> Instant {
         // "For ever" is far enough away, but must not overflow the clock.

@@ -1,6 +1,6 @@
 //! A group's side on a device, seen from the host's.
 
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError, Weak};
 
 use super::{CommError, Group};
 use crate::call::Call;
@@ -21,7 +21,18 @@ impl Group {
     }
 
     pub(crate) fn with_side(&self, side: Side) -> Self {
-        Self { device: Some(Arc::new(side)), ..self.clone() }
+        let side = Arc::new(side);
+        let mut sides = self.inner.sides.lock().unwrap_or_else(PoisonError::into_inner);
+        sides.retain(|side| side.strong_count() > 0);
+        sides.push(Arc::downgrade(&side));
+        drop(sides);
+        Self { device: Some(side), ..self.clone() }
+    }
+
+    /// All that it has, whatever handle they came with.
+    pub(super) fn sides(&self) -> Vec<Arc<Side>> {
+        let sides = self.inner.sides.lock().unwrap_or_else(PoisonError::into_inner);
+        sides.iter().filter_map(Weak::upgrade).collect()
     }
 
     /// # Errors

@@ -7,11 +7,10 @@ use std::ffi::{CStr, c_int, c_void};
 use std::ptr::{self, NonNull};
 
 use super::error::NcclError;
+use super::free::{Enter, Free};
 use super::functions::Functions;
 use super::library::Library;
-use super::types::{
-    Address, Comm, Config, HOST_IMMEDIATE, IN_PROGRESS, NO_COLOR, Op, SUCCESS, Step, Type, UniqueId,
-};
+use super::types::{Address, Comm, Config, HOST_IMMEDIATE, IN_PROGRESS, Op, SUCCESS, Step, Type, UniqueId};
 
 /// How far a call is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -20,37 +19,18 @@ pub(crate) enum Progress {
     UnderWay,
 }
 
-/// A communicator; aborted when it is dropped, unless it was [destroyed](Self::destroy).
+/// A communicator; aborted when it is dropped, unless it was [destroyed](Self::destroy). Both take a second at most, whatever
+/// NCCL takes.
 pub(crate) struct Communicator {
-    functions: &'static Functions,
-    handle: NonNull<Comm>,
+    pub(super) functions: &'static Functions,
+    /// Until it is freed.
+    pub(super) handle: Option<NonNull<Comm>>,
+    pub(super) enter: Enter,
 }
 
 #[allow(unsafe_code)]
 // SAFETY: NCCL's communicators belong to no thread. It is not `Sync`: whoever shares one keeps its calls apart by a lock.
 unsafe impl Send for Communicator {}
-
-/// A split that is under way: NCCL writes the new communicator here when it is done.
-pub(crate) struct Splitting {
-    functions: &'static Functions,
-    /// Its place stays the same while NCCL knows it.
-    into: Box<Into>,
-    /// Whether NCCL writes no more.
-    settled: bool,
-}
-
-#[allow(unsafe_code)]
-// SAFETY: as of a communicator; `into` is written before the parent says that it is done, and read only then.
-unsafe impl Send for Splitting {}
-
-/// Where NCCL writes the new communicator.
-struct Into(*mut Comm);
-
-impl Default for Into {
-    fn default() -> Self {
-        Self(ptr::null_mut())
-    }
-}
 
 /// Memory that NCCL knows, of one communicator.
 #[derive(Debug)]
@@ -71,12 +51,14 @@ impl Library {
         check(functions, "ncclGetUniqueId", result, ptr::null_mut()).map(|_| id)
     }
 
-    /// Begins to form a group: rank `rank` of `size` that know `id`, on the thread's current device.
+    /// Begins to form a group: rank `rank` of `size` that know `id`, on the thread's current device, which `enter` makes the
+    /// current one of others.
     pub(crate) fn begin(
         &'static self,
         size: usize,
         id: UniqueId,
         rank: usize,
+        enter: Enter,
     ) -> Result<(Communicator, Progress), NcclError> {
         let functions = self.functions();
         let mut handle = ptr::null_mut();
@@ -95,7 +77,7 @@ impl Library {
         const NAME: &str = "ncclCommInitRankConfig";
         let progress = check(functions, NAME, result, ptr::null_mut())?;
         let handle = NonNull::new(handle).ok_or_else(|| NcclError::nothing(NAME))?;
-        Ok((Communicator { functions, handle }, progress))
+        Ok((Communicator { functions, handle: Some(handle), enter }, progress))
     }
 }
 
@@ -202,23 +184,6 @@ impl Communicator {
         Ok(made)
     }
 
-    /// Begins to cut this group: ranks with the same color are together, in the order of `key`. All ranks call it. When
-    /// [`Self::progress`] of this one says that it is done, [`Splitting::take`] has the new one.
-    ///
-    /// What the call itself returns says nothing of that: it is done only when `progress` says so.
-    pub(crate) fn begin_split(&self, color: Option<usize>, key: usize) -> Result<Splitting, NcclError> {
-        let mut into = Box::<Into>::default();
-        let mut config = Config::nonblocking();
-        let color = color.map_or(NO_COLOR, |color| color as c_int);
-        // SAFETY: NCCL copies what `config` says, and writes to `into` until it says that it is done; until then
-        // `Splitting` keeps it (see its `drop`).
-        let result = unsafe {
-            (self.functions.comm_split)(self.raw(), color, key as c_int, &raw mut into.0, &raw mut config)
-        };
-        self.check("ncclCommSplit", result)?;
-        Ok(Splitting { functions: self.functions, into, settled: false })
-    }
-
     /// Tells NCCL of memory that will be used often, so that it may go there directly; `None` if this version cannot.
     ///
     /// # Safety
@@ -249,18 +214,26 @@ impl Communicator {
     }
 
     /// Frees it after [`Self::finalize`].
-    pub(crate) fn destroy(self) {
-        let functions = self.functions;
-        // SAFETY: the handle is valid, and used for the last time: `self` is forgotten.
-        let _ = unsafe { (functions.comm_destroy)(self.raw()) };
-        std::mem::forget(self);
+    pub(crate) fn destroy(mut self) {
+        self.last(self.functions.comm_destroy, Free::apart);
     }
 
-    fn raw(&self) -> *mut Comm {
-        self.handle.as_ptr()
+    /// Aborts it on this thread, however long that takes.
+    pub(crate) fn abort_here(mut self) {
+        self.last(self.functions.comm_abort, Free::here);
     }
 
-    fn check(&self, function: &'static str, result: c_int) -> Result<Progress, NcclError> {
+    fn last(&mut self, call: unsafe extern "C" fn(*mut Comm) -> c_int, how: fn(Free)) {
+        if let Some(handle) = self.handle.take() {
+            how(Free { call, handle, enter: self.enter.clone() });
+        }
+    }
+
+    pub(super) fn raw(&self) -> *mut Comm {
+        self.handle.map_or(ptr::null_mut(), NonNull::as_ptr)
+    }
+
+    pub(super) fn check(&self, function: &'static str, result: c_int) -> Result<Progress, NcclError> {
         check(self.functions, function, result, self.raw())
     }
 }
@@ -283,27 +256,7 @@ impl Drop for Made<'_> {
 
 impl Drop for Communicator {
     fn drop(&mut self) {
-        // SAFETY: the handle is valid, and used for the last time.
-        #[allow(unsafe_code)]
-        let _ = unsafe { (self.functions.comm_abort)(self.raw()) };
-    }
-}
-
-impl Splitting {
-    /// The new communicator; `None` for a rank without a color. Only when the parent's call is done.
-    pub(crate) fn take(mut self) -> Option<Communicator> {
-        self.settled = true;
-        let handle = NonNull::new(self.into.0)?;
-        Some(Communicator { functions: self.functions, handle })
-    }
-}
-
-impl Drop for Splitting {
-    fn drop(&mut self) {
-        if !self.settled {
-            // It was given up, and may yet be written to: 8 bytes, once for each group that fails so.
-            let _ = Box::leak(std::mem::take(&mut self.into));
-        }
+        self.last(self.functions.comm_abort, Free::apart);
     }
 }
 

@@ -4,6 +4,8 @@
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
 
 mod common;
+#[path = "device/misuse.rs"]
+mod misuse;
 #[path = "../../../launcher-tests/gpu/simulated.rs"]
 mod simulated;
 #[path = "device/threads.rs"]
@@ -542,8 +544,28 @@ fn registered_memory_is_used_as_any_other() {
     }
     on_devices(2, |group, stream| {
         let mut known = group.register(buffer(&stream, &[1.0_f32; 8])).unwrap();
-        drop(group.on(&stream).unwrap().all_reduce(&mut *known, ReduceOp::Sum).unwrap());
+        drop(group.on(&stream).unwrap().all_reduce(&mut known, ReduceOp::Sum).unwrap());
         assert_eq!(stream.clone_dtoh(&*known).unwrap(), [2.0; 8]);
+        // One that is given back while an operation uses it is not forgotten before that is done.
+        drop(group.on(&stream).unwrap().all_reduce(&mut known, ReduceOp::Sum).unwrap());
+        drop(known);
+    });
+}
+
+#[test]
+fn a_buffer_that_nccl_does_not_take_comes_back() {
+    if !is_simulated(
+        "a_buffer_that_nccl_does_not_take_comes_back",
+        &[("SIMULATED_NCCL_FAIL", "ncclCommRegister")],
+    ) {
+        return;
+    }
+    on_devices(1, |group, stream| {
+        let refused = group.register(buffer(&stream, &[5.0_f32])).unwrap_err();
+        assert!(refused.to_string().contains("ncclCommRegister"), "{refused}");
+        let mut buf = refused.buffer;
+        drop(group.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).unwrap());
+        assert_eq!(stream.clone_dtoh(&buf).unwrap(), [5.0]);
     });
 }
 

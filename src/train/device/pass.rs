@@ -35,8 +35,8 @@ impl<'a, T: Gradient + DeviceRepr + ValidAsZeroBits> DevicePass<'a, T> {
     /// there is nothing yet.
     ///
     /// # Errors
-    /// [`TrainError::InvalidArgument`] if there is no such parameter, the lengths differ, or it is ready. Else as
-    /// [`Self::ready`].
+    /// [`TrainError::InvalidArgument`] if there is no such parameter, the lengths differ, it is ready, or a
+    /// stream is on another device. Else as [`Self::ready`].
     pub fn add(&mut self, parameter: usize, gradient: &impl DevicePtr<T>) -> Result<(), TrainError> {
         self.check(parameter)?;
         let Place { bucket, range } = self.ddp.layout.place(parameter).clone();
@@ -46,6 +46,7 @@ impl<'a, T: Gradient + DeviceRepr + ValidAsZeroBits> DevicePass<'a, T> {
             let what = format!("a gradient of {theirs} elements for {}, which has {ours}", name());
             return Err(TrainError::InvalidArgument(what));
         }
+        self.check_context("a gradient", gradient.stream())?;
         let DeviceDdp { buckets, adder, shares, .. } = &mut *self.ddp;
         let mut into = buckets[bucket].memory.slice_mut(range);
         if shares[parameter] == Share::Own {
@@ -123,12 +124,23 @@ impl<'a, T: Gradient + DeviceRepr + ValidAsZeroBits> DevicePass<'a, T> {
 
     /// There is such a parameter, and it is not ready.
     fn check(&self, parameter: usize) -> Result<(), TrainError> {
+        self.check_context("the computing stream", self.compute)?;
         let layout = &self.ddp.layout;
         let what = match self.ddp.shares.get(parameter) {
             None => format!("no parameter {parameter}: there are {}", layout.len()),
             Some(Share::Ready) => format!("{} has had its gradient in this pass", layout.name(parameter)),
             Some(Share::Average | Share::Own) => return Ok(()),
         };
+        Err(TrainError::InvalidArgument(what))
+    }
+
+    /// It is of the context that the buckets are of.
+    fn check_context(&self, what: &str, stream: &CudaStream) -> Result<(), TrainError> {
+        if Arc::ptr_eq(stream.context(), self.ddp.stream.context()) {
+            return Ok(());
+        }
+        let what =
+            format!("{what} is on another device than the group's side, or of another CudaContext of it");
         Err(TrainError::InvalidArgument(what))
     }
 

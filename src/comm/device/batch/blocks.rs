@@ -72,7 +72,7 @@ impl<'a> DeviceBatch<'a> {
         let (me, of) = (self.group.rank(), T::OF);
         self.check_lens(lens)?;
         check("send", send.len(), lens[me])?;
-        check("recv", recv.len(), lens.iter().sum())?;
+        check("recv", recv.len(), total(lens)?)?;
         let (send, recv) = (self.read(send)?, self.written(recv)?);
         let steps = blocks(lens, of, recv).map(|(root, recv, count)| {
             let send = if root == me { send } else { recv };
@@ -94,7 +94,7 @@ impl<'a> DeviceBatch<'a> {
     ) -> Result<&mut Self, CommError> {
         let (me, of, op) = (self.group.rank(), T::OF, by(&op.into())?);
         self.check_lens(lens)?;
-        check("send", send.len(), lens.iter().sum())?;
+        check("send", send.len(), total(lens)?)?;
         check("recv", recv.len(), lens[me])?;
         let (send, recv) = (self.read(send)?, self.written(recv)?);
         let steps = blocks(lens, of, send).map(|(root, send, count)| {
@@ -159,7 +159,7 @@ impl<'a> DeviceBatch<'a> {
         if is_root {
             self.check_lens(lens)?;
             check("send", count, lens[root])?;
-            check("recv", recv.len(), lens.iter().sum())?;
+            check("recv", recv.len(), total(lens)?)?;
         }
         let mut steps = SmallVec::<[_; 8]>::new();
         if count > 0 {
@@ -191,7 +191,7 @@ impl<'a> DeviceBatch<'a> {
         if is_root {
             self.check_lens(lens)?;
             check("recv", count, lens[root])?;
-            check("send", send.len(), lens.iter().sum())?;
+            check("send", send.len(), total(lens)?)?;
             let at = self.read(send)?;
             steps.extend(blocks(lens, of, at).map(|(to, send, count)| Step::Send { send, count, of, to }));
         }
@@ -210,8 +210,8 @@ impl<'a> DeviceBatch<'a> {
         let of = T::OF;
         self.check_lens(send_lens)?;
         self.check_lens(recv_lens)?;
-        check("send", send.len(), send_lens.iter().sum())?;
-        check("recv", recv.len(), recv_lens.iter().sum())?;
+        check("send", send.len(), total(send_lens)?)?;
+        check("recv", recv.len(), total(recv_lens)?)?;
         let count = compared(kind, send_lens[0]);
         let (send, recv) = (self.read(send)?, self.written(recv)?);
         let sends = blocks(send_lens, of, send).map(|(to, send, count)| Step::Send { send, count, of, to });
@@ -219,6 +219,12 @@ impl<'a> DeviceBatch<'a> {
             blocks(recv_lens, of, recv).map(|(from, recv, count)| Step::Recv { recv, count, of, from });
         Ok(self.add::<T>(kind, None, 0, count, sends.chain(recvs)))
     }
+}
+
+/// Elements of all blocks.
+fn total(lens: &[usize]) -> Result<usize, CommError> {
+    let sum = lens.iter().try_fold(0_usize, |sum, &len| sum.checked_add(len));
+    sum.ok_or_else(|| CommError::InvalidArgument("the sum of the lengths is no number".to_owned()))
 }
 
 /// What ranks compare of a count: where each has its own, nothing.

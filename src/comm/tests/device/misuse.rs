@@ -1,0 +1,187 @@
+//! What NCCL and CUDA would answer with wrong numbers, a hang or worse.
+
+use super::*;
+use convoke_comm::device::cudarc::driver::CudaContext;
+
+fn refused<T: std::fmt::Debug>(result: Result<T, CommError>, why: &str) {
+    let error = result.unwrap_err();
+    assert!(matches!(error, CommError::InvalidArgument(_)), "{error}");
+    assert!(error.to_string().contains(why), "{error}");
+}
+
+#[test]
+fn streams_and_buffers_of_other_contexts_are_refused() {
+    if !is_simulated("misuse::streams_and_buffers_of_other_contexts_are_refused", &[]) {
+        return;
+    }
+    on_devices(1, |group, stream| {
+        // Not ordered with streams of the other.
+        let again = CudaContext::new(0).unwrap().new_stream().unwrap();
+        refused(group.on(&again), "another CudaContext of device 0");
+        let mut foreign = buffer(&again, &[1.0_f32]);
+        let on = group.on(&stream).unwrap();
+        refused(on.all_reduce(&mut foreign, ReduceOp::Sum), "another CudaContext of device 0");
+        let elsewhere = device::open(1).unwrap().new_stream().unwrap();
+        refused(group.on(&elsewhere), "on device 1; the group's side is on device 0");
+        // In NCCL's threads it is another one.
+        refused(group.on(&stream.context().per_thread_stream()).map(|_| ()), "a thread's own default stream");
+    });
+}
+
+#[test]
+fn lengths_whose_sum_is_no_number_are_refused() {
+    if !is_simulated("misuse::lengths_whose_sum_is_no_number_are_refused", &[]) {
+        return;
+    }
+    on_devices(2, |group, stream| {
+        let (send, mut recv) = (buffer(&stream, &[1.0_f32]), buffer(&stream, &[1.0_f32]));
+        let on = group.on(&stream).unwrap();
+        let lens = [usize::MAX, 2];
+        refused(on.all_to_all_v(&send, &lens, &mut recv, &lens), "no number");
+        if group.rank() == 0 {
+            refused(on.scatter_v(&send, &mut recv, &[1, usize::MAX], 0), "no number");
+        }
+        let error = device::DeviceBuffer::<f64>::zeros(&stream, usize::MAX / 4).unwrap_err();
+        assert!(error.to_string().contains("no memory on the device"), "{error}");
+    });
+}
+
+#[test]
+fn a_group_that_ranks_leave_at_different_times_holds_up_nobody() {
+    if !is_simulated("misuse::a_group_that_ranks_leave_at_different_times_holds_up_nobody", &[]) {
+        return;
+    }
+    on_devices(2, |group, _| {
+        let part = group.split(Some(0), 0).unwrap().unwrap();
+        let begun = Instant::now();
+        // NCCL frees a group when all ranks of a host do: one waits for the other here.
+        if group.rank() == 0 {
+            drop(part);
+            group.barrier().unwrap();
+        } else {
+            group.barrier().unwrap();
+            drop(part);
+        }
+        assert!(begun.elapsed() < 2 * AT_ONCE, "{:?}", begun.elapsed());
+    });
+}
+
+#[test]
+fn a_group_is_cut_when_what_is_under_way_is_done() {
+    if !is_simulated("misuse::a_group_is_cut_when_what_is_under_way_is_done", &[]) {
+        return;
+    }
+    on_devices(2, |group, stream| {
+        let mut buf = buffer(&stream, &[1.0_f32]);
+        let spin = Spin::on(&stream);
+        let work = group.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).unwrap();
+        let kernel = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(200));
+            drop(spin);
+        });
+        let part = group.split(Some(0), 0).unwrap().unwrap();
+        work.wait().unwrap();
+        assert!(part.has_device());
+        kernel.join().unwrap();
+    });
+}
+
+#[test]
+fn what_was_done_before_an_abort_is_done() {
+    if !is_simulated("misuse::what_was_done_before_an_abort_is_done", &[]) {
+        return;
+    }
+    on_devices(1, |group, stream| {
+        let mut buf = buffer(&stream, &[1.0_f32]);
+        for _ in 0..20 {
+            let part = group.split(Some(0), 0).unwrap().unwrap();
+            let work = part.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).unwrap();
+            stream.synchronize().unwrap();
+            part.abort("enough");
+            work.wait().unwrap();
+        }
+    });
+}
+
+#[test]
+fn a_handle_without_device_destroys_for_all() {
+    if !is_simulated("misuse::a_handle_without_device_destroys_for_all", &[]) {
+        return;
+    }
+    ranks(2, |host| {
+        let context = device::open(host.rank()).unwrap();
+        let group = host.with_device(&context, DeviceOptions::default()).unwrap();
+        let stream = context.new_stream().unwrap();
+        let mut buf = buffer(&stream, &[1.0_f32]);
+        let spin = Spin::on(&stream);
+        let work = group.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).unwrap();
+        let kernel = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(300));
+            drop(spin);
+        });
+        host.destroy();
+        work.wait().unwrap();
+        kernel.join().unwrap();
+    });
+}
+
+#[test]
+fn any_thread_may_ask_whether_work_is_done() {
+    if !is_simulated("misuse::any_thread_may_ask_whether_work_is_done", &[]) {
+        return;
+    }
+    on_devices(2, |group, stream| {
+        let mut buf = buffer(&stream, &[1.0_f32]);
+        let work = group.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).unwrap();
+        // One that has had nothing to do with devices.
+        std::thread::scope(|scope| scope.spawn(|| work.wait()).join().unwrap()).unwrap();
+        group.barrier().unwrap();
+    });
+}
+
+#[test]
+fn batches_with_messages_need_not_begin_alike_to_be_checked() {
+    if !is_simulated("misuse::batches_with_messages_need_not_begin_alike_to_be_checked", &[]) {
+        return;
+    }
+    with_options(2, &DeviceOptions::default().checked(true), |group, stream| {
+        let (mut sum, mut buf) =
+            (buffer(&stream, &[1.0_f32]), buffer(&stream, &[4.0_f32 + group.rank() as f32]));
+        let on = group.on(&stream).unwrap();
+        let mut batch = on.batch();
+        if group.rank() == 0 {
+            batch.send(&buf, 1).unwrap();
+            batch.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
+        } else {
+            batch.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
+            batch.recv(&mut buf, 0).unwrap();
+        }
+        batch.enqueue().unwrap().wait().unwrap();
+        assert_eq!(
+            (stream.clone_dtoh(&sum).unwrap(), stream.clone_dtoh(&buf).unwrap()),
+            (vec![2.0], vec![4.0])
+        );
+    });
+}
+
+#[test]
+fn an_abort_frees_who_goes_through_the_host_behind_a_kernel() {
+    if !is_simulated("misuse::an_abort_frees_who_goes_through_the_host_behind_a_kernel", &[]) {
+        return;
+    }
+    with_options(1, &DeviceOptions::default().staged(true), |group, stream| {
+        let mut buf = buffer(&stream, &[1.0_f32]);
+        let spin = Spin::on(&stream);
+        let other = group.clone();
+        let abort = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(200));
+            other.abort("enough");
+        });
+        let begun = Instant::now();
+        let error = group.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).unwrap_err();
+        assert!(matches!(error, CommError::Aborted { .. }), "{error}");
+        assert!(begun.elapsed() < AT_ONCE, "{:?}", begun.elapsed());
+        abort.join().unwrap();
+        drop(spin);
+    });
+}
