@@ -8,6 +8,7 @@
 
 mod address;
 mod claim;
+mod cores;
 mod generation;
 mod interfaces;
 mod lanes;
@@ -36,6 +37,7 @@ use crate::links::tcp::{self, Listener};
 use crate::options::GroupOptions;
 use crate::plan::{Topology, Tuning};
 use claim::Claim;
+use cores::{Cores, Share};
 use lanes::{control, lanes};
 use record::Record;
 
@@ -148,6 +150,7 @@ impl Invitation {
             size: self.size,
             address,
             host: record::host_key(&self.options.part_of_host),
+            cores: Cores::of_this_thread(),
             pid: std::process::id(),
             tuning: self.tuning.to_string(),
             token: self.options.token.is_some(),
@@ -311,6 +314,8 @@ impl Ours<'_> {
             .try_clone()
             .map_err(|error| CommError::system("cannot duplicate a socket", error))?;
         let topology = Topology::new(table.iter().map(|record| &record.host));
+        let all: Vec<_> = topology.ranks_beside(rank).iter().map(|&rank| &table[rank].cores).collect();
+        let share = cores::share(&all, topology.place(rank).1);
         let settings = Settings {
             name: options.name.clone(),
             me: rank,
@@ -322,8 +327,8 @@ impl Ours<'_> {
             store_rank: self.invitation.store_rank,
             agent: self.invitation.agent.clone(),
             peer_timeout: options.peer_timeout,
-            place: topology.place(rank).1,
-            crowd: crowd(topology.ranks_beside(rank).len()),
+            place: share.place,
+            crowd: crowd(&share, table[rank].cores.count()),
             flight: Arc::clone(&self.flight),
         };
         let mut engine = Box::new(Engine::new(settings, listener)?);
@@ -425,11 +430,13 @@ impl Ours<'_> {
     }
 }
 
-/// How `local` ranks share the cores of this host.
-fn crowd(local: usize) -> Crowd {
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+/// How this rank, which may use so many cores, shares them with others.
+fn crowd(share: &Share, own: usize) -> Crowd {
+    // Less than that is a quota, of time on whatever cores: it is no reason to deal them out, but one to spin less.
+    let quota = std::thread::available_parallelism().map_or(1, usize::from);
+    let cores = if quota < own || own == 0 { share.cores.min(quota) } else { share.cores };
     let alone = || getsid(None) == Ok(Pid::this()) && convoke_env::schedules_sessions(Path::new("/"));
-    match local > cores {
+    match share.ranks > cores {
         false => Crowd::No,
         true if alone() => Crowd::Apart,
         true => Crowd::Cores,

@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 use convoke_env::Generation;
 use serde::{Deserialize, Serialize};
 
+use super::cores::Cores;
 use crate::cause::NAMED_RANKS;
 use crate::error::Ranks;
 use crate::frame::VERSION;
@@ -20,6 +21,8 @@ pub(super) struct Record {
     pub(super) address: SocketAddr,
     /// Equal for ranks that could share memory.
     pub(super) host: String,
+    /// What its thread may use.
+    pub(super) cores: Cores,
     pub(super) pid: u32,
     /// Everything that chooses algorithms.
     pub(super) tuning: String,
@@ -126,6 +129,7 @@ mod tests {
             size: 3,
             address: SocketAddr::from(([127, 0, 0, 1], 1000 + rank as u16)),
             host: host_key(""),
+            cores: Cores::of_this_thread(),
             pid: 1,
             tuning: "table".to_owned(),
             token: false,

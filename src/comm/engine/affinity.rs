@@ -31,11 +31,12 @@ impl Engine {
         left
     }
 
-    /// With more ranks than cores: takes this rank's place among the cores, which the ranks of a host share evenly.
+    /// Takes this rank's place among cores that it shares evenly with others, if it does: with more ranks than cores, which
+    /// all may use.
     pub(super) fn take_place(&mut self) {
-        if self.settings.crowd != Crowd::No && self.may_move(BETWEEN_CROWDED) {
+        if let Some(index) = self.settings.place.filter(|_| self.may_move(BETWEEN_CROWDED)) {
             self.moved_at = Some(Instant::now());
-            place(self.settings.place);
+            place(index);
         }
     }
 

@@ -100,6 +100,11 @@ impl Engine {
         if !told {
             let abort = self.frame(Kind::Abort, 0);
             self.tell_all(&abort, &report.encode());
+            if let Some(node) = &self.node {
+                node.fail();
+            }
+            self.record_failure(&report);
+            self.settings.flight.save();
         }
     }
 

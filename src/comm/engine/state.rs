@@ -37,8 +37,8 @@ pub(crate) struct Settings {
     /// Bound for noticing a dead host or path.
     pub(crate) peer_timeout: Duration,
     pub(crate) crowd: Crowd,
-    /// Its place among the ranks of this host.
-    pub(crate) place: usize,
+    /// Its place among ranks that share cores, of which there are fewer, evenly.
+    pub(crate) place: Option<usize>,
     /// What the flight recorder knows the group by.
     pub(crate) flight: Arc<Track>,
 }

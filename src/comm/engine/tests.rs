@@ -109,7 +109,7 @@ impl Siege {
             agent: None,
             peer_timeout: Duration::from_secs(10),
             crowd: Crowd::Cores,
-            place: 0,
+            place: Some(0),
             flight: Arc::new(Recorder::of_process().group("default", 0, None, (FAKE, 3), &[0, 1, 2])),
         };
         let mut engine = Engine::new(settings, self.listener).unwrap();

@@ -6,7 +6,7 @@
 //! ```
 //!
 //! One recorder for each process, for all its sessions and groups: its last 1024 calls in the order in which they were
-//! made, whichever thread made them. It is always on. A call costs two readings of the clock and some stores, no
+//! made, whichever thread made them. It is always on. A call costs one or two readings of the clock and some stores, no
 //! lock and no system call; that two threads meet in one slot costs one of them its entry, and nobody waits.
 //!
 //! The file's form is part of the contract with the launcher, which reads it: [`convoke_env::flight`].

@@ -71,7 +71,8 @@ impl View<'_> {
     #[inline(always)]
     pub(crate) fn put_far(self, bytes: &[u8]) {
         assert_eq!(bytes.len(), self.bytes);
-        // SAFETY: both have so many bytes; a slice of Rust never lies in shared memory that is written by views.
+        // SAFETY: both have so many bytes, and are apart: a view that is written is of another rank's memory than what is lent,
+        // or of memory that no program has.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.start, self.bytes) };
     }
 

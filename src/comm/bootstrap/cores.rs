@@ -1,0 +1,133 @@
+//! How the ranks of a host share its cores: with whom a rank does, and how many there are for them. Pure but for what a
+//! thread may use.
+
+use nix::sched::{CpuSet, sched_getaffinity};
+use nix::unistd::Pid;
+use serde::{Deserialize, Serialize};
+
+/// Cores that a thread may run on, a bit each. Empty if that is not known.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Cores(Vec<u64>);
+
+/// What a rank has to do with the others of its host.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Share {
+    /// Ranks that may come on a core of this one, or of one that may, and so on; this one among them.
+    pub(super) ranks: usize,
+    /// The cores that those have together.
+    pub(super) cores: usize,
+    /// The place of this rank among them, if there are more than cores and all may use the same: then they can be dealt
+    /// out evenly.
+    pub(super) place: Option<usize>,
+}
+
+impl Cores {
+    /// Those of the calling thread.
+    pub(super) fn of_this_thread() -> Self {
+        let mut cores = Self::default();
+        if let Ok(allowed) = sched_getaffinity(Pid::from_raw(0)) {
+            let allowed = (0..CpuSet::count()).filter(|&core| allowed.is_set(core) == Ok(true));
+            allowed.for_each(|core| cores.add(core));
+        }
+        cores
+    }
+
+    fn add(&mut self, core: usize) {
+        let word = core / 64;
+        self.0.resize(self.0.len().max(word + 1), 0);
+        self.0[word] |= 1 << (core % 64);
+    }
+
+    pub(super) fn count(&self) -> usize {
+        self.0.iter().map(|word| word.count_ones() as usize).sum()
+    }
+
+    fn meets(&self, other: &Self) -> bool {
+        self.0.iter().zip(&other.0).any(|(ours, theirs)| ours & theirs != 0)
+    }
+
+    fn join(&mut self, other: &Self) {
+        self.0.resize(self.0.len().max(other.0.len()), 0);
+        self.0.iter_mut().zip(&other.0).for_each(|(ours, theirs)| *ours |= theirs);
+    }
+}
+
+/// What rank `me` of a host shares with the others, of whom each may use these cores.
+pub(super) fn share(all: &[&Cores], me: usize) -> Share {
+    let ours = all[me];
+    if ours.count() == 0 {
+        return Share { ranks: all.len(), cores: usize::MAX, place: None };
+    }
+    let (mut joined, mut inside) = (ours.clone(), vec![false; all.len()]);
+    inside[me] = true;
+    while let Some(next) = (0..all.len()).find(|&other| !inside[other] && joined.meets(all[other])) {
+        inside[next] = true;
+        joined.join(all[next]);
+    }
+    let sharing = |until: usize| inside[..until].iter().filter(|&&inside| inside).count();
+    let (ranks, cores) = (sharing(all.len()), joined.count());
+    let alike = (0..all.len()).filter(|&other| inside[other]).all(|other| all[other] == ours);
+    Share { ranks, cores, place: (ranks > cores && alike).then(|| sharing(me)) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(cores: impl IntoIterator<Item = usize>) -> Cores {
+        let mut set = Cores::default();
+        cores.into_iter().for_each(|core| set.add(core));
+        set
+    }
+
+    fn shares(all: &[Cores]) -> Vec<Share> {
+        let all: Vec<_> = all.iter().collect();
+        (0..all.len()).map(|me| share(&all, me)).collect()
+    }
+
+    #[test]
+    fn ranks_that_may_use_all_cores_share_them_evenly() {
+        let places: Vec<_> = shares(&vec![of(0..2); 4]).into_iter().map(|share| share.place).collect();
+        assert_eq!(places, [Some(0), Some(1), Some(2), Some(3)]);
+        let enough = Share { ranks: 4, cores: 70, place: None };
+        assert_eq!(shares(&vec![of(0..70); 4])[3], enough);
+    }
+
+    #[test]
+    fn ranks_on_cores_of_their_own_share_nothing() {
+        let alone = Share { ranks: 1, cores: 2, place: None };
+        for share in shares(&[of(0..2), of(2..4), of([4, 64]), of([65, 130])]) {
+            assert_eq!(share, alone);
+        }
+    }
+
+    #[test]
+    fn ranks_of_each_socket_share_its_cores() {
+        // As Slurm and mpirun deal them out: in turn.
+        let socket = |rank: usize| if rank.is_multiple_of(2) { of(0..2) } else { of(2..4) };
+        let all: Vec<_> = (0..4).map(socket).collect();
+        assert!(shares(&all).iter().all(|share| *share == Share { ranks: 2, cores: 2, place: None }));
+        let all: Vec<_> = (0..8).map(socket).collect();
+        let places: Vec<_> = shares(&all).into_iter().map(|share| share.place).collect();
+        let expected = [0, 0, 1, 1, 2, 2, 3, 3].map(Some);
+        assert_eq!(places, expected, "on both cores of both sockets");
+    }
+
+    #[test]
+    fn ranks_that_overlap_are_counted_and_have_no_places() {
+        let all = [of(0..2), of(1..3), of([2]), of([2, 3]), of([3]), of([9])];
+        assert_eq!(shares(&all)[0], Share { ranks: 5, cores: 4, place: None });
+        assert_eq!(shares(&all)[5], Share { ranks: 1, cores: 1, place: None });
+    }
+
+    #[test]
+    fn who_does_not_know_counts_all() {
+        let unknown = Share { ranks: 2, cores: usize::MAX, place: None };
+        assert_eq!(shares(&[of([]), of(0..2)])[0], unknown);
+    }
+
+    #[test]
+    fn this_thread_may_use_some() {
+        assert!(Cores::of_this_thread().count() > 0);
+    }
+}
