@@ -21,7 +21,8 @@ pub(super) struct Record {
     pub(super) address: SocketAddr,
     /// Equal for ranks that could share memory.
     pub(super) host: String,
-    /// What its thread may use.
+    /// What its thread may use, if it says.
+    #[serde(default)]
     pub(super) cores: Cores,
     pub(super) pid: u32,
     /// Everything that chooses algorithms.
