@@ -1,8 +1,5 @@
-//! How the ranks of a host share its cores: with whom a rank does, and how many there are for them. Pure but for what a
-//! thread may use.
+//! How the ranks of a host share its cores: with whom a rank does, and how many there are for them. Pure.
 
-use nix::sched::{CpuSet, sched_getaffinity};
-use nix::unistd::Pid;
 use serde::{Deserialize, Serialize};
 
 /// Cores that a thread may run on, a bit each. Empty if that is not known.
@@ -21,23 +18,19 @@ pub(super) struct Share {
     pub(super) place: Option<usize>,
 }
 
-impl Cores {
-    /// Those of the calling thread.
-    pub(super) fn of_this_thread() -> Self {
-        let mut cores = Self::default();
-        if let Ok(allowed) = sched_getaffinity(Pid::from_raw(0)) {
-            let allowed = (0..CpuSet::count()).filter(|&core| allowed.is_set(core) == Ok(true));
-            allowed.for_each(|core| cores.add(core));
+impl FromIterator<usize> for Cores {
+    fn from_iter<I: IntoIterator<Item = usize>>(numbers: I) -> Self {
+        let mut words = Vec::new();
+        for core in numbers {
+            let word = core / 64;
+            words.resize(words.len().max(word + 1), 0);
+            words[word] |= 1 << (core % 64);
         }
-        cores
+        Self(words)
     }
+}
 
-    fn add(&mut self, core: usize) {
-        let word = core / 64;
-        self.0.resize(self.0.len().max(word + 1), 0);
-        self.0[word] |= 1 << (core % 64);
-    }
-
+impl Cores {
     pub(super) fn count(&self) -> usize {
         self.0.iter().map(|word| word.count_ones() as usize).sum()
     }
@@ -75,9 +68,7 @@ mod tests {
     use super::*;
 
     fn of(cores: impl IntoIterator<Item = usize>) -> Cores {
-        let mut set = Cores::default();
-        cores.into_iter().for_each(|core| set.add(core));
-        set
+        cores.into_iter().collect()
     }
 
     fn shares(all: &[Cores]) -> Vec<Share> {
@@ -124,10 +115,5 @@ mod tests {
     fn who_does_not_know_counts_all() {
         let unknown = Share { ranks: 2, cores: usize::MAX, place: None };
         assert_eq!(shares(&[of([]), of(0..2)])[0], unknown);
-    }
-
-    #[test]
-    fn this_thread_may_use_some() {
-        assert!(Cores::of_this_thread().count() > 0);
     }
 }

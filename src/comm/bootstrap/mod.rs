@@ -27,7 +27,7 @@ use convoke_store::{Store, StoreError};
 use nix::unistd::{Pid, getsid};
 
 use crate::cause::{self, Cause, Report};
-use crate::engine::{Crowd, Engine, Settings};
+use crate::engine::{self, Crowd, Engine, Settings};
 use crate::error::{CommError, Loss, Ranks};
 use crate::fault::moment;
 use crate::flight::{Recorder, Track};
@@ -37,7 +37,7 @@ use crate::links::tcp::{self, Listener};
 use crate::options::GroupOptions;
 use crate::plan::{Topology, Tuning};
 use claim::Claim;
-use cores::{Cores, Share};
+use cores::Share;
 use lanes::{control, lanes};
 use record::Record;
 
@@ -150,7 +150,7 @@ impl Invitation {
             size: self.size,
             address,
             host: record::host_key(&self.options.part_of_host),
-            cores: Cores::of_this_thread(),
+            cores: engine::allowed_cores().into_iter().collect(),
             pid: std::process::id(),
             tuning: self.tuning.to_string(),
             token: self.options.token.is_some(),

@@ -130,7 +130,7 @@ mod tests {
             size: 3,
             address: SocketAddr::from(([127, 0, 0, 1], 1000 + rank as u16)),
             host: host_key(""),
-            cores: Cores::of_this_thread(),
+            cores: [0, 1].into_iter().collect(),
             pid: 1,
             tuning: "table".to_owned(),
             token: false,

@@ -263,10 +263,6 @@ impl<'a> DeviceBatch<'a> {
     fn check_rank(&self, rank: usize, what: &str) -> Result<(), CommError> {
         self.group.check_rank(rank, what)
     }
-
-    fn check_lens(&self, lens: &[usize]) -> Result<(), CommError> {
-        check("the list of lengths", lens.len(), self.group.size())
-    }
 }
 
 impl fmt::Debug for DeviceBatch<'_> {

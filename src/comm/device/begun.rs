@@ -108,6 +108,18 @@ impl Poll {
         }
     }
 
+    /// Asks until there is an answer, or until `until`; once at least.
+    pub(super) fn until<T>(until: Instant, mut ask: impl FnMut() -> Option<T>) -> Option<T> {
+        let mut wait = Self::default();
+        loop {
+            let answer = ask();
+            if answer.is_some() || Instant::now() >= until {
+                return answer;
+            }
+            wait.pause();
+        }
+    }
+
     fn park(&mut self, until: Option<Instant>) {
         if let Some(time) = self.next() {
             let left = until.map(|until| until.saturating_duration_since(Instant::now()));

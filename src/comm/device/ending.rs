@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use cudarc::driver::{DriverError, sys};
 
-use super::begun::{Begun, Poll};
+use super::begun::Poll;
 use super::driver::bind;
 use super::error::DeviceError;
 use super::side::{Core, Way, lock};
@@ -89,9 +89,9 @@ impl Core {
         }
     }
 
-    /// The time of an operation is over.
-    pub(super) fn overdue(&self, begun: &Begun) {
-        let after_ms = begun.ticket.timeout.as_millis() as u64;
+    /// The time that an operation had is over.
+    pub(super) fn overdue(&self, timeout: Duration) {
+        let after_ms = timeout.as_millis() as u64;
         self.fail(Failure::Own(Report::new(
             self.group.rank(),
             Cause::Timeout { missing: Vec::new(), after_ms },
@@ -141,10 +141,7 @@ impl Core {
                 self.gone.store(true, Ordering::SeqCst);
             }
         }
-        let (until, mut wait) = (Instant::now() + LET_GO, Poll::default());
-        while !self.gone.load(Ordering::SeqCst) && Instant::now() < until {
-            wait.pause();
-        }
+        Poll::until(Instant::now() + LET_GO, || self.gone.load(Ordering::SeqCst).then_some(()));
     }
 
     fn let_go(&self) {
@@ -152,8 +149,7 @@ impl Core {
             return;
         }
         // Nothing has ended by being aborted yet: what is done is done well, whatever came after.
-        let (done, _) = self.watched().reap(|begun| begun.recorded.is_over());
-        done.iter().for_each(|begun| begun.ticket.complete(Ok(None)));
+        self.reap();
         self.aborting.store(true, Ordering::SeqCst);
         if let Way::Nccl { communicator, .. } = &self.way
             && let Some(communicator) = lock(communicator).take()

@@ -1,9 +1,9 @@
 //! How an operation gets on a stream.
 
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
-use cudarc::driver::{CudaStream, sys};
+use cudarc::driver::{CudaStream, DriverError, sys};
 use smallvec::SmallVec;
 
 use super::begun::Begun;
@@ -11,7 +11,7 @@ use super::driver::bind;
 use super::element::Of;
 use super::ending::Failure;
 use super::patience::Patience;
-use super::side::{Core, Way, lock};
+use super::side::{Core, Way, lock, try_lock};
 use super::staged::Staging;
 use super::watch::commands;
 use super::words::{By, in_nccl, peers};
@@ -41,18 +41,17 @@ impl Core {
         bind(&self.context).map_err(|error| self.broken(error, call, seq))?;
         let ticket = Arc::new(Ticket::nonblocking(limit, Arc::clone(&self.chores)));
         let _ = ticket.step.set(self.track.begin(&Told::device(call, seq, self.track.ns(ticket.made))));
-        let mut patience = Patience::new(call, seq, ticket.deadline, ticket.timeout);
+        let mut patience = Patience::new(call, seq, limit);
         // SAFETY: the caller's.
         let carried_out = unsafe { self.carry_out(steps, stream, &mut patience) };
         // Nobody else has NCCL before this one is known to be under way.
         let recorded = carried_out.and_then(|alone| {
             // Events of what is captured in a graph tell of the graph, which nobody has launched.
-            let status = stream.capture_status();
-            let status = status.map_err(|error| self.broken(error, call, seq))?;
-            if status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
+            let broken = |error| self.broken(error, call, seq);
+            if is_captured(stream).map_err(broken)? {
                 return Ok(None);
             }
-            let recorded = self.events.record(stream).map_err(|error| self.broken(error, call, seq))?;
+            let recorded = self.events.record(stream).map_err(broken)?;
             Ok(Some((recorded, alone)))
         });
         let (recorded, alone) = match recorded {
@@ -164,16 +163,10 @@ impl Core {
         stream: &CudaStream,
         patience: &mut Patience,
     ) -> Result<(), CommError> {
-        let mut staging = self.wait_for(patience, || match staging.try_lock() {
-            Ok(guard) => Some(guard),
-            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
-            Err(TryLockError::WouldBlock) => None,
-        })?;
+        let mut staging = self.wait_for(patience, || try_lock(staging))?;
         let (call, seq) = (patience.call, patience.seq);
         let broken = |error| self.broken(error, call, seq);
-        if stream.capture_status().map_err(broken)?
-            != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE
-        {
+        if is_captured(stream).map_err(broken)? {
             return Err(CommError::Unsupported("operations through the host in a graph of CUDA".to_owned()));
         }
         let group = self.group.with_timeout(patience.rest());
@@ -190,4 +183,9 @@ impl Core {
         }
         staged
     }
+}
+
+/// Whether a stream's operations become part of a graph, and are not carried out.
+fn is_captured(stream: &CudaStream) -> Result<bool, DriverError> {
+    stream.capture_status().map(|status| status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
 }

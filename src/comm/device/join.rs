@@ -151,8 +151,11 @@ impl Group {
             Way::Nccl { library, .. } => {
                 let color = place.and_then(|_| ranks.first().copied());
                 let child = core.split(color, place.unwrap_or_default(), self.limit());
-                // NCCL may be in the middle of it: see there.
-                let child = child.inspect_err(|_| core.have_let_go())?;
+                let child = child.inspect_err(|_| {
+                    core.fail(Failure::Group);
+                    // NCCL may be in the middle of it: see there.
+                    core.have_let_go();
+                })?;
                 child.map(|child| Way::Nccl { library, communicator: Mutex::new(Some(child)) })
             }
         };
@@ -169,14 +172,9 @@ impl Core {
         limit: Limit,
     ) -> Result<Option<Communicator>, CommError> {
         let group = &self.group;
-        let gave_up = |error| {
-            let error = group.gave_up(error);
-            self.fail(Failure::Group);
-            error
-        };
-        let limit = limit.begun();
-        let mut patience = Patience::new(SPLIT, self.calls(), limit.deadline(), limit.timeout());
-        bind(&self.context).map_err(|error| gave_up(DeviceError::driver("the device failed")(error)))?;
+        let mut patience = Patience::new(SPLIT, self.calls(), limit);
+        let failed = DeviceError::driver("the device failed");
+        bind(&self.context).map_err(|error| group.gave_up(failed(error)))?;
         let _alone = self.wait_for(&mut patience, || self.try_alone_in_nccl())?;
         // It wants nothing else under way meanwhile.
         self.wait_for(&mut patience, || {
@@ -186,15 +184,11 @@ impl Core {
         })?;
         let time = self.options.init_timeout.min(patience.rest());
         let split = self.ask(|parent| parent.begin_split(color, key));
-        let splitting = split.map_err(|error| gave_up(error.into()))?;
-        let failed = |error| {
-            self.fail(Failure::Group);
-            error
-        };
-        group.await_nccl(|| self.ask(Communicator::progress), time).map_err(failed)?;
+        let splitting = split.map_err(|error| group.gave_up(error.into()))?;
+        group.await_nccl(|| self.ask(Communicator::progress), time)?;
         let child = splitting.take();
         if let Some(child) = &child {
-            group.await_nccl(|| child.progress(), time).map_err(failed)?;
+            group.await_nccl(|| child.progress(), time)?;
         }
         Ok(child)
     }

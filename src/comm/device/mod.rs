@@ -6,10 +6,11 @@
 //!                            └─► ending
 //! ```
 //!
-//! `driver` opens CUDA so that nothing panics, `join` has the ranks find together if what they tell each other allows it (`told`, pure), `side` is what a rank then has:
-//! the communicator and the operations that are not done. `stream` and `batch` are the operations, `enqueue` puts them on a
-//! stream; `words` (pure) says what NCCL calls them, `staged` is the way without NCCL, through host memory. `patience` is how
-//! long a call may be kept on the way, `begun` what can be waited for then. `watchdog` looks after it, by the rules of `watch` (pure), and `ending` is why and how it ends.
+//! `driver` opens CUDA so that nothing panics, `join` has the ranks find together if what they tell each other allows it
+//! (`told`, pure), `side` is what a rank then has: the communicator and the operations that are not done. `stream` and
+//! `batch` are the operations, `enqueue` puts them on a stream; `words` (pure) says what NCCL calls them, `staged` is the
+//! way without NCCL, through host memory. `patience` is how long a call may be kept on the way, `begun` what can be waited
+//! for then. `watchdog` looks after it, by the rules of `watch` (pure), and `ending` is why and how it ends.
 //!
 //! What the host's side of a group learns, such as the death of a rank, ends the operations on GPUs as well, and the
 //! other way round: one cause for all.

@@ -4,31 +4,30 @@
 use std::time::{Duration, Instant};
 
 use super::begun::Poll;
-use super::ending::Failure;
 use super::side::Core;
 use super::watch::LOOK;
 use crate::call::Call;
-use crate::cause::{Cause, Report};
+use crate::engine::Limit;
 use crate::error::CommError;
 
 /// Of one call.
 pub(super) struct Patience {
     pub(super) call: Call,
     pub(super) seq: u64,
-    deadline: Instant,
-    timeout: Duration,
+    /// It has begun.
+    limit: Limit,
     looked: Instant,
     wait: Poll,
 }
 
 impl Patience {
-    pub(super) fn new(call: Call, seq: u64, deadline: Instant, timeout: Duration) -> Self {
-        Self { call, seq, deadline, timeout, looked: Instant::now(), wait: Poll::default() }
+    pub(super) fn new(call: Call, seq: u64, limit: Limit) -> Self {
+        Self { call, seq, limit: limit.begun(), looked: Instant::now(), wait: Poll::default() }
     }
 
     /// What is left of its time.
     pub(super) fn rest(&self) -> Duration {
-        self.deadline.saturating_duration_since(Instant::now())
+        self.limit.deadline().saturating_duration_since(Instant::now())
     }
 }
 
@@ -41,10 +40,8 @@ impl Core {
             self.look_around();
             patience.looked = now;
         }
-        if now >= patience.deadline {
-            let after_ms = patience.timeout.as_millis() as u64;
-            let cause = Cause::Timeout { missing: Vec::new(), after_ms };
-            self.fail(Failure::Own(Report::new(self.group.rank(), cause)));
+        if now >= patience.limit.deadline() {
+            self.overdue(patience.limit.timeout());
         }
         self.check(patience.call, patience.seq)?;
         patience.wait.pause();

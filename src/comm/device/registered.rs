@@ -8,7 +8,6 @@ use std::time::{Duration, Instant};
 
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceSlice, SyncOnDrop, sys};
 
-use super::begun::Poll;
 use super::driver::bind;
 use super::error::DeviceError;
 use super::side::Core;
@@ -88,13 +87,9 @@ impl<T> Registration<T> {
         if core.group.of_this_process().is_err() {
             return false;
         }
-        let (until, mut wait) = (Instant::now() + GIVE_BACK, Poll::default());
-        while !core.watched().is_empty() && !core.has_failed() {
-            if Instant::now() >= until {
-                return false;
-            }
-            core.reap();
-            wait.pause();
+        let until = Instant::now() + GIVE_BACK;
+        if !core.finish_all(until) {
+            return false;
         }
         let Some(_alone) = core.alone_in_nccl(until) else { return false };
         if let Some((_, communicator)) = core.nccl()

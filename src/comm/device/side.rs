@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 use std::thread::{self, JoinHandle};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use cudarc::driver::{CudaContext, CudaSlice};
 
@@ -17,6 +17,7 @@ use super::options::DeviceOptions;
 use super::staged::Staging;
 use super::watch::{LOOK, Watch};
 use crate::cause::{Cause, Report};
+use crate::engine::Limit;
 use crate::engine::chores::Chores;
 use crate::error::CommError;
 use crate::flight::{Recorder, Track};
@@ -118,7 +119,7 @@ impl Side {
 
     /// Takes leave now, though there are handles left. What is under way is carried out.
     pub(crate) fn destroy(&self) {
-        self.core.finish_all();
+        self.core.finish_all(Limit::from(Duration::MAX).deadline());
         self.core.leave();
         let _ = self.core.failure.set(Failure::Group);
         self.core.ring();
@@ -167,23 +168,12 @@ impl Core {
 
     /// Nobody else asks NCCL for anything meanwhile. To be had before [`Self::nccl`]. `None` if it is not to be had now.
     pub(super) fn try_alone_in_nccl(&self) -> Option<MutexGuard<'_, ()>> {
-        match self.in_nccl.try_lock() {
-            Ok(guard) => Some(guard),
-            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
-            Err(TryLockError::WouldBlock) => None,
-        }
+        try_lock(&self.in_nccl)
     }
 
     /// The same, with some patience.
     pub(super) fn alone_in_nccl(&self, until: Instant) -> Option<MutexGuard<'_, ()>> {
-        let mut wait = Poll::default();
-        loop {
-            let alone = self.try_alone_in_nccl();
-            if alone.is_some() || Instant::now() >= until {
-                return alone;
-            }
-            wait.pause();
-        }
+        Poll::until(until, || self.try_alone_in_nccl())
     }
 
     pub(super) fn watched(&self) -> MutexGuard<'_, Watch<Arc<Begun>>> {
@@ -203,25 +193,30 @@ impl Core {
         self.bell.notify_all();
     }
 
-    /// Waits until nothing is under way; each operation has its time.
-    pub(super) fn finish_all(&self) {
-        let (mut wait, mut looked) = (Poll::default(), Instant::now());
-        while !self.watched().is_empty() && !self.has_failed() {
+    /// Waits until nothing is under way, since all is done or the group has ended, or until `until`; whether that is so.
+    /// Each operation has its time.
+    pub(super) fn finish_all(&self, until: Instant) -> bool {
+        let mut looked = Instant::now();
+        let finished = Poll::until(until, || {
+            if self.watched().is_empty() || self.has_failed() {
+                return Some(());
+            }
             self.reap();
             self.end_overdue();
             if looked.elapsed() >= LOOK {
                 self.look_around();
                 looked = Instant::now();
             }
-            wait.pause();
-        }
+            None
+        });
+        finished.is_some()
     }
 
     /// Ends the group if the time of an operation is over.
     pub(super) fn end_overdue(&self) {
-        let overdue = self.watched().overdue(Instant::now()).cloned();
-        if let Some(begun) = overdue {
-            self.overdue(&begun);
+        let overdue = self.watched().overdue(Instant::now()).map(|begun| begun.ticket.timeout);
+        if let Some(timeout) = overdue {
+            self.overdue(timeout);
         }
     }
 
@@ -237,6 +232,15 @@ impl Core {
         if let Some(error) = failed {
             self.device_failed(error);
         }
+    }
+}
+
+/// What a mutex guards, if nobody has it.
+pub(super) fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
+    match mutex.try_lock() {
+        Ok(guard) => Some(guard),
+        Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+        Err(TryLockError::WouldBlock) => None,
     }
 }
 

@@ -45,12 +45,7 @@ impl Engine {
         // keeps what comes in meanwhile from failing again.
         self.failure = Some(Failure { report: report.clone(), confirmed: false });
         moment("failing", 0, 0);
-        let abort = self.frame(Kind::Abort, 0);
-        self.tell_all(&abort, &report.encode());
-        if let Some(node) = &self.node {
-            node.fail();
-        }
-        self.record_failure(&report);
+        self.announce_failure(&report);
         moment("told", 0, 0);
         let failure = self.confirm(report);
         failure.report.note(self.settings.me);
@@ -60,6 +55,16 @@ impl Engine {
         let _ = (0..LAST_TURNS).find(|_| !self.turn());
         self.answer_everybody();
         self.settings.flight.save();
+    }
+
+    /// Tells the others, and who reads memory or the recording.
+    fn announce_failure(&mut self, report: &Report) {
+        let abort = self.frame(Kind::Abort, 0);
+        self.tell_all(&abort, &report.encode());
+        if let Some(node) = &self.node {
+            node.fail();
+        }
+        self.record_failure(report);
     }
 
     /// Ends all calls if the group has failed.
@@ -98,12 +103,7 @@ impl Engine {
             self.start(task);
         }
         if !told {
-            let abort = self.frame(Kind::Abort, 0);
-            self.tell_all(&abort, &report.encode());
-            if let Some(node) = &self.node {
-                node.fail();
-            }
-            self.record_failure(&report);
+            self.announce_failure(&report);
             self.settings.flight.save();
         }
     }

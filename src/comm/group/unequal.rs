@@ -205,7 +205,7 @@ impl Group {
         self.collective(call::<T>(CallKind::AllToAllV, None, 0, 0), plan, lent, None)
     }
 
-    fn blocks(&self, lens: &[usize]) -> Result<Blocks, CommError> {
+    pub(crate) fn blocks(&self, lens: &[usize]) -> Result<Blocks, CommError> {
         check_len("the list of lengths", lens.len(), self.size())?;
         Blocks::new(lens)
             .ok_or_else(|| CommError::InvalidArgument("the lengths add up to too much".to_owned()))

@@ -72,6 +72,25 @@ impl Spin {
     }
 }
 
+impl Spin {
+    /// Ends it after a while, on a thread of its own.
+    fn end_after(self, time: Duration) -> std::thread::JoinHandle<()> {
+        std::thread::spawn(move || {
+            std::thread::sleep(time);
+            drop(self);
+        })
+    }
+}
+
+/// Aborts a group after a while, on a thread of its own.
+fn abort_after(group: &Group, time: Duration) -> std::thread::JoinHandle<()> {
+    let group = group.clone();
+    std::thread::spawn(move || {
+        std::thread::sleep(time);
+        group.abort("enough");
+    })
+}
+
 #[allow(unsafe_code)]
 impl Drop for Spin {
     fn drop(&mut self) {
@@ -584,10 +603,7 @@ fn a_group_that_is_destroyed_has_done_what_was_enqueued() {
         // A kernel that takes longer than the watchdog needs to look twice.
         let spin = Spin::on(&stream);
         let last = group.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Max).unwrap();
-        let kernel = std::thread::spawn(move || {
-            std::thread::sleep(Duration::from_millis(300));
-            drop(spin);
-        });
+        let kernel = spin.end_after(Duration::from_millis(300));
         group.destroy();
         last.wait().unwrap();
         kernel.join().unwrap();

@@ -9,6 +9,7 @@ use crate::call::CallKind;
 use crate::device::element::{DeviceElement, Of};
 use crate::error::CommError;
 use crate::nccl::{Address, Step};
+use crate::plan::Blocks;
 use crate::reduction::Reduction;
 
 /// Operations with blocks.
@@ -70,15 +71,15 @@ impl<'a> DeviceBatch<'a> {
         lens: &[usize],
     ) -> Result<&mut Self, CommError> {
         let (me, of) = (self.group.rank(), T::OF);
-        self.check_lens(lens)?;
+        let blocks = self.group.blocks(lens)?;
         check("send", send.len(), lens[me])?;
-        check("recv", recv.len(), total(lens)?)?;
+        check("recv", recv.len(), blocks.end())?;
         let (send, recv) = (self.read(send)?, self.written(recv)?);
-        let steps = blocks(lens, of, recv).map(|(root, recv, count)| {
+        let steps = filled(&blocks, of, recv).map(|(root, recv, count)| {
             let send = if root == me { send } else { recv };
             Step::Broadcast { send, recv, count, of, root }
         });
-        Ok(self.add::<T>(CallKind::AllGatherV, None, 0, lens.iter().sum(), steps))
+        Ok(self.add::<T>(CallKind::AllGatherV, None, 0, blocks.end(), steps))
     }
 
     /// As [`Group::reduce_scatter_v`](crate::Group::reduce_scatter_v).
@@ -93,15 +94,15 @@ impl<'a> DeviceBatch<'a> {
         op: impl Into<Reduction<T>>,
     ) -> Result<&mut Self, CommError> {
         let (me, of, op) = (self.group.rank(), T::OF, by(&op.into())?);
-        self.check_lens(lens)?;
-        check("send", send.len(), total(lens)?)?;
+        let blocks = self.group.blocks(lens)?;
+        check("send", send.len(), blocks.end())?;
         check("recv", recv.len(), lens[me])?;
         let (send, recv) = (self.read(send)?, self.written(recv)?);
-        let steps = blocks(lens, of, send).map(|(root, send, count)| {
+        let steps = filled(&blocks, of, send).map(|(root, send, count)| {
             let recv = if root == me { recv } else { send };
             Step::Reduce { send, recv, count, of, op, root }
         });
-        Ok(self.add::<T>(CallKind::ReduceScatterV, Some(op.op), 0, lens.iter().sum(), steps))
+        Ok(self.add::<T>(CallKind::ReduceScatterV, Some(op.op), 0, blocks.end(), steps))
     }
 
     /// As [`Group::gather_v`](crate::Group::gather_v).
@@ -156,18 +157,18 @@ impl<'a> DeviceBatch<'a> {
     ) -> Result<&mut Self, CommError> {
         self.check_rank(root, "root")?;
         let (of, count, is_root) = (T::OF, send.len(), self.group.rank() == root);
-        if is_root {
-            self.check_lens(lens)?;
+        let blocks = if is_root { Some(self.group.blocks(lens)?) } else { None };
+        if let Some(blocks) = &blocks {
             check("send", count, lens[root])?;
-            check("recv", recv.len(), total(lens)?)?;
+            check("recv", recv.len(), blocks.end())?;
         }
         let mut steps = SmallVec::<[_; 8]>::new();
         if count > 0 {
             steps.push(Step::Send { send: self.read(send)?, count, of, to: root });
         }
-        if is_root {
+        if let Some(blocks) = &blocks {
             let at = self.written(recv)?;
-            steps.extend(blocks(lens, of, at).map(|(from, recv, count)| Step::Recv {
+            steps.extend(filled(blocks, of, at).map(|(from, recv, count)| Step::Recv {
                 recv,
                 count,
                 of,
@@ -189,11 +190,11 @@ impl<'a> DeviceBatch<'a> {
         let (of, count, is_root) = (T::OF, recv.len(), self.group.rank() == root);
         let mut steps = SmallVec::<[_; 8]>::new();
         if is_root {
-            self.check_lens(lens)?;
+            let blocks = self.group.blocks(lens)?;
             check("recv", count, lens[root])?;
-            check("send", send.len(), total(lens)?)?;
+            check("send", send.len(), blocks.end())?;
             let at = self.read(send)?;
-            steps.extend(blocks(lens, of, at).map(|(to, send, count)| Step::Send { send, count, of, to }));
+            steps.extend(filled(&blocks, of, at).map(|(to, send, count)| Step::Send { send, count, of, to }));
         }
         if count > 0 {
             steps.push(Step::Recv { recv: self.written(recv)?, count, of, from: root });
@@ -208,23 +209,16 @@ impl<'a> DeviceBatch<'a> {
         (recv, recv_lens): (&'a mut impl DevicePtrMut<T>, &[usize]),
     ) -> Result<&mut Self, CommError> {
         let of = T::OF;
-        self.check_lens(send_lens)?;
-        self.check_lens(recv_lens)?;
-        check("send", send.len(), total(send_lens)?)?;
-        check("recv", recv.len(), total(recv_lens)?)?;
+        let (sent, received) = (self.group.blocks(send_lens)?, self.group.blocks(recv_lens)?);
+        check("send", send.len(), sent.end())?;
+        check("recv", recv.len(), received.end())?;
         let count = compared(kind, send_lens[0]);
         let (send, recv) = (self.read(send)?, self.written(recv)?);
-        let sends = blocks(send_lens, of, send).map(|(to, send, count)| Step::Send { send, count, of, to });
+        let sends = filled(&sent, of, send).map(|(to, send, count)| Step::Send { send, count, of, to });
         let recvs =
-            blocks(recv_lens, of, recv).map(|(from, recv, count)| Step::Recv { recv, count, of, from });
+            filled(&received, of, recv).map(|(from, recv, count)| Step::Recv { recv, count, of, from });
         Ok(self.add::<T>(kind, None, 0, count, sends.chain(recvs)))
     }
-}
-
-/// Elements of all blocks.
-fn total(lens: &[usize]) -> Result<usize, CommError> {
-    let sum = lens.iter().try_fold(0_usize, |sum, &len| sum.checked_add(len));
-    sum.ok_or_else(|| CommError::InvalidArgument("the sum of the lengths is no number".to_owned()))
 }
 
 /// What ranks compare of a count: where each has its own, nothing.
@@ -236,14 +230,10 @@ fn compared(kind: CallKind, count: usize) -> usize {
 }
 
 /// The blocks of a buffer that have any elements: rank, address, number.
-fn blocks(lens: &[usize], of: Of, start: Address) -> impl Iterator<Item = (usize, Address, usize)> {
-    let mut at = start;
-    lens.iter()
-        .enumerate()
-        .map(move |(rank, &count)| {
-            let block = (rank, at, count);
-            at += (count * of.size_bytes()) as Address;
-            block
-        })
-        .filter(|&(.., count)| count > 0)
+fn filled(blocks: &Blocks, of: Of, start: Address) -> impl Iterator<Item = (usize, Address, usize)> {
+    let place = move |rank: usize| {
+        let range = blocks.of(rank);
+        (rank, start + (range.start * of.size_bytes()) as Address, range.len())
+    };
+    (0..blocks.world()).map(place).filter(|&(.., count)| count > 0)
 }

@@ -29,17 +29,17 @@ fn streams_and_buffers_of_other_contexts_are_refused() {
 }
 
 #[test]
-fn lengths_whose_sum_is_no_number_are_refused() {
-    if !is_simulated("misuse::lengths_whose_sum_is_no_number_are_refused", &[]) {
+fn lengths_that_add_up_to_too_much_are_refused() {
+    if !is_simulated("misuse::lengths_that_add_up_to_too_much_are_refused", &[]) {
         return;
     }
     on_devices(2, |group, stream| {
         let (send, mut recv) = (buffer(&stream, &[1.0_f32]), buffer(&stream, &[1.0_f32]));
         let on = group.on(&stream).unwrap();
         let lens = [usize::MAX, 2];
-        refused(on.all_to_all_v(&send, &lens, &mut recv, &lens), "no number");
+        refused(on.all_to_all_v(&send, &lens, &mut recv, &lens), "add up to too much");
         if group.rank() == 0 {
-            refused(on.scatter_v(&send, &mut recv, &[1, usize::MAX], 0), "no number");
+            refused(on.scatter_v(&send, &mut recv, &[1, usize::MAX], 0), "add up to too much");
         }
         let error = device::DeviceBuffer::<f64>::zeros(&stream, usize::MAX / 4).unwrap_err();
         assert!(error.to_string().contains("no memory on the device"), "{error}");
@@ -75,10 +75,7 @@ fn a_group_is_cut_when_what_is_under_way_is_done() {
         let mut buf = buffer(&stream, &[1.0_f32]);
         let spin = Spin::on(&stream);
         let work = group.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).unwrap();
-        let kernel = std::thread::spawn(move || {
-            std::thread::sleep(Duration::from_millis(200));
-            drop(spin);
-        });
+        let kernel = spin.end_after(Duration::from_millis(200));
         let part = group.split(Some(0), 0).unwrap().unwrap();
         work.wait().unwrap();
         assert!(part.has_device());
@@ -115,10 +112,7 @@ fn a_handle_without_device_destroys_for_all() {
         let mut buf = buffer(&stream, &[1.0_f32]);
         let spin = Spin::on(&stream);
         let work = group.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).unwrap();
-        let kernel = std::thread::spawn(move || {
-            std::thread::sleep(Duration::from_millis(300));
-            drop(spin);
-        });
+        let kernel = spin.end_after(Duration::from_millis(300));
         host.destroy();
         work.wait().unwrap();
         kernel.join().unwrap();
@@ -172,11 +166,7 @@ fn an_abort_frees_who_goes_through_the_host_behind_a_kernel() {
     with_options(1, &DeviceOptions::default().staged(true), |group, stream| {
         let mut buf = buffer(&stream, &[1.0_f32]);
         let spin = Spin::on(&stream);
-        let other = group.clone();
-        let abort = std::thread::spawn(move || {
-            std::thread::sleep(Duration::from_millis(200));
-            other.abort("enough");
-        });
+        let abort = abort_after(&group, Duration::from_millis(200));
         let begun = Instant::now();
         let error = group.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).unwrap_err();
         assert!(matches!(error, CommError::Aborted { .. }), "{error}");

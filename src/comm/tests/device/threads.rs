@@ -92,11 +92,8 @@ fn an_abort_frees_who_waits_to_call() {
     on_devices(1, |group, stream| {
         let mut buf = buffer(&stream, &[1.0_f32]);
         let _spin = Spin::on(&stream);
-        let (other, begun) = (group.clone(), Instant::now());
-        let abort = std::thread::spawn(move || {
-            std::thread::sleep(Duration::from_millis(300));
-            other.abort("enough");
-        });
+        let begun = Instant::now();
+        let abort = abort_after(&group, Duration::from_millis(300));
         let mut call = || group.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).map(drop);
         let error = (0..1000).find_map(|_| call().err()).unwrap();
         assert!(matches!(error, CommError::Aborted { .. }), "{error}");
