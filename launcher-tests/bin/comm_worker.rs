@@ -5,7 +5,7 @@ use std::error::Error;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use convoke_comm::{CommError, ReduceOp, Session, World};
+use convoke_comm::{CommError, ReduceOp, Reduction, Session, World};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 /// The rank that does something else than the others.
@@ -33,6 +33,17 @@ fn main() -> Result<(), Box<dyn Error>> {
                 wait_for_go(directory)?;
             }
             sum(&world, 1 << 20)?;
+        }
+        // A function of the program that does not come back for a while, on all ranks.
+        "function" | "long-function" => {
+            let directory = directory.to_owned();
+            let waits = Reduction::new(move |into: &mut [f32], from: &[f32]| {
+                if wait_for_go(&directory).is_err() {
+                    std::process::abort();
+                }
+                into.iter_mut().zip(from).for_each(|(into, from)| *into += from);
+            });
+            world.all_reduce(&mut vec![1.0_f32; if scenario == "function" { 8 } else { 1 << 20 }], waits)?;
         }
         "mismatch" => sum(&world, if odd { 7 } else { 8 })?,
         // Rank 0 waits for a message of the odd one in a group of their own, which waits for rank 0 in the world.

@@ -135,6 +135,18 @@ fn a_timeout_says_who_did_not_call_in_the_text_and_in_the_report_file() {
 }
 
 #[test]
+fn a_function_of_the_program_that_does_not_come_back_is_seen_on_all_ranks() {
+    for (scenario, count) in [("function", 8), ("long-function", 1 << 20)] {
+        let job = Job::new();
+        let launcher = job.four(scenario, &[], &[]);
+        let call = format!("seq 1 all_reduce(f32, {count}, custom)");
+        wait_for_line(&[&job.path("logs")], &[&format!("ranks 0-3 wait in {call}")]);
+        job.go();
+        launcher.wait().expect(0);
+    }
+}
+
+#[test]
 fn calls_that_differ_are_both_shown() {
     let job = Job::new();
     let ended = job.four("mismatch", &[], &[]).wait().expect(1);

@@ -33,7 +33,7 @@ use crate::call::{Call, CallKind, Envelope};
 use crate::device::side::Side;
 use crate::dtype::{Dtype, Element, ReduceOp};
 use crate::engine::buffer::Lent;
-use crate::engine::{self, Engine, Limit, Operation, Shared, Ticket, Way};
+use crate::engine::{self, Engine, Limit, Operation, Shared, Sharing, Ticket, Way};
 use crate::error::CommError;
 use crate::kernels::{self, Kernel};
 use crate::links::fork::forks;
@@ -111,6 +111,8 @@ struct Inner {
     shrunk: Mutex<bool>,
     /// The ranks' ranks in the first of the groups that this one comes from.
     origin: Vec<usize>,
+    /// How this rank shares cores with others; `None` in a group of one.
+    sharing: Option<Sharing>,
 }
 
 impl Group {
@@ -135,8 +137,9 @@ impl Group {
         let store = Arc::new(PrefixStore::new("convoke", store));
         let tuning = Tuning::parse(&options.algorithms).map_err(CommError::InvalidArgument)?;
         let origin = (0..size).collect();
+        let (store_rank, agent, sharing) = (None, None, None);
         let invitation =
-            Invitation { store, place, store_rank: None, rank, size, origin, options, tuning, agent: None };
+            Invitation { store, place, store_rank, rank, size, origin, options, tuning, agent, sharing };
         Self::join(invitation, None)
     }
 
@@ -157,6 +160,7 @@ impl Group {
         }
         let Formed { engine, generation, topology, in_memory } = bootstrap::connect(&invitation)?;
         let memory = engine.allocations().filter(|_| in_memory);
+        let invitation = Invitation { sharing: Some(engine.sharing()), ..invitation };
         Ok(Self::of(&invitation, generation, (topology, memory), Some(Shared::new(*engine)), keep))
     }
 
@@ -189,6 +193,7 @@ impl Group {
             subgroups: Mutex::default(),
             shrunk: Mutex::default(),
             origin: invitation.origin.clone(),
+            sharing: invitation.sharing,
         };
         let timeout = invitation.options.timeout;
         Self {

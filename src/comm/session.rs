@@ -217,6 +217,7 @@ impl Session {
             options: GroupOptions { generation: options.generation.filter(|_| round == 0), ..options },
             tuning,
             agent: self.agent.clone(),
+            sharing: None,
         };
         let keep = (opened.keep.clone(), Alive::new());
         let group = Group::join(invitation, Some(Arc::new(keep)))?;

@@ -27,7 +27,7 @@ use convoke_store::{Store, StoreError};
 use nix::unistd::{Pid, getsid};
 
 use crate::cause::{self, Cause, Report};
-use crate::engine::{self, Crowd, Engine, Settings};
+use crate::engine::{self, Crowd, Engine, Settings, Sharing};
 use crate::error::{CommError, Loss, Ranks};
 use crate::fault::moment;
 use crate::flight::{Recorder, Track};
@@ -67,6 +67,9 @@ pub(crate) struct Invitation {
     pub(crate) options: GroupOptions,
     pub(crate) tuning: Tuning,
     pub(crate) agent: Option<(Arc<Mutex<AgentChannel>>, Generation)>,
+    /// How this rank shares cores, if that does not depend on the ranks of this group alone: others that it comes from
+    /// are beside them.
+    pub(crate) sharing: Option<Sharing>,
 }
 
 /// Ranks that are connected.
@@ -134,7 +137,8 @@ impl Invitation {
     pub(crate) fn alone(options: GroupOptions, tuning: Tuning) -> Self {
         let store = Arc::new(convoke_store::MemoryStore::new());
         let (place, origin) = ("no place".to_owned(), vec![0]);
-        Self { store, place, store_rank: None, rank: 0, size: 1, origin, options, tuning, agent: None }
+        let (store_rank, agent, sharing) = (None, None, None);
+        Self { store, place, store_rank, rank: 0, size: 1, origin, options, tuning, agent, sharing }
     }
 
     fn track(&self) -> Track {
@@ -314,8 +318,10 @@ impl Ours<'_> {
             .try_clone()
             .map_err(|error| CommError::system("cannot duplicate a socket", error))?;
         let topology = Topology::new(table.iter().map(|record| &record.host));
-        let all: Vec<_> = topology.ranks_beside(rank).iter().map(|&rank| &table[rank].cores).collect();
-        let share = cores::share(&all, topology.place(rank).1);
+        let sharing = self.invitation.sharing.unwrap_or_else(|| {
+            let all: Vec<_> = topology.ranks_beside(rank).iter().map(|&rank| &table[rank].cores).collect();
+            sharing(&cores::share(&all, topology.place(rank).1), table[rank].cores.count())
+        });
         let settings = Settings {
             name: options.name.clone(),
             me: rank,
@@ -327,8 +333,7 @@ impl Ours<'_> {
             store_rank: self.invitation.store_rank,
             agent: self.invitation.agent.clone(),
             peer_timeout: options.peer_timeout,
-            place: share.place,
-            crowd: crowd(&share, table[rank].cores.count()),
+            sharing,
             flight: Arc::clone(&self.flight),
         };
         let mut engine = Box::new(Engine::new(settings, listener)?);
@@ -431,14 +436,15 @@ impl Ours<'_> {
 }
 
 /// How this rank, which may use so many cores, shares them with others.
-fn crowd(share: &Share, own: usize) -> Crowd {
+fn sharing(share: &Share, own: usize) -> Sharing {
     // Less than that is a quota, of time on whatever cores: it is no reason to deal them out, but one to spin less.
     let quota = std::thread::available_parallelism().map_or(1, usize::from);
     let cores = if quota < own || own == 0 { share.cores.min(quota) } else { share.cores };
     let alone = || getsid(None) == Ok(Pid::this()) && convoke_env::schedules_sessions(Path::new("/"));
-    match share.ranks > cores {
+    let crowd = match share.ranks > cores {
         false => Crowd::No,
         true if alone() => Crowd::Apart,
         true => Crowd::Cores,
-    }
+    };
+    Sharing { crowd, place: share.place }
 }

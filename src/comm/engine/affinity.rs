@@ -1,5 +1,6 @@
 //! Ranks that the system has put on the wrong cores: two on one though there is another, or three on one and one on
-//! another. They go elsewhere, once; what they are allowed stays as it is.
+//! another. They go elsewhere, once; what they are allowed stays as it is. (Linux 6.2 and later remember it as asked for: a
+//! cpuset that grows gives such a thread no more.)
 //!
 //! Linux wakes who sleeps in a receive on the core of who sends, and so brings two ranks together that wait for each
 //! other; where all cores share a cache it may leave them there. A message then takes 3 to 5 times as long. And it does
@@ -19,10 +20,25 @@ const BETWEEN: Duration = Duration::from_millis(1);
 /// The same with more ranks than cores.
 const BETWEEN_CROWDED: Duration = Duration::from_millis(10);
 
+/// How a rank shares the cores of its host with others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Sharing {
+    pub(crate) crowd: Crowd,
+    /// Its place among ranks that share cores, of which there are fewer, evenly.
+    pub(crate) place: Option<usize>,
+}
+
 impl Engine {
+    /// Groups that come from this one share cores not only with their own ranks, but as this one does.
+    pub(crate) fn sharing(&self) -> Sharing {
+        self.settings.sharing
+    }
+
     /// Leaves this core if a rank that is waited for was last seen sending on it; whether it did.
     pub(super) fn leave_shared_core(&mut self) -> bool {
-        let core = sched_getcpu().ok().filter(|_| self.settings.crowd == Crowd::No && self.may_move(BETWEEN));
+        let core = sched_getcpu()
+            .ok()
+            .filter(|_| self.settings.sharing.crowd == Crowd::No && self.may_move(BETWEEN));
         let shared = core.filter(|&core| self.awaits_one_on(core));
         let left = shared.is_some_and(leave);
         if left {
@@ -34,7 +50,7 @@ impl Engine {
     /// Takes this rank's place among cores that it shares evenly with others, if it does: with more ranks than cores, which
     /// all may use.
     pub(super) fn take_place(&mut self) {
-        if let Some(index) = self.settings.place.filter(|_| self.may_move(BETWEEN_CROWDED)) {
+        if let Some(index) = self.settings.sharing.place.filter(|_| self.may_move(BETWEEN_CROWDED)) {
             self.moved_at = Some(Instant::now());
             place(index);
         }

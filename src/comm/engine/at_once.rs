@@ -16,7 +16,8 @@ use super::run::{Run, RunError};
 use super::state::Collective;
 use super::ticket::{Limit, Outcome, Ticket};
 use super::{Operation, Way};
-use crate::call::Envelope;
+use crate::call::{Call, Envelope};
+use crate::dtype::ReduceOp;
 use crate::fault::moment;
 use crate::flight::{self, now_ns};
 use crate::shm::small::Small;
@@ -219,18 +220,19 @@ impl Engine {
         let flight = &self.settings.flight;
         let told = |small: &Small| told_of_small(*call, small, now_ns());
         let Some(node) = &mut self.node else { return Tried::Not };
+        let begin = |node: &Node, small: &Small| {
+            node.ring();
+            flight.begin(&told(small))
+        };
         // Who sleeps is woken, and the call recorded, while the others are waited for; at the end if that need not be.
-        let mut step = None;
+        let mut step = runs_function(*call).then(|| begin(node, &small));
         let error = loop {
             match node.meet_small(&mut small) {
                 Ok(true) => break node.end_small(&small, lent, kernel.as_ref()).err(),
                 Ok(false) => {}
                 Err(error) => break Some(error),
             }
-            let step = step.get_or_insert_with(|| {
-                node.ring();
-                flight.begin(&told(&small))
-            });
+            let step = step.get_or_insert_with(|| begin(node, &small));
             if !patience.go_on(false, || node.awaits_neighbour(&small)) {
                 return Tried::Begun(Box::new(Rest { small, step: *step, error: None }));
             }
@@ -249,8 +251,9 @@ impl Engine {
 
     fn large_at_once(&mut self, mut run: Run, limit: Limit) -> AtOnce {
         let made_ns = now_ns();
+        let begun = runs_function(run.call()).then(|| self.record_collective(&run, made_ns));
         let mut turned = run.turn(&mut self.peers, self.node.as_mut());
-        let step = self.record_collective(&run, made_ns);
+        let step = begun.unwrap_or_else(|| self.record_collective(&run, made_ns));
         let mut patience = Attempts::new(self);
         let error = loop {
             match turned {
@@ -282,6 +285,11 @@ impl Engine {
     }
 }
 
+/// Whether a call runs a function of the program, which may take any time: it is begun and recorded before.
+fn runs_function(call: Call) -> bool {
+    call.op == Some(ReduceOp::Custom)
+}
+
 /// Whether one of `ranks` shares this one's core.
 fn is_near(node: &mut Option<Node>, ranks: impl IntoIterator<Item = usize>) -> bool {
     node.as_mut().is_some_and(|node| node.is_near(ranks))
@@ -301,7 +309,7 @@ struct Attempts {
 
 impl Attempts {
     fn new(engine: &Engine) -> Self {
-        let crowd = engine.settings.crowd;
+        let crowd = engine.settings.sharing.crowd;
         let crowded = crowd == Crowd::Cores;
         Self { patience: Patience::brief(crowd), turns: 0, vain: 0, crowded, unknown: crowded, brief: true }
     }

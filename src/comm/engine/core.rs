@@ -103,7 +103,7 @@ impl Engine {
             attended: false,
             agent_registered: false,
             left: false,
-            patience: Patience::new(settings.crowd),
+            patience: Patience::new(settings.sharing.crowd),
             moved_at: None,
             heard: false,
             leaving: Vec::new(),

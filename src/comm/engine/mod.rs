@@ -45,7 +45,7 @@ use crate::dtype::Dtype;
 use crate::error::CommError;
 use crate::kernels::Kernel;
 use crate::plan::Plan;
-pub(crate) use affinity::allowed_cores;
+pub(crate) use affinity::{Sharing, allowed_cores};
 use at_once::AtOnce;
 use buffer::Lent;
 pub(crate) use core::Engine;

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use convoke_env::{AgentChannel, Generation};
 use convoke_store::Store;
 
+use super::affinity::Sharing;
 use super::messages::Mailbox as Messages;
-use super::patience::Crowd;
 use super::run::Run;
 use super::streams::Lanes;
 use super::ticket::Ticket;
@@ -36,9 +36,7 @@ pub(crate) struct Settings {
     pub(crate) agent: Option<(Arc<Mutex<AgentChannel>>, Generation)>,
     /// Bound for noticing a dead host or path.
     pub(crate) peer_timeout: Duration,
-    pub(crate) crowd: Crowd,
-    /// Its place among ranks that share cores, of which there are fewer, evenly.
-    pub(crate) place: Option<usize>,
+    pub(crate) sharing: Sharing,
     /// What the flight recorder knows the group by.
     pub(crate) flight: Arc<Track>,
 }

@@ -16,9 +16,9 @@ use std::time::{Duration, Instant};
 use convoke_env::{Generation, Token};
 use convoke_store::{MemoryStore, Store};
 
-use super::Crowd;
 use super::core::Engine;
 use super::state::Settings;
+use super::{Crowd, Sharing};
 use crate::call::{Call, CallKind};
 use crate::dtype::{Dtype, ReduceOp};
 use crate::error::CommError;
@@ -108,8 +108,7 @@ impl Siege {
             store_rank: None,
             agent: None,
             peer_timeout: Duration::from_secs(10),
-            crowd: Crowd::Cores,
-            place: Some(0),
+            sharing: Sharing { crowd: Crowd::Cores, place: Some(0) },
             flight: Arc::new(Recorder::of_process().group("default", 0, None, (FAKE, 3), &[0, 1, 2])),
         };
         let mut engine = Engine::new(settings, self.listener).unwrap();

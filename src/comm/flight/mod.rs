@@ -21,7 +21,6 @@ mod ring;
 #[cfg(test)]
 mod tests;
 
-use std::cell::Cell;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -266,7 +265,7 @@ impl Track {
             sent_bytes: 0,
             to_receive_bytes: told.to_receive_bytes,
             to_send_bytes: told.to_send_bytes,
-            thread: thread_id(),
+            thread: self.recorder.ring.thread_id(),
             waits_for: u32::from(told.peer.is_some()),
             peers,
         }
@@ -405,15 +404,4 @@ fn number(rank: usize) -> u32 {
 pub(crate) fn now_ns() -> u64 {
     clock_gettime(ClockId::CLOCK_MONOTONIC)
         .map_or(0, |time| time.tv_sec() as u64 * 1_000_000_000 + time.tv_nsec() as u64)
-}
-
-/// This thread's number as debuggers show it.
-fn thread_id() -> u32 {
-    thread_local!(static ID: Cell<u32> = const { Cell::new(0) });
-    ID.with(|id| {
-        if id.get() == 0 {
-            id.set(nix::unistd::gettid().as_raw().cast_unsigned());
-        }
-        id.get()
-    })
 }

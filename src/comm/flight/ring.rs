@@ -2,13 +2,19 @@
 //!
 //! Each group and each call has a lock, its first word (see [`layout`]). Who writes to a call makes its lock odd, if
 //! nobody else has, and even again; who finds it odd, or finds another call there, goes without. So nobody waits, and a
-//! reader that sees the same even lock before and after has read one state. Groups are written under a mutex.
+//! reader that sees the same twice, with an even lock, has read one state. (The lock alone says too little: it is even,
+//! and the same, before and after a change.) Groups are written under a mutex.
 
+use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 use convoke_env::flight::layout::{self, Entry, Group, Header, entry_at, group_at, lock};
+use nix::unistd::gettid;
 
 use crate::links::fork;
+
+/// Times that a group or a call is copied which others change meanwhile.
+const COPIES: u32 = 100;
 
 /// The ring of calls, and all else that stands in a recording.
 #[derive(Debug)]
@@ -46,6 +52,20 @@ impl Ring {
     /// Whether this is the process that made it, and no fork of that.
     pub(super) fn is_ours(&self) -> bool {
         self.forks == fork::forks()
+    }
+
+    /// This thread's number as debuggers show it, in the process that made the ring.
+    pub(super) fn thread_id(&self) -> u32 {
+        // The thread that forks goes on in the child with another number.
+        thread_local!(static ID: Cell<Option<(u32, u32)>> = const { Cell::new(None) });
+        ID.with(|id| match id.get() {
+            Some((forks, id)) if forks == self.forks => id,
+            _ => {
+                let new = gettid().as_raw().cast_unsigned();
+                id.set(Some((self.forks, new)));
+                new
+            }
+        })
     }
 
     /// Adds a call and returns the number that it gets; `None` if another thread is just writing to its slot.
@@ -90,15 +110,36 @@ impl Ring {
         places[0].store(lock(u64::from(group.number)), Ordering::Release);
     }
 
-    /// A copy of all that is recorded.
+    /// A copy of all that is recorded. What others change all the time while it is made is marked as being written.
     pub(super) fn bytes(&self) -> Vec<u8> {
-        self.words.iter().flat_map(|word| word.load(Ordering::Acquire).to_le_bytes()).collect()
+        let mut words: Vec<u64> = self.words.iter().map(|word| word.load(Ordering::Relaxed)).collect();
+        let groups = (0..layout::GROUPS).map(|slot| (group_at(slot), layout::GROUP_WORDS));
+        let calls = (0..layout::ENTRIES as u64).map(|slot| (entry_at(slot), layout::ENTRY_WORDS));
+        for (at, count) in groups.chain(calls) {
+            copy(&self.words[at..][..count], &mut words[at..][..count]);
+        }
+        words.into_iter().flat_map(u64::to_le_bytes).collect()
     }
 
     /// The place of a call; there always is one.
     fn slot(&self, number: u64) -> Option<Slot<'_>> {
         self.words[entry_at(number)..].first_chunk().map(Slot)
     }
+}
+
+/// Copies a group or a call as it stood at one moment, or with an odd lock.
+fn copy(from: &[AtomicU64], into: &mut [u64]) {
+    for _ in 0..COPIES {
+        let mut same = true;
+        for (into, from) in into.iter_mut().zip(from) {
+            let word = from.load(Ordering::Acquire);
+            same &= std::mem::replace(into, word) == word;
+        }
+        if same && into[0] & 1 == 0 {
+            return;
+        }
+    }
+    into[0] |= 1;
 }
 
 impl Slot<'_> {

@@ -268,6 +268,51 @@ fn a_forked_child_does_not_write_into_its_parents_recording() {
 }
 
 #[test]
+#[allow(unsafe_code)]
+fn a_forked_child_tells_its_own_threads() {
+    let folder = Folder::new();
+    of_three(folder.recorder()).begin(&told(1)).end(true);
+    // SAFETY: the child allocates, which glibc allows after a fork, takes no lock that another thread may have had, and
+    // ends with _exit.
+    match unsafe { nix::unistd::fork() }.unwrap() {
+        nix::unistd::ForkResult::Child => {
+            // As `Recorder::of_process` does in a child.
+            let ring = &Recorder::new(None, None).ring;
+            let own = ring.thread_id() == nix::unistd::gettid().as_raw().cast_unsigned();
+            // SAFETY: ends the process at once.
+            unsafe { nix::libc::_exit(i32::from(!own)) };
+        }
+        nix::unistd::ForkResult::Parent { child } => {
+            let status = nix::sys::wait::waitpid(child, None).unwrap();
+            assert!(matches!(status, nix::sys::wait::WaitStatus::Exited(_, 0)), "{status:?}");
+        }
+    }
+}
+
+#[test]
+fn a_call_that_changes_while_it_is_saved_is_whole_or_not_there() {
+    let recorder = Recorder::new(None, None);
+    let (track, done) = (of_three(recorder), AtomicBool::new(false));
+    let recordings: Vec<_> = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut made = 0;
+            while !done.load(Ordering::Relaxed) {
+                made += 1;
+                track.begin(&told(made)).end(true);
+            }
+        });
+        let recordings = (0..200).map(|_| Recording::decode(&recorder.ring.bytes())).collect();
+        done.store(true, Ordering::Relaxed);
+        recordings
+    });
+    for entry in recordings.iter().flat_map(|recording| &recording.as_ref().unwrap().entries) {
+        assert_eq!((entry.to_receive_bytes, entry.to_send_bytes), (3 * entry.seq, 5 * entry.seq));
+        let done = if entry.state == State::Done { entry.to_receive_bytes } else { 0 };
+        assert_eq!(entry.received_bytes, done, "{entry:?}");
+    }
+}
+
+#[test]
 fn without_a_file_a_recording_is_saved_when_a_group_fails_and_again_when_another_does() {
     let folder = Folder::new();
     let header = header(None);

@@ -89,7 +89,9 @@ impl Group {
             let came = past.key("came");
             past = Past { name: format!("{}/shrunk", past.name), generation, ranks };
             let options = self.inner.options.clone().name(past.name.clone()).generation(generation);
-            let Some(invitation) = self.invitation(&survivors, options) else { continue };
+            let Some(mut invitation) = self.invitation(&survivors, options) else { continue };
+            // Whoever died has left cores.
+            invitation.sharing = None;
             let error = match self.join_successor(invitation, within) {
                 Ok(group) => match group.with_timeout(within).barrier() {
                     Ok(()) => {

@@ -183,6 +183,7 @@ impl Group {
             tuning: self.tuning.as_deref().unwrap_or(&self.inner.tuning).clone(),
             // The launcher's word on a dead peer goes to the first group.
             agent: None,
+            sharing: self.inner.sharing,
         })
     }
 
@@ -205,4 +206,34 @@ impl Group {
 fn name_fingerprint(name: &str) -> u64 {
     let bytes: Vec<usize> = name.bytes().map(usize::from).collect();
     fingerprint(&bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use convoke_store::MemoryStore;
+
+    use super::*;
+    use crate::engine;
+
+    #[test]
+    fn a_subgroup_shares_cores_with_the_ranks_that_are_not_in_it() {
+        let size = engine::allowed_cores().len() + 2;
+        let store: Arc<dyn convoke_store::Store> = Arc::new(MemoryStore::new());
+        let sharings: Vec<_> = std::thread::scope(|scope| {
+            let ranks: Vec<_> = (0..size)
+                .map(|rank| {
+                    let (store, options) = (Arc::clone(&store), GroupOptions::default().name("sharing"));
+                    scope.spawn(move || {
+                        let group = Group::new(store, rank, size, options).unwrap();
+                        let half = group.split(Some((2 * rank / size) as u32), 0).unwrap().unwrap();
+                        [group, half].map(|group| group.inner.sharing.unwrap())
+                    })
+                })
+                .collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        });
+        for (rank, [group, half]) in sharings.into_iter().enumerate() {
+            assert_eq!((group.place, half), (Some(rank), group));
+        }
+    }
 }

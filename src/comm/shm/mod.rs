@@ -76,8 +76,9 @@ pub(crate) struct Node {
     begun: Vec<u32>,
     counted: [Vec<u64>; Counter::COUNT],
     scratch: Vec<u8>,
-    /// Of what is written here for the others.
-    pace: Pace,
+    /// The pace of what is written here for the others, and of what is written where each of them has it.
+    to_all: Pace,
+    to_each: Vec<Pace>,
     allocations: Arc<Allocations>,
     /// For the next run: saves an allocation.
     steps: Vec<Step>,
@@ -124,7 +125,8 @@ impl Node {
         let Met { segment, bells, processes } = met;
         let bells = Arc::new(Bells::new(Arc::clone(&segment), layout, me, bells));
         let (begun, counted) = (vec![0; ranks.len()], std::array::from_fn(|_| vec![0; ranks.len()]));
-        let scratch = vec![0; Kernel::SCRATCH_BYTES];
+        let (scratch, to_each) =
+            (vec![0; Kernel::SCRATCH_BYTES], ranks.iter().map(|_| Pace::default()).collect());
         let (calls, rounds, round_bytes, past, steps) = (0, 0, 0, 0, Vec::new());
         Self {
             segment,
@@ -141,7 +143,8 @@ impl Node {
             begun,
             counted,
             scratch,
-            pace: Pace::default(),
+            to_all: Pace::default(),
+            to_each,
             allocations: Arc::default(),
             steps,
         }

@@ -2,9 +2,9 @@
 
 use std::ops::Range;
 
-use super::Node;
 use super::allocations::Direct;
 use super::segment::View;
+use super::{Node, put};
 use crate::engine::buffer::{BytesMut, Lent};
 use crate::engine::row::Row;
 use crate::kernels::{Kernel, Ranks};
@@ -84,7 +84,7 @@ pub(super) fn give(node: &Node, elements: &impl Elements, mut row: Range<usize>,
         if bytes.is_empty() {
             break;
         }
-        spot.of(spot.rank, row.start - start).view(node, bytes.len()).put_at(&node.pace, bytes);
+        spot.of(spot.rank, row.start - start).view(node, bytes.len()).put_at(&node.to_all, bytes);
         row.start += bytes.len();
     }
     row.start - start
@@ -120,7 +120,7 @@ pub(super) fn add_up(
 ) -> Result<usize, String> {
     let start = row.start;
     let mut scratch = std::mem::take(&mut node.scratch);
-    let (host, mut result) = (&*node, Ok(()));
+    let (host, mut result, mut past_caches) = (&*node, Ok(()), false);
     let ranks = Ranks { count: host.ranks.len(), me: host.me };
     while !row.is_empty() && result.is_ok() {
         let (mut own, Some(kernel)) = elements.summands(row.clone()) else { break };
@@ -132,11 +132,14 @@ pub(super) fn add_up(
         let share = |rank: usize, at: usize, len: usize| place(rank, at).view(host, len).source();
         let tell = |at: usize, sums: &[u8]| {
             if tells {
-                place(host.me, at).view(host, sums.len()).put_at(&host.pace, sums);
+                past_caches |= place(host.me, at).view(host, sums.len()).put_part_at(&host.to_all, sums);
             }
         };
         result = kernel.add_up(ranks, &mut own, &mut scratch, share, tell);
         row.start += bytes;
+    }
+    if past_caches {
+        put::arrive();
     }
     node.scratch = scratch;
     result.map(|()| row.start - start)
@@ -153,16 +156,23 @@ pub(super) fn add_up_direct(
     direct: &Direct,
 ) -> Result<usize, String> {
     let ranks = Ranks { count: node.ranks.len(), me: node.me };
-    let pace = &node.pace;
+    let (paces, mut past_caches) = (&node.to_each, false);
     let (mut own, Some(kernel)) = elements.summands(row.clone()) else { return Ok(0) };
     debug_assert_eq!(own.len(), row.len());
     let share = |rank: usize, at: usize, len: usize| direct.view(rank, row.start + at, len).source();
     let tell = |at: usize, sums: &[u8]| {
         for rank in (0..ranks.count).filter(|&rank| rank != ranks.me) {
             let into = direct.view(rank, row.start + at, sums.len());
-            if direct.bytes() <= CACHED_BYTES { into.put_at(pace, sums) } else { into.put_far(sums) }
+            if direct.bytes() <= CACHED_BYTES {
+                past_caches |= into.put_part_at(&paces[rank], sums);
+            } else {
+                into.put_far(sums);
+            }
         }
     };
-    kernel.add_up(ranks, &mut own, &mut node.scratch, share, tell)?;
-    Ok(row.len())
+    let result = kernel.add_up(ranks, &mut own, &mut node.scratch, share, tell);
+    if past_caches {
+        put::arrive();
+    }
+    result.map(|()| row.len())
 }

@@ -10,67 +10,117 @@
 //! | 64 KiB | 3.1 | 5.2 | 14.5 | 5.7 |
 //! | 1 MiB | 33 | 52 | 450 | 70 |
 //!
-//! No table of the system tells which it is where a hypervisor moves cores, so writes are timed: those of 16 KiB take 0.25 to
-//! 0.75 µs where a cache is shared, 2 to 6 µs where none is, and 0.75 to 1.75 µs where all lies in main memory anyway.
+//! No table of the system tells which it is where a hypervisor moves cores, so writes are timed: 16 KiB take 0.25 to 0.75 µs
+//! where a cache is shared, 2 to 6 µs where none is, and 0.75 to 1.75 µs where all lies in main memory anyway. Those past
+//! the caches are timed as well: where everybody waits for main memory they gain nothing.
 
 use std::cell::Cell;
 use std::time::Duration;
 
 /// Shorter writes are neither timed nor sent past the caches.
 pub(super) const LEAST_BYTES: usize = 4096;
-/// One write in so many is timed.
-const TIMED: u32 = 8;
+/// Bytes that are timed together, in one write or several: fewer take hardly longer than it takes to read the clock.
+const TIMED_BYTES: usize = 16 << 10;
+/// Bytes that go as usual after some that were quick, until some are timed again: so many, and fewer than as many again.
+const UNTIMED_BYTES: usize = 5 * TIMED_BYTES;
 /// Slower than so many bytes in a nanosecond is slow.
-const SLOW: u128 = 5;
-/// So many slow writes in a row are no accident, such as another process that had the core meanwhile.
+const SLOW: u64 = 5;
+/// So many times slow in a row is no accident, such as another process that had the core meanwhile.
 const CERTAIN: u32 = 2;
-/// Bytes that go past the caches before the usual way is tried again.
-const PAST_BYTES: usize = 4 << 20;
+/// Bytes that go one way before the other is tried again.
+const KEPT_BYTES: usize = 4 << 20;
 
 /// How a write is to be made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Way {
-    Usual,
-    /// As usual, and [`Pace::took`] is told how long it took.
-    Timed,
-    PastCaches,
+pub(super) struct Way {
+    pub(super) past_caches: bool,
+    /// [`Pace::took`] is to be told how long it took.
+    pub(super) is_timed: bool,
 }
 
 /// What is known of the writes to one reader, or to all.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Pace {
-    writes: Cell<u32>,
-    /// In a row.
+    stage: Cell<Stage>,
+    /// Times in a row that the usual way was slow, and how many nanoseconds 16 KiB took the last time.
     slow: Cell<u32>,
-    /// Bytes still to go past the caches.
-    past: Cell<usize>,
+    slow_ns: Cell<u64>,
+    /// Of what is drawn by lot.
+    lot: Cell<u32>,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Stage {
+    /// So many bytes still go this way.
+    Untimed { past_caches: bool, left: usize },
+    /// So many bytes that went this way took so long.
+    Timed { past_caches: bool, bytes: usize, ns: u64 },
+}
+
+impl Stage {
+    fn timed(past_caches: bool) -> Self {
+        Self::Timed { past_caches, bytes: 0, ns: 0 }
+    }
+}
+
+impl Default for Pace {
+    fn default() -> Self {
+        let stage = Stage::Untimed { past_caches: false, left: UNTIMED_BYTES };
+        Self { stage: Cell::new(stage), slow: Cell::new(0), slow_ns: Cell::new(0), lot: Cell::new(0) }
+    }
 }
 
 impl Pace {
     /// How the next write, of `bytes` bytes, is made.
+    #[inline]
     pub(super) fn way(&self, bytes: usize) -> Way {
-        let past = self.past.get();
-        if past > 0 {
-            self.past.set(past.saturating_sub(bytes));
-            return Way::PastCaches;
+        match self.stage.get() {
+            Stage::Untimed { past_caches, left } => {
+                self.stage.set(match left.saturating_sub(bytes) {
+                    0 => Stage::timed(false),
+                    left => Stage::Untimed { past_caches, left },
+                });
+                Way { past_caches, is_timed: false }
+            }
+            Stage::Timed { past_caches, .. } => Way { past_caches, is_timed: true },
         }
-        self.writes.set(self.writes.get().wrapping_add(1));
-        let is_timed = self.slow.get() > 0 || self.writes.get().is_multiple_of(TIMED);
-        if is_timed { Way::Timed } else { Way::Usual }
     }
 
-    /// A write that was made as usual took so long.
-    pub(super) fn took(&self, bytes: usize, time: Duration) {
-        if bytes as u128 >= time.as_nanos() * SLOW {
-            self.slow.set(0);
-            return;
-        }
+    /// A write that was to be timed took so long.
+    pub(super) fn took(&self, more: usize, time: Duration) {
+        let Stage::Timed { past_caches, bytes, ns } = self.stage.get() else { return };
+        let (bytes, ns) = (bytes + more, ns + time.as_nanos() as u64);
+        self.stage.set(if bytes < TIMED_BYTES {
+            Stage::Timed { past_caches, bytes, ns }
+        } else if past_caches {
+            self.tried_past_caches(ns * TIMED_BYTES as u64 / bytes as u64)
+        } else if bytes as u64 >= ns * SLOW {
+            self.was_quick()
+        } else {
+            self.was_slow(ns * TIMED_BYTES as u64 / bytes as u64)
+        });
+    }
+
+    fn was_quick(&self) -> Stage {
+        self.slow.set(0);
+        // Not always after as many: where readers take turns, always the same one's might be timed. A linear congruence,
+        // with the factors of Numerical Recipes; its high bits are good enough.
+        self.lot.set(self.lot.get().wrapping_mul(1_664_525).wrapping_add(1_013_904_223));
+        let further = ((self.lot.get() >> 16) as usize * UNTIMED_BYTES) >> 16;
+        Stage::Untimed { past_caches: false, left: UNTIMED_BYTES + further }
+    }
+
+    fn was_slow(&self, ns: u64) -> Stage {
         self.slow.set(self.slow.get() + 1);
-        if self.slow.get() >= CERTAIN {
-            // When it is tried again, one slow write is enough.
-            self.slow.set(CERTAIN - 1);
-            self.past.set(PAST_BYTES);
-        }
+        self.slow_ns.set(ns);
+        Stage::timed(self.slow.get() >= CERTAIN)
+    }
+
+    fn tried_past_caches(&self, ns: u64) -> Stage {
+        let gains = ns < self.slow_ns.get();
+        // When the usual way is tried again after it, to be slow once is enough.
+        self.slow.set(if gains { CERTAIN - 1 } else { 0 });
+        Stage::Untimed { past_caches: gains, left: KEPT_BYTES }
     }
 }
 
@@ -79,44 +129,78 @@ mod tests {
     use super::*;
 
     const BYTES: usize = 16 << 10;
-    const QUICK: Duration = Duration::from_nanos(500);
-    const SLOW: Duration = Duration::from_nanos(6000);
+    const QUICK: u64 = 500;
+    const SLOW: u64 = 6000;
+    const PAST: u64 = 2000;
 
-    /// How many of so many writes are made which way, if the usual way takes `time`.
-    fn write(pace: &Pace, count: usize, time: Duration) -> [usize; 3] {
+    /// How many bytes of `count` writes, of `sizes` in turn, go as usual, are timed so, and go past the caches, if 16 KiB
+    /// take `usual` ns as usual and `past` past the caches.
+    fn write(pace: &Pace, count: usize, sizes: &[usize], usual: u64, past: u64) -> [usize; 3] {
         let mut ways = [0; 3];
-        for _ in 0..count {
-            let way = pace.way(BYTES);
-            ways[way as usize] += 1;
-            if way == Way::Timed {
-                pace.took(BYTES, time);
+        for &bytes in sizes.iter().cycle().take(count) {
+            let way = pace.way(bytes);
+            ways[if way.past_caches { 2 } else { usize::from(way.is_timed) }] += bytes;
+            if way.is_timed {
+                let ns = if way.past_caches { past } else { usual } * bytes as u64 / BYTES as u64;
+                pace.took(bytes, Duration::from_nanos(ns));
             }
         }
         ways
     }
 
     #[test]
-    fn where_a_cache_is_shared_all_goes_as_usual_and_one_in_eight_is_timed() {
-        assert_eq!(write(&Pace::default(), 800, QUICK), [700, 100, 0]);
-        // All of it in main memory.
-        assert_eq!(write(&Pace::default(), 800, Duration::from_nanos(1750)), [700, 100, 0]);
+    fn where_a_cache_is_shared_all_goes_as_usual_and_few_are_timed() {
+        // The latter: all of it in main memory.
+        for ns in [QUICK, 1750] {
+            for sizes in [&[BYTES][..], &[4096], &[32 << 10, 4096, 4096, 8192]] {
+                let [usual, timed, past] = write(&Pace::default(), 9000, sizes, ns, PAST);
+                assert_eq!(past, 0);
+                assert!((3 * timed..12 * timed).contains(&usual), "{usual} and {timed}");
+            }
+        }
     }
 
     #[test]
     fn where_none_is_shared_almost_all_goes_past_the_caches() {
-        let pace = Pace::default();
-        assert_eq!(write(&pace, 9, SLOW), [7, 2, 0]);
-        // 4 MiB, and a try.
-        assert_eq!(write(&pace, 257 * 10, SLOW), [0, 10, 2560]);
-        assert_eq!(write(&pace, 800, QUICK)[2], 256, "it is found out when that changes");
+        for sizes in [&[BYTES][..], &[4096], &[32 << 10, 4096, 4096, 4096], &[128 << 10]] {
+            let pace = Pace::default();
+            let [usual, timed, past] = write(&pace, 40_000, sizes, SLOW, PAST);
+            assert!(past > 25 * (usual + timed), "{sizes:?}: {usual}, {timed} and {past}");
+            let [_, _, past] = write(&pace, 40_000, sizes, QUICK, PAST);
+            assert!(past <= KEPT_BYTES + (128 << 10), "it is found out when that changes");
+        }
+    }
+
+    #[test]
+    fn where_main_memory_is_slower_still_all_goes_as_usual() {
+        let [usual, timed, past] = write(&Pace::default(), 40_000, &[BYTES], SLOW, SLOW);
+        assert!(usual + timed > 200 * past, "{usual}, {timed} and {past}");
     }
 
     #[test]
     fn one_slow_write_is_an_accident() {
         let pace = Pace::default();
         for _ in 0..100 {
-            assert_eq!(write(&pace, 8, SLOW)[1], 1);
-            assert_eq!(write(&pace, 8, QUICK)[2], 0);
+            while !pace.way(BYTES).is_timed {}
+            pace.took(BYTES, Duration::from_nanos(SLOW));
+            assert_eq!(write(&pace, 5, &[BYTES], QUICK, PAST), [4 * BYTES, BYTES, 0]);
+        }
+    }
+
+    #[test]
+    fn where_readers_take_turns_the_writes_to_each_are_timed() {
+        for readers in 2..=16 {
+            for bytes in [4096, BYTES, 64 << 10, 128 << 10] {
+                let (pace, mut timed) = (Pace::default(), vec![0; readers]);
+                for write in 0..readers * 4000 {
+                    if pace.way(bytes).is_timed {
+                        timed[write % readers] += 1;
+                        pace.took(bytes, Duration::from_nanos(1));
+                    }
+                }
+                let (least, most) = (timed.iter().min().unwrap(), timed.iter().max().unwrap());
+                assert!(2 * least > *most, "{readers} readers, {bytes} bytes: {timed:?}");
+            }
         }
     }
 }

@@ -1,8 +1,8 @@
 //! Ranks as threads around a store in memory.
 #![allow(dead_code, unused_imports, unused_macros, missing_docs)]
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
 pub(crate) use convoke_comm::{CommError, Group, GroupOptions, ReduceOp};
@@ -88,7 +88,7 @@ fn each<R: Send>(
     body: impl Fn(Group) -> R + Sync,
 ) -> Vec<R> {
     // A rank that had formed the group already might abort it while another is still forming it.
-    let formed = Barrier::new(world);
+    let formed = Gate::new(world);
     std::thread::scope(|scope| {
         let threads: Vec<_> = (0..world)
             .map(|rank| {
