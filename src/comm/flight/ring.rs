@@ -113,9 +113,7 @@ impl Ring {
     /// A copy of all that is recorded. What others change all the time while it is made is marked as being written.
     pub(super) fn bytes(&self) -> Vec<u8> {
         let mut words: Vec<u64> = self.words.iter().map(|word| word.load(Ordering::Relaxed)).collect();
-        let groups = (0..layout::GROUPS).map(|slot| (group_at(slot), layout::GROUP_WORDS));
-        let calls = (0..layout::ENTRIES as u64).map(|slot| (entry_at(slot), layout::ENTRY_WORDS));
-        for (at, count) in groups.chain(calls) {
+        for (at, count) in layout::slots() {
             copy(&self.words[at..][..count], &mut words[at..][..count]);
         }
         words.into_iter().flat_map(u64::to_le_bytes).collect()

@@ -239,26 +239,33 @@ fn groups_that_have_ended_make_room_and_calls_of_more_groups_than_there_is_room_
     drop((first, many));
 }
 
-#[test]
+/// Asserts that something is true in a forked child. It takes no lock that another thread may have there for ever.
 #[allow(unsafe_code)]
-fn a_forked_child_does_not_write_into_its_parents_recording() {
-    let folder = Folder::new();
-    let track = of_three(folder.recorder());
-    let step = track.begin(&told(1));
-    // SAFETY: the child makes no call that takes a lock or memory: it stores, if it can, and ends with _exit.
+fn assert_in_a_child(is_true: impl FnOnce() -> bool) {
+    // SAFETY: the child takes no such lock, may allocate, which glibc allows after a fork, and ends with _exit.
     match unsafe { nix::unistd::fork() }.unwrap() {
         nix::unistd::ForkResult::Child => {
-            step.end(true);
-            let lost = track.begin(&told(2)).number.is_none();
-            drop(track);
+            let code = i32::from(!is_true());
             // SAFETY: ends the process at once.
-            unsafe { nix::libc::_exit(i32::from(!lost)) };
+            unsafe { nix::libc::_exit(code) };
         }
         nix::unistd::ForkResult::Parent { child } => {
             let status = nix::sys::wait::waitpid(child, None).unwrap();
             assert!(matches!(status, nix::sys::wait::WaitStatus::Exited(_, 0)), "{status:?}");
         }
     }
+}
+
+#[test]
+fn a_forked_child_does_not_write_into_its_parents_recording() {
+    let folder = Folder::new();
+    let track = of_three(folder.recorder());
+    let step = track.begin(&told(1));
+    let mut kept = Some(track);
+    assert_in_a_child(|| {
+        step.end(true);
+        kept.take().is_some_and(|track| track.begin(&told(2)).number.is_none())
+    });
     let recording = folder.only();
     assert_eq!((recording.entries.len(), recording.calls), (1, 1));
     assert_eq!(
@@ -268,25 +275,13 @@ fn a_forked_child_does_not_write_into_its_parents_recording() {
 }
 
 #[test]
-#[allow(unsafe_code)]
 fn a_forked_child_tells_its_own_threads() {
-    let folder = Folder::new();
-    of_three(folder.recorder()).begin(&told(1)).end(true);
-    // SAFETY: the child allocates, which glibc allows after a fork, takes no lock that another thread may have had, and
-    // ends with _exit.
-    match unsafe { nix::unistd::fork() }.unwrap() {
-        nix::unistd::ForkResult::Child => {
-            // As `Recorder::of_process` does in a child.
-            let ring = &Recorder::new(None, None).ring;
-            let own = ring.thread_id() == nix::unistd::gettid().as_raw().cast_unsigned();
-            // SAFETY: ends the process at once.
-            unsafe { nix::libc::_exit(i32::from(!own)) };
-        }
-        nix::unistd::ForkResult::Parent { child } => {
-            let status = nix::sys::wait::waitpid(child, None).unwrap();
-            assert!(matches!(status, nix::sys::wait::WaitStatus::Exited(_, 0)), "{status:?}");
-        }
-    }
+    of_three(Recorder::new(None, None)).begin(&told(1)).end(true);
+    // As `Recorder::of_process` does in a child.
+    assert_in_a_child(|| {
+        let ring = &Recorder::new(None, None).ring;
+        ring.thread_id() == nix::unistd::gettid().as_raw().cast_unsigned()
+    });
 }
 
 #[test]

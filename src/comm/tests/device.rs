@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use common::{CommError, Group, LONG, ReduceOp, ranks};
+use common::{CommError, Group, LONG, ReduceOp, ranks, ranks_together};
 use convoke_comm::device::cudarc::driver::{CudaSlice, CudaStream, DeviceRepr, result};
 use convoke_comm::device::{self, DeviceError, DeviceOptions, F8E4M3};
 use convoke_comm::{Loss, Reduction, bf16, f16, wait_any};
@@ -434,7 +434,8 @@ fn a_group_that_does_not_form_ends_at_its_deadline_or_when_it_is_aborted() {
         let text = error.to_string();
         assert!(text.contains("NCCL did not connect the group's devices within 300 ms"), "{text}");
     });
-    ranks(2, |group| {
+    // Or it might be aborted where one is still forming the host's side.
+    ranks_together(2, |group| {
         let context = device::open(group.rank()).unwrap();
         let aborter = group.clone();
         let (rank, begun) = (group.rank(), Instant::now());

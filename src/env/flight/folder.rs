@@ -5,10 +5,7 @@ use std::io::{self, Read};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use super::layout::{
-    ENTRIES, ENTRY_WORDS, Exit, FILE_BYTES, GROUP_WORDS, GROUPS, HEADER_WORDS, Header, entry_at, group_at,
-    header,
-};
+use super::layout::{Exit, FILE_BYTES, HEADER_WORDS, Header, header, slots};
 use super::recording::Recording;
 
 /// How the names of recordings end.
@@ -114,9 +111,7 @@ pub fn write_exit(path: &Path, exit: &Exit) -> io::Result<()> {
 
 /// A copy is not made in one piece: what was changed while it was made is read again until it stands still.
 fn settle(file: &File, bytes: &mut [u8]) -> io::Result<()> {
-    let groups = (0..GROUPS).map(|slot| (8 * group_at(slot), 8 * GROUP_WORDS));
-    let entries = (0..ENTRIES as u64).map(|slot| (8 * entry_at(slot), 8 * ENTRY_WORDS));
-    for (at, length) in groups.chain(entries) {
+    for (at, length) in slots().map(|(at, words)| (8 * at, 8 * words)) {
         let mut again = vec![0; length];
         let mut tries = 0;
         while {

@@ -79,6 +79,12 @@ pub const fn entry_at(number: u64) -> usize {
     HEADER_WORDS + GROUPS * GROUP_WORDS + (number % ENTRIES as u64) as usize * ENTRY_WORDS
 }
 
+/// The index of the first word of each group and of each call, and how many words it has.
+pub fn slots() -> impl Iterator<Item = (usize, usize)> {
+    let groups = (0..GROUPS).map(|slot| (group_at(slot), GROUP_WORDS));
+    groups.chain((0..ENTRIES as u64).map(|slot| (entry_at(slot), ENTRY_WORDS)))
+}
+
 /// The first word of a group or call that nobody is writing to.
 #[inline]
 #[must_use]

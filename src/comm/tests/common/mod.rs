@@ -87,15 +87,12 @@ fn each<R: Send>(
     options: impl Fn(usize) -> GroupOptions + Sync,
     body: impl Fn(Group) -> R + Sync,
 ) -> Vec<R> {
-    // A rank that had formed the group already might abort it while another is still forming it.
-    let formed = Gate::new(world);
     std::thread::scope(|scope| {
         let threads: Vec<_> = (0..world)
             .map(|rank| {
-                let (store, options, body, formed) = (Arc::clone(store), options(rank), &body, &formed);
+                let (store, options, body) = (Arc::clone(store), options(rank), &body);
                 scope.spawn(move || {
                     let group = Group::new(store, rank, world, options);
-                    formed.wait();
                     body(group.unwrap_or_else(|error| panic!("rank {rank}: {error}")))
                 })
             })
