@@ -16,6 +16,8 @@ use super::table::{Promise, Times};
 /// Bound for noticing a dead host or path, and what is promised: a second more.
 const PEER_TIMEOUT: Duration = Duration::from_secs(2);
 const PROMISED: Duration = Duration::from_secs(3);
+/// The same where nothing may end: what a busy machine adds must not be taken for a lost path.
+const LONG_PEER_TIMEOUT: Duration = Duration::from_secs(4);
 /// What a busy machine may add.
 const MARGIN: Duration = Duration::from_secs(4);
 
@@ -205,13 +207,13 @@ fn a_slow_network_or_host_ends_nothing() {
     let some = if is_full() { &all[..] } else { &all[..4] };
     side_by_side(TESTBEDS, some.iter().copied(), |(slow, work)| {
         let Some(hosts) = hosts(3) else { return };
-        let mut orders = Orders { peer_timeout: PEER_TIMEOUT, calls: 6, ..orders(work) };
+        let mut orders = Orders { peer_timeout: LONG_PEER_TIMEOUT, calls: 6, ..orders(work) };
         match slow {
             Slow::Path(ms, loss) => {
                 hosts.tell(["delay", "2", ms, loss]).unwrap();
                 orders.calls = 3;
                 if loss != "0" {
-                    // With 2 s one lost probe is enough.
+                    // With 4 s three lost probes are enough.
                     orders.peer_timeout = Duration::from_secs(10);
                 }
             }
@@ -219,13 +221,15 @@ fn a_slow_network_or_host_ends_nothing() {
                 let point = if work == Work::Messages { "message received" } else { "received" };
                 orders.faults = vec![fault(1, (point, 1), Act::Stop)];
             }
-            Slow::Computing => orders.faults = vec![fault(1, ("computing", 0), Act::Sleep(3 * PEER_TIMEOUT))],
+            Slow::Computing => {
+                orders.faults = vec![fault(1, ("computing", 0), Act::Sleep(3 * LONG_PEER_TIMEOUT))]
+            }
         }
         let job = Job::start(Place::Hosts(&hosts, 1), 3, orders);
         if slow == Slow::Stopped {
             job.fault_at(1);
             // Longer than what proves that a host is gone: its kernel still answers.
-            std::thread::sleep(2 * PEER_TIMEOUT);
+            std::thread::sleep(2 * LONG_PEER_TIMEOUT);
             job.signal(1, Signal::SIGCONT);
         }
         for rank in 0..3 {
@@ -236,13 +240,30 @@ fn a_slow_network_or_host_ends_nothing() {
 }
 
 #[test]
+fn a_host_is_never_lost_to_itself() {
+    // As if no core that holds an end of a connection inside the host ran for a while.
+    let Some(hosts) = hosts(1) else { return };
+    let faults = vec![fault(1, ("computing", 0), Act::Sleep(3 * PEER_TIMEOUT))];
+    let orders = Orders { peer_timeout: PEER_TIMEOUT, faults, ..orders(Work::Ring) };
+    let job = Job::start(Place::Hosts(&hosts, 3), 3, orders);
+    job.fault_at(1);
+    hosts.tell(["exec", "1", "ip", "link", "set", "lo", "down"]).unwrap();
+    std::thread::sleep(2 * PEER_TIMEOUT);
+    hosts.tell(["exec", "1", "ip", "link", "set", "lo", "up"]).unwrap();
+    for rank in 0..3 {
+        let report = job.report(rank);
+        assert!(report.failed.is_none(), "{report:#?}");
+    }
+}
+
+#[test]
 fn a_rank_that_stops_on_another_host_is_named_at_the_deadline_and_not_taken_for_a_lost_host() {
-    let (timeout, bound) = (2 * PEER_TIMEOUT, 2 * PEER_TIMEOUT + MARGIN);
-    let mut times = Times::new("SIGSTOP on another host; deadline 4 s", "the rank", Promise::within(bound));
+    let (timeout, bound) = (2 * LONG_PEER_TIMEOUT, 2 * LONG_PEER_TIMEOUT + MARGIN);
+    let mut times = Times::new("SIGSTOP on another host; deadline 8 s", "the rank", Promise::within(bound));
     let took = side_by_side(TESTBEDS, 0..3, |victim| {
         let hosts = hosts(3)?;
         let faults = vec![fault(victim, ("received", 1), Act::Stop)];
-        let orders = Orders { peer_timeout: PEER_TIMEOUT, timeout, faults, ..orders(Work::Ring) };
+        let orders = Orders { peer_timeout: LONG_PEER_TIMEOUT, timeout, faults, ..orders(Work::Ring) };
         let job = Job::start(Place::Hosts(&hosts, 1), 3, orders);
         Some(job.blames(victim, &["Timeout"]))
     });

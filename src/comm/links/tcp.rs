@@ -76,11 +76,15 @@ impl Tcp {
         }
     }
 
-    fn paced_outside_the_host(&self) {
+    /// Whether both ends are this host's: one address is surely so, two need not be another host's.
+    fn is_inside_the_host(&self) -> bool {
         let ip = |address: socket2::SockAddr| address.as_socket().map(|address| address.ip());
         let (ours, theirs) = (self.socket.local_addr().map(ip), self.socket.peer_addr().map(ip));
-        let inside = matches!((ours, theirs), (Ok(Some(ours)), Ok(Some(theirs))) if ours == theirs);
-        if let Some(outside) = self.outside.as_ref().filter(|_| !inside) {
+        matches!((ours, theirs), (Ok(Some(ours)), Ok(Some(theirs))) if ours == theirs)
+    }
+
+    fn paced_outside_the_host(&self) {
+        if let Some(outside) = self.outside.as_ref().filter(|_| !self.is_inside_the_host()) {
             let _ = self.socket.set_tcp_congestion(outside);
         }
     }
@@ -108,8 +112,12 @@ impl Link for Tcp {
     }
 
     /// For control connections only: on a data lane the same settings would end a peer that is alive
-    /// but slow to read.
+    /// but slow to read. Not inside a host, which cannot lose itself: there a core that its machine does not run for
+    /// `bound`, while it holds one end, would be taken for a lost host.
     fn watch_path(&self, bound: Duration) -> io::Result<()> {
+        if self.is_inside_the_host() {
+            return Ok(());
+        }
         let probe = Duration::from_secs(1);
         let probes = bound.as_secs().clamp(2, 120) as u32 - 1;
         let keepalive = TcpKeepalive::new().with_time(probe).with_interval(probe).with_retries(probes);
