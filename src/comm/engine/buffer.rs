@@ -7,6 +7,7 @@ use std::ops::{Deref, DerefMut, Range};
 use smallvec::SmallVec;
 
 use crate::dtype::{Dtype, Element};
+use crate::kernels::copy;
 
 /// Memory that a caller lends to the engine, seen as one row of bytes.
 ///
@@ -158,7 +159,7 @@ impl Lent<'_> {
             // - in bounds and valid: `from` and `into` are slices that are lent, of more than `len` + `step` bytes.
             // - apart: one was borrowed exclusively beside the other; nobody else touches them, see the type.
             // - whole elements in the end: the slices are of one type, and nobody looks before all is copied.
-            unsafe { std::ptr::copy_nonoverlapping(last.from.add(last.len), last.into.add(last.len), step) };
+            unsafe { copy(last.from.add(last.len), last.into.add(last.len), step) };
             done += step;
             if last.len == 0 {
                 self.copies.pop();

@@ -19,6 +19,7 @@ use crate::engine::buffer::Lent;
 use crate::engine::ticket::Ticket;
 use crate::fault::moment;
 use crate::frame::{Frame, HEADER_BYTES, Kind};
+use crate::kernels::Source;
 use crate::links::conn::{Broken, Conn, QUANTUM_BYTES};
 use crate::links::hello::Credentials;
 
@@ -247,7 +248,7 @@ impl Mailbox {
                 self.push(ours, bare(ours, Kind::Cts, seq), None);
             } else if early.complete {
                 let bytes = self.early.remove(index).and_then(|early| early.bytes).unwrap_or_default();
-                recv.lent.bytes_mut(0..bytes.len()).copy_from_slice(&bytes);
+                Source::from(&*bytes).copy_to(&mut recv.lent.bytes_mut(0..bytes.len()));
                 self.owe(ours, bytes.len());
                 recv.ticket.complete(Ok(Some(self.envelope_of(call))));
                 return Ok(());

@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use crate::engine::buffer::{BytesMut, Lent};
-use crate::kernels::{Kernel, WIDE_BYTES, Wide};
+use crate::kernels::{Kernel, Source, WIDE_BYTES, Wide};
 use crate::links::conn::QUANTUM_BYTES;
 use crate::plan::{Apply, Plan};
 
@@ -64,7 +64,7 @@ impl<'m> Row<'m> {
             let shares = &mut copy[self.in_copy(&part)];
             match self.wide {
                 Some(wide) => (wide.widen)(self.lent.bytes(part), shares),
-                None => shares.copy_from_slice(self.lent.bytes(part)),
+                None => Source::from(self.lent.bytes(part)).copy_to(shares),
             }
             scale(shares);
         }
@@ -89,7 +89,7 @@ impl<'m> Row<'m> {
             let results = &copy[self.in_copy(&part)];
             match self.wide {
                 Some(wide) => (wide.narrow)(results, &mut self.lent.bytes_mut(part)),
-                None => self.lent.bytes_mut(part).copy_from_slice(results),
+                None => Source::from(results).copy_to(&mut self.lent.bytes_mut(part)),
             }
         }
     }
@@ -119,7 +119,7 @@ impl<'m> Row<'m> {
                 kernel.fold(step, wide, sums, from, into)?;
             }
             (Apply::Copy | Apply::Reduce | Apply::ReduceLast | Apply::Fold(_), _) => {
-                into.copy_from_slice(from);
+                Source::from(from).copy_to(into);
             }
         }
         Ok(used)

@@ -28,7 +28,7 @@ use arith::{Arith, Bits, Multiply};
 pub(crate) use custom::{Function, function, is_inside_function};
 pub(crate) use halves::{WIDE_BYTES, Wide};
 pub(crate) use shares::Ranks;
-pub(crate) use vectors::Source;
+pub(crate) use vectors::{Source, copy};
 use vectors::{each, zip};
 
 /// `into[i] = into[i] op from[i]`; both slices have the same length, a multiple of the element size.

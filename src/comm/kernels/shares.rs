@@ -61,14 +61,14 @@ impl Kernel {
         let (sums, next, copy) = (&mut sums[..wider], &mut next[..wider], &mut copy[..own.len()]);
         for rank in 0..ranks.count {
             if rank == ranks.me {
-                copy.copy_from_slice(own);
+                Source::from(&*own).copy_to(copy);
             } else {
                 share(rank).copy_to(copy);
             }
             let into = if rank == 0 { &mut *sums } else { &mut *next };
             match self.wide {
                 Some(wide) => (wide.widen)(copy, into),
-                None => into.copy_from_slice(copy),
+                None => Source::from(&*copy).copy_to(into),
             }
             if rank > 0 {
                 self.reduce(sums, next, false, self.wide.is_some() && rank + 1 == ranks.count)?;
@@ -76,7 +76,7 @@ impl Kernel {
         }
         match self.wide {
             Some(wide) => (wide.narrow)(sums, own),
-            None => own.copy_from_slice(sums),
+            None => Source::from(&*sums).copy_to(own),
         }
         Ok(())
     }

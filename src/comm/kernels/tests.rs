@@ -474,3 +474,25 @@ fn shares_are_added_in_the_order_of_the_ranks_wherever_that_is_done() {
         }
     });
 }
+
+#[test]
+fn copies_are_whole_wherever_they_begin_in_their_pages_and_change_nothing_beside() {
+    const PAGE: usize = 4096;
+    let from: Vec<u8> = (0..5 * PAGE).map(|i| (i % 251) as u8 + 1).collect();
+    let mut into = vec![0; 6 * PAGE];
+    // Where the target begins in its page, behind where the source does in its own.
+    let base = from.as_ptr().addr().wrapping_sub(into.as_ptr().addr()) % PAGE;
+    for behind in (0..66).chain([2048, 4032, 4095]) {
+        let start = (base + behind) % PAGE;
+        for len in [0, 1, 2047, 2048, 2049, 4095, 4096, 4097, 4 * PAGE - 1] {
+            let kinds = Vectors::each(|| {
+                into.fill(0);
+                Source::from(&from[..len]).copy_to(&mut into[start..start + len]);
+                assert!(into[start..start + len] == from[..len], "{len} bytes, {behind} behind");
+                let mut beside = into[..start].iter().chain(&into[start + len..]);
+                assert!(beside.all(|&byte| byte == 0), "{len} bytes, {behind} behind");
+            });
+            assert!(kinds > 0);
+        }
+    }
+}

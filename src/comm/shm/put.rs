@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use super::pace::{self, Pace};
 use super::segment::View;
+use crate::kernels::copy;
 
 /// Copies of so many bytes and more fetch lines before, so many bytes at a time.
 const FETCHED_BYTES: usize = 512;
@@ -86,7 +87,7 @@ impl View<'_> {
         assert_eq!(bytes.len(), self.bytes);
         // SAFETY: both have so many bytes, and are apart: a view that is written is of another rank's memory than what is lent,
         // or of memory that no program has.
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.start, self.bytes) };
+        unsafe { copy(bytes.as_ptr(), self.start, self.bytes) };
     }
 
     /// The same, with the lines fetched for writing a little before.

@@ -162,12 +162,9 @@ impl<'a> View<'a> {
     }
 
     /// Copies it into `into`, which has as many bytes.
-    #[allow(unsafe_code)]
     #[inline(always)]
     pub(crate) fn take(self, into: &mut [u8]) {
-        assert_eq!(into.len(), self.bytes);
-        // SAFETY: as in `put_far`.
-        unsafe { std::ptr::copy_nonoverlapping(self.start, into.as_mut_ptr(), self.bytes) };
+        self.source().copy_to(into);
     }
 }
 

@@ -11,6 +11,7 @@ use crate::engine::buffer::Lent;
 use crate::engine::ticket::Ticket;
 use crate::fault::moment;
 use crate::frame::{Frame, HEADER_BYTES, Kind};
+use crate::kernels::Source;
 use crate::links::conn::Conn;
 use crate::links::hello::Credentials;
 
@@ -153,7 +154,7 @@ fn read_into(conn: &mut Conn, into: &mut [u8]) -> Result<usize, MessageError> {
     if ahead == 0 {
         return conn.recv(into).map_err(MessageError::Broken);
     }
-    into[..ahead].copy_from_slice(&conn.unread()[..ahead]);
+    Source::from(&conn.unread()[..ahead]).copy_to(&mut into[..ahead]);
     conn.consume(ahead);
     Ok(ahead)
 }

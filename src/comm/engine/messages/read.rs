@@ -7,6 +7,7 @@ use super::{
 use crate::call::Call;
 use crate::fault::moment;
 use crate::frame::{Frame, HEADER_BYTES, Kind};
+use crate::kernels::Source;
 use crate::links::conn::{Conn, QUANTUM_BYTES};
 use crate::links::hello::Credentials;
 
@@ -95,7 +96,7 @@ impl Mailbox {
                 let recv = &mut self.recvs[index];
                 let take = conn.unread().len().min(recv.lent.len() - recv.done);
                 let range = recv.done..recv.done + take;
-                recv.lent.bytes_mut(range).copy_from_slice(&conn.unread()[..take]);
+                Source::from(&conn.unread()[..take]).copy_to(&mut recv.lent.bytes_mut(range));
                 conn.consume(take);
                 recv.done += take;
                 moment("message received", recv.id, recv.done);
@@ -120,7 +121,7 @@ impl Mailbox {
         let recv = self.recvs.iter().position(|waiting| waiting.id == recv);
         if let (Some(bytes), Some(index)) = (bytes, recv) {
             let mut recv = self.recvs.remove(index);
-            recv.lent.bytes_mut(0..bytes.len()).copy_from_slice(&bytes);
+            Source::from(&*bytes).copy_to(&mut recv.lent.bytes_mut(0..bytes.len()));
             self.owe(ours, bytes.len());
             recv.ticket.complete(Ok(Some(self.envelope_of(recv.call))));
         }
