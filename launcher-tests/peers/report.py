@@ -21,6 +21,7 @@ A table whose benchmark has not run, or not with that peer, is left alone and na
 """
 import argparse
 import csv
+import glob
 import os
 import platform
 import re
@@ -128,8 +129,9 @@ def occasions(folder, when, document):
 def limit(results):
     """An all_reduce of many bytes beside what the machine can move, by the rates in RESULTS/limits."""
     rates = {}
-    for turn in range(3):
-        with open(f"{results}/limits/limits.{turn}.csv") as file:
+    turns = glob.glob(f"{results}/limits/limits.[0-9]*.csv")
+    for turn in turns:
+        with open(turn) as file:
             for row in csv.DictReader(file):
                 if row["test"] in ("memcpy", "add_f32"):
                     rates.setdefault((row["test"], row["detail"]), []).append(float(row["value"]))
@@ -145,7 +147,7 @@ def limit(results):
                 took = statistics.median(of.results["all_reduce", ranks, size][f"{candidate}:shm"].values()) / 1e3
                 lines.append(f"| {table.size(size)}{name} | {ranks} | {copies} S, {sums} S | {least:.2f} | {took:.2f} | {least / took:.0%} |")
     moved = ", ".join(f"{what} {rates[test, f'{size}MiB x 2 threads (sum)']:.0f} GB/s at {size} MiB" for size in (16, 256) for test, what in (("memcpy", "copies"), ("add_f32", "adds")))
-    return [*lines, "", f"Two cores together: {moved}."]
+    return [*lines, "", f"Two cores together, medians of {len(turns)}: {moved}."]
 
 
 def blocks(results, document):
@@ -168,7 +170,7 @@ def blocks(results, document):
             tables = table.Results(folder, "convoke-alloc:shm", ["all_reduce"])
             found["memory alloc"] = [*tables.own(), "", *tables.against("the better MPI:shm")]
             when = time.strftime("%-d %b, %H:%M", time.gmtime(os.path.getmtime(f"{folder}/raw.csv")))
-            if os.path.exists(f"{results}/limits/limits.2.csv"):
+            if os.path.exists(f"{results}/limits/limits.csv"):
                 found["memory limit"] = limit(results)
             found["memory occasions"] = occasions(folder, f"{when}, {processor()}", document)
     if os.path.exists(f"{results}/memory-gloo/raw.csv"):
