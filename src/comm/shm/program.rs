@@ -1,7 +1,7 @@
 //! What one rank does in one collective through shared memory: a straight list of steps. Pure.
 //!
 //! Few bytes: each rank leaves what it gives in its slot for the call, and reads the others' when they are there. One
-//! synchronisation. Many bytes go in rounds. In each a rank gives what others need, takes or adds up what it needs, and
+//! synchronisation. Many bytes go in rounds, from the end on. In each a rank gives what others need, takes or adds up what it needs, and
 //! says so; it gives one round ahead of what it takes, so that nobody waits for who is a little late. In an all-reduce
 //! every rank owns a part of each round: it adds up all shares of that part, in the order of the ranks, and all take the
 //! sum from it.
@@ -195,10 +195,11 @@ impl Program {
         self.piece().min(self.bytes.next_multiple_of(ALIGNED))
     }
 
-    /// The piece of a buffer or block that a round works on.
+    /// The piece of a buffer or block that a round works on: the last comes first. What a program has written last is
+    /// in the caches still, of which the first may be gone.
     fn part(&self, round: u64) -> Range<usize> {
         let piece = self.piece();
-        let start = (round as usize).saturating_mul(piece);
+        let start = ((self.rounds() - 1 - round) as usize).saturating_mul(piece);
         start.min(self.bytes)..(start.saturating_add(piece)).min(self.bytes)
     }
 
@@ -286,12 +287,13 @@ impl Program {
         self.direct = true;
     }
 
-    /// Adds the steps of a piece of the own part; whether there is another batch.
+    /// Adds the steps of a piece of the own part, the last first; whether there is another batch.
     fn direct_piece(&self, piece: usize, each: &mut impl FnMut(Step)) -> bool {
         let own = block(self.me, self.ranks, self.bytes / self.element);
-        let (start, end) = (own.start * self.element + piece * DIRECT_BYTES, own.end * self.element);
+        let (start, end) = (own.start * self.element, own.end * self.element);
+        let end = end.saturating_sub(piece * DIRECT_BYTES);
         if start < end {
-            each(Step::AddUpDirect { row: start..end.min(start + DIRECT_BYTES) });
+            each(Step::AddUpDirect { row: start.max(end.saturating_sub(DIRECT_BYTES))..end });
             return true;
         }
         let last = self.rounds() - 1;
