@@ -51,7 +51,7 @@ pub(crate) use layout::{Layout, RingLane};
 use meeting::Met;
 use pace::Pace;
 pub(crate) use program::is_known;
-use program::{Limits, Program, Step, Whom};
+use program::{CACHED_BYTES, Limits, Program, Step, Whom};
 use ring::Ring;
 use segment::{Segment, View};
 
@@ -200,7 +200,7 @@ impl Node {
     }
 
     fn program(&self, call: &Call) -> Program {
-        let limits = Limits { small: SMALL_BYTES, round: ROUND_BYTES };
+        let limits = Limits { small: SMALL_BYTES, round: ROUND_BYTES, cached: CACHED_BYTES };
         let root = self.ranks.iter().position(|&rank| rank == call.root as usize).unwrap_or(0);
         Program::new(&Call { root: root as u32, ..*call }, self.me, self.ranks.len(), limits)
     }

@@ -3,14 +3,12 @@
 use std::ops::Range;
 
 use super::allocations::Direct;
+use super::program::CACHED_BYTES;
 use super::segment::View;
 use super::{Node, put};
 use crate::engine::buffer::{BytesMut, Lent};
 use crate::engine::row::Row;
 use crate::kernels::{Kernel, Ranks};
-
-/// Elements of so many bytes are as a rule in the caches of the cores that have written them.
-const CACHED_BYTES: usize = 2 << 20;
 
 /// The elements that a call works on, which may lie in several pieces, and how they are added.
 pub(super) trait Elements {

@@ -1,10 +1,10 @@
 //! What one rank does in one collective through shared memory: a straight list of steps. Pure.
 //!
 //! Few bytes: each rank leaves what it gives in its slot for the call, and reads the others' when they are there. One
-//! synchronisation. Many bytes go in rounds, from the end on. In each a rank gives what others need, takes or adds up what it needs, and
-//! says so; it gives one round ahead of what it takes, so that nobody waits for who is a little late. In an all-reduce
-//! every rank owns a part of each round: it adds up all shares of that part, in the order of the ranks, and all take the
-//! sum from it.
+//! synchronisation. Many bytes go in rounds, very many from the end on. In each a rank gives what others need, takes or
+//! adds up what it needs, and says so; it gives one round ahead of what it takes, so that nobody waits for who is a
+//! little late. In an all-reduce every rank owns a part of each round: it adds up all shares of that part, in the order of
+//! the ranks, and all take the sum from it.
 //!
 //! A slot, and the memory of a round, is used again when all have said that they need nothing of it any more. All ranks
 //! count all rounds of all calls alike, also those in which they have nothing to do, so counters never begin anew.
@@ -25,6 +25,9 @@ const COPY_BYTES: usize = 16 << 10;
 /// Most of a rank's own part that is added up at once where the elements are.
 const DIRECT_BYTES: usize = 256 << 10;
 
+/// Elements of so many bytes are as a rule in the caches of the cores that have written them.
+pub(crate) const CACHED_BYTES: usize = 2 << 20;
+
 /// How much fits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Limits {
@@ -32,6 +35,8 @@ pub(crate) struct Limits {
     pub(crate) small: usize,
     /// Most that a rank gives in a round.
     pub(crate) round: usize,
+    /// Most that is in the caches, as a rule, of the core that has written it.
+    pub(crate) cached: usize,
 }
 
 /// Where a rank leaves what it gives.
@@ -195,11 +200,13 @@ impl Program {
         self.piece().min(self.bytes.next_multiple_of(ALIGNED))
     }
 
-    /// The piece of a buffer or block that a round works on: the last comes first. What a program has written last is
-    /// in the caches still, of which the first may be gone.
+    /// The piece of a buffer or block that a round works on. Where not all can be in the caches the last comes first:
+    /// what a program has written last is there still.
     fn part(&self, round: u64) -> Range<usize> {
         let piece = self.piece();
-        let start = ((self.rounds() - 1 - round) as usize).saturating_mul(piece);
+        let from_end = self.bytes > self.limits.cached;
+        let index = if from_end { self.rounds() - 1 - round } else { round };
+        let start = (index as usize).saturating_mul(piece);
         start.min(self.bytes)..(start.saturating_add(piece)).min(self.bytes)
     }
 

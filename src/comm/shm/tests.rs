@@ -9,7 +9,7 @@ use crate::dtype::{Dtype, ReduceOp};
 use crate::testing::Random;
 
 /// So small that calls of a few elements have many rounds.
-const LIMITS: Limits = Limits { small: 24, round: 192 };
+const LIMITS: Limits = Limits { small: 24, round: 192, cached: 700 };
 const ROUNDS_BYTES: usize = (DEPTH as usize + 2) * LIMITS.round;
 
 /// What one rank has in memory.
