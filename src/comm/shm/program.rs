@@ -17,7 +17,8 @@ use crate::plan::block;
 
 /// Alignment of what is given in rounds: a line.
 const ALIGNED: usize = 64;
-/// In how many rounds what is only copied is cut at least, so that one end copies in while the other copies out.
+/// In how many rounds a call is cut at least where one rank can read while another gives: those where some only give and
+/// others only take, and all-reduces of two.
 const COPY_ROUNDS: usize = 4;
 /// Least that is copied in a round, where there is more than one.
 const COPY_BYTES: usize = 16 << 10;
@@ -181,11 +182,13 @@ impl Program {
     fn piece(&self) -> usize {
         let blocks = self.blocks();
         let most = self.limits.round / blocks;
-        let piece = match self.kind {
-            CallKind::AllReduce if !self.has_owners() => (self.bytes / COPY_ROUNDS).max(COPY_BYTES).min(most),
-            CallKind::AllReduce | CallKind::Reduce | CallKind::ReduceScatter => most,
-            _ => (self.bytes / COPY_ROUNDS).max(COPY_BYTES / blocks).min(most),
+        let is_cut = match self.kind {
+            CallKind::Broadcast | CallKind::Scatter | CallKind::Gather => true,
+            CallKind::AllReduce => !self.has_owners(),
+            // Nobody has to wait while another copies, and each round may cost a change of ranks.
+            _ => false,
         };
+        let piece = if is_cut { (self.bytes / COPY_ROUNDS).max(COPY_BYTES / blocks).min(most) } else { most };
         let aligned = piece - piece % ALIGNED.max(self.element);
         if aligned > 0 { aligned } else { (piece - piece % self.element).max(self.element) }
     }
