@@ -233,7 +233,7 @@ impl Engine {
                 Err(error) => break Some(error),
             }
             let step = step.get_or_insert_with(|| begin(node, &small));
-            if !patience.go_on(false, || node.awaits_neighbour(&small)) {
+            if !patience.go_on(false, || node.yields_to_neighbour(&small)) {
                 return Tried::Begun(Box::new(Rest { small, step: *step, error: None }));
             }
         };

@@ -116,7 +116,7 @@ impl Group {
             map(&memory, (id, regions, total), rank, len)
         });
         let Some((owned, allocation)) = self.all_could(made)? else { return Ok(None) };
-        allocation.all.populate();
+        allocation.all.populate(allocation.regions[rank].clone());
         allocations.add(&allocation);
         Ok(Some((owned, allocation)))
     }

@@ -166,6 +166,12 @@ impl Layout {
         self.of(rank).start + LINE * (Counter::COUNT + proof as usize)
     }
 
+    /// The bytes that `rank` takes from the system: those that belong to it, the first one also those that belong to nobody.
+    pub(crate) fn taken_by(self, rank: usize) -> Range<usize> {
+        let own = self.of(rank);
+        if rank == 0 { 0..own.end } else { own }
+    }
+
     /// The slot of `rank` for call number `number`.
     pub(crate) fn slot(self, rank: usize, number: u32) -> usize {
         self.of(rank).start + CONTROL + (number % SLOTS) as usize * SLOT

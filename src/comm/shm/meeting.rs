@@ -175,7 +175,7 @@ impl Leading {
             send(&member.conn, &[YES], &[]).map_err(|source| Obstacle::Socket { what: "send to", source })?;
         }
         let Some(segment) = self.segment.take() else { return Ok(None) };
-        segment.populate();
+        segment.populate(self.party.layout.taken_by(self.party.me));
         let (bells, processes) = self.all().map_err(|source| Obstacle::Descriptors { source })?;
         Ok(Some(Met { segment, bells, processes }))
     }
@@ -224,8 +224,7 @@ impl Leading {
         let bytes = layout.bytes();
         let failed = |source| Obstacle::Memory { bytes, source };
         let memory = segment::create(bytes).map_err(failed)?;
-        // What belongs to nobody, and what belongs to the leader.
-        segment::commit(&memory, 0..layout.of(self.party.me).end).map_err(failed)?;
+        segment::commit(&memory, layout.taken_by(self.party.me)).map_err(failed)?;
         let segment = Arc::new(Segment::map(&memory, bytes).map_err(failed)?);
         for place in self.others() {
             let question = random()?;
@@ -335,7 +334,7 @@ impl Joining {
             Err(reason) => return Some(Err(reason)),
         };
         if let Some(met) = self.met.take() {
-            met.segment.populate();
+            met.segment.populate(self.party.layout.taken_by(self.party.me));
             return Some(Ok(met));
         }
         match self.take_over(rest, descriptors) {
@@ -364,7 +363,7 @@ impl Joining {
             return Err(Obstacle::Dropped { come, given });
         };
         let segment = Segment::map(&memory, layout.bytes()).map_err(|source| Obstacle::Map { source })?;
-        let own = layout.of(*me);
+        let own = layout.taken_by(*me);
         segment::commit(&memory, own.clone())
             .map_err(|source| Obstacle::Memory { bytes: own.len(), source })?;
         let question = proof(&segment, *layout, *me, Proof::Question).load(Ordering::SeqCst);

@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use rustix::mm::{MapFlags, ProtFlags};
 
+use super::segment::map_shared;
 use crate::dtype::Element;
 
 pub(crate) const PAGE_BYTES: usize = 4096;
@@ -41,15 +42,8 @@ impl Part {
     /// Maps the `bytes` bytes of `memory` from `at` on, where a page begins. They must be committed.
     ///
     /// A forked child has it as well: a collective of its parent may show there, as in all shared memory.
-    #[allow(unsafe_code)]
     fn map(memory: impl AsFd, at: usize, bytes: usize) -> io::Result<Self> {
-        let protection = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a new mapping at an address that the kernel chooses: it takes no memory away from anybody.
-        let start = unsafe {
-            rustix::mm::mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, memory, at as u64)
-        }?;
-        let start = NonNull::new(start.cast()).ok_or(io::ErrorKind::Other)?;
-        Ok(Self { start, bytes })
+        Ok(Self { start: map_shared(memory, at, bytes)?, bytes })
     }
 
     /// Where in it the `bytes` bytes at an address lie, if all do and no page has others.

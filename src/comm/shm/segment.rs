@@ -3,6 +3,7 @@
 //! It is never a Rust reference: others write to it. Words are atomics; bytes are copied in and out, or worked on
 //! through pointers by kernels. When which bytes may be touched by whom is what the programs of [`super`] keep.
 
+use std::ffi::c_void;
 use std::io;
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -10,6 +11,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::AtomicU64;
 
+use nix::libc;
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
@@ -17,6 +19,9 @@ use crate::kernels::Source;
 
 /// Nobody can make it shorter: touching it never is a SIGBUS.
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
+
+/// Bytes of a large page, where the system has them (x86-64; aarch64 with small ones of 4 KiB).
+const LARGE_PAGE: usize = 2 << 20;
 
 /// A mapping of shared memory.
 #[derive(Debug)]
@@ -88,6 +93,31 @@ pub(crate) fn commit(memory: impl AsFd, range: Range<usize>) -> io::Result<()> {
     Ok(rustix::fs::fallocate(memory, FallocateFlags::empty(), start, len)?)
 }
 
+/// Maps `bytes` bytes of `memory` from `at` on, where a page begins, so that what can be a large page of the memory can be
+/// one of the mapping.
+#[allow(unsafe_code)]
+pub(super) fn map_shared(memory: impl AsFd, at: usize, bytes: usize) -> io::Result<NonNull<u8>> {
+    let protection = ProtFlags::READ | ProtFlags::WRITE;
+    let hint = if bytes < LARGE_PAGE { std::ptr::null_mut() } else { hint(at, bytes) };
+    // SAFETY: a new mapping where nothing is mapped: it takes no memory away from anybody.
+    let start = unsafe { rustix::mm::mmap(hint, bytes, protection, MapFlags::SHARED, memory, at as u64) }?;
+    NonNull::new(start.cast()).ok_or(io::ErrorKind::Other.into())
+}
+
+/// An address, as far behind a multiple of large pages as `at` is, from which on `bytes` bytes are free now. Nobody may rely
+/// on it; null if there is none.
+#[allow(unsafe_code)]
+fn hint(at: usize, bytes: usize) -> *mut c_void {
+    let (null, more) = (std::ptr::null_mut(), bytes.saturating_add(LARGE_PAGE));
+    let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+    // SAFETY: a new mapping that nobody may touch, where nothing is mapped, and at once gone again.
+    unsafe {
+        let Ok(free) = rustix::mm::mmap_anonymous(null, more, ProtFlags::empty(), flags) else { return null };
+        let _ = rustix::mm::munmap(free, more);
+        free.wrapping_byte_add(at.wrapping_sub(free.addr()) % LARGE_PAGE)
+    }
+}
+
 impl Segment {
     /// Maps the `bytes` bytes of `memory`.
     ///
@@ -101,21 +131,28 @@ impl Segment {
         if !sealed || usize::try_from(size) != Ok(bytes) {
             return Err(io::Error::other(format!("not sealed memory of {bytes} bytes")));
         }
-        let protection = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a new mapping at an address that the kernel chooses: it takes no memory away from anybody.
-        let start = unsafe {
-            rustix::mm::mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, memory, 0)
-        }?;
-        let start = NonNull::new(start.cast()).ok_or(io::ErrorKind::Other)?;
+        let start = map_shared(memory, 0, bytes)?;
         let segment = Self { start, bytes };
         // SAFETY: all of it is the mapping just made. A forked child gets none of it: it could only do harm there.
         unsafe { rustix::mm::madvise(segment.start.as_ptr().cast(), bytes, Advice::LinuxDontFork) }?;
         Ok(segment)
     }
 
-    /// Has the processor know all pages, so that touching them is not slow either. They must be committed.
+    /// Makes pages large as far as the system can, those that begin in `own` and are whole, and has the processor know
+    /// all, so that touching them is not slow either. All ranks' must be committed; they may be in use.
+    ///
+    /// Fewer pages to look up: four ranks on two cores of an EPYC (Zen 4) add up 16 MiB of theirs, where they are, in 3.3
+    /// instead of 3.8 ms.
     #[allow(unsafe_code)]
-    pub(crate) fn populate(&self) {
+    pub(crate) fn populate(&self, own: Range<usize>) {
+        let large = |at: usize| at.next_multiple_of(LARGE_PAGE).min(self.bytes);
+        let (start, end) = (large(own.start), large(own.end));
+        if start < end {
+            // SAFETY: of our mapping, whose bytes stay what they are. Before Linux 6.1, or if there are none, pages stay small.
+            unsafe {
+                libc::madvise(self.start.as_ptr().add(start).cast(), end - start, libc::MADV_COLLAPSE);
+            }
+        }
         // SAFETY: all of it is our mapping. If the system does not know this, the first touch is slower.
         let _ = unsafe {
             rustix::mm::madvise(self.start.as_ptr().cast(), self.bytes, Advice::LinuxPopulateWrite)
@@ -195,12 +232,52 @@ mod tests {
         let memory = create(8192).unwrap();
         commit(&memory, 0..8192).unwrap();
         let (a, b) = (Segment::map(&memory, 8192).unwrap(), Segment::map(&memory, 8192).unwrap());
-        a.populate();
+        a.populate(0..8192);
         a.view(100, 3).put(&[1, 2, 3]);
         a.word(4096).store(7, Ordering::Release);
         let mut bytes = [0; 4];
         b.view(99, 4).take(&mut bytes);
         assert_eq!((bytes, b.word(4096).load(Ordering::Acquire)), ([0, 1, 2, 3], 7));
+    }
+
+    #[test]
+    fn what_is_written_while_pages_become_large_is_kept() {
+        // Not a whole number of large pages, which begin in parts of both.
+        let (bytes, middle) = (5 * LARGE_PAGE + 4096, 5 * LARGE_PAGE / 2);
+        let memory = create(bytes).unwrap();
+        commit(&memory, 0..bytes).unwrap();
+        let (a, b) = (Segment::map(&memory, bytes).unwrap(), Segment::map(&memory, bytes).unwrap());
+        let words = || (0..bytes).step_by(4096 + 8);
+        let write = |segment: &Segment| {
+            for _ in 0..20 {
+                for at in words() {
+                    segment.word(at).fetch_add(1, Ordering::Relaxed);
+                }
+            }
+        };
+        std::thread::scope(|scope| {
+            scope.spawn(|| write(&a));
+            scope.spawn(|| write(&b));
+            scope.spawn(|| a.populate(0..middle));
+            b.populate(middle..bytes);
+        });
+        assert!(words().all(|at| a.word(at).load(Ordering::Relaxed) == 40));
+        let mut others = (0..bytes).step_by(8).filter(|at| at % (4096 + 8) != 0);
+        assert!(others.all(|at| b.word(at).load(Ordering::Relaxed) == 0));
+    }
+
+    #[test]
+    fn mappings_begin_where_large_pages_may() {
+        let memory = create(4 * LARGE_PAGE).unwrap();
+        for at in [0, 4096, LARGE_PAGE, LARGE_PAGE + 8192] {
+            // Another thread may have mapped something there in between.
+            let begins_well = |_| {
+                let bytes = 2 * LARGE_PAGE;
+                let segment = Segment { start: map_shared(&memory, at, bytes).unwrap(), bytes };
+                segment.start.addr().get() % LARGE_PAGE == at % LARGE_PAGE
+            };
+            assert!((0..100).any(begins_well), "{at}");
+        }
     }
 
     #[test]

@@ -1,9 +1,9 @@
 //! A small call, carried out as its program says but without a list of steps, while its caller waits for it.
 
-use super::layout::INLINE_BYTES;
+use super::layout::{INLINE_BYTES, SLOTS};
 use super::moves::{self, Of, Plain, Spot};
 use super::program::{Place, Program, Step, Whom};
-use super::{Node, Numbered};
+use super::{Node, Numbered, Waits};
 use crate::call::Call;
 use crate::engine::buffer::Lent;
 use crate::engine::streams::RunError;
@@ -75,17 +75,23 @@ impl Node {
         Ok(true)
     }
 
-    /// Whether one that has not come, and that this rank needs something of, shares its core.
-    pub(crate) fn awaits_neighbour(&mut self, small: &Small) -> bool {
+    /// Whether a rank that shares this one's core should have it now: one that this rank waits for, or one that is as many
+    /// calls behind as other ranks are on the core. Those that come later may need it, and to catch up it needs the core,
+    /// with which this rank can do nothing now. Where it is less behind, a change of ranks costs more than it gains.
+    pub(crate) fn yields_to_neighbour(&mut self, small: &Small) -> bool {
         self.tell_core();
-        let these = match small.program.sources() {
+        let (me, number) = (self.me, small.numbered.number);
+        let awaited = match small.program.sources() {
             None => return false,
             Some(Whom::One(rank)) => rank..rank + 1,
-            Some(Whom::All) => small.met..self.ranks.len(),
+            Some(Whom::All) => 0..self.ranks.len(),
         };
-        these.into_iter().any(|place| {
-            place != self.me && !self.has_begun(place, small.numbered.number) && self.shares_core(place)
-        })
+        let near: Waits =
+            (0..self.ranks.len()).filter(|&place| place != me && self.shares_core(place)).collect();
+        // Nobody is further behind than there are slots.
+        let behind = number.wrapping_sub((near.len() as u32).saturating_sub(1).min(SLOTS - 2));
+        near.into_iter()
+            .any(|place| !self.has_begun(place, if awaited.contains(&place) { number } else { behind }))
     }
 
     /// Takes the results of a call for which all have come.
