@@ -12,7 +12,7 @@ What stands between `<!-- bench:NAME -->` and `<!-- end -->` is written anew, th
   memory machine, memory, memory SYSTEM       the same in shared memory, from RESULTS/memory/raw.csv; `the better MPI:shm` is one
   memory alloc                                all_reduce in memory of Group::alloc against the better MPI
   memory gloo                                 gloo's times over convoke's in memory, from RESULTS/memory-gloo
-  memory limit                                all_reduce of many bytes beside what the machine can move, from RESULTS/limits
+  memory limit                                all_reduce of many bytes beside what the machine could move in the same rounds
   memory occasions                            what is asked of all_reduce, with its range, and the geometric means of the
                                               others: a row for each occasion; earlier ones stay
   train hosts, train one-host-2 (or 4)        when and where, table and timeline, from RESULTS/train-hosts and so on
@@ -21,7 +21,6 @@ A table whose benchmark has not run, or not with that peer, is left alone and na
 """
 import argparse
 import csv
-import glob
 import os
 import platform
 import re
@@ -126,28 +125,28 @@ def occasions(folder, when, document):
     return lines[:-1]
 
 
-def limit(results):
-    """An all_reduce of many bytes beside what the machine can move, by the rates in RESULTS/limits."""
+def limit(folder):
+    """An all_reduce of many bytes beside what the machine can move, by the rates of the same rounds, in FOLDER/limits.csv."""
     rates = {}
-    turns = glob.glob(f"{results}/limits/limits.[0-9]*.csv")
-    for turn in turns:
-        with open(turn) as file:
-            for row in csv.DictReader(file):
-                if row["test"] in ("memcpy", "add_f32"):
-                    rates.setdefault((row["test"], row["detail"]), []).append(float(row["value"]))
-    rates = {key: statistics.median(values) for key, values in rates.items()}
-    lines = ["| `all_reduce` | ranks | copied, added (S: bytes of the buffer) | limit, ms | convoke, ms | of the limit |", "|---|---|---|---|---|---|"]
+    with open(f"{folder}/limits.csv") as file:
+        for row in csv.DictReader(file):
+            rates.setdefault((row["test"], row["detail"].split(" ")[0]), {})[int(row["ranks"]), int(row["round"])] = float(row["GBps"])
+    lines = ["| `all_reduce` | ranks | copied, added (S: bytes of the buffer) | limit, ms | convoke, ms | of the limit | range |", "|---|---|---|---|---|---|---|"]
     for candidate, name in (("convoke", ""), ("convoke-alloc", ", `alloc`")):
-        of = table.Results(f"{results}/memory", f"{candidate}:shm", ["all_reduce"])
+        of = table.Results(folder, f"{candidate}:shm", ["all_reduce"])
         for ranks in (2, 4):
             copies, sums = (2 * ranks - 1, ranks - 1) if candidate == "convoke" else (ranks - 1, ranks - 1)
-            for size, where in ((16 << 20, "16MiB x 2 threads (sum)"), (64 << 20, "256MiB x 2 threads (sum)")):
+            for size, where in ((16 << 20, "16MiB"), (64 << 20, "256MiB")):
                 # GB/s are bytes in a microsecond, times 1000.
-                least = size * (copies / rates["memcpy", where] + sums / rates["add_f32", where]) / 1e6
-                took = statistics.median(of.results["all_reduce", ranks, size][f"{candidate}:shm"].values()) / 1e3
-                lines.append(f"| {table.size(size)}{name} | {ranks} | {copies} S, {sums} S | {least:.2f} | {took:.2f} | {least / took:.0%} |")
-    moved = ", ".join(f"{what} {rates[test, f'{size}MiB x 2 threads (sum)']:.0f} GB/s at {size} MiB" for size in (16, 256) for test, what in (("memcpy", "copies"), ("add_f32", "adds")))
-    return [*lines, "", f"Two cores together, medians of {len(turns)}: {moved}."]
+                least = lambda turn: size * (copies / rates["memcpy", where][ranks, turn] + sums / rates["add_f32", where][ranks, turn]) / 1e6
+                turns = [(least(turn), took / 1e3) for turn, took in of.results["all_reduce", ranks, size][f"{candidate}:shm"].items()]
+                limits, times, shares = zip(*((limit, took, limit / took) for limit, took in turns))
+                cells = [f"{table.size(size)}{name}", str(ranks), f"{copies} S, {sums} S", f"{statistics.median(limits):.2f}", f"{statistics.median(times):.2f}",
+                         f"{statistics.median(shares):.0%}", f"{min(shares):.0%} to {max(shares):.0%}"]
+                lines.append(f"| {' | '.join(cells)} |")
+    middle = {key: statistics.median(turns.values()) for key, turns in rates.items()}
+    moved = ", ".join(f"{what} {middle[test, f'{size}MiB']:.0f} GB/s at {size} MiB" for size in (16, 256) for test, what in (("memcpy", "copies"), ("add_f32", "adds")))
+    return [*lines, "", f"Two cores together, medians: {moved}."]
 
 
 def blocks(results, document):
@@ -170,8 +169,8 @@ def blocks(results, document):
             tables = table.Results(folder, "convoke-alloc:shm", ["all_reduce"])
             found["memory alloc"] = [*tables.own(), "", *tables.against("the better MPI:shm")]
             when = time.strftime("%-d %b, %H:%M", time.gmtime(os.path.getmtime(f"{folder}/raw.csv")))
-            if os.path.exists(f"{results}/limits/limits.csv"):
-                found["memory limit"] = limit(results)
+            if os.path.exists(f"{folder}/limits.csv"):
+                found["memory limit"] = limit(folder)
             found["memory occasions"] = occasions(folder, f"{when}, {processor()}", document)
     if os.path.exists(f"{results}/memory-gloo/raw.csv"):
         tables = table.Results(f"{results}/memory-gloo", "convoke:shm")
