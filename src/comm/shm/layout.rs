@@ -242,6 +242,9 @@ mod tests {
             assert!(places.windows(2).all(|pair| pair[0].end <= pair[1].start), "{ranks} ranks");
             assert!(places.last().unwrap().end <= layout.bytes());
             assert_eq!(layout.of(0).start % PAGE + layout.bytes() % PAGE, 0);
+            let taken: Vec<_> = (0..ranks).map(|rank| layout.taken_by(rank)).collect();
+            assert!(taken.windows(2).all(|pair| pair[0].end == pair[1].start), "{ranks} ranks");
+            assert_eq!((taken[0].start, taken[ranks - 1].end), (0, layout.bytes()));
         }
     }
 
