@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::layout::{Counter, DEPTH, SLOTS};
+use super::layout::{Counter, DEPTH};
 use super::program::{Limits, Place, Program, Step, Whom, is_known};
 use crate::call::{Call, CallKind};
 use crate::dtype::{Dtype, ReduceOp};
@@ -11,6 +11,8 @@ use crate::testing::Random;
 /// So small that calls of a few elements have many rounds.
 const LIMITS: Limits = Limits { small: 24, round: 192, cached: 700 };
 const ROUNDS_BYTES: usize = (DEPTH as usize + 2) * LIMITS.round;
+/// So few that they are used again.
+const SLOTS: u32 = 8;
 
 /// What one rank has in memory.
 #[derive(Debug, Clone)]

@@ -207,6 +207,30 @@ fn messages_arrive_in_order_for_each_tag_whatever_their_size() {
 }
 
 #[test]
+fn who_comes_long_after_the_others_gets_what_they_gave() {
+    let (made, seen) = std::sync::mpsc::channel();
+    let seen = std::sync::Mutex::new(seen);
+    // More than there are slots in memory, so that each is used several times.
+    let calls = 1000_usize;
+    ranks(2, |group| {
+        let me = group.rank();
+        if me == 1 {
+            (0..100).for_each(|_| seen.lock().unwrap().recv_timeout(common::LONG).unwrap());
+            // The root goes on as far as it may.
+            (0..10_000).for_each(|_| std::thread::yield_now());
+        }
+        for call in 0..calls {
+            let mut buf = vec![if me == 0 { call as f32 } else { 0.0 }; [1, 5, 1500][call % 3]];
+            group.broadcast(&mut buf, 0).unwrap();
+            assert!(buf.iter().all(|&x| x == call as f32), "call {call}");
+            if me == 0 {
+                made.send(()).unwrap();
+            }
+        }
+    });
+}
+
+#[test]
 fn threads_of_one_rank_share_a_group() {
     ranks(3, |group| {
         std::thread::scope(|scope| {
