@@ -44,6 +44,8 @@ LAUNCH = [
     ("idle, summed PSS, MiB", "idle", "pss"),
     ("idle, CPU time, ms per s", "idle", "cpu"),
 ]
+# A line takes 30 to 60 ns from a core to another within a cache, 150 and more to one that shares none.
+FAR_NS = 100
 
 
 def processor():
@@ -98,6 +100,17 @@ def launch(path):
     return [re.sub(r"\|  (?=\|)", "| ", line) for line in lines]
 
 
+def apart(folder):
+    """How many runs of each system were between cores far from each other, as percentages."""
+    runs = {}
+    with open(f"{folder}/raw.csv") as file:
+        for row in csv.DictReader(file):
+            if lines := [float(ns) for ns in row.get("line_ns", "").split("/") if ns]:
+                runs.setdefault(row["system"], {})[row["collective"], row["ranks"], row["round"]] = max(lines) > FAR_NS
+    shares = [f"{sum(runs[system].values()) / len(runs[system]):.0%}" for system in ("convoke", "openmpi", "mpich") if system in runs]
+    return ", ".join(shares)
+
+
 def occasion(folder, when):
     """What is asked of collectives in memory, as a row of each of two tables."""
     mpi, ranged = "the better MPI:shm", lambda values, form: f"{form(statistics.median(values))} ({form(min(values))} to {form(max(values))})"
@@ -107,7 +120,7 @@ def occasion(folder, when):
     ratios = plain.ratios(mpi)
     four = plain.means({key: value for key, value in ratios.items() if key[:2] == ("all_reduce", 4)})
     asked = [behind, *(ratio(plain, 2, size << 10) for size in (64, 256, 1024, 16384, 65536)), ratio(plain, 4, 64 << 10),
-             table.short(four["all_reduce"]), ratio(shared, 2, 1 << 20), ratio(shared, 2, 64 << 20)]
+             table.short(four["all_reduce"]), ratio(shared, 2, 1 << 20), ratio(shared, 2, 64 << 20), apart(folder)]
     means = [table.short(mean) for mean in plain.means(ratios).values()]
     return [f"| {when} | " + " | ".join(cells) + " |" for cells in (asked, means)], list(plain.means(ratios))
 
@@ -117,7 +130,8 @@ def occasions(folder, when, document):
     before = next((text for _, name, text, _ in MARKED.findall(document) if name == "memory occasions"), "")
     rows, collectives = occasion(folder, when)
     earlier = [re.findall(r"^\| (?!occasion|-).*$", part, re.MULTILINE) for part in before.split("| occasion |")[1:]] or [[], []]
-    heads = [["4 B, 2: µs behind", *(f"{size}, 2" for size in ("64K", "256K", "1M", "16M", "64M")), "64K, 4", "mean, 4", "`alloc` 1M, 2", "`alloc` 64M, 2"], collectives]
+    heads = [["4 B, 2: µs behind", *(f"{size}, 2" for size in ("64K", "256K", "1M", "16M", "64M")), "64K, 4", "mean, 4", "`alloc` 1M, 2", "`alloc` 64M, 2",
+              "cores apart: convoke, Open MPI, MPICH"], collectives]
     lines = []
     for head, old, row in zip(heads, earlier, rows):
         kept = [line for line in old if not line.startswith(f"| {when} |")]
