@@ -66,6 +66,9 @@ const WORKER_CRATES: &[&str] =
 /// What must not reach a worker, however indirectly.
 const LAUNCHER_ONLY: &[&str] = &["clap", "tokio", "etcd-client", "convoke"];
 
+/// Crates that run protoc when something is built with them.
+const PROTOC_USERS: &[&str] = &["prost-build", "tonic-prost-build", "protobuf-codegen"];
+
 /// Folders whose files are pure, marked or not.
 const PURE_FOLDERS: &[&str] = &["src/comm/plan"];
 /// What a file marked `Pure` must not name: clocks, the system, other threads.
@@ -229,6 +232,24 @@ fn the_launcher_and_the_runtime_do_not_know_each_other() {
     let pairs = [("convoke", "convoke-comm"), ("convoke-comm", "convoke"), ("convoke-env", "convoke-store")];
     let found: Vec<String> = pairs.iter().filter_map(|(from, to)| dependencies.path(from, to)).collect();
     assert_none(&found, "dependencies point one way only");
+}
+
+#[test]
+fn the_launcher_without_etcd_is_built_without_protoc() {
+    let builders = |features: &[&str]| {
+        let output = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
+            .args(["tree", "--locked", "--package=convoke", "--edges=normal,build", "--prefix=none"])
+            .args(features)
+            .current_dir(root())
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let tree = String::from_utf8(output.stdout).unwrap();
+        let uses_protoc = |line: &&str| PROTOC_USERS.contains(&line.split(' ').next().unwrap());
+        tree.lines().filter(uses_protoc).map(str::to_owned).collect::<Vec<_>>()
+    };
+    assert_none(&builders(&["--no-default-features"]), "these need protoc; they belong to the feature etcd");
+    assert!(!builders(&[]).is_empty(), "no crate of PROTOC_USERS builds etcd's client: is the list right?");
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Tells the program its commit and target, for `--version`.
+//! Tells the program its commit and target, and whether it lacks etcd, for `--version`.
 
 use std::path::Path;
 use std::process::Command;
@@ -7,6 +7,8 @@ fn main() {
     println!("cargo:rerun-if-changed=build.rs");
     let target = std::env::var("TARGET").unwrap_or_else(|_| "unknown target".to_owned());
     println!("cargo:rustc-env=CONVOKE_TARGET={target}");
+    let has_etcd = std::env::var_os("CARGO_FEATURE_ETCD").is_some();
+    println!("cargo:rustc-env=CONVOKE_WITHOUT={}", if has_etcd { "" } else { ", without etcd" });
     println!("cargo:rerun-if-env-changed=CONVOKE_COMMIT");
     let given = std::env::var("CONVOKE_COMMIT").ok();
     let commit = given.or_else(commit).unwrap_or_else(|| "unknown commit".to_owned());

@@ -93,11 +93,18 @@ pub(crate) fn man(name: &'static str) -> String {
     String::from_utf8_lossy(&out).into_owned()
 }
 
-/// Version, commit and target, from build.rs.
-pub(crate) const VERSION: &str =
-    concat!(env!("CARGO_PKG_VERSION"), " (", env!("CONVOKE_COMMIT"), ", ", env!("CONVOKE_TARGET"), ")");
+/// Version, commit, target and `without etcd` where that is so, from build.rs.
+pub(crate) const VERSION: &str = concat!(
+    env!("CARGO_PKG_VERSION"),
+    " (",
+    env!("CONVOKE_COMMIT"),
+    ", ",
+    env!("CONVOKE_TARGET"),
+    env!("CONVOKE_WITHOUT"),
+    ")"
+);
 
-/// `convoke 0.1.0 (commit, target)`.
+/// `convoke 0.1.0 (commit, target)`, or `convoke 0.1.0 (commit, target, without etcd)`.
 pub(crate) fn version(name: &str) -> String {
     format!("{name} {VERSION}\n")
 }

@@ -216,6 +216,12 @@ fn help_comes_before_later_errors() {
 }
 
 #[test]
+fn the_version_says_whether_etcd_is_missing() {
+    let Ok(Invocation::Version(text)) = parse_line("--version", &[], &here()) else { panic!() };
+    assert_eq!(text.ends_with(", without etcd)\n"), !cfg!(feature = "etcd"), "{text}");
+}
+
+#[test]
 fn help_names_every_flag_default_and_variable() {
     let Ok(Invocation::Help(text)) = parse_line("--help", &[], &here()) else { panic!() };
     for flag in flags::all() {

@@ -29,6 +29,13 @@ pub(crate) struct TlsFiles {
 }
 
 impl EtcdCluster {
+    /// True in a launcher that was built with the feature `etcd`.
+    pub(crate) const IS_BUILT_IN: bool = cfg!(feature = "etcd");
+    /// Error text of a launcher without it: the reason and the remedy.
+    pub(crate) const MISSING: &str = "this convoke was built without etcd; install protoc (Debian: apt-get install \
+        protobuf-compiler libprotobuf-dev) and rebuild (cargo build --release -p convoke), or use \
+        --rdzv-backend=c10d, with an endpoint or a shared file (docs/rendezvous.md)";
+
     /// Of `--rdzv-conf`, whose keys `value` looks up; both torch backends' names for a key are understood.
     ///
     /// # Errors
@@ -67,34 +74,6 @@ impl EtcdCluster {
     pub(crate) fn is_open(&self) -> bool {
         let is_user = std::env::var_os(vars::ETCD_USER).is_some_and(|name| !name.is_empty());
         self.tls.as_ref().is_none_or(|tls| tls.identity.is_none() && !is_user)
-    }
-
-    /// Name and password, which the environment has.
-    ///
-    /// # Errors
-    /// One without the other, or a file that cannot be read.
-    pub(crate) fn user(&self) -> Result<Option<(String, String)>, String> {
-        let get = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
-        let from_file = |path: String| {
-            let text = std::fs::read_to_string(&path)
-                .map_err(|error| format!("{}={path}: {error}", vars::ETCD_PASSWORD_FILE))?;
-            Ok::<_, String>(text.trim_end_matches(['\r', '\n']).to_owned())
-        };
-        let password = match get(vars::ETCD_PASSWORD) {
-            Some(password) => Some(password),
-            None => get(vars::ETCD_PASSWORD_FILE).map(from_file).transpose()?,
-        };
-        match (get(vars::ETCD_USER), password) {
-            (Some(user), Some(password)) => Ok(Some((user, password))),
-            (None, None) => Ok(None),
-            (Some(_), None) => Err(format!(
-                "{} is set without {} or {}",
-                vars::ETCD_USER,
-                vars::ETCD_PASSWORD,
-                vars::ETCD_PASSWORD_FILE
-            )),
-            (None, Some(_)) => Err(format!("a password for etcd is set without {}", vars::ETCD_USER)),
-        }
     }
 }
 

@@ -91,6 +91,9 @@ pub(super) fn meeting(
                 endpoint_text.split(',').map(|text| parse_member(given, text)).collect();
             let cluster = EtcdCluster::new(members?, |key| value(&conf, key).map(str::to_owned));
             let cluster = cluster.map_err(|what| CliError::value(format!("--rdzv-conf: {what}")))?;
+            if let (false, Some(backend)) = (EtcdCluster::IS_BUILT_IN, given.get("rdzv-backend")) {
+                return Err(CliError::value(format!("{backend}: {}", EtcdCluster::MISSING)));
+            }
             let mut terms = terms(&conf);
             if let (Some(timeout), None) = (seconds(&conf, "timeout"), value(&conf, "join_timeout")) {
                 terms.join_timeout = timeout;

@@ -13,7 +13,7 @@ use tokio::task::LocalSet;
 use super::board::{Board, Over, Stopped, Told};
 use super::caller::{self, Caller};
 use super::desk::{Desk, Heard, Said};
-use super::directory::{Cluster, Directory, EtcdDirectory, FileDirectory};
+use super::directory::{Directory, EtcdDirectory, FileDirectory};
 use super::finder::Finder;
 use super::hall::Hall;
 use super::place;
@@ -179,11 +179,8 @@ async fn work(
     let mut finder = match endpoint {
         Endpoint::Host { host, port, .. } => Finder::Endpoint { host, port, token },
         Endpoint::File(path) => listed(Directory::File(FileDirectory::new(path, &run_id, rules.silence))),
-        Endpoint::Etcd(config) => match Cluster::new(&config) {
-            Ok(cluster) => {
-                let directory = EtcdDirectory::new(cluster, &config.prefix, &run_id, rules.silence);
-                listed(Directory::Etcd(directory))
-            }
+        Endpoint::Etcd(config) => match EtcdDirectory::new(&config, &run_id, rules.silence) {
+            Ok(directory) => listed(Directory::Etcd(directory)),
             Err(why) => return note(&shared.board, Heard::Unusable { why }),
         },
     };

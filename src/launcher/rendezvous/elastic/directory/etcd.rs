@@ -1,13 +1,17 @@
 //! etcd, version 3 of its API: `PREFIX/RUN_ID/coordinator` and `/record`, and `/holder` while the coordinator is there.
 
+mod cluster;
+
 use std::rc::Rc;
 use std::time::Duration;
 
 use etcd_client::{Compare, CompareOp, Error, PutOptions, Txn, TxnOp, TxnOpResponse, WatchOptions};
 use tokio::time::Instant;
 
-use super::cluster::{Cluster, Trouble};
-use super::{Entry, Lease, Seen, Version, from_json, one_step, to_json};
+use cluster::Cluster;
+
+use super::{Entry, Lease, Seen, Trouble, Version, from_json, one_step, to_json};
+use crate::config::EtcdCluster;
 use crate::membership::Record;
 use crate::rendezvous::elastic::wire;
 
@@ -30,8 +34,17 @@ pub(in super::super) struct EtcdDirectory {
 }
 
 impl EtcdDirectory {
-    pub(in super::super) fn new(cluster: Rc<Cluster>, prefix: &str, run_id: &str, silence: Duration) -> Self {
-        Self { cluster, job: format!("{}/{}/", prefix.trim_end_matches('/'), one_step(run_id)), silence }
+    /// Reads certificates and password. Connects later.
+    ///
+    /// # Errors
+    /// A file cannot be read, or a user has no password, or a password no user.
+    pub(in super::super) fn new(
+        config: &EtcdCluster,
+        run_id: &str,
+        silence: Duration,
+    ) -> Result<Self, String> {
+        let job = format!("{}/{}/", config.prefix.trim_end_matches('/'), one_step(run_id));
+        Ok(Self { cluster: Rc::new(Cluster::new(config)?), job, silence })
     }
 
     fn key(&self, name: &str) -> String {

@@ -3,21 +3,39 @@
 //! Whoever finds no coordinator, or finds that it is gone, makes itself one: the entry is replaced only if it is still the
 //! one that was read, with a higher term. One that has been replaced begins no round any more ([`super::claim`]).
 
-mod cluster;
+// Without the feature the same type has no values.
+#[cfg_attr(not(feature = "etcd"), path = "no_etcd.rs")]
 mod etcd;
 mod file;
 
+use std::fmt;
 use std::net::SocketAddr;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
-pub(super) use cluster::{Cluster, Trouble};
 pub(super) use etcd::EtcdDirectory;
 pub(super) use file::FileDirectory;
 
 use crate::membership::{AgentId, Ending, Record};
+
+/// Why the place where a coordinator is written down says nothing.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Trouble {
+    /// It may pass.
+    Passing(String),
+    /// It will not.
+    Final(String),
+}
+
+impl fmt::Display for Trouble {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Passing(what) | Self::Final(what) => f.write_str(what),
+        }
+    }
+}
 
 /// Who coordinates a job. Small: every node reads it, and is told when it changes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -3,14 +3,15 @@
 use std::cell::{Cell, RefCell};
 use std::error::Error as _;
 use std::fmt;
-use std::rc::Rc;
 use std::time::Duration;
 
+use convoke_env::vars;
 use etcd_client::{Channel, Client, ConnectOptions, Error};
 use tokio::time::{Instant, timeout};
 use tonic::Code;
 use tonic::transport::{Certificate, ClientTlsConfig, Endpoint, Identity};
 
+use super::super::Trouble;
 use crate::config::EtcdCluster;
 use crate::rendezvous::address;
 
@@ -21,25 +22,8 @@ const SLACK: u32 = 4;
 const CALL_TIMEOUT: Duration = Duration::from_millis(500);
 const SLOWEST_CALL_TIMEOUT: Duration = Duration::from_secs(8);
 
-/// Why the place where a coordinator is written down says nothing.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(in super::super) enum Trouble {
-    /// It may pass.
-    Passing(String),
-    /// It will not.
-    Final(String),
-}
-
-impl fmt::Display for Trouble {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Passing(what) | Self::Final(what) => f.write_str(what),
-        }
-    }
-}
-
 /// See the module's head.
-pub(in super::super) struct Cluster {
+pub(super) struct Cluster {
     members: Vec<Endpoint>,
     names: Vec<String>,
     /// All of it, for people.
@@ -62,8 +46,8 @@ impl Cluster {
     /// Reads certificates and password. Connects later.
     ///
     /// # Errors
-    /// A file cannot be read.
-    pub(in super::super) fn new(config: &EtcdCluster) -> Result<Rc<Self>, String> {
+    /// A file cannot be read, or a user has no password, or a password no user.
+    pub(super) fn new(config: &EtcdCluster) -> Result<Self, String> {
         let read = |what: &str, path: &std::path::Path| {
             std::fs::read(path).map_err(|error| format!("{what} {}: {error}", path.display()))
         };
@@ -95,15 +79,15 @@ impl Cluster {
             }
             members.push(member);
         }
-        Ok(Rc::new(Self {
+        Ok(Self {
             members,
             names: config.endpoints.iter().map(|(host, port)| address(host, *port)).collect(),
             name: config.to_string(),
-            user: config.user()?,
+            user: user()?,
             at: Cell::new(0),
             client: RefCell::default(),
             patience: Cell::new(CALL_TIMEOUT),
-        }))
+        })
     }
 
     /// Where it is, for people.
@@ -221,6 +205,34 @@ impl Cluster {
             )),
             _ => Trouble::Passing(format!("{name}: {all}")),
         }
+    }
+}
+
+/// Name and password, which the environment has.
+///
+/// # Errors
+/// One without the other, or a file that cannot be read.
+fn user() -> Result<Option<(String, String)>, String> {
+    let get = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
+    let from_file = |path: String| {
+        let text = std::fs::read_to_string(&path)
+            .map_err(|error| format!("{}={path}: {error}", vars::ETCD_PASSWORD_FILE))?;
+        Ok::<_, String>(text.trim_end_matches(['\r', '\n']).to_owned())
+    };
+    let password = match get(vars::ETCD_PASSWORD) {
+        Some(password) => Some(password),
+        None => get(vars::ETCD_PASSWORD_FILE).map(from_file).transpose()?,
+    };
+    match (get(vars::ETCD_USER), password) {
+        (Some(user), Some(password)) => Ok(Some((user, password))),
+        (None, None) => Ok(None),
+        (Some(_), None) => Err(format!(
+            "{} is set without {} or {}",
+            vars::ETCD_USER,
+            vars::ETCD_PASSWORD,
+            vars::ETCD_PASSWORD_FILE
+        )),
+        (None, Some(_)) => Err(format!("a password for etcd is set without {}", vars::ETCD_USER)),
     }
 }
 
