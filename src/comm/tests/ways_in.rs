@@ -83,6 +83,8 @@ fn groups_form_over_ipv6() {
             add_up(&world);
             let pair = world.split(Some(u32::from(world.rank() == 0)), 0).unwrap().unwrap();
             pair.barrier().unwrap();
+            // Rank 0 serves the store, through which the others form a group without it.
+            world.barrier().unwrap();
         },
     );
     let port = free_port().to_string();
