@@ -135,7 +135,7 @@ impl Case {
                 // The lost host lives, and each of its ranks knows a little later that it is one of them. Who hears the others
                 // but is not heard learns it only if it is told in time.
                 let named = match (cut, count) {
-                    (Cut::Mute | Cut::NoRoute, _) | (Cut::Deaf, 2) => &all,
+                    (Cut::Mute | Cut::NoRoute | Cut::Deaf, 2) => &all,
                     (_, 2) => &rest,
                     (_, _) => &lost,
                 };
@@ -171,8 +171,8 @@ fn a_host_that_is_lost_in_whatever_way_is_named_in_time() {
     for cut in Cut::ALL {
         let named = match cut {
             Cut::Path => "one of the two, the same by all",
-            Cut::Mute | Cut::NoRoute | Cut::Power => "the rank",
-            Cut::Partition | Cut::LinkDown | Cut::Deaf => "the rank, also by itself",
+            Cut::Power => "the rank",
+            Cut::Partition | Cut::LinkDown | Cut::NoRoute | Cut::Mute | Cut::Deaf => "the rank, also by itself",
         };
         let mut times = Times::new(cut.case(), named, Promise::within(PROMISED + MARGIN));
         took.iter()

@@ -109,7 +109,7 @@ impl Engine {
         let unheard = self.peers[rank].control.as_ref().and_then(Conn::unheard);
         let doubtful = how != Loss::Disconnected || unheard.is_some_and(|unheard| unheard > DOUBTFUL);
         let (rank, how) = if doubtful && self.is_cut_off(rank, since) {
-            let what = "it does not hear any other host: is it cut off?".to_owned();
+            let what = "no other host hears it, or it hears none: is it cut off?".to_owned();
             (self.settings.me, Loss::Unreachable { what })
         } else {
             (rank, how)
@@ -126,21 +126,30 @@ impl Engine {
             ours != theirs && ![ours, theirs].contains(&host(rank)) && peer.control.is_some() && !peer.left
         };
         let others: Vec<usize> = (0..self.peers.len()).filter(elsewhere).collect();
-        // Any word will do: kernels acknowledge it though nobody reads.
+        // Their kernels acknowledge the question, though nobody reads it.
         let ask = self.question();
         others.iter().for_each(|&rank| self.tell(rank, &ask, &[]));
         let until = Instant::now() + SIGN_OF_LIFE;
         while self.failure.is_none() && !others.is_empty() && Instant::now() < until {
-            let heard = |&rank: &usize| {
-                let unheard = self.peers[rank].control.as_ref().and_then(Conn::unheard);
-                unheard.is_none_or(|unheard| unheard < since.elapsed())
-            };
-            if others.iter().any(heard) {
+            if others.iter().any(|&rank| self.is_reached(rank, since)) {
                 return false;
             }
             self.poller.sleep(&[], Duration::from_millis(5));
             self.read_all_controls();
+            others.iter().for_each(|&rank| self.flush_control(rank));
         }
         !others.is_empty()
+    }
+
+    /// Whether the host of `rank` has acknowledged all that this rank told it. What it sends by itself proves only that
+    /// it is heard, not that it hears. If its connection has ended, that must have come from it after `since`.
+    fn is_reached(&self, rank: usize, since: Instant) -> bool {
+        let peer = &self.peers[rank];
+        let Some(control) = &peer.control else { return false };
+        match control.unheard() {
+            Some(unheard) if peer.silent.is_some() => unheard < since.elapsed(),
+            Some(_) => peer.control_out.is_empty() && control.is_flushed(),
+            None => true,
+        }
     }
 }
