@@ -402,8 +402,13 @@ impl Engine {
                     std::thread::yield_now();
                     self.patience.yielded(begin.elapsed());
                 }
-                Step::Sleep if !goal.is_background() && self.leave_shared_core() => {}
+                Step::Sleep
+                    if !goal.is_background() && self.patience.may_move() && self.leave_shared_core() =>
+                {
+                    self.patience.moved_core();
+                }
                 Step::Sleep => {
+                    self.patience.slept();
                     self.sleep(goal);
                     if goal.until.is_some_and(|until| Instant::now() >= until) {
                         return;

@@ -58,6 +58,8 @@ pub(super) struct Patience {
     shared: u32,
     /// One that is waited for needs this core.
     near: bool,
+    /// It went to another core in place of its last sleep.
+    moved_core: bool,
 }
 
 /// Attempts that spin, yields, and yields in a row that let nobody else run.
@@ -90,7 +92,7 @@ impl Patience {
     }
 
     fn of(crowd: Crowd, limits: Limits) -> Self {
-        Self { crowd, limits, spins: 0, yields: 0, vain: 0, shared: 0, near: false }
+        Self { crowd, limits, spins: 0, yields: 0, vain: 0, shared: 0, near: false, moved_core: false }
     }
 
     /// Whether a rank that is waited for shares this one's core, as far as anybody knows.
@@ -120,6 +122,22 @@ impl Patience {
         Step::Yield
     }
 
+    /// Whether the rank may go to another core in place of a sleep: not twice in a row. Deadlines and lost peers are
+    /// looked at when it sleeps, and on a busy machine it could go back and forth for ever.
+    pub(super) fn may_move(&self) -> bool {
+        !self.moved_core
+    }
+
+    /// It went to another core and did not sleep.
+    pub(super) fn moved_core(&mut self) {
+        self.moved_core = true;
+    }
+
+    /// It sleeps.
+    pub(super) fn slept(&mut self) {
+        self.moved_core = false;
+    }
+
     /// How long the yield took.
     pub(super) fn yielded(&mut self, took: Duration) {
         if took >= SWITCH {
@@ -138,34 +156,86 @@ mod tests {
     const VAIN: Duration = Duration::from_nanos(300);
     const SWITCHED: Duration = Duration::from_micros(2);
 
-    /// What it does until it sleeps, if all yields take so long.
-    fn until_sleep(patience: &mut Patience, took: Duration) -> (u32, u32) {
-        let (mut spins, mut yields) = (0, 0);
-        loop {
-            match patience.step(false) {
-                Step::Spin => spins += 1,
-                Step::Yield => {
-                    yields += 1;
-                    patience.yielded(took);
-                }
-                Step::Sleep => return (spins, yields),
+    /// Longest wait in steps: a rank whose peer is away must sleep in the end.
+    const BOUND: usize = 10_000;
+
+    /// What it does, up to and with its next sleep, if each yield takes so long.
+    fn until_sleep(patience: &mut Patience, took: Duration) -> Vec<Step> {
+        let mut steps = Vec::new();
+        while steps.len() < BOUND {
+            let step = patience.step(false);
+            if step == Step::Yield {
+                patience.yielded(took);
+            }
+            steps.push(step);
+            if step == Step::Sleep {
+                return steps;
             }
         }
+        panic!("it never sleeps: {:?}", phases(&steps))
+    }
+
+    #[test]
+    fn a_rank_that_shares_every_core_still_sleeps_every_other_time() {
+        let mut patience = Patience::new(Crowd::No);
+        let mut slept = Vec::new();
+        for _ in 0..6 {
+            until_sleep(&mut patience, SWITCHED);
+            slept.push(!patience.may_move());
+            if patience.may_move() {
+                patience.moved_core();
+            } else {
+                patience.slept();
+            }
+        }
+        assert_eq!(slept, [false, true, false, true, false, true]);
+    }
+
+    /// The steps without repetitions.
+    fn phases(steps: &[Step]) -> Vec<Step> {
+        let mut phases = steps.to_vec();
+        phases.dedup();
+        phases
+    }
+
+    fn count(steps: &[Step], step: Step) -> usize {
+        steps.iter().filter(|&&taken| taken == step).count()
+    }
+
+    /// One wait that ends after a single yield, which let others run.
+    fn short_wait(patience: &mut Patience) -> Step {
+        let mut step = patience.step(false);
+        for _ in 0..BOUND {
+            if step != Step::Spin {
+                break;
+            }
+            step = patience.step(false);
+        }
+        patience.yielded(SWITCHED);
+        patience.moved();
+        step
     }
 
     #[test]
     fn with_a_core_for_each_rank_it_spins_then_yields_then_sleeps() {
         let mut patience = Patience::new(Crowd::No);
-        for _ in 0..3 {
-            assert_eq!(until_sleep(&mut patience, VAIN), (SPINS, YIELDS));
-        }
+        let first = until_sleep(&mut patience, VAIN);
+        assert_eq!(phases(&first), [Step::Spin, Step::Yield, Step::Sleep]);
+        assert_eq!(until_sleep(&mut patience, VAIN), first, "the next wait is like the first");
         assert_eq!(patience.step(true), Step::Sleep, "nobody waits");
+    }
+
+    #[test]
+    fn with_more_ranks_than_cores_it_leaves_the_core_to_them_at_once() {
+        for crowd in [Crowd::Cores, Crowd::Apart] {
+            assert_eq!(phases(&until_sleep(&mut Patience::new(crowd), VAIN)), [Step::Yield, Step::Sleep]);
+        }
     }
 
     #[test]
     fn who_moves_begins_anew() {
         let mut patience = Patience::new(Crowd::Cores);
-        for _ in 0..10 * YIELDS {
+        for _ in 0..BOUND {
             assert_eq!(patience.step(false), Step::Yield);
             patience.yielded(VAIN);
             patience.moved();
@@ -174,20 +244,13 @@ mod tests {
 
     #[test]
     fn a_rank_that_shares_its_core_though_there_are_enough_sleeps_for_once() {
-        let mut patience = Patience::new(Crowd::No);
-        for _ in 0..3 {
-            assert_eq!(until_sleep(&mut patience, SWITCHED), (SPINS, SHARED));
-        }
+        let yields = |took| count(&until_sleep(&mut Patience::new(Crowd::No), took), Step::Yield);
+        assert!(yields(SWITCHED) < yields(VAIN), "{} and {}", yields(SWITCHED), yields(VAIN));
         // Also if each wait is short.
-        for wait in 1.. {
-            while patience.step(false) == Step::Spin {}
-            patience.yielded(SWITCHED);
-            patience.moved();
-            if wait == SHARED {
-                break;
-            }
-        }
-        assert_eq!(patience.step(false), Step::Sleep);
+        let mut patience = Patience::new(Crowd::No);
+        let waits = (0..BOUND).take_while(|_| short_wait(&mut patience) == Step::Yield).count();
+        assert!((1..BOUND).contains(&waits), "{waits}");
+        assert_eq!(short_wait(&mut patience), Step::Yield, "only once");
         assert_eq!(patience.step(false), Step::Spin);
     }
 
@@ -195,20 +258,41 @@ mod tests {
     fn it_counts_as_long_as_a_job_goes_on() {
         let mut patience = Patience { shared: u32::MAX, ..Patience::new(Crowd::Cores) };
         patience.yielded(SWITCHED);
-        assert_eq!(until_sleep(&mut patience, SWITCHED), (0, YIELDS));
+        assert_eq!(phases(&until_sleep(&mut patience, SWITCHED)), [Step::Yield, Step::Sleep]);
     }
 
     #[test]
-    fn with_more_ranks_than_cores_it_yields_as_long_as_that_lets_others_run() {
-        let mut patience = Patience::new(Crowd::Cores);
-        assert_eq!(until_sleep(&mut patience, SWITCHED), (0, YIELDS));
-        assert_eq!(until_sleep(&mut patience, VAIN), (0, CROWDED_VAIN_YIELDS));
+    fn with_more_ranks_than_cores_it_yields_longer_if_that_lets_others_run() {
+        for mut patience in [Patience::new(Crowd::Cores), Patience::brief(Crowd::Cores)] {
+            let useful = count(&until_sleep(&mut patience, SWITCHED), Step::Yield);
+            let vain = count(&until_sleep(&mut patience, VAIN), Step::Yield);
+            assert!(useful > vain, "{useful} and {vain}");
+        }
+    }
+
+    #[test]
+    fn a_yield_that_reaches_nobody_is_soon_given_up() {
+        for patience in [Patience::new, Patience::brief] {
+            let yields = |crowd| count(&until_sleep(&mut patience(crowd), VAIN), Step::Yield);
+            assert!(yields(Crowd::Apart) < yields(Crowd::Cores));
+        }
+    }
+
+    #[test]
+    fn a_brief_wait_spins_but_for_a_rank_on_its_own_core() {
         let mut brief = Patience::brief(Crowd::Cores);
-        assert_eq!(until_sleep(&mut brief, SWITCHED), (CROWDED_SPINS, BRIEF_YIELDS));
-        assert_eq!(until_sleep(&mut brief, VAIN), (CROWDED_SPINS, BRIEF_VAIN_YIELDS));
+        assert_eq!(phases(&until_sleep(&mut brief, VAIN)), [Step::Spin, Step::Yield, Step::Sleep]);
         brief.is_near(true);
-        assert_eq!(until_sleep(&mut brief, SWITCHED), (0, BRIEF_YIELDS), "who is waited for needs this core");
-        assert_eq!(until_sleep(&mut Patience::brief(Crowd::No), VAIN), (BRIEF_SPINS, 0));
-        assert_eq!(until_sleep(&mut Patience::new(Crowd::Apart), VAIN), (0, APART_VAIN_YIELDS));
+        assert_eq!(phases(&until_sleep(&mut brief, VAIN)), [Step::Yield, Step::Sleep]);
+        brief.is_near(false);
+        assert_eq!(phases(&until_sleep(&mut brief, VAIN)), [Step::Spin, Step::Yield, Step::Sleep]);
+    }
+
+    #[test]
+    fn a_brief_wait_with_a_core_for_each_rank_keeps_it() {
+        let steps = until_sleep(&mut Patience::brief(Crowd::No), VAIN);
+        assert_eq!(phases(&steps), [Step::Spin, Step::Sleep]);
+        let long = until_sleep(&mut Patience::new(Crowd::No), VAIN);
+        assert!(count(&steps, Step::Spin) > count(&long, Step::Spin), "it hopes that the call is over soon");
     }
 }
