@@ -8,7 +8,7 @@ use std::time::Duration;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-/// What every rank of a job does; the one argument of `fault_worker`.
+/// What every rank of a job does; the argument of `test-worker-faults fault`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Orders {
     /// Where the files are.

@@ -1,41 +1,29 @@
-//! Tests of convoke with real processes; see `e2e/`, `faults/`, `conformance/` and `tidy.rs`.
+//! Tests of convoke with real processes; see `e2e/`, `elastic/`, `faults/`, `conformance/` and `tidy.rs`.
 
 pub mod fault;
+pub mod harness;
 #[path = "testbed/hosts.rs"]
 pub mod hosts;
+pub mod kills;
+pub mod worker;
 
-use std::time::{Duration, Instant};
+use std::path::PathBuf;
 
-/// Longest wait for anything that a test waits for.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+use convoke_testkit::programs::test_worker;
 
-/// Polls until `check` gives something.
-///
-/// # Panics
-/// After [`PATIENCE`].
-pub fn wait_until<T>(what: &str, mut check: impl FnMut() -> Option<T>) -> T {
-    loop {
-        let value = try_until(&mut check);
-        assert!(value.is_some(), "waited {PATIENCE:?} for {what}");
-        if let Some(value) = value {
-            return value;
-        }
-    }
+/// Program and role of a worker of `worker/`, as arguments of a launcher.
+#[must_use]
+pub fn worker_of(role: &str) -> [String; 2] {
+    [path(test_worker()), role.to_owned()]
 }
 
-/// The same, but `None` after [`PATIENCE`].
-pub fn try_until<T>(mut check: impl FnMut() -> Option<T>) -> Option<T> {
-    let end = Instant::now() + PATIENCE;
-    loop {
-        let value = check();
-        if value.is_some() || Instant::now() >= end {
-            return value;
-        }
-        std::thread::sleep(Duration::from_millis(2));
-    }
+/// A path as an argument.
+#[must_use]
+pub fn path(path: PathBuf) -> String {
+    path.into_os_string().into_string().unwrap_or_else(|path| unreachable!("not Unicode: {}", path.display()))
 }
 
-/// What `plain_worker lines` writes: rank, number, and a filler whose length changes from line to line.
+/// What `test-worker plain lines` writes: rank, number, and a filler whose length changes from line to line.
 #[must_use]
 pub fn numbered_line(rank: usize, number: usize) -> String {
     format!("{rank} {number} {}", "x".repeat(number % 97))

@@ -6,7 +6,8 @@ use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use super::harness::{Ended, Job, free_port, wait_until};
+use convoke_launcher_tests::harness::{Ended, Job};
+use convoke_testkit::{free_port, wait_until};
 
 /// A worker that writes down its CPUs.
 const WORKER: &str = "grep Cpus_allowed_list /proc/self/status > \"$JOB/cpus.$RANK\"\n";
@@ -49,7 +50,7 @@ fn of_worker(job: &Job, rank: usize) -> BTreeSet<usize> {
 fn each_worker_has_cores_of_its_own() {
     let (job, ours) = (Job::new(), ours());
     if cores(&ours).len() < 2 {
-        eprintln!("SKIPPED: each_worker_has_cores_of_its_own: this test may use one core only");
+        convoke_testkit::skip("this test may use one core only");
         let ended = run(&job, &["--bind=core", "--nproc-per-node=2"]).expect(1);
         let what = "--bind=core: 1 physical core for 2 workers; write --nproc-per-node=1, or --bind=node";
         assert!(ended.stderr.contains(what), "{}", ended.stderr);
@@ -120,17 +121,17 @@ fn cpus_that_were_taken_away_are_the_reason_and_not_the_program() {
     let first = *ours.first().unwrap();
     let cpuset = match CpuSet::new(first) {
         Ok(_) if cores(&ours).len() < 2 => {
-            eprintln!("SKIPPED: cpus_that_were_taken_away: this test may use one core only");
+            convoke_testkit::skip("this test may use one core only");
             return;
         }
         Ok(cpuset) => cpuset,
         Err(error) => {
-            eprintln!("SKIPPED: cpus_that_were_taken_away: no cpuset of version 1 can be made: {error}");
+            convoke_testkit::skip(format_args!("no cpuset of version 1 can be made: {error}"));
             return;
         }
     };
     let job = Job::new();
-    let (worker, port) = (job.script("sleep 60\n"), free_port());
+    let (worker, port) = (job.script("sleep 60\n"), free_port().to_string());
     let node = |rank: &str, flags: &[&str]| {
         let mut command = job.command(["--nnodes=2", "--master-addr=127.0.0.1", "--nproc-per-node=2"]);
         command.args(["--node-rank", rank, "--master-port", &port]).args(flags).arg(&worker);

@@ -7,7 +7,9 @@ use std::sync::Mutex;
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
-use super::harness::{Ended, Job, children, free_port, skip, wait_until};
+use convoke_launcher_tests::harness::{Ended, Job, children};
+use convoke_launcher_tests::worker_of;
+use convoke_testkit::{free_port, skip, wait_until};
 
 /// One way to fail.
 struct Case {
@@ -169,10 +171,10 @@ const CASES: &[Case] = &[
         .says(&["unrecognized arguments: --local_rank=0", "--pass-local-rank=dash"]),
     case("usage", 1, "usage-error", "sh\nonly 1\necho 'usage: w [-x]' >&2\nexit 2"),
     // Rust
-    case("panic", 1, "panic", "").run(&["failing_worker", "panic"]).says(&["index out of bounds: the len is 3 but the index is 7", "failing_worker.rs:"]),
-    case("panic of a thread", 1, "panic", "").run(&["failing_worker", "thread"]).says(&["thread 'loader'", "index out of bounds"]),
-    case("stack overflow", 1, "abort", "").run(&["failing_worker", "overflow"]).says(&["has overflowed its stack"]),
-    case("error from main", 1, "exit", "").run(&["failing_worker", "error"]).says(&["the data set is empty"]),
+    case("panic", 1, "panic", "").run(&["failing", "panic"]).says(&["index out of bounds: the len is 3 but the index is 7", "failing.rs:"]),
+    case("panic of a thread", 1, "panic", "").run(&["failing", "thread"]).says(&["thread 'loader'", "index out of bounds"]),
+    case("stack overflow", 1, "abort", "").run(&["failing", "overflow"]).says(&["has overflowed its stack"]),
+    case("error from main", 1, "exit", "").run(&["failing", "error"]).says(&["the data set is empty"]),
     // Where stderr goes does not matter
     case("redirected", 1, "exception", "py\nonly(1)\nraise ValueError('in a file')").flags(&["--nproc-per-node=3", "-r3"]).says(&["cause     : exception: ValueError: in a file"]),
     case("teed", 1, "exception", "py\nonly(1)\nraise ValueError('twice')").flags(&["--nproc-per-node=3", "-t3"]).says(&["[default1]:ValueError: twice"]),
@@ -181,8 +183,8 @@ const CASES: &[Case] = &[
 
 /// Writes the worker of `case` and returns what to launch.
 fn program(job: &Job, case: &Case) -> Vec<PathBuf> {
-    if let ["failing_worker", how] = case.run {
-        return vec![env!("CARGO_BIN_EXE_failing_worker").into(), how.into()];
+    if let [role @ "failing", how] = case.run {
+        return worker_of(role).map(PathBuf::from).into_iter().chain([how.into()]).collect();
     }
     if !case.run.is_empty() {
         return case.run.iter().map(PathBuf::from).collect();
@@ -264,7 +266,7 @@ fn every_cause_is_told() {
 
 /// Two static nodes; each is given by its workers' script.
 fn two_nodes(job: &Job, scripts: [&Path; 2]) -> [(Ended, Value); 2] {
-    let port = free_port();
+    let port = free_port().to_string();
     let nodes = [0, 1].map(|rank| {
         let mut command = job.command(["--nnodes=2", "--nproc-per-node=2", "--master-addr=127.0.0.1"]);
         command.args([format!("--node-rank={rank}"), format!("--report-file=report{rank}.json")]);
@@ -319,7 +321,7 @@ fn a_missing_library_is_named() {
     if !compile(&["-shared", "-fPIC", "-o", "libgone.so", "lib.c"])
         || !compile(&["-o", "needs-it", "main.c", "-L.", "-lgone"])
     {
-        eprintln!("SKIPPED: a_missing_library_is_named: no C compiler");
+        skip("no C compiler");
         return;
     }
     std::fs::remove_file(job.path("libgone.so")).unwrap();
@@ -357,7 +359,7 @@ fn a_worker_that_the_kernel_kills_for_want_of_memory_is_told_with_numbers() {
         Ok(cgroup) => cgroup,
         Err(error) => {
             let why = format!("no memory cgroup of version 1 can be made: {error}");
-            skip("out of memory in a cgroup", &why);
+            skip(format!("out of memory in a cgroup: {why}"));
             return;
         }
     };
@@ -411,7 +413,7 @@ fn who_failed_before_the_guard_was_lost_is_still_the_root_cause() {
 #[test]
 fn a_guard_that_is_lost_after_its_workers_have_ended_killed_none() {
     let job = Job::new();
-    let port = free_port();
+    let port = free_port().to_string();
     let mut command = job.command(["--nnodes=2", "--node-rank=0", "--master-addr=127.0.0.1"]);
     command.args(["--master-port", &port, "--report-file=r.json", "sh", "-c", "echo > \"$JOB/ran\""]);
     let first = job.start(command);

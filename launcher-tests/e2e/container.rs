@@ -6,7 +6,10 @@ use std::process::Command;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use super::harness::{Job, Launcher, free_port, skip, wait_until};
+use convoke_launcher_tests::harness::{Job, Launcher};
+use convoke_launcher_tests::path;
+use convoke_testkit::programs::shipped;
+use convoke_testkit::{free_port, skip, wait_until};
 
 /// Executes a program as PID 1 of new namespaces. It is killed when this ends, and ends as the program does.
 const UNSHARE: &[&str] = &["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"];
@@ -19,17 +22,18 @@ fn can_unshare() -> bool {
         Ok(output) => String::from_utf8_lossy(&output.stderr).trim().to_owned(),
         Err(error) => format!("unshare: {error}"),
     };
-    skip("PID 1 of a container", &why);
+    skip(format!("PID 1 of a container: {why}"));
     false
 }
 
 /// The launcher, as a pid out here.
 fn pid_1(unshare: &Launcher) -> Pid {
     let children = PathBuf::from(format!("/proc/{0}/task/{0}/children", unshare.pid()));
+    let begin = path(shipped("convoke")) + "\0";
     wait_until("the launcher as PID 1", || {
         let pid: i32 = std::fs::read_to_string(&children).ok()?.trim().parse().ok()?;
         let line = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).ok()?;
-        line.contains("convoke_dup\0").then_some(Pid::from_raw(pid))
+        line.starts_with(&begin).then_some(Pid::from_raw(pid))
     })
 }
 
@@ -46,7 +50,7 @@ fn exit_codes_come_through() {
     }
     for code in [0, 1] {
         let job = Job::new();
-        let worker = format!("grep -q convoke_dup /proc/1/cmdline || exit 2\nexit {code}\n");
+        let worker = format!("grep -q /convoke /proc/1/cmdline || exit 2\nexit {code}\n");
         let ended = start(&job, &["--standalone"], &worker).wait().expect(code);
         assert_eq!(ended.stderr.contains("exitcode  : 1 "), code == 1, "{}", ended.stderr);
     }
@@ -113,7 +117,7 @@ fn a_signal_before_there_are_workers_ends_it() {
     }
     for signal in [Signal::SIGTERM, Signal::SIGINT] {
         let job = Job::new();
-        let port = free_port();
+        let port = free_port().to_string();
         let nodes = ["--nnodes=2", "--node-rank=0", "--master-addr=127.0.0.1", "--master-port", &port];
         let launcher = start(&job, &nodes, "exit 0\n");
         // It listens.

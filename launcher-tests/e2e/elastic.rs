@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
 
-use super::harness::{Ended, Job, Launcher, free_port, wait_until};
+use convoke_launcher_tests::harness::{Ended, Job, Launcher};
+use convoke_testkit::{free_port, wait_until};
 
 /// From the death of a launcher to new workers on the others; documented is a second.
 const AGAIN: Duration = Duration::from_secs(6);

@@ -4,14 +4,17 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use convoke_launcher_tests::hosts::Hosts;
-
-use super::harness::{Ended, Job, free_port, lacks, skip};
+use convoke_launcher_tests::harness::{Ended, Job};
+use convoke_launcher_tests::hosts::{Hosts, lacks};
+use convoke_testkit::{free_port, free_ports, skip};
 
 /// What is wrong for good is said at once; the margin is for a busy machine.
 const AT_ONCE: Duration = Duration::from_secs(10);
 
 /// An etcd on loopback, as long as this exists.
+/// From the base of `etcd.sh` on: 3 ports of clients after it, 3 of peers ten later.
+const ETCD_PORTS: u16 = 14;
+
 struct Etcd {
     state: tempfile::TempDir,
     settings: Vec<(String, String)>,
@@ -22,10 +25,10 @@ impl Etcd {
     /// With these settings of `etcd.sh`; none, which it says, if there can be none here.
     fn up(settings: &[(&str, &str)]) -> Option<Self> {
         if let Some(why) = lacks(&["etcd", "etcdctl", "openssl"]) {
-            skip("etcd", &why);
+            skip(format!("etcd: {why}"));
             return None;
         }
-        let base: u16 = free_port().parse().unwrap();
+        let base = free_ports(ETCD_PORTS);
         let mut settings: Vec<_> =
             settings.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
         settings.push(("TB_ETCD_PORT_BASE".to_owned(), base.to_string()));

@@ -8,13 +8,16 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::Value;
 
-use super::harness::{Ended, Job, Launcher, free_port, skip, wait_until};
+use convoke_launcher_tests::harness::{Ended, Job, Launcher};
+use convoke_launcher_tests::worker_of;
+use convoke_testkit::programs::shipped;
+use convoke_testkit::{free_port, skip, wait_until};
 
 const SUM: &str = "seq 1 all_reduce(f32, 1048576, sum)";
 
 /// What `convoke-flight` says.
 fn flight(arguments: &[&Path]) -> Ended {
-    let output = Command::new(env!("CARGO_BIN_EXE_convoke_flight_dup")).args(arguments).output().unwrap();
+    let output = Command::new(shipped("convoke-flight")).args(arguments).output().unwrap();
     let text = |bytes: &[u8]| String::from_utf8(bytes.to_vec()).unwrap();
     Ended { status: output.status, stdout: text(&output.stdout), stderr: text(&output.stderr) }
 }
@@ -63,11 +66,22 @@ fn without_times(line: &str) -> String {
     out
 }
 
-impl Job {
+/// A job whose workers leave recordings.
+trait Recorded {
     /// Starts four workers with this scenario, their logs in `logs`.
+    fn four(&self, scenario: &str, flags: &[&str], variables: &[(&str, &str)]) -> Launcher;
+
+    /// Lets the worker go on for which the others wait.
+    fn go(&self);
+
+    /// All files below a folder.
+    fn files(&self, folder: &str) -> Vec<PathBuf>;
+}
+
+impl Recorded for Job {
     fn four(&self, scenario: &str, flags: &[&str], variables: &[(&str, &str)]) -> Launcher {
         let mut command = self.command(["--nproc-per-node=4", "--log-dir=logs"]);
-        command.args(flags).arg(env!("CARGO_BIN_EXE_comm_worker")).arg(scenario).arg(self.dir.path());
+        command.args(flags).args(worker_of("comm")).arg(scenario).arg(self.dir.path());
         command.envs(variables.iter().copied());
         self.start(command)
     }
@@ -76,7 +90,6 @@ impl Job {
         fs::write(self.path("go"), "").unwrap();
     }
 
-    /// Names of the files below a folder whose names end so.
     fn files(&self, folder: &str) -> Vec<PathBuf> {
         let mut found = Vec::new();
         let mut folders = vec![self.path(folder)];
@@ -271,15 +284,16 @@ fn an_empty_variable_turns_files_off_and_a_folder_that_cannot_be_is_one_warning(
 fn a_full_disk_does_not_disturb_the_workers() {
     let possible = Command::new("unshare").args(["-m", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]).output();
     if !possible.is_ok_and(|output| output.status.success()) {
-        return skip("recordings on a full disk", "no mount namespaces here");
+        return skip("recordings on a full disk: no mount namespaces here");
     }
     let job = Job::new();
     fs::create_dir(job.path("full")).unwrap();
     // Room for one recording of four.
     let through = "mount -t tmpfs -o size=200k tmpfs full && \"$@\" && ls full | wc -l > seen";
+    let [program, role] = worker_of("comm");
     let mut command = job.command_through(
         &["unshare", "-m", "sh", "-c", through, "sh"],
-        ["--nproc-per-node=4", "--log-dir=logs", env!("CARGO_BIN_EXE_comm_worker"), "good"],
+        ["--nproc-per-node=4", "--log-dir=logs", &program, &role, "good"],
     );
     command.env("CONVOKE_FLIGHT_DIR", "full");
     let ended = job.start(command).wait().expect(0);
@@ -290,11 +304,11 @@ fn a_full_disk_does_not_disturb_the_workers() {
 #[test]
 fn recordings_of_two_nodes_are_read_together() {
     let job = Job::new();
-    let port = free_port();
+    let port = free_port().to_string();
     let node = |rank: &str| {
         let mut command = job.command(["--nnodes=2", "--nproc-per-node=2", "--master-addr=127.0.0.1"]);
         command.args(["--node-rank", rank, "--master-port", &port, "--log-dir", &format!("logs{rank}")]);
-        command.arg(env!("CARGO_BIN_EXE_comm_worker")).arg("late").arg(job.dir.path());
+        command.args(worker_of("comm")).arg("late").arg(job.dir.path());
         job.start(command)
     };
     let nodes = [node("0"), node("1")];

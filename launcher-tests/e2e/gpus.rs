@@ -1,25 +1,17 @@
 //! GPUs, with what stands in for NVIDIA's libraries.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
-use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use super::harness::{Job, skip, wait_until};
-
-#[path = "../gpu/libraries.rs"]
-mod libraries;
+use convoke_launcher_tests::harness::Job;
+use convoke_launcher_tests::path;
+use convoke_testkit::gpu::libraries;
+use convoke_testkit::programs::shipped;
+use convoke_testkit::{skip, wait_until};
 
 /// Within which the survivors of a death are gone.
 const SOON: Duration = Duration::from_secs(10);
-
-fn libraries() -> &'static PathBuf {
-    static COMPILED: OnceLock<PathBuf> = OnceLock::new();
-    COMPILED.get_or_init(|| {
-        let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("gpu");
-        libraries::compile(&sources, Path::new(env!("CARGO_TARGET_TMPDIR")).join("simulated-gpu"))
-    })
-}
 
 /// A launcher on a node with so many GPUs.
 fn on_gpus(job: &Job, count: usize, arguments: &[&str]) -> Command {
@@ -99,7 +91,7 @@ fn too_few_gpus_and_names_of_none_are_told() {
 fn perf_measures_on_gpus() {
     for device in ["cuda", "staged"] {
         let job = Job::new();
-        let flags = ["--nproc-per-node=3", "--gpu-bind", env!("CARGO_BIN_EXE_convoke_perf_dup")];
+        let flags = ["--nproc-per-node=3", "--gpu-bind", &path(shipped("convoke-perf"))];
         let mut command = on_gpus(&job, 3, &flags);
         command.args([
             "--device",
@@ -124,7 +116,7 @@ fn perf_measures_on_gpus() {
 #[test]
 fn a_rank_that_is_killed_ends_what_is_under_way_on_the_gpus_of_the_others() {
     let job = Job::new();
-    let flags = ["--nproc-per-node=3", "--gpu-bind", env!("CARGO_BIN_EXE_convoke_perf_dup")];
+    let flags = ["--nproc-per-node=3", "--gpu-bind", &path(shipped("convoke-perf"))];
     let mut command = on_gpus(&job, 3, &flags);
     command.args([
         "all_reduce",
@@ -164,10 +156,7 @@ fn rank(pid: i32) -> String {
 fn epochs(flags: &[&str], of_digits: &[&str]) -> Vec<(f64, f64)> {
     let job = Job::new();
     let mut command = on_gpus(&job, 2, flags);
-    command
-        .arg(env!("CARGO_BIN_EXE_digits_dup"))
-        .args(["--epochs=4", "--batch=50", "--hidden=20,30"])
-        .args(of_digits);
+    command.arg(shipped("digits")).args(["--epochs=4", "--batch=50", "--hidden=20,30"]).args(of_digits);
     let ended = job.start(command).wait().expect(0);
     let numbers = |line: &str| {
         let words: Vec<&str> = line.split_whitespace().collect();
@@ -202,14 +191,8 @@ fn digits_trains_on_gpus_as_on_the_host() {
 fn gpu_check(job: &Job) -> Command {
     let folder = job.path("packed");
     std::fs::create_dir(&folder).unwrap();
-    let programs = [
-        (env!("CARGO_BIN_EXE_convoke_dup"), "convoke"),
-        (env!("CARGO_BIN_EXE_convoke_perf_dup"), "convoke-perf"),
-        (env!("CARGO_BIN_EXE_convoke_gpu_check_dup"), "convoke-gpu-check"),
-        (env!("CARGO_BIN_EXE_digits_dup"), "digits"),
-    ];
-    for (program, name) in programs {
-        std::os::unix::fs::symlink(program, folder.join(name)).unwrap();
+    for name in ["convoke", "convoke-perf", "convoke-gpu-check", "digits"] {
+        std::os::unix::fs::symlink(shipped(name), folder.join(name)).unwrap();
     }
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/gpu-check");
     std::fs::copy(script, folder.join("gpu-check")).unwrap();
@@ -254,12 +237,12 @@ fn the_check_of_gpus_says_what_fails() {
 #[test]
 fn without_a_gpu_perf_says_what_is_missing() {
     let job = Job::new();
-    let flags = ["--nproc-per-node=2", env!("CARGO_BIN_EXE_convoke_perf_dup"), "all_reduce", "--device=cuda"];
+    let flags = ["--nproc-per-node=2", &path(shipped("convoke-perf")), "all_reduce", "--device=cuda"];
     let mut command = job.command(flags);
     command.env("LD_LIBRARY_PATH", "/nowhere");
     let ended = job.start(command).wait();
     if ended.status.success() {
-        return skip("what is said without a GPU", "there is one");
+        return skip("what is said without a GPU: there is one");
     }
     assert_eq!(ended.status.code(), Some(1));
     assert!(ended.stderr.contains("CUDA's driver, libcuda.so.1, was not found"), "{}", ended.stderr);

@@ -1,12 +1,14 @@
 //! Jobs on simulated hosts: what a node does when another host loses its power or its network, and what collectives
 //! send between hosts.
 
+use std::ffi::OsStr;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use convoke_launcher_tests::harness::{Ended, Job, Launcher, describe};
 use convoke_launcher_tests::hosts::Hosts;
-
-use super::harness::{Ended, Job, Launcher, describe, skip, wait_until};
+use convoke_launcher_tests::worker_of;
+use convoke_testkit::{skip, wait_until};
 
 /// From the loss of a host to the end of the other node; documented are 4 s.
 const LIMIT: Duration = Duration::from_secs(15);
@@ -14,7 +16,7 @@ const PORT: &str = "29500";
 
 /// Two hosts; none if there can be no such hosts here, which it says.
 fn two_hosts() -> Option<Hosts> {
-    Hosts::up(2).inspect_err(|why| skip("jobs on several hosts", why)).ok()
+    Hosts::up(2).inspect_err(|why| skip(format!("jobs on several hosts: {why}"))).ok()
 }
 
 /// As when a test is killed: only then does nobody take them down.
@@ -31,8 +33,8 @@ fn hosts_and_their_wires_end_with_whoever_has_them() {
     }
 }
 
-/// Node 0 on h1, node 1 on h2, with so many workers.
-fn start(hosts: &Hosts, job: &Job, workers: [usize; 2], worker: &Path) -> [Launcher; 2] {
+/// Node 0 on h1, node 1 on h2, with so many workers; `worker` is a program and its arguments.
+fn start<S: AsRef<OsStr>>(hosts: &Hosts, job: &Job, workers: [usize; 2], worker: &[S]) -> [Launcher; 2] {
     [0, 1].map(|node| {
         let through = [Hosts::script().display().to_string(), "exec".to_owned(), (node + 1).to_string()];
         let through: Vec<_> = through.iter().map(String::as_str).collect();
@@ -41,7 +43,7 @@ fn start(hosts: &Hosts, job: &Job, workers: [usize; 2], worker: &Path) -> [Launc
         command
             .arg(format!("--node-rank={node}"))
             .arg(format!("--nproc-per-node={}", workers[node]))
-            .arg(worker);
+            .args(worker);
         command.env("TESTBED_DIR", hosts.state()).env("OMP_NUM_THREADS", "1");
         job.start(command)
     })
@@ -53,7 +55,7 @@ fn survivor(what: &str, lost: usize) -> Option<(Ended, Duration)> {
     let hosts = two_hosts()?;
     let job = Job::new();
     let worker = job.script("echo $$ > \"$JOB/up.$RANK\"\nexec sleep 1000\n");
-    let [first, second] = start(&hosts, &job, [2; 2], &worker);
+    let [first, second] = start(&hosts, &job, [2; 2], &[worker]);
     for rank in 0..4 {
         job.wait_for_file(&format!("up.{rank}"));
     }
@@ -103,8 +105,8 @@ fn collectives_between_hosts_are_right_and_send_only_sums() {
     let Some(hosts) = two_hosts() else { return };
     for workers in [[3, 3], [4, 2]] {
         let job = Job::new();
-        let worker = Path::new(env!("CARGO_BIN_EXE_collectives_worker"));
-        let [first, second] = start(&hosts, &job, workers, worker);
+        let worker = worker_of("collectives");
+        let [first, second] = start(&hosts, &job, workers, &worker);
         let ended = first.wait().expect(0);
         second.wait().expect(0);
         let (payload, sent) = ended.stdout.trim().strip_prefix("sent ").unwrap().split_once(": ").unwrap();

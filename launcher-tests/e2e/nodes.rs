@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
 
-use super::harness::{Job, Launcher, PATIENCE, free_port};
+use convoke_launcher_tests::harness::{Job, Launcher};
+use convoke_testkit::{PATIENCE, free_port, wait_until};
 
 /// From the end of one node to that of the others: a stated second, with a margin for a busy machine.
 const TOGETHER: Duration = Duration::from_secs(6);
@@ -20,7 +21,7 @@ fn node(job: &Job, port: &str, nodes: u32, rank: u32, worker: &Path) -> Launcher
 /// Three nodes whose workers wait for ever, but for what `extra` does on the rank `WHO`.
 fn three(job: &Job, extra: &str) -> [Launcher; 3] {
     let worker = job.script(&format!("echo $PPID > \"$JOB/up.$RANK\"\n{extra}\nexec sleep 1000\n"));
-    let port = free_port();
+    let port = free_port().to_string();
     let nodes = [0, 1, 2].map(|rank| node(job, &port, 3, rank, &worker));
     for rank in 0..3 {
         job.wait_for_file(&format!("up.{rank}"));
@@ -91,7 +92,7 @@ fn nodes_that_end_well_end_quietly_in_any_order() {
     let job = Job::new();
     let worker = job.script("sleep 0.0$RANK\n");
     for _ in 0..10 {
-        let port = free_port();
+        let port = free_port().to_string();
         let nodes = [0, 1, 2].map(|rank| node(&job, &port, 3, rank, &worker));
         for node in nodes {
             assert_eq!(node.wait().expect(0).stderr, "");
@@ -103,12 +104,12 @@ fn nodes_that_end_well_end_quietly_in_any_order() {
 fn a_node_rank_that_is_taken_is_refused_and_disturbs_nobody() {
     let job = Job::new();
     let worker = job.script("exit 0\n");
-    let port = free_port();
+    let port = free_port().to_string();
     // Two of three are there for certain once one of them is refused.
     let first = node(&job, &port, 3, 0, &worker);
     let [one, other] = [node(&job, &port, 3, 1, &worker), node(&job, &port, 3, 1, &worker)];
     let mut both = [Some(one), Some(other)];
-    let refused = super::harness::wait_until("one of the two to be refused", || {
+    let refused = wait_until("one of the two to be refused", || {
         let at =
             both.iter_mut().flatten().position(|launcher| launcher.child.try_wait().unwrap().is_some())?;
         both[at].take()
@@ -125,7 +126,7 @@ fn a_node_rank_that_is_taken_is_refused_and_disturbs_nobody() {
 fn different_nnodes_are_named_on_both_sides() {
     let job = Job::new();
     let worker = job.script("exit 0\n");
-    let port = free_port();
+    let port = free_port().to_string();
     let first = node(&job, &port, 2, 0, &worker);
     let second = node(&job, &port, 3, 1, &worker);
     for node in [first, second] {
@@ -138,7 +139,7 @@ fn different_nnodes_are_named_on_both_sides() {
 fn who_is_missing_is_named() {
     let job = Job::new();
     let worker = job.script("exit 0\n");
-    let port = free_port();
+    let port = free_port().to_string();
     let start = |rank: u32| {
         let mut command = job.command(["--nnodes=4", "--master-addr=127.0.0.1", "--rdzv-conf=timeout=3"]);
         command.arg("--master-port").arg(&port).arg(format!("--node-rank={rank}")).arg(&worker);
@@ -157,7 +158,7 @@ fn a_master_that_is_not_there_is_named_while_waiting_and_at_the_end() {
     let job = Job::new();
     let mut command =
         job.command(["--nnodes=2", "--node-rank=1", "--master-addr=127.0.0.1", "--rdzv-conf=timeout=3"]);
-    let port = free_port();
+    let port = free_port().to_string();
     command.args(["--master-port", &port, "true"]);
     let ended = job.start(command).wait().expect(1);
     let waiting = format!("waiting for node 0 at 127.0.0.1:{port}: Connection refused");

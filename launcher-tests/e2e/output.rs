@@ -5,9 +5,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
-use convoke_launcher_tests::numbered_line;
+use convoke_launcher_tests::{numbered_line, worker_of};
 
-use super::harness::{Ended, Job, skip};
+use convoke_launcher_tests::harness::{Ended, Job};
+use convoke_testkit::skip;
 
 const WORKERS: usize = 8;
 const LINES: usize = 80_000;
@@ -42,7 +43,8 @@ fn print_rate(what: &str, bytes: usize, start: Instant) {
 fn teed_lines_of_eight_busy_workers_are_whole_and_complete() {
     let job = Job::new();
     let mut command = job.command(["--tee=3", "--log-dir=logs", &format!("--nproc-per-node={WORKERS}")]);
-    command.args([env!("CARGO_BIN_EXE_plain_worker"), "lines", &LINES.to_string()]);
+    let [program, role] = worker_of("plain");
+    command.args([&program, &role, "lines", &LINES.to_string()]);
     command.env("OMP_NUM_THREADS", "1");
     let start = Instant::now();
     let ended = job.start(command).wait().expect(0);
@@ -63,7 +65,8 @@ fn teed_lines_of_eight_busy_workers_are_whole_and_complete() {
 fn stderr_lines_of_eight_busy_workers_are_whole_and_complete() {
     let job = Job::new();
     let mut command = job.command([&format!("--nproc-per-node={WORKERS}")]);
-    command.args([env!("CARGO_BIN_EXE_plain_worker"), "lines", &LINES.to_string(), "stderr"]);
+    let [program, role] = worker_of("plain");
+    command.args([&program, &role, "lines", &LINES.to_string(), "stderr"]);
     command.env("OMP_NUM_THREADS", "1");
     let start = Instant::now();
     let ended = job.start(command).wait().expect(0);
@@ -81,7 +84,7 @@ fn with_mounts(job: &Job, mounts: &str, arguments: &[&str], worker: &str) -> Opt
         Err(error) => Some(format!("unshare: {error}")),
     };
     if let Some(why) = why {
-        skip("log folders that cannot be written to", &why);
+        skip(format!("log folders that cannot be written to: {why}"));
         return None;
     }
     let through = format!("set -e\nmkdir disk\n{mounts}\nexec \"$@\"\n");

@@ -1,8 +1,9 @@
 //! `convoke-perf` between hosts: it names the one whose network is slow.
 
+use convoke_launcher_tests::harness::{Ended, Job, Launcher};
 use convoke_launcher_tests::hosts::Hosts;
-
-use super::harness::{Ended, Job, Launcher, skip};
+use convoke_testkit::programs::shipped;
+use convoke_testkit::skip;
 
 /// Of the slow host's link, each way; the others have none, and carry a hundred times as much.
 const MBIT: &str = "50";
@@ -19,7 +20,7 @@ fn run(hosts: &Hosts, count: usize, arguments: &[&str]) -> Ended {
             let nnodes = format!("--nnodes={count}");
             let flags = [&nnodes, node_rank.as_str(), "--master-addr=h1", "--master-port=29500"];
             let mut command = job.command_through(&through, flags);
-            command.arg(env!("CARGO_BIN_EXE_convoke_perf_dup")).args(arguments);
+            command.arg(shipped("convoke-perf")).args(arguments);
             command.env("TESTBED_DIR", hosts.state()).env("OMP_NUM_THREADS", "1");
             job.start(command)
         })
@@ -30,7 +31,7 @@ fn run(hosts: &Hosts, count: usize, arguments: &[&str]) -> Ended {
 
 #[test]
 fn the_slowest_pair_of_hosts_and_the_slow_host_are_named() {
-    let Ok(hosts) = Hosts::up(3).inspect_err(|why| skip("the speed of pairs of hosts", why)) else { return };
+    let Ok(hosts) = Hosts::up(3).inspect_err(|why| skip(format!("hosts: {why}"))) else { return };
     hosts.tell(["rate", "2", MBIT]).unwrap();
     let told = run(&hosts, 3, &["pairs", "--pair-bytes=1M"]).stdout;
     assert!(told.contains("3 ranks on 3 hosts") && told.contains("h2: rank 1"), "{told}");
@@ -47,7 +48,7 @@ fn the_slowest_pair_of_hosts_and_the_slow_host_are_named() {
 
 #[test]
 fn of_two_hosts_there_is_one_pair_beside_the_collectives() {
-    let Ok(hosts) = Hosts::up(2).inspect_err(|why| skip("the speed of pairs of hosts", why)) else { return };
+    let Ok(hosts) = Hosts::up(2).inspect_err(|why| skip(format!("hosts: {why}"))) else { return };
     let arguments = ["all_reduce", "--max-bytes=64K", "--iters=3", "--pair-bytes=64K"];
     let told = run(&hosts, 2, &arguments).stdout;
     assert!(told.contains("# average bus bandwidth") && told.contains("h1 - h2"), "{told}");

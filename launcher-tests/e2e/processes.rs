@@ -4,7 +4,8 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
 
-use super::harness::{Job, wait_until};
+use convoke_launcher_tests::harness::Job;
+use convoke_testkit::wait_until;
 
 #[test]
 fn what_outlives_a_successful_worker_is_stopped_and_named() {

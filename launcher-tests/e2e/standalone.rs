@@ -2,7 +2,9 @@
 
 use std::collections::BTreeSet;
 
-use super::harness::{Job, wait_until};
+use convoke_launcher_tests::harness::Job;
+use convoke_launcher_tests::worker_of;
+use convoke_testkit::wait_until;
 
 #[test]
 fn fifty_at_once_all_succeed_each_with_a_port_of_its_own() {
@@ -13,7 +15,7 @@ fn fifty_at_once_all_succeed_each_with_a_port_of_its_own() {
     let mut launchers: Vec<_> = (0..JOBS)
         .map(|_| {
             let mut command = job.command(["--standalone", &format!("--nproc-per-node={WORKERS}")]);
-            command.args([env!("CARGO_BIN_EXE_plain_worker"), "connect"]).arg(job.path("up"));
+            command.args(worker_of("plain")).arg("connect").arg(job.path("up"));
             // Else a line says that it is set to 1.
             command.env("OMP_NUM_THREADS", "1");
             job.start(command)

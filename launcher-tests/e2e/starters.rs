@@ -3,20 +3,20 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use super::harness::{Ended, Job, lacks, skip};
+use convoke_launcher_tests::harness::{Ended, Job};
+use convoke_launcher_tests::hosts::lacks;
+use convoke_launcher_tests::{path, worker_of};
+use convoke_testkit::programs::shipped;
+use convoke_testkit::skip;
 
 /// Executes its arguments where there is no network but loopback: mpirun listens everywhere.
 const ALONE: &str = "ip link set lo up && exec \"$@\"";
 const OPEN_MPI: &[&str] = &["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe"];
 
-fn worker() -> &'static str {
-    env!("CARGO_BIN_EXE_group_worker")
-}
-
 /// Runs `starter`, with `rest` after it, on a host of its own; `None` if that cannot be done here, which it says.
 fn run(starter: &[&str], rest: &[&str]) -> Option<Ended> {
     if let Some(why) = lacks(&["unshare", "ip", starter[0]]) {
-        skip(&format!("workers under {}", starter[0]), &why);
+        skip(format!("workers under {}: {why}", starter[0]));
         return None;
     }
     let job = Job::new();
@@ -43,24 +43,27 @@ fn said(ended: &Ended) -> Vec<String> {
 
 #[test]
 fn workers_under_open_mpis_mpirun() {
-    let Some(ended) = run(OPEN_MPI, &["-np", "3", worker()]) else { return };
+    let [program, role] = worker_of("group");
+    let Some(ended) = run(OPEN_MPI, &["-np", "3", &program, &role]) else { return };
     assert_eq!(said(&ended), expected(&[(0, 3), (1, 3), (2, 3)]), "{}", ended.stderr);
 }
 
 #[test]
 fn workers_under_mpichs_mpirun() {
-    let Some(ended) = run(&["mpirun.mpich"], &["-n", "3", worker()]) else { return };
+    let [program, role] = worker_of("group");
+    let Some(ended) = run(&["mpirun.mpich"], &["-n", "3", &program, &role]) else { return };
     assert_eq!(said(&ended), expected(&[(0, 3), (1, 3), (2, 3)]), "{}", ended.stderr);
     // Also if a script stands in between.
-    let script = format!("{}; exit $?", worker());
+    let script = format!("{program} {role}; exit $?");
     let Some(ended) = run(&["mpirun.mpich"], &["-n", "2", "sh", "-c", &script]) else { return };
     assert_eq!(said(&ended), expected(&[(0, 2), (1, 2)]), "{}", ended.stderr);
 }
 
 #[test]
 fn a_launcher_under_mpirun_has_the_last_word() {
-    let launcher = env!("CARGO_BIN_EXE_convoke_dup");
-    let rest = ["-np", "1", launcher, "--nproc-per-node=2", worker()];
+    let [program, role] = worker_of("group");
+    let launcher = path(shipped("convoke"));
+    let rest = ["-np", "1", &launcher, "--nproc-per-node=2", &program, &role];
     let Some(ended) = run(OPEN_MPI, &rest) else { return };
     assert_eq!(said(&ended), expected(&[(0, 2), (1, 2)]), "{}", ended.stderr);
 }
@@ -84,7 +87,7 @@ impl Slurm {
             }
             String::from_utf8_lossy(&up.stderr).trim().to_owned()
         };
-        skip("workers under srun, and under mpirun inside of Slurm", &why);
+        skip(format!("workers under srun, and under mpirun inside of Slurm: {why}"));
         None
     }
 
@@ -115,17 +118,18 @@ impl Drop for Slurm {
 #[test]
 fn workers_on_two_hosts_under_srun_and_under_mpirun_inside_of_slurm() {
     let Some(slurm) = Slurm::up() else { return };
+    let [program, role] = worker_of("group");
     let job = Job::new();
     let check = |arguments: &[&str], variables: &[(&str, &str)], here: &[(usize, usize)]| {
         let ended = slurm.run(&job, arguments, variables).expect(0);
         assert_eq!(said(&ended), expected(here), "{arguments:?}: {}", ended.stderr);
     };
-    check(&["srun", "-N2", "-n3", worker()], &[], &[(0, 2), (1, 2), (0, 1)]);
-    check(&["srun", "--mpi=pmi2", "-N1", "-n2", worker()], &[], &[(0, 2), (1, 2)]);
+    check(&["srun", "-N2", "-n3", &program, &role], &[], &[(0, 2), (1, 2), (0, 1)]);
+    check(&["srun", "--mpi=pmi2", "-N1", "-n2", &program, &role], &[], &[(0, 2), (1, 2)]);
     let both = [(0, 2), (1, 2), (0, 2), (1, 2)];
     let job_of_4 = ["salloc", "-Q", "-N2", "--ntasks-per-node=2"];
-    check(&[&job_of_4[..], &["mpirun.openmpi", "--allow-run-as-root", worker()]].concat(), &[], &both);
-    check(&[&job_of_4[..], &["mpirun.mpich", "-n", "4", "-ppn", "2", worker()]].concat(), &[], &both);
+    check(&[&job_of_4[..], &["mpirun.openmpi", "--allow-run-as-root", &program, &role]].concat(), &[], &both);
+    check(&[&job_of_4[..], &["mpirun.mpich", "-n", "4", "-ppn", "2", &program, &role]].concat(), &[], &both);
 
     // Rank 0 is not on the first node: it says so, and is believed if told better.
     let list = job.path("hosts");
@@ -133,11 +137,11 @@ fn workers_on_two_hosts_under_srun_and_under_mpirun_inside_of_slurm() {
     let list = ("SLURM_HOSTFILE", list.to_str().unwrap());
     let turned = ["srun", "-K", "-N2", "-n2", "-m", "arbitrary"];
     // Written by the task itself: what is on its way to srun when the step is killed is lost.
-    let errors = format!("exec {} 2> '{}'.$SLURM_PROCID", worker(), job.path("errors").display());
+    let errors = format!("exec {program} {role} 2> '{}'.$SLURM_PROCID", job.path("errors").display());
     let ended = slurm.run(&job, &[&turned[..], &["sh", "-c", &errors]].concat(), &[list]);
     assert_ne!(ended.status.code(), Some(0));
     let said_by_0 = std::fs::read_to_string(job.path("errors.0")).unwrap();
     assert!(said_by_0.contains("cannot serve the store at h1:"), "{said_by_0}{}", ended.stderr);
     assert!(said_by_0.contains("MASTER_ADDR and MASTER_PORT win"), "{said_by_0}");
-    check(&[&turned[..], &[worker()]].concat(), &[list, ("MASTER_ADDR", "h2")], &[(0, 1), (0, 1)]);
+    check(&[&turned[..], &[&program, &role]].concat(), &[list, ("MASTER_ADDR", "h2")], &[(0, 1), (0, 1)]);
 }

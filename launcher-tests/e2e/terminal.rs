@@ -4,7 +4,8 @@ use std::fs::File;
 use std::io::Read;
 use std::process::Command;
 
-use super::harness::{Job, free_port};
+use convoke_launcher_tests::harness::Job;
+use convoke_testkit::free_port;
 
 /// Runs `command` with a terminal of 91 columns as stderr; all that it wrote there.
 fn on_a_terminal(job: &Job, mut command: Command) -> String {
@@ -24,7 +25,7 @@ fn on_a_terminal(job: &Job, mut command: Command) -> String {
 fn alone(job: &Job) -> Command {
     let mut command =
         job.command(["--nnodes=2", "--node-rank=0", "--master-addr=127.0.0.1", "--master-port"]);
-    command.args([&free_port(), "--rdzv-conf=timeout=3", "true"]);
+    command.args([&free_port().to_string(), "--rdzv-conf=timeout=3", "true"]);
     command
 }
 

@@ -3,13 +3,15 @@
 use std::path::PathBuf;
 use std::process::Command;
 
-use super::harness::{Ended, Job, free_port, skip};
+use convoke_launcher_tests::harness::{Ended, Job};
+use convoke_testkit::programs::shipped;
+use convoke_testkit::{free_port, skip};
 
 /// Whether there is a Python here; if not, says so.
 fn has_python() -> bool {
     let found = Command::new("python3").arg("--version").output().is_ok_and(|output| output.status.success());
     if !found {
-        skip("scripts of tutorials", "no python3");
+        skip("scripts of tutorials: no python3");
     }
     found
 }
@@ -75,7 +77,7 @@ fn two_nodes_with_underscores_in_all_flags() {
     }
     let job = Job::new();
     let script = script(&job, UNDERSCORE);
-    let port = free_port();
+    let port = free_port().to_string();
     let nodes = [0, 1].map(|rank| {
         let flags = format!(
             "--pass_local_rank=underscore --nproc_per_node=1 --nnodes=2 --node_rank={rank} --master_addr=127.0.0.1 --master_port {port}"
@@ -96,7 +98,7 @@ fn the_name_torchrun_changes_nothing() {
     }
     let job = Job::new();
     let link = job.path("torchrun");
-    std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_convoke_dup"), &link).unwrap();
+    std::os::unix::fs::symlink(shipped("convoke"), &link).unwrap();
     let through = "shift; exec \"$@\"";
     let mut command = job
         .command_through(&["sh", "-c", through, "sh"], ["./torchrun", "--standalone", "--nproc_per_node=2"]);

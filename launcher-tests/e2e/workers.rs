@@ -1,15 +1,22 @@
 //! What workers are told.
 
-use super::harness::{Job, free_port};
+use std::process::Command;
 
-fn channel_worker() -> &'static str {
-    env!("CARGO_BIN_EXE_channel_worker")
+use convoke_launcher_tests::harness::Job;
+use convoke_launcher_tests::worker_of;
+use convoke_testkit::free_port;
+
+/// A launcher of the worker that writes down `count` messages of the agent channel.
+fn channel(job: &Job, flags: &[&str], count: &str) -> Command {
+    let mut command = job.command(flags);
+    command.args(worker_of("channel")).args(["heard", count]);
+    command
 }
 
 #[test]
 fn each_worker_gets_the_generation_and_a_token() {
     let job = Job::new();
-    job.run(["--nproc-per-node=2", channel_worker(), "heard", "1"]).expect(0);
+    job.start(channel(&job, &["--nproc-per-node=2"], "1")).wait().expect(0);
     for rank in 0..2 {
         assert_eq!(job.wait_for_file(&format!("heard.{rank}")), "hello same_generation=true token=32\n");
     }
@@ -19,12 +26,12 @@ fn each_worker_gets_the_generation_and_a_token() {
 fn the_users_token_is_handed_on_and_a_bad_one_is_refused() {
     let job = Job::new();
     std::fs::write(job.path("secret"), "0123456789\n").unwrap();
-    let mut command = job.command([channel_worker(), "heard", "1"]);
+    let mut command = channel(&job, &[], "1");
     command.env("CONVOKE_TOKEN_FILE", "secret");
     job.start(command).wait().expect(0);
     assert_eq!(job.wait_for_file("heard.0"), "hello same_generation=true token=10\n");
 
-    let mut command = job.command([channel_worker(), "heard", "1"]);
+    let mut command = channel(&job, &[], "1");
     command.env("CONVOKE_TOKEN_FILE", "/no/such/file");
     let ended = job.start(command).wait().expect(1);
     assert!(ended.stderr.contains("CONVOKE_TOKEN_FILE=/no/such/file: No such file"), "{}", ended.stderr);
@@ -34,7 +41,7 @@ fn the_users_token_is_handed_on_and_a_bad_one_is_refused() {
 fn the_death_of_a_peer_is_told() {
     let job = Job::new();
     // The others ignore the SIGTERM that follows, so that they come to write down what they heard.
-    let worker = job.script(&format!("trap '' TERM\nexec {} heard 2\n", channel_worker()));
+    let worker = job.script(&format!("trap '' TERM\nexec {} heard 2\n", worker_of("channel").join(" ")));
     let mut command = job.command(["--nproc-per-node=3"]);
     command.arg(&worker).env("DIE_AFTER_HELLO", "1");
     job.start(command).wait().expect(1);
@@ -53,7 +60,7 @@ echo $CONVOKE_GENERATION > "$JOB/generation.$RANK.$TORCHELASTIC_RESTART_COUNT"
 [ $TORCHELASTIC_RESTART_COUNT = 1 ]
 "#,
     );
-    let port = free_port();
+    let port = free_port().to_string();
     let node = |rank: &str| {
         let mut command = job.command(["--nnodes=2", "--master-addr=127.0.0.1", "--max-restarts=1"]);
         command.args(["--node-rank", rank, "--master-port", &port]).arg(&worker);

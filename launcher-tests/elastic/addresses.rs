@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use super::harness::skip;
+use convoke_testkit::skip;
+
 use super::world::{Backend, World};
 
 /// Two nodes find each other, and begin anew when a worker is killed.
@@ -16,7 +17,7 @@ fn meets(mut world: World) {
 }
 
 fn world(backend: Backend, what: &str) -> Option<World> {
-    let world = World::new(backend, 2, "2").inspect_err(|why| skip(what, why)).ok()?;
+    let world = World::new(backend, 2, "2").inspect_err(|why| skip(format!("{what}: {why}"))).ok()?;
     Some(world.with("--max-restarts=1"))
 }
 
@@ -43,7 +44,7 @@ fn hosts_with_ipv6_only_or_both() {
         let Some(mut world) = world(Backend::C10d, "hosts with IPv6") else { return };
         for host in [1, 2] {
             if !world.tries(host, &format!("ip -6 addr add fd77::{host}/64 dev eth0 nodad")) {
-                return skip("hosts with IPv6", "the kernel has none");
+                return skip("hosts with IPv6: the kernel has none");
             }
             if !both {
                 world.on(host, "ip -4 addr flush dev eth0");

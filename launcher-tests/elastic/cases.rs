@@ -2,8 +2,11 @@
 
 use std::time::Duration;
 
-use super::harness::{Ended, skip, wait_until};
-use super::is_full;
+use convoke_launcher_tests::harness::Ended;
+use convoke_launcher_tests::worker_of;
+use convoke_testkit::is_full;
+use convoke_testkit::{skip, wait_until};
+
 use super::table::{Row, quote, row};
 use super::world::{Backend, Round, Seen, World};
 use Backend::{C10d, Etcd, File};
@@ -31,7 +34,7 @@ fn each(fault: &str, short: &[Backend], all: &[Backend], case: impl Fn(Backend) 
     for &backend in if is_full() { all } else { short } {
         match case(backend) {
             Ok(seen) => row(fault, backend, &seen),
-            Err(why) => skip(&format!("{fault} ({})", backend.name()), &why),
+            Err(why) => skip(format!("{fault} ({}): {why}", backend.name())),
         }
     }
 }
@@ -553,7 +556,7 @@ fn strangers_are_kept_out() {
         &[C10d],
         |backend| {
             let mut world = World::new(backend, 3, "2:2")?.with("--max-restarts=0");
-            let intruder = env!("CARGO_BIN_EXE_intruder");
+            let intruder = worker_of("intruder").join(" ");
             let node = |world: &mut World, host: usize, token: Option<&str>| {
                 let mut command = world.command(host);
                 token.map(|token| command.env("CONVOKE_TOKEN", token));

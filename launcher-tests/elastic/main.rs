@@ -8,13 +8,5 @@
 
 mod addresses;
 mod cases;
-#[path = "../e2e/harness.rs"]
-#[allow(dead_code, unused_imports)] // other tests need more of it
-mod harness;
 mod table;
 mod world;
-
-/// Whether the whole table is asked for.
-fn is_full() -> bool {
-    std::env::var_os("CONVOKE_FULL").is_some_and(|value| value == "1")
-}

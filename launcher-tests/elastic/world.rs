@@ -7,9 +7,9 @@ use std::path::PathBuf;
 use std::process::{Command, Output};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use convoke_launcher_tests::harness::{Ended, Job, Launcher};
 use convoke_launcher_tests::hosts::{Hosts, lacks};
-
-use super::harness::{Ended, Job, Launcher, wait_until};
+use convoke_testkit::wait_until;
 
 /// How nodes find each other. For `File` and `Etcd` any node may be lost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -159,7 +159,7 @@ impl World {
 
     /// Signals the launcher on a host, which has not started workers.
     pub fn signal(&self, host: usize, signal: &str) {
-        let script = format!("kill -{signal} $(pgrep -o convoke_dup)");
+        let script = format!("kill -{signal} $(pgrep -o -x convoke)");
         self.on(host, &script);
     }
 

@@ -1,6 +1,7 @@
 //! What the matrix goes through: ranks, kinds of calls, moments of a call.
 
 use convoke_launcher_tests::fault::{Act, Fault, Orders, Work};
+use convoke_testkit::is_full;
 
 use super::job::orders;
 
@@ -39,7 +40,7 @@ pub fn fault(rank: usize, (point, bytes): Moment, act: Act) -> Fault {
 /// Each rank in each phase of each kind of call, over connections and in memory; in the short form those calls that differ most, by three ranks.
 pub fn cases() -> impl Iterator<Item = Case> {
     let (sizes, works): (&[usize], &[Work]) =
-        if super::is_full() { (&[3, 4, 5], &Work::ALL) } else { (&[3], &Work::ALL[..3]) };
+        if is_full() { (&[3, 4, 5], &Work::ALL) } else { (&[3], &Work::ALL[..3]) };
     sizes.iter().flat_map(move |&size| {
         works.iter().flat_map(move |&work| {
             let at = move |moment| {

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use convoke_launcher_tests::PATIENCE;
 use convoke_launcher_tests::fault::{Act, Orders, Work};
+use convoke_testkit::PATIENCE;
 
 use super::cases::{SEQ, cases, fault};
 use super::job::{Job, Place, orders};

@@ -2,14 +2,18 @@
 
 use std::net::{SocketAddr, TcpListener};
 use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::Mutex;
 use std::time::Duration;
 
 use convoke_launcher_tests::fault::{Failed, Orders, Report, Work, noted};
 use convoke_launcher_tests::hosts::Hosts;
-use convoke_launcher_tests::{PATIENCE, wait_until};
+use convoke_launcher_tests::path;
 use convoke_store::StoreServer;
+use convoke_testkit::process::without_job_variables;
+use convoke_testkit::programs::{shipped, with_faults};
+use convoke_testkit::{PATIENCE, wait_until};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
@@ -74,30 +78,35 @@ impl Job {
             }
             Place::Alone => TcpListener::bind(local).unwrap().local_addr().unwrap().port(),
             Place::Hosts(hosts, _) => {
-                let mut command = hosts.command(["exec", "0", worker(), "store"]);
-                command.arg(self.folder.path()).stdin(Stdio::piped());
+                let mut command = hosts.command(["exec", "0"]);
+                command.args(worker()).arg("store").arg(self.folder.path()).stdin(Stdio::piped());
                 self.store_process = Some(command.spawn().unwrap());
                 wait_until("the store", || noted(self.folder.path(), "port", 0))
             }
             Place::Launcher => {
-                let mut command = Command::new(env!("CARGO_BIN_EXE_convoke_dup"));
+                let mut command = Command::new(shipped("convoke"));
                 command.arg(format!("--nproc-per-node={}", self.size)).arg("--log-dir=/dev/null");
-                command.args([worker(), &orders]).stdin(Stdio::null());
+                command.args(worker()).arg(&orders).stdin(Stdio::null());
                 command.stdout(Stdio::null()).stderr(Stdio::null());
-                without_variables(&mut command).env("CONVOKE_SHM", shared_memory);
+                without_job_variables(&mut command).env("CONVOKE_SHM", shared_memory);
                 self.processes.push(command.spawn().unwrap());
                 return;
             }
         };
+        let [program, role] = worker();
         for rank in 0..self.size {
             let (mut command, addr) = match place {
                 Place::Hosts(hosts, each) => {
                     let host = (rank / each + 1).to_string();
-                    (hosts.command(["exec", &host, worker()]), "10.77.0.254")
+                    (hosts.command(["exec", &host, &program, &role]), "10.77.0.254")
                 }
-                Place::Here | Place::Alone | Place::Launcher => (Command::new(worker()), "127.0.0.1"),
+                Place::Here | Place::Alone | Place::Launcher => {
+                    let mut command = Command::new(&program);
+                    command.arg(&role);
+                    (command, "127.0.0.1")
+                }
             };
-            without_variables(&mut command).arg(&orders).stdin(Stdio::piped()).stderr(Stdio::null());
+            without_job_variables(&mut command).arg(&orders).stdin(Stdio::piped()).stderr(Stdio::null());
             command.env("RANK", rank.to_string()).env("WORLD_SIZE", self.size.to_string());
             command.env("CONVOKE_SHM", shared_memory);
             command.env("MASTER_ADDR", addr).env("MASTER_PORT", port.to_string());
@@ -108,6 +117,11 @@ impl Job {
             }
             self.processes.push(command.spawn().unwrap());
         }
+    }
+
+    /// Where its ranks leave what they report.
+    pub fn folder(&self) -> &Path {
+        self.folder.path()
     }
 
     /// Waits until all ranks are in the middle of their calls.
@@ -202,21 +216,9 @@ fn inside(child: &Child) -> Vec<Pid> {
     children.split_whitespace().filter_map(|pid| pid.parse().ok().map(Pid::from_raw)).collect()
 }
 
-fn worker() -> &'static str {
-    env!("CARGO_BIN_EXE_fault_worker")
-}
-
-/// What this process was started with must not reach the ranks.
-fn without_variables(command: &mut Command) -> &mut Command {
-    for (name, _) in std::env::vars_os() {
-        let text = name.to_string_lossy();
-        if ["PET_", "TORCHELASTIC_", "CONVOKE_"].iter().any(|prefix| text.starts_with(prefix))
-            && text != "CONVOKE_CHECK_RUN"
-        {
-            command.env_remove(&name);
-        }
-    }
-    command
+/// Program and role of a rank.
+fn worker() -> [String; 2] {
+    [path(with_faults("test-worker-faults")), "fault".to_owned()]
 }
 
 /// Runs `case` for all of `cases`, so many at a time; for those that mostly wait.

@@ -10,11 +10,8 @@
 mod cases;
 mod deaths;
 mod job;
+mod kills;
 mod networks;
 mod stops;
 mod table;
-
-/// Whether the whole matrix is asked for.
-fn is_full() -> bool {
-    std::env::var_os("CONVOKE_FULL").is_some_and(|value| value == "1")
-}
+mod training;

@@ -1,15 +1,14 @@
 //! Hosts that lose their power or their network, wholly or in one direction, and networks that are slow. On simulated
 //! hosts, each case on its own.
 
-use std::io::Write;
 use std::time::Duration;
 
 use convoke_launcher_tests::fault::{Act, Orders, Work, now};
 use convoke_launcher_tests::hosts::Hosts;
+use convoke_testkit::{is_full, skip};
 use nix::sys::signal::Signal;
 
 use super::cases::fault;
-use super::is_full;
 use super::job::{Job, Place, orders, side_by_side};
 use super::table::{Promise, Times};
 
@@ -82,11 +81,7 @@ impl Cut {
 
 /// Hosts, or a word that there can be none here.
 fn hosts(count: usize) -> Option<Hosts> {
-    let skipped = |why: &String| {
-        // Not by a macro, whose output is shown of failed tests only.
-        let _ = std::io::stderr().write_all(format!("SKIPPED: faults of networks: {why}\n").as_bytes());
-    };
-    Hosts::up(count).inspect_err(skipped).ok()
+    Hosts::up(count).inspect_err(|why| skip(format!("faults of networks: {why}"))).ok()
 }
 
 /// A network fault under ranks that do `work`.
@@ -104,8 +99,6 @@ impl Case {
     /// How long it took until the last survivor had its error; `None` where there are no simulated hosts.
     fn run(self) -> Option<Duration> {
         let Self { cut, work, hosts: count, ranks_on_each: each, victim } = self;
-        // Shown if it fails.
-        println!("{self:?}");
         let hosts = hosts(count)?;
         if matches!(cut, Cut::Mute | Cut::Deaf) {
             // The wire is there before, as a cable is.
@@ -115,6 +108,8 @@ impl Case {
         let pause = Duration::from_millis(5);
         let orders = Orders { peer_timeout: PEER_TIMEOUT, calls: u64::MAX, pause, ..orders(work) };
         let job = Job::start(Place::Hosts(&hosts, each), size, orders);
+        // Shown if it fails; a wait in vain names the folder.
+        println!("{self:?} in {}", job.folder().display());
         job.wait_until_up();
         let since = now();
         cut.apply(&hosts, victim, count);
@@ -172,7 +167,9 @@ fn a_host_that_is_lost_in_whatever_way_is_named_in_time() {
         let named = match cut {
             Cut::Path => "one of the two, the same by all",
             Cut::Power => "the rank",
-            Cut::Partition | Cut::LinkDown | Cut::NoRoute | Cut::Mute | Cut::Deaf => "the rank, also by itself",
+            Cut::Partition | Cut::LinkDown | Cut::NoRoute | Cut::Mute | Cut::Deaf => {
+                "the rank, also by itself"
+            }
         };
         let mut times = Times::new(cut.case(), named, Promise::within(PROMISED + MARGIN));
         took.iter()

@@ -256,6 +256,53 @@ mod tests {
         }
     }
 
+    /// The bytes of protocol version 2. Whoever changes them must raise the version.
+    #[test]
+    fn descriptors_of_this_version_have_these_bytes() {
+        let reduces = Call {
+            kind: CallKind::Reduce,
+            dtype: Dtype::F64,
+            op: Some(ReduceOp::Bxor),
+            root: 0x0403_0201,
+            count: 0x1817_1615_1413_1211,
+        };
+        let bytes = [4, 9, 7, 0, 1, 2, 3, 4, 0x11, 0x12, 0x13, 0x14, 0x15, 0x16, 0x17, 0x18];
+        assert_eq!((reduces.encode(), Call::decode(bytes)), (bytes, Ok(reduces)));
+        let barrier = Call { kind: CallKind::Barrier, dtype: Dtype::I8, op: None, root: 0, count: 0 };
+        let bytes = [0, 0, 255, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+        assert_eq!((barrier.encode(), Call::decode(bytes)), (bytes, Ok(barrier)));
+    }
+
+    #[test]
+    fn operations_have_these_numbers() {
+        let numbers = [
+            (CallKind::Barrier, 0),
+            (CallKind::AllReduce, 1),
+            (CallKind::Broadcast, 2),
+            (CallKind::PointToPoint, 3),
+            (CallKind::Reduce, 4),
+            (CallKind::AllGather, 5),
+            (CallKind::ReduceScatter, 6),
+            (CallKind::Gather, 7),
+            (CallKind::Scatter, 8),
+            (CallKind::AllToAll, 9),
+            (CallKind::AllGatherV, 10),
+            (CallKind::ReduceScatterV, 11),
+            (CallKind::GatherV, 12),
+            (CallKind::ScatterV, 13),
+            (CallKind::AllToAllV, 14),
+            (CallKind::Scan, 15),
+            (CallKind::ExclusiveScan, 16),
+            (CallKind::MonitoredBarrier, 17),
+            (CallKind::Subgroup, 18),
+        ];
+        assert_eq!(numbers.len(), CallKind::ALL.len());
+        for (kind, number) in numbers {
+            let bytes = Call { kind, dtype: Dtype::U8, op: None, root: 0, count: 0 }.encode();
+            assert_eq!((bytes[0], Call::decode(bytes).unwrap().kind), (number, kind));
+        }
+    }
+
     #[test]
     fn random_descriptors_never_do_harm() {
         let op = Some(ReduceOp::Max);
@@ -266,7 +313,7 @@ mod tests {
             assert!(call.to_string().len() < 200);
             call.encode().to_vec()
         };
-        crate::testing::fuzz("random_descriptors_never_do_harm", &good, 1000, decode, encode);
+        convoke_testkit::fuzz("random_descriptors_never_do_harm", &good, 1000, decode, encode);
     }
 
     #[test]

@@ -151,7 +151,7 @@ mod tests {
             assert!(bytes.len() <= CONTROL_PAYLOAD_BYTES);
             bytes
         };
-        crate::testing::fuzz(
+        convoke_testkit::fuzz(
             "random_reports_never_do_harm",
             &good,
             4 * CONTROL_PAYLOAD_BYTES,

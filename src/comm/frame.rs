@@ -186,6 +186,61 @@ pub(crate) mod tests {
         }
     }
 
+    /// The bytes of protocol version 2. Whoever changes them must raise the version.
+    #[test]
+    fn headers_of_this_version_have_these_bytes() {
+        let mut generation = [0; 16];
+        generation.iter_mut().zip(0xA0..).for_each(|(byte, value)| *byte = value);
+        let mut call = [0; 16];
+        call.iter_mut().zip(0xC0..).for_each(|(byte, value)| *byte = value);
+        let frame = Frame {
+            kind: Kind::Rts,
+            generation: Generation::from_bytes(generation),
+            group: 0x0807_0605_0403_0201,
+            seq: 0x1817_1615_1413_1211,
+            call,
+            len: 0x0102,
+        };
+        #[rustfmt::skip]
+        let bytes = [
+            b'C', b'V', b'K', b'1', 2, 7, 0, 0,
+            0xA0, 0xA1, 0xA2, 0xA3, 0xA4, 0xA5, 0xA6, 0xA7, 0xA8, 0xA9, 0xAA, 0xAB, 0xAC, 0xAD, 0xAE, 0xAF,
+            1, 2, 3, 4, 5, 6, 7, 8,
+            0x11, 0x12, 0x13, 0x14, 0x15, 0x16, 0x17, 0x18,
+            0xC0, 0xC1, 0xC2, 0xC3, 0xC4, 0xC5, 0xC6, 0xC7, 0xC8, 0xC9, 0xCA, 0xCB, 0xCC, 0xCD, 0xCE, 0xCF,
+            2, 1, 0, 0, 0, 0, 0, 0,
+            0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+        ];
+        assert_eq!(frame.encode(), bytes);
+        assert_eq!(Frame::decode(&bytes), Ok(frame));
+    }
+
+    #[test]
+    fn kinds_have_these_numbers() {
+        let numbers = [
+            (Kind::Hello, 1),
+            (Kind::Welcome, 2),
+            (Kind::Proof, 3),
+            (Kind::Refuse, 4),
+            (Kind::Data, 5),
+            (Kind::Eager, 6),
+            (Kind::Rts, 7),
+            (Kind::Cts, 8),
+            (Kind::Message, 9),
+            (Kind::Credit, 10),
+            (Kind::Open, 11),
+            (Kind::State, 12),
+            (Kind::Ask, 13),
+            (Kind::Abort, 14),
+            (Kind::Goodbye, 15),
+            (Kind::Share, 16),
+        ];
+        assert_eq!(numbers.len(), Kind::ALL.len());
+        for (kind, number) in numbers {
+            assert_eq!((kind.to_wire(), Kind::from_wire(number)), (number, Some(kind)));
+        }
+    }
+
     #[test]
     fn each_malformed_header_has_its_error() {
         let good = frame(Kind::State).encode();
@@ -205,7 +260,7 @@ pub(crate) mod tests {
 
     #[test]
     fn random_headers_never_do_harm() {
-        let mut random = crate::testing::Random::new("random_headers_never_do_harm");
+        let mut random = convoke_testkit::Random::new("random_headers_never_do_harm");
         for round in 0..200_000 {
             let mut bytes = frame(Kind::ALL[round % Kind::ALL.len()]).encode();
             for _ in 0..random.below(4) {

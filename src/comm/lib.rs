@@ -58,8 +58,6 @@ mod reduction;
 mod session;
 mod shm;
 mod spawn;
-#[cfg(test)]
-mod testing;
 
 pub use backend::{Backend, is_available};
 pub use call::{Call, CallKind, Envelope};
@@ -70,6 +68,9 @@ pub use error::{CommError, Loss, Place};
 #[cfg(feature = "fault-points")]
 #[doc(hidden)]
 pub use fault::{Moment, on_moment};
+#[cfg(feature = "bench")]
+#[doc(hidden)]
+pub use flight::cost::flight_costs;
 pub use group::Group;
 pub use group::alloc::SharedBuffer;
 pub use group::buffers::{AnySource, Buffer, BufferMut, List, Lists, Memory};
@@ -83,3 +84,8 @@ pub use options::{GroupOptions, Listen};
 pub use reduction::Reduction;
 pub use session::{Session, World, init, is_elastic, is_initialized};
 pub use spawn::{Spawn, SpawnError, spawn};
+
+/// Tests bound the memory that decoders use.
+#[cfg(test)]
+#[global_allocator]
+static ALLOCATOR: convoke_testkit::memory::Counting = convoke_testkit::memory::Counting;

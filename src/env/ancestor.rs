@@ -33,6 +33,8 @@ fn parent_of(pid: u32) -> Option<u32> {
 
 #[cfg(test)]
 mod tests {
+    use std::process::Command;
+
     use super::*;
 
     #[test]
@@ -41,8 +43,24 @@ mod tests {
         assert_eq!(parent_of(std::process::id()), Some(parent_id()));
     }
 
+    const PASSED_ON: &str = "CONVOKE_TEST_PASSED_ON";
+    const ABOVE: &str = "CONVOKE_TEST_ABOVE";
+
+    #[test]
+    #[ignore = "a scene of who_passes_the_variable_on_is_not_the_one"]
+    fn asks_below_a_shell_that_passes_the_variable_on() {
+        let above = convoke_testkit::scene_variable(ABOVE).parse().unwrap();
+        assert_ne!(parent_id(), above);
+        assert_eq!(nearest_without(PASSED_ON), Some(above));
+    }
+
     #[test]
     fn who_passes_the_variable_on_is_not_the_one() {
-        assert_ne!(nearest_without("PATH"), Some(parent_id()));
+        let scene = convoke_testkit::scene("ancestor::tests::asks_below_a_shell_that_passes_the_variable_on");
+        // The shell stays, as it has something to do after the scene.
+        let mut shell = Command::new("sh");
+        shell.args(["-c", "\"$0\" \"$@\"; exit $?"]).arg(scene.get_program()).args(scene.get_args());
+        shell.env(PASSED_ON, "1").env(ABOVE, std::process::id().to_string());
+        convoke_testkit::assert_one_passed(&shell.output().unwrap());
     }
 }

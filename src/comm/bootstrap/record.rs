@@ -158,12 +158,12 @@ mod tests {
         };
         let table = encode(&(0..3).map(record).collect());
         let decode = |bytes: &[u8]| decode_table(bytes).ok();
-        crate::testing::fuzz(test, &[&table], 32 * table.len(), decode, encode);
+        convoke_testkit::fuzz(test, &[&table], 32 * table.len(), decode, encode);
         let encode = |&(generation, given): &(Generation, bool)| {
             serde_json::to_vec(&Announcement { generation: generation.to_string(), given }).unwrap()
         };
         let announced = encode(&(Generation::from_bytes([7; 16]), true));
-        crate::testing::fuzz(test, &[&announced], 8 * announced.len(), Announcement::decode, encode);
+        convoke_testkit::fuzz(test, &[&announced], 8 * announced.len(), Announcement::decode, encode);
     }
 
     #[test]

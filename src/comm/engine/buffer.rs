@@ -244,18 +244,80 @@ mod tests {
         assert_eq!(Lent::default().bytes(3..5), [0; 0]);
     }
 
+    /// What a place of a row may be.
+    #[derive(Debug, Clone, Copy, PartialEq)]
+    enum Place {
+        Gap,
+        Sent,
+        Filled,
+        Scratch,
+    }
+
+    /// Bytes of the rows that are tried.
+    const ROW: usize = 5;
+
+    /// All rows of [`ROW`] places, with one part of scratch memory at most.
+    fn rows() -> impl Iterator<Item = [Place; ROW]> {
+        let places = [Place::Gap, Place::Sent, Place::Filled, Place::Scratch];
+        let row = move |number: usize| std::array::from_fn(|at| places[number >> (2 * at) & 3]);
+        let has_one =
+            |row: &[Place; ROW]| parts(row).iter().filter(|part| part.2 == Place::Scratch).count() < 2;
+        (0..1 << (2 * ROW)).map(row).filter(has_one)
+    }
+
+    /// The parts of a row: where equal places are side by side.
+    fn parts(row: &[Place; ROW]) -> Vec<(usize, usize, Place)> {
+        let mut parts = Vec::new();
+        for part in row.chunk_by(|a, b| a == b) {
+            let at = parts.last().map_or(0, |&(at, len, _)| at + len);
+            parts.push((at, part.len(), part[0]));
+        }
+        parts.into_iter().filter(|part| part.2 != Place::Gap).collect()
+    }
+
     #[test]
     fn parts_are_one_row() {
-        let (sent, mut filled) = ([1_u8, 2, 3], [0_u8; 4]);
-        let mut lent = Lent::default().filled(8, &mut filled).sent(5, &sent).scratch(20, vec![7_u8; 2]);
-        assert_eq!(lent.bytes(6..8), [2, 3]);
-        assert_eq!(lent.bytes(6..12), [2, 3], "cut where the part ends");
-        assert_eq!((lent.bytes(0..5), lent.bytes(12..13)), (&[][..], &[][..]), "not lent");
+        for row in rows() {
+            // Each place has its number in the row, wherever its memory is.
+            let mut memory: Vec<Vec<u8>> =
+                parts(&row).iter().map(|&(at, len, _)| (at..at + len).map(|at| at as u8).collect()).collect();
+            let mut lent = Lent::default();
+            // In no order of their places.
+            for ((at, _, place), memory) in parts(&row).into_iter().zip(&mut memory).rev() {
+                lent = match place {
+                    Place::Sent => lent.sent(at, memory),
+                    Place::Filled => lent.filled(at, memory),
+                    _ => lent.scratch(at, memory.clone()),
+                };
+            }
+            for range in (0..ROW + 2).flat_map(|start| (start..ROW + 3).map(move |end| start..end)) {
+                let inside =
+                    parts(&row).into_iter().find(|(at, len, _)| (*at..at + len).contains(&range.start));
+                let (end, place) = inside.map_or((0, Place::Gap), |(at, len, place)| (at + len, place));
+                let expected: Vec<u8> = (range.start..end.min(range.end)).map(|at| at as u8).collect();
+                assert_eq!(lent.bytes(range.clone()), expected, "{range:?} of {row:?}");
+                let writable = matches!(place, Place::Filled | Place::Scratch);
+                let expected = if writable { expected } else { Vec::new() };
+                assert_eq!(*lent.bytes_mut(range.clone()), expected, "{range:?} of {row:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_written_to_a_row_is_in_the_memory_that_was_lent() {
+        let (sent, mut first, mut second) = ([1_u8, 2, 3], [0_u8; 4], [0_u8; 2]);
+        let mut lent = Lent::default().filled(12, &mut second).sent(5, &sent).filled(8, &mut first);
         lent.bytes_mut(9..11).copy_from_slice(&[7, 8]);
-        assert_eq!(*lent.bytes_mut(5..8), [0; 0], "read only");
-        assert_eq!((lent.bytes(20..30), lent.len()), (&[7, 7][..], 9));
+        lent.bytes_mut(13..14).copy_from_slice(&[9]);
+        assert_eq!(lent.len(), 9);
+        assert_eq!((first, second), ([0, 7, 8, 0], [0, 9]));
+    }
+
+    #[test]
+    fn a_row_says_where_its_parts_are() {
+        let (sent, mut filled) = ([1_u8, 2, 3], [0_u8; 4]);
+        let lent = Lent::default().filled(8, &mut filled).sent(5, &sent).scratch(20, vec![7_u8; 2]);
         assert!(lent.ranges().eq([(5..8, false), (8..12, true), (20..22, true)]));
-        assert_eq!(filled, [0, 7, 8, 0]);
     }
 
     #[test]

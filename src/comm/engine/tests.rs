@@ -256,7 +256,7 @@ fn strangers_disturb_no_call() {
         },
         |siege| {
             let (addresses, mut engine) = (siege.addresses.clone(), siege.engine());
-            let mut random = crate::testing::Random::new("strangers_disturb_no_call");
+            let mut random = convoke_testkit::Random::new("strangers_disturb_no_call");
             while !over.load(Ordering::SeqCst) {
                 let mut stream = TcpStream::connect(addresses[random.below(2)]).unwrap();
                 let mut bytes = greeting(FAKE, random.below(2));

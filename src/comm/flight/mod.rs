@@ -15,6 +15,8 @@
 //! whatever sessions and groups it has, theirs is one story, and which of its groups a process is in is what a reader
 //! wants to know. Nothing but the recorder itself depends on it.
 
+#[cfg(feature = "bench")]
+pub(crate) mod cost;
 mod file;
 mod map;
 mod ring;

@@ -3,7 +3,6 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::time::Instant;
 
 use convoke_env::flight::Recording;
 use convoke_env::flight::folder::{self, Found};
@@ -122,15 +121,15 @@ fn a_call_is_read_back_in_each_of_its_states() {
 fn every_call_reads_in_a_recording_as_in_an_error() {
     let names = Names::read(&header(None).names);
     for kind in CallKind::ALL {
-        for (dtype, op) in
-            Dtype::ALL.into_iter().zip([None].into_iter().chain(ReduceOp::ALL.map(Some)).cycle())
-        {
-            let call = Call { kind, dtype, op, root: 7, count: 1 << 33 };
-            assert_eq!(names.call(&call.encode()), call.to_string());
+        for dtype in Dtype::ALL {
+            for op in [None].into_iter().chain(ReduceOp::ALL.map(Some)) {
+                let call = Call { kind, dtype, op, root: 7, count: 1 << 33 };
+                assert_eq!(names.call(&call.encode()), call.to_string());
+            }
         }
     }
-    for (index, algorithm) in Algorithm::ALL.into_iter().enumerate() {
-        assert_eq!(names.algorithm(algorithm as u8 + 1).as_deref(), Some(Algorithm::ALL[index].name()));
+    for algorithm in Algorithm::ALL {
+        assert_eq!(names.algorithm(algorithm as u8 + 1).as_deref(), Some(algorithm.name()));
     }
 }
 
@@ -342,37 +341,4 @@ fn two_recorders_of_one_process_do_not_share_a_file() {
     let tracks = [of_three(folder.recorder()), of_three(folder.recorder())];
     assert_eq!(folder.read().recordings.len(), 2);
     drop(tracks);
-}
-
-/// Measured, not asserted: the median of many short loops, which other processes disturb least.
-#[test]
-fn what_a_call_costs() {
-    const LOOPS: usize = 1000;
-    const CALLS: u32 = 100;
-    let folder = Folder::new();
-    let measure = |what: &str, call: &dyn Fn(u64)| {
-        let mut nanos: Vec<f64> = (0..LOOPS)
-            .map(|_| {
-                let start = Instant::now();
-                (0..u64::from(CALLS)).for_each(call);
-                start.elapsed().as_nanos() as f64 / f64::from(CALLS)
-            })
-            .collect();
-        nanos.sort_by(f64::total_cmp);
-        eprintln!("{what}: {:.1} ns", nanos[LOOPS / 2]);
-    };
-    measure("a reading of the clock", &|_| {
-        std::hint::black_box(now_ns());
-    });
-    // The engine knows when a call was made.
-    let made = told(0);
-    let track = of_three(folder.recorder());
-    measure("the beginning of a call", &|seq| {
-        std::hint::black_box(track.begin(&Told { seq, ..made }));
-    });
-    measure("a call, recorded in a file", &|seq| track.begin(&Told { seq, ..made }).end(true));
-    let memory = of_three(Recorder::new(None, None));
-    measure("a call, recorded in memory", &|seq| memory.begin(&Told { seq, ..made }).end(true));
-    let step = track.begin(&told(0));
-    measure("a wait", &|_| step.wait([1].into_iter(), 0, 0));
 }

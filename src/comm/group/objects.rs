@@ -216,7 +216,7 @@ mod tests {
         let decode = |bytes: &[u8]| read::<Object>(0, bytes).ok();
         // What serde reserves at most before the elements come, for each list once.
         let most = 3 << 20;
-        crate::testing::fuzz("random_objects_never_do_harm", &good, most, decode, |object| {
+        convoke_testkit::fuzz("random_objects_never_do_harm", &good, most, decode, |object| {
             written(object).unwrap()
         });
     }

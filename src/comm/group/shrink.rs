@@ -206,6 +206,6 @@ mod tests {
             encode(&(Generation::from_bytes([2; 16]), vec![])),
         ];
         let decode = |bytes: &[u8]| read(bytes).ok();
-        crate::testing::fuzz("random_decisions_never_do_harm", &good, 4000, decode, encode);
+        convoke_testkit::fuzz("random_decisions_never_do_harm", &good, 4000, decode, encode);
     }
 }

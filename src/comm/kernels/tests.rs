@@ -5,7 +5,7 @@ use half::{bf16, f16};
 use super::vectors::Vectors;
 use super::*;
 use crate::dtype::Element;
-use crate::testing::Random;
+use convoke_testkit::Random;
 
 /// Ranks of an average.
 const WORLD: usize = 7;

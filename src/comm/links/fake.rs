@@ -5,7 +5,7 @@ use std::io::{self, IoSlice};
 use std::sync::{Arc, Mutex};
 
 use super::Link;
-use crate::testing::Random;
+use convoke_testkit::Random;
 
 /// How a pair of links behaves; the same in both directions.
 #[derive(Debug, Clone)]

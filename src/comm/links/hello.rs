@@ -212,18 +212,63 @@ mod tests {
         assert!(Welcome::decode(&[9; WELCOME_BYTES]).is_err());
     }
 
+    /// The bytes of protocol version 2. Whoever changes them must raise the version.
+    #[test]
+    fn payloads_of_this_version_have_these_bytes() {
+        let nonce = std::array::from_fn(|index| 0x40 + index as u8);
+        let hello = Hello {
+            suite: SUITE_PLAIN,
+            lane: Lane::Message,
+            capabilities: 0x0403_0201,
+            source: 0x1413_1211,
+            destination: 0x2423_2221,
+            nonce,
+        };
+        let words = [0, 2, 0, 0, 1, 2, 3, 4, 0x11, 0x12, 0x13, 0x14, 0x21, 0x22, 0x23, 0x24];
+        let bytes = [&words[..], &nonce].concat();
+        assert_eq!(hello.encode()[..], bytes);
+        assert_eq!(Hello::decode(&bytes), Ok(hello));
+        let proof = std::array::from_fn(|index| 0x80 + index as u8);
+        let welcome = Welcome { suite: SUITE_PLAIN, capabilities: 0x0403_0201, nonce, proof };
+        let bytes = [&[0, 0, 0, 0, 1, 2, 3, 4][..], &nonce, &proof].concat();
+        assert_eq!(welcome.encode()[..], bytes);
+        assert_eq!(Welcome::decode(&bytes), Ok(welcome));
+        assert_eq!(Lane::ALL.map(Lane::to_wire), [0, 1, 2]);
+    }
+
+    /// Computed from the text at the head of this file, with Python's `hmac`.
+    #[test]
+    fn proofs_of_this_version_have_these_bytes() {
+        let text = |proof: Mac32| proof.map(|byte| format!("{byte:02x}")).concat();
+        let proof = |credentials: &Credentials, role| text(credentials.prove(role, &hello(), 9, &[3; 32]));
+        let ours = credentials(b"secret");
+        assert_eq!(
+            proof(&ours, Role::Connector),
+            "3842ffee3e07f20c596a8e4dd2e9732d744de3ed828c4f28e8a640535144f6a8"
+        );
+        assert_eq!(
+            proof(&ours, Role::Acceptor),
+            "cd61723484d8c33fddcf7cb86d7a33ab578e28f051574ea60e3636747d8677b7"
+        );
+        let open = Credentials::new(None, Generation::from_bytes([1; 16]), 0);
+        assert_eq!(
+            proof(&open, Role::Connector),
+            "dbfb20fed3cf074b6864eceef90717e9a8d5942512f1a22a516f4fecba3eab59"
+        );
+    }
+
     #[test]
     fn random_payloads_never_do_harm() {
         let (test, most) = ("random_payloads_never_do_harm", 1000);
         let decode = |bytes: &[u8]| Hello::decode(bytes).ok();
-        crate::testing::fuzz(test, &[hello().encode()], most, decode, |hello| hello.encode().to_vec());
+        convoke_testkit::fuzz(test, &[hello().encode()], most, decode, |hello| hello.encode().to_vec());
         let welcome = Welcome { suite: SUITE_PLAIN, capabilities: 9, nonce: [1; 32], proof: [2; 32] };
         let decode = |bytes: &[u8]| Welcome::decode(bytes).ok();
-        crate::testing::fuzz(test, &[welcome.encode()], most, decode, |welcome| welcome.encode().to_vec());
+        convoke_testkit::fuzz(test, &[welcome.encode()], most, decode, |welcome| welcome.encode().to_vec());
         let ours = credentials(b"secret");
         let proof = ours.prove(Role::Connector, &hello(), 0, &[3; 32]);
         let decode = |proof: &[u8]| ours.verify(Role::Connector, &hello(), 0, &[3; 32], proof).then_some(());
-        crate::testing::fuzz(test, &[proof], most, decode, |()| proof.to_vec());
+        convoke_testkit::fuzz(test, &[proof], most, decode, |()| proof.to_vec());
     }
 
     #[test]

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use super::conn::Conn;
 use super::{Closed, Link};
-use crate::testing::Random;
+use convoke_testkit::Random;
 
 thread_local! {
     static SEED: Cell<Option<u64>> = const { Cell::new(None) };

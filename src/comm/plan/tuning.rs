@@ -297,7 +297,7 @@ mod tests {
             let chosen = shown.split(", ").skip(1).filter(|entry| !entry.ends_with(":table"));
             chosen.collect::<Vec<_>>().join(",").into_bytes()
         };
-        crate::testing::fuzz(test, &good, 4000, decode, encode);
+        convoke_testkit::fuzz(test, &good, 4000, decode, encode);
     }
 
     #[test]

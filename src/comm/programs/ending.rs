@@ -6,7 +6,7 @@ use crate::{CommError, Group, Loss, ReduceOp};
 use super::calls::Keeper;
 use super::program::{Badly, Fault};
 use super::works::{PATIENCE, Shelves, Stop};
-use crate::testing::Random;
+use convoke_testkit::Random;
 
 /// What an abort says.
 const REASON: &str = "the program wants it";

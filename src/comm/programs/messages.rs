@@ -9,7 +9,7 @@ use super::model::junk;
 use super::program::{Message, Messages, Pattern};
 use super::values::{Value, hash};
 use super::works::{Shelves, Stop};
-use crate::testing::Random;
+use convoke_testkit::Random;
 
 impl Messages {
     /// What is in the message with this place in the list.

@@ -37,7 +37,7 @@ use std::time::{Duration, Instant};
 
 use convoke_store::{MemoryStore, Store};
 
-use crate::testing::Random;
+use convoke_testkit::Random;
 use program::Program;
 use rank::Common;
 

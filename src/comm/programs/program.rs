@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::{Dtype, ReduceOp};
 
 use super::values::{TYPES, hash};
-use crate::testing::Random;
+use convoke_testkit::Random;
 
 /// Operations of a program.
 pub(crate) const STEPS: usize = 200;

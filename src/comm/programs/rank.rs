@@ -16,7 +16,7 @@ use super::scope::{self, Lent, OfCollective, OfMessages};
 use super::values::{Value, digest, hash, with_type};
 use super::works::{Calls, PATIENCE, Shelves, Stop};
 use crate::links::rough;
-use crate::testing::Random;
+use convoke_testkit::Random;
 
 /// Bound for each operation: long, as whatever ends by it is an error.
 const TIMEOUT: Duration = Duration::from_secs(60);

@@ -9,7 +9,7 @@ use super::model::{Case, junk};
 use super::program::{Collective, Message, Messages, Pattern};
 use super::values::Value;
 use super::works::{OfScope, Stop};
-use crate::testing::Random;
+use convoke_testkit::Random;
 
 /// An operation with the memory that a scope borrows.
 pub(crate) trait Lent {

@@ -8,7 +8,7 @@ use crate::{CommError, Memory, Work, wait_all, wait_any};
 use nix::poll::{PollFd, PollFlags, PollTimeout};
 
 use super::calls::{Keeper, Look};
-use crate::testing::Random;
+use convoke_testkit::Random;
 
 /// Why a rank stops.
 #[derive(Debug)]

@@ -131,7 +131,7 @@ mod tests {
             let place = url.place.map(|(rank, size)| format!("?rank={rank}&world_size={size}"));
             (way + &place.unwrap_or_default()).into_bytes()
         };
-        crate::testing::fuzz("random_urls_never_do_harm", &good, 4000, decode, encode);
+        convoke_testkit::fuzz("random_urls_never_do_harm", &good, 4000, decode, encode);
     }
 
     #[test]

@@ -6,7 +6,7 @@ use super::layout::{Counter, DEPTH};
 use super::program::{Limits, Place, Program, Step, Whom, is_known};
 use crate::call::{Call, CallKind};
 use crate::dtype::{Dtype, ReduceOp};
-use crate::testing::Random;
+use convoke_testkit::Random;
 
 /// So small that calls of a few elements have many rounds.
 const LIMITS: Limits = Limits { small: 24, round: 192, cached: 700 };

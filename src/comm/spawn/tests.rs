@@ -1,7 +1,7 @@
 use convoke_env::ExitCause;
 
 use super::*;
-use crate::testing::fuzz;
+use convoke_testkit::fuzz;
 
 #[test]
 fn tickets_round_trip() {

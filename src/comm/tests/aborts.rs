@@ -7,7 +7,8 @@ mod common;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use common::{CommError, Gate, Group, LONG, ReduceOp, ranks};
+use common::{CommError, Gate, Group, ReduceOp, ranks};
+use convoke_testkit::Thread;
 
 /// How long a blocked call may take to end; in practice it takes microseconds.
 const AT_ONCE: Duration = Duration::from_secs(5);
@@ -44,20 +45,6 @@ const BLOCKED: &[(&str, Call)] = &[
     ("a scope", |group| group.scope(|scope| scope.recv(vec![0], 2, 0)?.wait().map(drop))),
 ];
 
-/// Waits until a thread of this process sleeps in the kernel.
-fn until_asleep(thread: i32) {
-    let deadline = Instant::now() + LONG;
-    loop {
-        let stat = std::fs::read_to_string(format!("/proc/self/task/{thread}/stat")).unwrap();
-        // The state follows the name, which may hold anything.
-        if stat.rsplit(") ").next().unwrap().starts_with('S') {
-            return;
-        }
-        assert!(Instant::now() < deadline, "still running: {stat}");
-        std::thread::yield_now();
-    }
-}
-
 #[test]
 fn an_abort_from_another_thread_ends_every_kind_of_call() {
     for (name, call) in BLOCKED {
@@ -70,10 +57,10 @@ fn an_abort_from_another_thread_ends_every_kind_of_call() {
                     let (tell, told) = channel();
                     let group = &group;
                     let blocked = scope.spawn(move || {
-                        tell.send(nix::unistd::gettid().as_raw()).unwrap();
+                        tell.send(Thread::current()).unwrap();
                         (call(group).unwrap_err(), Instant::now())
                     });
-                    until_asleep(told.recv().unwrap());
+                    told.recv().unwrap().until_asleep();
                     let at = Instant::now();
                     group.abort("enough");
                     let (error, returned) = blocked.join().unwrap();

@@ -1,13 +1,12 @@
 //! Groups with a side on devices, against what stands in for CUDA and NCCL (`launcher-tests/gpu`): ranks are threads of a
 //! process that was started with it.
 
+#![cfg(feature = "nccl")]
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
 
 mod common;
 #[path = "device/misuse.rs"]
 mod misuse;
-#[path = "../../../launcher-tests/gpu/simulated.rs"]
-mod simulated;
 #[path = "device/threads.rs"]
 mod threads;
 
@@ -19,10 +18,11 @@ use common::{CommError, Group, LONG, ReduceOp, ranks, ranks_together};
 use convoke_comm::device::cudarc::driver::{CudaSlice, CudaStream, DeviceRepr, result};
 use convoke_comm::device::{self, DeviceError, DeviceOptions, F8E4M3};
 use convoke_comm::{Loss, Reduction, bf16, f16, wait_any};
-use simulated::is_simulated;
+use convoke_testkit::Thread;
+use convoke_testkit::gpu::{is_inside, is_simulated};
 
 /// Within which an abort ends whatever is under way.
-const AT_ONCE: Duration = Duration::from_secs(2);
+const AT_ONCE: Duration = Duration::from_secs(LONG.as_secs() / 2);
 
 /// A group of `world` ranks, each with the device of its number.
 fn on_devices<R: Send>(world: usize, body: impl Fn(Group, Arc<CudaStream>) -> R + Sync) -> Vec<R> {
@@ -82,11 +82,11 @@ impl Spin {
     }
 }
 
-/// Aborts a group after a while, on a thread of its own.
-fn abort_after(group: &Group, time: Duration) -> std::thread::JoinHandle<()> {
-    let group = group.clone();
+/// Aborts a group when the calling thread sleeps, on a thread of its own.
+fn abort_when_asleep(group: &Group) -> std::thread::JoinHandle<()> {
+    let (group, caller) = (group.clone(), Thread::current());
     std::thread::spawn(move || {
-        std::thread::sleep(time);
+        caller.until_asleep();
         group.abort("enough");
     })
 }
@@ -490,8 +490,8 @@ fn two_ranks_on_one_device_are_told_so_and_go_on_without() {
 #[test]
 fn without_a_driver_the_error_says_what_to_do() {
     let (count, open) = (device::count(), device::open(0));
-    if simulated::is_inside() || count.as_ref().is_ok_and(|&count| count > 0) {
-        println!("NOT TESTED: there is a GPU here");
+    if is_inside() || count.as_ref().is_ok_and(|&count| count > 0) {
+        convoke_testkit::skip("there is a GPU here");
         return;
     }
     assert!(matches!(open, Err(DeviceError::NoDriver)), "{open:?}");

@@ -5,12 +5,15 @@
 
 mod common;
 
+use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use common::{Gate, Group, ReduceOp};
 use convoke_comm::Work;
 use convoke_store::{MemoryStore, Store};
+use convoke_testkit::skip;
+use nix::sched::{CloneFlags, unshare};
 use nix::sys::time::TimeValLike;
 
 /// Cycles of making, using, aborting and dropping a group of three; CONVOKE_CYCLES sets another number.
@@ -88,9 +91,20 @@ fn memory() -> (usize, usize) {
     (std::fs::read_to_string("/proc/self/maps").unwrap().lines().count(), resident)
 }
 
-/// Connections of this machine that have ended and keep their port for a minute.
+/// Gives this thread, and those that it starts, a network in which nobody else leaves connections. Needs root.
+fn has_own_network() -> bool {
+    if let Err(error) = unshare(CloneFlags::CLONE_NEWNET) {
+        skip(format!("connections that keep their ports are not counted: no network of its own: {error}"));
+        return false;
+    }
+    let up = Command::new("ip").args(["link", "set", "lo", "up"]).status().unwrap();
+    assert!(up.success());
+    true
+}
+
+/// Connections of this thread's network that have ended and keep their port for a minute.
 fn waiting_ports() -> usize {
-    let text = std::fs::read_to_string("/proc/net/sockstat").unwrap();
+    let text = std::fs::read_to_string("/proc/thread-self/net/sockstat").unwrap();
     let waiting = text.split_whitespace().skip_while(|&word| word != "tw").nth(1).unwrap();
     waiting.parse().unwrap()
 }
@@ -98,6 +112,7 @@ fn waiting_ports() -> usize {
 #[test]
 fn a_dropped_group_leaves_no_descriptor_no_thread_and_no_key_and_a_waiting_one_uses_no_cpu() {
     let cycles = std::env::var("CONVOKE_CYCLES").map_or(CYCLES, |text| text.parse().unwrap());
+    let counts_ports = has_own_network();
     // Before there were any: a thread that was joined may still be seen for a moment.
     let (fds, threads) = (count("fd"), count("task"));
     let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
@@ -168,7 +183,7 @@ fn a_dropped_group_leaves_no_descriptor_no_thread_and_no_key_and_a_waiting_one_u
     }
     // Of the ten connections of a cycle, those by which two said goodbye at the same moment.
     let more = waiting_ports().saturating_sub(waiting);
-    assert!(more <= 6 * cycles, "{more} ports wait after {cycles} cycles");
+    assert!(!counts_ports || more <= 6 * cycles, "{more} ports wait after {cycles} cycles");
     if let Some((mappings, resident)) = warm {
         let now = memory();
         assert!(now.0 <= mappings + 16, "{} mappings, {mappings} when warm", now.0);

@@ -4,10 +4,13 @@
 
 mod common;
 
-use std::time::{Duration, Instant};
+use std::sync::Mutex;
+use std::sync::mpsc::channel;
+use std::time::Instant;
 
 use common::{CommError, Gate, Group, LONG, ReduceOp, SHORT, ranks};
 use convoke_comm::{CallKind, Dtype, Element, Loss};
+use convoke_testkit::Thread;
 
 type Call = fn(&Group) -> Result<(), CommError>;
 /// A call with a root, or with some other rank that matters.
@@ -222,19 +225,43 @@ fn blocks_of_another_length_than_a_root_expects_name_who_sends_them() {
     }
 }
 
+/// Where a message is when its receiver asks for it.
+#[derive(Clone, Copy)]
+enum Early {
+    /// Not sent, or somewhere.
+    No,
+    /// Its sender waits, as it has sent what it may.
+    OnItsWay,
+    /// Its receiver has read that there is one.
+    Known,
+}
+
+fn warm_up(group: &Group) {
+    match group.rank() {
+        0 => group.send(&[1], 1, 4).unwrap(),
+        _ => group.recv(&mut [0], 0, 4).unwrap(),
+    }
+}
+
 #[test]
 fn messages_of_another_length_or_type_are_a_mismatch() {
-    for early in [false, true] {
+    for when in [Early::No, Early::OnItsWay, Early::Known] {
         for large in [false, true] {
             let count = if large { 100_000 } else { 100 };
+            let (tell, told) = channel();
+            let told = Mutex::new(told);
             let errors = ranks(2, |group| {
+                // The connection for messages is there, and used.
+                warm_up(&group);
                 if group.rank() == 0 {
+                    tell.send(Thread::current()).unwrap();
                     let sent = group.send(&vec![1.0_f32; count], 1, 5);
                     sent.and_then(|()| group.barrier()).unwrap_err()
                 } else {
-                    if early {
-                        // Behind the other message on the same connection.
-                        std::thread::sleep(Duration::from_millis(20));
+                    match when {
+                        Early::No => {}
+                        Early::OnItsWay => told.lock().unwrap().recv().unwrap().until_asleep(),
+                        Early::Known => drop(group.probe(Some(0), 5).unwrap()),
                     }
                     group.recv(&mut vec![0.0_f32; count + 1], 0, 5).unwrap_err()
                 }

@@ -5,13 +5,13 @@
 
 mod common;
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc;
+use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
 use common::*;
 use convoke_comm::{List, Work, wait_all, wait_any};
+use convoke_testkit::Thread;
 use nix::poll::{PollFd, PollFlags, PollTimeout};
 
 /// What rank `rank` has in element `index`.
@@ -208,15 +208,17 @@ fn nobody_need_wait_for_it_to_go_on() {
 
 #[test]
 fn a_dropped_handle_lets_it_go_on_even_without_the_group() {
+    let (tell, told) = one_message();
     let sums = ranks(2, |group| {
         let own = group.nonblocking();
         if group.rank() == 0 {
             // Nobody waits, nobody holds the group: the other rank must get its sum nevertheless.
             drop(own.all_reduce(vec![1_i64; 100_000], ReduceOp::Sum).unwrap());
             drop(own.send(vec![5_i64; 100_000], 1, 7).unwrap());
+            tell.send(Thread::current()).unwrap();
             return 0;
         }
-        std::thread::sleep(Duration::from_millis(20));
+        until_left(&told);
         let mut mine = vec![2_i64; 100_000];
         group.all_reduce(&mut mine, ReduceOp::Sum).unwrap();
         let mut got = vec![0_i64; 100_000];
@@ -228,13 +230,30 @@ fn a_dropped_handle_lets_it_go_on_even_without_the_group() {
 
 #[test]
 fn a_dropped_barrier_goes_on_even_without_the_group() {
+    let (gate, (tell, told)) = (Gate::new(3), one_message());
     ranks(4, |group| {
         if group.rank() == 0 {
-            return drop(group.nonblocking().barrier().unwrap());
+            drop(group.nonblocking().barrier().unwrap());
+            return tell.send(Thread::current()).unwrap();
         }
-        std::thread::sleep(Duration::from_millis(20));
+        if group.rank() == 1 {
+            until_left(&told);
+        }
+        gate.wait();
         group.barrier().unwrap();
     });
+}
+
+type Told = Mutex<mpsc::Receiver<Thread>>;
+
+fn one_message() -> (mpsc::Sender<Thread>, Told) {
+    let (tell, told) = mpsc::channel();
+    (tell, Mutex::new(told))
+}
+
+/// Waits until the rank that tells its thread at last has dropped its group, or waits in that.
+fn until_left(told: &Told) {
+    told.lock().unwrap().recv_timeout(LONG).unwrap().until_asleep_or_ended();
 }
 
 #[test]

@@ -19,6 +19,7 @@ use std::time::{Duration, Instant};
 use convoke_comm::{CommError, Group, ReduceOp, Session, World};
 use convoke_env::{ExitCause, Generation, ToWorker, Token};
 use convoke_store::StoreServer;
+use convoke_testkit::{assert_one_passed, scene, scene_variable};
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -30,10 +31,10 @@ const TO_COME: Duration = Duration::from_secs(3);
 
 // ---------------------------------------------------------------- the worker's side
 
-/// Not a test: what the processes run that the tests start.
 #[test]
+#[ignore = "what the processes run that the tests start"]
 fn worker() {
-    let Ok(scenario) = std::env::var("CONVOKE_TEST_SCENARIO") else { return };
+    let scenario = scene_variable("CONVOKE_TEST_SCENARIO");
     let outcome = join().and_then(|mut session| {
         let world = session.world()?;
         say("joined");
@@ -174,8 +175,7 @@ impl Job {
         let (events, received) = channel();
         let workers = (0..world)
             .map(|rank| {
-                let mut command = Command::new(std::env::current_exe().unwrap());
-                command.args(["worker", "--exact", "--nocapture"]);
+                let mut command = scene("worker");
                 command.env("CONVOKE_TEST_SCENARIO", scenario);
                 command.env("RANK", rank.to_string()).env("WORLD_SIZE", world.to_string());
                 command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
@@ -268,14 +268,15 @@ fn watch(rank: usize, child: &mut Child, events: Sender<(usize, String)>) -> Joi
 #[test]
 fn without_variables_it_is_a_world_of_one_and_with_some_an_error_that_names_the_others() {
     let run = |vars: &[(&str, &str)]| {
-        let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["worker", "--exact", "--nocapture"]);
+        let mut command = scene("worker");
         for name in ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"] {
             command.env_remove(name);
         }
         command.env("CONVOKE_TEST_SCENARIO", if vars.is_empty() { "barrier" } else { "variables" });
         command.envs(vars.iter().copied()).stdin(Stdio::null()).stdout(Stdio::piped());
-        String::from_utf8(command.output().unwrap().stdout).unwrap()
+        let output = command.output().unwrap();
+        assert_one_passed(&output);
+        String::from_utf8(output.stdout).unwrap()
     };
     let said = run(&[]);
     assert!(said.contains("@ joined") && said.contains("@ done"), "{said}");

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use convoke_comm::{CommError, ReduceOp, Spawn, SpawnError, World, init, is_elastic, is_initialized, spawn};
 use convoke_env::{ExitCause, WorkerEnv};
+use convoke_testkit::{assert_one_passed, scene, scene_variable};
 use nix::sys::signal::{Signal, kill, raise};
 use nix::unistd::Pid;
 
@@ -201,8 +202,8 @@ fn ranks_cannot_spawn_and_no_ranks_are_refused() {
 fn a_program_that_a_rank_starts_may_spawn() {
     spawn(1, |_| {
         let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["ranks_cannot_spawn_and_no_ranks_are_refused", "--exact"]).stdout(Stdio::null());
-        assert!(command.status().unwrap().success());
+        command.args(["ranks_cannot_spawn_and_no_ranks_are_refused", "--exact"]);
+        assert_one_passed(&command.output().unwrap());
     })
     .unwrap();
 }
@@ -230,15 +231,14 @@ fn a_rank_whose_spawner_has_died_before_the_call_does_not_spawn_itself() {
 
 /// Runs [`spawner`] in a process of its own, whose ranks stop to wait for its death `when`.
 fn start_spawner(folder: &Folder, when: &str) -> std::process::Child {
-    let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["spawner", "--exact", "--nocapture"]).env("FOLDER", &folder.0).env("WHEN", when);
-    command.stdout(Stdio::null()).spawn().unwrap()
+    let mut command = scene("spawner");
+    command.env("FOLDER", &folder.0).env("WHEN", when).stdout(Stdio::null()).spawn().unwrap()
 }
 
-/// Not a test: a process that is killed by others.
 #[test]
+#[ignore = "a process that other tests start and kill"]
 fn spawner() {
-    let Ok(when) = std::env::var("WHEN") else { return };
+    let when = scene_variable("WHEN");
     let early = when == "before the call";
     if early && std::env::var_os("CONVOKE_SPAWN").is_some() {
         let (spawner, until) = (std::os::unix::process::parent_id(), Instant::now() + LONG);

@@ -4,7 +4,6 @@
 
 mod common;
 
-use std::io::Write;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
@@ -46,8 +45,7 @@ fn add_up(world: &World) {
 fn has_ipv6(what: &str) -> bool {
     let has = std::net::TcpListener::bind("[::1]:0").is_ok();
     if !has {
-        // Not by a macro, whose output is shown of failed tests only.
-        let _ = writeln!(std::io::stderr(), "SKIPPED: {what}: no ::1 here");
+        convoke_testkit::skip(format_args!("{what}: no ::1 here"));
     }
     has
 }

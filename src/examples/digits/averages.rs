@@ -4,9 +4,9 @@ use convoke_comm::{ReduceOp, World};
 use convoke_train::{Ddp, DdpOptions, Trace};
 
 use crate::arguments::{Arguments, Gradients};
-use crate::data::Example;
 use crate::network::{Activations, Network};
 use crate::train::TrainError;
+use convoke_example_data::Example;
 
 /// The averages of the last step. The loss is one more parameter, the last: it is known first, and so sent first.
 pub(crate) enum Averages<'a> {

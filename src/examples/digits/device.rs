@@ -12,9 +12,9 @@ use convoke_train::{DdpOptions, DeviceDdp, Trace};
 use kernels::{Kernels, Layer};
 
 use crate::arguments::{Arguments, Place};
-use crate::data::{CLASSES, Example, PIXELS};
 use crate::network::Network;
 use crate::train::TrainError;
+use convoke_example_data::{CLASSES, Example, PIXELS};
 
 /// A network on this rank's GPU.
 pub(crate) struct OnDevice {

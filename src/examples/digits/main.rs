@@ -7,7 +7,6 @@
 mod arguments;
 mod averages;
 mod checkpoint;
-mod data;
 mod device;
 mod hash;
 mod network;

@@ -5,7 +5,7 @@
 
 use convoke_train::Random;
 
-use crate::data::{CLASSES, Example, PIXELS};
+use convoke_example_data::{CLASSES, Example, PIXELS};
 
 /// Stream of random numbers for the initial weights; see [`Random::new`].
 const WEIGHT_STREAM: u64 = 2;
@@ -200,7 +200,6 @@ fn softmax(scores: &mut [f32; CLASSES]) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data;
 
     /// The loss of these examples, and its gradient.
     fn gradient(network: &Network, examples: &[&Example]) -> (f32, Vec<Vec<f32>>) {
@@ -223,7 +222,7 @@ mod tests {
 
     #[test]
     fn the_gradient_is_the_slope_of_the_loss() {
-        let data = data::load(1).unwrap();
+        let data = convoke_example_data::load(1).unwrap();
         let examples: Vec<&Example> = data.training.iter().take(3).collect();
         for hidden in [&[][..], &[20], &[13, 9]] {
             let network = Network::initial(hidden, 1);
@@ -247,7 +246,7 @@ mod tests {
 
     #[test]
     fn an_undecided_network_loses_the_logarithm_of_ten() {
-        let data = data::load(1).unwrap();
+        let data = convoke_example_data::load(1).unwrap();
         let (loss, _) = gradient(&Network::empty(&[64]), &[&data.training[0], &data.training[1]]);
         assert!((loss - 10f32.ln()).abs() < 1e-6, "{loss}");
     }
@@ -256,7 +255,7 @@ mod tests {
     fn extreme_scores_stay_finite() {
         let mut network = Network::empty(&[64]);
         network.parameters[3][0] = 1e30;
-        let mut example = data::load(1).unwrap().training[0].clone();
+        let mut example = convoke_example_data::load(1).unwrap().training[0].clone();
         example.label = 1;
         let (loss, gradient) = gradient(&network, &[&example]);
         assert!(loss.is_finite() && gradient.iter().flatten().all(|value| value.is_finite()));

@@ -12,10 +12,10 @@ use nix::sys::signal::{Signal, raise};
 use crate::arguments::{Arguments, Place};
 use crate::averages::Averages;
 use crate::checkpoint::{Checkpoint, CheckpointError};
-use crate::data::{self, DataError, Example};
 use crate::device::OnDevice;
 use crate::hash::fnv1a;
 use crate::network::Network;
+use convoke_example_data::{self as data, DataError, Example};
 
 const MOMENTUM: f32 = 0.9;
 /// The rank that reads, writes and prints.

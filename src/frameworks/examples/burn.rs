@@ -11,12 +11,9 @@ use burn::nn::{Linear, LinearConfig, Relu};
 use burn::optim::{GradientsParams, SgdConfig};
 use burn::prelude::*;
 use convoke_comm::{ReduceOp, init};
+use convoke_example_data::{CLASSES, Example, PIXELS};
 use convoke_frameworks::burn::Replicas;
 use convoke_train::Sampler;
-
-#[path = "../../examples/digits/data.rs"]
-mod data;
-use data::{CLASSES, Example, PIXELS};
 
 const HIDDEN: usize = 64;
 /// Examples of all ranks in a step.
@@ -36,7 +33,7 @@ impl Model {
 }
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let (world, data) = (init()?, data::load(1)?);
+    let (world, data) = (init()?, convoke_example_data::load(1)?);
     let device = Device::flex().autodiff();
     let model = Model {
         hidden: LinearConfig::new(PIXELS, HIDDEN).init(&device),

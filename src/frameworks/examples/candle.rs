@@ -9,12 +9,9 @@
 use candle_core::{DType, Device, Tensor};
 use candle_nn::{Linear, Module, Optimizer, SGD, VarBuilder, VarMap, linear, loss};
 use convoke_comm::{ReduceOp, init};
+use convoke_example_data::{CLASSES, Example, PIXELS};
 use convoke_frameworks::candle::Replicas;
 use convoke_train::Sampler;
-
-#[path = "../../examples/digits/data.rs"]
-mod data;
-use data::{CLASSES, Example, PIXELS};
 
 const HIDDEN: usize = 64;
 /// Examples of all ranks in a step.
@@ -22,7 +19,7 @@ const BATCH: usize = 64;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (world, device) = (init()?, Device::Cpu);
-    let data = data::load(1)?;
+    let data = convoke_example_data::load(1)?;
     let variables = VarMap::new();
     let builder = VarBuilder::from_varmap(&variables, DType::F32, &device);
     let model =

@@ -243,6 +243,90 @@ fn help_names_every_flag_default_and_variable() {
 const GROUP_HEADINGS: [&str; 6] =
     ["Nodes and workers", "Rendezvous", "Program", "Output", "Watching and stopping", "Help"];
 
+/// Flags of torchrun. Written down here, so that the table is not compared with itself.
+const FLAGS_OF_TORCHRUN: [&str; 33] = [
+    "--nnodes",
+    "--nproc-per-node",
+    "--rdzv-backend",
+    "--rdzv-endpoint",
+    "--rdzv-id",
+    "--rdzv-conf",
+    "--standalone",
+    "--max-restarts",
+    "--monitor-interval",
+    "--start-method",
+    "--event-log-handler",
+    "--role",
+    "--module",
+    "--no-python",
+    "--run-path",
+    "--log-dir",
+    "--redirects",
+    "--tee",
+    "--log-line-prefix-template",
+    "--local-ranks-filter",
+    "--duplicate-stdout-filters",
+    "--duplicate-stderr-filters",
+    "--node-rank",
+    "--master-addr",
+    "--master-port",
+    "--local-addr",
+    "--logs-specs",
+    "--numa-binding",
+    "--signals-to-handle",
+    "--virtual-local-rank",
+    "--shutdown-timeout",
+    "--help",
+    "--print-completion",
+];
+
+#[test]
+fn help_has_every_flag_of_torchrun_and_no_flag_twice() {
+    let Ok(Invocation::Help(text)) = parse_line("--help", &[], &here()) else { panic!() };
+    let is_flag = |word: &&str| word.starts_with("--");
+    let flags = text
+        .lines()
+        .filter(|line| line.starts_with("  "))
+        .filter_map(|line| line.split([' ', ',', '[', '=']).find(is_flag).map(str::to_owned));
+    let flags: Vec<String> = flags.collect();
+    for flag in FLAGS_OF_TORCHRUN {
+        assert_eq!(flags.iter().filter(|known| *known == flag).count(), 1, "{flag}: {flags:?}");
+    }
+}
+
+#[test]
+fn a_default_is_what_help_says_it_is() {
+    let Ok(Invocation::Help(text)) = parse_line("--help", &[], &here()) else { panic!() };
+    let (mut checked, mut different) = (0, Vec::new());
+    for flag in flags::all().filter(|flag| matches!(flag.takes, flags::Takes::Value(_))) {
+        let line = text.lines().find(|line| line.contains(&format!("{} ", flag.dashed()))).unwrap();
+        let Some((_, rest)) = line.split_once("[default: ") else { continue };
+        // Prefixes of lines have brackets of their own.
+        let (default, _) = rest.split_once("] [PET_").or_else(|| rest.rsplit_once(']')).unwrap();
+        let given = format!("{}={default}", flag.dashed());
+        // With several nodes: on one, a port that is given is one to meet at.
+        let others = if given.starts_with("--nnodes") { "" } else { "--nnodes=2" };
+        let with = |given: &str| match parse_line(&format!("{others} {given} x.py"), &[], &here()) {
+            Ok(Invocation::Run(config)) => Ok(Config { run_id: String::new(), ..*config }),
+            other => Err(format!("{other:?}")),
+        };
+        if with(&given) != with("") {
+            different.push(given);
+        }
+        checked += 1;
+    }
+    assert!(checked > 10, "only {checked} flags with a default");
+    // Three are words for a value; one needs a GPU; one only counts if it is given, as its line in docs/cli.md says.
+    let known = [
+        "--local-addr=full host name",
+        "--gpus-per-worker=1",
+        "--log-dir=a new one in TMPDIR",
+        "--local-ranks-filter=all",
+        "--monitor-interval=0.1",
+    ];
+    assert_eq!(different, known);
+}
+
 #[test]
 fn called_torchrun_it_is_torchrun() {
     let words = ["/opt/bin/torchrun", "--help"].map(OsString::from);

@@ -160,6 +160,20 @@ mod tests {
 
     proptest! {
         #[test]
+        fn every_well_formed_address_is_accepted(
+            name in "[a-z0-9]([a-z0-9.-]{0,30}[a-z0-9])?",
+            ip in any::<IpAddr>(),
+            port: u16,
+        ) {
+            let ip_text = SocketAddr::new(ip, port).to_string();
+            for (text, host) in [(format!("{name}:{port}"), name), (ip_text, ip.to_string())] {
+                let address = Address::parse(&text).unwrap();
+                prop_assert_eq!((address.host.as_str(), address.port), (host.as_str(), port));
+                prop_assert_eq!(address.to_string(), text);
+            }
+        }
+
+        #[test]
         fn any_text_is_an_address_or_refused(text in "(\\[?[a-z0-9:.%]{0,8}\\]?:?[0-9]{0,6}|\\PC{0,20})") {
             if let Ok(address) = Address::parse(&text) {
                 let again = Address::parse(&address.to_string()).unwrap();

@@ -6,11 +6,13 @@ mod support;
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::mpsc::channel;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use convoke_store::{Store, StoreError, TcpStore};
-use support::{blob, serve, soon, word};
+use convoke_store::{Store, StoreError, StoreServer, TcpStore};
+use convoke_testkit::Thread;
+use support::{blob, client, deaf_address, serve, soon, while_waiting, word};
 
 /// A server of which each connection is handled by `talk`; it lives until the test ends.
 fn fake(talk: impl Fn(TcpStream) + Send + Sync + Clone + 'static) -> SocketAddr {
@@ -52,11 +54,9 @@ fn deadline(milliseconds: u64) -> Instant {
 
 #[test]
 fn what_does_not_shake_hands_is_unreachable_by_the_deadline() {
+    let (_socket, deaf) = deaf_address();
     let servers: Vec<(&str, &str, SocketAddr)> = vec![
-        ("nobody listens", "refused", {
-            let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-            listener.local_addr().unwrap()
-        }),
+        ("nobody listens", "refused", deaf),
         (
             "accepts and says nothing",
             "does not answer as a store",
@@ -106,13 +106,17 @@ fn names_that_cannot_be_looked_up_are_unreachable() {
 
 #[test]
 fn a_server_that_comes_late_is_found() {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let address = listener.local_addr().unwrap();
-    drop(listener);
+    let (socket, address) = deaf_address();
+    let (tell, told) = channel();
     thread::scope(|scope| {
-        let connecting = scope.spawn(|| TcpStore::connect(&address.to_string(), soon()).unwrap());
-        thread::sleep(Duration::from_millis(200));
-        let _server = convoke_store::StoreServer::bind(&[address]).unwrap();
+        let connecting = scope.spawn(move || {
+            tell.send(Thread::current()).unwrap();
+            TcpStore::connect(&address.to_string(), soon()).unwrap()
+        });
+        // Between two attempts: this host refuses a connection at once.
+        told.recv().unwrap().until_asleep();
+        socket.listen(16).unwrap();
+        let _server = StoreServer::serve(vec![socket.into()]).unwrap();
         connecting.join().unwrap().set(b"k", b"v", soon()).unwrap();
     });
 }
@@ -176,13 +180,11 @@ fn a_server_that_hangs_up_is_a_loss_of_every_call_and_the_next_finds_nobody() {
 fn a_client_in_a_wait_learns_of_the_servers_end() {
     let server = serve();
     let store = TcpStore::connect(&server.addresses()[0].to_string(), soon()).unwrap();
-    thread::scope(|scope| {
-        let waiting = scope.spawn(|| store.get(b"never", soon()));
-        thread::sleep(Duration::from_millis(50));
-        server.shutdown();
-        let result = waiting.join().unwrap();
-        assert!(matches!(result, Err(StoreError::Lost { operation: "get", .. })), "{result:?}");
-    });
+    let witness = client(&server);
+    let deadline = soon();
+    let result = while_waiting(&witness, || store.get(b"never", deadline), || server.shutdown());
+    assert!(Instant::now() < deadline, "it was not told");
+    assert!(matches!(result, Err(StoreError::Lost { operation: "get", .. })), "{result:?}");
 }
 
 #[test]

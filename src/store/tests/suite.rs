@@ -3,16 +3,21 @@
 #![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout, clippy::print_stderr)] // in a test a broken expectation ends it
 
 use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::thread::{Scope, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 use std::{fmt, thread};
 
 use convoke_store::{FileStore, MemoryStore, PrefixStore, Store, StoreError, StoreServer, TcpStore};
+use convoke_testkit::Thread;
 
 /// A store to test, and what it needs to live. Two handles, as two processes would have them.
 struct Backend {
     name: String,
     one: Arc<dyn Store>,
     two: Arc<dyn Store>,
+    /// A handle whose calls come after what others have asked the server for.
+    witness: Arc<dyn Store>,
     has_queues: bool,
     _alive: Box<dyn fmt::Debug + Send + Sync>,
 }
@@ -31,22 +36,24 @@ fn backends() -> Vec<Backend> {
 
 fn memory() -> Backend {
     let store = Arc::new(MemoryStore::new());
-    Backend { name: "memory".into(), one: store.clone(), two: store, has_queues: true, _alive: Box::new(()) }
+    let (one, two, witness) = (store.clone(), store.clone(), store);
+    Backend { name: "memory".into(), one, two, witness, has_queues: true, _alive: Box::new(()) }
 }
 
 fn tcp() -> Backend {
     let server = StoreServer::bind(&["127.0.0.1:0".parse().unwrap()]).unwrap();
     let connect = || Arc::new(TcpStore::connect(&server.addresses()[0].to_string(), soon()).unwrap());
-    let (one, two) = (connect(), connect());
-    Backend { name: "tcp".into(), one, two, has_queues: true, _alive: Box::new(server) }
+    let (one, two, witness) = (connect(), connect(), connect());
+    Backend { name: "tcp".into(), one, two, witness, has_queues: true, _alive: Box::new(server) }
 }
 
 /// One side over TCP, the other the server's own view.
 fn server_view() -> Backend {
     let server = StoreServer::bind(&["127.0.0.1:0".parse().unwrap()]).unwrap();
-    let one = Arc::new(TcpStore::connect(&server.addresses()[0].to_string(), soon()).unwrap());
-    let two = server.store();
-    Backend { name: "tcp and its server".into(), one, two, has_queues: true, _alive: Box::new(server) }
+    let connect = || Arc::new(TcpStore::connect(&server.addresses()[0].to_string(), soon()).unwrap());
+    let (one, two, witness) = (connect(), server.store(), connect());
+    let name = "tcp and its server".into();
+    Backend { name, one, two, witness, has_queues: true, _alive: Box::new(server) }
 }
 
 /// Two handles on one file.
@@ -54,7 +61,9 @@ fn file() -> Backend {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("store");
     let open = || Arc::new(FileStore::open(&path, Some(2), soon()).unwrap());
-    Backend { name: "file".into(), one: open(), two: open(), has_queues: false, _alive: Box::new(folder) }
+    let (one, two) = (open(), open());
+    let witness = two.clone();
+    Backend { name: "file".into(), one, two, witness, has_queues: false, _alive: Box::new(folder) }
 }
 
 /// Far enough for anything that should happen at once.
@@ -90,15 +99,36 @@ fn each_with_queues(test: impl Fn(&Backend)) {
     });
 }
 
-/// Runs `waiter` in a thread; `then` begins when it has had time to fall asleep.
-fn while_waiting<R: Send>(waiter: impl FnOnce() -> R + Send, then: impl FnOnce()) -> R {
+/// Runs `waiter` in a thread, and `then` when that thread waits in the store.
+fn while_waiting<R: Send>(backend: &Backend, waiter: impl FnOnce() -> R + Send, then: impl FnOnce()) -> R {
     thread::scope(|scope| {
-        let waiter = scope.spawn(waiter);
-        thread::sleep(Duration::from_millis(50));
+        let (waiter, thread) = spawn(scope, waiter);
+        until_waiting(backend, &thread);
         assert!(!waiter.is_finished(), "it did not wait");
         then();
         waiter.join().unwrap()
     })
+}
+
+fn spawn<'a, R: Send + 'a>(
+    scope: &'a Scope<'a, '_>,
+    work: impl FnOnce() -> R + Send + 'a,
+) -> (ScopedJoinHandle<'a, R>, Thread) {
+    let (tell, told) = channel();
+    let handle = scope.spawn(move || {
+        tell.send(Thread::current()).unwrap();
+        work()
+    });
+    (handle, told.recv().unwrap())
+}
+
+/// Returns when the call of `thread` waits in the store. The thread sleeps twice at most: for the handshake of a new
+/// connection and for its request. The server has read what it sent before it answers the witness.
+fn until_waiting(backend: &Backend, thread: &Thread) {
+    for _ in 0..3 {
+        thread.until_asleep();
+        backend.witness.num_keys(soon()).unwrap();
+    }
 }
 
 #[test]
@@ -144,6 +174,7 @@ fn keys_and_values_that_are_too_long_are_refused_without_harm() {
 fn get_waits_for_the_key() {
     each(|backend| {
         let got = while_waiting(
+            backend,
             || backend.one.get(b"late", soon()),
             || backend.two.set(b"late", b"x", soon()).unwrap(),
         );
@@ -169,7 +200,7 @@ fn a_wait_ends_with_its_last_key_however_it_appears() {
                 continue;
             }
             // Asked for twice: the same key counts once.
-            let waited = while_waiting(|| backend.one.wait(&[b"here", key, key], soon()), appear);
+            let waited = while_waiting(backend, || backend.one.wait(&[b"here", key, key], soon()), appear);
             waited.unwrap_or_else(|error| panic!("{}: {error}", key.escape_ascii()));
         }
     });
@@ -179,14 +210,15 @@ fn a_wait_ends_with_its_last_key_however_it_appears() {
 fn a_failed_compare_set_ends_no_wait() {
     each(|backend| {
         let late = || backend.two.compare_set(b"w", b"other", b"d", soon()).unwrap();
-        let waited = thread::scope(|scope| {
-            let waiter =
-                scope.spawn(|| backend.one.wait(&[b"w"], Instant::now() + Duration::from_millis(200)));
-            thread::sleep(Duration::from_millis(50));
+        thread::scope(|scope| {
+            let (waiter, thread) = spawn(scope, || backend.one.wait(&[b"w"], soon()));
+            until_waiting(backend, &thread);
             assert_eq!(late(), b"other");
-            waiter.join().unwrap()
+            until_waiting(backend, &thread);
+            assert!(!waiter.is_finished(), "a failed compare_set has ended it");
+            backend.two.set(b"w", b"", soon()).unwrap();
+            waiter.join().unwrap().unwrap();
         });
-        assert!(matches!(waited, Err(StoreError::Timeout { .. })), "{waited:?}");
     });
 }
 
@@ -322,6 +354,7 @@ fn multi_get_waits_for_all() {
     each(|backend| {
         backend.two.set(b"m1", b"1", soon()).unwrap();
         let got = while_waiting(
+            backend,
             || backend.one.multi_get(&[b"m1", b"m2", b"m1"], soon()),
             || backend.two.set(b"m2", b"", soon()).unwrap(),
         );
@@ -362,7 +395,7 @@ fn a_prefix_hides_other_keys_from_lists_but_not_from_the_count() {
 fn barriers_open_when_all_came_and_work_once() {
     each(|backend| {
         let late = || backend.two.barrier(b"b", 2, soon()).unwrap();
-        while_waiting(|| backend.one.barrier(b"b", 2, soon()), late).unwrap();
+        while_waiting(backend, || backend.one.barrier(b"b", 2, soon()), late).unwrap();
         backend.one.barrier(b"b", 2, short()).expect("a used barrier is open");
         if backend.has_queues {
             assert_eq!(backend.two.get(b"b", soon()).unwrap(), b"3", "the server's own barrier is a number");
@@ -403,12 +436,12 @@ fn each_item_goes_to_one_of_those_who_wait() {
     each_with_queues(|backend| {
         let mut got = thread::scope(|scope| {
             let stores = [&backend.one, &backend.two, &backend.one, &backend.two, &backend.one, &backend.two];
-            let waiters = stores.map(|store| scope.spawn(|| store.queue_pop(b"q", soon()).unwrap()));
+            let waiters = stores.map(|store| spawn(scope, || store.queue_pop(b"q", soon()).unwrap()));
+            waiters.iter().for_each(|(_, thread)| until_waiting(backend, thread));
             for item in 0..6_u8 {
-                thread::sleep(Duration::from_millis(5));
                 backend.two.queue_push(b"q", &[item], soon()).unwrap();
             }
-            waiters.map(|waiter| waiter.join().unwrap())
+            waiters.map(|(waiter, _)| waiter.join().unwrap())
         });
         got.sort();
         assert_eq!(got, [[0], [1], [2], [3], [4], [5]]);
@@ -420,14 +453,14 @@ fn a_thread_in_a_long_wait_holds_up_nobody() {
     each(|backend| {
         thread::scope(|scope| {
             let waiters: Vec<_> =
-                (0..8).map(|_| scope.spawn(|| backend.one.wait(&[b"end"], soon()).unwrap())).collect();
-            thread::sleep(Duration::from_millis(30));
+                (0..8).map(|_| spawn(scope, || backend.one.wait(&[b"end"], soon()).unwrap())).collect();
+            waiters.iter().for_each(|(_, thread)| until_waiting(backend, thread));
             let started = Instant::now();
             for i in 0..20_i64 {
                 assert_eq!(backend.one.add(b"n", 1, soon()).unwrap(), i + 1);
             }
             assert!(started.elapsed() < Duration::from_secs(5));
-            assert!(waiters.iter().all(|waiter| !waiter.is_finished()));
+            assert!(waiters.iter().all(|(waiter, _)| !waiter.is_finished()));
             backend.one.set(b"end", b"", soon()).unwrap();
         });
     });

@@ -9,9 +9,7 @@ use std::{fs, thread};
 use convoke_store::StoreServer;
 use serde_json::Value;
 
-#[path = "../../comm/testing/process.rs"]
-mod process;
-use process::Process;
+use convoke_testkit::process::{self, Process};
 
 /// Few and short calls: what is tested is that all is measured and said.
 const SHORT: [&str; 4] = ["--iters=2", "--warmup=1", "--max-bytes=4K", "--factor=32"];

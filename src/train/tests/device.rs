@@ -1,5 +1,6 @@
 //! Averages of gradients on devices, with what stands in for CUDA and NCCL.
 
+#![cfg(feature = "nccl")]
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
 
 use std::fmt::Debug;
@@ -9,11 +10,8 @@ use convoke_comm::device::cudarc::driver::{CudaStream, DeviceRepr, ValidAsZeroBi
 use convoke_comm::device::{self, DeviceOptions};
 use convoke_comm::{CommError, Group, GroupOptions, bf16, f16};
 use convoke_store::{MemoryStore, Store};
+use convoke_testkit::gpu::is_simulated;
 use convoke_train::{DdpOptions, DeviceDdp, Gradient, TrainError};
-
-#[path = "../../../launcher-tests/gpu/simulated.rs"]
-mod simulated;
-use simulated::is_simulated;
 
 /// Three parameters, of which the last two share a bucket.
 const PARAMETERS: [(&str, usize); 3] = [("first", 5), ("second", 2), ("third", 3)];

@@ -9,7 +9,7 @@ use super::*;
 use crate::call::CallKind;
 use crate::dtype::Dtype;
 use crate::links::fake::{self, Script};
-use crate::testing::Random;
+use convoke_testkit::Random;
 
 fn credentials() -> Credentials {
     Credentials::new(None, Generation::from_bytes([4; 16]), 0)

@@ -11,7 +11,7 @@ use crate::dtype::{Dtype, Element, ReduceOp};
 use crate::links::fake::{self, Script};
 use crate::plan::{self, Algorithm, Rounding, Topology};
 use crate::reduction::Reduction;
-use crate::testing::Random;
+use convoke_testkit::Random;
 
 impl Lanes for HashMap<usize, Conn> {
     fn lane(&mut self, peer: usize) -> Option<&mut Conn> {

@@ -8,7 +8,7 @@ use crate::call::{Call, CallKind};
 use crate::dtype::Dtype;
 use crate::frame::{Frame, Kind};
 use crate::links::hello::Lane;
-use crate::testing::Gate;
+use convoke_testkit::Gate;
 
 /// Questions whose answers, 12 MB, are more than two kernels hold for a connection.
 const QUESTIONS: usize = 200_000;

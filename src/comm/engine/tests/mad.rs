@@ -12,8 +12,8 @@ use crate::error::CommError;
 use crate::frame::{CONTROL_PAYLOAD_BYTES, Frame, HEADER_BYTES, Kind};
 use crate::links::conn::Conn;
 use crate::links::hello::Lane;
-use crate::testing::Random;
-use crate::testing::memory;
+use convoke_testkit::Random;
+use convoke_testkit::memory;
 
 /// Most memory that a rank may use at a time while it is attacked: read-ahead of its connections, the messages for
 /// which it gives credit, and what it needs itself.

@@ -3,7 +3,7 @@
 use super::*;
 use crate::Loss;
 use crate::links::rough;
-use crate::testing::Gate;
+use convoke_testkit::Gate;
 
 /// Runs `body` on two ranks, again and again, with connections that are awkward in ways of their own each time.
 fn pairs<R: Send>(rounds: u64, body: impl Fn(Group) -> R + Sync) -> Vec<R> {

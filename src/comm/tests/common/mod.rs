@@ -9,9 +9,7 @@ pub(crate) use convoke_comm::{CommError, Group, GroupOptions, ReduceOp};
 use convoke_comm::{Complex, Element, bf16, f16};
 use convoke_store::{MemoryStore, Store};
 
-#[path = "../../testing/gate.rs"]
-mod gate;
-pub(crate) use gate::Gate;
+pub(crate) use convoke_testkit::{Gate, free_port, is_full};
 
 /// Bound for anything that should succeed.
 pub(crate) const LONG: Duration = Duration::from_secs(60);
@@ -99,23 +97,6 @@ fn each<R: Send>(
             .collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     })
-}
-
-/// A port that nobody uses now, below those that the system picks for connections.
-pub(crate) fn free_port() -> u16 {
-    static NEXT: AtomicUsize = AtomicUsize::new(0);
-    loop {
-        let number = std::process::id() as usize * 61 + NEXT.fetch_add(1, Ordering::Relaxed);
-        let port = 10_000 + (number % 10_000) as u16;
-        if std::net::TcpListener::bind(("127.0.0.1", port)).is_ok() {
-            return port;
-        }
-    }
-}
-
-/// Whether tests run in their whole form.
-pub(crate) fn is_full() -> bool {
-    std::env::var_os("CONVOKE_FULL").is_some_and(|value| value == "1")
 }
 
 /// Elements that stand for small whole numbers.

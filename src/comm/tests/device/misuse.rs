@@ -166,7 +166,7 @@ fn an_abort_frees_who_goes_through_the_host_behind_a_kernel() {
     with_options(1, &DeviceOptions::default().staged(true), |group, stream| {
         let mut buf = buffer(&stream, &[1.0_f32]);
         let spin = Spin::on(&stream);
-        let abort = abort_after(&group, Duration::from_millis(200));
+        let abort = abort_when_asleep(&group);
         let begun = Instant::now();
         let error = group.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).unwrap_err();
         assert!(matches!(error, CommError::Aborted { .. }), "{error}");

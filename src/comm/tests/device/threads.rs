@@ -93,7 +93,7 @@ fn an_abort_frees_who_waits_to_call() {
         let mut buf = buffer(&stream, &[1.0_f32]);
         let _spin = Spin::on(&stream);
         let begun = Instant::now();
-        let abort = abort_after(&group, Duration::from_millis(300));
+        let abort = abort_when_asleep(&group);
         let mut call = || group.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).map(drop);
         let error = (0..1000).find_map(|_| call().err()).unwrap();
         assert!(matches!(error, CommError::Aborted { .. }), "{error}");

@@ -10,9 +10,7 @@ use std::thread;
 use convoke_store::StoreServer;
 use tempfile::TempDir;
 
-#[path = "../../../comm/testing/process.rs"]
-mod process;
-use process::Process;
+use convoke_testkit::process::{self, Process};
 
 /// One process of each job's ranks, run to the end; `outputs[rank]` is what it said.
 struct Job {

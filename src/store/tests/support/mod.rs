@@ -3,9 +3,13 @@
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
+use std::process::{Child, Stdio};
+use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use convoke_store::{Store, StoreServer, TcpStore};
+use convoke_testkit::{Thread, scene};
+use socket2::{Domain, Socket, Type};
 
 /// The handshake: VALIDATE and PING.
 pub(crate) const HELLO: [u8; 10] = [0x00, 0xce, 0xf7, 0x85, 0x3c, 0x0d, 0x44, 0x44, 0x00, 0x00];
@@ -102,14 +106,64 @@ pub(crate) fn read_to_close(stream: &mut TcpStream) -> Vec<u8> {
     }
 }
 
-/// Checks that nothing comes for a moment and that the connection stays.
-pub(crate) fn stays_silent(stream: &mut TcpStream) {
-    stream.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
+/// Waits until the server has read what any connection has sent so far: it serves connections in the order in which they
+/// became ready, so before the later requests of the witness.
+pub(crate) fn is_read(witness: &TcpStore) {
+    (0..2).for_each(|_| is_served(witness));
+}
+
+/// Checks that the server has read what was sent, has answered nothing and keeps the connection.
+pub(crate) fn stays_silent(stream: &mut TcpStream, witness: &TcpStore) {
+    is_read(witness);
+    stream.set_nonblocking(true).unwrap();
     let got = stream.read(&mut [0; 1]);
-    let silent =
-        matches!(&got, Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut));
+    let silent = matches!(&got, Err(error) if error.kind() == ErrorKind::WouldBlock);
     assert!(silent, "expected silence: {got:?}");
-    stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    stream.set_nonblocking(false).unwrap();
+}
+
+/// Runs `call` in a thread, and `then` when that thread waits in the store of the witness.
+pub(crate) fn while_waiting<R: Send>(
+    witness: &TcpStore,
+    call: impl FnOnce() -> R + Send,
+    then: impl FnOnce(),
+) -> R {
+    let (tell, told) = channel();
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(move || {
+            tell.send(Thread::current()).unwrap();
+            call()
+        });
+        let thread = told.recv().unwrap();
+        // It sleeps twice at most: for the handshake of a new connection and for its request.
+        for _ in 0..3 {
+            thread.until_asleep();
+            is_served(witness);
+        }
+        assert!(!waiting.is_finished(), "it did not wait");
+        then();
+        waiting.join().unwrap()
+    })
+}
+
+/// This test binary again, to run one ignored test in a process of its own.
+pub(crate) fn another_process(test: &str, input: Stdio) -> Child {
+    scene(test).stdin(input).stdout(Stdio::piped()).spawn().unwrap()
+}
+
+/// The thread of the one server of this process.
+pub(crate) fn server_thread() -> Thread {
+    let mut threads = Thread::named("convoke-store");
+    assert_eq!(threads.len(), 1, "{threads:?}");
+    threads.remove(0)
+}
+
+/// An address at which nobody listens, nor can while the socket lives.
+pub(crate) fn deaf_address() -> (Socket, SocketAddr) {
+    let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+    socket.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
+    let address = socket.local_addr().unwrap().as_socket().unwrap();
+    (socket, address)
 }
 
 /// Checks that a well-behaved client is served.

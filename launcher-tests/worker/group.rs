@@ -1,11 +1,11 @@
-//! `group_worker`: joins its job by whatever started it, adds up the ranks with all others and says who it is.
+//! `test-worker group`: joins its job by whatever started it, adds up the ranks with all others and says who it is.
 
 use std::error::Error;
 use std::io::{self, Write};
 
 use convoke_comm::ReduceOp;
 
-fn main() -> Result<(), Box<dyn Error>> {
+pub(super) fn run() -> Result<(), Box<dyn Error>> {
     let world = convoke_comm::init()?;
     let mut sum = [world.rank() as u64 + 1];
     world.all_reduce(&mut sum, ReduceOp::Sum)?;

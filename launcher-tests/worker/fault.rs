@@ -1,5 +1,5 @@
-//! `fault_worker ORDERS`: a rank of the fault matrix. It makes its calls, fails where it is ordered to, and
-//! reports how it fared. `fault_worker store FOLDER` serves the store of a job until its stdin ends.
+//! `test-worker-faults fault ORDERS`: a rank of the fault matrix. It makes its calls, fails where it is ordered to, and
+//! reports how it fared. `test-worker-faults fault store FOLDER` serves the store of a job until its stdin ends.
 
 use std::error::Error;
 use std::io::Read;
@@ -10,8 +10,8 @@ use std::process::ExitCode;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use crate::fault::{Act, Failed, Orders, Report, Work, note, now};
 use convoke_comm::{CommError, Loss, Moment, ReduceOp, Session, World};
-use convoke_launcher_tests::fault::{Act, Failed, Orders, Report, Work, note, now};
 use convoke_store::StoreServer;
 use nix::libc;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
@@ -22,12 +22,11 @@ const MIB: usize = 1 << 20;
 
 static ORDERS: OnceLock<(usize, Orders)> = OnceLock::new();
 
-fn main() -> Result<ExitCode, Box<dyn Error>> {
-    let arguments: Vec<String> = std::env::args().collect();
-    match arguments.as_slice() {
-        [_, store, folder] if store == "store" => serve(Path::new(folder)).map(|()| ExitCode::SUCCESS),
-        [_, orders] => work(serde_json::from_str(orders)?),
-        _ => Err("usage: fault_worker ORDERS | fault_worker store FOLDER".into()),
+pub(super) fn run(arguments: &[&str]) -> Result<ExitCode, Box<dyn Error>> {
+    match *arguments {
+        ["store", folder] => serve(Path::new(folder)).map(|()| ExitCode::SUCCESS),
+        [orders] => work(serde_json::from_str(orders)?),
+        _ => Err("usage: test-worker-faults fault ORDERS | fault store FOLDER".into()),
     }
 }
 
@@ -47,7 +46,7 @@ fn work(orders: Orders) -> Result<ExitCode, Box<dyn Error>> {
     let (rank, orders) = ORDERS.get_or_init(|| (rank, orders));
     convoke_comm::on_moment(|Moment { point, seq, bytes }| moment(point, seq, bytes));
     let mut world = None;
-    let (calls, outcome) = run(*rank, orders, &mut world);
+    let (calls, outcome) = calls(*rank, orders, &mut world);
     let returned = now();
     drop(world);
     let failed = outcome.err().map(|error| failed(&error));
@@ -58,7 +57,7 @@ fn work(orders: Orders) -> Result<ExitCode, Box<dyn Error>> {
 }
 
 /// How many calls succeeded, and what ended them.
-fn run(rank: usize, orders: &Orders, world: &mut Option<World>) -> (u64, Result<(), CommError>) {
+fn calls(rank: usize, orders: &Orders, world: &mut Option<World>) -> (u64, Result<(), CommError>) {
     let joined = Session::join().and_then(|session| {
         let times = |options: convoke_comm::GroupOptions| {
             let options = options.timeout(orders.timeout).init_timeout(orders.init_timeout);

@@ -1,4 +1,4 @@
-//! `collectives_worker`: compares what collectives give with what they must give, to the last bit between the ranks,
+//! `test-worker collectives`: compares what collectives give with what they must give, to the last bit between the ranks,
 //! in the world and in parts of it. On success rank 0 prints, for one large `all_reduce`, its bytes and those that
 //! the network interface of each host has sent meanwhile: `sent S: A B ...`.
 
@@ -8,14 +8,14 @@ use std::io::Write;
 
 use convoke_comm::{Group, ReduceOp};
 
+use super::Outcome;
+
 /// Elements of 4 bytes: few, one less than the table's least for a hierarchy, that, and several chunks.
 const COUNTS: [usize; 4] = [5, 16_383, 16_384, 400_003];
 /// Elements of the `all_reduce` that is counted.
 const COUNTED: usize = 1 << 20;
 
-type Outcome = Result<(), Box<dyn Error>>;
-
-fn main() -> Outcome {
+pub(super) fn run() -> Outcome {
     let world = convoke_comm::init()?;
     check(&world)?;
     // Unequal numbers of ranks on the hosts; the hosts in turn; one rank of each.

@@ -1,15 +1,26 @@
 //! A job: one launcher with its own folder, and a tag by which all its processes are found.
 
+// A part of tests.
+#![allow(
+    clippy::unwrap_used,
+    clippy::panic,
+    clippy::missing_panics_doc,
+    clippy::must_use_candidate,
+    clippy::new_without_default,
+    missing_docs,
+    missing_debug_implementations
+)]
+
 use std::ffi::OsStr;
 use std::fs;
-use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-pub use convoke_launcher_tests::hosts::lacks;
-pub use convoke_launcher_tests::{PATIENCE, try_until, wait_until};
+use convoke_testkit::process::without_job_variables;
+use convoke_testkit::programs::shipped;
+use convoke_testkit::{try_until, wait_until};
 
 /// Environment variable that every process of a job inherits.
 const TAG: &str = "CONVOKE_TEST_TAG";
@@ -58,7 +69,7 @@ impl Job {
 
     /// A launcher with these arguments, its output in files, TMPDIR in the job's folder.
     pub fn command<I: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = I>) -> Command {
-        self.command_of(Command::new(env!("CARGO_BIN_EXE_convoke_dup")), arguments)
+        self.command_of(Command::new(shipped("convoke")), arguments)
     }
 
     /// The same through another program, such as `unshare`, that executes its last arguments.
@@ -68,7 +79,7 @@ impl Job {
         arguments: impl IntoIterator<Item = I>,
     ) -> Command {
         let mut command = Command::new(through[0]);
-        command.args(&through[1..]).arg(env!("CARGO_BIN_EXE_convoke_dup"));
+        command.args(&through[1..]).arg(shipped("convoke"));
         self.command_of(command, arguments)
     }
 
@@ -87,12 +98,7 @@ impl Job {
         arguments: impl IntoIterator<Item = I>,
     ) -> Command {
         command.args(arguments);
-        for (name, _) in std::env::vars_os() {
-            let name_text = name.to_string_lossy();
-            if ["PET_", "TORCHELASTIC_", "CONVOKE_"].iter().any(|prefix| name_text.starts_with(prefix)) {
-                command.env_remove(&name);
-            }
-        }
+        without_job_variables(&mut command);
         command.env(TAG, &self.tag).env("TMPDIR", self.path("tmp")).env("JOB", self.dir.path());
         command.stdin(Stdio::null()).current_dir(self.dir.path());
         command
@@ -203,26 +209,6 @@ impl Ended {
     pub fn expect(self, code: i32) -> Self {
         assert_eq!(self.status.code(), Some(code), "{}\n{}\n{}", self.status, self.stdout, self.stderr);
         self
-    }
-}
-
-/// Says that something could not be tested here. Not by a macro, whose output is shown of failed tests only.
-pub fn skip(what: &str, why: &str) {
-    let _ = io::stderr().write_all(format!("SKIPPED: {what}: {why}\n").as_bytes());
-}
-
-/// A port that nobody uses, and that neither another test of this process nor the system will pick: below
-/// the range of ephemeral ports, and each given out once.
-pub fn free_port() -> String {
-    static NEXT: AtomicU32 = AtomicU32::new(0);
-    const FIRST: u32 = 12_000;
-    const COUNT: u32 = 20_000;
-    let start = std::process::id().wrapping_mul(97);
-    loop {
-        let port = FIRST + start.wrapping_add(NEXT.fetch_add(1, Ordering::Relaxed)) % COUNT;
-        if std::net::TcpListener::bind(format!("127.0.0.1:{port}")).is_ok() {
-            return port.to_string();
-        }
     }
 }
 

@@ -1,4 +1,4 @@
-//! The launcher, with its fault points.
+//! The launcher, which fails where a test orders it to.
 
 fn main() -> std::process::ExitCode {
     convoke::main()

@@ -1,9 +1,9 @@
 //! Somebody on the network who does not belong to the job.
 //!
 //! ```text
-//! intruder flood ADDRESS COUNT      opens so many connections, says a little on each, holds them for 3 s
-//! intruder record LISTEN ADDRESS FILE   passes connections on, and writes down what callers of the first say
-//! intruder replay ADDRESS FILE      says that again, whole and in parts; prints what comes back
+//! test-worker intruder flood ADDRESS COUNT      opens so many connections, says a little on each, holds them for 3 s
+//! test-worker intruder record LISTEN ADDRESS FILE   passes connections on, and writes down what callers of the first say
+//! test-worker intruder replay ADDRESS FILE      says that again, whole and in parts; prints what comes back
 //! ```
 
 #![allow(clippy::unwrap_used, clippy::print_stdout)] // a part of tests
@@ -17,15 +17,14 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 const HELD: Duration = Duration::from_secs(3);
 
-fn main() {
-    let words: Vec<String> = std::env::args().skip(1).collect();
-    let words: Vec<&str> = words.iter().map(String::as_str).collect();
-    match words[..] {
+pub(super) fn run(arguments: &[&str]) -> super::Outcome {
+    match *arguments {
         ["flood", address, count] => flood(address, count.parse().unwrap()),
         ["record", listen, address, file] => record(listen, address, file),
         ["replay", address, file] => replay(address, file),
-        _ => unreachable!("usage stands in the head"),
+        _ => return Err("usage: see the head of launcher-tests/worker/intruder.rs".into()),
     }
+    Ok(())
 }
 
 /// What strangers may say first.

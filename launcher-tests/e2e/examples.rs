@@ -3,8 +3,6 @@
 //! The head of an example has a command and what it prints. The command is run as it stands there, with nothing but the
 //! example and the launcher in front of PATH.
 
-#![allow(clippy::unwrap_used, clippy::panic)]
-
 use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::fs;
@@ -12,18 +10,13 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use convoke_testkit::programs::shipped;
+
 /// Most lines of an example.
 const LINES: usize = 99;
 
-macro_rules! programs {
-    ($($name:literal),*) => {
-        [$(($name, env!(concat!("CARGO_BIN_EXE_example_", $name)))),*]
-    };
-}
-
-/// The examples that are one file each, and the programs that they are.
-const EXAMPLES: [(&str, &str); 8] =
-    programs!["ddp", "elastic", "first", "groups", "p2p", "pipeline", "ring", "sgd"];
+/// The examples that are one file each.
+const EXAMPLES: [&str; 8] = ["ddp", "elastic", "first", "groups", "p2p", "pipeline", "ring", "sgd"];
 
 fn repository() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
@@ -48,14 +41,14 @@ fn transcript(name: &str) -> (String, Vec<String>) {
 
 #[test]
 fn every_example_prints_what_its_head_says() {
-    for (name, _) in EXAMPLES {
+    for name in EXAMPLES {
         let folder = tempfile::Builder::new().prefix("convoke-examples-").tempdir().unwrap();
         let (bin, work) = (folder.path().join("bin"), folder.path().join("work"));
         fs::create_dir(&bin).unwrap();
         fs::create_dir(&work).unwrap();
-        symlink(env!("CARGO_BIN_EXE_convoke_dup"), bin.join("convoke")).unwrap();
-        for (name, program) in EXAMPLES {
-            symlink(program, bin.join(name)).unwrap();
+        symlink(shipped("convoke"), bin.join("convoke")).unwrap();
+        for name in EXAMPLES {
+            symlink(shipped(name), bin.join(name)).unwrap();
         }
         let mut path = OsString::from(&bin);
         path.push(":");
@@ -78,7 +71,7 @@ fn every_example_prints_what_its_head_says() {
 
 #[test]
 fn examples_are_short() {
-    for (name, _) in EXAMPLES {
+    for name in EXAMPLES {
         let lines = source(name).lines().count();
         assert!(lines <= LINES, "{name} has {lines} lines");
     }
@@ -87,7 +80,7 @@ fn examples_are_short() {
 #[test]
 fn the_book_has_the_same_commands_and_every_example() {
     let book = fs::read_to_string(repository().join("docs/examples.md")).unwrap();
-    for (name, _) in EXAMPLES {
+    for name in EXAMPLES {
         let (command, expected) = transcript(name);
         let transcript = format!("$ {command}\n{}\n", expected.join("\n"));
         assert!(book.contains(&transcript), "docs/examples.md does not have:\n{transcript}");
@@ -99,7 +92,7 @@ fn the_book_has_the_same_commands_and_every_example() {
         .map(|path| path.file_stem().unwrap().to_string_lossy().into_owned())
         .filter(is_example)
         .collect();
-    let known: BTreeSet<String> = EXAMPLES.iter().map(|(name, _)| (*name).to_owned()).collect();
+    let known: BTreeSet<String> = EXAMPLES.iter().map(|name| (*name).to_owned()).collect();
     // Those with a framework of their own are not built here: `scripts/check` runs them.
     let frameworks = BTreeSet::from(["burn".to_owned(), "candle".to_owned()]);
     assert_eq!(files.difference(&frameworks).cloned().collect::<BTreeSet<_>>(), known);

@@ -5,13 +5,13 @@ use std::io::Read;
 use convoke_train::Random;
 use flate2::read::GzDecoder;
 
-/// Where the data comes from, its licence and what accuracy to expect: `src/examples/data/README.md`.
-const COMPRESSED: &[u8] = include_bytes!("../data/digits.csv.gz");
+/// Where the data comes from, its licence and what accuracy to expect: README.md beside this file.
+const COMPRESSED: &[u8] = include_bytes!("digits.csv.gz");
 
 /// Pixels of one image, 8 x 8.
-pub(crate) const PIXELS: usize = 64;
+pub const PIXELS: usize = 64;
 /// Digits 0 to 9.
-pub(crate) const CLASSES: usize = 10;
+pub const CLASSES: usize = 10;
 /// Brightest value of a pixel in the file.
 const BRIGHTEST: u8 = 16;
 
@@ -20,31 +20,42 @@ const SPLIT_STREAM: u64 = 1;
 
 /// One image and the digit that it shows.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Example {
+pub struct Example {
     /// Row by row, 0 (dark) to 1.
-    pub(crate) pixels: [f32; PIXELS],
+    pub pixels: [f32; PIXELS],
     /// Below [`CLASSES`].
-    pub(crate) label: usize,
+    pub label: usize,
 }
 
 /// The data set is not what this program was built for.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum DataError {
+#[non_exhaustive]
+pub enum DataError {
+    /// The file is not what gzip writes.
     #[error("images: not gzip, or damaged")]
     Compression,
+    /// A line is not an image and its digit.
     #[error("images: line {line}: expected {PIXELS} pixels of 0 to {BRIGHTEST} and a digit")]
-    Line { line: usize },
+    Line {
+        /// From 1.
+        line: usize,
+    },
 }
 
 /// Examples to train on and examples held out to measure with.
 #[derive(Debug)]
-pub(crate) struct Split {
-    pub(crate) training: Vec<Example>,
-    pub(crate) held_out: Vec<Example>,
+pub struct Split {
+    /// Four fifths.
+    pub training: Vec<Example>,
+    /// The other fifth.
+    pub held_out: Vec<Example>,
 }
 
-/// All examples, a fifth of them held out; which ones depends on the seed alone.
-pub(crate) fn load(seed: u64) -> Result<Split, DataError> {
+/// All examples, a fifth of them held out. The seed alone decides which ones.
+///
+/// # Errors
+/// The data set in this program is damaged.
+pub fn load(seed: u64) -> Result<Split, DataError> {
     let mut text = String::new();
     GzDecoder::new(COMPRESSED).read_to_string(&mut text).map_err(|_| DataError::Compression)?;
     let mut examples = parse(&text)?;
@@ -69,6 +80,7 @@ fn example(line: &str) -> Option<Example> {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -1,6 +1,6 @@
-//! `plain_worker lines COUNT [stderr]`: writes that many lines to stdout and stderr, or to stderr only, as fast as it can
+//! `test-worker plain lines COUNT [stderr]`: writes that many lines to stdout and stderr, or to stderr only, as fast as it can
 //! and in pieces that do not end with lines, all workers at once.
-//! `plain_worker connect DIRECTORY`: connects to its master, writes DIRECTORY/MASTER_PORT.RANK and waits for DIRECTORY/go.
+//! `test-worker plain connect DIRECTORY`: connects to its master, writes DIRECTORY/MASTER_PORT.RANK and waits for DIRECTORY/go.
 
 use std::error::Error;
 use std::fs::File;
@@ -10,16 +10,15 @@ use std::os::fd::AsFd;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use crate::numbered_line;
 use convoke_env::WorkerEnv;
-use convoke_launcher_tests::numbered_line;
 
 const PATIENCE: Duration = Duration::from_secs(60);
 /// No multiple of any line's length.
 const PIECE_BYTES: usize = 10_007;
 
-fn main() -> Result<(), Box<dyn Error>> {
-    let arguments: Vec<String> = std::env::args().skip(1).collect();
-    match arguments.iter().map(String::as_str).collect::<Vec<_>>().as_slice() {
+pub(super) fn run(arguments: &[&str]) -> Result<(), Box<dyn Error>> {
+    match arguments {
         ["lines", count] => lines(count.parse()?, true),
         ["lines", count, "stderr"] => lines(count.parse()?, false),
         ["connect", directory] => connect(Path::new(directory)),

@@ -1,4 +1,4 @@
-//! `channel_worker FILE COUNT`: writes COUNT messages of the agent channel to FILE.RANK, one a line.
+//! `test-worker channel FILE COUNT`: writes COUNT messages of the agent channel to FILE.RANK, one a line.
 //! The worker whose rank is DIE_AFTER_HELLO exits with 1 once all have had
 //! their first message.
 
@@ -10,10 +10,9 @@ use convoke_env::{AgentChannel, ToWorker, WorkerEnv};
 
 const PATIENCE: Duration = Duration::from_secs(30);
 
-fn main() -> Result<(), Box<dyn Error>> {
-    let arguments: Vec<String> = std::env::args().collect();
-    let [_, path, count] = arguments.as_slice() else {
-        return Err("usage: channel_worker FILE COUNT".into());
+pub(super) fn run(arguments: &[&str]) -> Result<(), Box<dyn Error>> {
+    let [path, count] = arguments else {
+        return Err("usage: test-worker channel FILE COUNT".into());
     };
     let worker = WorkerEnv::from_process()?.ok_or("not under a launcher")?;
     let mut channel = AgentChannel::inherited()?.ok_or("no agent channel")?;

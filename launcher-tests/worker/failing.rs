@@ -1,15 +1,15 @@
-//! `failing_worker HOW`: fails as Rust programs do, if RANK is FAILING_RANK; else sleeps until it is stopped.
+//! `test-worker failing HOW`: fails as Rust programs do, if RANK is FAILING_RANK; else sleeps until it is stopped.
 
 #![allow(clippy::print_stdout)] // what it prints is nobody's business
 
 use std::error::Error;
 use std::time::Duration;
 
-fn main() -> Result<(), Box<dyn Error>> {
+pub(super) fn run(arguments: &[&str]) -> Result<(), Box<dyn Error>> {
     if std::env::var("RANK") != std::env::var("FAILING_RANK") {
         std::thread::sleep(Duration::from_secs(1000));
     }
-    match std::env::args().nth(1).as_deref() {
+    match arguments.first().copied() {
         Some("panic") => panics(&[1, 2, 3], 7),
         Some("thread") => {
             let thread = std::thread::Builder::new().name("loader".to_owned()).spawn(|| panics(&[], 1))?;

@@ -1,4 +1,4 @@
-//! `comm_worker SCENARIO [DIRECTORY]`: a worker of convoke's runtime. A barrier, then what the scenario says; whoever holds
+//! `test-worker comm SCENARIO [DIRECTORY]`: a worker of convoke's runtime. A barrier, then what the scenario says; whoever holds
 //! the others up waits for DIRECTORY/go.
 
 use std::error::Error;
@@ -11,12 +11,11 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// The rank that does something else than the others.
 const ODD_ONE: usize = 2;
 
-fn main() -> Result<(), Box<dyn Error>> {
-    let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let (scenario, directory) = match arguments.as_slice() {
+pub(super) fn run(arguments: &[&str]) -> Result<(), Box<dyn Error>> {
+    let (scenario, directory) = match *arguments {
         [scenario] => (scenario, Path::new(".")),
         [scenario, directory] => (scenario, Path::new(directory)),
-        _ => return Err("usage: comm_worker SCENARIO [DIRECTORY]".into()),
+        _ => return Err("usage: test-worker comm SCENARIO [DIRECTORY]".into()),
     };
     let timeout = if scenario == "timeout" { Duration::from_millis(500) } else { PATIENCE };
     if scenario == "absent" && std::env::var("RANK")? == ODD_ONE.to_string() {
@@ -25,7 +24,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let world = Session::join()?.with_options(|options| options.timeout(timeout)).world()?;
     world.barrier()?;
     let odd = world.rank() == ODD_ONE;
-    match scenario.as_str() {
+    match scenario {
         "good" | "absent" => {}
         // One never calls what the others call, at least for a while.
         "late" | "timeout" => {

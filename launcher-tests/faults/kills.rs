@@ -1,0 +1,79 @@
+//! Ranks of one host that share memory, one of which is killed at a random moment: in a call, between two, while the group
+//! forms or while it leaves. The others get that rank's loss or right results, and nothing is left anywhere.
+//!
+//! CONVOKE_FULL=1 kills a thousand times, CONVOKE_KILLS so many times. The ranks run `worker/killed.rs`.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use convoke_launcher_tests::kills::WORLD;
+use convoke_store::StoreServer;
+use convoke_testkit::process::{self, Process};
+use convoke_testkit::programs::with_faults;
+use convoke_testkit::{Random, is_full, wait_until};
+
+/// Kills in the short form.
+const KILLS: u64 = 60;
+
+/// How a rank has ended: what it said if it was not killed.
+fn run(victim: usize, moment: Option<u64>) -> Vec<Option<String>> {
+    let store = StoreServer::bind(&["127.0.0.1:0".parse().unwrap()]).unwrap();
+    let ranks: Vec<Process> = (0..WORLD)
+        .map(|rank| {
+            let mut command = process::program(with_faults("test-worker-faults"));
+            process::as_rank(&mut command, rank, WORLD, store.port());
+            command.args(["killed", &victim.to_string()]);
+            command.args(moment.filter(|_| rank == victim).map(|moment| moment.to_string()));
+            Process::start(&mut command)
+        })
+        .collect();
+    let ended = ranks.into_iter().enumerate().map(|(rank, process)| {
+        let output = process.wait();
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        let was_killed = rank == victim && output.status.code().is_none();
+        let (said, error) = (text(&output.stdout), text(&output.stderr));
+        let where_ = format!("rank {rank}, victim {victim} at {moment:?}");
+        assert!(was_killed || output.status.success(), "{where_}: {said} {error}");
+        (!was_killed).then_some(said)
+    });
+    ended.collect()
+}
+
+/// Abstract names of the Unix sockets by which ranks of one host meet: "convoke-" and hexadecimal digits.
+fn sockets() -> BTreeSet<String> {
+    let text = std::fs::read_to_string("/proc/net/unix").unwrap();
+    let names = text.lines().filter_map(|line| line.split("@convoke-").nth(1));
+    names.filter(|name| name.bytes().all(|byte| byte.is_ascii_hexdigit())).map(str::to_owned).collect()
+}
+
+#[test]
+fn a_rank_may_be_killed_at_any_moment() {
+    let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
+    let kills = number("CONVOKE_KILLS").unwrap_or(if is_full() { 1000 } else { KILLS });
+    let mut random = Random::new("kills::a_rank_may_be_killed_at_any_moment");
+    let mut below = |bound: u64| random.next() % bound;
+    let before = sockets();
+    let whole = run(0, None);
+    let moments =
+        whole[0].as_deref().and_then(|said| said.split("after ").nth(1)?.split(' ').next()?.parse().ok());
+    let moments: u64 = moments.unwrap_or_else(|| panic!("{whole:?}"));
+    let (mut ends, mut killed, mut runs) = (BTreeMap::new(), 0, 0);
+    while killed < kills {
+        // As often in the moments in which a group forms as in all others together would be too often.
+        let moment = if runs % 8 == 0 { below(40) } else { below(moments) };
+        let victim = below(WORLD as u64) as usize;
+        let ended = run(victim, Some(moment));
+        let through = ended.iter().flatten().filter(|said| said.contains("through")).count();
+        // It may come through with fewer moments than others.
+        let was_killed = ended[victim].is_none();
+        killed += u64::from(was_killed);
+        runs += 1;
+        *ends.entry((was_killed, through)).or_insert(0) += 1;
+        assert!(runs < 3 * kills, "{ends:?} of {moments} moments");
+    }
+    for ((was_killed, through), times) in &ends {
+        let what = if *was_killed { "killed" } else { "not reached" };
+        println!("{what}: {times} times, {through} ranks through");
+    }
+    // Other tests use such names for a moment.
+    wait_until("the names of all sockets to be gone", || (&sockets() - &before).is_empty().then_some(()));
+}

@@ -1,0 +1,110 @@
+//! Threads that sleep in the kernel: how a test knows that a call is blocked.
+
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::time::Instant;
+
+use crate::PATIENCE;
+
+/// A thread of this process, as the other threads see it.
+#[derive(Debug)]
+pub struct Thread {
+    /// `/proc/self/task/ID/stat`, open: a test may look when it has no descriptor left.
+    stat: File,
+}
+
+impl Thread {
+    /// The calling thread.
+    #[must_use]
+    pub fn current() -> Self {
+        Self { stat: File::open("/proc/thread-self/stat").unwrap() }
+    }
+
+    /// The threads of this process with this name, of which the kernel keeps 15 bytes.
+    #[must_use]
+    pub fn named(name: &str) -> Vec<Self> {
+        let kept = &name[..name.len().min(15)];
+        let tasks = fs::read_dir("/proc/self/task").unwrap().flatten().map(|entry| entry.path());
+        // A thread that ends meanwhile has no name.
+        let has_name =
+            |task: &PathBuf| fs::read_to_string(task.join("comm")).is_ok_and(|text| text.trim_end() == kept);
+        tasks.filter(has_name).map(|task| Self { stat: File::open(task.join("stat")).unwrap() }).collect()
+    }
+
+    /// Waits until the thread sleeps in the kernel. Panics if it ends, or still runs after [`PATIENCE`].
+    pub fn until_asleep(&self) {
+        let state = self.until_idle();
+        assert_eq!(state, Some('S'), "the thread has ended, it does not wait");
+    }
+
+    /// Waits until the thread sleeps in the kernel or has ended. Panics if it still runs after [`PATIENCE`].
+    pub fn until_asleep_or_ended(&self) {
+        self.until_idle();
+    }
+
+    /// The first state of the thread in which it does nothing; `None` if it has ended.
+    fn until_idle(&self) -> Option<char> {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let state = self.state();
+            if matches!(state, None | Some('S')) {
+                return state;
+            }
+            assert!(Instant::now() < deadline, "still running: {state:?}");
+            std::thread::yield_now();
+        }
+    }
+
+    /// The letter of its state; `None` if it has ended.
+    fn state(&self) -> Option<char> {
+        let mut stat = [0; 512];
+        let length = self.stat.read_at(&mut stat, 0).ok()?;
+        // The state follows the name, which may hold anything.
+        String::from_utf8_lossy(&stat[..length]).rsplit(") ").next()?.chars().next()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+
+    use super::*;
+
+    #[test]
+    fn a_thread_that_waits_is_asleep() {
+        let (tell, told) = channel();
+        let (end, ended) = channel::<()>();
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                tell.send(Thread::current()).unwrap();
+                ended.recv().unwrap();
+            });
+            told.recv().unwrap().until_asleep();
+            end.send(()).unwrap();
+        });
+    }
+
+    #[test]
+    #[should_panic(expected = "does not wait")]
+    fn a_thread_that_has_ended_does_not_count_as_asleep() {
+        std::thread::spawn(Thread::current).join().unwrap().until_asleep();
+    }
+
+    #[test]
+    fn threads_are_found_by_the_begin_of_a_long_name() {
+        let (tell, told) = channel();
+        let (end, ended) = channel::<()>();
+        let builder = std::thread::Builder::new().name("testkit-found-by-name".into());
+        let thread = builder.spawn(move || {
+            tell.send(()).unwrap();
+            ended.recv().unwrap();
+        });
+        told.recv().unwrap();
+        let found = Thread::named("testkit-found-by-name");
+        assert_eq!(found.len(), 1);
+        found[0].until_asleep();
+        end.send(()).unwrap();
+        thread.unwrap().join().unwrap();
+    }
+}

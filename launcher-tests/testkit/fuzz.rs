@@ -1,0 +1,57 @@
+//! Damaged messages for decoders.
+
+use std::fmt::Debug;
+
+use crate::{Random, memory};
+
+/// Messages that [`fuzz`] makes.
+const ROUNDS: usize = 20_000;
+/// Bytes that leave a text a text.
+const OF_TEXTS: &[u8] = b"0123456789-.e\"{}[],:=/&";
+
+/// Gives `decode` damaged copies of the `good` messages, and random bytes. `decode` may refuse them, but must not panic
+/// nor have more than `most_bytes` in use; and what it reads it must read again after `encode`.
+///
+/// Memory is counted only if the test binary has [`memory::Counting`] as its allocator.
+pub fn fuzz<T: PartialEq + Debug>(
+    test: &'static str,
+    good: &[impl AsRef<[u8]>],
+    most_bytes: usize,
+    decode: impl Fn(&[u8]) -> Option<T>,
+    encode: impl Fn(&T) -> Vec<u8>,
+) {
+    assert!(memory::is_counting(), "{test}: this test binary does not count memory");
+    for good in good {
+        let read = decode(good.as_ref());
+        assert!(read.is_some(), "{test}: not even {:?} is read", String::from_utf8_lossy(good.as_ref()));
+        assert_eq!(read.as_ref().and_then(|read| decode(&encode(read))), read, "{test}");
+    }
+    let mut random = Random::new(test);
+    for round in 0..ROUNDS {
+        let bytes = damaged(&mut random, good[round % good.len()].as_ref());
+        let (read, used) = memory::most_of(|| decode(&bytes));
+        assert!(used <= most_bytes, "{test}: {used} bytes for {bytes:?}");
+        if let Some(read) = read {
+            assert_eq!(decode(&encode(&read)), Some(read), "{test}: {bytes:?}");
+        }
+    }
+}
+
+/// `good` with some bytes changed, added or cut off; sometimes random bytes instead.
+fn damaged(random: &mut Random, good: &[u8]) -> Vec<u8> {
+    let mut bytes = good.to_vec();
+    if random.below(16) == 0 {
+        bytes = (0..random.below(2 * good.len() + 8)).map(|_| random.next() as u8).collect();
+    }
+    for _ in 0..random.below(6) {
+        let at = random.below(bytes.len() + 1);
+        let byte =
+            if random.below(2) == 0 { OF_TEXTS[random.below(OF_TEXTS.len())] } else { random.next() as u8 };
+        match random.below(4) {
+            0 => bytes.truncate(at),
+            1 => bytes.insert(at, byte),
+            _ => bytes.iter_mut().skip(at).take(1).for_each(|place| *place = byte),
+        }
+    }
+    bytes
+}

@@ -1,0 +1,33 @@
+//! A barrier for the threads of a test.
+
+use std::sync::{Condvar, Mutex};
+
+use crate::PATIENCE;
+
+/// A [`std::sync::Barrier`] with a bounded wait: if a thread panics before it comes, the others panic as well, and the
+/// test ends.
+pub struct Gate {
+    threads: usize,
+    /// Number of arrivals in all rounds together.
+    arrivals: Mutex<usize>,
+    open: Condvar,
+}
+
+impl Gate {
+    /// A barrier for `threads` threads.
+    #[must_use]
+    pub fn new(threads: usize) -> Self {
+        Self { threads, arrivals: Mutex::new(0), open: Condvar::new() }
+    }
+
+    /// Waits until all threads have come.
+    pub fn wait(&self) {
+        let mut arrivals = self.arrivals.lock().unwrap();
+        let enough = (*arrivals / self.threads + 1) * self.threads;
+        *arrivals += 1;
+        self.open.notify_all();
+        let (arrivals, _) =
+            self.open.wait_timeout_while(arrivals, PATIENCE, |count| *count < enough).unwrap();
+        assert!(*arrivals >= enough, "the others did not come");
+    }
+}

@@ -1,0 +1,74 @@
+//! Simulated GPUs: libraries that stand in for CUDA's driver, kernels, NCCL and NVML.
+
+use std::fs;
+use std::io;
+use std::path::PathBuf;
+use std::process::{Command, Output};
+use std::sync::OnceLock;
+
+use rustix::fs::{FlockOperation, flock};
+
+use crate::programs::{root, target};
+
+/// Library, compiler, source, what it is linked with.
+const LIBRARIES: [(&str, &str, &str, &[&str]); 4] = [
+    ("libcuda.so.1", "cc", "driver.c", &["-ldl"]),
+    ("libsimulated-kernels.so", "c++", "kernels.cpp", &["-std=c++17"]),
+    ("libnccl.so.2", "cc", "nccl.c", &["-ldl"]),
+    ("libnvidia-ml.so.1", "cc", "nvml.c", &[]),
+];
+/// Set in a process that has simulated GPUs.
+const MARK: &str = "CONVOKE_TEST_SIMULATED";
+
+/// A folder with the libraries, for LD_LIBRARY_PATH. The first test of a gate compiles them.
+pub fn libraries() -> &'static PathBuf {
+    static COMPILED: OnceLock<PathBuf> = OnceLock::new();
+    COMPILED.get_or_init(|| {
+        let folder = target().join("tmp/simulated-gpu");
+        fs::create_dir_all(&folder).unwrap();
+        // One process compiles, the others wait: each of them holds this lock while it looks.
+        let lock = fs::File::create(folder.join("lock")).unwrap();
+        flock(&lock, FlockOperation::LockExclusive).unwrap();
+        for (library, compiler, source, linked) in LIBRARIES {
+            let source = root().join("launcher-tests/gpu").join(source);
+            let library = folder.join(library);
+            if is_newer(&library, &source).unwrap_or(false) {
+                continue;
+            }
+            // A process of an earlier gate may have the old one loaded: it keeps it.
+            let made = library.with_extension("new");
+            let mut command = Command::new(compiler);
+            command.args(["-O1", "-shared", "-fPIC", "-pthread", "-o"]).arg(&made).arg(&source).args(linked);
+            assert!(command.status().unwrap().success(), "{} was not compiled", source.display());
+            fs::rename(made, library).unwrap();
+        }
+        folder
+    })
+}
+
+fn is_newer(library: &PathBuf, source: &PathBuf) -> io::Result<bool> {
+    Ok(fs::metadata(library)?.modified()? > fs::metadata(source)?.modified()?)
+}
+
+/// Whether this process has simulated GPUs.
+#[must_use]
+pub fn is_inside() -> bool {
+    std::env::var_os(MARK).is_some()
+}
+
+/// Returns true in a process with simulated GPUs. Otherwise runs the test of this name in such a process, with 4 GPUs and
+/// these variables, because the libraries must be there when a process begins; panics if it fails; returns false.
+#[must_use]
+pub fn is_simulated(test: &str, variables: &[(&str, &str)]) -> bool {
+    if is_inside() {
+        return true;
+    }
+    let mut child = Command::new(std::env::current_exe().unwrap());
+    child.args([test, "--exact", "--nocapture", "--test-threads=1"]).env(MARK, "1");
+    child.env("LD_LIBRARY_PATH", libraries()).env("SIMULATED_GPUS", "4").envs(variables.iter().copied());
+    child.env("SIMULATED_NCCL_DIR", target().join("tmp")).env_remove("CUDA_VISIBLE_DEVICES");
+    let Output { status, stdout, stderr } = child.output().unwrap();
+    let text = String::from_utf8_lossy(&stdout) + String::from_utf8_lossy(&stderr);
+    assert!(status.success() && text.contains("1 passed"), "{text}");
+    false
+}

@@ -1,0 +1,75 @@
+//! How much memory a thread uses, counted by the allocator.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+
+thread_local! {
+    /// Bytes in use that this thread has allocated, and their maximum. Threads that free what others have allocated go
+    /// below zero.
+    static USED: Cell<(isize, isize)> = const { Cell::new((0, 0)) };
+}
+
+/// The system's allocator, which counts. A test binary makes it its own by `#[global_allocator]`.
+pub struct Counting;
+
+fn count(bytes: isize) {
+    // A thread that is ending may free after its counter is gone.
+    let _ = USED.try_with(|used| {
+        let (now, most) = used.get();
+        used.set((now + bytes, most.max(now + bytes)));
+    });
+}
+
+// SAFETY: the system's allocator, to which every call goes, keeps the contract; counting touches no other memory and does
+// not allocate (the counter is const-initialised and has no destructor).
+#[allow(unsafe_code)]
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        count(layout.size() as isize);
+        // SAFETY: promised by the caller.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
+        count(-(layout.size() as isize));
+        // SAFETY: promised by the caller.
+        unsafe { System.dealloc(memory, layout) }
+    }
+
+    unsafe fn realloc(&self, memory: *mut u8, layout: Layout, bytes: usize) -> *mut u8 {
+        count(bytes as isize - layout.size() as isize);
+        // SAFETY: promised by the caller.
+        unsafe { System.realloc(memory, layout, bytes) }
+    }
+}
+
+/// The result of `work`, and the most bytes that it had in use at a time.
+pub fn most_of<R>(work: impl FnOnce() -> R) -> (R, usize) {
+    USED.set((0, 0));
+    let result = work();
+    (result, USED.get().1.unsigned_abs())
+}
+
+/// Whether [`Counting`] is the allocator of this program.
+#[must_use]
+pub fn is_counting() -> bool {
+    most_of(|| drop(std::hint::black_box(vec![0_u8; 64]))).1 >= 64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[global_allocator]
+    static ALLOCATOR: Counting = Counting;
+
+    #[test]
+    fn freed_memory_no_longer_counts() {
+        let ((), most) = most_of(|| {
+            for _ in 0..10 {
+                drop(vec![0_u8; 1 << 20]);
+            }
+        });
+        assert!((1 << 20..2 << 20).contains(&most), "{most}");
+    }
+}

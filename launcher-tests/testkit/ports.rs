@@ -1,0 +1,62 @@
+//! Ports for the servers of a test.
+
+use std::net::TcpListener;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// Below the ports that the kernel gives to outgoing connections, above those of `scripts/quickstart`.
+const FIRST: u32 = 12_000;
+const COUNT: u32 = 8_000;
+
+/// What shows the other test processes of this machine that a port is taken, as long as this process lives.
+static RESERVED: Mutex<Vec<UnixListener>> = Mutex::new(Vec::new());
+
+/// A port of 127.0.0.1 that nobody uses; see [`free_ports`].
+#[must_use]
+pub fn free_port() -> u16 {
+    free_ports(1)
+}
+
+/// The first of `count` ports in a row that nobody uses on 127.0.0.1. No other test of this machine gets them while this
+/// process lives: each is reserved by an abstract Unix socket of its name, which ends with the process.
+#[must_use]
+pub fn free_ports(count: u16) -> u16 {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    for _ in 0..COUNT {
+        let number = std::process::id().wrapping_mul(97).wrapping_add(NEXT.fetch_add(1, Ordering::Relaxed));
+        let first = (FIRST + number % COUNT) as u16;
+        let reserved: Option<Vec<_>> = (first..first + count).map(reserve).collect();
+        if let Some(reserved) = reserved {
+            RESERVED.lock().unwrap().extend(reserved);
+            return first;
+        }
+    }
+    panic!("no {count} free ports from {FIRST} to {}", FIRST + COUNT - 1)
+}
+
+fn reserve(port: u16) -> Option<UnixListener> {
+    let name = SocketAddr::from_abstract_name(format!("convoke-test-port-{port}")).unwrap();
+    let reserved = UnixListener::bind_addr(&name).ok()?;
+    TcpListener::bind(("127.0.0.1", port)).is_ok().then_some(reserved)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_port_is_given_out_twice() {
+        let mut ports: Vec<u16> = (0..200).map(|_| free_port()).collect();
+        ports.sort_unstable();
+        ports.dedup();
+        assert_eq!(ports.len(), 200);
+    }
+
+    #[test]
+    fn a_port_of_another_process_is_not_given_out() {
+        let port = free_port();
+        assert!(reserve(port).is_none());
+    }
+}

@@ -1,0 +1,68 @@
+//! Ranks as processes, started with torchrun's variables but without a launcher.
+
+use std::ffi::OsStr;
+use std::process::{Child, Command, Output, Stdio};
+
+/// First letters of the variables that tell a program of its job, or a test of its gate.
+const OF_A_JOB: [&str; 7] = ["PET_", "TORCHELASTIC_", "CONVOKE_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_"];
+/// The gate finds its processes by this one.
+const MARK: &str = "CONVOKE_CHECK_RUN";
+
+/// A process that ends with this value, so that none outlives a test that fails half-way.
+pub struct Process(Option<Child>);
+
+impl Process {
+    /// Starts `command`.
+    pub fn start(command: &mut Command) -> Self {
+        Self(Some(command.spawn().unwrap()))
+    }
+
+    /// The process, while it runs.
+    pub fn child(&mut self) -> &mut Child {
+        self.0.as_mut().unwrap()
+    }
+
+    /// Waits for its end; its exit status and output.
+    #[must_use]
+    pub fn wait(mut self) -> Output {
+        self.0.take().unwrap().wait_with_output().unwrap()
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        if let Some(mut child) = self.0.take() {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+/// `program` without the variables of a job that this test may itself run in; its output goes to pipes.
+pub fn program(program: impl AsRef<OsStr>) -> Command {
+    let mut command = Command::new(program);
+    without_job_variables(&mut command);
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+}
+
+/// Removes the variables of jobs from `command`, but for the gate's mark on its processes.
+pub fn without_job_variables(command: &mut Command) -> &mut Command {
+    for (name, _) in std::env::vars_os() {
+        let text = name.to_string_lossy();
+        if text != MARK && OF_A_JOB.iter().any(|begin| text.starts_with(begin)) {
+            command.env_remove(&name);
+        }
+    }
+    command
+}
+
+/// Makes `command` a rank of a job whose store outlives every rank, as the store of a launcher does.
+pub fn as_rank(command: &mut Command, rank: usize, world: usize, port: u16) {
+    command
+        .env("RANK", rank.to_string())
+        .env("WORLD_SIZE", world.to_string())
+        .env("MASTER_ADDR", "127.0.0.1")
+        .env("MASTER_PORT", port.to_string())
+        .env("TORCHELASTIC_USE_AGENT_STORE", "True");
+}

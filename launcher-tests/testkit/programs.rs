@@ -1,0 +1,75 @@
+//! The programs under test: built once, shared by all tests.
+//!
+//! `scripts/check` builds them first. CONVOKE_BIN_DIR names the folder of those that users get, CONVOKE_TEST_BIN_DIR that of
+//! those that only tests have. If a variable is not set, a test builds what it needs: `cargo test` alone works.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::{Arc, Mutex, OnceLock};
+
+/// A program as users get it: `convoke`, a tool, an example.
+#[must_use]
+pub fn shipped(name: &str) -> PathBuf {
+    let (package, kind) = match name {
+        "convoke" => ("convoke", "--bin"),
+        "convoke-store" | "convoke-perf" | "convoke-flight" | "convoke-gpu-check" => {
+            ("convoke-tools", "--bin")
+        }
+        "digits" => ("convoke-examples", "--bin"),
+        "ddp" | "elastic" | "first" | "groups" | "p2p" | "pipeline" | "ring" | "sgd" => {
+            ("convoke-examples", "--example")
+        }
+        other => panic!("no program {other}"),
+    };
+    let folder = if kind == "--example" { "examples" } else { "" };
+    find("CONVOKE_BIN_DIR", &Path::new(folder).join(name), &["-p", package, kind, name])
+}
+
+/// `test-worker`: the workers of all tests, on the runtime that users get.
+#[must_use]
+pub fn test_worker() -> PathBuf {
+    let name = "test-worker";
+    find("CONVOKE_TEST_BIN_DIR", Path::new(name), &["-p", "convoke-launcher-tests", "--bin", name])
+}
+
+/// A program that fails where a test orders it to: `convoke-faults` or `test-worker-faults`.
+#[must_use]
+pub fn with_faults(name: &str) -> PathBuf {
+    let arguments = ["-p", "convoke-launcher-tests", "--features", "faults", "--bin", name];
+    find("CONVOKE_TEST_BIN_DIR", Path::new(name), &arguments)
+}
+
+/// The program `file` below the folder that `variable` names; otherwise below `target/debug`, built by Cargo with
+/// `arguments`, once for each test process.
+fn find(variable: &str, file: &Path, arguments: &[&str]) -> PathBuf {
+    if let Some(folder) = std::env::var_os(variable) {
+        let path = Path::new(&folder).join(file);
+        assert!(path.exists(), "{variable} has no {}", path.display());
+        return path;
+    }
+    static BUILT: Mutex<Option<HashMap<PathBuf, Arc<OnceLock<()>>>>> = Mutex::new(None);
+    let path = target().join("debug").join(file);
+    let once = Arc::clone(BUILT.lock().unwrap().get_or_insert_default().entry(path.clone()).or_default());
+    once.get_or_init(|| {
+        let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+        cargo.args(["build", "--quiet", "--locked"]).args(arguments).current_dir(root());
+        cargo.env("CARGO_TARGET_DIR", target());
+        assert!(cargo.status().unwrap().success(), "{cargo:?}");
+    });
+    path
+}
+
+/// The root of the repository.
+#[must_use]
+pub fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap().to_owned()
+}
+
+/// Cargo's target folder, to which this test was built.
+#[must_use]
+pub fn target() -> PathBuf {
+    let program = std::env::current_exe().unwrap();
+    let own = program.ancestors().find(|folder| folder.join("CACHEDIR.TAG").exists());
+    own.map_or_else(|| root().join("target"), Path::to_owned)
+}

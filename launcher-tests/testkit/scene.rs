@@ -1,0 +1,51 @@
+//! Scenes: ignored tests that another test plays in processes of their own.
+
+use std::process::{Command, Output};
+
+/// This test binary, to run its ignored test `name` and no other.
+#[must_use]
+pub fn scene(name: &str) -> Command {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args([name, "--exact", "--ignored", "--nocapture", "--test-threads=1"]);
+    command
+}
+
+/// The variable of a scene. Panics if it is unset: the scene was not started by its test.
+#[must_use]
+pub fn scene_variable(name: &str) -> String {
+    std::env::var(name).unwrap_or_else(|_| panic!("{name} is unset: another test starts this scene"))
+}
+
+/// Panics unless the process of a scene has run one test, which passed. Its stdout must be a pipe.
+pub fn assert_one_passed(output: &Output) {
+    let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && text.contains("1 passed"), "{}: {text}", output.status);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[ignore = "a scene of the tests below"]
+    fn acts() {
+        assert_eq!(scene_variable("TESTKIT_SCENE"), "well");
+    }
+
+    #[test]
+    fn a_scene_runs_in_a_process_of_its_own() {
+        assert_one_passed(&scene("scene::tests::acts").env("TESTKIT_SCENE", "well").output().unwrap());
+    }
+
+    #[test]
+    #[should_panic(expected = "another test starts this scene")]
+    fn a_scene_that_nobody_started_fails() {
+        assert_one_passed(&scene("scene::tests::acts").env_remove("TESTKIT_SCENE").output().unwrap());
+    }
+
+    #[test]
+    #[should_panic(expected = "0 passed")]
+    fn a_scene_that_does_not_exist_fails() {
+        assert_one_passed(&scene("scene::tests::renamed").output().unwrap());
+    }
+}

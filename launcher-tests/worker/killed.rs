@@ -1,0 +1,97 @@
+//! `test-worker-faults killed VICTIM [MOMENT]`: one of three ranks that share memory. They make calls of all kinds and look
+//! at each result. With MOMENT this rank kills itself at its moment of that number; the others must lose VICTIM.
+//! Prints "lost", or how many moments it came through.
+
+#![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout)] // a part of tests
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use convoke_comm::{Backend, CommError, ReduceOp, Session, on_moment};
+use nix::sys::signal::{Signal, raise};
+
+use super::Outcome;
+use crate::kills::WORLD;
+
+/// Within this the survivors must know. If a rank dies before the others have met it, they wait [`FORMING`] for it.
+const SOON: Duration = Duration::from_secs(10);
+const FORMING: Duration = Duration::from_secs(2);
+const ROUNDS: usize = 4;
+
+/// Moments so far, and at which this process dies.
+static MOMENTS: AtomicU64 = AtomicU64::new(0);
+static LAST: AtomicU64 = AtomicU64::new(u64::MAX);
+
+pub(super) fn run(arguments: &[&str]) -> Outcome {
+    let (victim, last) = match *arguments {
+        [victim] => (victim.parse::<u64>()?, u64::MAX),
+        [victim, moment] => (victim.parse()?, moment.parse()?),
+        _ => return Err("usage: test-worker-faults killed VICTIM [MOMENT]".into()),
+    };
+    LAST.store(last, Ordering::Relaxed);
+    on_moment(|_| {
+        if MOMENTS.fetch_add(1, Ordering::Relaxed) == LAST.load(Ordering::Relaxed) {
+            // It cannot fail for oneself.
+            let _ = raise(Signal::SIGKILL);
+        }
+    });
+    let (before, begin) = (descriptors(), Instant::now());
+    let mut formed = false;
+    let outcome = job(&mut formed);
+    let lost =
+        |error: &CommError| matches!(error, CommError::PeerLost { rank, .. } if *rank as u64 == victim);
+    match outcome {
+        Ok(()) => println!("through after {} moments", MOMENTS.load(Ordering::Relaxed)),
+        Err(error) if !formed || lost(&error) => println!("lost"),
+        Err(error) => panic!("{error}"),
+    }
+    assert!(begin.elapsed() < SOON, "{:?}", begin.elapsed());
+    // What of the memory, the doorbells and the connections is still open would be found here.
+    assert_eq!(descriptors(), before);
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    assert!(!maps.contains("memfd:convoke"), "{maps}");
+    Ok(())
+}
+
+fn descriptors() -> usize {
+    std::fs::read_dir("/proc/self/fd").unwrap().count()
+}
+
+/// Calls of all kinds, small, large, in memory of `alloc` and messages, each with a result that is looked at.
+fn job(formed: &mut bool) -> Result<(), CommError> {
+    let mut session = Session::join()?.with_options(|options| options.timeout(SOON).init_timeout(FORMING));
+    let world = session.world()?;
+    *formed = true;
+    assert_eq!(world.backend(), Backend::SharedMemory);
+    let (rank, next, previous) =
+        (world.rank(), (world.rank() + 1) % WORLD, (world.rank() + WORLD - 1) % WORLD);
+    let mut direct = world.alloc::<f32>(200_000)?;
+    let (mut large, mut all) = (vec![0_u32; 100_000], vec![0_u16; WORLD * 30_000]);
+    let (mut message, mut answer) = (vec![0_u64; 20_000], vec![0_u64; 20_000]);
+    for round in 1..=ROUNDS {
+        let mut small = [rank + round; 3].map(|x| x as i64);
+        world.all_reduce(&mut small, ReduceOp::Sum)?;
+        assert_eq!(small, [(WORLD * round + 3) as i64; 3]);
+        large.fill((rank * round) as u32);
+        world.all_reduce(&mut large, ReduceOp::Max)?;
+        assert!(large.iter().all(|&x| x == (2 * round) as u32), "all_reduce");
+        direct.fill((rank + round) as f32);
+        world.all_reduce(&mut direct[..], ReduceOp::Sum)?;
+        assert!(direct.iter().all(|&x| x == (WORLD * round + 3) as f32), "all_reduce in memory of alloc");
+        let root = round % WORLD;
+        large.fill(rank as u32);
+        world.broadcast(&mut large, root)?;
+        assert!(large.iter().all(|&x| x == root as u32), "broadcast");
+        world.all_gather(&[(rank + round) as u16; 30_000], &mut all)?;
+        let right = |(from, block): (usize, &[u16])| block.iter().all(|&x| x == (from + round) as u16);
+        assert!(all.chunks(30_000).enumerate().all(right), "all_gather");
+        for len in [1, 2_000, 20_000] {
+            message[..len].fill((rank * round) as u64);
+            let send = (&message[..len], next, round as u32);
+            world.send_recv(send, (&mut answer[..len], previous, round as u32))?;
+            assert!(answer[..len].iter().all(|&x| x == (previous * round) as u64), "send_recv");
+        }
+        world.barrier()?;
+    }
+    Ok(())
+}

@@ -1,0 +1,49 @@
+//! `test-worker ROLE ARGUMENTS...`: all workers of the tests in one program, so that it is built once.
+
+mod channel;
+mod collectives;
+mod comm;
+mod failing;
+#[cfg(feature = "faults")]
+mod fault;
+mod group;
+mod intruder;
+#[cfg(feature = "faults")]
+mod killed;
+mod plain;
+#[cfg(feature = "faults")]
+mod training;
+
+use std::error::Error;
+use std::process::ExitCode;
+
+/// What the process does in its role.
+type Outcome = Result<(), Box<dyn Error>>;
+
+/// Runs the role that the command line names.
+///
+/// # Errors
+/// Whatever makes the role fail; that is often its purpose.
+pub fn main() -> Result<ExitCode, Box<dyn Error>> {
+    let mut words = std::env::args().skip(1);
+    let role = words.next().unwrap_or_default();
+    let arguments: Vec<String> = words.collect();
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    match role.as_str() {
+        "channel" => channel::run(&arguments),
+        "collectives" => collectives::run(),
+        "comm" => comm::run(&arguments),
+        "failing" => failing::run(&arguments),
+        #[cfg(feature = "faults")]
+        "fault" => return fault::run(&arguments),
+        "group" => group::run(),
+        "intruder" => intruder::run(&arguments),
+        #[cfg(feature = "faults")]
+        "killed" => killed::run(&arguments),
+        "plain" => plain::run(&arguments),
+        #[cfg(feature = "faults")]
+        "training" => training::run(&arguments),
+        other => Err(format!("no role {other:?}; see launcher-tests/worker").into()),
+    }?;
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,59 @@
+//! What recording costs: for `scripts/bench flight`.
+
+use std::hint::black_box;
+use std::path::PathBuf;
+use std::time::Instant;
+
+use super::{Generation, Recorder, Told, Track, now_ns};
+use crate::call::{Call, CallKind};
+use crate::dtype::{Dtype, ReduceOp};
+use crate::plan::Algorithm;
+use convoke_env::flight::layout::Operation;
+
+/// Loops whose median counts, as other processes disturb few of them; and calls in each.
+const LOOPS: usize = 1000;
+const CALLS: u32 = 100;
+
+/// What was measured, and its nanoseconds. The recording in a file goes to `folder`.
+pub fn flight_costs(folder: PathBuf) -> Vec<(&'static str, f64)> {
+    let track =
+        |folder| Recorder::new(folder, None).group("bench", 7, None::<Generation>, (1, 3), &[5, 6, 8]);
+    let (in_file, in_memory): (Track, Track) = (track(Some(folder)), track(None));
+    // The engine knows when a call was made.
+    let made = told();
+    let step = in_file.begin(&made);
+    vec![
+        ("a reading of the clock", median(|_| now_ns())),
+        ("the beginning of a call", median(|seq| in_file.begin(&Told { seq, ..made }))),
+        ("a call, recorded in a file", median(|seq| in_file.begin(&Told { seq, ..made }).end(true))),
+        ("a call, recorded in memory", median(|seq| in_memory.begin(&Told { seq, ..made }).end(true))),
+        ("a wait", median(|_| step.wait([1].into_iter(), 0, 0))),
+    ]
+}
+
+fn told() -> Told {
+    let (kind, dtype, op) = (CallKind::AllReduce, Dtype::F32, Some(ReduceOp::Sum));
+    Told {
+        operation: Operation::Collective,
+        call: Call { kind, dtype, op, root: 0, count: 1000 },
+        at_ns: now_ns(),
+        seq: 0,
+        algorithm: Some(Algorithm::Ring),
+        peer: None,
+        to_receive_bytes: 3,
+        to_send_bytes: 5,
+        queued: false,
+    }
+}
+
+fn median<R>(call: impl Fn(u64) -> R) -> f64 {
+    let mut nanos: Vec<f64> = (0..LOOPS)
+        .map(|_| {
+            let start = Instant::now();
+            (0..u64::from(CALLS)).for_each(|seq| drop(black_box(call(seq))));
+            start.elapsed().as_nanos() as f64 / f64::from(CALLS)
+        })
+        .collect();
+    nanos.sort_by(f64::total_cmp);
+    nanos[LOOPS / 2]
+}
