@@ -1,4 +1,4 @@
-//! What the ranks that are killed and the test that kills them both know.
+//! Constants that the killed ranks and the test that kills them share.
 
 /// Ranks of each job.
 pub const WORLD: usize = 3;

@@ -3,11 +3,12 @@
 use std::fs;
 use std::io;
 use std::path::PathBuf;
-use std::process::{Command, Output};
+use std::process::Command;
 use std::sync::OnceLock;
 
 use rustix::fs::{FlockOperation, flock};
 
+use crate::assert_one_passed;
 use crate::programs::{root, target};
 
 /// Library, compiler, source, what it is linked with.
@@ -67,8 +68,6 @@ pub fn is_simulated(test: &str, variables: &[(&str, &str)]) -> bool {
     child.args([test, "--exact", "--nocapture", "--test-threads=1"]).env(MARK, "1");
     child.env("LD_LIBRARY_PATH", libraries()).env("SIMULATED_GPUS", "4").envs(variables.iter().copied());
     child.env("SIMULATED_NCCL_DIR", target().join("tmp")).env_remove("CUDA_VISIBLE_DEVICES");
-    let Output { status, stdout, stderr } = child.output().unwrap();
-    let text = String::from_utf8_lossy(&stdout) + String::from_utf8_lossy(&stderr);
-    assert!(status.success() && text.contains("1 passed"), "{text}");
+    assert_one_passed(&child.output().unwrap());
     false
 }

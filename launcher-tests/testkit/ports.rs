@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 const FIRST: u32 = 12_000;
 const COUNT: u32 = 8_000;
 
-/// What shows the other test processes of this machine that a port is taken, as long as this process lives.
+/// One socket for each port that this process has taken: it shows the other tests of this machine that the port is taken.
 static RESERVED: Mutex<Vec<UnixListener>> = Mutex::new(Vec::new());
 
 /// A port of 127.0.0.1 that nobody uses; see [`free_ports`].
