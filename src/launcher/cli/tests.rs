@@ -243,7 +243,8 @@ fn help_names_every_flag_default_and_variable() {
 const GROUP_HEADINGS: [&str; 6] =
     ["Nodes and workers", "Rendezvous", "Program", "Output", "Watching and stopping", "Help"];
 
-/// Flags of torchrun. Written down here, so that the table is not compared with itself.
+/// Flags of torchrun. Written down here, so that the table is not compared with itself;
+/// `launcher-tests/torch/flags.py` compares with the installed torchrun.
 const FLAGS_OF_TORCHRUN: [&str; 33] = [
     "--nnodes",
     "--nproc-per-node",
