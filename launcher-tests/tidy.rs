@@ -104,7 +104,7 @@ const LONG_FILE_LINES: usize = 400;
 const TOO_LONG_FILE_LINES: usize = 600;
 
 fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().to_owned()
+    convoke_testkit::programs::root()
 }
 
 /// Files of the project, relative to the root, in order; nothing that git ignores.
@@ -412,6 +412,20 @@ fn nothing_is_put_off_in_a_comment() {
         }
     }
     assert_none(&found, "do it, or write an issue");
+}
+
+/// Clones that share a target folder share what is built: the path of one of them must not be compiled in.
+#[test]
+fn only_testkit_compiles_the_path_of_the_repository_in() {
+    let compiled = concat!("env!(\"CARGO_MANIFEST", "_DIR\")");
+    let mut found = files();
+    found.retain(|path| path.extension().is_some_and(|extension| extension == "rs"));
+    found.retain(|path| fs::read_to_string(root().join(path)).unwrap().contains(compiled));
+    assert_eq!(
+        found,
+        [Path::new("launcher-tests/testkit/programs.rs")],
+        "use convoke_testkit::programs::root()"
+    );
 }
 
 #[test]

@@ -7,10 +7,9 @@ use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::fs;
 use std::os::unix::fs::symlink;
-use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use convoke_testkit::programs::shipped;
+use convoke_testkit::programs::{root, shipped};
 
 /// Most lines of an example.
 const LINES: usize = 99;
@@ -18,12 +17,8 @@ const LINES: usize = 99;
 /// The examples that are one file each.
 const EXAMPLES: [&str; 8] = ["ddp", "elastic", "first", "groups", "p2p", "pipeline", "ring", "sgd"];
 
-fn repository() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
-}
-
 fn source(name: &str) -> String {
-    fs::read_to_string(repository().join(format!("src/examples/{name}.rs"))).unwrap()
+    fs::read_to_string(root().join(format!("src/examples/{name}.rs"))).unwrap()
 }
 
 /// The command in the head of an example, and the lines that it prints.
@@ -79,14 +74,14 @@ fn examples_are_short() {
 
 #[test]
 fn the_book_has_the_same_commands_and_every_example() {
-    let book = fs::read_to_string(repository().join("docs/examples.md")).unwrap();
+    let book = fs::read_to_string(root().join("docs/examples.md")).unwrap();
     for name in EXAMPLES {
         let (command, expected) = transcript(name);
         let transcript = format!("$ {command}\n{}\n", expected.join("\n"));
         assert!(book.contains(&transcript), "docs/examples.md does not have:\n{transcript}");
     }
     let is_example = |name: &String| name != "lib";
-    let files = fs::read_dir(repository().join("src/examples")).unwrap().map(|entry| entry.unwrap().path());
+    let files = fs::read_dir(root().join("src/examples")).unwrap().map(|entry| entry.unwrap().path());
     let files = files.filter(|path| path.extension().is_some_and(|extension| extension == "rs"));
     let files: BTreeSet<String> = files
         .map(|path| path.file_stem().unwrap().to_string_lossy().into_owned())

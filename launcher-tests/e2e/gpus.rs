@@ -1,6 +1,5 @@
 //! GPUs, with what stands in for NVIDIA's libraries.
 
-use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -194,7 +193,7 @@ fn gpu_check(job: &Job) -> Command {
     for name in ["convoke", "convoke-perf", "convoke-gpu-check", "digits"] {
         std::os::unix::fs::symlink(shipped(name), folder.join(name)).unwrap();
     }
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/gpu-check");
+    let script = convoke_testkit::programs::root().join("scripts/gpu-check");
     std::fs::copy(script, folder.join("gpu-check")).unwrap();
     let mut command = Command::new(folder.join("gpu-check"));
     command.args(["--quick", "--report", "report.md"]).current_dir(&job.dir).env("TMPDIR", job.path("tmp"));

@@ -1,6 +1,6 @@
 //! Workers of the runtime that other launchers start: mpirun of Open MPI and of MPICH, and srun.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
 
 use convoke_launcher_tests::harness::{Ended, Job};
@@ -92,7 +92,7 @@ impl Slurm {
     }
 
     fn script() -> PathBuf {
-        Path::new(env!("CARGO_MANIFEST_DIR")).join("testbed/slurm.sh")
+        convoke_testkit::programs::root().join("launcher-tests/testbed/slurm.sh")
     }
 
     fn command<'a>(&self, arguments: impl IntoIterator<Item = &'a str>) -> Command {

@@ -61,9 +61,18 @@ fn find(variable: &str, file: &Path, arguments: &[&str]) -> PathBuf {
 }
 
 /// The root of the repository.
+///
+/// Cargo and nextest set CARGO_MANIFEST_DIR where they run tests. What it was when this was compiled may be another clone:
+/// clones that share a target folder share what is built, and Cargo does not build again for another path.
 #[must_use]
 pub fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap().to_owned()
+    let is_root = |folder: &&Path| folder.join("launcher-tests/testkit").is_dir();
+    let now = std::env::var_os("CARGO_MANIFEST_DIR").map(PathBuf::from);
+    let compiled = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let root = now.as_deref().and_then(|folder| folder.ancestors().find(is_root));
+    root.or_else(|| compiled.ancestors().find(is_root))
+        .expect("run by Cargo, or in the clone it was built in")
+        .to_owned()
 }
 
 /// Cargo's target folder, to which this test was built.

@@ -19,7 +19,7 @@ impl Stubs {
     /// A library that `stub.c` makes with these options.
     fn stub(&self, name: &str, options: &[&str]) -> Place {
         let path = self.0.join(name);
-        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("nccl/tests/stub.c");
+        let source = convoke_testkit::programs::root().join("src/comm/nccl/tests/stub.c");
         let mut compiler = Command::new("cc");
         compiler.args(["-shared", "-fPIC", "-o"]).arg(&path).arg(source).args(options);
         assert!(compiler.status().unwrap().success());

@@ -15,7 +15,9 @@ use super::*;
 use crate::config::{EventHandler, LogDir, NodeRange, Orphans, Rendezvous, StreamChoice, Streams};
 
 /// A PATH with one `python` and one `tool`, and nothing else.
-const BIN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/cli/tests/bin");
+fn bin() -> PathBuf {
+    convoke_testkit::programs::root().join("src/launcher/cli/tests/bin")
+}
 
 /// A machine with three CPUs and no devices.
 fn here() -> Machine {
@@ -30,7 +32,7 @@ fn parse_words(
     let env = |name: &str| {
         let given =
             variables.iter().find(|(known, _)| *known == name).map(|(_, value)| OsString::from(value));
-        given.or_else(|| (name == "PATH").then(|| BIN.into()))
+        given.or_else(|| (name == "PATH").then(|| bin().into()))
     };
     let words =
         std::iter::once(OsStr::new("/usr/bin/convoke")).chain(words.iter().copied()).map(OsString::from);
@@ -55,7 +57,7 @@ fn config(line: &str) -> Config {
 
 /// The command without the interpreter's directory.
 fn argv(config: &Config) -> Vec<String> {
-    let bin = format!("{BIN}/");
+    let bin = format!("{}/", bin().display());
     config.program.argv.iter().map(|word| word.to_string_lossy().replace(&bin, "")).collect()
 }
 
