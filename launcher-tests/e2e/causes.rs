@@ -336,9 +336,10 @@ struct Cgroup(PathBuf);
 
 impl Cgroup {
     fn with_limit(name: &str, bytes: u64) -> std::io::Result<Self> {
-        let group =
-            Self(Path::new("/sys/fs/cgroup/memory").join(format!("convoke-{name}-{}", std::process::id())));
-        std::fs::create_dir(&group.0)?;
+        let path = Path::new("/sys/fs/cgroup/memory").join(format!("convoke-{name}-{}", std::process::id()));
+        std::fs::create_dir(&path)?;
+        // Only now: what was not made cannot be removed.
+        let group = Self(path);
         std::fs::write(group.0.join("memory.limit_in_bytes"), bytes.to_string())?;
         // Without swap accounting there is no such file, and without swap no need.
         let _ = std::fs::write(group.0.join("memory.memsw.limit_in_bytes"), bytes.to_string());

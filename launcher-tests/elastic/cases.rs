@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use convoke_launcher_tests::harness::Ended;
+use convoke_launcher_tests::hosts::Hosts;
 use convoke_launcher_tests::worker_of;
 use convoke_testkit::is_full;
 use convoke_testkit::{skip, wait_until};
@@ -261,6 +262,9 @@ fn too_few_are_left() {
 /// A host that is cut off in some way, then is back.
 fn cut(fault: &str, short: &[Backend], cut: &[&str], host: usize) {
     each(fault, short, ALL, |backend| {
+        if matches!(cut[0], "mute" | "deaf") {
+            Hosts::can_have_wires()?;
+        }
         let (mut world, round) = three(backend)?;
         let told: Vec<usize> = [1, 2, 3].into_iter().filter(|&other| other != host).collect();
         let ended = |world: &mut World, hosts: &[usize]| {
@@ -341,11 +345,13 @@ fn a_path_between_two_hosts_is_cut() {
 #[test]
 fn a_link_is_slow_or_flaps() {
     each("link of 150 ms each way that loses 2 % of its frames", &[], ALL, |backend| {
+        Hosts::can_have_wires()?;
         let (world, round) = three(backend)?;
         let fault = |world: &mut World| world.tell(&["delay", "3", "150", "2"]);
         Ok(unnoticed(world, &round, fault, 3 * LONG, |_| {}))
     });
     each("link of the coordinator of 150 ms each way that loses 2 %", &[], ALL, |backend| {
+        Hosts::can_have_wires()?;
         let (world, round) = three(backend)?;
         let fault = |world: &mut World| world.tell(&["delay", "1", "150", "2"]);
         Ok(unnoticed(world, &round, fault, 3 * LONG, |_| {}))

@@ -84,6 +84,13 @@ fn hosts(count: usize) -> Option<Hosts> {
     Hosts::up(count).inspect_err(|why| skip(format!("faults of networks: {why}"))).ok()
 }
 
+/// Hosts whose wires can be slow, lossy or cut one way.
+fn hosts_with_wires(count: usize) -> Option<Hosts> {
+    Hosts::up_with_wires(count)
+        .inspect_err(|why| skip(format!("slow, lossy and half cut networks: {why}")))
+        .ok()
+}
+
 /// A network fault under ranks that do `work`.
 #[derive(Debug, Clone, Copy)]
 struct Case {
@@ -99,8 +106,9 @@ impl Case {
     /// How long it took until the last survivor had its error; `None` where there are no simulated hosts.
     fn run(self) -> Option<Duration> {
         let Self { cut, work, hosts: count, ranks_on_each: each, victim } = self;
-        let hosts = hosts(count)?;
-        if matches!(cut, Cut::Mute | Cut::Deaf) {
+        let is_one_way = matches!(cut, Cut::Mute | Cut::Deaf);
+        let hosts = if is_one_way { hosts_with_wires(count)? } else { hosts(count)? };
+        if is_one_way {
             // The wire is there before, as a cable is.
             hosts.tell(["delay", &victim.to_string(), "1"]).unwrap();
         }
@@ -203,7 +211,8 @@ fn a_slow_network_or_host_ends_nothing() {
     ];
     let some = if is_full() { &all[..] } else { &all[..4] };
     side_by_side(TESTBEDS, some.iter().copied(), |(slow, work)| {
-        let Some(hosts) = hosts(3) else { return };
+        let hosts = if matches!(slow, Slow::Path(..)) { hosts_with_wires(3) } else { hosts(3) };
+        let Some(hosts) = hosts else { return };
         let mut orders = Orders { peer_timeout: LONG_PEER_TIMEOUT, calls: 6, ..orders(work) };
         match slow {
             Slow::Path(ms, loss) => {

@@ -203,7 +203,9 @@ inside() { # ROOT RUST NETWORK OWNER VARIABLES... -- COMMAND...
     touch "dev/$device"
     mount --bind "/dev/$device" "dev/$device"
   done
-  mkdir dev/pts dev/shm
+  mkdir dev/pts dev/shm dev/net
+  # For tests that make networks of their own.
+  if [ -c /dev/net/tun ]; then touch dev/net/tun; mount --bind /dev/net/tun dev/net/tun; fi
   mount -t devpts -o newinstance,ptmxmode=0666,mode=620,gid=5 devpts dev/pts
   ln -s pts/ptmx dev/ptmx
   mount -t tmpfs -o mode=1777 tmpfs dev/shm

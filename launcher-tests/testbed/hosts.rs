@@ -30,6 +30,25 @@ impl Hosts {
         text(up).map(|_| hosts)
     }
 
+    /// Brings up `count` hosts whose wires can be slow, lossy or cut one way: `delay`, `mute` and `deaf` of `hosts.sh`.
+    ///
+    /// # Errors
+    /// As [`Self::up`], and if there are no tap devices.
+    pub fn up_with_wires(count: usize) -> Result<Self, String> {
+        Self::can_have_wires()?;
+        Self::up(count)
+    }
+
+    /// Whether `delay`, `mute` and `deaf` of `hosts.sh` work on this machine.
+    ///
+    /// # Errors
+    /// Says what is missing and how to get it.
+    pub fn can_have_wires() -> Result<(), String> {
+        let tap = std::fs::File::options().read(true).write(true).open("/dev/net/tun");
+        let remedy = "`modprobe tun` on the machine, and in a container `docker run --device /dev/net/tun`";
+        tap.map(drop).map_err(|error| format!("no tap devices: /dev/net/tun: {error}; {remedy}"))
+    }
+
     /// `hosts.sh` with these arguments, for these hosts.
     pub fn command<'a>(&self, arguments: impl IntoIterator<Item = &'a str>) -> Command {
         let mut command = Command::new(Self::script());
@@ -65,7 +84,7 @@ impl Hosts {
     /// The script.
     #[must_use]
     pub fn script() -> PathBuf {
-        Path::new(env!("CARGO_MANIFEST_DIR")).join("testbed/hosts.sh")
+        convoke_testkit::programs::root().join("launcher-tests/testbed/hosts.sh")
     }
 }
 
