@@ -155,6 +155,12 @@ mod tests {
     }
 
     #[test]
+    fn a_bucket_of_exactly_its_size_is_full() {
+        // Elements of 4 bytes: the first bucket takes 16 bytes, the others 40.
+        assert_eq!(layout(&[10, 4, 6, 4], 16, 40).buckets(), [vec![3], vec![2, 1], vec![0]]);
+    }
+
+    #[test]
     fn every_parameter_has_a_place_of_its_own() {
         let mut random = Random::new(4, 4);
         for _ in 0..500 {

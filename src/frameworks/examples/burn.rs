@@ -3,14 +3,14 @@
 //! ```text
 //! $ convoke --nproc-per-node=2 burn
 //! 2 ranks train 4 parameters with 4810 values
-//! more than 90 % of the digits held out are right
+//! more than 90 % of the digits held out are right, and all ranks have equal parameters
 //! ```
 
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::nn::{Linear, LinearConfig, Relu};
 use burn::optim::{GradientsParams, SgdConfig};
 use burn::prelude::*;
-use convoke_comm::{ReduceOp, init};
+use convoke_comm::{CommError, Group, ReduceOp, init};
 use convoke_example_data::{CLASSES, Example, PIXELS};
 use convoke_frameworks::burn::Replicas;
 use convoke_train::Sampler;
@@ -65,11 +65,22 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let hits = model.forward(pixels).argmax(1).flatten::<1>(0, 1).equal(labels).int().sum();
     let mut right = [hits.into_scalar::<i64>() as f32];
     world.all_reduce(&mut right, ReduceOp::Sum)?;
+    let weights = |layer: &Linear| layer.weight.val().into_data_as::<f32>().try_to_vec::<f32>();
+    let parameters = [weights(&model.hidden)?, weights(&model.output)?].concat();
+    let equal = is_equal(&world, &parameters)?;
     let share = right[0] / data.held_out.len() as f32;
-    if world.rank() == 0 && share > 0.9 {
-        println!("more than 90 % of the digits held out are right");
+    if world.rank() == 0 && share > 0.9 && equal {
+        println!("more than 90 % of the digits held out are right, and all ranks have equal parameters");
     }
     Ok(())
+}
+
+/// Whether all ranks have these values.
+fn is_equal(world: &Group, values: &[f32]) -> Result<bool, CommError> {
+    let (mut least, mut most) = (values.to_vec(), values.to_vec());
+    world.all_reduce(&mut least, ReduceOp::Min)?;
+    world.all_reduce(&mut most, ReduceOp::Max)?;
+    Ok(least == most)
 }
 
 fn tensors(examples: &[&Example], device: &Device) -> (Tensor<2>, Tensor<1, Int>) {

@@ -307,3 +307,20 @@ fn who_is_not_heard_is_not_in_touch_though_it_hears() {
     (0..2).for_each(|_| job.is_there(2, 1));
     assert!(job.coordinator.is_heard_by_half(own, job.now - SECOND));
 }
+
+#[test]
+fn a_coordinator_that_half_of_the_others_hear_is_in_touch() {
+    let mut job = running(3, (3, 3), None);
+    job.answered = true;
+    let heard = |job: &Job| job.coordinator.is_heard_by_half(AgentId(1), job.now - SECOND);
+    let answer = |job: &mut Job, agents: &[u128]| {
+        for _ in 0..4 {
+            job.later(SECOND / 2);
+            agents.iter().for_each(|&agent| job.is_there(agent, 1));
+        }
+    };
+    answer(&mut job, &[]);
+    assert!(!heard(&job));
+    answer(&mut job, &[3]);
+    assert!(heard(&job));
+}
