@@ -24,6 +24,7 @@ mod nodes;
 mod output;
 mod perf;
 mod processes;
+mod root_causes;
 mod standalone;
 mod starters;
 mod terminal;

@@ -3,6 +3,7 @@
 mod channel;
 mod collectives;
 mod comm;
+mod ending;
 mod failing;
 #[cfg(feature = "faults")]
 mod fault;
@@ -33,6 +34,7 @@ pub fn main() -> Result<ExitCode, Box<dyn Error>> {
         "channel" => channel::run(&arguments),
         "collectives" => collectives::run(),
         "comm" => comm::run(&arguments),
+        "ending" => ending::run(&arguments),
         "failing" => failing::run(&arguments),
         #[cfg(feature = "faults")]
         "fault" => return fault::run(&arguments),

@@ -253,6 +253,8 @@ pub enum Loss {
     },
     /// It left the group in good order, but this call needs it.
     Left,
+    /// It dropped the group while its thread panicked.
+    Panicked,
 }
 
 impl From<ExitCause> for Loss {
@@ -275,6 +277,7 @@ impl fmt::Display for Loss {
             Self::Disconnected => write!(f, "closed its connections without a word: did it die?"),
             Self::Unreachable { what } => write!(f, "cannot be reached: {what}"),
             Self::Left => write!(f, "has left the group"),
+            Self::Panicked => write!(f, "panicked"),
         }
     }
 }

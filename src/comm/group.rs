@@ -466,7 +466,8 @@ impl Drop for Inner {
             // forked child does not have.
             std::mem::forget((self.shared.take(), self.keep.take()));
         } else if let Some(shared) = &self.shared {
-            shared.close(Engine::leave);
+            let panics = std::thread::panicking();
+            shared.close(if panics { Engine::leave_in_panic } else { Engine::leave });
         }
     }
 }

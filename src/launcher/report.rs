@@ -225,6 +225,7 @@ fn failure(job: &Job, host: &str, worker: &Ended, account: Option<&Account>, tim
     if let Some(text) = told {
         findings = findings.or(Findings::in_lines(&lines(text.as_bytes(), false)));
     }
+    findings.acquit(worker.rank);
     let verdict = match &worker.how {
         How::Exited(cause) => {
             let (stopped, evidence) = (worker.stopped, &worker.evidence);
@@ -283,7 +284,8 @@ fn not_started(why: &str) -> Verdict {
     }
 }
 
-/// A worker that exited with 0 before others failed for want of it.
+/// A worker that exited with 0 and for want of which others failed: one that they name, else the first that had ended
+/// before them.
 fn early_exit<'a>(ended: &'a [Ended], failures: &[Failure]) -> Option<&'a Ended> {
     let lost = |failure: &&Failure| failure.class == Class::PeerLost && !failure.stopped_by_us;
     let mut others = failures.iter().filter(|failure| !failure.stopped_by_us);
@@ -292,7 +294,12 @@ fn early_exit<'a>(ended: &'a [Ended], failures: &[Failure]) -> Option<&'a Ended>
     }
     let first_lost = ended.iter().position(|worker| worker.how != How::Exited(ExitCause::Code(0)))?;
     let named: Vec<usize> = failures.iter().filter(lost).filter_map(|failure| failure.blames).collect();
-    ended[..first_lost].iter().find(|worker| named.is_empty() || named.contains(&worker.rank))
+    let is_well = |worker: &&Ended| worker.how == How::Exited(ExitCause::Code(0));
+    if named.is_empty() {
+        return ended[..first_lost].first();
+    }
+    // The others may have been quicker to fail than it was to exit.
+    ended.iter().filter(is_well).find(|worker| named.contains(&worker.rank))
 }
 
 /// Keeps the last lines.

@@ -23,8 +23,19 @@ pub(crate) struct Supervisor {
 pub(crate) struct Policy {
     /// Failures this long after the first count as simultaneous: the others are stopped only then.
     pub(crate) settle: Duration,
+    /// How long a worker that only lost a peer stops nobody: the peer may still be about to say why it ends.
+    pub(crate) culprit: Duration,
     /// From SIGTERM to SIGKILL after a failure.
     pub(crate) failure_grace: Duration,
+}
+
+/// What a failed worker blames for its end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Blame {
+    /// Nobody else: it failed by itself.
+    Itself,
+    /// Another worker: one of this node, if it names one.
+    Other(Option<usize>),
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -38,6 +49,10 @@ enum Worker {
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Phase {
     Running,
+    /// All who failed blame others. This lasts until one fails by itself, or all whom they blame have ended.
+    Suspecting {
+        until: Instant,
+    },
     /// Somebody failed; who else fails until then fails by itself.
     Settling {
         until: Instant,
@@ -71,8 +86,8 @@ pub(crate) enum Event {
     Started { local_rank: usize },
     /// It could not be started.
     StartFailed { local_rank: usize, error: String },
-    /// It ended and has been reaped.
-    Exited { local_rank: usize, cause: ExitCause },
+    /// It ended and has been reaped. `blame` counts if it failed.
+    Exited { local_rank: usize, cause: ExitCause, blame: Blame },
     /// A signal to the launcher: pass it on, and end the round within `grace`.
     Stop { signal: Signal, grace: Duration },
     /// The round is over for reasons of other nodes: stop the workers within `grace`, nobody here is to blame.
@@ -86,7 +101,7 @@ pub(crate) enum Event {
 pub(crate) enum Action {
     /// Send `signal` to the worker's process group.
     Signal { local_rank: usize, signal: Signal },
-    /// This failure, the first, ends the round.
+    /// This failure ends the round: the first of a worker that failed by itself, else the first.
     Failing { local_rank: usize, cause: ExitCause },
     /// No worker is left. The last action of a round.
     Finish(Outcome),
@@ -114,6 +129,7 @@ pub(crate) struct Failure {
     pub(crate) cause: ExitCause,
     /// We had already told it to stop.
     pub(crate) stopped: bool,
+    pub(crate) blame: Blame,
 }
 
 impl Supervisor {
@@ -125,7 +141,7 @@ impl Supervisor {
     /// When `handle` next wants a [`Event::Tick`]; `None` when time cannot change anything.
     pub(crate) fn wake_at(&self) -> Option<Instant> {
         match &self.phase {
-            Phase::Settling { until } => Some(*until),
+            Phase::Suspecting { until } | Phase::Settling { until } => Some(*until),
             Phase::Stopping { kill_at, .. } => Some(*kill_at),
             Phase::Running | Phase::Killing { .. } | Phase::Done => None,
         }
@@ -134,7 +150,7 @@ impl Supervisor {
     /// Whether the workers are being stopped, or have ended.
     pub(crate) fn is_stopping(&self) -> bool {
         match self.phase {
-            Phase::Running | Phase::Settling { .. } => false,
+            Phase::Running | Phase::Suspecting { .. } | Phase::Settling { .. } => false,
             Phase::Stopping { .. } | Phase::Killing { .. } | Phase::Done => true,
         }
     }
@@ -158,9 +174,9 @@ impl Supervisor {
                     out,
                 );
             }
-            Event::Exited { local_rank, cause } => self.exited(now, local_rank, cause, out),
+            Event::Exited { local_rank, cause, blame } => self.exited(now, local_rank, cause, blame, out),
             Event::Stop { signal, grace } => match self.phase {
-                Phase::Running | Phase::Settling { .. } => {
+                Phase::Running | Phase::Suspecting { .. } | Phase::Settling { .. } => {
                     self.stop(now, signal, grace, Why::Signal(signal), out)
                 }
                 // Asked twice, or asked while a failure was being dealt with: no more patience.
@@ -168,18 +184,20 @@ impl Supervisor {
                 Phase::Killing { .. } | Phase::Done => {}
             },
             Event::Abort { grace } => match &mut self.phase {
-                Phase::Running | Phase::Settling { .. } => {
+                Phase::Running | Phase::Suspecting { .. } | Phase::Settling { .. } => {
                     self.stop(now, Signal::SIGTERM, grace, Why::Abort, out);
                 }
                 Phase::Stopping { kill_at, .. } => *kill_at = (*kill_at).min(now + grace),
                 Phase::Killing { .. } | Phase::Done => {}
             },
             Event::Tick => match self.phase {
+                Phase::Suspecting { until } if now >= until => self.failing(now, 0, out),
                 Phase::Settling { until } if now >= until => {
                     self.stop(now, Signal::SIGTERM, self.policy.failure_grace, Why::Failure, out);
                 }
                 Phase::Stopping { kill_at, .. } if now >= kill_at => self.kill(None, out),
                 Phase::Running
+                | Phase::Suspecting { .. }
                 | Phase::Settling { .. }
                 | Phase::Stopping { .. }
                 | Phase::Killing { .. }
@@ -193,33 +211,67 @@ impl Supervisor {
         self.workers[local_rank] = Worker::Running;
         // The round may have turned while this worker was still being started.
         match self.phase {
-            Phase::Running | Phase::Settling { .. } | Phase::Done => {}
+            Phase::Running | Phase::Suspecting { .. } | Phase::Settling { .. } | Phase::Done => {}
             Phase::Stopping { signal, .. } => out.push(Action::Signal { local_rank, signal }),
             Phase::Killing { .. } => out.push(Action::Signal { local_rank, signal: Signal::SIGKILL }),
         }
     }
 
-    fn exited(&mut self, now: Instant, local_rank: usize, cause: ExitCause, out: &mut Vec<Action>) {
+    fn exited(
+        &mut self,
+        now: Instant,
+        local_rank: usize,
+        cause: ExitCause,
+        blame: Blame,
+        out: &mut Vec<Action>,
+    ) {
         self.workers[local_rank] = Worker::Ended;
-        if cause == ExitCause::Code(0) {
-            return;
-        }
-        if self.failures.is_empty() && !self.is_stopping() {
-            out.push(Action::Failing { local_rank, cause });
-        }
-        self.failures.push(Failure { local_rank, cause, stopped: self.is_stopping() });
-        match self.phase {
-            Phase::Running if self.policy.settle.is_zero() => {
-                self.stop(now, Signal::SIGTERM, self.policy.failure_grace, Why::Failure, out);
+        if cause != ExitCause::Code(0) {
+            let last = self.failures.len();
+            self.failures.push(Failure { local_rank, cause, stopped: self.is_stopping(), blame });
+            match (&self.phase, blame) {
+                (Phase::Running | Phase::Suspecting { .. }, Blame::Itself) => self.failing(now, last, out),
+                (Phase::Running, Blame::Other(_)) => {
+                    let patience = self.policy.settle.max(self.policy.culprit);
+                    self.phase = Phase::Suspecting { until: now + patience };
+                }
+                (Phase::Suspecting { .. }, Blame::Other(_)) => {}
+                (
+                    Phase::Settling { .. } | Phase::Stopping { .. } | Phase::Killing { .. } | Phase::Done,
+                    Blame::Itself | Blame::Other(_),
+                ) => {}
             }
-            Phase::Running => self.phase = Phase::Settling { until: now + self.policy.settle },
-            Phase::Settling { .. } | Phase::Stopping { .. } | Phase::Killing { .. } | Phase::Done => {}
+        }
+        // Also one that exits with 0 may be whom they blame.
+        if matches!(self.phase, Phase::Suspecting { .. }) && self.have_all_blamed_ended() {
+            self.failing(now, 0, out);
+        }
+    }
+
+    /// Whether nobody of this node is left who may still say why the others failed.
+    fn have_all_blamed_ended(&self) -> bool {
+        let has_ended = |local_rank: usize| self.workers[local_rank] == Worker::Ended;
+        self.failures.iter().all(|failure| match failure.blame {
+            Blame::Itself => true,
+            Blame::Other(Some(blamed)) => has_ended(blamed),
+            Blame::Other(None) => (0..self.workers.len()).all(has_ended),
+        })
+    }
+
+    /// The failure `index` ends the round.
+    fn failing(&mut self, now: Instant, index: usize, out: &mut Vec<Action>) {
+        let Failure { local_rank, cause, .. } = self.failures[index];
+        out.push(Action::Failing { local_rank, cause });
+        if self.policy.settle.is_zero() {
+            self.stop(now, Signal::SIGTERM, self.policy.failure_grace, Why::Failure, out);
+        } else {
+            self.phase = Phase::Settling { until: now + self.policy.settle };
         }
     }
 
     fn stop(&mut self, now: Instant, signal: Signal, grace: Duration, why: Why, out: &mut Vec<Action>) {
         match self.phase {
-            Phase::Running | Phase::Settling { .. } => {
+            Phase::Running | Phase::Suspecting { .. } | Phase::Settling { .. } => {
                 self.signal_running(signal, out);
                 self.phase = Phase::Stopping { signal, kill_at: now + grace, why };
             }
@@ -231,7 +283,7 @@ impl Supervisor {
         self.signal_running(Signal::SIGKILL, out);
         let before = match &self.phase {
             Phase::Stopping { why, .. } | Phase::Killing { why } => why.clone(),
-            Phase::Running | Phase::Settling { .. } | Phase::Done => Why::Failure,
+            Phase::Running | Phase::Suspecting { .. } | Phase::Settling { .. } | Phase::Done => Why::Failure,
         };
         self.phase = Phase::Killing { why: why.unwrap_or(before) };
     }
@@ -257,10 +309,14 @@ impl Supervisor {
             Phase::Stopping { why: Why::Failure, .. } | Phase::Killing { why: Why::Failure } => {
                 Outcome::Failed(failures)
             }
-            Phase::Running | Phase::Settling { .. } | Phase::Done if failures.is_empty() => {
+            Phase::Running | Phase::Suspecting { .. } | Phase::Settling { .. } | Phase::Done
+                if failures.is_empty() =>
+            {
                 Outcome::Succeeded
             }
-            Phase::Running | Phase::Settling { .. } | Phase::Done => Outcome::Failed(failures),
+            Phase::Running | Phase::Suspecting { .. } | Phase::Settling { .. } | Phase::Done => {
+                Outcome::Failed(failures)
+            }
         };
         out.push(Action::Finish(outcome));
     }

@@ -19,7 +19,7 @@ use super::watch::{LOOK, Watch};
 use crate::cause::{Cause, Report};
 use crate::engine::Limit;
 use crate::engine::chores::Chores;
-use crate::error::CommError;
+use crate::error::{CommError, Loss};
 use crate::flight::{Recorder, Track};
 use crate::group::Group;
 use crate::nccl::{Communicator, Library};
@@ -135,6 +135,12 @@ impl Drop for Side {
             return;
         }
         let _ = bind(&self.core.context);
+        if thread::panicking() {
+            // As the group's side on the host does: the others must not wait for this rank.
+            let rank = self.core.group.rank();
+            let cause = Cause::PeerLost { rank, how: Loss::Panicked };
+            self.core.fail(Failure::Own(Report::new(rank, cause)));
+        }
         self.core.closing.store(true, Ordering::SeqCst);
         self.core.ring();
         // The last handle may have been dropped by a callback: then this is that thread, which ends next.

@@ -7,6 +7,8 @@ use std::time::{Duration, Instant};
 use nix::poll::PollFlags;
 
 use super::core::Engine;
+use crate::cause::{Cause, Report};
+use crate::error::Loss;
 use crate::fault::moment;
 use crate::frame::Kind;
 use crate::links::conn::Conn;
@@ -15,6 +17,16 @@ use crate::links::conn::Conn;
 const LINGER: Duration = Duration::from_secs(2);
 
 impl Engine {
+    /// Leaves because the thread that had this rank's last handle panics. That ends the group for all ranks: without it the
+    /// others would take this rank for one that has done its part.
+    pub(crate) fn leave_in_panic(&mut self) {
+        if !self.left {
+            let rank = self.settings.me;
+            self.fail(Report::new(rank, Cause::PeerLost { rank, how: Loss::Panicked }));
+        }
+        self.leave();
+    }
+
     /// Says goodbye and closes all connections.
     ///
     /// Closing a connection that holds unread bytes resets it, and a reset discards what the peer's

@@ -162,6 +162,26 @@ fn who_left_in_good_order_is_missed_only_by_calls_that_need_it() {
 }
 
 #[test]
+fn a_rank_that_panics_is_lost_at_once_to_all_also_to_those_that_do_not_need_it() {
+    ranks(3, |group| {
+        group.barrier().unwrap();
+        if group.rank() == 1 {
+            let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(move || {
+                let _last_handle = group;
+                panic!("on purpose");
+            }));
+            assert!(panicked.is_err());
+            return;
+        }
+        let start = std::time::Instant::now();
+        // Neither of them needs rank 1.
+        let error = group.recv(&mut [0_u8], 2 - group.rank(), 0).unwrap_err();
+        assert!(matches!(error, CommError::PeerLost { rank: 1, how: Loss::Panicked, .. }), "{error}");
+        assert!(start.elapsed() < LONG, "{:?}", start.elapsed());
+    });
+}
+
+#[test]
 fn a_destroyed_group_takes_leave_and_refuses_later_calls_of_all_handles() {
     ranks_together(3, |group| {
         let pair = group.subgroup(&[2, 0]).unwrap();

@@ -143,7 +143,8 @@ impl Shell {
                 FromGuard::Exited { id, cause, evidence, .. } => {
                     if let Some(local_rank) = round.workers.local_rank(id) {
                         round.workers.ended(local_rank, SystemTime::now(), cause, evidence);
-                        let exited = supervise::Event::Exited { local_rank, cause };
+                        let blame = supervise::Blame::Itself;
+                        let exited = supervise::Event::Exited { local_rank, cause, blame };
                         round.supervisor.handle(Instant::now(), exited, &mut Vec::new());
                     }
                 }

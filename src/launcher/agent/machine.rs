@@ -239,6 +239,7 @@ mod tests {
     use convoke_env::ExitCause;
 
     use super::*;
+    use crate::supervise::Blame;
 
     const GRACE: Duration = Duration::from_secs(30);
     const PATIENCE: Duration = Duration::from_millis(200);
@@ -252,7 +253,12 @@ mod tests {
     }
 
     fn failed() -> Outcome {
-        Outcome::Failed(vec![Failure { local_rank: 0, cause: ExitCause::Code(1), stopped: false }])
+        Outcome::Failed(vec![Failure {
+            local_rank: 0,
+            cause: ExitCause::Code(1),
+            stopped: false,
+            blame: Blame::Itself,
+        }])
     }
 
     fn story(agent: &mut Agent, steps: &[(Event, Option<Action>)]) {

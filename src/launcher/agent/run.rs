@@ -25,6 +25,9 @@ use crate::say::say;
 use crate::supervise::{self, Supervisor};
 use crate::{exit, fault};
 
+/// How long workers that only lost a peer stop nobody, on this node and on others: the peer may still be about to say
+/// why it ends. Longer than it takes to know that a launcher or its host is lost.
+pub(super) const CULPRIT_PATIENCE: Duration = Duration::from_secs(5);
 /// From SIGTERM to SIGKILL after a worker failed; torchrun's fixed value.
 pub(super) const FAILURE_GRACE: Duration = Duration::from_secs(30);
 /// The same when the others are about to begin a round without this node.
@@ -86,7 +89,7 @@ pub(super) struct Shell {
     /// Once this node has joined others that can hear it.
     pub(super) court: Option<Arc<dyn Court>>,
     /// What this node has said of its own failure, or is about to.
-    pub(super) declared: Option<What>,
+    pub(super) declared: Option<Declared>,
     /// How the job ended, as far as it is known.
     pub(super) verdict: Option<Verdict>,
     pub(super) token: Option<Token>,
@@ -106,12 +109,22 @@ pub(super) struct Shell {
     pub(super) guard_end: Option<Option<ExitCause>>,
 }
 
+/// What this node has to say of its own failure.
+#[derive(Debug, Clone)]
+pub(super) struct Declared {
+    pub(super) what: What,
+    /// Until then others may name the culprit: those who failed here only lost a peer.
+    pub(super) others_first: Option<Instant>,
+}
+
 /// What exists while there are workers.
 pub(super) struct Round {
     pub(super) assignment: Assignment,
     pub(super) supervisor: Supervisor,
     pub(super) workers: Workers,
     pub(super) tee: Option<Tee>,
+    /// When the first worker failed.
+    pub(super) first_failed: Option<Instant>,
     /// The worker that ended last left no process behind.
     pub(super) nothing_left: bool,
 }
@@ -281,7 +294,8 @@ impl Shell {
                 let round = self.round.as_mut()?;
                 round.nothing_left = last;
                 round.workers.ended(local_rank, SystemTime::now(), cause, evidence);
-                self.supervise(supervise::Event::Exited { local_rank, cause })
+                let blame = self.blame(local_rank, cause);
+                self.supervise(supervise::Event::Exited { local_rank, cause, blame })
             }
             FromGuard::Swept { stopped, stuck } => {
                 self.tell_swept(&stopped, &stuck);

@@ -3,7 +3,7 @@
 use std::os::fd::AsFd;
 
 use super::environment::{command_line, variables};
-use super::run::{FAILURE_GRACE, Round, Shell};
+use super::run::{CULPRIT_PATIENCE, FAILURE_GRACE, Round, Shell};
 use super::workers::Workers;
 use crate::fault;
 use crate::guard::{SpawnRequest, ToGuard};
@@ -16,11 +16,14 @@ impl Shell {
     pub(super) fn prepare(&mut self, assignment: Assignment) -> Result<Round, String> {
         self.events.rendezvous(&assignment, self.restarts);
         self.events.assigned(&assignment, self.restarts);
-        let policy =
-            Policy { settle: self.config.monitor_interval.unwrap_or_default(), failure_grace: FAILURE_GRACE };
+        let policy = Policy {
+            settle: self.config.monitor_interval.unwrap_or_default(),
+            culprit: CULPRIT_PATIENCE,
+            failure_grace: FAILURE_GRACE,
+        };
         let supervisor = Supervisor::new(self.config.nproc_per_node, policy);
         let workers = Workers::new(self.next_worker_id, assignment.base_rank, assignment.generation);
-        Ok(Round { assignment, supervisor, workers, tee: None, nothing_left: false })
+        Ok(Round { assignment, supervisor, workers, tee: None, first_failed: None, nothing_left: false })
     }
 
     /// Asks the guard for all workers of the round.

@@ -13,7 +13,7 @@ use crate::gpus::evidence::{self, Suspect};
 use crate::guard::Leftover;
 use crate::report::{self, Ended, How, Outcome, Report};
 use crate::say::{say, say_raw};
-use crate::supervise;
+use crate::supervise::{self, Blame};
 
 /// How many leftover processes a message names.
 const NAMED_LEFTOVERS: usize = 8;
@@ -136,18 +136,27 @@ impl Shell {
     }
 
     /// The report while the first failure of a round is being dealt with: the others are not stopped yet, and what was
-    /// read so far of the failed worker's stderr must do. Short of the final one only in what comes later.
-    pub(super) fn first_report(&self) -> Report {
+    /// read so far of the failed worker's stderr must do. Short of the final one only in what comes later. `only` is the
+    /// local rank of the one worker to report on.
+    pub(super) fn first_report(&self, only: Option<usize>) -> Report {
         if let Some(tee) = self.round.as_ref().and_then(|round| round.tee.as_ref()) {
             tee.glance(GLANCE_TIMEOUT);
         }
-        self.report(&[]).0
+        self.report_of(&[], only).0
     }
 
     /// The report of the current round, what it was made from, and what is wrong with an error file.
     ///
     /// Complete once the output of the workers is ([`Shell::finish_output`]); it may be asked for more than once.
     pub(super) fn report(&self, failures: &[supervise::Failure]) -> (Report, Vec<Ended>, Option<String>) {
+        self.report_of(failures, None)
+    }
+
+    fn report_of(
+        &self,
+        failures: &[supervise::Failure],
+        only: Option<usize>,
+    ) -> (Report, Vec<Ended>, Option<String>) {
         let job = self.job();
         let Some(round) = &self.round else {
             return (report::without_failures(&job, Outcome::Failed, None), Vec::new(), None);
@@ -168,7 +177,9 @@ impl Shell {
                 gpu: Vec::new(),
             })
         };
-        let mut all: Vec<Ended> = round.workers.in_order_of_end().iter().filter_map(ended).collect();
+        let wanted = |local_rank: &&usize| only.is_none_or(|only| **local_rank == only);
+        let mut all: Vec<Ended> =
+            round.workers.in_order_of_end().iter().filter(wanted).filter_map(ended).collect();
         if let Some((local_rank, why)) = round.workers.not_started.clone() {
             let first = Ended {
                 local_rank,
@@ -236,7 +247,12 @@ impl Shell {
                     && cause != ExitCause::Code(0)
                 {
                     fallen.push(local_rank);
-                    failures.push(supervise::Failure { local_rank, cause, stopped: true });
+                    failures.push(supervise::Failure {
+                        local_rank,
+                        cause,
+                        stopped: true,
+                        blame: Blame::Itself,
+                    });
                 }
             }
             killed = !fallen.is_empty() || workers.any_unknown();

@@ -2,20 +2,23 @@
 
 use std::sync::Arc;
 use std::sync::mpsc::RecvTimeoutError;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use convoke_env::ExitCause;
 use nix::sys::signal::Signal;
 
 use super::machine::End;
-use super::run::{News, Shell};
-use crate::cause::Weight;
+use super::run::{CULPRIT_PATIENCE, Declared, News, Shell};
+use crate::cause::{Class, Weight};
 use crate::rendezvous::{Court, FromOthers, What};
 use crate::report::{self, Report};
 use crate::say::say;
+use crate::supervise::Blame;
 
 /// Longest wait for the court at the very end.
-const COURT_TIMEOUT: Duration = Duration::from_secs(3);
+const COURT_TIMEOUT: Duration = CULPRIT_PATIENCE.saturating_add(Duration::from_secs(3));
+/// How long a node whose workers waited in vain for another lets that one's node speak first.
+const TIMEOUT_PATIENCE: Duration = Duration::from_millis(500);
 
 impl Shell {
     /// Takes this node's seat, once.
@@ -34,22 +37,58 @@ impl Shell {
         });
     }
 
-    /// The first failure of a round: if no restart is left it is the end of the job, on all nodes at once.
+    /// Whether a worker that has just ended blames another, by what was read so far of its stderr and by its error file.
+    pub(super) fn blame(&mut self, local_rank: usize, cause: ExitCause) -> Blame {
+        let Some(round) = self.round.as_mut().filter(|_| cause != ExitCause::Code(0)) else {
+            return Blame::Itself;
+        };
+        round.first_failed.get_or_insert_with(Instant::now);
+        let is_alone = self.court.is_none() && self.config.nproc_per_node == 1;
+        if is_alone || round.supervisor.is_stopping() {
+            return Blame::Itself;
+        }
+        let base = round.workers.rank(0);
+        match self.first_report(Some(local_rank)).failures.first() {
+            Some(failure) if failure.class == Class::PeerLost => {
+                let here =
+                    |rank: usize| rank.checked_sub(base).filter(|&local| local < self.config.nproc_per_node);
+                Blame::Other(failure.blames.and_then(here).filter(|&blamed| blamed != local_rank))
+            }
+            Some(_) | None => Blame::Itself,
+        }
+    }
+
+    /// A failure that ends the round: if no restart is left it is the end of the job, on all nodes at once.
     pub(super) fn declare_failure(&mut self, local_rank: usize, cause: ExitCause) {
         let (Some(court), Some(round)) = (&self.court, &self.round) else { return };
         let restarts = self.agent.restarts_left() > 0;
         if restarts && !court.has_last_word() {
             return;
         }
-        let rank = round.workers.rank(local_rank);
-        let summary = format!("rank {rank} (local_rank {local_rank}) {}", report::describe(cause));
-        let first = self.first_report();
+        let (rank, failed) = (round.workers.rank(local_rank), round.first_failed);
+        let first = self.first_report(None);
+        let root = first.root();
+        let (rank, local_rank, how) = match root {
+            Some(root) => (root.rank, root.local_rank, root.describe()),
+            None => (rank, local_rank, report::describe(cause)),
+        };
+        let mut summary = format!("rank {rank} (local_rank {local_rank}) {how}");
+        let here =
+            |rank: &usize| (0..self.config.nproc_per_node).any(|local| round.workers.rank(local) == *rank);
+        if let Some(blamed) = root.and_then(|root| root.blames).filter(|rank| !here(rank)) {
+            summary.push_str(&format!(", for want of rank {blamed}, whose node did not say that it failed"));
+        }
         // A worker that lost its peer is not to blame if the peer's node has something to say.
-        let consequence = first.root().is_some_and(|root| root.class.weight() != Weight::Own);
+        let patience = match root.map(|root| root.class) {
+            Some(Class::PeerLost) => CULPRIT_PATIENCE,
+            Some(class) if class.weight() != Weight::Own => TIMEOUT_PATIENCE,
+            Some(_) | None => Duration::ZERO,
+        };
+        let others_first = failed.map(|failed| failed + patience).filter(|&until| until > Instant::now());
         let what = What::Failed { summary, report: first.root_only().to_json() };
         let (court, tell) = (Arc::clone(court), self.tell.clone());
-        self.declared = Some(what.clone()).filter(|_| !restarts);
-        let Some(verdict) = court.failed(what, restarts, consequence) else { return };
+        self.declared = (!restarts).then(|| Declared { what: what.clone(), others_first });
+        let Some(verdict) = court.failed(what, restarts, others_first) else { return };
         start_thread("declare", move || {
             if let Some(verdict) = verdict() {
                 let _ = tell.send(News::Others(FromOthers::Verdict(verdict)));
@@ -60,7 +99,8 @@ impl Shell {
     /// The same for what ends this agent without a failed worker.
     pub(super) fn declare_stop(&self, signal: Signal) {
         if let Some(court) = self.court.clone() {
-            start_thread("declare", move || drop(court.declare(What::Stopped { signal: signal as i32 })));
+            let what = What::Stopped { signal: signal as i32 };
+            start_thread("declare", move || drop(court.declare(what, None)));
         }
     }
 
@@ -70,13 +110,17 @@ impl Shell {
         let what = match end {
             End::Success | End::Aborted => None,
             // Declared when it happened; but that thread may not have come to it yet.
-            End::Failed(_) => self.declared.take(),
-            End::Error(text) => Some(What::Error { text: text.clone() }),
-            End::Stopped(signal) | End::Interrupted(signal) => Some(What::Stopped { signal: *signal as i32 }),
+            End::Failed(_) => {
+                self.declared.take().map(|Declared { what, others_first }| (what, others_first))
+            }
+            End::Error(text) => Some((What::Error { text: text.clone() }, None)),
+            End::Stopped(signal) | End::Interrupted(signal) => {
+                Some((What::Stopped { signal: *signal as i32 }, None))
+            }
         };
         let (done, wait) = std::sync::mpsc::channel();
         start_thread("leave", move || {
-            let standing = what.map(|what| court.declare(what));
+            let standing = what.map(|(what, others_first)| court.declare(what, others_first));
             court.leave();
             let _ = done.send((standing, court));
         });

@@ -7,6 +7,9 @@ const SHOWN_MAX_LINES: usize = 60;
 /// Lines of an exception's message after its first.
 const MESSAGE_MAX_LINES: usize = 12;
 
+/// How the runtime says that a rank panicked.
+const PANICKED: &str = " panicked; group ";
+
 /// What was found.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Findings {
@@ -78,6 +81,11 @@ impl Findings {
             killed_child: own.killed_child.or(self.killed_child),
             shown: self.shown,
         }
+    }
+
+    /// A worker that panicked and says so in its log has not lost a peer.
+    pub(crate) fn acquit(&mut self, rank: usize) {
+        self.peer_lost.take_if(|(line, lost)| *lost == Some(rank) && line.contains(PANICKED));
     }
 
     fn look_at(&mut self, line: &str) {
@@ -193,6 +201,7 @@ fn lost_peer(line: &str) -> Option<Option<usize>> {
         " closed its connections without a word",
         " cannot be reached: ",
         " has left the group",
+        PANICKED,
     ];
     if let Some((before, rest)) = line.split_once(" at ") {
         let rank = before.rsplit_once("rank ").and_then(|(_, digits)| digits.parse().ok());

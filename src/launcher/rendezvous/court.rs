@@ -23,8 +23,8 @@ const OPERATION_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long node 0 serves on so that the others can read the verdict.
 const LINGER: Duration = Duration::from_millis(500);
 const LINGER_POLL: Duration = Duration::from_millis(2);
-/// How long a node whose worker only lost a peer lets that peer's node speak first.
-const CONSEQUENCE_PATIENCE: Duration = Duration::from_millis(500);
+/// Between two looks at what others have said.
+const OTHERS_POLL: Duration = Duration::from_millis(10);
 /// A watch is renewed this often; it costs nothing.
 const WATCH_PERIOD: Duration = Duration::from_secs(3600);
 
@@ -86,12 +86,15 @@ pub(crate) trait Court: Send + Sync + fmt::Debug {
     /// Blocks until others have something to say; `None` once this node has left in peace. To be called by one thread.
     fn hear(&self) -> Option<FromOthers>;
 
-    /// A worker of this node has failed, and there is a restart for it or not: says so at once. What it returns, if anything,
-    /// waits for the verdict. What may only be the consequence of what happened on another node has that one speak first.
-    fn failed(self: Arc<Self>, what: What, restarts: bool, consequence: bool) -> Option<Verdicts>;
+    /// A worker of this node has failed, and there is a restart for it or not: says so at once, or, if it may only be the
+    /// consequence of what happened on another node, when `others_first` has passed and no other node has spoken. What
+    /// it returns, if anything, waits for the verdict.
+    fn failed(self: Arc<Self>, what: What, restarts: bool, others_first: Option<Instant>)
+    -> Option<Verdicts>;
 
-    /// Declares what ends this node; the verdict that stands, which may be an earlier one.
-    fn declare(&self, what: What) -> Verdict;
+    /// Declares what ends this node; the verdict that stands, which may be an earlier one. Other nodes have until
+    /// `others_first` to speak before.
+    fn declare(&self, what: What, others_first: Option<Instant>) -> Verdict;
 
     /// Leaves: the end of this process is no news any more.
     fn leave(&self);
@@ -138,6 +141,8 @@ pub(crate) struct StoreCourt {
     master_host: String,
     will: Mutex<Option<Will>>,
     watch: Mutex<Option<Watch>>,
+    /// What was heard: node 0 and its store may be gone since.
+    heard: Mutex<Option<Verdict>>,
     told_done: AtomicBool,
 }
 
@@ -161,6 +166,7 @@ impl StoreCourt {
                 master_host,
                 will: Mutex::new(Some(will)),
                 watch: Mutex::new(Some(watch)),
+                heard: Mutex::new(None),
                 told_done: AtomicBool::new(false),
             })),
             Err(StoreError::Lost { .. }) => Ok(None),
@@ -170,6 +176,9 @@ impl StoreCourt {
 
     /// The verdict, if there is one already.
     pub(crate) fn standing(&self) -> Option<Verdict> {
+        if let Some(heard) = lock(&self.heard).clone() {
+            return Some(heard);
+        }
         let text = self.job.try_get(VERDICT.as_bytes(), Instant::now() + OPERATION_TIMEOUT).ok()??;
         Some(self.decode(&text))
     }
@@ -201,33 +210,41 @@ impl Court for StoreCourt {
             match watch.wait(Instant::now() + WATCH_PERIOD) {
                 Ok(None) => {}
                 Ok(Some(text)) => {
+                    let verdict = self.decode(&text);
+                    *lock(&self.heard) = Some(verdict.clone());
                     self.done();
-                    return Some(FromOthers::Verdict(self.decode(&text)));
+                    return Some(FromOthers::Verdict(verdict));
                 }
                 // Who withdraws the will takes it out before. Else the store is gone, and leaving it is no use.
-                Err(_) => return lock(&self.will).take().map(|_| FromOthers::Verdict(self.master_lost())),
+                Err(_) => {
+                    let verdict = lock(&self.will).take().map(|_| self.master_lost())?;
+                    *lock(&self.heard) = Some(verdict.clone());
+                    return Some(FromOthers::Verdict(verdict));
+                }
             }
         }
     }
 
-    fn failed(self: Arc<Self>, what: What, restarts: bool, consequence: bool) -> Option<Verdicts> {
+    fn failed(
+        self: Arc<Self>,
+        what: What,
+        restarts: bool,
+        others_first: Option<Instant>,
+    ) -> Option<Verdicts> {
         // A restart is local to the node.
         if restarts {
             return None;
         }
-        Some(Box::new(move || {
-            let until = Instant::now() + if consequence { CONSEQUENCE_PATIENCE } else { Duration::ZERO };
-            while Instant::now() < until {
-                if let Some(standing) = self.standing() {
-                    return Some(standing);
-                }
-                std::thread::sleep(LINGER_POLL);
-            }
-            Some(self.declare(what))
-        }))
+        Some(Box::new(move || Some(self.declare(what, others_first))))
     }
 
-    fn declare(&self, what: What) -> Verdict {
+    fn declare(&self, what: What, others_first: Option<Instant>) -> Verdict {
+        while others_first.is_some_and(|until| Instant::now() < until) {
+            if let Some(standing) = self.standing() {
+                return standing;
+            }
+            std::thread::sleep(OTHERS_POLL);
+        }
         let mine = Verdict::new(self.node, &self.host, what);
         let deadline = Instant::now() + OPERATION_TIMEOUT;
         match self.job.compare_set(VERDICT.as_bytes(), b"", &encode(&mine), deadline) {

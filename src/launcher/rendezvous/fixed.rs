@@ -117,7 +117,7 @@ impl Fixed {
             Ok(assignment) => Ok(Joined { _server: server, store, job, court, assignment, round: 0 }),
             Err(error) => {
                 if let Some(court) = court {
-                    court.declare(What::Error { text: error.to_string() });
+                    court.declare(What::Error { text: error.to_string() }, None);
                     court.leave();
                 }
                 Err(error)
@@ -194,7 +194,7 @@ impl Fixed {
             let (node, mine, theirs) = (self.node, self.nodes, first.nodes);
             let error = RendezvousError::Nodes { node, mine, theirs, host: first.host };
             if let Some(court) = court {
-                court.declare(What::Error { text: error.to_string() });
+                court.declare(What::Error { text: error.to_string() }, None);
                 court.leave();
             }
             return Err(error);

@@ -342,7 +342,33 @@ fn who_left_too_early_is_to_blame_only_if_the_others_merely_lost_it() {
     let report = made("x", &[left.clone(), lost(1), own]);
     assert_eq!(report.root().map(|root| root.rank), Some(6));
     assert_eq!(report.failures.len(), 2, "no failure");
-    assert_eq!(made("x", &[lost(1), left]).root().map(|root| root.rank), Some(5), "it left afterwards");
+    assert_eq!(
+        made("x", &[lost(1), left.clone()]).root().map(|root| root.rank),
+        Some(5),
+        "it left afterwards"
+    );
+    // Unless they name it: they may be quicker to fail than it is to exit.
+    let lost = Ended {
+        stderr: (b"rank 4 at 127.0.0.1:4 has left the group; group world\n".to_vec(), false),
+        ..failure(1, ExitCause::Code(1))
+    };
+    assert_eq!(
+        made("x", &[lost, left]).root().map(|root| (root.rank, root.class)),
+        Some((4, Class::EarlyExit))
+    );
+}
+
+#[test]
+fn a_worker_that_logs_its_own_panic_has_not_lost_a_peer() {
+    let stderr =
+        b"thread 'main' panicked at x.rs:1:1:\nno data\nrank 5 at 127.0.0.1:4 panicked; group world\n";
+    let own = Ended { stderr: (stderr.to_vec(), false), ..failure(1, ExitCause::Code(101)) };
+    let other = Ended { rank: 6, ..own.clone() };
+    assert_eq!(made("x", &[own]).root().map(|root| root.class), Some(Class::Panic));
+    assert_eq!(
+        made("x", &[other]).root().map(|root| (root.class, root.blames)),
+        Some((Class::PeerLost, Some(5)))
+    );
 }
 
 #[test]

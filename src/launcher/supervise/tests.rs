@@ -1,6 +1,7 @@
 use super::*;
 
 const GRACE: Duration = Duration::from_secs(30);
+const CULPRIT: Duration = Duration::from_secs(5);
 
 /// A supervisor on virtual time; `does` states what an event must lead to.
 struct Story {
@@ -10,7 +11,8 @@ struct Story {
 
 impl Story {
     fn of(count: usize, settle_ms: u64) -> Self {
-        let policy = Policy { settle: Duration::from_millis(settle_ms), failure_grace: GRACE };
+        let policy =
+            Policy { settle: Duration::from_millis(settle_ms), culprit: CULPRIT, failure_grace: GRACE };
         let mut story = Self { supervisor: Supervisor::new(count, policy), start: Instant::now() };
         for local_rank in 0..count {
             story.at(0, Event::Started { local_rank }, &[]);
@@ -30,11 +32,11 @@ impl Story {
 }
 
 fn exit(local_rank: usize, code: i32) -> Event {
-    Event::Exited { local_rank, cause: ExitCause::Code(code) }
+    Event::Exited { local_rank, cause: ExitCause::Code(code), blame: Blame::Itself }
 }
 
 fn killed(local_rank: usize, signal: Signal) -> Event {
-    Event::Exited { local_rank, cause: ExitCause::Signal(signal as i32) }
+    Event::Exited { local_rank, cause: ExitCause::Signal(signal as i32), blame: Blame::Itself }
 }
 
 fn signal(local_rank: usize, signal: Signal) -> Action {
@@ -46,7 +48,79 @@ fn failing(local_rank: usize, code: i32) -> Action {
 }
 
 fn failure(local_rank: usize, cause: ExitCause, stopped: bool) -> Failure {
-    Failure { local_rank, cause, stopped }
+    Failure { local_rank, cause, stopped, blame: Blame::Itself }
+}
+
+/// Exits with 1 because of another worker, which it may name.
+fn blames(local_rank: usize, other: Option<usize>) -> Event {
+    Event::Exited { local_rank, cause: ExitCause::Code(1), blame: Blame::Other(other) }
+}
+
+fn blaming(local_rank: usize, other: Option<usize>) -> Failure {
+    Failure { local_rank, cause: ExitCause::Code(1), stopped: false, blame: Blame::Other(other) }
+}
+
+#[test]
+fn a_worker_that_others_blame_is_not_stopped_before_it_has_said_why_it_ends() {
+    let mut story = Story::of(3, 0);
+    story.at(0, blames(0, Some(1)), &[]);
+    story.wakes_at(Some(5_000));
+    story.at(10, blames(2, Some(1)), &[]);
+    let failures = vec![blaming(0, Some(1)), blaming(2, Some(1)), failure(1, ExitCause::Code(7), false)];
+    story.at(900, exit(1, 7), &[failing(1, 7), Action::Finish(Outcome::Failed(failures))]);
+}
+
+#[test]
+fn the_others_are_stopped_when_the_worker_that_is_blamed_has_ended() {
+    for (code, cause) in [(7, failing(1, 7)), (0, failing(0, 1))] {
+        let mut story = Story::of(3, 0);
+        story.at(0, blames(0, Some(1)), &[]);
+        story.at(20, exit(1, code), &[cause, signal(2, Signal::SIGTERM)]);
+    }
+}
+
+#[test]
+fn a_worker_that_is_blamed_and_goes_on_is_stopped_after_a_while() {
+    let mut story = Story::of(3, 0);
+    story.at(0, blames(0, Some(1)), &[]);
+    story.at(4_999, Event::Tick, &[]);
+    let stops = [failing(0, 1), signal(1, Signal::SIGTERM), signal(2, Signal::SIGTERM)];
+    story.at(5_000, Event::Tick, &stops);
+}
+
+#[test]
+fn a_worker_that_names_nobody_of_this_node_waits_for_all_of_it() {
+    let mut story = Story::of(3, 0);
+    story.at(0, blames(0, None), &[]);
+    story.at(1, exit(2, 0), &[]);
+    story.at(
+        2,
+        exit(1, 3),
+        &[
+            failing(1, 3),
+            Action::Finish(Outcome::Failed(vec![blaming(0, None), failure(1, ExitCause::Code(3), false)])),
+        ],
+    );
+    let mut alone = Story::of(1, 0);
+    let failures = vec![blaming(0, None)];
+    alone.at(0, blames(0, None), &[failing(0, 1), Action::Finish(Outcome::Failed(failures))]);
+}
+
+#[test]
+fn the_end_of_the_job_on_other_nodes_stops_those_who_wait_for_a_culprit() {
+    let mut story = Story::of(2, 0);
+    story.at(0, blames(0, None), &[]);
+    story.at(1, Event::Abort { grace: GRACE }, &[signal(1, Signal::SIGTERM)]);
+    story.at(2, killed(1, Signal::SIGTERM), &[Action::Finish(Outcome::Aborted)]);
+}
+
+#[test]
+fn a_settling_time_begins_with_the_first_failure_of_its_own() {
+    let mut story = Story::of(3, 2_000);
+    story.at(0, blames(0, Some(1)), &[]);
+    story.at(3_000, exit(1, 7), &[failing(1, 7)]);
+    story.wakes_at(Some(5_000));
+    story.at(5_000, Event::Tick, &[signal(2, Signal::SIGTERM)]);
 }
 
 #[test]
@@ -132,7 +206,7 @@ fn a_second_signal_ends_the_patience() {
 
 #[test]
 fn a_worker_that_starts_late_is_stopped_as_well() {
-    let policy = Policy { settle: Duration::ZERO, failure_grace: GRACE };
+    let policy = Policy { settle: Duration::ZERO, culprit: CULPRIT, failure_grace: GRACE };
     let mut story = Story { supervisor: Supervisor::new(2, policy), start: Instant::now() };
     story.at(0, Event::Started { local_rank: 0 }, &[]);
     story.at(1, exit(0, 1), &[failing(0, 1)]);
@@ -163,7 +237,7 @@ fn an_abort_stops_the_workers_and_blames_nobody() {
 
 #[test]
 fn a_program_that_cannot_be_started_ends_the_round() {
-    let policy = Policy { settle: Duration::ZERO, failure_grace: GRACE };
+    let policy = Policy { settle: Duration::ZERO, culprit: CULPRIT, failure_grace: GRACE };
     let mut story = Story { supervisor: Supervisor::new(2, policy), start: Instant::now() };
     let not_found = "not found".to_owned();
     story.at(0, Event::StartFailed { local_rank: 0, error: not_found.clone() }, &[]);
@@ -190,7 +264,8 @@ fn random_round(seed: u64) {
         state % bound
     };
     let count = usize::try_from(1 + random(6)).unwrap();
-    let policy = Policy { settle: Duration::from_millis(random(2) * 500), failure_grace: GRACE };
+    let policy =
+        Policy { settle: Duration::from_millis(random(2) * 500), culprit: CULPRIT, failure_grace: GRACE };
     let mut supervisor = Supervisor::new(count, policy);
     let mut now = Instant::now();
     let mut started = vec![false; count];
@@ -221,7 +296,12 @@ fn random_round(seed: u64) {
                     None => continue,
                 };
                 alive[who] = false;
-                Event::Exited { local_rank: who, cause }
+                let blame = match random(4) {
+                    0 => Blame::Other(None),
+                    1 => Blame::Other(Some(usize::try_from(random(count as u64)).unwrap())),
+                    _ => Blame::Itself,
+                };
+                Event::Exited { local_rank: who, cause, blame }
             }
         };
         let mut out = Vec::new();

@@ -1,6 +1,7 @@
 //! How a node of an elastic job hears of the others, and tells them of itself.
 
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 
 use nix::sys::signal::Signal;
 
@@ -40,6 +41,18 @@ impl ElasticCourt {
         *self.seat.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Waits until the job is over, or `round` is, which is no verdict; none at all if neither comes until `deadline`.
+    fn wait_for_verdict(&self, round: u64, deadline: Option<Instant>) -> Option<Option<Verdict>> {
+        self.thread.board.wait(deadline, |told: &Told| {
+            let again = told.stopped.as_ref().is_some_and(|stopped| stopped.round >= round);
+            match &told.over {
+                _ if again => Some(None),
+                Some(over) => Some(Some(self.verdict(over))),
+                None => None,
+            }
+        })
+    }
+
     fn verdict(&self, over: &Over) -> Verdict {
         let (mine, _) = self.seat();
         match over {
@@ -76,30 +89,34 @@ impl Court for ElasticCourt {
         news
     }
 
-    fn failed(self: Arc<Self>, what: What, restarts: bool, _consequence: bool) -> Option<Verdicts> {
+    fn failed(
+        self: Arc<Self>,
+        what: What,
+        restarts: bool,
+        others_first: Option<Instant>,
+    ) -> Option<Verdicts> {
         let (_, round) = self.seat();
         let (summary, report) = match what {
             What::Failed { summary, report } => (summary, report),
             What::Error { text } | What::Alone { text } => (text, String::new()),
             What::Stopped { .. } | What::Lost => (String::new(), String::new()),
         };
-        self.thread.enter(Phase::Failed { round, failure: Failure { summary, report, restarts } });
-        if restarts {
-            return None;
-        }
+        let phase = Phase::Failed { round, failure: Failure { summary, report, restarts } };
+        // Who restarts is about to enter the next round.
+        let Some(others_first) = others_first.filter(|_| !restarts) else {
+            self.thread.enter(phase);
+            return (!restarts)
+                .then(|| -> Verdicts { Box::new(move || self.wait_for_verdict(round, None).flatten()) });
+        };
         Some(Box::new(move || {
-            self.thread.board.wait(None, |told: &Told| {
-                let again = told.stopped.as_ref().is_some_and(|stopped| stopped.round >= round);
-                match &told.over {
-                    _ if again => Some(None),
-                    Some(over) => Some(Some(self.verdict(over))),
-                    None => None,
-                }
-            })?
+            self.wait_for_verdict(round, Some(others_first)).unwrap_or_else(|| {
+                self.thread.enter(phase);
+                self.wait_for_verdict(round, None).flatten()
+            })
         }))
     }
 
-    fn declare(&self, what: What) -> Verdict {
+    fn declare(&self, what: What, _others_first: Option<Instant>) -> Verdict {
         let mine = Verdict::new(self.seat().0, &self.host, what);
         let (departure, why) = match &mine.what {
             What::Stopped { signal } => {

@@ -1,0 +1,100 @@
+//! Whoever fails first is the root cause, with its own words: in whatever way it ends, whatever the others do meanwhile,
+//! on however many nodes.
+
+use std::time::{Duration, Instant};
+
+use convoke_launcher_tests::harness::{Ended, Job, Launcher};
+use convoke_launcher_tests::worker_of;
+use convoke_testkit::{Random, free_port, is_full};
+
+/// A way to end in the middle of the others' work: its class in the report, and what the report says of it.
+const ENDINGS: [(&str, &str, &str); 8] = [
+    ("error", "exit", "the data set is empty"),
+    ("panic", "panic", "the loader is gone"),
+    ("exit", "exit", "exitcode  : 3 (pid: "),
+    ("abort", "abort", "(SIGABRT)"),
+    ("segv", "segfault", "(SIGSEGV)"),
+    ("kill", "killed", "(SIGKILL)"),
+    ("return", "early-exit", "exited with code 0 while the others went on"),
+    ("exit0", "early-exit", "exited with code 0 while the others went on"),
+];
+
+/// All nodes have ended this long after the first that knows why, on a busy machine. A rank that nobody needed and that
+/// leaves well is not missed.
+const TOGETHER: Duration = Duration::from_secs(20);
+
+/// One job: `nodes` with `each` workers, of which `who` ends.
+#[derive(Debug, Clone, Copy)]
+struct Run {
+    how: (&'static str, &'static str, &'static str),
+    who: usize,
+    work: &'static str,
+    nodes: usize,
+    each: usize,
+    /// How several nodes meet.
+    backend: &'static str,
+}
+
+impl Run {
+    fn random(random: &mut Random) -> Self {
+        let nodes = 1 + random.below(2);
+        let each = if nodes == 1 { 3 } else { 2 };
+        loop {
+            let how = ENDINGS[random.below(ENDINGS.len())];
+            let work = ["reduce", "ring", "apart"][random.below(3)];
+            // Who is not needed may leave.
+            let misses_nobody = work == "apart" && how.0 == "return";
+            // No node knows of all others that they still need a rank which left well.
+            let is_elsewhere = nodes > 1 && how.1 == "early-exit";
+            if !misses_nobody && !is_elsewhere {
+                let (who, backend) = (random.below(nodes * each), ["static", "c10d"][random.below(2)]);
+                return Self { how, who, work, nodes, each, backend };
+            }
+        }
+    }
+
+    fn start(self, job: &Job) -> Vec<Launcher> {
+        let port = free_port().to_string();
+        let start = |node: usize| {
+            let mut command = job.command([format!("--nproc-per-node={}", self.each)]);
+            if self.nodes > 1 {
+                command.arg(format!("--nnodes={}", self.nodes));
+                if self.backend == "static" {
+                    command.args(["--master-addr=127.0.0.1", "--master-port", &port]);
+                    command.arg(format!("--node-rank={node}"));
+                } else {
+                    command.arg("--rdzv-backend=c10d").arg(format!("--rdzv-endpoint=127.0.0.1:{port}"));
+                }
+            }
+            command.args(worker_of("ending")).args([self.how.0, &self.who.to_string(), self.work]);
+            job.start(command)
+        };
+        (0..self.nodes).map(start).collect()
+    }
+
+    /// What is wrong with what a node said, if anything.
+    fn complaint(self, ended: &Ended) -> Option<String> {
+        let (how, class, words) = self.how;
+        let root = ended.stderr.split("Root Cause").nth(1).unwrap_or_default();
+        let rank = format!("rank      : {} (local_rank: {})", self.who, self.who % self.each);
+        let cause = format!("cause     : {class}");
+        // A plain exit code has no cause of its own.
+        let is_right =
+            root.contains(&rank) && root.contains(words) && (how == "exit" || root.contains(&cause));
+        (!is_right || ended.status.code() != Some(1)).then(|| format!("{self:?}:\n{}", ended.stderr))
+    }
+}
+
+#[test]
+fn whoever_fails_first_is_the_root_cause_with_its_own_words() {
+    let mut random = Random::new("whoever_fails_first_is_the_root_cause_with_its_own_words");
+    for _ in 0..if is_full() { 500 } else { 40 } {
+        let run = Run::random(&mut random);
+        let job = Job::new();
+        let nodes = run.start(&job);
+        let start = Instant::now();
+        let complaints: Vec<_> = nodes.into_iter().filter_map(|node| run.complaint(&node.wait())).collect();
+        assert!(complaints.is_empty(), "{}", complaints.join("\n"));
+        assert!(start.elapsed() < TOGETHER, "{run:?} took {:?}", start.elapsed());
+    }
+}

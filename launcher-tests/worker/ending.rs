@@ -1,0 +1,65 @@
+//! `test-worker ending HOW WHO WORK`: all ranks work together until rank WHO ends HOW, in the middle of it.
+//!
+//! HOW: `error` and `panic` leave `main`, `exit`, `abort`, `segv` and `kill` do not; `return` and `exit0` end with 0 too early.
+//! WORK: `reduce`, all ranks need each other; `ring`, each needs its neighbours; `apart`, nobody needs WHO, and all but
+//! WHO wait for a message that never comes.
+
+#![allow(clippy::exit, clippy::panic)] // its purpose
+
+use std::error::Error;
+
+use convoke_comm::{ReduceOp, World};
+use nix::sys::signal::{Signal, raise};
+
+/// Rounds of work before the end.
+const ROUNDS: usize = 50;
+
+pub(super) fn run(arguments: &[&str]) -> Result<(), Box<dyn Error>> {
+    let [how, who, work] = arguments else { return Err("HOW WHO WORK".into()) };
+    let world = convoke_comm::init()?;
+    let (me, who) = (world.rank(), who.parse::<usize>()?);
+    if *work == "apart" {
+        if me == who {
+            return end(how);
+        }
+        let other =
+            (0..world.size()).rev().find(|&rank| rank != me && rank != who).ok_or("at least 3 ranks")?;
+        world.recv(&mut [0_u8], other, 0)?;
+        return Ok(());
+    }
+    for round in 0.. {
+        if me == who && round == ROUNDS {
+            return end(how);
+        }
+        step(&world, work)?;
+    }
+    Ok(())
+}
+
+fn step(world: &World, work: &str) -> Result<(), Box<dyn Error>> {
+    let (me, size) = (world.rank(), world.size());
+    if work == "reduce" {
+        world.all_reduce(&mut [me as f32; 100], ReduceOp::Sum)?;
+    } else {
+        let mut from = [0_u64];
+        world.send_recv((&[me as u64], (me + 1) % size, 0), (&mut from, (me + size - 1) % size, 0))?;
+    }
+    Ok(())
+}
+
+fn end(how: &str) -> Result<(), Box<dyn Error>> {
+    match how {
+        "error" => Err(std::io::Error::other("the data set is empty").into()),
+        "panic" => panic!("the loader is gone"),
+        "exit" => std::process::exit(3),
+        "abort" => std::process::abort(),
+        // The first time Rust's own handler gets it, which looks for an overflow of the stack.
+        "segv" => loop {
+            raise(Signal::SIGSEGV)?;
+        },
+        "kill" => Ok(raise(Signal::SIGKILL)?),
+        "exit0" => std::process::exit(0),
+        "return" => Ok(()),
+        other => Err(format!("how? {other:?}").into()),
+    }
+}
