@@ -25,6 +25,7 @@ mod output;
 mod perf;
 mod processes;
 mod root_causes;
+mod signals;
 mod standalone;
 mod starters;
 mod terminal;

@@ -87,40 +87,15 @@ fn the_guard_ignores_signals_that_a_scheduler_sends_to_every_process() {
 }
 
 #[test]
-fn a_second_signal_ends_the_patience() {
-    let job = Job::new();
-    let worker = job.script("trap '' TERM\necho > \"$JOB/up\"\nwhile :; do sleep 0.01; done\n");
-    let launcher = job.start({
-        let mut command = job.command(["--shutdown-timeout=600"]);
-        command.arg(&worker);
-        command
-    });
-    job.wait_for_file("up");
-    let start = Instant::now();
-    launcher.signal(Signal::SIGTERM);
-    launcher.signal(Signal::SIGINT);
-    // The two may arrive as one; ask again until the launcher is gone.
-    let again = launcher.pid();
-    let helper = std::thread::spawn(move || {
-        while nix::sys::signal::kill(again, Signal::SIGTERM).is_ok()
-            && start.elapsed() < Duration::from_secs(30)
-        {
-            std::thread::sleep(Duration::from_millis(50));
-        }
-    });
-    launcher.wait().expect(1);
-    assert!(start.elapsed() < Duration::from_secs(30), "took {:?}", start.elapsed());
-    helper.join().unwrap();
-}
-
-#[test]
 fn workers_heed_signals_that_were_ignored_where_the_launcher_was_started() {
     for signal in [Signal::SIGINT, Signal::SIGQUIT] {
         let job = Job::new();
         // As a shell without job control starts what stands before `&`.
         let through = ["sh", "-c", "trap '' INT QUIT; exec \"$@\"", "sh"];
         let worker = "echo > \"$JOB/up.$RANK\"; exec sleep 1000";
-        let launcher = job.start(job.command_through(&through, ["--nproc-per-node=2", "sh", "-c", worker]));
+        let handled = "--signals-to-handle=SIGINT,SIGQUIT";
+        let arguments = ["--nproc-per-node=2", handled, "sh", "-c", worker];
+        let launcher = job.start(job.command_through(&through, arguments));
         job.wait_for_file("up.0");
         job.wait_for_file("up.1");
         let start = Instant::now();

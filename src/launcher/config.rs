@@ -57,8 +57,12 @@ pub(crate) struct Config {
     pub(crate) flight: FlightDir,
     /// `--event-log-handler`.
     pub(crate) events: EventHandler,
-    /// `--signals-to-handle`: signals that are passed on to the workers, unknown names dropped.
+    /// `--signals-to-handle`: signals that are passed on to the workers and end the job, unknown names dropped.
     pub(crate) signals: Vec<nix::sys::signal::Signal>,
+    /// The user gave that list.
+    pub(crate) signals_given: bool,
+    /// `--forward-signals`: signals that are passed on to the workers that catch them, and end nothing.
+    pub(crate) forward_signals: Vec<nix::sys::signal::Signal>,
     /// The value of `--signals-to-handle` as given (for TORCHELASTIC_SIGNALS_TO_HANDLE).
     pub(crate) signals_text: String,
     /// `--shutdown-timeout`, TORCH_ELASTIC_SHUTDOWN_TIMEOUT or 30 s: from a signal to SIGKILL.

@@ -5,6 +5,8 @@ use std::fmt::Write;
 
 use convoke_env::vars;
 
+use nix::sys::signal::Signal;
+
 use crate::agent::{Variables, command_line, variables};
 use crate::cli::VERSION;
 use crate::config::{
@@ -172,13 +174,19 @@ fn output(config: &Config) -> String {
 }
 
 fn signals(config: &Config) -> String {
-    let names: Vec<_> = config.signals.iter().map(|signal| signal.as_str()).collect();
-    let list = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
+    let list = |signals: &[Signal]| {
+        let names: Vec<_> = signals.iter().map(|signal| signal.as_str()).collect();
+        if names.is_empty() { "none".to_owned() } else { names.join(", ") }
+    };
+    let (stop, forward) = (list(&config.signals), list(&config.forward_signals));
     let orphans = match config.orphans {
         Orphans::Stop => "what outlives the workers is stopped",
         Orphans::Keep => "what outlives successful workers is left alone",
     };
-    format!("{list} go to the workers, SIGKILL after {} s; {orphans}", config.shutdown_timeout.as_secs())
+    let seconds = config.shutdown_timeout.as_secs();
+    format!(
+        "{stop} go to the workers, SIGKILL after {seconds} s; {forward} to those that catch them; {orphans}"
+    )
 }
 
 /// The variables as text, those that are not known yet by a word for them.

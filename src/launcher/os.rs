@@ -174,7 +174,7 @@ fn become_worker(
     let result: Result<Infallible, StartError> = (|| {
         // The guard blocks nearly all signals and Rust ignores SIGPIPE; both survive exec. A shell without job control
         // ignores SIGINT and SIGQUIT in what it starts in the background, to keep a Ctrl-C from it that was meant for
-        // others. Workers get none but from the launcher, which takes them for an order to end.
+        // others. Workers get none but from the launcher, if the user has told it to handle them all the same.
         SigSet::empty().thread_set_mask()?;
         for ignored in [Signal::SIGPIPE, Signal::SIGINT, Signal::SIGQUIT] {
             // SAFETY: SIG_DFL runs no code of ours.
@@ -207,13 +207,22 @@ fn become_worker(
 /// Ends this process by `signal`, as if it had never been caught.
 ///
 /// PID 1 of a container cannot die so: it ends with the code by which shells tell of such a death.
-pub(crate) fn die_by(signal_number: Signal) -> ! {
-    // SAFETY: SIG_DFL runs no code of ours.
-    let _ = unsafe { signal(signal_number, SigHandler::SigDfl) };
-    let _ = SigSet::from(signal_number).thread_unblock();
-    let _ = raise(signal_number);
+pub(crate) fn die_by(number: i32) -> ! {
+    // Those without a name, as real-time signals, become an exit code at once.
+    if let Ok(named) = Signal::try_from(number) {
+        // SAFETY: SIG_DFL runs no code of ours.
+        let _ = unsafe { signal(named, SigHandler::SigDfl) };
+        let _ = SigSet::from(named).thread_unblock();
+        let _ = raise(named);
+    }
     // SAFETY: always sound; nothing is registered for the end of the launcher.
-    unsafe { nix::libc::_exit(128 + signal_number as i32) }
+    unsafe { nix::libc::_exit(128 + number) }
+}
+
+/// Stops this process until it is continued (SIGCONT).
+pub(crate) fn stop_this_process() {
+    // It cannot fail: nobody can catch or ignore it.
+    let _ = raise(Signal::SIGSTOP);
 }
 
 /// Takes ownership of a descriptor that just arrived by SCM_RIGHTS.

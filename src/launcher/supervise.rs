@@ -88,8 +88,9 @@ pub(crate) enum Event {
     StartFailed { local_rank: usize, error: String },
     /// It ended and has been reaped. `blame` counts if it failed.
     Exited { local_rank: usize, cause: ExitCause, blame: Blame },
-    /// A signal to the launcher: pass it on, and end the round within `grace`.
-    Stop { signal: Signal, grace: Duration },
+    /// A signal to the launcher: pass it on, and end the round within `grace`. If workers are being stopped already, that is
+    /// one stop; only a user who repeats Ctrl-C wants it to end `at_once`.
+    Stop { signal: Signal, grace: Duration, at_once: bool },
     /// The round is over for reasons of other nodes: stop the workers within `grace`, nobody here is to blame.
     Abort { grace: Duration },
     /// Time has passed.
@@ -175,12 +176,20 @@ impl Supervisor {
                 );
             }
             Event::Exited { local_rank, cause, blame } => self.exited(now, local_rank, cause, blame, out),
-            Event::Stop { signal, grace } => match self.phase {
+            Event::Stop { signal, grace, at_once } => match &mut self.phase {
                 Phase::Running | Phase::Suspecting { .. } | Phase::Settling { .. } => {
                     self.stop(now, signal, grace, Why::Signal(signal), out)
                 }
-                // Asked twice, or asked while a failure was being dealt with: no more patience.
-                Phase::Stopping { .. } => self.kill(Some(Why::Signal(signal)), out),
+                Phase::Stopping { kill_at, why, .. } => {
+                    *kill_at = (*kill_at).min(now + grace);
+                    // A failure stays the reason. What other nodes ended would begin anew.
+                    if *why == Why::Abort {
+                        *why = Why::Signal(signal);
+                    }
+                    if at_once {
+                        self.kill(out);
+                    }
+                }
                 Phase::Killing { .. } | Phase::Done => {}
             },
             Event::Abort { grace } => match &mut self.phase {
@@ -195,7 +204,7 @@ impl Supervisor {
                 Phase::Settling { until } if now >= until => {
                     self.stop(now, Signal::SIGTERM, self.policy.failure_grace, Why::Failure, out);
                 }
-                Phase::Stopping { kill_at, .. } if now >= kill_at => self.kill(None, out),
+                Phase::Stopping { kill_at, .. } if now >= kill_at => self.kill(out),
                 Phase::Running
                 | Phase::Suspecting { .. }
                 | Phase::Settling { .. }
@@ -279,13 +288,13 @@ impl Supervisor {
         }
     }
 
-    fn kill(&mut self, why: Option<Why>, out: &mut Vec<Action>) {
+    fn kill(&mut self, out: &mut Vec<Action>) {
         self.signal_running(Signal::SIGKILL, out);
-        let before = match &self.phase {
+        let why = match &self.phase {
             Phase::Stopping { why, .. } | Phase::Killing { why } => why.clone(),
             Phase::Running | Phase::Suspecting { .. } | Phase::Settling { .. } | Phase::Done => Why::Failure,
         };
-        self.phase = Phase::Killing { why: why.unwrap_or(before) };
+        self.phase = Phase::Killing { why };
     }
 
     fn signal_running(&self, signal: Signal, out: &mut Vec<Action>) {

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use super::machine::End;
 use super::run::{Exit, News, Shell};
+use super::signals::Meaning;
 use super::trial::told_by;
 use crate::guard::{FromGuard, ToGuard, kill_all};
 use crate::say::{say, say_raw};
@@ -75,11 +76,11 @@ impl Shell {
             }
             End::Interrupted(signal) => {
                 say(&format!("{signal} while waiting for other nodes"));
-                Exit::Signal(*signal)
+                Exit::Signal(*signal as i32)
             }
         };
         self.write_report(&end, report);
-        exit
+        self.signals.fatal.map_or(exit, Exit::Signal)
     }
 
     /// All workers have ended: brings what they have written to its end. What they left behind may go on writing.
@@ -110,7 +111,7 @@ impl Shell {
         while self.guard_end.is_none() {
             tokio::select! {
                 message = self.link.receive(), if !closed => closed = message?.is_none(),
-                Some(news) = self.news.recv() => if matches!(news, News::ChildEnded) { self.hear(news); },
+                Some(news) = self.news.recv() => if matches!(news, News::Signal(_, Meaning::Child)) { self.hear(news); },
                 () = tokio::time::sleep_until(deadline) => return Err(io::Error::other("it does not leave")),
             }
         }
@@ -148,7 +149,7 @@ impl Shell {
                         round.supervisor.handle(Instant::now(), exited, &mut Vec::new());
                     }
                 }
-                FromGuard::SpawnFailed { .. } | FromGuard::Swept { .. } => {}
+                FromGuard::SpawnFailed { .. } | FromGuard::Forwarded { .. } | FromGuard::Swept { .. } => {}
             }
         }
     }

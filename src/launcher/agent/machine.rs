@@ -23,6 +23,8 @@ pub(crate) struct Agent {
     word: Option<Word>,
     /// They have the last word on a failure without a restart.
     last_word: bool,
+    /// A signal has come that ends the job.
+    signalled: Option<Signal>,
 }
 
 /// What others have said of a round.
@@ -71,8 +73,8 @@ pub(crate) enum Event {
     Swept,
     /// All nodes have succeeded, or it is no use to wait for them any longer.
     BarrierPassed,
-    /// A signal that is to be passed on.
-    Signalled(Signal),
+    /// A signal that ends the job; `at_once` if the user has no more patience.
+    Signalled { signal: Signal, at_once: bool },
     /// The job is over on all nodes.
     Verdict,
     /// It is over, because of a failure of this node.
@@ -89,7 +91,7 @@ pub(crate) enum Action {
     /// Start the workers.
     Start,
     /// Pass the signal on to the workers.
-    Stop(Signal),
+    Stop { signal: Signal, at_once: bool },
     /// Stop the workers: there is nothing left for them to do.
     Abort,
     /// End what the workers left behind: SIGTERM after `patience`, SIGKILL after another `grace`.
@@ -121,11 +123,14 @@ impl Agent {
     /// A new agent, and the first thing to do.
     pub(crate) fn new(rules: Rules) -> (Self, Action) {
         let (state, word, last_word) = (State::Joining, None, false);
-        (Self { state, rules, restarts: 0, word, last_word }, Action::Join { restarts: 0 })
+        (Self { state, rules, restarts: 0, word, last_word, signalled: None }, Action::Join { restarts: 0 })
     }
 
     /// Takes in `event`; what is to be done, if anything.
     pub(crate) fn handle(&mut self, event: Event) -> Option<Action> {
+        if let Event::Signalled { signal, .. } = event {
+            self.signalled.get_or_insert(signal);
+        }
         let (next, action) = match (std::mem::replace(&mut self.state, State::Ended), event) {
             (State::Ended, _) => (State::Ended, None),
 
@@ -134,7 +139,7 @@ impl Agent {
                 (State::Running, Some(Action::Start))
             }
             (State::Joining, Event::JoinFailed(error)) => end(End::Error(error)),
-            (State::Joining | State::Barrier | State::Waiting(_), Event::Signalled(signal)) => {
+            (State::Joining | State::Barrier | State::Waiting(_), Event::Signalled { signal, .. }) => {
                 end(End::Interrupted(signal))
             }
 
@@ -166,7 +171,9 @@ impl Agent {
                 (state, None)
             }
 
-            (State::Running, Event::Signalled(signal)) => (State::Running, Some(Action::Stop(signal))),
+            (State::Running, Event::Signalled { signal, at_once }) => {
+                (State::Running, Some(Action::Stop { signal, at_once }))
+            }
             (State::Running, Event::RoundEnded(Outcome::Succeeded)) if self.rules.keep_orphans => {
                 (State::Barrier, Some(Action::Barrier))
             }
@@ -181,9 +188,9 @@ impl Agent {
                 (State::Sweeping(outcome), Some(Action::Sweep { patience, grace: self.rules.sweep_grace }))
             }
 
-            (State::Sweeping(outcome), Event::Signalled(_)) => {
-                let at_once = Action::Sweep { patience: Duration::ZERO, grace: Duration::ZERO };
-                (State::Sweeping(outcome), Some(at_once))
+            (State::Sweeping(outcome), Event::Signalled { at_once, .. }) => {
+                let sweep = Action::Sweep { patience: Duration::ZERO, grace: Duration::ZERO };
+                (State::Sweeping(outcome), at_once.then_some(sweep))
             }
             (State::Sweeping(outcome), Event::Swept) => self.after(outcome),
 
@@ -208,6 +215,15 @@ impl Agent {
     }
 
     fn after(&mut self, outcome: Outcome) -> (State, Option<Action>) {
+        match (outcome, self.signalled) {
+            // A signal never leads to another round.
+            (Outcome::Failed(failures), Some(_)) => end(End::Failed(failures)),
+            (Outcome::Aborted, Some(signal)) => end(End::Stopped(signal)),
+            (outcome, _) => self.after_round(outcome),
+        }
+    }
+
+    fn after_round(&mut self, outcome: Outcome) -> (State, Option<Action>) {
         match outcome {
             Outcome::Failed(_) if self.restarts_left() > 0 => {
                 self.restarts += 1;
@@ -250,6 +266,10 @@ mod tests {
             Agent::new(Rules { max_restarts, sweep_patience: PATIENCE, sweep_grace: GRACE, keep_orphans });
         assert_eq!(action, Action::Join { restarts: 0 });
         agent
+    }
+
+    fn term() -> Event {
+        Event::Signalled { signal: Signal::SIGTERM, at_once: false }
     }
 
     fn failed() -> Outcome {
@@ -317,7 +337,22 @@ mod tests {
                 (Event::Joined { last_word: false }, Some(Action::Start)),
                 (Event::RoundEnded(failed()), Some(SWEEP)),
                 (Event::Swept, Some(Action::End(End::Failed(failures)))),
-                (Event::Signalled(Signal::SIGTERM), None),
+                (term(), None),
+            ],
+        );
+    }
+
+    #[test]
+    fn a_signal_while_a_failed_round_is_swept_leads_to_no_restart() {
+        let mut agent = agent(5, false);
+        let Outcome::Failed(failures) = failed() else { unreachable!() };
+        story(
+            &mut agent,
+            &[
+                (Event::Joined { last_word: false }, Some(Action::Start)),
+                (Event::RoundEnded(failed()), Some(SWEEP)),
+                (term(), None),
+                (Event::Swept, Some(Action::End(End::Failed(failures)))),
             ],
         );
     }
@@ -328,10 +363,14 @@ mod tests {
             &mut agent(5, false),
             &[
                 (Event::Joined { last_word: false }, Some(Action::Start)),
-                (Event::Signalled(Signal::SIGINT), Some(Action::Stop(Signal::SIGINT))),
-                (Event::RoundEnded(Outcome::Stopped { signal: Signal::SIGINT }), Some(SWEEP)),
                 (
-                    Event::Signalled(Signal::SIGINT),
+                    Event::Signalled { signal: Signal::SIGINT, at_once: false },
+                    Some(Action::Stop { signal: Signal::SIGINT, at_once: false }),
+                ),
+                (Event::RoundEnded(Outcome::Stopped { signal: Signal::SIGINT }), Some(SWEEP)),
+                (term(), None),
+                (
+                    Event::Signalled { signal: Signal::SIGINT, at_once: true },
                     Some(Action::Sweep { patience: Duration::ZERO, grace: Duration::ZERO }),
                 ),
                 (Event::Swept, Some(Action::End(End::Stopped(Signal::SIGINT)))),
@@ -342,7 +381,7 @@ mod tests {
     #[test]
     fn without_workers_a_signal_ends_the_agent_at_once() {
         let interrupted = Some(Action::End(End::Interrupted(Signal::SIGTERM)));
-        story(&mut agent(5, false), &[(Event::Signalled(Signal::SIGTERM), interrupted)]);
+        story(&mut agent(5, false), &[(term(), interrupted)]);
     }
 
     #[test]
@@ -434,7 +473,7 @@ mod tests {
             (Event::Final, end.clone()),
             (Event::Verdict, end.clone()),
             (Event::NewRound { alone: false }, Some(Action::Join { restarts: 0 })),
-            (Event::Signalled(Signal::SIGTERM), Some(Action::End(End::Interrupted(Signal::SIGTERM)))),
+            (term(), Some(Action::End(End::Interrupted(Signal::SIGTERM)))),
         ] {
             let mut agent = agent(0, false);
             story(&mut agent, &failed);

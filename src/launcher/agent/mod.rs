@@ -5,6 +5,8 @@ mod environment;
 mod machine;
 mod run;
 mod setup;
+mod signalled;
+mod signals;
 mod start;
 mod tell;
 mod trial;

@@ -6,12 +6,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use convoke_env::{ExitCause, Token};
-use nix::sys::signal::Signal;
 use nix::unistd::Pid;
 use tokio::sync::mpsc;
 
 use super::machine::{Action, Agent, End, Event, Rules};
-use super::setup::{token, watch_signals};
+use super::setup::{release_signals, token};
+use super::signalled::Signalled;
+use super::signals::{Meaning, watch};
 use super::trial::start_thread;
 use super::workers::Workers;
 use crate::cause::Evidence;
@@ -65,7 +66,7 @@ pub(crate) fn run(config: Config, guard: Pid, socket: UnixStream) -> ExitCode {
 /// How the launcher ends.
 pub(super) enum Exit {
     Code(ExitCode),
-    Signal(Signal),
+    Signal(i32),
 }
 
 /// What comes from threads and signal handlers.
@@ -74,8 +75,7 @@ pub(super) enum News {
     Joined(Result<(Assignment, Option<Arc<dyn Court>>), String>),
     Others(FromOthers),
     Barrier(Barrier),
-    Signalled(Signal),
-    ChildEnded,
+    Signal(i32, Meaning),
 }
 
 pub(super) struct Shell {
@@ -105,6 +105,7 @@ pub(super) struct Shell {
     /// The last round did.
     pub(super) succeeded: bool,
     pub(super) next_worker_id: u64,
+    pub(super) signals: Signalled,
     /// Set once the guard has been reaped (how it ended) or its socket has closed (not known).
     pub(super) guard_end: Option<Option<ExitCause>>,
 }
@@ -133,7 +134,8 @@ impl Shell {
     fn new(config: Config, guard: Pid, socket: UnixStream) -> Result<Self, String> {
         let link = GuardLink::new(socket).map_err(|error| format!("guard: {error}"))?;
         let (tell, news) = mpsc::unbounded_channel();
-        watch_signals(&config, &tell)?;
+        watch(&config, &tell)?;
+        release_signals()?;
         let run_dir = RunDir::create(&config.logs, &config.run_id);
         let flight = Flight::new(&config.flight, run_dir.path());
         let events = Events::new(&config);
@@ -166,6 +168,7 @@ impl Shell {
             alone_in: None,
             succeeded: false,
             next_worker_id: 0,
+            signals: Signalled::default(),
             guard_end: None,
         })
     }
@@ -246,18 +249,15 @@ impl Shell {
                     None
                 }
             }
-            News::Signalled(signal) => {
-                self.declare_stop(signal);
-                self.decide(Event::Signalled(signal))
-            }
-            News::ChildEnded => {
-                // The guard, workers that fell to us by its end, or strangers that we adopted as subreaper or as PID 1.
-                let mut reaped = Vec::new();
-                reap(|pid, cause| reaped.push((pid, cause)));
-                self.note_reaped(&reaped);
-                None
-            }
+            News::Signal(number, meaning) => self.signalled(number, meaning),
         }
+    }
+
+    /// The guard, workers that fell to us by its end, or strangers that we adopted as subreaper or as PID 1.
+    pub(super) fn reap_children(&mut self) {
+        let mut reaped = Vec::new();
+        reap(|pid, cause| reaped.push((pid, cause)));
+        self.note_reaped(&reaped);
     }
 
     /// Notes how the guard, or workers without a guard, ended.
@@ -297,6 +297,10 @@ impl Shell {
                 let blame = self.blame(local_rank, cause);
                 self.supervise(supervise::Event::Exited { local_rank, cause, blame })
             }
+            FromGuard::Forwarded { id, caught } => {
+                self.forwarded(id, caught);
+                None
+            }
             FromGuard::Swept { stopped, stuck } => {
                 self.tell_swept(&stopped, &stuck);
                 self.decide(Event::Swept)
@@ -329,7 +333,7 @@ impl Shell {
     }
 
     /// Feeds the agent's machine and carries out what it decides.
-    fn decide(&mut self, event: Event) -> Option<End> {
+    pub(super) fn decide(&mut self, event: Event) -> Option<End> {
         match self.agent.handle(event)? {
             Action::Join { restarts } => {
                 fault::point("restarting");
@@ -338,9 +342,9 @@ impl Shell {
                 None
             }
             Action::Start => self.start().err().map(End::Error),
-            Action::Stop(signal) => {
+            Action::Stop { signal, at_once } => {
                 let grace = self.config.shutdown_timeout;
-                self.supervise(supervise::Event::Stop { signal, grace })
+                self.supervise(supervise::Event::Stop { signal, grace, at_once })
             }
             Action::Abort => {
                 let grace = if self.is_alone() { ALONE_GRACE } else { FAILURE_GRACE };
@@ -373,7 +377,7 @@ impl Shell {
     }
 
     /// Sends what has no descriptors. If the guard is gone, the select loop deals with that next.
-    fn tell_guard(&mut self, message: &ToGuard) {
+    pub(super) fn tell_guard(&mut self, message: &ToGuard) {
         if self.link.send(message, &[]).is_err() {
             self.guard_end = Some(None);
         }

@@ -93,6 +93,11 @@ impl Workers {
         self.list[local_rank].pid = Some(pid);
     }
 
+    /// Whether it was asked for and its end is not known. It may run before the guard has said so.
+    pub(crate) fn may_run(&self, local_rank: usize) -> bool {
+        self.list.get(local_rank).is_some_and(|worker| worker.ended.is_none())
+    }
+
     /// Whether there is one whose end is not known.
     pub(crate) fn any_unknown(&self) -> bool {
         self.list.iter().any(|worker| worker.ended.is_none())

@@ -271,9 +271,16 @@ pub(crate) const GROUPS: &[Group] = &[
             flag(
                 "signals-to-handle",
                 Value("NAME,..."),
-                "Signals passed on to the workers",
+                "Signals passed on to the workers, which end the job",
                 "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
             ),
+            flag(
+                "forward-signals",
+                Value("NAME,..."),
+                "Signals passed on to the workers that catch them; they end nothing",
+                "SIGUSR1,SIGUSR2",
+            )
+            .ours(),
             flag("shutdown-timeout", Value("SECONDS"), "Time from such a signal to SIGKILL", "30"),
             flag(
                 "orphans",

@@ -16,6 +16,7 @@ type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 const MONITOR_INTERVAL_MAX_SECONDS: f64 = 86_400.0;
 const SHUTDOWN_TIMEOUT_SECONDS: u64 = 30;
 const SIGNALS: &str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT";
+const FORWARDED: &str = "SIGUSR1,SIGUSR2";
 
 /// Checks all values and decides what they leave open.
 ///
@@ -38,9 +39,12 @@ pub(crate) fn config(given: &Given, env: Env<'_>, machine: &Machine) -> Result<C
     let program = program::program(given, env)?;
     let (rendezvous, run_id, nodes, rendezvous_conf) =
         meeting::meeting(given, &numbers, nodes, &mut warnings)?;
-    let signals_text =
-        if given.is_on("signals-to-handle") { given.text("signals-to-handle")? } else { SIGNALS };
-    let signals = signals(signals_text, &mut warnings);
+    let signals_given = given.is_on("signals-to-handle");
+    let signals_text = if signals_given { given.text("signals-to-handle")? } else { SIGNALS };
+    let signals = signals("signals-to-handle", signals_text, &mut warnings);
+    let forwarded = given.get("forward-signals").map_or(Ok(FORWARDED), Value::as_str)?;
+    let mut forward_signals = self::signals("forward-signals", forwarded, &mut warnings);
+    forward_signals.retain(|signal| !signals.contains(signal));
     let virtual_local_rank = given.is_on("virtual-local-rank");
     if virtual_local_rank {
         let parent = |name: &str| env(name).map(|value| value.to_string_lossy().into_owned());
@@ -100,6 +104,8 @@ pub(crate) fn config(given: &Given, env: Env<'_>, machine: &Machine) -> Result<C
         flight: output::flight(env),
         events,
         signals,
+        signals_given,
+        forward_signals,
         signals_text: signals_text.to_owned(),
         shutdown_timeout,
         virtual_local_rank,
@@ -299,13 +305,13 @@ pub(crate) fn count(number: usize, noun: &str) -> String {
 }
 
 /// Signals by name. What no process can handle, or what the launcher lives by, is left out with a warning.
-fn signals(text: &str, warnings: &mut Vec<String>) -> Vec<Signal> {
+fn signals(flag: &str, text: &str, warnings: &mut Vec<String>) -> Vec<Signal> {
     use Signal::{SIGCHLD, SIGFPE, SIGILL, SIGKILL, SIGSEGV, SIGSTOP};
     let mut out = Vec::new();
     for name in text.split(',').map(str::trim).filter(|name| !name.is_empty()) {
         match name.parse::<Signal>() {
             Ok(signal @ (SIGCHLD | SIGFPE | SIGILL | SIGKILL | SIGSEGV | SIGSTOP)) => {
-                warnings.push(format!("--signals-to-handle: {signal} cannot be handled; it is left out"));
+                warnings.push(format!("--{flag}: {signal} cannot be handled; it is left out"));
             }
             Ok(signal) if out.contains(&signal) => {}
             Ok(signal) => out.push(signal),
@@ -314,8 +320,7 @@ fn signals(text: &str, warnings: &mut Vec<String>) -> Vec<Signal> {
                 let advice = full
                     .parse::<Signal>()
                     .map_or(String::new(), |signal| format!("; did you mean {signal}?"));
-                warnings
-                    .push(format!("--signals-to-handle: no signal is called {name}; it is left out{advice}"));
+                warnings.push(format!("--{flag}: no signal is called {name}; it is left out{advice}"));
             }
         }
     }

@@ -18,5 +18,6 @@ mod sweep;
 
 pub(crate) use link::GuardLink;
 pub(crate) use process::run;
+pub(crate) use procfs::signal_set;
 pub(crate) use protocol::{FromGuard, Leftover, SpawnRequest, ToGuard, WorkerId};
 pub(crate) use sweep::{kill_all, reap};

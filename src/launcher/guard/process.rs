@@ -15,12 +15,13 @@ use std::time::{Duration, Instant};
 use convoke_env::{ExitCause, vars};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::signal::{SigSet, Signal, killpg};
+use nix::sys::signal::{SigSet, Signal, kill, killpg};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
 use nix::unistd::Pid;
 
 use super::memory::Memory;
+use super::procfs::catching;
 use super::protocol::{Decoder, FromGuard, SpawnRequest, ToGuard, WorkerId, encode};
 use super::sweep::{Sweep, kill_all, reap_with_core};
 use crate::cause::Evidence;
@@ -117,6 +118,7 @@ impl Guard {
                 match message {
                     ToGuard::Spawn(request) => self.spawn(request)?,
                     ToGuard::Signal { id, signal } => self.signal(id, signal),
+                    ToGuard::Forward { id, signal } => self.forward(id, signal)?,
                     ToGuard::Sweep { patience_ms, grace_ms } => {
                         fault::point("sweeping");
                         let (patience, grace) =
@@ -267,9 +269,22 @@ impl Guard {
         fault::point("signalling");
         // The worker is not reaped, so its number still means its process group and nobody else's.
         let _ = killpg(Pid::from_raw(pid), signal);
-        if signal != Signal::SIGKILL {
+        // One that is stopped must go on to end.
+        if !matches!(signal, Signal::SIGKILL | Signal::SIGSTOP | Signal::SIGWINCH) {
             let _ = killpg(Pid::from_raw(pid), Signal::SIGCONT);
         }
+    }
+
+    /// Its default would kill who does not catch it.
+    fn forward(&mut self, id: WorkerId, signal: i32) -> io::Result<()> {
+        let group = self.pids.get(&id).copied();
+        let mut caught = false;
+        if let (Some(group), Ok(signal)) = (group, Signal::try_from(signal)) {
+            for pid in catching(group, signal as i32) {
+                caught |= kill(Pid::from_raw(pid), signal).is_ok();
+            }
+        }
+        self.send(&FromGuard::Forwarded { id, caught })
     }
 
     fn reap(&mut self) {

@@ -45,10 +45,31 @@ fn children_by_scan() -> Vec<i32> {
         .collect()
 }
 
-/// Parent of `pid`: the second field after the name, which may itself hold spaces and parentheses.
 fn parent(pid: i32) -> Option<i32> {
+    stat(pid, 1)
+}
+
+/// A field after the name, which may itself hold spaces and parentheses: 1 the parent, 2 the process group.
+fn stat(pid: i32, field: usize) -> Option<i32> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(1)?.parse().ok()
+    stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(field)?.parse().ok()
+}
+
+/// Processes of a process group that catch a signal.
+pub(crate) fn catching(group: i32, signal: i32) -> Vec<i32> {
+    let catches = |pid: &i32| {
+        let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+        signal_set(&status, "SigCgt:") >> (signal - 1) & 1 == 1
+    };
+    let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
+    let pids = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+    pids.filter(|&pid| stat(pid, 2) == Some(group)).filter(catches).collect()
+}
+
+/// A set of signals in the text of `/proc/PID/status`: bit 0 is number 1. None if it is not there.
+pub(crate) fn signal_set(status: &str, field: &str) -> u64 {
+    let line = status.lines().find_map(|line| line.strip_prefix(field));
+    line.and_then(|digits| u64::from_str_radix(digits.trim(), 16).ok()).unwrap_or(0)
 }
 
 /// What to call the process in a message.
@@ -60,6 +81,15 @@ pub(crate) fn describe(pid: i32) -> Leftover {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn sets_of_signals_are_read_from_what_the_kernel_tells() {
+        let status = "Name:\tx\nSigIgn:\t0000000000001001\nSigCgt:\t0000000180004a02\n";
+        assert_eq!(signal_set(status, "SigIgn:"), 1 << 12 | 1);
+        assert_eq!(signal_set(status, "SigCgt:"), 0x1_8000_4a02);
+        assert_eq!(signal_set("", "SigCgt:"), 0);
+        assert_eq!(signal_set("SigCgt:\tmany\n", "SigCgt:"), 0);
+    }
 
     #[test]
     fn both_ways_find_a_child() {

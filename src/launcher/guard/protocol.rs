@@ -25,6 +25,8 @@ pub(crate) enum ToGuard {
     Spawn(SpawnRequest),
     /// Send a signal to the process group of a worker that has not been reported as exited.
     Signal { id: WorkerId, signal: i32 },
+    /// Send it to those of its processes that catch it. Answered by `Forwarded`.
+    Forward { id: WorkerId, signal: i32 },
     /// End every process that is left once all workers have exited: SIGTERM for who does not leave by
     /// itself in a moment, SIGKILL after the grace period. Answered by `Swept`.
     Sweep { patience_ms: u64, grace_ms: u64 },
@@ -57,7 +59,7 @@ impl ToGuard {
     pub(crate) fn descriptors(&self) -> usize {
         match self {
             Self::Spawn(request) => 1 + usize::from(request.stdout) + usize::from(request.stderr),
-            Self::Signal { .. } | Self::Sweep { .. } | Self::Leave => 0,
+            Self::Signal { .. } | Self::Forward { .. } | Self::Sweep { .. } | Self::Leave => 0,
         }
     }
 }
@@ -71,6 +73,8 @@ pub(crate) enum FromGuard {
     SpawnFailed { id: WorkerId, error: String },
     /// The worker ended and has been reaped; `last` if nothing is left that descends from any worker.
     Exited { id: WorkerId, cause: ExitCause, evidence: Evidence, last: bool },
+    /// A signal was passed on, or no process of this worker catches it.
+    Forwarded { id: WorkerId, caught: bool },
     /// Nothing is left of what the workers started.
     Swept {
         /// Processes that had to be stopped.

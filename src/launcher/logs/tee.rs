@@ -142,6 +142,9 @@ impl Source {
     }
 }
 
+/// How long the thread may take to give the workers' terminals another size.
+const RESIZE_TIMEOUT: Duration = Duration::from_millis(100);
+
 /// The thread that copies. Dropping it lets the thread go on until all pipes are closed.
 #[derive(Debug)]
 pub(crate) struct Tee {
@@ -157,7 +160,7 @@ pub(crate) struct Tee {
 /// What the thread is asked for.
 #[derive(Debug, Clone, Copy)]
 enum Request {
-    /// Read what any pipe can hold by now, answer with this number, and go on.
+    /// Read what any pipe can hold by now, give terminals the size of the console, answer with this number, and go on.
     Glance(u64),
     /// Copy what is there, answer with this number, and go on.
     Drain(u64, Instant),
@@ -213,6 +216,11 @@ impl Tee {
                 return;
             }
         }
+    }
+
+    /// The console has another size: the workers' terminals get it.
+    pub(crate) fn resize(&self) {
+        self.glance(RESIZE_TIMEOUT);
     }
 
     fn next_number(&self) -> u64 {

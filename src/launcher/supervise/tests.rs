@@ -187,7 +187,7 @@ fn settling_ends_when_nobody_is_left() {
 #[test]
 fn a_signal_is_passed_on_with_its_own_grace_period() {
     let mut story = Story::of(2, 0);
-    let stop = Event::Stop { signal: Signal::SIGINT, grace: Duration::from_secs(3) };
+    let stop = Event::Stop { signal: Signal::SIGINT, grace: Duration::from_secs(3), at_once: false };
     story.at(0, stop, &[signal(0, Signal::SIGINT), signal(1, Signal::SIGINT)]);
     story.wakes_at(Some(3_000));
     story.at(1, killed(0, Signal::SIGINT), &[]);
@@ -195,13 +195,35 @@ fn a_signal_is_passed_on_with_its_own_grace_period() {
 }
 
 #[test]
-fn a_second_signal_ends_the_patience() {
+fn only_a_user_who_repeats_ctrl_c_ends_the_patience() {
     let mut story = Story::of(1, 0);
-    let stop = Event::Stop { signal: Signal::SIGTERM, grace: GRACE };
-    story.at(0, stop.clone(), &[signal(0, Signal::SIGTERM)]);
-    story.at(5, stop.clone(), &[signal(0, Signal::SIGKILL)]);
-    story.at(6, stop, &[]);
-    story.at(7, killed(0, Signal::SIGKILL), &[Action::Finish(Outcome::Stopped { signal: Signal::SIGTERM })]);
+    let stop = |at_once| Event::Stop { signal: Signal::SIGINT, grace: GRACE, at_once };
+    story.at(0, stop(false), &[signal(0, Signal::SIGINT)]);
+    // A scheduler may say it twice.
+    story.at(5, stop(false), &[]);
+    story.wakes_at(Some(30_000));
+    story.at(6, stop(true), &[signal(0, Signal::SIGKILL)]);
+    story.at(7, stop(true), &[]);
+    story.at(8, killed(0, Signal::SIGKILL), &[Action::Finish(Outcome::Stopped { signal: Signal::SIGINT })]);
+}
+
+#[test]
+fn a_stop_by_other_nodes_and_a_signal_to_this_one_are_one_stop() {
+    let mut story = Story::of(1, 0);
+    story.at(0, Event::Abort { grace: GRACE }, &[signal(0, Signal::SIGTERM)]);
+    let stop = Event::Stop { signal: Signal::SIGTERM, grace: Duration::from_secs(10), at_once: false };
+    story.at(1_000, stop, &[]);
+    story.wakes_at(Some(11_000));
+    let end = Action::Finish(Outcome::Stopped { signal: Signal::SIGTERM });
+    story.at(2_000, killed(0, Signal::SIGTERM), &[end]);
+}
+
+#[test]
+fn a_signal_while_a_failure_is_dealt_with_leaves_it_the_reason() {
+    let mut story = Story::of(2, 0);
+    story.at(0, exit(0, 9), &[failing(0, 9), signal(1, Signal::SIGTERM)]);
+    story.at(5, Event::Stop { signal: Signal::SIGTERM, grace: GRACE, at_once: false }, &[]);
+    story.at(9, exit(1, 0), &[Action::Finish(Outcome::Failed(vec![failure(0, ExitCause::Code(9), false)]))]);
 }
 
 #[test]
@@ -278,7 +300,7 @@ fn random_round(seed: u64) {
         let who = usize::try_from(random(count as u64)).unwrap();
         let event = match random(12) {
             0 if random(2) == 0 => Event::Abort { grace: GRACE },
-            0 => Event::Stop { signal: Signal::SIGINT, grace: GRACE },
+            0 => Event::Stop { signal: Signal::SIGINT, grace: GRACE, at_once: random(2) == 0 },
             1..=5 => Event::Tick,
             _ if !alive[who] => continue,
             _ if !started[who] && random(30) == 0 => {

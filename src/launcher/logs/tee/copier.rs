@@ -59,6 +59,7 @@ impl Copier {
             let Ok((woken, readable)) = self.wait(&wake, timeout) else { break };
             match current {
                 Some((Request::Glance(number), _)) if rounds >= GLANCE_ROUNDS || readable.is_empty() => {
+                    self.follow_console();
                     let _ = answer.send(number);
                     current = None;
                 }
@@ -104,6 +105,14 @@ impl Copier {
             }
         });
         self.settle(until);
+    }
+
+    fn follow_console(&mut self) {
+        for (_, source) in &mut self.sources {
+            if let Some(size) = &mut source.terminal {
+                pty::follow(&source.pipe, size);
+            }
+        }
     }
 
     /// Shows all that is there, and waits for the consoles.

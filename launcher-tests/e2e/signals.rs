@@ -1,0 +1,240 @@
+//! Signals to the launcher: which end the job, which go to the workers, which do nothing.
+
+use std::fs::File;
+use std::io::Write;
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use std::process::Command;
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use convoke_launcher_tests::harness::{Job, Launcher};
+use convoke_testkit::{free_port, wait_until};
+
+/// Two workers that wait for the file `go`; `extra` comes before.
+fn worker(job: &Job, extra: &str) -> std::path::PathBuf {
+    job.script(&format!(
+        "{extra}\necho $$ > \"$JOB/up.$RANK\"\nwhile [ ! -e \"$JOB/go\" ]; do sleep 0.01; done\necho done > \"$JOB/done.$RANK\"\n"
+    ))
+}
+
+/// Its workers are up.
+fn started(job: &Job, command: Command, workers: usize) -> Launcher {
+    let launcher = job.start(command);
+    for rank in 0..workers {
+        job.wait_for_file(&format!("up.{rank}"));
+    }
+    launcher
+}
+
+fn two(job: &Job, extra: &str) -> Launcher {
+    let mut command = job.command(["--nproc-per-node=2"]);
+    command.arg(worker(job, extra));
+    started(job, command, 2)
+}
+
+fn go(job: &Job) {
+    std::fs::write(job.path("go"), "\n").unwrap();
+}
+
+/// Letter of its state: T is stopped.
+fn state(pid: i32) -> String {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit_once(") ").map_or_else(String::new, |(_, rest)| rest[..1].to_owned())
+}
+
+fn pid(job: &Job, rank: usize) -> i32 {
+    job.wait_for_file(&format!("up.{rank}")).trim().parse().unwrap()
+}
+
+#[test]
+fn a_signal_that_was_ignored_at_the_start_ends_nothing() {
+    for signal in [Signal::SIGHUP, Signal::SIGTERM, Signal::SIGQUIT, Signal::SIGUSR1, Signal::SIGALRM] {
+        let job = Job::new();
+        let name = &signal.as_str()[3..];
+        let trap = format!("trap '' {name}; exec \"$0\" \"$@\"");
+        let mut command = job.command_through(&["sh", "-c", &trap], ["--nproc-per-node=2"]);
+        command.arg(worker(&job, ""));
+        let launcher = started(&job, command, 2);
+        launcher.signal(signal);
+        // It would have been told before this one is.
+        launcher.signal(Signal::SIGUSR2);
+        wait_until("SIGUSR2 to be told", || launcher.stderr().contains("SIGUSR2 was not sent").then_some(()));
+        go(&job);
+        let ended = launcher.wait().expect(0);
+        assert!(!ended.stderr.contains(signal.as_str()), "{}", ended.stderr);
+    }
+}
+
+#[test]
+fn a_list_of_signals_that_the_user_gives_counts_also_if_they_were_ignored() {
+    let job = Job::new();
+    let trap = "trap '' HUP; exec \"$0\" \"$@\"";
+    let mut command =
+        job.command_through(&["sh", "-c", trap], ["--signals-to-handle=SIGHUP", "--shutdown-timeout=1"]);
+    command.arg(worker(&job, ""));
+    let launcher = started(&job, command, 1);
+    launcher.signal(Signal::SIGHUP);
+    // The worker ignores it as well, and is killed when its time is over.
+    assert!(launcher.wait().expect(1).stderr.contains("stopped by SIGHUP"));
+}
+
+#[test]
+fn a_signal_that_workers_catch_reaches_those_and_ends_nothing() {
+    let job = Job::new();
+    let launcher = two(&job, "[ $RANK = 0 ] && trap 'echo saved > \"$JOB/saved\"' USR1");
+    launcher.signal(Signal::SIGUSR1);
+    job.wait_for_file("saved");
+    wait_until("a word on rank 1", || launcher.stderr().contains("rank 1").then_some(()));
+    go(&job);
+    let ended = launcher.wait().expect(0);
+    let said = "convoke: SIGUSR1 was not sent to rank 1, which would be killed by it: it is not caught there, the others got it\n";
+    assert!(ended.stderr.contains(said), "{}", ended.stderr);
+    assert_eq!(job.wait_for_file("done.1"), "done\n");
+}
+
+#[test]
+fn a_program_behind_a_shell_gets_a_forwarded_signal() {
+    let job = Job::new();
+    let script = "sh -c 'trap \"echo saved > $JOB/saved\" WINCH; echo $$ > $JOB/up.0; while [ ! -e $JOB/go ]; do sleep 0.01; done; :'; :\n";
+    let mut command = job.command(["--forward-signals=SIGWINCH,SIGUSR1"]);
+    command.arg(job.script(script));
+    let launcher = started(&job, command, 1);
+    launcher.signal(Signal::SIGWINCH);
+    job.wait_for_file("saved");
+    go(&job);
+    assert_eq!(launcher.wait().expect(0).stderr, "");
+}
+
+#[test]
+fn no_signal_that_can_be_caught_makes_the_launcher_vanish() {
+    // The last is a real-time signal.
+    for number in [14, 26, 27, 29, 30, 24, 25, 6, 16, 40] {
+        let job = Job::new();
+        let launcher = two(&job, "trap 'echo saved > \"$JOB/saved.$RANK\"; exit 0' TERM");
+        // A real-time signal has no name in `nix`.
+        let sent = Command::new("kill").arg(format!("-{number}")).arg(launcher.pid().to_string()).status();
+        assert!(sent.unwrap().success());
+        let ended = launcher.wait();
+        for rank in 0..2 {
+            assert_eq!(job.wait_for_file(&format!("saved.{rank}")), "saved\n", "signal {number}");
+        }
+        assert!(ended.stderr.contains("ends the launcher; first it stops the workers"), "{}", ended.stderr);
+        let by = ended.status.signal().unwrap_or_else(|| ended.status.code().unwrap() - 128);
+        assert_eq!(by, number, "{:?}", ended.status);
+        assert_eq!(job.processes(), [0; 0]);
+    }
+}
+
+/// Takes a moment to save, as checkpoints do.
+const SAVES: &str = "trap 'echo begun > \"$JOB/begun.$RANK\"; while [ ! -e \"$JOB/go\" ]; do sleep 0.01; done; echo saved > \"$JOB/saved.$RANK\"; exit 0' TERM INT";
+
+#[test]
+fn a_scheduler_that_says_it_twice_cuts_no_checkpoint_short() {
+    for first in [Signal::SIGTERM, Signal::SIGUSR1, Signal::SIGHUP] {
+        let job = Job::new();
+        let launcher = two(&job, SAVES.replace("TERM INT", "TERM INT HUP").as_str());
+        launcher.signal(first);
+        launcher.signal(Signal::SIGTERM);
+        (0..2).for_each(|rank| drop(job.wait_for_file(&format!("begun.{rank}"))));
+        launcher.signal(Signal::SIGTERM);
+        // Not from a terminal.
+        launcher.signal(Signal::SIGINT);
+        launcher.signal(Signal::SIGINT);
+        // Told after those.
+        launcher.signal(Signal::SIGUSR2);
+        wait_until("SIGUSR2 to be told", || launcher.stderr().contains("SIGUSR2").then_some(()));
+        go(&job);
+        launcher.wait().expect(1);
+        for rank in 0..2 {
+            assert_eq!(job.wait_for_file(&format!("saved.{rank}")), "saved\n", "after {first}");
+        }
+    }
+}
+
+#[test]
+fn nodes_that_are_all_signalled_at_once_let_their_workers_save() {
+    let job = Job::new();
+    let port = free_port().to_string();
+    let script = worker(&job, SAVES);
+    let nodes = [0, 1].map(|node| {
+        let mut command = job.command(["--nnodes=2", "--master-addr=127.0.0.1", "--master-port", &port]);
+        command.arg(format!("--node-rank={node}")).arg(&script);
+        job.start(command)
+    });
+    (0..2).for_each(|rank| drop(job.wait_for_file(&format!("up.{rank}"))));
+    nodes.iter().for_each(|node| node.signal(Signal::SIGTERM));
+    (0..2).for_each(|rank| drop(job.wait_for_file(&format!("begun.{rank}"))));
+    // Also one who hears of the other's end before.
+    nodes.iter().for_each(|node| node.signal(Signal::SIGTERM));
+    go(&job);
+    for node in nodes {
+        node.wait().expect(1);
+    }
+    for rank in 0..2 {
+        assert_eq!(job.wait_for_file(&format!("saved.{rank}")), "saved\n");
+    }
+}
+
+/// A launcher at a terminal of its own, with what is typed there.
+fn at_a_terminal(job: &Job, script: &Path) -> (Launcher, File) {
+    let pty = nix::pty::openpty(None, None).unwrap();
+    let mut command = job.command_through(&["setsid", "--ctty"], ["--nproc-per-node=2"]);
+    command.arg(script).stdin(pty.slave);
+    (started(job, command, 2), File::from(pty.master))
+}
+
+#[test]
+fn ctrl_c_lets_workers_save_and_a_second_one_does_not() {
+    let job = Job::new();
+    let (launcher, mut keys) = at_a_terminal(&job, &worker(&job, SAVES));
+    keys.write_all(b"\x03").unwrap();
+    (0..2).for_each(|rank| drop(job.wait_for_file(&format!("begun.{rank}"))));
+    keys.write_all(b"\x03").unwrap();
+    launcher.wait().expect(1);
+    assert!(!job.path("saved.0").exists());
+    assert_eq!(job.processes(), [0; 0]);
+}
+
+#[test]
+fn ctrl_z_stops_the_workers_and_they_go_on_with_the_launcher() {
+    let job = Job::new();
+    let (launcher, mut keys) = at_a_terminal(&job, &worker(&job, ""));
+    let (all, own) = ([pid(&job, 0), pid(&job, 1)], launcher.pid());
+    keys.write_all(b"\x1a").unwrap();
+    wait_until("the launcher to stop", || (state(own.as_raw()) == "T").then_some(()));
+    // D: a shell that was just starting a program, which is stopped.
+    let is_stopped = |&pid: &i32| matches!(state(pid).as_str(), "T" | "D");
+    wait_until("the workers to stop", || all.iter().all(is_stopped).then_some(()));
+    kill(own, Signal::SIGCONT).unwrap();
+    go(&job);
+    let ended = launcher.wait().expect(0);
+    assert!(ended.stderr.contains("`fg` or `bg` continues them\n"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("continued after "), "{}", ended.stderr);
+}
+
+#[test]
+fn workers_see_that_the_terminal_changes_its_size() {
+    let job = Job::new();
+    let size =
+        |rows, columns| nix::pty::Winsize { ws_row: rows, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 };
+    let pty = nix::pty::openpty(&size(33, 91), None).unwrap();
+    let script = worker(
+        &job,
+        "trap 'stty size <&2 > \"$JOB/size.partial\"; mv \"$JOB/size.partial\" \"$JOB/size\"' WINCH",
+    );
+    let mut command = job.command([""; 0]);
+    command.arg(script).env("TERM", "xterm").stderr(pty.slave).stdout(std::process::Stdio::null());
+    let mut child = command.spawn().unwrap();
+    drop(command);
+    job.wait_for_file("up.0");
+    let mut resize = Command::new("stty");
+    resize.args(["rows", "20", "cols", "60"]).stdin(pty.master.try_clone().unwrap());
+    assert!(resize.status().unwrap().success());
+    // The terminal would tell its foreground process group.
+    kill(Pid::from_raw(child.id().cast_signed()), Signal::SIGWINCH).unwrap();
+    assert_eq!(job.wait_for_file("size"), "20 60\n");
+    go(&job);
+    assert!(child.wait().unwrap().success());
+}

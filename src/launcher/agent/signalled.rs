@@ -1,0 +1,148 @@
+//! What is done when a signal comes.
+
+use std::time::Instant;
+
+use nix::sys::signal::Signal;
+
+use super::machine::{End, Event};
+use super::run::Shell;
+use super::signals::{Meaning, name};
+use super::tell::list_of_ranks;
+use crate::guard::{ToGuard, WorkerId};
+use crate::os::stop_this_process;
+use crate::say::say;
+
+/// Signals that have come.
+#[derive(Debug, Default)]
+pub(super) struct Signalled {
+    /// One that the launcher does not handle: it ends by it after its workers.
+    pub(super) fatal: Option<i32>,
+    /// Ctrl-C.
+    interrupts: u32,
+    /// Signals on their way to workers, the oldest first.
+    forwarded: Vec<Forwarded>,
+}
+
+/// A signal on its way to the workers of a round.
+#[derive(Debug)]
+struct Forwarded {
+    signal: Signal,
+    /// Whom the guard has not answered for.
+    waiting: Vec<(WorkerId, usize)>,
+    caught: usize,
+    /// Ranks that do not catch it.
+    left_alone: Vec<usize>,
+}
+
+impl Shell {
+    pub(super) fn signalled(&mut self, number: i32, meaning: Meaning) -> Option<End> {
+        match (meaning, Signal::try_from(number)) {
+            (Meaning::Stop, Ok(signal)) => {
+                // A scheduler may send a signal to every process of a job, and again: all that is one stop. A user who is
+                // at the terminal and repeats Ctrl-C means it.
+                self.signals.interrupts += u32::from(signal == Signal::SIGINT);
+                let at_once = signal == Signal::SIGINT && self.signals.interrupts > 1 && has_terminal();
+                self.declare_stop(signal);
+                self.decide(Event::Signalled { signal, at_once })
+            }
+            (Meaning::Forward, Ok(signal)) => {
+                self.forward(signal);
+                None
+            }
+            (Meaning::Suspend, _) => {
+                self.suspend();
+                None
+            }
+            (Meaning::Resize, _) => {
+                if let Some(tee) = self.round.as_ref().and_then(|round| round.tee.as_ref()) {
+                    tee.resize();
+                    self.signal_workers(Signal::SIGWINCH);
+                }
+                None
+            }
+            (Meaning::Child, _) => {
+                self.reap_children();
+                None
+            }
+            (Meaning::Die | Meaning::Stop | Meaning::Forward, _) => {
+                if self.signals.fatal.is_none() {
+                    say(&format!("error: {} ends the launcher; first it stops the workers", name(number)));
+                    self.signals.fatal = Some(number);
+                }
+                self.declare_stop(Signal::SIGTERM);
+                self.decide(Event::Signalled { signal: Signal::SIGTERM, at_once: false })
+            }
+        }
+    }
+
+    /// Workers that may run: identity and rank.
+    fn running_workers(&self) -> Vec<(WorkerId, usize)> {
+        let Some(round) = &self.round else { return Vec::new() };
+        let workers = &round.workers;
+        let locals = (0..self.config.nproc_per_node).filter(|&local| workers.may_run(local));
+        locals.map(|local| (workers.id(local), workers.rank(local))).collect()
+    }
+
+    fn signal_workers(&mut self, signal: Signal) {
+        for (id, _) in self.running_workers() {
+            self.tell_guard(&ToGuard::Signal { id, signal: signal as i32 });
+        }
+    }
+
+    /// Passes a signal on to those who catch it.
+    fn forward(&mut self, signal: Signal) {
+        let waiting = self.running_workers();
+        if waiting.is_empty() {
+            say(&format!("{signal}: no worker runs that could get it"));
+            return;
+        }
+        for &(id, _) in &waiting {
+            self.tell_guard(&ToGuard::Forward { id, signal: signal as i32 });
+        }
+        self.signals.forwarded.push(Forwarded { signal, waiting, caught: 0, left_alone: Vec::new() });
+    }
+
+    /// The guard has passed one on, or there was nobody who catches it.
+    pub(super) fn forwarded(&mut self, id: WorkerId, caught: bool) {
+        let is_waiting = |one: &Forwarded| one.waiting.iter().any(|(waiting, _)| *waiting == id);
+        let Some(at) = self.signals.forwarded.iter().position(is_waiting) else { return };
+        let one = &mut self.signals.forwarded[at];
+        one.waiting.retain(|&(waiting, rank)| {
+            if waiting == id && !caught {
+                one.left_alone.push(rank);
+            }
+            waiting != id
+        });
+        one.caught += usize::from(caught);
+        if one.waiting.is_empty() {
+            let Forwarded { signal, caught, left_alone, .. } = self.signals.forwarded.remove(at);
+            if !left_alone.is_empty() {
+                let whom = list_of_ranks(&left_alone);
+                let others = if caught == 0 { "" } else { ", the others got it" };
+                say(&format!(
+                    "{signal} was not sent to {whom}, which would be killed by it: it is not caught there{others}"
+                ));
+            }
+        }
+    }
+
+    /// Ctrl-Z.
+    fn suspend(&mut self) {
+        self.signal_workers(Signal::SIGSTOP);
+        let several = self.round.as_ref().is_some_and(|round| round.assignment.group_world_size > 1);
+        let others =
+            if several { "; other nodes take this one for lost if it is not continued soon" } else { "" };
+        say(&format!(
+            "the workers of this node are stopped (SIGTSTP), then the launcher; `fg` or `bg` continues them{others}"
+        ));
+        let since = Instant::now();
+        stop_this_process();
+        self.signal_workers(Signal::SIGCONT);
+        say(&format!("continued after {} s", since.elapsed().as_secs()));
+    }
+}
+
+/// Whether somebody at a terminal can press Ctrl-C.
+fn has_terminal() -> bool {
+    std::fs::File::open("/dev/tty").is_ok()
+}

@@ -1,0 +1,150 @@
+//! What signals to the launcher mean, and how they reach the select loop.
+
+use std::fs;
+
+use nix::sys::signal::Signal;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::mpsc;
+
+use super::run::News;
+use crate::config::Config;
+use crate::guard::signal_set;
+
+/// What a signal to the launcher means.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Meaning {
+    /// It goes to the workers, which have the shutdown timeout to end; the job ends.
+    Stop,
+    /// It goes to the workers that catch it; the job goes on.
+    Forward,
+    /// The workers get SIGTERM and the shutdown timeout; the launcher ends by this signal after them.
+    Die,
+    /// Ctrl-Z: the workers stop, then the launcher, until it is told to go on.
+    Suspend,
+    /// The terminal has another size.
+    Resize,
+    /// A child has ended.
+    Child,
+}
+
+/// What the user has said of signals.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Choices<'a> {
+    /// `--signals-to-handle`, and whether that is the user's own list.
+    pub(super) stop: &'a [Signal],
+    pub(super) is_given: bool,
+    /// `--forward-signals`.
+    pub(super) forward: &'a [Signal],
+}
+
+/// The signals that are watched, each with its meaning. Whoever started the launcher so that it ignores a signal, as `nohup`
+/// does, has said that this signal means nothing; only an own `--signals-to-handle` says otherwise.
+pub(super) fn meanings(choices: Choices<'_>, is_ignored: impl Fn(i32) -> bool) -> Vec<(i32, Meaning)> {
+    let is_in = |list: &[Signal], number: i32| list.iter().any(|&signal| signal as i32 == number);
+    let mut all = Vec::new();
+    // Real-time signals begin at 34 here: the C library keeps two.
+    for number in (1..32).chain(34..65) {
+        let handled = is_in(choices.stop, number);
+        let meaning = match Signal::try_from(number) {
+            Ok(Signal::SIGCHLD) => Meaning::Child,
+            _ if is_ignored(number) && !(handled && choices.is_given) => continue,
+            _ if handled => Meaning::Stop,
+            _ if is_in(choices.forward, number) => Meaning::Forward,
+            Ok(Signal::SIGTSTP) => Meaning::Suspend,
+            Ok(Signal::SIGWINCH) => Meaning::Resize,
+            // Nobody can catch the first two. The others tell of a fault in this program: to go on after them is no use.
+            Ok(
+                Signal::SIGKILL
+                | Signal::SIGSTOP
+                | Signal::SIGSEGV
+                | Signal::SIGBUS
+                | Signal::SIGILL
+                | Signal::SIGFPE
+                | Signal::SIGTRAP
+                | Signal::SIGSYS,
+            ) => continue,
+            // They do nothing, or stop and continue this process alone.
+            Ok(Signal::SIGPIPE | Signal::SIGURG | Signal::SIGCONT | Signal::SIGTTIN | Signal::SIGTTOU) => {
+                continue;
+            }
+            Ok(_) | Err(_) => Meaning::Die,
+        };
+        all.push((number, meaning));
+    }
+    all
+}
+
+/// Passes signals on to the select loop.
+pub(super) fn watch(config: &Config, tell: &mpsc::UnboundedSender<News>) -> Result<(), String> {
+    let choices =
+        Choices { stop: &config.signals, is_given: config.signals_given, forward: &config.forward_signals };
+    let ignored = ignored();
+    for (number, meaning) in meanings(choices, |number| ignored >> (number - 1) & 1 == 1) {
+        let stream = signal(SignalKind::from_raw(number));
+        let mut stream = stream.map_err(|error| format!("cannot handle {}: {error}", name(number)))?;
+        let tell = tell.clone();
+        tokio::spawn(async move {
+            while stream.recv().await.is_some() && tell.send(News::Signal(number, meaning)).is_ok() {}
+        });
+    }
+    Ok(())
+}
+
+/// The signals that this process ignores, bit 0 for number 1; none if the system does not tell.
+fn ignored() -> u64 {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    signal_set(&status, "SigIgn:")
+}
+
+/// A signal by its name, or number.
+pub(super) fn name(number: i32) -> String {
+    Signal::try_from(number).map_or_else(|_| format!("signal {number}"), |signal| signal.as_str().to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const STOP: [Signal; 4] = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGQUIT];
+    const FORWARD: [Signal; 2] = [Signal::SIGUSR1, Signal::SIGUSR2];
+
+    fn meaning(choices: Choices<'_>, ignored: &[Signal], of: i32) -> Option<Meaning> {
+        let all = meanings(choices, |number| ignored.iter().any(|&signal| signal as i32 == number));
+        all.iter().find(|(number, _)| *number == of).map(|(_, meaning)| *meaning)
+    }
+
+    #[test]
+    fn every_signal_that_can_be_caught_has_a_meaning() {
+        let choices = Choices { stop: &STOP, is_given: false, forward: &FORWARD };
+        let of = |signal: Signal| meaning(choices, &[], signal as i32);
+        assert_eq!(of(Signal::SIGTERM), Some(Meaning::Stop));
+        assert_eq!(of(Signal::SIGUSR1), Some(Meaning::Forward));
+        assert_eq!(of(Signal::SIGTSTP), Some(Meaning::Suspend));
+        for signal in [Signal::SIGALRM, Signal::SIGVTALRM, Signal::SIGPROF, Signal::SIGIO, Signal::SIGABRT] {
+            assert_eq!(of(signal), Some(Meaning::Die), "{signal}");
+        }
+        assert_eq!(meaning(choices, &[], 40), Some(Meaning::Die), "real-time signals");
+        assert_eq!(of(Signal::SIGKILL), None);
+        assert_eq!(of(Signal::SIGSEGV), None);
+    }
+
+    #[test]
+    fn a_signal_that_was_ignored_at_the_start_stays_ignored_unless_the_user_names_it() {
+        let ignored = [Signal::SIGHUP, Signal::SIGUSR2, Signal::SIGALRM, Signal::SIGTSTP];
+        let choices = Choices { stop: &STOP, is_given: false, forward: &FORWARD };
+        for signal in ignored {
+            assert_eq!(meaning(choices, &ignored, signal as i32), None, "{signal}");
+        }
+        assert_eq!(meaning(choices, &ignored, Signal::SIGTERM as i32), Some(Meaning::Stop));
+        let given = Choices { is_given: true, ..choices };
+        assert_eq!(meaning(given, &ignored, Signal::SIGHUP as i32), Some(Meaning::Stop));
+        assert_eq!(meaning(given, &ignored, Signal::SIGUSR2 as i32), None);
+    }
+
+    #[test]
+    fn a_signal_that_is_not_handled_ends_the_launcher_in_order() {
+        let choices = Choices { stop: &[Signal::SIGUSR1], is_given: true, forward: &FORWARD };
+        assert_eq!(meaning(choices, &[], Signal::SIGTERM as i32), Some(Meaning::Die));
+        assert_eq!(meaning(choices, &[], Signal::SIGUSR1 as i32), Some(Meaning::Stop));
+    }
+}
