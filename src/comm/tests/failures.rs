@@ -173,7 +173,7 @@ fn a_rank_that_panics_is_lost_at_once_to_all_also_to_those_that_do_not_need_it()
             assert!(panicked.is_err());
             return;
         }
-        let start = std::time::Instant::now();
+        let start = Instant::now();
         // Neither of them needs rank 1.
         let error = group.recv(&mut [0_u8], 2 - group.rank(), 0).unwrap_err();
         assert!(matches!(error, CommError::PeerLost { rank: 1, how: Loss::Panicked, .. }), "{error}");
