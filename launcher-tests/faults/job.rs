@@ -1,6 +1,6 @@
 //! One case: ranks as processes, one of them with a fault; and what the survivors say.
 
-use std::net::{SocketAddr, TcpListener};
+use std::net::SocketAddr;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -13,7 +13,7 @@ use convoke_launcher_tests::path;
 use convoke_store::StoreServer;
 use convoke_testkit::process::without_job_variables;
 use convoke_testkit::programs::{shipped, with_faults};
-use convoke_testkit::{PATIENCE, wait_until};
+use convoke_testkit::{PATIENCE, free_port, wait_until};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
@@ -76,7 +76,7 @@ impl Job {
                 let store = StoreServer::bind(&[local]).unwrap();
                 self._store.insert(store).port()
             }
-            Place::Alone => TcpListener::bind(local).unwrap().local_addr().unwrap().port(),
+            Place::Alone => free_port(),
             Place::Hosts(hosts, _) => {
                 let mut command = hosts.command(["exec", "0"]);
                 command.args(worker()).arg("store").arg(self.folder.path()).stdin(Stdio::piped());

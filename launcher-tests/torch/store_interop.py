@@ -365,10 +365,17 @@ def clones(server):
 
 
 def free_port():
+    """A port that nobody listens at, below those that the kernel gives to outgoing connections."""
+    import random
     import socket
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as s:
+            try:
+                s.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 def captured_file():

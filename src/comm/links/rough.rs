@@ -77,8 +77,8 @@ impl Rough {
             // Only where the system says again that something can move; shared memory does not, nor does it refuse.
             0 if self.link.pollable().is_some() => Err(io::ErrorKind::WouldBlock.into()),
             1 => Err(io::ErrorKind::Interrupted.into()),
-            // One byte at a time for long would take too long.
-            _ if self.random.below(20) == 0 => Ok(1 << 16),
+            // Without these a program of many bytes takes half a minute on a busy machine.
+            _ if self.random.below(5) == 0 => Ok(1 << 16),
             _ => Ok(1 + self.random.below(self.step)),
         }
     }

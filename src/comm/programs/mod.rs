@@ -49,8 +49,9 @@ const PROGRAMS: usize = 5000;
 const SHORT: Duration = Duration::from_secs(5);
 /// Longest run of a program: more than any of its waits.
 const LONGEST: Duration = Duration::from_secs(200);
-/// A program that takes so long has stood still, until its ranks asked each other before a deadline.
-const STALLED: Duration = Duration::from_secs(30);
+/// If no thread of a program gets on for so long, a message was not noticed until its ranks asked each other before a
+/// deadline. The time of the whole program says nothing: on a busy machine each change of threads takes milliseconds.
+const STALLED: Duration = Duration::from_secs(45);
 
 #[test]
 fn random_programs_end_as_the_model_says_and_leave_nothing() {
@@ -100,8 +101,7 @@ fn run(seed: u64) -> Result<(), String> {
             let _ = tell.send((rank, ended.unwrap_or_else(|_| Err("panicked".to_owned()))));
         });
     }
-    let start = Instant::now();
-    let (deadline, mut wrong, mut causes) = (start + LONGEST, Vec::new(), BTreeSet::new());
+    let (deadline, mut wrong, mut causes) = (Instant::now() + LONGEST, Vec::new(), BTreeSet::new());
     for _ in 0..ranks {
         match told.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
             Ok((_, Ok(cause))) => causes.extend(cause),
@@ -112,9 +112,10 @@ fn run(seed: u64) -> Result<(), String> {
             }
         }
     }
+    let pause = common.doing.lock().expect("nobody panics with it").longest_pause;
     drop(common);
-    if wrong.is_empty() && start.elapsed() > STALLED {
-        wrong.push(format!("it took {} s", start.elapsed().as_secs()));
+    if wrong.is_empty() && pause > STALLED {
+        wrong.push(format!("no thread got on for {} s", pause.as_secs()));
     }
     if wrong.is_empty() && causes.len() > 1 {
         wrong.push(format!("the ranks name different causes: {causes:#?}"));

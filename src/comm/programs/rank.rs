@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::{CommError, Dtype, Group, GroupOptions, Store};
 
@@ -29,13 +29,33 @@ pub(crate) struct Common {
     store: Arc<dyn Store>,
     /// Of the sums of each step, on the rank that was first.
     digests: Mutex<HashMap<usize, u64>>,
-    /// What each thread of each rank does, to tell who hangs where.
-    pub(crate) doing: Mutex<HashMap<(usize, usize), String>>,
+    pub(crate) doing: Mutex<Doing>,
+}
+
+/// What each thread of each rank does, to tell who hangs where.
+#[derive(Debug)]
+pub(crate) struct Doing {
+    threads: HashMap<(usize, usize), String>,
+    last_change: Instant,
+    /// Longest time in which no thread went on to something else.
+    pub(crate) longest_pause: Duration,
+}
+
+impl Doing {
+    fn new() -> Self {
+        Self { threads: HashMap::new(), last_change: Instant::now(), longest_pause: Duration::ZERO }
+    }
+
+    fn note(&mut self, rank: usize, thread: usize, what: String) {
+        self.threads.insert((rank, thread), what);
+        self.longest_pause = self.longest_pause.max(self.last_change.elapsed());
+        self.last_change = Instant::now();
+    }
 }
 
 impl Common {
     pub(crate) fn new(program: Program, store: Arc<dyn Store>) -> Self {
-        Self { program, store, digests: Mutex::default(), doing: Mutex::default() }
+        Self { program, store, digests: Mutex::default(), doing: Mutex::new(Doing::new()) }
     }
 
     /// Whether what came out of a collective is right, and sums that all get have the same bits everywhere.
@@ -163,7 +183,7 @@ impl Thread {
 
     fn note(&self, what: String) {
         let mut doing = self.common.doing.lock().expect("nobody panics with it");
-        doing.insert((self.rank, self.number), what);
+        doing.note(self.rank, self.number, what);
     }
 
     /// Carries out the first step, or some; how many.
