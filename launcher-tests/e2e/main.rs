@@ -24,6 +24,7 @@ mod nodes;
 mod output;
 mod perf;
 mod processes;
+mod restarts;
 mod root_causes;
 mod signals;
 mod standalone;

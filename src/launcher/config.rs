@@ -44,6 +44,10 @@ pub(crate) struct Config {
     pub(crate) local_addr: Option<String>,
     /// `--max-restarts`.
     pub(crate) max_restarts: u32,
+    /// `--restart-delay`: the least time before a restart.
+    pub(crate) restart_delay: Duration,
+    /// `--restart-stop-after-same`: after so many equal failures in a row there is no restart.
+    pub(crate) restart_stop_after_same: Option<u32>,
     /// `--monitor-interval`. Failures are noticed at once; if it was given, failures within one interval
     /// of the first count as simultaneous, as torchrun's polling makes them.
     pub(crate) monitor_interval: Option<Duration>,

@@ -56,7 +56,8 @@ impl Progress {
 
     /// What is waited for now. To be called every [`Self::INTERVAL`] or so.
     pub(crate) fn show(&mut self, what: &str) {
-        let left = self.until.saturating_duration_since(Instant::now()).as_secs();
+        // Rounded up: a wait of a second does not begin with none left.
+        let left = self.until.saturating_duration_since(Instant::now()).as_millis().div_ceil(1000);
         let again = self.told_at.elapsed() >= Self::REPEAT;
         self.tell(what, &format!("convoke: {what} ({left} s left)"), again);
     }

@@ -74,6 +74,10 @@ impl Shell {
                 }
                 Exit::Code(exit::FAILURE)
             }
+            End::Interrupted(signal) if self.pause.take().is_some() => {
+                say(&format!("stopped by {signal} before the workers were restarted"));
+                Exit::Code(exit::FAILURE)
+            }
             End::Interrupted(signal) => {
                 say(&format!("{signal} while waiting for other nodes"));
                 Exit::Signal(*signal as i32)

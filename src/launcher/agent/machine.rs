@@ -25,6 +25,8 @@ pub(crate) struct Agent {
     last_word: bool,
     /// A signal has come that ends the job.
     signalled: Option<Signal>,
+    /// No restart is any use.
+    given_up: bool,
 }
 
 /// What others have said of a round.
@@ -123,7 +125,10 @@ impl Agent {
     /// A new agent, and the first thing to do.
     pub(crate) fn new(rules: Rules) -> (Self, Action) {
         let (state, word, last_word) = (State::Joining, None, false);
-        (Self { state, rules, restarts: 0, word, last_word, signalled: None }, Action::Join { restarts: 0 })
+        (
+            Self { state, rules, restarts: 0, word, last_word, signalled: None, given_up: false },
+            Action::Join { restarts: 0 },
+        )
     }
 
     /// Takes in `event`; what is to be done, if anything.
@@ -207,7 +212,12 @@ impl Agent {
 
     /// How many failures this agent can still answer with a restart.
     pub(crate) fn restarts_left(&self) -> u32 {
-        self.rules.max_restarts - self.restarts
+        if self.given_up { 0 } else { self.rules.max_restarts - self.restarts }
+    }
+
+    /// The next failure is the last.
+    pub(crate) fn give_up(&mut self) {
+        self.given_up = true;
     }
 
     fn join(&self) -> (State, Option<Action>) {
@@ -216,6 +226,7 @@ impl Agent {
 
     fn after(&mut self, outcome: Outcome) -> (State, Option<Action>) {
         match (outcome, self.signalled) {
+            (Outcome::Failed(failures), _) if self.given_up => end(End::Failed(failures)),
             // A signal never leads to another round.
             (Outcome::Failed(failures), Some(_)) => end(End::Failed(failures)),
             (Outcome::Aborted, Some(signal)) => end(End::Stopped(signal)),

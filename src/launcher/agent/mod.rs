@@ -1,8 +1,10 @@
 //! One node's agent: meets the other nodes, runs the workers, restarts them, and tells how it ended.
 
+mod backoff;
 mod end;
 mod environment;
 mod machine;
+mod pause;
 mod run;
 mod setup;
 mod signalled;

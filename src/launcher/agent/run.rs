@@ -9,7 +9,9 @@ use convoke_env::{ExitCause, Token};
 use nix::unistd::Pid;
 use tokio::sync::mpsc;
 
+use super::backoff::Backoff;
 use super::machine::{Action, Agent, End, Event, Rules};
+use super::pause::{Pause, Same};
 use super::setup::{release_signals, token};
 use super::signalled::Signalled;
 use super::signals::{Meaning, watch};
@@ -106,6 +108,11 @@ pub(super) struct Shell {
     pub(super) succeeded: bool,
     pub(super) next_worker_id: u64,
     pub(super) signals: Signalled,
+    pub(super) backoff: Backoff,
+    /// How long the next restart waits.
+    pub(super) restart_wait: Duration,
+    pub(super) pause: Option<Pause>,
+    pub(super) same: Same,
     /// Set once the guard has been reaped (how it ended) or its socket has closed (not known).
     pub(super) guard_end: Option<Option<ExitCause>>,
 }
@@ -124,6 +131,7 @@ pub(super) struct Round {
     pub(super) supervisor: Supervisor,
     pub(super) workers: Workers,
     pub(super) tee: Option<Tee>,
+    pub(super) began: Instant,
     /// When the first worker failed.
     pub(super) first_failed: Option<Instant>,
     /// The worker that ended last left no process behind.
@@ -147,6 +155,7 @@ impl Shell {
             keep_orphans: config.orphans == Orphans::Keep,
         };
         let (agent, _first) = Agent::new(rules);
+        let backoff = Backoff::new(config.restart_delay);
         Ok(Self {
             token: token(&config)?,
             rendezvous: Arc::new(Mutex::new(rendezvous::choose(&config))),
@@ -169,6 +178,10 @@ impl Shell {
             succeeded: false,
             next_worker_id: 0,
             signals: Signalled::default(),
+            backoff,
+            restart_wait: Duration::ZERO,
+            pause: None,
+            same: Same::default(),
             guard_end: None,
         })
     }
@@ -183,6 +196,13 @@ impl Shell {
                     None => std::future::pending().await,
                 }
             };
+            let pause_at = self.pause.as_ref().map(Pause::wake_at);
+            let pause = async {
+                match pause_at {
+                    Some(at) => tokio::time::sleep_until(at.into()).await,
+                    None => std::future::pending().await,
+                }
+            };
             let ended = tokio::select! {
                 biased;
                 message = self.link.receive(), if self.guard_end.is_none() => match message {
@@ -192,6 +212,7 @@ impl Shell {
                 },
                 Some(news) = self.news.recv() => self.hear(news),
                 () = sleep => self.supervise(supervise::Event::Tick),
+                () = pause => { self.go_on_pausing(); None }
             };
             if self.guard_end.is_some() {
                 return self.guard_lost().await;
@@ -338,7 +359,7 @@ impl Shell {
             Action::Join { restarts } => {
                 fault::point("restarting");
                 self.restarts = restarts;
-                self.join(restarts);
+                self.restart(restarts);
                 None
             }
             Action::Start => self.start().err().map(End::Error),
@@ -383,7 +404,7 @@ impl Shell {
         }
     }
 
-    fn join(&self, restarts: u32) {
+    pub(super) fn join(&self, restarts: u32) {
         fault::point("joining");
         self.meet(move |rendezvous| {
             let joined = rendezvous.join(restarts).map_err(|error| error.to_string());

@@ -1,6 +1,7 @@
 //! The start of a round: everything that the guard needs to know of each worker.
 
 use std::os::fd::AsFd;
+use std::time::Instant;
 
 use super::environment::{command_line, variables};
 use super::run::{CULPRIT_PATIENCE, FAILURE_GRACE, Round, Shell};
@@ -23,7 +24,15 @@ impl Shell {
         };
         let supervisor = Supervisor::new(self.config.nproc_per_node, policy);
         let workers = Workers::new(self.next_worker_id, assignment.base_rank, assignment.generation);
-        Ok(Round { assignment, supervisor, workers, tee: None, first_failed: None, nothing_left: false })
+        Ok(Round {
+            assignment,
+            supervisor,
+            workers,
+            tee: None,
+            began: Instant::now(),
+            first_failed: None,
+            nothing_left: false,
+        })
     }
 
     /// Asks the guard for all workers of the round.

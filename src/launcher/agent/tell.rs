@@ -49,6 +49,15 @@ impl Shell {
             return;
         }
         let (report, ..) = self.report(failures);
+        if !self.note_failure(report.root()) {
+            // The others have heard of no end.
+            if let (Some(root), Some(failure)) = (report.root(), failures.first())
+                && self.court.as_ref().is_some_and(|court| !court.has_last_word())
+            {
+                self.declare_failure(root.local_rank, failure.cause);
+            }
+            return;
+        }
         if let Some(root) = report.root() {
             // A bare exit code explains itself.
             let why = if root.class == Class::Exit { String::new() } else { format!(" ({})", root.class) };

@@ -269,6 +269,20 @@ pub(crate) const GROUPS: &[Group] = &[
                 "0.1",
             ),
             flag(
+                "restart-delay",
+                Value("SECONDS"),
+                "Least time before a restart; after three quick failures restarts wait 1 to 60 s in any case",
+                "0",
+            )
+            .ours(),
+            flag(
+                "restart-stop-after-same",
+                Value("N"),
+                "Give up after N equal failures in a row",
+                "",
+            )
+            .ours(),
+            flag(
                 "signals-to-handle",
                 Value("NAME,..."),
                 "Signals passed on to the workers, which end the job",

@@ -13,7 +13,7 @@ use crate::report::STDERR_LINES;
 
 type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 
-const MONITOR_INTERVAL_MAX_SECONDS: f64 = 86_400.0;
+const MOST_SECONDS: f64 = 86_400.0;
 const SHUTDOWN_TIMEOUT_SECONDS: u64 = 30;
 const SIGNALS: &str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT";
 const FORWARDED: &str = "SIGUSR1,SIGUSR2";
@@ -28,7 +28,7 @@ pub(crate) fn config(given: &Given, env: Env<'_>, machine: &Machine) -> Result<C
 
     let nodes = nodes(given)?;
     let max_restarts = at_least_zero(given, "max-restarts", numbers.max_restarts, "3")?.unwrap_or(0);
-    let monitor_interval = monitor_interval(given, numbers.monitor_interval)?;
+    let monitor_interval = seconds(given, "monitor-interval", numbers.monitor_interval)?;
     let shutdown_timeout = shutdown_timeout(given, numbers.shutdown_timeout, env)?;
     let gpus_per_worker = gpus_per_worker(given, numbers.gpus_per_worker)?;
     let nproc_per_node = nproc_per_node(given, env, machine, gpus_per_worker.unwrap_or(1))?;
@@ -97,6 +97,8 @@ pub(crate) fn config(given: &Given, env: Env<'_>, machine: &Machine) -> Result<C
             .filter(|addr| !addr.is_empty())
             .map(str::to_owned),
         max_restarts,
+        restart_delay: seconds(given, "restart-delay", numbers.restart_delay)?.unwrap_or_default(),
+        restart_stop_after_same: stop_after_same(given, numbers.restart_stop_after_same)?,
         monitor_interval,
         role: role(given)?,
         program,
@@ -132,13 +134,16 @@ pub(super) struct Numbers {
     shutdown_timeout: Option<i128>,
     stderr_tail: Option<i128>,
     gpus_per_worker: Option<i128>,
+    restart_stop_after_same: Option<i128>,
     monitor_interval: Option<f64>,
+    restart_delay: Option<f64>,
 }
 
 impl Numbers {
     fn read(given: &Given) -> Result<Self, CliError> {
         let integer =
             |name: &str, example: &str| given.get(name).map(|value| value.integer(example)).transpose();
+        let float = |name: &str, example: &str| given.get(name).map(|value| value.float(example)).transpose();
         let numbers = Self {
             max_restarts: integer("max-restarts", "3")?,
             node_rank: integer("node-rank", "0")?,
@@ -146,7 +151,9 @@ impl Numbers {
             shutdown_timeout: integer("shutdown-timeout", "30")?,
             stderr_tail: integer("stderr-tail", "64")?,
             gpus_per_worker: integer("gpus-per-worker", "1")?,
-            monitor_interval: given.get("monitor-interval").map(|value| value.float("0.1")).transpose()?,
+            restart_stop_after_same: integer("restart-stop-after-same", "3")?,
+            monitor_interval: float("monitor-interval", "0.1")?,
+            restart_delay: float("restart-delay", "5")?,
         };
         choice(given, "start-method", &["spawn", "fork", "forkserver"])?;
         choice(given, "numa-binding", &["node", "socket", "exclusive", "core-complex"])?;
@@ -265,12 +272,25 @@ fn nproc_per_node(
     }
 }
 
-fn monitor_interval(given: &Given, seconds: Option<f64>) -> Result<Option<Duration>, CliError> {
-    let (Some(value), Some(seconds)) = (given.get("monitor-interval"), seconds) else { return Ok(None) };
-    if !(0.0..=MONITOR_INTERVAL_MAX_SECONDS).contains(&seconds) {
+/// A time of at most a day; `None` if the flag was not given.
+fn seconds(given: &Given, name: &str, seconds: Option<f64>) -> Result<Option<Duration>, CliError> {
+    let (Some(value), Some(seconds)) = (given.get(name), seconds) else { return Ok(None) };
+    if !(0.0..=MOST_SECONDS).contains(&seconds) {
         return Err(CliError::value(value.wrong("must be from 0 to 86400 seconds", "0.1")));
     }
     Ok(Some(Duration::from_secs_f64(seconds)))
+}
+
+fn stop_after_same(given: &Given, number: Option<i128>) -> Result<Option<u32>, CliError> {
+    match at_least_zero(given, "restart-stop-after-same", number, "3")? {
+        Some(0) => {
+            let what = "must be 1 or more; leave it out to restart whatever happens";
+            given
+                .get("restart-stop-after-same")
+                .map_or(Ok(None), |value| Err(CliError::value(value.wrong(what, "3"))))
+        }
+        times => Ok(times),
+    }
 }
 
 fn shutdown_timeout(given: &Given, number: Option<i128>, env: Env<'_>) -> Result<Duration, CliError> {

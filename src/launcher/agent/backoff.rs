@@ -1,0 +1,80 @@
+//! How long restarts wait. Pure: no clock.
+
+use std::time::Duration;
+
+/// A round that fails sooner than this after its start is a quick failure.
+const QUICK: Duration = Duration::from_secs(10);
+/// So many quick failures in a row are answered at once.
+const FREE: u32 = 3;
+/// The first wait after those; each further one is twice as long.
+const FIRST: Duration = Duration::from_secs(1);
+const MOST: Duration = Duration::from_secs(60);
+
+/// Counts quick failures.
+#[derive(Debug)]
+pub(super) struct Backoff {
+    /// `--restart-delay`.
+    least: Duration,
+    quick: u32,
+}
+
+impl Backoff {
+    pub(super) fn new(least: Duration) -> Self {
+        Self { least, quick: 0 }
+    }
+
+    /// A round has failed that `lasted` so long; how long the next one is to wait.
+    pub(super) fn failed(&mut self, lasted: Duration) -> Duration {
+        self.quick = if lasted < QUICK { self.quick.saturating_add(1) } else { 0 };
+        let doubled = |times: u32| FIRST.saturating_mul(1 << times.min(16)).min(MOST);
+        self.quick.checked_sub(FREE + 1).map_or(Duration::ZERO, doubled).max(self.least)
+    }
+
+    /// Failures in a row, each sooner than [`QUICK`] after the start.
+    pub(super) fn quick(&self) -> u32 {
+        self.quick
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const AT_ONCE: Duration = Duration::from_millis(1);
+
+    #[test]
+    fn after_three_quick_failures_waits_double_from_a_second_to_a_minute() {
+        let mut backoff = Backoff::new(Duration::ZERO);
+        let waits: Vec<u64> = (0..11).map(|_| backoff.failed(AT_ONCE).as_secs()).collect();
+        assert_eq!(waits, [0, 0, 0, 1, 2, 4, 8, 16, 32, 60, 60]);
+        (0..1000).for_each(|_| assert_eq!(backoff.failed(AT_ONCE), MOST));
+    }
+
+    #[test]
+    fn a_worker_that_fails_at_once_is_started_at_most_ten_times_in_a_minute() {
+        let mut backoff = Backoff::new(Duration::ZERO);
+        let (mut now, mut starts) = (Duration::ZERO, 0);
+        while now < Duration::from_secs(60) {
+            starts += 1;
+            now += AT_ONCE + backoff.failed(AT_ONCE);
+        }
+        assert!(starts <= 10, "{starts}");
+    }
+
+    #[test]
+    fn a_round_that_lasted_begins_the_count_anew() {
+        let mut backoff = Backoff::new(Duration::ZERO);
+        for _ in 0..5 {
+            let _ = backoff.failed(AT_ONCE);
+        }
+        assert_eq!(backoff.failed(QUICK), Duration::ZERO);
+        assert_eq!((backoff.failed(AT_ONCE), backoff.quick()), (Duration::ZERO, 1));
+    }
+
+    #[test]
+    fn no_restart_is_sooner_than_the_user_wants() {
+        let mut backoff = Backoff::new(Duration::from_secs(5));
+        let waits: Vec<u64> = (0..8).map(|_| backoff.failed(AT_ONCE).as_secs()).collect();
+        assert_eq!(waits, [5, 5, 5, 5, 5, 5, 8, 16]);
+    }
+}
