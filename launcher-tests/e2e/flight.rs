@@ -121,8 +121,8 @@ fn who_waits_for_whom_is_seen_while_a_job_hangs_and_still_after_a_rank_was_kille
     let (calls, folder) = told(&ended.stderr);
     let parts = [
         format!("group world: rank 1 died in {SUM}; rank 2 was at seq 0 barrier(); "),
-        // Also for rank 1, if they lived long enough to see it go.
-        format!("ranks 0,3 waited in {SUM} for rank"),
+        // For rank 2, also for rank 1, or for none: they may have lived long enough to see it go, and to fail.
+        format!("ranks 0,3 waited in {SUM}"),
     ];
     assert!(parts.iter().all(|part| calls.contains(part)), "{calls}");
     // The same is read from the files, by whoever comes later.

@@ -80,9 +80,12 @@ struct Parting {
 impl Parting {
     /// Takes it a step further; whether it can be closed.
     fn is_over(&mut self) -> bool {
-        if !self.words.is_empty() {
+        while !self.words.is_empty() {
             // That the connection is gone is found when reading.
             let sent = self.conn.send(&[IoSlice::new(&self.words)]).unwrap_or(0);
+            if sent == 0 {
+                break;
+            }
             self.words.drain(..sent);
         }
         let said = self.words.is_empty();
