@@ -16,8 +16,6 @@ fn fifty_at_once_all_succeed_each_with_a_port_of_its_own() {
         .map(|_| {
             let mut command = job.command(["--standalone", &format!("--nproc-per-node={WORKERS}")]);
             command.args(worker_of("plain")).arg("connect").arg(job.path("up"));
-            // Else a line says that it is set to 1.
-            command.env("OMP_NUM_THREADS", "1");
             job.start(command)
         })
         .collect();
@@ -37,4 +35,21 @@ fn fifty_at_once_all_succeed_each_with_a_port_of_its_own() {
     for launcher in launchers {
         assert_eq!(launcher.wait().expect(0).stderr, "");
     }
+}
+
+#[test]
+fn a_job_that_goes_well_says_nothing_and_leaves_no_folder() {
+    let job = Job::new();
+    let (worker, folder) = (job.script("echo done\n"), job.path("temporary"));
+    std::fs::create_dir(&folder).unwrap();
+    let mut command = job.command(["--standalone", "--nproc-per-node=2"]);
+    command.arg(&worker).env("TMPDIR", &folder);
+    let ended = job.start(command).wait().expect(0);
+    assert_eq!((ended.stdout.as_str(), ended.stderr.as_str()), ("done\ndone\n", ""));
+    assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0);
+    // What a worker has written stays.
+    let mut command = job.command(["--standalone", "--redirects=3"]);
+    command.arg(&worker).env("TMPDIR", &folder);
+    job.start(command).wait().expect(0);
+    assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 1);
 }

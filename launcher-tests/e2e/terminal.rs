@@ -38,7 +38,10 @@ fn a_terminal_shows_one_live_line_while_nodes_are_awaited() {
     let (live, rest) = seen.rsplit_once("\r\x1b[2K").expect(&seen);
     assert!(live.matches(WAITING).count() >= 2, "kept up to date: {seen:?}");
     assert!(!live.contains('\n'), "one line: {seen:?}");
-    assert!(rest.starts_with("convoke: error: 1 of 2 nodes did not join within 3 s"), "{seen:?}");
+    assert!(
+        rest.starts_with("\x1b[1;31mconvoke:\x1b[0m error: 1 of 2 nodes did not join within 3 s"),
+        "{seen:?}"
+    );
 }
 
 #[test]
@@ -62,4 +65,18 @@ fn a_workers_stderr_is_a_terminal_where_ours_is_one_and_is_in_the_report() {
     assert!(live.contains("10 %\r20 %\r\r\n"), "unchanged but for the outer terminal's own \\r: {seen:?}");
     assert!(report.contains("ValueError: wrong"), "{seen}");
     assert!(!report.contains("not known"), "{seen}");
+}
+
+#[test]
+fn the_report_is_coloured_on_a_terminal_unless_the_user_wants_none() {
+    let job = Job::new();
+    let worker = job.script("exit 3\n");
+    let seen = on_a_terminal(&job, job.command([&worker]));
+    assert!(seen.contains("\x1b[1mRoot Cause (first observed failure):\x1b[0m"), "{seen:?}");
+    let mut plain = job.command([&worker]);
+    plain.env("NO_COLOR", "1");
+    let seen = on_a_terminal(&job, plain);
+    assert!(seen.contains("Root Cause") && !seen.contains("\x1b[1"), "{seen:?}");
+    let ended = job.start(job.command([&worker])).wait().expect(1);
+    assert!(!ended.stderr.contains('\x1b'), "{:?}", ended.stderr);
 }

@@ -27,6 +27,8 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::report::Form;
+
 /// A launch, fully decided but for what other nodes have to say.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Config {
@@ -86,6 +88,10 @@ pub(crate) struct Config {
     pub(crate) orphans: Orphans,
     /// `--report-file`: where the report goes as JSON.
     pub(crate) report_file: Option<PathBuf>,
+    /// `--report`.
+    pub(crate) report: Form,
+    /// What was set for the workers without being asked for.
+    pub(crate) notes: Vec<String>,
     /// `--stderr-tail`: lines of a failed worker's stderr in the report.
     pub(crate) stderr_lines: usize,
     /// Serve one store for the agents and the workers; off with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.

@@ -37,6 +37,9 @@ pub(crate) fn text(config: &Config, env: Env<'_>) -> String {
     line(&mut out, "output", &output(config));
     line(&mut out, "restarts", &format!("at most {}", config.max_restarts));
     line(&mut out, "signals", &signals(config));
+    for note in &config.notes {
+        line(&mut out, "note", note);
+    }
     let mut each = Vec::new();
     for local_rank in 0..config.nproc_per_node {
         let flight = match &config.flight {

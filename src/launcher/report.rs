@@ -10,6 +10,7 @@
 mod error_file;
 mod host;
 mod model;
+mod short;
 #[cfg(test)]
 mod tests;
 mod text;
@@ -53,6 +54,8 @@ pub(crate) struct Job {
     pub(crate) began: SystemTime,
     /// Most lines of stderr to keep per worker.
     pub(crate) stderr_lines: usize,
+    /// What the launcher has set for the workers by itself.
+    pub(crate) notes: Vec<String>,
 }
 
 /// A worker that has ended, or could not be started.
@@ -114,6 +117,7 @@ pub(crate) fn without_failures(job: &Job, outcome: Outcome, message: Option<Stri
         root_cause: None,
         failures_left_out: 0,
         flight: None,
+        notes: job.notes.clone(),
     }
 }
 
@@ -146,9 +150,21 @@ pub(crate) fn build(job: &Job, ended: &[Ended]) -> (Report, Option<String>) {
     (report, wrong)
 }
 
+/// How much of a report goes to stderr (`--report`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Form {
+    /// One screen: the root cause, and who else failed.
+    Short,
+    /// A block for each worker, as torchrun prints it.
+    Full,
+}
+
 /// The report as it goes to stderr.
-pub(crate) fn render(report: &Report) -> String {
-    text::report(report, &TimeZone::system())
+pub(crate) fn render(report: &Report, form: Form) -> String {
+    match form {
+        Form::Short => short::report(report, &TimeZone::system()),
+        Form::Full => text::report(report, &TimeZone::system()),
+    }
 }
 
 /// Writes the report to `path` in one step.

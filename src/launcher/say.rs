@@ -11,12 +11,51 @@ static LIVE: Mutex<bool> = Mutex::new(false);
 
 /// One line of the launcher's own, on stderr.
 pub(crate) fn say(line: &str) {
-    say_raw(&format!("convoke: {line}\n"));
+    let colour = match line.split_once(':').map(|(kind, _)| kind) {
+        Some("error") if is_coloured() => "\x1b[1;31m",
+        Some("warning") if is_coloured() => "\x1b[1;33m",
+        _ => return say_raw(&format!("convoke: {line}\n")),
+    };
+    say_raw(&format!("{colour}convoke:\x1b[0m {line}\n"));
 }
 
 /// Text on stderr in one piece. A closed stderr must not end the job.
 pub(crate) fn say_raw(text: &str) {
     write(text, false);
+}
+
+/// A report, with its headings in colour on a terminal.
+pub(crate) fn say_report(text: &str) {
+    if is_coloured() { say_raw(&coloured(text)) } else { say_raw(text) }
+}
+
+/// Whether colours are shown, and wanted: <https://no-color.org>.
+fn is_coloured() -> bool {
+    let unwanted = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
+    !unwanted && !is_dumb() && io::stderr().is_terminal()
+}
+
+/// A terminal that only takes text.
+fn is_dumb() -> bool {
+    std::env::var_os("TERM").is_none_or(|term| term.is_empty() || term == "dumb")
+}
+
+/// The title, the headings and the names of the lines that matter most.
+fn coloured(report: &str) -> String {
+    const BOLD: &str = "\x1b[1m";
+    const RED: &str = "\x1b[1;31m";
+    const PLAIN: &str = "\x1b[0m";
+    let line = |line: &str| {
+        let (name, rest) = line.split_once(':').unwrap_or((line, ""));
+        match name.trim_end() {
+            _ if line.ends_with(" FAILED") => format!("{RED}{line}{PLAIN}\n"),
+            "Root Cause (first observed failure)" | "Failures" => format!("{BOLD}{line}{PLAIN}\n"),
+            "  cause" => format!("{RED}{name}{PLAIN}:{rest}\n"),
+            "  rank" | "  advice" => format!("{BOLD}{name}{PLAIN}:{rest}\n"),
+            _ => format!("{line}\n"),
+        }
+    };
+    report.lines().map(line).collect()
 }
 
 fn write(text: &str, live: bool) {
@@ -45,9 +84,8 @@ impl Progress {
 
     /// For a wait that ends at `until`.
     pub(crate) fn new(until: Instant) -> Self {
-        let dumb = std::env::var_os("TERM").is_none_or(|term| term.is_empty() || term == "dumb");
         Self {
-            terminal: !dumb && io::stderr().is_terminal(),
+            terminal: !is_dumb() && io::stderr().is_terminal(),
             until,
             told: String::new(),
             told_at: Instant::now(),
@@ -106,6 +144,19 @@ fn cut(line: &str, columns: usize) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn colours_change_nothing_but_the_looks() {
+        let report =
+            "\n===\nx FAILED\n---\nRoot Cause (first observed failure):\n  cause     : exit: 3\n===\n";
+        let shown = coloured(report);
+        assert!(shown.contains("\x1b[1;31mx FAILED\x1b[0m\n"), "{shown:?}");
+        let mut plain = shown;
+        for code in ["\x1b[1m", "\x1b[1;31m", "\x1b[0m"] {
+            plain = plain.replace(code, "");
+        }
+        assert_eq!(plain, report);
+    }
 
     #[test]
     fn a_long_line_leaves_the_last_column_free() {

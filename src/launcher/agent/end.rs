@@ -8,8 +8,8 @@ use super::run::{Exit, News, Shell};
 use super::signals::Meaning;
 use super::trial::told_by;
 use crate::guard::{FromGuard, ToGuard, kill_all};
-use crate::say::{say, say_raw};
-use crate::{exit, fault, report, supervise};
+use crate::say::say;
+use crate::{exit, fault, supervise};
 
 /// How long the guard may take to leave.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -39,7 +39,7 @@ impl Shell {
                         self.flight(None)
                     }
                 };
-                say_raw(&report::render(report));
+                self.print(report);
             }
         }
         let exit = match &end {
@@ -84,6 +84,7 @@ impl Shell {
             }
         };
         self.write_report(&end, report);
+        self.run_dir.remove_empty();
         self.signals.fatal.map_or(exit, Exit::Signal)
     }
 

@@ -13,7 +13,7 @@ use crate::flight;
 use crate::gpus::evidence::{self, Suspect};
 use crate::guard::Leftover;
 use crate::report::{self, Ended, How, Outcome, Report};
-use crate::say::{say, say_raw};
+use crate::say::{say, say_report};
 use crate::supervise::{self, Blame};
 
 /// How many leftover processes a message names.
@@ -120,12 +120,10 @@ impl Shell {
         if let Some(Err(error)) = target.map(|target| report::hand_on(&report, &ended, target.as_ref())) {
             say(&format!("warning: {error}"));
         }
-        match wrong {
-            None => say_raw(&report::render(&report)),
-            Some(wrong) => {
-                say(&format!("error: {wrong}; the report without it:\n{}", report::render(&report)))
-            }
+        if let Some(wrong) = wrong {
+            say(&format!("error: {wrong}; the report without it:"));
         }
+        self.print(&report);
         report
     }
 
@@ -283,12 +281,17 @@ impl Shell {
         }
         report.root_cause = report.root_cause.filter(|&at| !report.failures[at].stopped_by_us);
         if report.root_cause.is_some() {
-            say_raw(&report::render(&report));
+            self.print(&report);
         } else if let Some(flight) = &report.flight {
             say_flight(flight);
         }
         report.message = Some(message.clone());
         self.write_report(&End::Error(message), Some(report));
+    }
+
+    /// The report on stderr.
+    pub(super) fn print(&self, report: &Report) {
+        say_report(&report::render(report, self.config.report));
     }
 
     fn job(&self) -> report::Job {
@@ -303,6 +306,7 @@ impl Shell {
             guessed: self.config.program.guessed,
             began: self.round.as_ref().map_or_else(SystemTime::now, |round| round.workers.began),
             stderr_lines: self.config.stderr_lines,
+            notes: self.config.notes.clone(),
         }
     }
 }

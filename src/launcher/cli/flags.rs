@@ -241,6 +241,13 @@ pub(crate) const GROUPS: &[Group] = &[
                 "Teed stderr lines with such a text also go to filtered_stderr.log",
                 "",
             ),
+            flag(
+                "report",
+                Value("FORM"),
+                "What is printed of a failed job: short (one screen), full (a block for each worker, as torchrun)",
+                "short",
+            )
+            .ours(),
             flag("report-file", Value("FILE"), "How the job ended, as JSON: causes, tracebacks, last lines", "").ours(),
             flag(
                 "stderr-tail",

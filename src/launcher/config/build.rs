@@ -9,7 +9,7 @@ use nix::sys::signal::Signal;
 use super::machine::{Machine, Vendor};
 use super::{Config, NodeRange, Orphans, binding, devices, meeting, output, program};
 use crate::cli::{CliError, Given, Value, integer, suggest_choice};
-use crate::report::STDERR_LINES;
+use crate::report::{Form, STDERR_LINES};
 
 type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 
@@ -75,12 +75,13 @@ pub(crate) fn config(given: &Given, env: Env<'_>, machine: &Machine) -> Result<C
             "--logs-specs={name}: there are no Python plug-ins here; leave it out, and see --redirects, --tee and --log-dir"
         )));
     }
-    if devices::omp_num_threads(env("OMP_NUM_THREADS").is_some(), nproc_per_node).is_some() {
-        warnings.push(
-            "Setting OMP_NUM_THREADS=1 for each worker, so that they do not overload the machine; set it yourself to tune it"
-                .to_owned(),
-        );
-    }
+    let threads = devices::omp_num_threads(env("OMP_NUM_THREADS").is_some(), nproc_per_node);
+    let note = |threads| {
+        format!(
+            "convoke sets OMP_NUM_THREADS={threads} for each worker, so that they do not overload the machine; \
+             set it yourself to tune it"
+        )
+    };
     if output::log_level(env) > output::WARNING {
         warnings.clear();
     }
@@ -116,6 +117,11 @@ pub(crate) fn config(given: &Given, env: Env<'_>, machine: &Machine) -> Result<C
         own_sessions: nproc_per_node <= machine.cpu_count()
             || !convoke_env::schedules_sessions(&machine.root),
         orphans: orphans(given)?,
+        report: match choice(given, "report", &["short", "full"])? {
+            Some("full") => Form::Full,
+            Some(_) | None => Form::Short,
+        },
+        notes: threads.map(note).into_iter().collect(),
         report_file: given
             .get("report-file")
             .map(|value| PathBuf::from(&value.text))

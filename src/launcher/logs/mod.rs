@@ -158,6 +158,15 @@ impl RunDir {
         self.path.as_deref()
     }
 
+    /// The job has ended: removes what nobody has written to, if nobody asked for this folder.
+    pub(crate) fn remove_empty(&self) {
+        let (Some(path), LogDir::Temporary) = (&self.path, &self.settings.config.dir) else { return };
+        remove_empty(path);
+        if let Some(base) = path.parent() {
+            let _ = fs::remove_dir(base);
+        }
+    }
+
     /// The workers of an attempt have ended: tells if their files cannot have taken all that they wrote. Who has the
     /// file itself hears of that alone, and may have nobody to tell it to.
     pub(crate) fn check_space(&self) {
@@ -206,6 +215,16 @@ fn clearer(error: io::Error, base: &Path) -> io::Error {
         return io::Error::from_raw_os_error(nix::libc::ENOTDIR);
     }
     error
+}
+
+/// Removes `directory` if there is nothing in it but such directories. What cannot be removed stays.
+fn remove_empty(directory: &Path) {
+    for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
+        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            remove_empty(&entry.path());
+        }
+    }
+    let _ = fs::remove_dir(directory);
 }
 
 /// Writes a block to a file without a name, which is gone at once.

@@ -44,6 +44,9 @@ pub(crate) struct Report {
     /// What the workers of this node were doing in their groups, if they recorded it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) flight: Option<Flight>,
+    /// What the launcher has set for the workers by itself.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) notes: Vec<String>,
 }
 
 /// What recordings say.

@@ -42,6 +42,7 @@ fn job(title: &str) -> Job {
         guessed: false,
         began: at(AT - 60),
         stderr_lines: STDERR_LINES,
+        notes: Vec::new(),
     }
 }
 
@@ -178,7 +179,7 @@ fn odd_error_files_are_shown_as_far_as_they_go() -> Result {
         let (_dir, failures) = with_files(&[content])?;
         let report = made("x", &failures);
         assert_eq!(report.failures[0].time_unix_ms, 1000 * AT as i64, "{content}: time of detection");
-        let report = render(&report);
+        let report = render(&report, Form::Full);
         assert!(report.contains(&format!("  traceback : {traceback}\n")), "{content}: {report}");
     }
     Ok(())
@@ -194,7 +195,7 @@ fn an_error_file_that_is_no_json_is_named_and_the_report_still_there() -> Result
             wrong.starts_with(&format!("rank 4: error file {}/0.json ", dir.path().display())),
             "{wrong}"
         );
-        let text = render(&report);
+        let text = render(&report, Form::Full);
         assert!(text.contains("x FAILED\n") && text.contains("Traceback\n    line two"), "{text}");
     }
     Ok(())
@@ -377,7 +378,7 @@ fn a_worker_that_could_not_be_started_is_a_failure_without_a_process() {
     let report = made("x", &[Ended { pid: None, how, ..failure(0, ExitCause::Code(0)) }]);
     let root = report.root().map(|root| (root.class, root.exitcode, root.describe()));
     assert_eq!(root, Some((Class::NotExecutable, None, "could not be started".to_owned())));
-    assert!(render(&report).contains("  exitcode  : <N/A> (pid: 0) \n"));
+    assert!(render(&report, Form::Full).contains("  exitcode  : <N/A> (pid: 0) \n"));
     let how = How::NotStarted(format!("./x: {}: Invalid argument (os error 22)", NOT_BOUND));
     let report = made("x", &[Ended { pid: None, how, ..failure(0, ExitCause::Code(0)) }]);
     assert_eq!(report.root().map(|root| root.class), Some(Class::CpuBinding));
@@ -390,7 +391,7 @@ fn a_report_is_the_same_after_its_way_to_another_node() -> Result {
     let report = made("train.py", &failures);
     let there = Report::from_json(&report.to_json())?;
     assert_eq!(there, report);
-    assert_eq!(render(&there), render(&report));
+    assert_eq!(render(&there, Form::Full), render(&report, Form::Full));
     let newer =
         report.to_json().replacen('{', r#"{"news": [1], "#, 1).replace("\"exit\"", "\"from-the-future\"");
     assert_eq!(Report::from_json(&newer)?.failures.len(), 3);
@@ -416,7 +417,7 @@ fn a_report_on_its_way_is_short_and_keeps_the_root_cause() -> Result {
     let there = Report::from_json(&json)?;
     assert_eq!(there.root().map(|root| (root.rank, root.pid)), Some((404, 500)));
     assert_eq!(there.failures.len() + there.failures_left_out, 500);
-    assert!(render(&there).contains("more\n"));
+    assert!(render(&there, Form::Full).contains("more\n"));
     Ok(())
 }
 
@@ -432,7 +433,7 @@ fn reports_of_two_nodes_have_one_root_cause() {
     assert_eq!(agreed.root().map(|root| (root.node, root.class)), Some((2, Class::Segfault)));
     assert_eq!(agreed.failures.len(), 2);
     assert_eq!(agreed.clone().with_root_of(&there), agreed, "said twice is not two failures");
-    assert!(render(&agreed).contains("Root Cause (first observed failure):\n[1]:\n"));
+    assert!(render(&agreed, Form::Full).contains("Root Cause (first observed failure):\n[1]:\n"));
     assert_eq!(here.clone().with_root_of(&without_failures(&job("x"), Outcome::Failed, None)), here);
 }
 
@@ -448,4 +449,97 @@ fn a_report_file_appears_whole_or_not_at_all() -> Result {
     assert!(write(&report, dir.path()).is_err() && fs::read_dir(dir.path())?.count() == 1);
     write(&report, Path::new("/dev/null"))?;
     Ok(())
+}
+
+/// The report on one screen, in UTC.
+fn screen(report: &Report) -> String {
+    short::report(report, &TimeZone::UTC)
+}
+
+#[test]
+fn a_screen_begins_with_the_root_cause_and_has_no_line_twice() {
+    let raised = raised(failure(1, ExitCause::Code(1)), "ValueError: bad");
+    let mut after = raised.clone();
+    after.stderr = (String::from_utf8_lossy(&after.stderr.0).replace("after\n", "").into_bytes(), false);
+    let stopped = |rank| Ended { stopped: true, ..failure(rank, ExitCause::Signal(15)) };
+    let report = made("train.py", &[after, stopped(0), stopped(2)]);
+    let wanted = "
+============================================================
+train.py FAILED
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-21_08:33:05
+  host      : node7
+  rank      : 5 (local_rank: 1)
+  exitcode  : 1 (pid: 101)
+  traceback : Traceback (most recent call last):
+    File \"t.py\", line 1
+  cause     : exception: ValueError: bad
+  stderr    : else on stderr:
+    before
+------------------------------------------------------------
+Failures:
+  ranks 4,6 on node7: stopped by the launcher, after another had failed
+============================================================
+";
+    assert_eq!(screen(&report), wanted);
+}
+
+#[test]
+fn a_screen_says_nothing_for_the_sake_of_the_layout() {
+    let report = screen(&made("x", &[failure(0, ExitCause::Code(3))]));
+    for filler in ["<N/A>", "To enable traceback", "error_file", "traceback", "cause", "more:"] {
+        assert!(!report.contains(filler), "{report}");
+    }
+    assert!(
+        report.contains("  exitcode  : 3 (pid: 100)\n") && report.contains("  <NO_OTHER_FAILURES>\n"),
+        "{report}"
+    );
+    let report = screen(&made("x", &[failure(0, ExitCause::Signal(11))]));
+    assert!(report.contains("  exitcode  : -11 (pid: 100)  (SIGSEGV)\n"), "{report}");
+}
+
+#[test]
+fn a_thousand_workers_that_fail_alike_are_one_entry() {
+    let worker = |rank| {
+        let message = format!("ModuleNotFoundError: No module named 'nemo' (seen after {rank}.5 s)");
+        raised(failure(rank, ExitCause::Code(1)), &message)
+    };
+    let report = screen(&made("x", &(0..1000).map(worker).collect::<Vec<_>>()));
+    assert!(report.lines().count() <= 22, "{report}");
+    assert!(report.contains("  ranks 5-1003 on node7: as above\n"), "{report}");
+    assert_eq!(report.matches("No module named").count(), 1, "{report}");
+}
+
+#[test]
+fn workers_that_failed_otherwise_are_told_apart_with_one_traceback() {
+    let mut workers = vec![raised(failure(0, ExitCause::Code(1)), "ValueError: bad")];
+    workers.extend((1..4).map(|rank| raised(failure(rank, ExitCause::Code(1)), "KeyError: 'x'")));
+    workers.push(failure(4, ExitCause::Signal(11)));
+    let report = screen(&made("x", &workers));
+    let entry = "  ranks 5-7 on node7: exited with code 1 (exception: KeyError: 'x')\n    Traceback (most recent call last):\n";
+    assert!(report.contains(entry), "{report}");
+    assert!(report.contains("  rank 8 on node7: was killed by SIGSEGV (segfault: "), "{report}");
+}
+
+proptest! {
+    /// Whatever workers write and however many fail in however many ways: one screen of lines that end somewhere.
+    #[test]
+    fn any_failure_fits_on_a_screen(
+        texts in proptest::collection::vec("(Traceback \\(most recent call last\\):\n)?([ -~]{0,300}\n){0,60}", 1..12),
+        codes in proptest::collection::vec(-15_i32..130, 1..40),
+    ) {
+        let worker = |(rank, code): (usize, &i32)| {
+            let cause = if *code < 0 { ExitCause::Signal(-code) } else { ExitCause::Code(*code) };
+            let stderr = texts[rank % texts.len()].clone().into_bytes();
+            Ended { stderr: (stderr, false), stopped: rank % 5 == 4, ..failure(rank, cause) }
+        };
+        let mut report = made("x", &codes.iter().enumerate().map(worker).collect::<Vec<_>>());
+        report.flight = Some(Flight { folder: "/tmp/x".to_owned(), groups: vec!["a group".to_owned(); 30] });
+        report.failures.iter_mut().for_each(|failure| failure.gpu = vec!["a line".to_owned(); 9]);
+        let text = screen(&report);
+        prop_assert!(text.lines().count() <= 50, "{} lines: {text}", text.lines().count());
+        prop_assert!(text.lines().all(|line| line.chars().count() <= 260), "{text}");
+    }
 }

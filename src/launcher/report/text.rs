@@ -1,4 +1,4 @@
-//! The layout of the report, torchrun's with lines of our own at the end of a block. Pure.
+//! The whole report (`--report=full`): torchrun's layout, with lines of our own at the end of a block. Pure.
 
 use jiff::Timestamp;
 use jiff::tz::TimeZone;
@@ -7,7 +7,7 @@ use super::model::{Failure, Flight, Report};
 use crate::cause::Class;
 
 /// Borders are as long as the longest line, but not longer than this.
-const WIDTH_MAX_CHARS: usize = 60;
+pub(super) const WIDTH_MAX_CHARS: usize = 60;
 /// Lines of stderr that are shown; the JSON report has more.
 const STDERR_SHOWN_LINES: usize = 12;
 /// The longest of them.
@@ -23,13 +23,7 @@ pub(super) fn report(report: &Report, zone: &TimeZone) -> String {
         .map(|(index, failure)| block(index, failure, report.root_cause == Some(index), zone))
         .collect();
     let title = format!("{} FAILED", report.title);
-    let longest = blocks
-        .iter()
-        .flat_map(|block| block.lines())
-        .chain([title.as_str()])
-        .map(|line| line.chars().count());
-    let width = longest.max().unwrap_or(0).min(WIDTH_MAX_CHARS);
-    let (border, section) = ("=".repeat(width), "-".repeat(width));
+    let (border, section) = borders(blocks.iter().flat_map(|block| block.lines()).chain([title.as_str()]));
     let (mut others, mut root_cause) = (String::new(), String::new());
     for (index, block) in blocks.iter().enumerate() {
         let part = if Some(index) == report.root_cause { &mut root_cause } else { &mut others };
@@ -43,10 +37,17 @@ pub(super) fn report(report: &Report, zone: &TimeZone) -> String {
         others.push_str("  <NO_OTHER_FAILURES>\n");
     }
     let flight = report.flight.as_ref().map_or_else(String::new, flight);
+    let notes: String = report.notes.iter().map(|note| format!("note: {note}\n")).collect();
     format!(
         "\n{border}\n{title}\n{section}\nFailures:\n{others}{section}\nRoot Cause (first observed failure):\n\
-         {root_cause}{flight}{border}\n"
+         {root_cause}{flight}{border}\n{notes}"
     )
+}
+
+/// The lines around a report that consists of `lines`, and between its parts.
+pub(super) fn borders<'a>(lines: impl Iterator<Item = &'a str>) -> (String, String) {
+    let width = lines.map(|line| line.chars().count()).max().unwrap_or(0).min(WIDTH_MAX_CHARS);
+    ("=".repeat(width), "-".repeat(width))
 }
 
 /// Who waited for whom.
@@ -104,7 +105,7 @@ fn block(index: usize, failure: &Failure, root: bool, zone: &TimeZone) -> String
 }
 
 /// Start and end of a line that is too long.
-fn shorten(line: &str) -> String {
+pub(super) fn shorten(line: &str) -> String {
     let count = line.chars().count();
     if count <= STDERR_SHOWN_CHARS {
         return line.to_owned();
@@ -115,14 +116,14 @@ fn shorten(line: &str) -> String {
     format!("{start} [...] {end}")
 }
 
-fn received(failure: &Failure) -> String {
+pub(super) fn received(failure: &Failure) -> String {
     let number = failure.signal.as_ref().map_or(0, |signal| signal.number);
     let name = failure.signal.as_ref().and_then(|signal| signal.name.as_deref()).unwrap_or("<N/A>");
     format!("Signal {number} ({name}) received by PID {}", failure.pid)
 }
 
 /// `2026-11-21_08:13:05`, local time.
-fn local_time(seconds: i64, zone: &TimeZone) -> String {
+pub(super) fn local_time(seconds: i64, zone: &TimeZone) -> String {
     match Timestamp::from_second(seconds) {
         Ok(time) => time.to_zoned(zone.clone()).strftime("%Y-%m-%d_%H:%M:%S").to_string(),
         Err(_) => format!("{seconds} s"), // a worker's account may hold any number

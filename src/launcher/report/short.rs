@@ -1,0 +1,258 @@
+//! The report on one screen: the root cause, then all other workers in a few lines. Pure.
+//!
+//! Workers that failed alike are one entry. The whole report and the JSON form have every worker.
+
+use std::collections::BTreeMap;
+
+use jiff::tz::TimeZone;
+
+use super::model::{Failure, Flight, Report};
+use super::text::{borders, local_time, shorten};
+use crate::cause::Class;
+use crate::config::cpu_ranges;
+
+/// Lines of a traceback.
+const TRACEBACK_LINES: usize = 12;
+/// Lines of the cause.
+const CAUSE_LINES: usize = 4;
+/// Last lines of stderr, and fewer below a traceback.
+const STDERR_LINES: usize = 10;
+const STDERR_LINES_BELOW_TRACEBACK: usize = 5;
+/// Entries of workers that failed otherwise than the root cause, and how many of them show the end of a traceback.
+const ENTRIES: usize = 4;
+const ENTRIES_WITH_TRACEBACK: usize = 1;
+const ENTRY_TRACEBACK_LINES: usize = 4;
+/// Lines of what the driver said of GPUs, and of the calls of groups.
+const GPU_LINES: usize = 2;
+const CALL_LINES: usize = 4;
+/// Hosts that an entry names.
+const HOSTS: usize = 4;
+
+/// The report, with an empty line before it and a newline at its end.
+pub(super) fn report(report: &Report, zone: &TimeZone) -> String {
+    let mut screen = Screen { lines: Vec::new(), cut: report.failures_left_out > 0 };
+    let title = format!("{} FAILED", report.title);
+    screen.line("Root Cause (first observed failure):");
+    match report.root_cause.and_then(|at| Some((at, report.failures.get(at)?))) {
+        Some((at, root)) => screen.root_cause(at, root, zone),
+        None => screen.line("  <NONE>"),
+    }
+    if let Some(flight) = &report.flight {
+        screen.calls(flight);
+    }
+    let root_lines = screen.lines.len();
+    screen.line("Failures:");
+    screen.others(report);
+    if screen.cut {
+        screen.line("  more: --report=full prints all workers, --report-file=FILE writes them as JSON");
+    }
+    let lines = || screen.lines.iter().map(String::as_str);
+    let (border, section) = borders(lines().chain([title.as_str()]));
+    let text = |lines: &[String]| lines.iter().flat_map(|line| [line.as_str(), "\n"]).collect::<String>();
+    let (root, others) = screen.lines.split_at(root_lines);
+    format!("\n{border}\n{title}\n{section}\n{}{section}\n{}{border}\n", text(root), text(others))
+}
+
+/// Lines to be shown.
+struct Screen {
+    lines: Vec<String>,
+    /// Something was left out.
+    cut: bool,
+}
+
+impl Screen {
+    fn line(&mut self, line: &str) {
+        self.lines.push(shorten(line).trim_end().to_owned());
+    }
+
+    fn field(&mut self, name: &str, value: &str) {
+        self.line(&format!("  {name:<10}: {value}"));
+    }
+
+    /// The first lines of `lines`, at most `most`.
+    fn first<'a>(&mut self, lines: &[&'a str], most: usize) -> Vec<&'a str> {
+        self.cut |= lines.len() > most;
+        lines.iter().take(most).copied().collect()
+    }
+
+    fn root_cause(&mut self, index: usize, root: &Failure, zone: &TimeZone) {
+        let Failure { local_rank, rank, pid, host, .. } = root;
+        self.line(&format!("[{index}]:"));
+        self.field("time", &local_time(root.time_unix_ms.div_euclid(1000), zone));
+        self.field("host", host);
+        self.field("rank", &format!("{rank} (local_rank: {local_rank})"));
+        if let Some(code) = root.exitcode {
+            let name = root.signal.as_ref().map(|signal| signal.name.as_deref().unwrap_or("<N/A>"));
+            let signal = name.map_or_else(String::new, |name| format!("  ({name})"));
+            self.field("exitcode", &format!("{code} (pid: {pid}){signal}"));
+        }
+        if let Some(file) = &root.error_file {
+            self.field("error_file", file);
+        }
+        let (traceback, cause) = traceback_and_cause(root);
+        self.traceback(&traceback);
+        if !cause.is_empty() {
+            let core = if root.core_dumped { " (core dumped)" } else { "" };
+            let cause = self.first(&cause, CAUSE_LINES);
+            self.field("cause", &format!("{}: {}{core}", root.class, cause[0]));
+            cause[1..].iter().for_each(|line| self.line(&format!("    {line}")));
+        }
+        let gpu: Vec<&str> = root.gpu.iter().map(String::as_str).collect();
+        for line in self.first(&gpu, GPU_LINES) {
+            self.field("gpu", line);
+        }
+        if let Some(advice) = &root.advice {
+            self.field("advice", advice);
+        }
+        self.stderr(root, !traceback.is_empty());
+    }
+
+    /// The first line and the last ones.
+    fn traceback(&mut self, lines: &[&str]) {
+        let Some((first, rest)) = lines.split_first() else { return };
+        self.field("traceback", first);
+        let most = TRACEBACK_LINES - 2;
+        let skipped = if rest.len() > most + 1 { rest.len() - most } else { 0 };
+        if skipped > 0 {
+            self.cut = true;
+            self.line(&format!("    [... {skipped} lines ...]"));
+        }
+        rest[skipped..].iter().for_each(|line| self.line(&format!("  {line}")));
+    }
+
+    fn stderr(&mut self, root: &Failure, below_traceback: bool) {
+        let tail = &root.stderr_tail;
+        if tail.is_empty() {
+            return;
+        }
+        let most = if below_traceback { STDERR_LINES_BELOW_TRACEBACK } else { STDERR_LINES };
+        let skipped = tail.len().saturating_sub(most);
+        self.cut |= skipped > 0;
+        let picked = root.traceback.is_some() && root.error_file.is_none();
+        self.field("stderr", if picked { "else on stderr:" } else { "last lines:" });
+        tail[skipped..].iter().for_each(|line| self.line(&format!("    {line}")));
+    }
+
+    /// Who waited for whom.
+    fn calls(&mut self, flight: &Flight) {
+        let groups: Vec<&str> = flight.groups.iter().map(String::as_str).collect();
+        for (at, line) in self.first(&groups, CALL_LINES).into_iter().enumerate() {
+            self.field(if at == 0 { "calls" } else { "" }, line);
+        }
+        self.field("recorded", &format!("convoke-flight {}", flight.folder));
+    }
+
+    /// All but the root cause.
+    fn others(&mut self, report: &Report) {
+        let others = report.failures.iter().enumerate().filter(|&(at, _)| report.root_cause != Some(at));
+        let (mut stopped, mut groups) = (Vec::new(), Vec::<(String, Vec<&Failure>)>::new());
+        for (_, failure) in others {
+            let key = key(failure);
+            match groups.iter_mut().find(|(other, _)| *other == key) {
+                _ if failure.class == Class::Stopped => stopped.push(failure),
+                Some((_, group)) => group.push(failure),
+                None => groups.push((key, vec![failure])),
+            }
+        }
+        if stopped.is_empty() && groups.is_empty() && report.failures_left_out == 0 {
+            self.line("  <NO_OTHER_FAILURES>");
+        }
+        let alike = report.root().map(key);
+        for (at, (key, group)) in groups.iter().take(ENTRIES).enumerate() {
+            self.entry(group, alike.as_ref() == Some(key), at < ENTRIES_WITH_TRACEBACK);
+        }
+        let rest = groups.get(ENTRIES..).unwrap_or_default();
+        if !rest.is_empty() {
+            self.cut = true;
+            let workers: usize = rest.iter().map(|(_, group)| group.len()).sum();
+            self.line(&format!("  {workers} workers failed in {} other ways", rest.len()));
+        }
+        if !stopped.is_empty() {
+            self.line(&format!("  {}: stopped by the launcher, after another had failed", who(&stopped)));
+        }
+        if report.failures_left_out > 0 {
+            self.line(&format!("  ... and {} more", report.failures_left_out));
+        }
+    }
+
+    /// Workers that failed alike; `as_root`: as the root cause did.
+    fn entry(&mut self, group: &[&Failure], as_root: bool, with_traceback: bool) {
+        let [first, ..] = group else { return };
+        if as_root {
+            self.line(&format!("  {}: as above", who(group)));
+            return;
+        }
+        let (traceback, cause) = traceback_and_cause(first);
+        let cause = match cause.first() {
+            Some(cause) => format!(" ({}: {cause})", first.class),
+            None => String::new(),
+        };
+        self.line(&format!("  {}: {}{cause}", who(group), first.describe()));
+        // What follows from another's end is explained by that.
+        if with_traceback && first.class != Class::PeerLost {
+            let skipped = traceback.len().saturating_sub(ENTRY_TRACEBACK_LINES);
+            self.cut |= skipped > 0;
+            traceback[skipped..].iter().for_each(|line| self.line(&format!("    {line}")));
+        }
+    }
+}
+
+/// Failures with equal keys are alike: they differ in numbers at most. Some of those that raise the same exception may
+/// have been stopped before they exited.
+fn key(failure: &Failure) -> String {
+    let (_, cause) = traceback_and_cause(failure);
+    let how = if cause.is_empty() { failure.describe() } else { String::new() };
+    let text = format!("{how} {} {}", failure.class, cause.join("\n"));
+    let mut key = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c {
+            '0'..='9' if key.ends_with('0') => {}
+            '0'..='9' => key.push('0'),
+            _ => key.push(c),
+        }
+    }
+    key
+}
+
+/// Traceback and cause, no line in both.
+fn traceback_and_cause(failure: &Failure) -> (Vec<&str>, Vec<&str>) {
+    let mut traceback: Vec<&str> = failure.traceback.as_deref().unwrap_or_default().lines().collect();
+    let mut cause: Vec<&str> = failure.explanation.lines().collect();
+    let said = cause.first().copied().unwrap_or_default();
+    if said.starts_with("panicked at ")
+        && traceback.first().is_some_and(|line| line.contains(" panicked at "))
+    {
+        // The line after the place is the message.
+        traceback.drain(..traceback.len().min(2));
+    } else if let Some(at) = traceback.iter().rposition(|line| *line == said) {
+        cause = traceback.split_off(at);
+    }
+    // A plain exit code without a word on stderr says no more than what stands there already.
+    if failure.class == Class::Exit && failure.stderr_tail.is_empty() {
+        cause.clear();
+    }
+    (traceback, cause)
+}
+
+/// `ranks 0-2,5 on node7; rank 8 on node8`
+fn who(failures: &[&Failure]) -> String {
+    let mut hosts = BTreeMap::<(usize, &str), Vec<usize>>::new();
+    for failure in failures {
+        hosts.entry((failure.node, failure.host.as_str())).or_default().push(failure.rank);
+    }
+    let more = hosts.len().saturating_sub(HOSTS);
+    let mut parts: Vec<String> = hosts
+        .into_iter()
+        .take(HOSTS)
+        .map(|((_, host), mut ranks)| {
+            ranks.sort_unstable();
+            ranks.dedup();
+            let noun = if ranks.len() == 1 { "rank" } else { "ranks" };
+            format!("{noun} {} on {host}", cpu_ranges(&ranks))
+        })
+        .collect();
+    if more > 0 {
+        parts.push(format!("workers on {more} other hosts"));
+    }
+    parts.join("; ")
+}
