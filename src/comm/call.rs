@@ -110,7 +110,8 @@ impl fmt::Display for CallKind {
 
 /// What one rank called, as its peers see it.
 ///
-/// It travels in the header of every transfer (16 bytes) and is compared before any data is touched.
+/// It travels in the header of every transfer (16 bytes) and is compared before any data is touched. The three bytes of
+/// `lens` lie in the places of what is 0 without it: a byte after the reduction, and the highest two of the count.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "[u8; 16]", into = "[u8; 16]")]
 pub struct Call {
@@ -120,7 +121,10 @@ pub struct Call {
     /// Root of a collective, tag of a point-to-point message, fingerprint of lengths that all ranks know,
     /// else 0.
     pub(crate) root: u32,
+    /// Below 2^48: no machine has memory for more elements.
     pub(crate) count: u64,
+    /// Fingerprint of the lengths of a list in a collective that has a root, of 24 bits; else 0.
+    pub(crate) lens: u32,
 }
 
 /// Stands for "no operation" on the wire.
@@ -170,17 +174,16 @@ impl Call {
         out[2] = self.op.map_or(NO_OP, ReduceOp::to_wire);
         out[4..8].copy_from_slice(&self.root.to_le_bytes());
         out[8..16].copy_from_slice(&self.count.to_le_bytes());
+        let [low, middle, high, _] = self.lens.to_le_bytes();
+        (out[3], out[14], out[15]) = (low, middle, high);
         out
     }
 
     /// Reads a descriptor; the error says what is unknown.
     pub(crate) fn decode(bytes: [u8; 16]) -> Result<Self, String> {
-        let [kind, dtype, op, flags, r0, r1, r2, r3, ..] = bytes;
-        let [.., c0, c1, c2, c3, c4, c5, c6, c7] = bytes;
+        let [kind, dtype, op, l0, r0, r1, r2, r3, ..] = bytes;
+        let [.., c0, c1, c2, c3, c4, c5, l1, l2] = bytes;
         let unknown = |what: &str, byte: u8| format!("unknown {what} {byte} in a call descriptor");
-        if flags != 0 {
-            return Err(unknown("flags", flags));
-        }
         Ok(Self {
             kind: *CallKind::ALL.get(usize::from(kind)).ok_or_else(|| unknown("operation", kind))?,
             dtype: Dtype::from_wire(dtype).ok_or_else(|| unknown("element type", dtype))?,
@@ -189,7 +192,8 @@ impl Call {
                 op => Some(ReduceOp::from_wire(op).ok_or_else(|| unknown("reduction", op))?),
             },
             root: u32::from_le_bytes([r0, r1, r2, r3]),
-            count: u64::from_le_bytes([c0, c1, c2, c3, c4, c5, c6, c7]),
+            count: u64::from_le_bytes([c0, c1, c2, c3, c4, c5, 0, 0]),
+            lens: u32::from_le_bytes([l0, l1, l2, 0]),
         })
     }
 }
@@ -210,8 +214,12 @@ impl TryFrom<[u8; 16]> for Call {
 
 impl fmt::Display for Call {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { kind, dtype, op, root, count } = self;
-        f.write_str(&names::fill(kind.template(), dtype.name(), op.map(ReduceOp::name), *root, *count))
+        let Self { kind, dtype, op, root, count, lens } = self;
+        let template = match lens {
+            0 => kind.template().to_owned(),
+            lens => kind.template().replace("%n", &format!("%n in a list of lengths {lens:06x}")),
+        };
+        f.write_str(&names::fill(&template, dtype.name(), op.map(ReduceOp::name), *root, *count))
     }
 }
 
@@ -250,8 +258,10 @@ mod tests {
     fn descriptors_round_trip() {
         for kind in CallKind::ALL {
             for op in [None, Some(ReduceOp::Max)] {
-                let call = Call { kind, dtype: Dtype::I64, op, root: 0x0102_0304, count: 1 << 40 };
-                assert_eq!(Call::decode(call.encode()), Ok(call));
+                for lens in [0, 1, 0x00FE_DCBA] {
+                    let call = Call { kind, dtype: Dtype::I64, op, root: 0x0102_0304, count: 1 << 40, lens };
+                    assert_eq!(Call::decode(call.encode()), Ok(call));
+                }
             }
         }
     }
@@ -264,11 +274,13 @@ mod tests {
             dtype: Dtype::F64,
             op: Some(ReduceOp::Bxor),
             root: 0x0403_0201,
-            count: 0x1817_1615_1413_1211,
+            count: 0x1615_1413_1211,
+            lens: 0x0018_1700,
         };
         let bytes = [4, 9, 7, 0, 1, 2, 3, 4, 0x11, 0x12, 0x13, 0x14, 0x15, 0x16, 0x17, 0x18];
         assert_eq!((reduces.encode(), Call::decode(bytes)), (bytes, Ok(reduces)));
-        let barrier = Call { kind: CallKind::Barrier, dtype: Dtype::I8, op: None, root: 0, count: 0 };
+        let barrier =
+            Call { kind: CallKind::Barrier, dtype: Dtype::I8, op: None, root: 0, count: 0, lens: 0 };
         let bytes = [0, 0, 255, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
         assert_eq!((barrier.encode(), Call::decode(bytes)), (bytes, Ok(barrier)));
     }
@@ -298,7 +310,7 @@ mod tests {
         ];
         assert_eq!(numbers.len(), CallKind::ALL.len());
         for (kind, number) in numbers {
-            let bytes = Call { kind, dtype: Dtype::U8, op: None, root: 0, count: 0 }.encode();
+            let bytes = Call { kind, dtype: Dtype::U8, op: None, root: 0, count: 0, lens: 0 }.encode();
             assert_eq!((bytes[0], Call::decode(bytes).unwrap().kind), (number, kind));
         }
     }
@@ -306,8 +318,9 @@ mod tests {
     #[test]
     fn random_descriptors_never_do_harm() {
         let op = Some(ReduceOp::Max);
-        let good = CallKind::ALL
-            .map(|kind| Call { kind, dtype: Dtype::I64, op, root: 0x0102_0304, count: 1 << 40 }.encode());
+        let good = CallKind::ALL.map(|kind| {
+            Call { kind, dtype: Dtype::I64, op, root: 0x0102_0304, count: 1 << 40, lens: 0 }.encode()
+        });
         let decode = |bytes: &[u8]| Call::decode(bytes.try_into().ok()?).ok();
         let encode = |call: &Call| {
             assert!(call.to_string().len() < 200);
@@ -318,8 +331,9 @@ mod tests {
 
     #[test]
     fn unknown_numbers_are_named() {
-        let good = Call { kind: CallKind::Barrier, dtype: Dtype::U8, op: None, root: 0, count: 0 }.encode();
-        for (index, what) in [(0, "operation"), (1, "element type"), (2, "reduction"), (3, "flags")] {
+        let good =
+            Call { kind: CallKind::Barrier, dtype: Dtype::U8, op: None, root: 0, count: 0, lens: 0 }.encode();
+        for (index, what) in [(0, "operation"), (1, "element type"), (2, "reduction")] {
             let mut bytes = good;
             bytes[index] = 77;
             let error = Call::decode(bytes).unwrap_err();

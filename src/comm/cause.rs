@@ -120,7 +120,7 @@ mod tests {
     use crate::dtype::Dtype;
 
     fn causes() -> Vec<Cause> {
-        let call = Call { kind: CallKind::Barrier, dtype: Dtype::U8, op: None, root: 0, count: 0 };
+        let call = Call { kind: CallKind::Barrier, dtype: Dtype::U8, op: None, root: 0, count: 0, lens: 0 };
         vec![
             Cause::PeerLost { rank: 3, how: Loss::Signal { signal: 9 } },
             Cause::PeerLost { rank: 3, how: Loss::Unreachable { what: "\u{1}".repeat(5000) } },

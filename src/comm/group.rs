@@ -485,7 +485,7 @@ impl fmt::Debug for Group {
 
 fn call<T: Element>(kind: CallKind, op: Option<ReduceOp>, root: u32, count: usize) -> Call {
     let dtype: Dtype = T::DTYPE;
-    Call { kind, dtype, op, root, count: count as u64 }
+    Call { kind, dtype, op, root, count: count as u64, lens: 0 }
 }
 
 fn check_len(what: &str, len: usize, expected: usize) -> Result<(), CommError> {

@@ -273,8 +273,14 @@ fn strangers_disturb_no_call() {
 
 /// What the third rank adds.
 fn sum(shared: &super::Shared) -> i32 {
-    let call =
-        Call { kind: CallKind::AllReduce, dtype: Dtype::I32, op: Some(ReduceOp::Sum), root: 0, count: 1 };
+    let call = Call {
+        kind: CallKind::AllReduce,
+        dtype: Dtype::I32,
+        op: Some(ReduceOp::Sum),
+        root: 0,
+        count: 1,
+        lens: 0,
+    };
     let rounding = call.rounding();
     let topology = Topology::one_host(3);
     let algorithm = Tuning::default().all_reduce(4, &topology, rounding);

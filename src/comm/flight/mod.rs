@@ -259,7 +259,7 @@ impl Track {
             operation: told.operation,
             algorithm: told.algorithm.map_or(0, |algorithm| algorithm as u8 + 1),
             seq: told.seq,
-            call: told.call.encode(),
+            call: Call { lens: 0, ..told.call }.encode(),
             enqueued_ns: told.at_ns,
             started_ns: if told.queued { 0 } else { told.at_ns },
             ended_ns: 0,

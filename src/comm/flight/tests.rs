@@ -49,6 +49,7 @@ fn told(seq: u64) -> Told {
         op: Some(ReduceOp::Sum),
         root: 0,
         count: 1000 + seq,
+        lens: 0,
     };
     Told {
         operation: Operation::Collective,
@@ -123,7 +124,7 @@ fn every_call_reads_in_a_recording_as_in_an_error() {
     for kind in CallKind::ALL {
         for dtype in Dtype::ALL {
             for op in [None].into_iter().chain(ReduceOp::ALL.map(Some)) {
-                let call = Call { kind, dtype, op, root: 7, count: 1 << 33 };
+                let call = Call { kind, dtype, op, root: 7, count: 1 << 33, lens: 0 };
                 assert_eq!(names.call(&call.encode()), call.to_string());
             }
         }

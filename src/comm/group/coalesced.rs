@@ -52,7 +52,7 @@ impl Group {
     ) -> Prepared<'a> {
         self.check_rank(root, "root")?;
         let (lent, lens) = one_row(bufs);
-        self.planned(call::<T>(CallKind::Broadcast, None, root as u32, lens.iter().sum()), lent, None)
+        self.planned(rooted::<T>(CallKind::Broadcast, None, root, &lens), lent, None)
     }
 
     /// [`Self::reduce`] of each buffer of a list, at the cost of one call for all.
@@ -80,8 +80,7 @@ impl Group {
         self.check_rank(root, "root")?;
         let kernel = op.kernel(self.size())?;
         let (lent, lens) = one_row(bufs);
-        let call = call::<T>(CallKind::Reduce, Some(op.op()), root as u32, lens.iter().sum());
-        self.planned(call, lent, Some(kernel))
+        self.planned(rooted::<T>(CallKind::Reduce, Some(op.op()), root, &lens), lent, Some(kernel))
     }
 
     /// [`Self::all_gather`] of each pair of buffers of two lists, at the cost of one call for all.
@@ -191,4 +190,10 @@ fn listed<T: Element>(kind: CallKind, op: Option<ReduceOp>, lens: &[usize]) -> C
     let hash = fingerprint(lens);
     // Never 0, which stands for no list.
     call::<T>(kind, op, (hash ^ hash >> 32) as u32 | 1, lens.iter().sum())
+}
+
+/// The same of a call that has a root.
+fn rooted<T: Element>(kind: CallKind, op: Option<ReduceOp>, root: usize, lens: &[usize]) -> Call {
+    let list = listed::<T>(kind, op, lens);
+    Call { root: root as u32, lens: (list.root ^ list.root >> 24) & 0x00FF_FFFF | 1, ..list }
 }

@@ -38,7 +38,7 @@ fn credentials() -> Credentials {
 
 fn all_reduce_call(count: usize) -> Call {
     let (kind, dtype) = (CallKind::AllReduce, Dtype::F32);
-    Call { kind, dtype, op: Some(ReduceOp::Sum), root: 0, count: count as u64 }
+    Call { kind, dtype, op: Some(ReduceOp::Sum), root: 0, count: count as u64, lens: 0 }
 }
 
 fn run(call: Call, seq: u64, plan: Plan, memory: &mut [f32], (rank, world): (usize, usize)) -> Streams {

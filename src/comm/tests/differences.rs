@@ -1,0 +1,157 @@
+//! One thing that one rank does otherwise, whatever it is, in whatever call: all ranks are told, and nobody gets data.
+
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+mod common;
+
+use common::{CommError, Group, ReduceOp, on_hosts, ranks};
+use convoke_comm::Element;
+use convoke_testkit::Random;
+
+/// A collective, as one rank calls it.
+#[derive(Debug, Clone, PartialEq)]
+struct Made {
+    name: &'static str,
+    floats: bool,
+    op: ReduceOp,
+    root: usize,
+    /// Lengths of the buffers of a list, or of the ranks' blocks; else the first counts.
+    lens: Vec<usize>,
+}
+
+/// What can differ in a call, beside its name and type.
+const OP: u8 = 1;
+const ROOT: u8 = 2;
+const LENS: u8 = 4;
+const CALLS: [(&str, u8); 21] = [
+    ("barrier", 0),
+    ("all_reduce", OP),
+    ("all_reduce_into", OP),
+    ("broadcast", ROOT),
+    ("reduce", OP | ROOT),
+    ("scan", OP),
+    ("exclusive_scan", OP),
+    ("all_gather", 0),
+    ("reduce_scatter", OP),
+    ("gather", ROOT),
+    ("scatter", ROOT),
+    ("all_to_all", 0),
+    ("all_gather_v", LENS),
+    ("reduce_scatter_v", OP | LENS),
+    ("gather_v", ROOT | LENS),
+    ("scatter_v", ROOT | LENS),
+    ("all_to_all_v", LENS),
+    ("all_reduce_coalesced", OP | LENS),
+    ("broadcast_coalesced", ROOT | LENS),
+    ("reduce_coalesced", OP | ROOT | LENS),
+    ("all_gather_coalesced", LENS),
+];
+
+fn any(random: &mut Random, world: usize) -> Made {
+    let longest = [9, 5_000, 200_000][random.below(3)];
+    let first = 1 + random.below(longest);
+    Made {
+        name: CALLS[random.below(CALLS.len())].0,
+        floats: random.below(2) == 0,
+        op: [ReduceOp::Sum, ReduceOp::Max][random.below(2)],
+        root: random.below(world),
+        // All different, so that no rank has the same if they change places.
+        lens: (0..world.max(2)).map(|place| first + 3 * place).collect(),
+    }
+}
+
+/// The same, but for one thing that matters.
+fn other(made: &Made, random: &mut Random, world: usize) -> Made {
+    let (name, differs) = CALLS.into_iter().find(|(name, _)| *name == made.name).unwrap();
+    loop {
+        let mut other = made.clone();
+        match random.below(6) {
+            0 => other.name = CALLS[random.below(CALLS.len())].0,
+            1 if name != "barrier" => other.floats = !made.floats,
+            2 if differs & OP > 0 => other.op = ReduceOp::Min,
+            3 if differs & ROOT > 0 => other.root = random.below(world),
+            // As much in all.
+            4 if differs & LENS > 0 => other.lens.rotate_left(1),
+            5 if name != "barrier" => other.lens.iter_mut().for_each(|len| *len += 1),
+            _ => {}
+        }
+        // Two names of one call.
+        let one = |name: &str| name.trim_end_matches("_into").to_owned();
+        if other != *made && (one(other.name) != one(made.name) || other.name == made.name) {
+            return other;
+        }
+    }
+}
+
+fn make<T: Element + Default + From<u8>>(group: &Group, made: &Made) -> Result<(), CommError> {
+    let Made { name, op, root, ref lens, .. } = *made;
+    let (rank, size, len) = (group.rank(), group.size(), lens[0]);
+    let buf = |len: usize| vec![T::from(1); len];
+    let list = || lens.iter().map(|&len| buf(len)).collect::<Vec<_>>();
+    let all: usize = lens.iter().sum();
+    match name {
+        "barrier" => group.barrier(),
+        "all_reduce" => group.all_reduce(&mut buf(len), op),
+        "all_reduce_into" => group.all_reduce_into(&buf(len), &mut buf(len), op),
+        "broadcast" => group.broadcast(&mut buf(len), root),
+        "reduce" => group.reduce(&mut buf(len), op, root),
+        "scan" => group.scan(&mut buf(len), op),
+        "exclusive_scan" => group.exclusive_scan(&mut buf(len), op),
+        "all_gather" => group.all_gather(&buf(len), &mut buf(len * size)),
+        "reduce_scatter" => group.reduce_scatter(&buf(len * size), &mut buf(len), op),
+        "gather" => group.gather(&buf(len), &mut buf(len * size), root),
+        "scatter" => group.scatter(&buf(len * size), &mut buf(len), root),
+        "all_to_all" => group.all_to_all(&buf(len * size), &mut buf(len * size)),
+        "all_gather_v" => group.all_gather_v(&buf(lens[rank]), &mut buf(all), lens),
+        "reduce_scatter_v" => group.reduce_scatter_v(&buf(all), &mut buf(lens[rank]), lens, op),
+        "gather_v" => group.gather_v(&buf(lens[rank]), &mut buf(all), lens, root),
+        "scatter_v" => group.scatter_v(&buf(all), &mut buf(lens[rank]), lens, root),
+        "all_to_all_v" => {
+            let between = |other: usize| lens[(rank + other) % size];
+            let lens: Vec<usize> = (0..size).map(between).collect();
+            group.all_to_all_v((&buf(lens.iter().sum()), &lens), (&mut buf(lens.iter().sum()), &lens))
+        }
+        "all_reduce_coalesced" => group.all_reduce_coalesced(&mut list(), op),
+        "broadcast_coalesced" => group.broadcast_coalesced(&mut list(), root),
+        "reduce_coalesced" => group.reduce_coalesced(&mut list(), op, root),
+        "all_gather_coalesced" => {
+            let mut recv: Vec<_> = lens.iter().map(|&len| buf(len * size)).collect();
+            group.all_gather_coalesced(&list(), &mut recv)
+        }
+        name => panic!("no such call: {name}"),
+    }
+}
+
+#[test]
+fn whatever_one_rank_does_otherwise_all_are_told() {
+    let mut random = Random::new("whatever_one_rank_does_otherwise_all_are_told");
+    for round in 0..if common::is_full() { 2000 } else { 150 } {
+        let world = 2 + random.below(3);
+        let (even, who) = (any(&mut random, world), random.below(world));
+        let odd = other(&even, &mut random, world);
+        let story = format!("round {round}, rank {who} of {world}: {odd:?}, the others: {even:?}");
+        let body = |group: Group| {
+            group.barrier().unwrap();
+            let made = if group.rank() == who { &odd } else { &even };
+            let result = if made.floats { make::<f32>(&group, made) } else { make::<i32>(&group, made) };
+            // Who has returned already, such as a root, hears of it with its next call.
+            result.and_then(|()| group.barrier()).and_then(|()| group.barrier()).err()
+        };
+        // In memory, and over connections.
+        let errors = match random.below(2) {
+            0 => ranks(world, body),
+            _ => on_hosts(&(0..world).collect::<Vec<_>>(), "", body),
+        };
+        for error in errors {
+            let told = match &error {
+                Some(CommError::Mismatch { rank, by, .. }) => *rank == who || *by == who,
+                // Blocks whose lengths only one of two ranks knows.
+                Some(CommError::Protocol { what, .. }) => {
+                    odd.name == even.name && what.contains(" bytes for ")
+                }
+                _ => false,
+            };
+            assert!(told, "{story}: {error:?}");
+        }
+    }
+}
