@@ -16,7 +16,7 @@ use crate::call::Call;
 /// [`Aborted`](Self::Aborted) and [`Protocol`](Self::Protocol) end the group: every call that is
 /// pending or made later, on every rank, returns the same cause. Buffers of failed calls have
 /// unspecified contents. The other variants concern one call only.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum CommError {
     /// A rank is gone.
@@ -168,6 +168,13 @@ pub enum CommError {
     /// The store failed.
     #[error(transparent)]
     Store(#[from] StoreError),
+}
+
+/// As [`Display`](fmt::Display): what a `main` prints that returns it.
+impl fmt::Debug for CommError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }
 
 impl CommError {
@@ -342,6 +349,42 @@ impl fmt::Display for Ranks<'_> {
             0 => write!(f, "unknown"),
             1..=16 => Ok(()),
             more => write!(f, " and {} more", more - 16),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_main_prints_of_an_error_is_its_message() {
+        let place = Place {
+            group: "world".to_owned(),
+            call: None,
+            seq: 7,
+            received_bytes: 0,
+            expected_bytes: 8,
+            reported_by: 1,
+            confirmed: true,
+        };
+        let lost = |how| CommError::PeerLost {
+            rank: 3,
+            address: "10.0.0.1:4000".to_owned(),
+            how,
+            place: Box::new(place.clone()),
+        };
+        // As the launcher knows them in what a worker wrote last (`cause`).
+        assert_eq!(
+            format!("Error: {:?}", lost(Loss::Disconnected)),
+            "Error: rank 3 at 10.0.0.1:4000 closed its connections without a word: did it die?; group world, \
+             reported by rank 1"
+        );
+        let refused =
+            CommError::System { what: "cannot listen".to_owned(), source: io::ErrorKind::AddrInUse.into() };
+        for error in [lost(Loss::Left), refused, CommError::InvalidArgument("no".to_owned())] {
+            assert_eq!(format!("{error:?}"), error.to_string());
+            assert_eq!(format!("{error:#?}"), error.to_string());
         }
     }
 }

@@ -22,11 +22,18 @@ pub const MAX_MESSAGE_BYTES: usize = 64 << 10;
 pub const MAX_TOKEN_BYTES: usize = 4096;
 
 /// The token of the user cannot be used.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[error("token from {source_name}: {what}")]
 pub struct TokenError {
     source_name: String,
     what: String,
+}
+
+/// As [`Display`](fmt::Display): what a `main` prints that returns it.
+impl fmt::Debug for TokenError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }
 
 /// The secret that workers of one job prove to each other. Its value never appears in `Debug`.
@@ -181,7 +188,7 @@ impl ToWorker {
 }
 
 /// The channel cannot be used.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum ChannelError {
     /// The variable names no descriptor.
@@ -210,6 +217,13 @@ pub enum ChannelError {
     /// The socket failed.
     #[error("agent channel: {0}")]
     Io(#[from] io::Error),
+}
+
+/// As [`Display`](fmt::Display): what a `main` prints that returns it.
+impl fmt::Debug for ChannelError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }
 
 /// The worker's end of the channel.

@@ -56,7 +56,7 @@ pub struct WorkerEnv {
 }
 
 /// The variables do not describe a worker.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum EnvError {
     /// Some of the variables are there, others not.
@@ -109,6 +109,13 @@ pub enum EnvError {
         /// Its value.
         size: usize,
     },
+}
+
+/// As [`Display`](std::fmt::Display): what a `main` prints that returns it.
+impl std::fmt::Debug for EnvError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        std::fmt::Display::fmt(self, f)
+    }
 }
 
 impl WorkerEnv {

@@ -7,7 +7,7 @@ use convoke_comm::{CommError, Group};
 use convoke_train::{Ddp, DdpOptions, Pass, TrainError};
 
 /// Why a call failed.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum ReplicaError {
     /// The ranks could not do it together.
@@ -16,6 +16,13 @@ pub enum ReplicaError {
     /// candle refuses: variables that are not `f32`, for example.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
+}
+
+/// As [`Display`](std::fmt::Display): what a `main` prints that returns it.
+impl std::fmt::Debug for ReplicaError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        std::fmt::Display::fmt(self, f)
+    }
 }
 
 impl From<CommError> for ReplicaError {

@@ -4,7 +4,7 @@ use std::io;
 use std::time::Duration;
 
 /// Why a store operation failed.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum StoreError {
     /// The deadline passed; the store stays usable.
@@ -63,4 +63,11 @@ pub enum StoreError {
         /// Name of the operation.
         operation: &'static str,
     },
+}
+
+/// As [`Display`](std::fmt::Display): what a `main` prints that returns it.
+impl std::fmt::Debug for StoreError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        std::fmt::Display::fmt(self, f)
+    }
 }

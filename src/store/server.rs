@@ -20,7 +20,7 @@ pub use limits::raise_descriptor_limit;
 pub use listen::listen;
 
 /// Why a server cannot be started.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum ServeError {
     /// Somebody listens there already.
@@ -48,6 +48,13 @@ pub enum ServeError {
         /// What the system said.
         source: io::Error,
     },
+}
+
+/// As [`Display`](fmt::Display): what a `main` prints that returns it.
+impl fmt::Debug for ServeError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }
 
 /// A running TCPStore server; dropping it ends it.

@@ -3,7 +3,7 @@
 use convoke_comm::CommError;
 
 /// Why a call of this crate failed.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum TrainError {
     /// The ranks could not do it together: one is gone, late, or does something else.
@@ -60,6 +60,13 @@ pub enum TrainError {
         /// Why not.
         source: std::io::Error,
     },
+}
+
+/// As [`Display`](std::fmt::Display): what a `main` prints that returns it.
+impl std::fmt::Debug for TrainError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        std::fmt::Display::fmt(self, f)
+    }
 }
 
 fn listed(names: &[String], more: usize) -> String {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use crate::nccl::{NcclError, Version};
 
 /// Why a group cannot use devices.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DeviceError {
     /// CUDA's driver is not there.
@@ -77,6 +77,13 @@ pub enum DeviceError {
         /// Name of the group.
         group: String,
     },
+}
+
+/// As [`Display`](fmt::Display): what a `main` prints that returns it.
+impl fmt::Debug for DeviceError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }
 
 impl DeviceError {

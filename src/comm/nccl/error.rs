@@ -35,7 +35,7 @@ impl fmt::Display for Version {
 }
 
 /// Why NCCL cannot be used.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum NcclError {
     /// There is no such library.
@@ -75,6 +75,13 @@ pub enum NcclError {
         /// What it says beside that, if anything. `NCCL_DEBUG=WARN` has it say more on standard output.
         detail: Option<String>,
     },
+}
+
+/// As [`Display`](fmt::Display): what a `main` prints that returns it.
+impl fmt::Debug for NcclError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }
 
 impl NcclError {

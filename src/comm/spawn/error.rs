@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Loss, Ranks};
 
 /// Why [`spawn`](crate::spawn()) failed. No rank is left running.
-#[derive(Debug, thiserror::Error, Serialize, Deserialize)]
+#[derive(thiserror::Error, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum SpawnError {
@@ -62,6 +62,13 @@ pub enum SpawnError {
         #[serde(with = "io_error")]
         source: io::Error,
     },
+}
+
+/// As [`Display`](std::fmt::Display): what a `main` prints that returns it.
+impl std::fmt::Debug for SpawnError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        std::fmt::Display::fmt(self, f)
+    }
 }
 
 impl SpawnError {

@@ -203,7 +203,9 @@ fn lost_peer(line: &str) -> Option<Option<usize>> {
         " has left the group",
         PANICKED,
     ];
-    if let Some((before, rest)) = line.split_once(" at ") {
+    // `fn main() -> Result` and `unwrap` print the same, behind words of theirs.
+    for (at, _) in line.match_indices(" at ") {
+        let (before, rest) = line.split_at(at);
         let rank = before.rsplit_once("rank ").and_then(|(_, digits)| digits.parse().ok());
         if let (Some(rank), true) =
             (rank, how.iter().any(|how| rest.contains(how)) && rest.contains("; group "))
@@ -211,7 +213,7 @@ fn lost_peer(line: &str) -> Option<Option<usize>> {
             return Some(Some(rank));
         }
     }
-    // The same by Debug, as `fn main() -> Result` and `unwrap` print it.
+    // As Debug of earlier versions printed it.
     if let Some(rest) = line.split("PeerLost { rank: ").nth(1) {
         return Some(number(rest));
     }

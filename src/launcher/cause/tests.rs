@@ -101,6 +101,30 @@ fn texts_have_classes() {
         ),
         (
             1,
+            "Error: rank 3 at 10.0.0.1:4000 closed its connections without a word: did it die?; group world, call 7 all_reduce(f32, 2, sum), 0 of 8 bytes received, reported by rank 1",
+            PeerLost,
+            "rank 3 at",
+        ),
+        (
+            1,
+            "Error: no loss at step 7: rank 3 at [::1]:4000 has left the group; group world, reported by rank 1",
+            PeerLost,
+            "rank 3 at",
+        ),
+        (
+            101,
+            "thread 'main' panicked at w.rs:3:9:\ncalled `Result::unwrap()` on an `Err` value: rank 3 at 10.0.0.1:4000 exited with code 2; group world, call 0 barrier(), 0 of 0 bytes received, reported by rank 0 (not confirmed)\nnote: run with `RUST_BACKTRACE=1`",
+            PeerLost,
+            "rank 3 at",
+        ),
+        (
+            101,
+            "thread 'main' panicked at w.rs:3:9:\ncalled `Result::unwrap()` on an `Err` value: timed out after 3000 ms waiting for rank(s) 3; group world, call 7 barrier(), 0 of 0 bytes received, reported by rank 1",
+            Timeout,
+            "rank(s) 3",
+        ),
+        (
+            1,
             "Error: PeerLost { rank: 3, address: \"10.0.0.1:4000\", how: Disconnected }",
             PeerLost,
             "rank: 3",
