@@ -75,7 +75,10 @@ impl<T: Element> Reduction<T> {
             (ReduceOp::Custom, ..) => return Err(incomplete(*op, "its function: Reduction::new")),
             _ => Kernel::of(T::DTYPE, *op, world),
         };
-        kernel.ok_or_else(|| CommError::InvalidArgument(format!("{op} of {} has no meaning", T::DTYPE)))
+        kernel.ok_or_else(|| {
+            let what = format!("{op} of {} has no meaning: {}", T::DTYPE, instead(*op));
+            CommError::InvalidArgument(what)
+        })
     }
 }
 
@@ -90,6 +93,23 @@ impl<T> Reduction<T> {
     #[cfg(feature = "nccl")]
     pub(crate) fn factor(&self) -> Option<[u8; 16]> {
         self.factor
+    }
+}
+
+/// What to do where an operation has no meaning for a type.
+fn instead(op: ReduceOp) -> &'static str {
+    match op {
+        ReduceOp::Avg => {
+            "an average need not be a whole number. Take ReduceOp::Sum and divide by Group::size, or send f32 or f64"
+        }
+        ReduceOp::Min | ReduceOp::Max => {
+            "these numbers have no order. Reduce their absolute values or their parts"
+        }
+        ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor => {
+            "bits are combined of integers and bool only. Send their bits (to_bits) as integers"
+        }
+        ReduceOp::PremulSum => "there is no factor for it. Take ReduceOp::Sum, Bor or Band, or send integers",
+        ReduceOp::Sum | ReduceOp::Product | ReduceOp::Custom => "take an operation that the type has",
     }
 }
 

@@ -372,3 +372,23 @@ fn ranks_that_reduce_by_different_means_are_told_so() {
         assert!(error.contains("(f32, 1, sum)") && error.contains("(f32, 1, premul_sum)"), "{error}");
     }
 }
+
+#[test]
+fn an_operation_without_a_meaning_says_what_to_do_instead() {
+    ranks(2, |group| {
+        let told = [
+            (group.all_reduce(&mut [1_i32], ReduceOp::Avg), "ReduceOp::Sum and divide by Group::size"),
+            (group.all_reduce(&mut [1_u8], ReduceOp::Avg), "ReduceOp::Sum and divide by Group::size"),
+            (group.reduce(&mut [true], ReduceOp::Avg, 0), "ReduceOp::Sum and divide by Group::size"),
+            (group.all_reduce(&mut [Complex::new(1.0_f32, 0.0)], ReduceOp::Max), "absolute values"),
+            (group.all_reduce(&mut [1.0_f64], ReduceOp::Bxor), "to_bits"),
+        ];
+        for (result, advice) in told {
+            let error = result.unwrap_err();
+            assert!(matches!(error, CommError::InvalidArgument(_)), "{error}");
+            assert!(error.to_string().contains(advice), "{error}");
+        }
+        // Nothing was sent: the group goes on.
+        group.barrier().unwrap();
+    });
+}
