@@ -21,7 +21,7 @@ use std::fmt;
 #[cfg(feature = "nccl")]
 use std::sync::Weak;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use convoke_env::Generation;
@@ -91,6 +91,8 @@ struct Inner {
     memory: Option<Arc<Allocations>>,
     /// `None` in a group of one, which needs nobody.
     shared: Option<Shared>,
+    /// In a group of one: for messages to itself, from the first on.
+    itself: OnceLock<Shared>,
     plans: Mutex<Vec<(Call, Arc<Plan>)>>,
     /// The process that made the group: a forked child must not speak for it.
     pid: u32,
@@ -180,6 +182,7 @@ impl Group {
             topology,
             memory,
             shared,
+            itself: OnceLock::new(),
             plans: Mutex::default(),
             pid: std::process::id(),
             forks: forks(),
@@ -269,7 +272,7 @@ impl Group {
     /// Ends the group on all ranks: every pending or later call returns [`CommError::Aborted`] with
     /// `reason`. From any thread, also while calls are in progress.
     pub fn abort(&self, reason: &str) {
-        if let Some(shared) = self.inner.shared.as_ref().filter(|_| !self.inner.is_forked()) {
+        if let Some(shared) = self.inner.shared().filter(|_| !self.inner.is_forked()) {
             shared.abort(reason.to_owned());
         }
         #[cfg(feature = "nccl")]
@@ -293,7 +296,7 @@ impl Group {
         for side in self.sides() {
             side.destroy();
         }
-        let Some(shared) = &self.inner.shared else { return };
+        let Some(shared) = self.inner.shared() else { return };
         // Of who comes between the two, the engine knows that it has left.
         let _ = shared.call(&mut Some(Operation::Leave), Limit::from(Duration::MAX));
         shared.close(|_| {});
@@ -303,7 +306,7 @@ impl Group {
     #[inline]
     fn carry_out(&self, mut prepared: Prepared<'_>) -> Result<Option<Envelope>, CommError> {
         // Operations are large: it stays where it is.
-        if let (Ok(operation @ Some(_)), Some(shared)) = (&mut prepared, &self.inner.shared) {
+        if let (Ok(operation @ Some(_)), Some(shared)) = (&mut prepared, self.inner.shared()) {
             return shared.call(operation, self.limit());
         }
         prepared.map(|_| None)
@@ -321,13 +324,13 @@ impl Group {
 
     /// Drives until one of `tickets` is done, at most until `until`.
     fn wait_for(&self, tickets: &[Arc<Ticket>], until: Option<Instant>) {
-        if let Some(shared) = &self.inner.shared {
+        if let Some(shared) = self.inner.shared() {
             shared.wait(tickets, until);
         }
     }
 
     fn nudge(&self) {
-        if let Some(shared) = &self.inner.shared {
+        if let Some(shared) = self.inner.shared() {
             shared.nudge();
         }
     }
@@ -374,6 +377,28 @@ impl Group {
 impl Inner {
     fn is_forked(&self) -> bool {
         forks() != self.forks
+    }
+
+    /// The engine, if there is one.
+    fn shared(&self) -> Option<&Shared> {
+        self.shared.as_ref().or_else(|| self.itself.get())
+    }
+
+    /// Sees to it that there is one.
+    fn ensure_shared(&self) -> Result<(), CommError> {
+        if self.shared().is_some() {
+            return Ok(());
+        }
+        let invitation = Invitation {
+            store: Arc::clone(&self.store),
+            store_rank: self.store_rank,
+            origin: self.origin.clone(),
+            ..Invitation::alone(self.options.clone(), self.tuning.clone())
+        };
+        let shared = Shared::new(bootstrap::alone(&invitation, self.generation)?);
+        // Another thread may have been first; nobody has used the second.
+        let _ = self.itself.set(shared);
+        Ok(())
     }
 
     /// Whether whoever calls may use the group.
@@ -464,8 +489,8 @@ impl Drop for Inner {
             // A farewell would not be ours to say. The sockets were closed when the process forked
             // (`links::fork`), and must not be closed again; what we keep may wait for threads that a
             // forked child does not have.
-            std::mem::forget((self.shared.take(), self.keep.take()));
-        } else if let Some(shared) = &self.shared {
+            std::mem::forget((self.shared.take(), self.itself.take(), self.keep.take()));
+        } else if let Some(shared) = self.shared() {
             let panics = std::thread::panicking();
             shared.close(if panics { Engine::leave_in_panic } else { Engine::leave });
         }

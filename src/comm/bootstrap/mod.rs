@@ -132,6 +132,28 @@ fn listen(invitation: &Invitation) -> Result<Listener, CommError> {
     })
 }
 
+/// An engine for the messages of a rank to itself that is a group of one.
+pub(crate) fn alone(invitation: &Invitation, generation: Generation) -> Result<Engine, CommError> {
+    let options = &invitation.options;
+    let flight = Arc::new(invitation.track());
+    flight.formed(generation);
+    let settings = Settings {
+        name: options.name.clone(),
+        me: 0,
+        size: 1,
+        credentials: Credentials::new(options.token.as_ref(), generation, options.id),
+        addresses: vec![SocketAddr::from(([127, 0, 0, 1], 0))],
+        store: Arc::clone(&invitation.store),
+        abort_key: format!("{}/{generation}/abort", options.name).into_bytes(),
+        store_rank: invitation.store_rank,
+        agent: None,
+        peer_timeout: options.peer_timeout,
+        sharing: Sharing { crowd: Crowd::No, place: None },
+        flight,
+    };
+    Engine::new(settings, None)
+}
+
 impl Invitation {
     /// To a group of one, which needs no store.
     pub(crate) fn alone(options: GroupOptions, tuning: Tuning) -> Self {
@@ -336,7 +358,7 @@ impl Ours<'_> {
             sharing,
             flight: Arc::clone(&self.flight),
         };
-        let mut engine = Box::new(Engine::new(settings, listener)?);
+        let mut engine = Box::new(Engine::new(settings, Some(listener))?);
         moment("meeting", 0, 0);
         match self.connect_in_steps(&mut engine, generation, &topology) {
             Ok(Ok(in_memory)) => {

@@ -73,16 +73,18 @@ pub(crate) struct Engine {
 }
 
 impl Engine {
-    /// `listener` is where the others reach this rank.
-    pub(crate) fn new(settings: Settings, listener: Listener) -> Result<Self, CommError> {
+    /// `listener` is where the others reach this rank, if there are any.
+    pub(crate) fn new(settings: Settings, listener: Option<Listener>) -> Result<Self, CommError> {
         let system = |what: &'static str| move |error| CommError::system(what, error);
         let poller = Poller::new().map_err(system("cannot make an epoll set"))?;
         let mailbox = Mailbox::new().map_err(system("cannot make an eventfd"))?;
         poller.add(mailbox.bell(), Source::Doorbell, false).map_err(system("cannot watch an eventfd"))?;
         let Settings { me, size, .. } = settings;
-        poller
-            .add(listener.pollable(), Source::Listener, false)
-            .map_err(system("cannot watch the listener"))?;
+        if let Some(listener) = &listener {
+            poller
+                .add(listener.pollable(), Source::Listener, false)
+                .map_err(system("cannot watch the listener"))?;
+        }
         let door = Door::new(me, size, settings.credentials.clone(), listener);
         let mut engine = Self {
             peers: (0..size).map(Peer::new).collect(),
@@ -151,6 +153,12 @@ impl Engine {
                 let _ = ticket.step.set(self.record_collective(&run, self.settings.flight.ns(ticket.made)));
                 self.collectives.push_back(Collective { run, ticket, signed: false });
                 self.compare_with_states();
+            }
+            Operation::Send { to, call, lent } if to == self.settings.me => {
+                let sent = self.peers[to].messages.post_own(&mut self.open, call, lent, ticket);
+                if let Err(error) = sent {
+                    self.message_failed(to, error);
+                }
             }
             Operation::Send { to, call, lent } => {
                 self.need(to, Lane::Message);
@@ -230,7 +238,7 @@ impl Engine {
 
     /// Sees to it that a lane is opened if it is not.
     pub(super) fn need(&mut self, peer: usize, lane: Lane) {
-        if self.peers[peer].is_open(lane) {
+        if self.peers[peer].is_open(lane) || peer == self.settings.me {
             return;
         }
         if self.settings.me > peer {

@@ -51,7 +51,7 @@ pub(crate) struct Door {
     me: usize,
     size: usize,
     credentials: Credentials,
-    /// `None` after [`Self::close`].
+    /// `None` after [`Self::close`], and where nobody else is to come.
     listener: Option<Listener>,
     inbound: Vec<Inbound>,
     dials: Vec<Dial>,
@@ -70,8 +70,8 @@ struct Inbound {
 }
 
 impl Door {
-    pub(crate) fn new(me: usize, size: usize, credentials: Credentials, listener: Listener) -> Self {
-        let (listener, inbound, dials, notes) = (Some(listener), Vec::new(), Vec::new(), Vec::new());
+    pub(crate) fn new(me: usize, size: usize, credentials: Credentials, listener: Option<Listener>) -> Self {
+        let (inbound, dials, notes) = (Vec::new(), Vec::new(), Vec::new());
         Self { me, size, credentials, listener, inbound, dials, notes, turned_away: 0 }
     }
 

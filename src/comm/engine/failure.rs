@@ -220,7 +220,8 @@ impl Engine {
 
     /// All sends, receives and probes, and for whom they wait.
     pub(super) fn message_waits(&self) -> impl Iterator<Item = (&Arc<Ticket>, Call, Vec<usize>)> {
-        let here = |&rank: &usize| rank != self.settings.me && !self.peers[rank].left;
+        let alone = self.settings.size == 1;
+        let here = move |&rank: &usize| alone || rank != self.settings.me && !self.peers[rank].left;
         let anybody = move || (0..self.settings.size).filter(here).take(NAMED_RANKS).collect::<Vec<_>>();
         let with = self.peers.iter().enumerate().flat_map(|(rank, peer)| {
             let sends = peer.messages.sends.iter().map(|send| (&send.ticket, send.call));

@@ -6,8 +6,11 @@
 //! only announces itself (Rts), keeps its place in the order, and is sent (Cts, Message) straight into
 //! the buffer of the call that asks for it. So what nobody has asked for yet can never block the tag
 //! that somebody waits for.
+//!
+//! What a rank sends to itself needs no connection (`own`).
 
 pub(crate) mod direct;
+mod own;
 mod read;
 
 use std::collections::VecDeque;
@@ -249,7 +252,10 @@ impl Mailbox {
             } else if early.complete {
                 let bytes = self.early.remove(index).and_then(|early| early.bytes).unwrap_or_default();
                 Source::from(&*bytes).copy_to(&mut recv.lent.bytes_mut(0..bytes.len()));
-                self.owe(ours, bytes.len());
+                // Nothing is owed to itself, nor to who is gone.
+                if self.conn.is_some() {
+                    self.owe(ours, bytes.len());
+                }
                 recv.ticket.complete(Ok(Some(self.envelope_of(call))));
                 return Ok(());
             } else {

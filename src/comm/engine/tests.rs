@@ -111,7 +111,7 @@ impl Siege {
             sharing: Sharing { crowd: Crowd::Cores, place: Some(0) },
             flight: Arc::new(Recorder::of_process().group("default", 0, None, (FAKE, 3), &[0, 1, 2])),
         };
-        let mut engine = Engine::new(settings, self.listener).unwrap();
+        let mut engine = Engine::new(settings, Some(self.listener)).unwrap();
         let lanes: Vec<_> = (0..2).flat_map(|peer| Lane::ALL.map(|lane| (peer, lane))).collect();
         assert!(engine.connect(&lanes, Instant::now() + LONG).unwrap());
         engine

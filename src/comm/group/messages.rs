@@ -9,8 +9,11 @@ impl Group {
     /// for it, so two ranks may send to each other first; beyond, it is when the receiver takes it.
     /// Messages of one sender with one tag are received in the order in which they were sent.
     ///
+    /// A rank may send to itself. That never waits: what no receive waits for is copied, whatever its length, and
+    /// kept until one takes it.
+    ///
     /// # Errors
-    /// [`CommError::InvalidArgument`] if `to` is no other rank. Else whatever ended the group.
+    /// [`CommError::InvalidArgument`] if there is no rank `to`. Else whatever ended the group.
     pub fn send<T: Element>(&self, buf: &[T], to: usize, tag: u32) -> Result<(), CommError> {
         self.carry_out(self.prepare_send(buf, to, tag)).map(drop)
     }
@@ -21,10 +24,10 @@ impl Group {
         Ok(Some(Operation::Send { to, call: message::<T>(tag, buf.len()), lent }))
     }
 
-    /// Fills `buf` with the next message with this `tag` from rank `from`.
+    /// Fills `buf` with the next message with this `tag` from rank `from`, which may be this one.
     ///
     /// # Errors
-    /// [`CommError::InvalidArgument`] if `from` is no other rank. [`CommError::Mismatch`] if the
+    /// [`CommError::InvalidArgument`] if there is no rank `from`. [`CommError::Mismatch`] if the
     /// message has another type or length. Else whatever ended the group.
     pub fn recv<T: Element>(&self, buf: &mut [T], from: usize, tag: u32) -> Result<(), CommError> {
         self.carry_out(self.prepare_recv(buf, from, tag)).map(drop)
@@ -41,20 +44,20 @@ impl Group {
         Ok(Some(Operation::Recv { from: Some(from), call, lent: Lent::default().filled(0, buf) }))
     }
 
-    /// Fills `buf` with the next message with this `tag` from any other rank; returns which.
+    /// Fills `buf` with the next message with this `tag` from any rank, this one included; returns which.
     ///
     /// Of messages that are there already the one that came first is taken. It competes with receives that name
     /// their sender: whichever was called first gets the message.
     ///
     /// # Errors
-    /// [`CommError::InvalidArgument`] if there is no other rank. Else as [`Self::recv`].
+    /// As [`Self::recv`].
     pub fn recv_any<T: Element>(&self, buf: &mut [T], tag: u32) -> Result<usize, CommError> {
         let envelope = self.carry_out(self.prepare_recv_any(buf, tag))?;
         Ok(envelope.map_or(usize::MAX, |envelope| envelope.from))
     }
 
     pub(super) fn prepare_recv_any<'a, T: Element>(&self, buf: &'a mut [T], tag: u32) -> Prepared<'a> {
-        self.check_others("receive from any")?;
+        self.check_message()?;
         let call = message::<T>(tag, buf.len());
         Ok(Some(Operation::Recv { from: None, call, lent: Lent::default().filled(0, buf) }))
     }
@@ -120,26 +123,19 @@ impl Group {
     fn look_for(&self, from: Option<usize>, tag: u32, wait: bool) -> Result<Option<Envelope>, CommError> {
         match from {
             Some(from) => self.check_peer(from, "receive from")?,
-            None => self.check_others("receive from any")?,
+            None => self.check_message()?,
         }
         self.carry_out(Ok(Some(Operation::Probe { from, call: message::<u8>(tag, 0), wait })))
     }
 
     fn check_peer(&self, rank: usize, what: &str) -> Result<(), CommError> {
         self.check_rank(rank, what)?;
-        self.inner.check_caller()?;
-        if rank != self.rank() {
-            return Ok(());
-        }
-        Err(CommError::InvalidArgument(format!("{what} {rank}: that is this rank")))
+        self.check_message()
     }
 
-    fn check_others(&self, what: &str) -> Result<(), CommError> {
+    fn check_message(&self) -> Result<(), CommError> {
         self.inner.check_caller()?;
-        if self.size() > 1 {
-            return Ok(());
-        }
-        Err(CommError::InvalidArgument(format!("{what}: there is no other rank")))
+        self.inner.ensure_shared()
     }
 }
 
@@ -159,7 +155,7 @@ impl<'a> Batch<'a> {
     /// Adds a [`Group::send`].
     ///
     /// # Errors
-    /// [`CommError::InvalidArgument`] if `to` is no other rank.
+    /// [`CommError::InvalidArgument`] if there is no rank `to`.
     pub fn send<T: Element>(&mut self, buf: &'a [T], to: usize, tag: u32) -> Result<&mut Self, CommError> {
         self.operations.extend(self.group.prepare_send(buf, to, tag)?);
         Ok(self)
@@ -168,7 +164,7 @@ impl<'a> Batch<'a> {
     /// Adds a [`Group::recv`].
     ///
     /// # Errors
-    /// [`CommError::InvalidArgument`] if `from` is no other rank.
+    /// [`CommError::InvalidArgument`] if there is no rank `from`.
     pub fn recv<T: Element>(
         &mut self,
         buf: &'a mut [T],
@@ -184,7 +180,7 @@ impl<'a> Batch<'a> {
     /// # Errors
     /// The first error, as of [`Group::send`] and [`Group::recv`].
     pub fn wait(self) -> Result<(), CommError> {
-        match &self.group.inner.shared {
+        match self.group.inner.shared() {
             Some(shared) => shared.call_all(self.operations, self.group.limit()),
             None => Ok(()),
         }

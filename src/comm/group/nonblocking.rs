@@ -145,13 +145,17 @@ impl<'scope> Nonblocking<'scope, '_> {
         memory: M,
         prepare: impl for<'a> FnOnce(&Group, &'a mut M) -> Prepared<'a>,
     ) -> Result<Work<M>, CommError> {
-        if let Some(shared) = &self.group.inner.shared {
-            let started = shared.ensure_background();
-            started.map_err(|error| CommError::system("cannot start the background thread", error))?;
-        }
+        let group = &self.group;
+        let ready = |prepared| match group.inner.shared() {
+            Some(shared) => {
+                let started = shared.ensure_background().map(|()| prepared);
+                started.map_err(|error| CommError::system("cannot start the background thread", error))
+            }
+            None => Ok(prepared),
+        };
         let mut memory = MaybeUninit::new(memory);
         // SAFETY: initialised above.
-        let prepared = match prepare(&self.group, unsafe { memory.assume_init_mut() }) {
+        let prepared = match prepare(group, unsafe { memory.assume_init_mut() }).and_then(ready) {
             Ok(prepared) => prepared,
             Err(error) => {
                 // SAFETY: initialised, and not used afterwards.
@@ -160,7 +164,7 @@ impl<'scope> Nonblocking<'scope, '_> {
             }
         };
         let mut ticket = None;
-        if let (Some(shared), Some(operation)) = (&self.group.inner.shared, prepared) {
+        if let (Some(shared), Some(operation)) = (group.inner.shared(), prepared) {
             let begun = Arc::new(Ticket::nonblocking(self.group.limit(), Arc::clone(shared.chores())));
             // SAFETY: until the ticket is done, what `memory` owns stays where it is: with the handle, and with
             // the ticket if that is dropped (`Work::drop`); `mem::forget` frees nothing. What it borrows lives

@@ -168,10 +168,102 @@ fn another_type_or_length_is_a_mismatch() {
 }
 
 #[test]
-fn alone_there_is_nobody() {
+fn alone_nobody_else_sends() {
     ranks(1, |group| {
-        assert!(matches!(group.recv_any(&mut [0_u8], 0), Err(CommError::InvalidArgument(_))));
-        assert!(matches!(group.probe(None, 0), Err(CommError::InvalidArgument(_))));
         group.batch().wait().unwrap();
+        assert_eq!(group.try_probe(None, 0).unwrap(), None);
+        let error = group.with_timeout(SHORT).recv_any(&mut [0_u8], 0).unwrap_err();
+        assert!(matches!(&error, CommError::Timeout { missing, .. } if *missing == [0]), "{error}");
     });
+}
+
+/// Beyond what is sent before it is asked for, and beyond what is kept of another rank.
+const LARGE: usize = 400_000;
+
+#[test]
+fn a_rank_sends_to_itself_before_it_receives_whatever_the_length() {
+    for world in [1, 3] {
+        ranks(world, |group| {
+            let me = group.rank();
+            for len in [0, 1, 1000, LARGE] {
+                let sent: Vec<u64> = (0..len as u64).collect();
+                // Of one tag in order, tags in any order.
+                group.send(&sent, me, 1).unwrap();
+                group.send(&[9.5_f64], me, 2).unwrap();
+                group.send(&[true, false], me, 1).unwrap();
+                let envelope = group.probe(Some(me), 1).unwrap();
+                assert_eq!((envelope.from(), envelope.count(), envelope.dtype()), (me, len, Dtype::U64));
+                assert_eq!(group.try_probe(None, 2).unwrap().map(|envelope| envelope.count()), Some(1));
+                let (mut a, mut b, mut c) = (vec![0_u64; len], [0.0_f64], [false; 2]);
+                assert_eq!(group.recv_any(&mut b, 2).unwrap(), me);
+                group.recv(&mut a, me, 1).unwrap();
+                group.recv(&mut c, me, 1).unwrap();
+                assert!(a == sent && b == [9.5] && c == [true, false]);
+            }
+            group.barrier().unwrap();
+        });
+    }
+}
+
+#[test]
+fn a_rank_receives_from_itself_before_it_sends() {
+    for world in [1, 2] {
+        ranks(world, |group| {
+            let me = group.rank();
+            let named = group.irecv(vec![0_i32; LARGE], me, 5).unwrap();
+            let any = group.nonblocking().recv_any(vec![0_i32; 2], 6).unwrap();
+            assert!(!named.is_completed());
+            group.isend(vec![7_i32; LARGE], me, 5).unwrap().wait().unwrap();
+            group.send(&[1_i32, 2], me, 6).unwrap();
+            assert!(named.wait().unwrap() == vec![7; LARGE]);
+            assert_eq!(any.wait().unwrap(), (vec![1, 2], me));
+            let (mine, mut got) = ([me as u64; 3], [0_u64; 3]);
+            group.send_recv((&mine, me, 0), (&mut got, me, 0)).unwrap();
+            assert_eq!(got, mine);
+            let mut batch = group.batch();
+            let (mut first, mut second) = ([0_u64; 3], vec![0_u64; LARGE]);
+            let large = vec![3_u64; LARGE];
+            batch.send(&mine, me, 1).unwrap().send(&large, me, 1).unwrap();
+            batch.recv(&mut first, me, 1).unwrap().recv(&mut second, me, 1).unwrap();
+            batch.wait().unwrap();
+            assert!(first == mine && second == large);
+        });
+    }
+}
+
+#[test]
+fn a_thread_waits_for_what_another_of_its_rank_sends() {
+    ranks(1, |group| {
+        std::thread::scope(|scope| {
+            let receiver = scope.spawn(|| {
+                let envelope = group.probe(None, 3).unwrap();
+                let mut got = vec![0_u8; envelope.count()];
+                group.recv(&mut got, 0, 3).unwrap();
+                got
+            });
+            group.send(b"from the other thread", 0, 3).unwrap();
+            assert_eq!(receiver.join().unwrap(), b"from the other thread");
+        });
+    });
+}
+
+#[test]
+fn what_a_rank_sends_to_itself_must_fit() {
+    for (world, before) in [(1, true), (1, false), (2, true), (2, false)] {
+        let errors = ranks_together(world, |group| {
+            let me = group.rank();
+            if me > 0 {
+                return group.barrier().unwrap_err();
+            }
+            if before {
+                let recv = group.irecv(vec![0_u32; 2], me, 0).unwrap();
+                group.send(&[0_u32], me, 0).unwrap_err();
+                return recv.wait().unwrap_err();
+            }
+            group.send(&[0_u32], me, 0).unwrap();
+            group.recv(&mut [0_u64], me, 0).unwrap_err()
+        });
+        let mismatch = |error: &CommError| matches!(error, CommError::Mismatch { rank: 0, by: 0, .. });
+        assert!(errors.iter().all(mismatch), "{errors:?}");
+    }
 }

@@ -211,7 +211,7 @@ impl Mailbox {
     }
 
     /// The first of all receives that a message with this tag can go to, one from anybody among ours by now.
-    fn taker(&mut self, open: &mut Open, tag: u32) -> Option<usize> {
+    pub(super) fn taker(&mut self, open: &mut Open, tag: u32) -> Option<usize> {
         let ours = |recv: &Receiving| recv.matched.is_none() && recv.call.root == tag;
         let ours = self.recvs.iter().position(ours);
         let anybody = open.recvs.iter().position(|recv| recv.call.root == tag);
