@@ -214,6 +214,10 @@ impl Engine {
                 self.collectives.front().map(|first| first.awaited(self.settings.me, &self.peers).collect());
             return Some((awaited.unwrap_or_default(), collective.ticket.timeout));
         }
+        // Of many messages only the time is looked at.
+        if !self.tickets().any(late) {
+            return None;
+        }
         let mut messages = self.message_waits();
         messages.find_map(|(ticket, _, awaited)| late(ticket).then_some((awaited, ticket.timeout)))
     }

@@ -30,8 +30,9 @@ use crate::links::hello::Credentials;
 pub(crate) const EAGER_BYTES: usize = 64 << 10;
 /// What a receiver keeps for each peer until it is asked for, headers included.
 pub(crate) const CREDIT_BYTES: usize = 1 << 20;
-/// Most announcements of large messages from one peer that wait to be asked for.
-const ANNOUNCEMENTS: usize = 1 << 16;
+/// Most announcements from one peer that wait to be asked for. What a sender has beyond waits with it, in order, until
+/// one of them is; few in tests of this module.
+pub(crate) const ANNOUNCEMENTS: usize = if cfg!(test) { 50 } else { 1 << 20 };
 
 /// A message that this rank sends.
 #[derive(Debug)]
@@ -40,6 +41,17 @@ pub(crate) struct Sending {
     pub(crate) call: Call,
     pub(crate) ticket: Arc<Ticket>,
     lent: Lent<'static>,
+    stage: Stage,
+}
+
+/// What the receiver knows of a message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    /// Nothing: there are too many announcements.
+    Held,
+    Announced,
+    /// Its elements are on their way.
+    Sent,
 }
 
 /// A message that this rank waits for.
@@ -151,9 +163,16 @@ impl Open {
 pub(crate) struct Mailbox {
     peer: usize,
     pub(crate) conn: Option<Conn>,
-    pub(crate) sends: Vec<Sending>,
-    pub(crate) recvs: Vec<Receiving>,
+    /// In the order of their numbers; the last `held` are not announced.
+    pub(crate) sends: VecDeque<Sending>,
+    held: usize,
+    /// How many are announced and not asked for.
+    announced: usize,
+    pub(crate) recvs: VecDeque<Receiving>,
     early: VecDeque<Early>,
+    /// Of `early`: bytes that are kept, headers included, and announcements.
+    kept: usize,
+    offers: usize,
     out: VecDeque<Out>,
     reading: Reading,
     /// Bytes that the peer still takes unasked.
@@ -171,9 +190,13 @@ impl Mailbox {
         Self {
             peer,
             conn: None,
-            sends: Vec::new(),
-            recvs: Vec::new(),
+            sends: VecDeque::new(),
+            held: 0,
+            announced: 0,
+            recvs: VecDeque::new(),
             early: VecDeque::new(),
+            kept: 0,
+            offers: 0,
             out: VecDeque::new(),
             reading: Reading::Header,
             credit: CREDIT_BYTES,
@@ -193,6 +216,7 @@ impl Mailbox {
         self.conn = None;
         self.early.clear();
         self.out.clear();
+        (self.held, self.announced, self.kept, self.offers) = (0, 0, 0, 0);
         self.full = false;
     }
 
@@ -205,15 +229,40 @@ impl Mailbox {
     ) {
         let seq = self.next_seq;
         self.next_seq += 1;
-        let cost = lent.len() + HEADER_BYTES;
-        let eager = lent.len() <= EAGER_BYTES && cost <= self.credit;
-        if eager {
-            self.credit -= cost;
+        self.sends.push_back(Sending { seq, call, ticket, lent, stage: Stage::Held });
+        self.held += 1;
+        self.send_held(ours);
+    }
+
+    /// Sends or announces what is held, in order, as far as that may be.
+    fn send_held(&mut self, ours: &Credentials) {
+        while self.held > 0 {
+            let index = self.sends.len() - self.held;
+            let Sending { seq, call, ref lent, .. } = self.sends[index];
+            let (bytes, cost) = (lent.len(), lent.len() + HEADER_BYTES);
+            let eager = bytes <= EAGER_BYTES && cost <= self.credit;
+            let (kind, len) = if eager { (Kind::Eager, bytes as u64) } else { (Kind::Rts, 0) };
+            if eager {
+                self.credit -= cost;
+                self.sends[index].stage = Stage::Sent;
+            } else if self.announced < ANNOUNCEMENTS {
+                self.announced += 1;
+                self.sends[index].stage = Stage::Announced;
+            } else {
+                return;
+            }
+            self.held -= 1;
+            self.push(
+                ours,
+                Frame { len, call: call.encode(), ..bare(ours, kind, seq) },
+                eager.then_some(seq),
+            );
         }
-        let kind = if eager { Kind::Eager } else { Kind::Rts };
-        let len = if eager { lent.len() as u64 } else { 0 };
-        self.push(ours, Frame { len, call: call.encode(), ..bare(ours, kind, seq) }, eager.then_some(seq));
-        self.sends.push(Sending { seq, call, ticket, lent });
+    }
+
+    /// The place of a message among those that are sent.
+    fn sending(&self, seq: u64) -> Option<usize> {
+        self.sends.binary_search_by_key(&seq, |send| send.seq).ok()
     }
 
     /// The first message with this tag that came early and that nobody has claimed: its place in the order of all
@@ -241,16 +290,18 @@ impl Mailbox {
         if let Some(index) = self.early_index(call.root) {
             let early = &mut self.early[index];
             if let Err(error) = check(early.call, call, early.seq) {
-                self.recvs.push(recv);
+                self.recvs.push_back(recv);
                 return Err(error);
             }
             if early.bytes.is_none() {
                 recv.matched = Some(Match::Large(early.seq));
                 let seq = early.seq;
                 self.early.remove(index);
+                self.offers -= 1;
                 self.push(ours, bare(ours, Kind::Cts, seq), None);
             } else if early.complete {
                 let bytes = self.early.remove(index).and_then(|early| early.bytes).unwrap_or_default();
+                self.kept -= bytes.len() + HEADER_BYTES;
                 Source::from(&*bytes).copy_to(&mut recv.lent.bytes_mut(0..bytes.len()));
                 // Nothing is owed to itself, nor to who is gone.
                 if self.conn.is_some() {
@@ -263,7 +314,7 @@ impl Mailbox {
                 recv.matched = Some(Match::Eager);
             }
         }
-        self.recvs.push(recv);
+        self.recvs.push_back(recv);
         Ok(())
     }
 
@@ -291,7 +342,8 @@ impl Mailbox {
         let mut any = false;
         self.full = false;
         while let Some(out) = self.out.front_mut() {
-            let body = out.body.and_then(|seq| self.sends.iter().position(|send| send.seq == seq));
+            let place = |seq: u64| self.sends.binary_search_by_key(&seq, |send| send.seq).ok();
+            let body = out.body.and_then(place);
             let lent = body.map(|index| &self.sends[index].lent);
             let total = HEADER_BYTES + lent.map_or(0, Lent::len);
             let from = out.sent.saturating_sub(HEADER_BYTES);
@@ -308,8 +360,8 @@ impl Mailbox {
                 return Ok(any);
             }
             self.out.pop_front();
-            if let Some(index) = body {
-                self.sends.remove(index).ticket.complete(Ok(None));
+            if let Some(send) = body.and_then(|index| self.sends.remove(index)) {
+                send.ticket.complete(Ok(None));
             }
         }
         Ok(any)

@@ -5,7 +5,7 @@
 mod common;
 
 use common::*;
-use convoke_comm::{Dtype, Loss};
+use convoke_comm::{Dtype, Loss, wait_all};
 
 #[test]
 fn a_ring_of_large_messages_does_not_wait_in_a_circle() {
@@ -265,5 +265,35 @@ fn what_a_rank_sends_to_itself_must_fit() {
         });
         let mismatch = |error: &CommError| matches!(error, CommError::Mismatch { rank: 0, by: 0, .. });
         assert!(errors.iter().all(mismatch), "{errors:?}");
+    }
+}
+
+/// More than a receiver once heard of before it took the first.
+const MANY: usize = 80_000;
+
+#[test]
+fn any_number_of_messages_arrives_though_nobody_has_asked_for_the_first() {
+    // In memory, and over connections.
+    for hosts in [[0, 0], [0, 1]] {
+        let sent = Gate::new(2);
+        on_hosts(&hosts, "", |group| {
+            if group.rank() == 0 {
+                let send = |number| group.isend(vec![number as u64; 2], 1, (number % 2) as u32).unwrap();
+                let works: Vec<_> = (0..MANY).map(send).collect();
+                sent.wait();
+                assert_eq!(wait_all(works).unwrap().len(), MANY);
+                return;
+            }
+            // They come while this rank waits for something else.
+            group.with_timeout(LONG).probe(Some(0), 1).unwrap();
+            sent.wait();
+            for tag in [1, 0] {
+                for number in (tag..MANY).step_by(2) {
+                    let mut got = [0_u64; 2];
+                    group.recv(&mut got, 0, tag as u32).unwrap();
+                    assert_eq!(got, [number as u64; 2]);
+                }
+            }
+        });
     }
 }

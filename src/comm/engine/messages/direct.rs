@@ -5,7 +5,7 @@
 use std::io::IoSlice;
 use std::sync::Arc;
 
-use super::{EAGER_BYTES, Mailbox, Match, MessageError, Open, Out, Reading, Sending, bare, check};
+use super::{EAGER_BYTES, Mailbox, Match, MessageError, Open, Out, Reading, Sending, Stage, bare, check};
 use crate::call::Call;
 use crate::engine::buffer::Lent;
 use crate::engine::ticket::Ticket;
@@ -52,7 +52,8 @@ impl Mailbox {
         lent: &Lent<'_>,
     ) -> Result<Sent, MessageError> {
         let (len, cost) = (lent.len(), lent.len() + HEADER_BYTES);
-        let Some(conn) = self.conn.as_mut().filter(|_| self.out.is_empty() && cost <= self.credit) else {
+        let first = self.out.is_empty() && self.held == 0;
+        let Some(conn) = self.conn.as_mut().filter(|_| first && cost <= self.credit) else {
             return Ok(Sent::Nothing);
         };
         let bytes = lent.bytes(0..len);
@@ -77,7 +78,7 @@ impl Mailbox {
     pub(crate) fn post_rest(&mut self, begun: Begun, call: Call, lent: Lent<'static>, ticket: Arc<Ticket>) {
         let Begun { seq, header, sent } = begun;
         self.out.push_back(Out { header, body: Some(seq), sent });
-        self.sends.push(Sending { seq, call, ticket, lent });
+        self.sends.push_back(Sending { seq, call, ticket, lent, stage: Stage::Sent });
     }
 
     /// Receives what is there of the message that a call asks for, if that is the next one.
@@ -144,7 +145,7 @@ impl Mailbox {
         let mut recv = self.receiving(order, call, lent, ticket);
         (recv.matched, recv.done) = (Some(Match::Eager), done);
         self.reading = Reading::Posted { id: recv.id, eager: true };
-        self.recvs.push(recv);
+        self.recvs.push_back(recv);
     }
 }
 

@@ -4,11 +4,12 @@
 use std::io;
 use std::sync::Arc;
 
-use super::{Early, Mailbox, MessageError, Open, Sending, check};
+use super::{Early, Mailbox, MessageError, Open, Sending, Stage, check};
 use crate::call::Call;
 use crate::engine::buffer::Lent;
 use crate::engine::ticket::Ticket;
 use crate::error::CommError;
+use crate::frame::HEADER_BYTES;
 use crate::kernels::Source;
 
 impl Mailbox {
@@ -27,12 +28,13 @@ impl Mailbox {
             return Ok(());
         };
         if let Err(error) = check(call, self.recvs[index].call, seq) {
-            self.sends.push(Sending { seq, call, ticket, lent });
+            self.sends.push_back(Sending { seq, call, ticket, lent, stage: Stage::Sent });
             return Err(error);
         }
-        let mut recv = self.recvs.remove(index);
-        Source::from(lent.bytes(0..lent.len())).copy_to(&mut recv.lent.bytes_mut(0..lent.len()));
-        recv.ticket.complete(Ok(Some(self.envelope_of(call))));
+        if let Some(mut recv) = self.recvs.remove(index) {
+            Source::from(lent.bytes(0..lent.len())).copy_to(&mut recv.lent.bytes_mut(0..lent.len()));
+            recv.ticket.complete(Ok(Some(self.envelope_of(call))));
+        }
         ticket.complete(Ok(None));
         Ok(())
     }
@@ -46,6 +48,7 @@ impl Mailbox {
         bytes.extend_from_slice(lent.bytes(0..lent.len()));
         let (id, came) = (self.next_id, open.came);
         (self.next_id, open.came) = (id + 1, came + 1);
+        self.kept += bytes.len() + HEADER_BYTES;
         let (bytes, complete, claimed) = (Some(bytes), true, None);
         self.early.push_back(Early { id, seq, came, call, bytes, complete, claimed });
         Ok(())

@@ -2,7 +2,7 @@
 
 use super::{
     ANNOUNCEMENTS, CREDIT_BYTES, EAGER_BYTES, Early, Mailbox, Match, MessageError, Open, Reading, Receiving,
-    bare, check,
+    Stage, bare, check,
 };
 use crate::call::Call;
 use crate::fault::moment;
@@ -103,7 +103,7 @@ impl Mailbox {
                 if recv.done < recv.lent.len() {
                     return Ok(take > 0);
                 }
-                let recv = self.recvs.remove(index);
+                let Some(recv) = self.recvs.remove(index) else { return Ok(true) };
                 self.reading = Reading::Header;
                 if eager {
                     self.owe(ours, recv.lent.len());
@@ -119,8 +119,9 @@ impl Mailbox {
         let early = self.early.iter().position(|message| message.id == early);
         let bytes = early.and_then(|index| self.early.remove(index)).and_then(|early| early.bytes);
         let recv = self.recvs.iter().position(|waiting| waiting.id == recv);
-        if let (Some(bytes), Some(index)) = (bytes, recv) {
-            let mut recv = self.recvs.remove(index);
+        let recv = recv.and_then(|index| self.recvs.remove(index));
+        if let (Some(bytes), Some(mut recv)) = (bytes, recv) {
+            self.kept -= bytes.len() + HEADER_BYTES;
             Source::from(&*bytes).copy_to(&mut recv.lent.bytes_mut(0..bytes.len()));
             self.owe(ours, bytes.len());
             recv.ticket.complete(Ok(Some(self.envelope_of(recv.call))));
@@ -135,16 +136,19 @@ impl Mailbox {
         match frame.kind {
             Kind::Eager | Kind::Rts => self.arrival(ours, open, frame),
             Kind::Cts => {
-                let Some(send) = self.sends.iter().find(|send| send.seq == frame.seq) else {
+                let waiting = self.sending(frame.seq).filter(|&index| self.sends[index].stage != Stage::Held);
+                let Some(index) = waiting else {
                     return protocol(format!("it asks for message {}, which does not wait", frame.seq));
                 };
-                let (len, call) = (send.lent.len() as u64, send.call.encode());
-                let queued = self.out.iter().any(|out| out.body == Some(frame.seq));
-                if queued {
+                let send = &mut self.sends[index];
+                if std::mem::replace(&mut send.stage, Stage::Sent) == Stage::Sent {
                     return protocol(format!("it asks twice for message {}", frame.seq));
                 }
+                let (len, call) = (send.lent.len() as u64, send.call.encode());
                 let header = Frame { len, call, ..bare(ours, Kind::Message, frame.seq) };
                 self.push(ours, header, Some(frame.seq));
+                self.announced -= 1;
+                self.send_held(ours);
                 Ok(())
             }
             Kind::Message => {
@@ -164,6 +168,7 @@ impl Mailbox {
                     return protocol(format!("it credits {} bytes that it never got", frame.seq));
                 }
                 self.credit = credit;
+                self.send_held(ours);
                 Ok(())
             }
             kind @ (Kind::Hello | Kind::Welcome | Kind::Proof | Kind::Refuse | Kind::Data | Kind::Open)
@@ -192,11 +197,13 @@ impl Mailbox {
             }
             return Ok(());
         }
-        let kept =
-            |early: &Early| early.bytes.is_some().then_some(early.call.bytes() as usize + HEADER_BYTES);
-        let kept = || self.early.iter().filter_map(kept).sum::<usize>();
         let total = frame.len as usize;
-        if eager && kept() + total + HEADER_BYTES > CREDIT_BYTES || self.early.len() >= ANNOUNCEMENTS {
+        if eager {
+            self.kept += total + HEADER_BYTES;
+        } else {
+            self.offers += 1;
+        }
+        if self.kept > CREDIT_BYTES || self.offers > ANNOUNCEMENTS {
             return Err(MessageError::Protocol("it sends more than it has credit for".to_owned()));
         }
         let (id, came) = (self.next_id, open.came);
@@ -221,7 +228,7 @@ impl Mailbox {
             (_, Some(any)) => {
                 let any = open.recvs.remove(any)?;
                 let recv = self.receiving(any.order, any.call, any.lent, any.ticket);
-                self.recvs.push(recv);
+                self.recvs.push_back(recv);
                 Some(self.recvs.len() - 1)
             }
         }

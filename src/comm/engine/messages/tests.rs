@@ -121,6 +121,42 @@ fn random_messages_arrive_in_order_for_each_tag() {
     }
 }
 
+/// A sender has more messages than a receiver hears of: the rest waits with it, and comes in order.
+#[test]
+fn more_messages_than_may_be_announced_wait_with_their_sender() {
+    for len in [0, 100, EAGER_BYTES + 1] {
+        let (a, b) = fake::pair(Script::default());
+        let (mut left, mut right) = (Mailbox::new(1), Mailbox::new(0));
+        (left.conn, right.conn) = (Some(Conn::new(Box::new(a))), Some(Conn::new(Box::new(b))));
+        let eager = if len > EAGER_BYTES { 0 } else { CREDIT_BYTES / (len + HEADER_BYTES) };
+        let count = eager + 4 * ANNOUNCEMENTS;
+        let mut messages: Vec<Message> = (0..count)
+            .map(|index| {
+                let sent = vec![index as u8; len];
+                Message { tag: 1, got: vec![0; len], sent, sending: None, receiving: None }
+            })
+            .collect();
+        let turn = |left: &mut Mailbox, right: &mut Mailbox| {
+            while left.turn(&credentials(), &mut Open::default()).unwrap()
+                | right.turn(&credentials(), &mut Open::default()).unwrap()
+            {}
+        };
+        messages.iter_mut().for_each(|message| message.send(&mut left));
+        turn(&mut left, &mut right);
+        assert_eq!((right.early.len(), right.offers), (eager + ANNOUNCEMENTS, ANNOUNCEMENTS), "{len}");
+        for message in &mut messages {
+            message.recv(&mut right);
+            turn(&mut left, &mut right);
+        }
+        for message in &messages {
+            assert!(message.got == message.sent);
+            assert!(message.sending.as_ref().is_some_and(|ticket| ticket.is_done()));
+        }
+        assert_eq!((left.held, left.announced, right.kept, right.offers), (0, 0, 0, 0), "{len}");
+        assert_eq!(left.credit + right.owed, CREDIT_BYTES, "credit is lost or made");
+    }
+}
+
 /// Whatever a peer sends: an error or nothing, never harm.
 #[test]
 fn random_frames_never_do_harm() {
