@@ -123,7 +123,8 @@ pub struct Call {
     pub(crate) root: u32,
     /// Below 2^48: no machine has memory for more elements.
     pub(crate) count: u64,
-    /// Fingerprint of the lengths of a list in a collective that has a root, of 24 bits; else 0.
+    /// Fingerprint of the lengths of a list in a collective that has a root, of 24 bits; else 0, and 1 where a rank says
+    /// that it waits in a send.
     pub(crate) lens: u32,
 }
 
@@ -153,6 +154,11 @@ impl Call {
     #[must_use]
     pub const fn count(&self) -> u64 {
         self.count
+    }
+
+    /// The call of a message, as its sender says that it waits in it.
+    pub(crate) fn of_sender(self) -> Self {
+        Self { lens: 1, ..self }
     }
 
     pub(crate) fn bytes(&self) -> u64 {

@@ -62,6 +62,11 @@ type Prepared<'a> = Result<Option<Operation<'a>>, CommError>;
 /// A call that fails with [`CommError::place`] ends the group on all ranks. Clones are the same group;
 /// when the last is dropped, or one is [destroyed](Self::destroy), the group takes leave of its peers and no
 /// thread, socket or file stays.
+///
+/// Before it takes leave, what was begun and whose [`Work`](crate::Work) was dropped is done, each within its time: a
+/// message of [`Self::isend`] arrives though `main` returns. Receives that nobody waits for are given up. It leaves at once
+/// if another rank waits for a call that this one has not begun, and after a panic. `std::process::exit` drops nothing:
+/// wait for each `Work` before.
 #[derive(Clone)]
 pub struct Group {
     inner: Arc<Inner>,
@@ -491,8 +496,11 @@ impl Drop for Inner {
             // forked child does not have.
             std::mem::forget((self.shared.take(), self.itself.take(), self.keep.take()));
         } else if let Some(shared) = self.shared() {
-            let panics = std::thread::panicking();
-            shared.close(if panics { Engine::leave_in_panic } else { Engine::leave });
+            if std::thread::panicking() {
+                return shared.close(Engine::leave_in_panic);
+            }
+            shared.finish();
+            shared.close(Engine::leave);
         }
     }
 }

@@ -61,6 +61,8 @@ pub(crate) struct Engine {
     pub(super) attended: bool,
     pub(super) agent_registered: bool,
     pub(super) left: bool,
+    /// Since when it leaves as soon as what was begun is done, and makes no other call.
+    pub(super) finishing: Option<Instant>,
     patience: Patience,
     /// A control connection has said something, or ended.
     pub(super) heard: bool,
@@ -105,6 +107,7 @@ impl Engine {
             attended: false,
             agent_registered: false,
             left: false,
+            finishing: None,
             patience: Patience::new(settings.sharing.crowd),
             moved_at: None,
             heard: false,
@@ -282,7 +285,7 @@ impl Engine {
                 moved |= self.turn_messages(peer);
             }
         }
-        if !self.leaving.is_empty() && self.tickets().next().is_none() {
+        if !self.leaving.is_empty() && (self.tickets().next().is_none() || self.gives_up_finishing()) {
             self.leave();
             self.leaving.drain(..).for_each(|ticket| ticket.complete(Ok(None)));
         }

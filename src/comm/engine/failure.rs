@@ -20,7 +20,7 @@ const LAST_TURNS: u32 = 64;
 
 /// A call that was taken out of the engine: which one, its number, bytes received and expected, and
 /// who waits for it.
-type Ended = (Call, u64, (u64, u64), Arc<Ticket>);
+pub(super) type Ended = (Call, u64, (u64, u64), Arc<Ticket>);
 
 /// Why the group has ended.
 #[derive(Debug, Clone)]
@@ -139,7 +139,7 @@ impl Engine {
     }
 
     /// Takes all tasks out of the engine and closes the data lanes.
-    fn end_everything(&mut self) -> Vec<Ended> {
+    pub(super) fn end_everything(&mut self) -> Vec<Ended> {
         let mut ended = Vec::new();
         for collective in self.collectives.drain(..) {
             let run = collective.run;
@@ -222,13 +222,13 @@ impl Engine {
         messages.find_map(|(ticket, _, awaited)| late(ticket).then_some((awaited, ticket.timeout)))
     }
 
-    /// All sends, receives and probes, and for whom they wait.
+    /// All sends, receives and probes, and for whom they wait; calls of sends are [marked](Call::of_sender).
     pub(super) fn message_waits(&self) -> impl Iterator<Item = (&Arc<Ticket>, Call, Vec<usize>)> {
         let alone = self.settings.size == 1;
         let here = move |&rank: &usize| alone || rank != self.settings.me && !self.peers[rank].left;
         let anybody = move || (0..self.settings.size).filter(here).take(NAMED_RANKS).collect::<Vec<_>>();
         let with = self.peers.iter().enumerate().flat_map(|(rank, peer)| {
-            let sends = peer.messages.sends.iter().map(|send| (&send.ticket, send.call));
+            let sends = peer.messages.sends.iter().map(|send| (&send.ticket, send.call.of_sender()));
             let all = sends.chain(peer.messages.recvs.iter().map(|recv| (&recv.ticket, recv.call)));
             all.map(move |(ticket, call)| (ticket, call, vec![rank]))
         });

@@ -7,8 +7,9 @@ use std::time::{Duration, Instant};
 use nix::poll::PollFlags;
 
 use super::core::Engine;
+use crate::call::CallKind;
 use crate::cause::{Cause, Report};
-use crate::error::Loss;
+use crate::error::{CommError, Loss};
 use crate::fault::moment;
 use crate::frame::Kind;
 use crate::links::conn::Conn;
@@ -25,6 +26,52 @@ impl Engine {
             self.fail(Report::new(rank, Cause::PeerLost { rank, how: Loss::Panicked }));
         }
         self.leave();
+    }
+
+    /// The last handle goes: what was begun and nobody waits for is to be done before. Receives are given up, as nobody has
+    /// what they would fill.
+    pub(super) fn finish(&mut self) {
+        let given_up = self.peers.iter_mut().flat_map(|peer| peer.messages.give_up_receives());
+        let given_up: Vec<_> = given_up.chain(self.open.recvs.drain(..).map(|recv| recv.ticket)).collect();
+        given_up.iter().for_each(|ticket| ticket.complete(Err(self.destroyed())));
+        self.finishing = Some(Instant::now());
+        // They may have told it before, and will not again.
+        let ask = self.question();
+        self.tell_all(&ask, &[]);
+    }
+
+    /// Whether this rank must leave before all is done, since another waits for what it will never do: then what is under
+    /// way ends.
+    pub(super) fn gives_up_finishing(&mut self) -> bool {
+        let Some((rank, since)) = self.is_missed_by().zip(self.finishing) else { return false };
+        let ended = self.end_everything();
+        log::warn!(
+            "{}: rank {} leaves after {} ms with {} operations undone: rank {rank} waits for another call of it. \
+             Wait for what was begun (`Work::wait`) before the group is dropped",
+            self.settings.name,
+            self.settings.me,
+            since.elapsed().as_millis(),
+            ended.len()
+        );
+        ended.iter().for_each(|(.., ticket)| ticket.complete(Err(self.destroyed())));
+        true
+    }
+
+    /// A rank that has said that it waits for this one, which is finishing, in something that this one has not begun.
+    fn is_missed_by(&self) -> Option<usize> {
+        let since = self.finishing?;
+        self.peers.iter().enumerate().find_map(|(rank, peer)| {
+            let said = peer.state.as_ref().filter(|said| said.heard >= since)?;
+            let has_begun = match said.call.kind {
+                CallKind::PointToPoint => peer.messages.is_owed(&said.call),
+                _ => said.seq < self.next_seq,
+            };
+            (said.awaits.contains(&self.settings.me) && !has_begun).then_some(rank)
+        })
+    }
+
+    fn destroyed(&self) -> CommError {
+        CommError::Destroyed { group: self.settings.name.clone() }
     }
 
     /// Says goodbye and closes all connections.

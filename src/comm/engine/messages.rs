@@ -324,6 +324,21 @@ impl Mailbox {
         Receiving { id, order, call, ticket, lent, matched: None, done: 0 }
     }
 
+    /// Takes out receives for which nothing has come.
+    pub(crate) fn give_up_receives(&mut self) -> Vec<Arc<Ticket>> {
+        let (matched, others): (VecDeque<_>, Vec<_>) =
+            std::mem::take(&mut self.recvs).into_iter().partition(|recv| recv.matched.is_some());
+        self.recvs = matched;
+        others.into_iter().map(|recv| recv.ticket).collect()
+    }
+
+    /// Whether the peer, which says that it waits in `call`, waits for what is sent here or on its way.
+    pub(crate) fn is_owed(&self, call: &Call) -> bool {
+        let receives = call.of_sender() != *call;
+        let comes = |send: &Sending| send.stage == Stage::Sent || receives && send.call.root == call.root;
+        self.sends.iter().any(comes)
+    }
+
     fn envelope_of(&self, call: Call) -> Envelope {
         Envelope { from: self.peer, call }
     }

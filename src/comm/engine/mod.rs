@@ -174,6 +174,18 @@ impl Shared {
         outcomes.into_iter().try_for_each(|outcome| outcome.map(drop))
     }
 
+    /// Before the last handle goes: has done what was begun and nobody waits for, each within its time, and leaves.
+    pub(crate) fn finish(&self) {
+        if self.chores().pending() == 0 {
+            return;
+        }
+        let _ = self.ask(|engine| {
+            engine.finish();
+            Ok(None)
+        });
+        let _ = self.call(&mut Some(Operation::Leave), Limit::from(Duration::MAX));
+    }
+
     /// Which ranks still have the group.
     pub(crate) fn look(&self) -> Presence {
         let presence = Arc::new(Mutex::default());

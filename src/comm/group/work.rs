@@ -20,7 +20,8 @@ use crate::engine::{Outcome, Ticket};
 ///
 /// The memory comes back with the result: from [`wait`](Self::wait), or from `.await`, under any runtime. The
 /// operation goes on whether or not anybody waits; whoever waits helps. A handle that is dropped lets its
-/// operation go on: the memory is freed when it is done. In a scope the scope then waits.
+/// operation go on: the memory is freed when it is done, and the last handle of the group waits for it when it is
+/// dropped. In a scope the scope then waits.
 ///
 /// After an error the memory is not given back, its contents would be unspecified; nobody touches it any more.
 #[must_use = "the result is known only to who waits for it"]
@@ -219,6 +220,7 @@ impl<M: Memory> Unpin for Work<M> {}
 
 impl<M: Memory> Drop for Work<M> {
     fn drop(&mut self) {
+        let is_on_device = self.is_on_device();
         let Some(State { ticket, group, memory, .. }) = self.state.take() else { return };
         // SAFETY: initialised from the start, and read once: `state` is gone. If the engine still works on it, it
         // is kept alive below, or is borrowed and the scope waits.
@@ -229,9 +231,12 @@ impl<M: Memory> Drop for Work<M> {
         if ticket.is_done() {
             return;
         }
-        if let Some(owned) = memory.into_owned() {
-            // With the group: it must not take leave while this is under way.
-            drop(ticket.keep(Box::new((owned, group))));
+        match memory.into_owned() {
+            // With the group, whose side on the device must not end while this is under way.
+            Some(owned) if is_on_device => drop(ticket.keep(Box::new((owned, group)))),
+            // The group, if nobody else has it, takes leave when this is done.
+            Some(owned) => drop(ticket.keep(Box::new(owned))),
+            None => {}
         }
     }
 }

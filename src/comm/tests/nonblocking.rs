@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
 use common::*;
-use convoke_comm::{List, Work, wait_all, wait_any};
+use convoke_comm::{List, Loss, Work, wait_all, wait_any};
 use convoke_testkit::Thread;
 use nix::poll::{PollFd, PollFlags, PollTimeout};
 
@@ -242,6 +242,44 @@ fn a_dropped_barrier_goes_on_even_without_the_group() {
         gate.wait();
         group.barrier().unwrap();
     });
+}
+
+#[test]
+fn who_waits_for_a_call_that_another_will_not_make_is_told_though_that_one_has_messages_to_deliver() {
+    let begin = Instant::now();
+    let waits: [fn(&Group) -> Result<(), CommError>; 4] = [
+        |group| group.recv(&mut [0_u8], 0, 6),
+        |group| group.send(&vec![0_u64; 100_000], 0, 5),
+        |group| group.recv_any(&mut [0_u8], 6).map(drop),
+        Group::barrier,
+    ];
+    for wait in waits {
+        let errors = ranks_together(3, |group| {
+            if group.rank() > 0 {
+                return Some(if group.rank() == 1 { wait(&group) } else { group.barrier() }.unwrap_err());
+            }
+            // Nobody will receive it.
+            drop(group.isend(vec![1_u64; 100_000], 1, 5).unwrap());
+            None
+        });
+        let left = |error: &CommError| matches!(error, CommError::PeerLost { rank: 0, how: Loss::Left, .. });
+        assert!(errors[0].is_none() && errors[1..].iter().flatten().all(left), "{errors:?}");
+    }
+    assert!(begin.elapsed() < LONG / 2);
+}
+
+#[test]
+fn receives_that_nobody_waits_for_do_not_keep_the_last_handle() {
+    let begin = Instant::now();
+    for world in [1, 2] {
+        ranks_together(world, |group| {
+            let own = group.nonblocking();
+            drop(own.recv(vec![0_u8; 10], group.rank(), 8).unwrap());
+            drop(own.recv(vec![0_u8; 10], world - 1 - group.rank(), 9).unwrap());
+            drop(own.recv_any(vec![0_u8; 10], 9).unwrap());
+        });
+    }
+    assert!(begin.elapsed() < LONG / 2);
 }
 
 type Told = Mutex<mpsc::Receiver<Thread>>;

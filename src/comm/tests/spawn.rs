@@ -308,3 +308,28 @@ fn gone(pid: Pid) {
         std::thread::yield_now();
     }
 }
+
+#[test]
+fn messages_whose_handles_were_dropped_arrive_though_the_rank_returns() {
+    const LARGE: usize = 200_000;
+    for round in 0..3 {
+        spawn(3, |rank| {
+            let world = init()?;
+            if rank == 0 {
+                for to in 1..3 {
+                    drop(world.isend(vec![round; LARGE], to, 1)?);
+                    drop(world.isend(vec![round], to, 2)?);
+                }
+                return Ok(());
+            }
+            // It is announced; its sender has nothing else to do.
+            world.probe(Some(0), 1)?;
+            let (mut large, mut small) = (vec![9_u64; LARGE], [9_u64]);
+            world.recv(&mut large, 0, 1)?;
+            world.recv(&mut small, 0, 2)?;
+            assert!(large == vec![round; LARGE] && small == [round]);
+            Ok::<(), CommError>(())
+        })
+        .unwrap();
+    }
+}
