@@ -55,6 +55,7 @@ mod plan;
 #[cfg(all(test, not(loom)))]
 mod programs;
 mod reduction;
+mod room;
 mod session;
 mod shm;
 mod spawn;

@@ -326,7 +326,7 @@ impl Mailbox {
 
     /// Takes out receives for which nothing has come.
     pub(crate) fn give_up_receives(&mut self) -> Vec<Arc<Ticket>> {
-        let (matched, others): (VecDeque<_>, Vec<_>) =
+        let (matched, others): (VecDeque<_>, VecDeque<_>) =
             std::mem::take(&mut self.recvs).into_iter().partition(|recv| recv.matched.is_some());
         self.recvs = matched;
         others.into_iter().map(|recv| recv.ticket).collect()

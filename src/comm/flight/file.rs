@@ -24,6 +24,7 @@ use nix::sys::statfs::{
 
 use super::map::map;
 use super::ring::Ring;
+use crate::room;
 
 /// Local file systems whose allocated blocks can be relied on. (ext2, ext3 and ext4 have one number.)
 const LOCAL: [FsType; 6] = [
@@ -86,7 +87,9 @@ impl File {
         let (done, wait) = channel();
         let save = move || {
             let mut path = path.lock().unwrap_or_else(PoisonError::into_inner);
-            if let Some(path) = &*path {
+            if room::for_file(bytes.len()).is_err() {
+                // To write it would kill the process.
+            } else if let Some(path) = &*path {
                 let _ = fs::write(path, bytes);
             } else if let Ok((mut file, made)) = create(&folder, &name) {
                 match file.write_all(&bytes) {
@@ -131,6 +134,7 @@ fn allocate(file: &fs::File) -> io::Result<()> {
     if !LOCAL.contains(&fstatfs(file.as_fd())?.filesystem_type()) {
         return Err(io::ErrorKind::Unsupported.into());
     }
+    room::for_file(FILE_BYTES)?;
     fallocate(file, FallocateFlags::empty(), 0, FILE_BYTES as i64)?;
     Ok(())
 }

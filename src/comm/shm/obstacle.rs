@@ -42,6 +42,7 @@ fn hint(error: &io::Error) -> &'static str {
     match Errno::from_io_error(error) {
         Some(Errno::MFILE) => " (this process may open no more files: `ulimit -n`)",
         Some(Errno::NFILE) => " (no process may open more files: fs.file-max)",
+        Some(Errno::FBIG) => " (this process may make no file that large: `ulimit -f`)",
         Some(Errno::NOSPC | Errno::NOMEM) => " (the machine or the control group has no more memory)",
         Some(Errno::PERM | Errno::ACCESS | Errno::NOSYS) => " (a sandbox forbids it)",
         _ => "",
@@ -59,6 +60,7 @@ mod tests {
             told(Errno::MFILE),
             "cannot make 7 bytes of memory for all: Too many open files (os error 24) (this process may open no more files: `ulimit -n`)"
         );
+        assert!(told(Errno::FBIG).ends_with(" (this process may make no file that large: `ulimit -f`)"));
         assert!(told(Errno::NOSPC).ends_with(" (the machine or the control group has no more memory)"));
         assert!(told(Errno::PERM).ends_with(" (a sandbox forbids it)"));
         assert!(told(Errno::INTR).ends_with("(os error 4)"));

@@ -16,6 +16,7 @@ use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use crate::kernels::Source;
+use crate::room;
 
 /// Nobody can make it shorter: touching it never is a SIGBUS.
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
@@ -70,9 +71,12 @@ macro_rules! may_fail {
     };
 }
 
-/// Makes memory of `bytes` bytes without a name, to be handed to others as a descriptor. It takes no pages yet.
+/// Makes memory of `bytes` bytes without a name, to be handed to others as a descriptor. It takes no pages yet, but there
+/// must be room for all of them.
 pub(crate) fn create(bytes: usize) -> io::Result<OwnedFd> {
     may_fail!(Create);
+    room::for_file(bytes)?;
+    room::for_memory(bytes)?;
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     // Not executable, where the system knows that wish.
     let memory = rustix::fs::memfd_create(c"convoke", flags | MemfdFlags::NOEXEC_SEAL)
@@ -89,6 +93,10 @@ pub(crate) fn create(bytes: usize) -> io::Result<OwnedFd> {
 /// There is no such memory: the machine's, or what the control group may have.
 pub(crate) fn commit(memory: impl AsFd, range: Range<usize>) -> io::Result<()> {
     may_fail!(Commit);
+    // Not for a page: to look takes as long as some.
+    if range.len() > LARGE_PAGE / 2 {
+        room::for_memory(range.len())?;
+    }
     let (start, len) = (range.start as u64, range.len() as u64);
     Ok(rustix::fs::fallocate(memory, FallocateFlags::empty(), start, len)?)
 }

@@ -7,11 +7,14 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use convoke_comm::{CommError, ReduceOp, Spawn, SpawnError, World, init, is_elastic, is_initialized, spawn};
+use convoke_comm::{
+    Backend, CommError, ReduceOp, Spawn, SpawnError, World, init, is_elastic, is_initialized, spawn,
+};
 use convoke_env::{ExitCause, WorkerEnv};
 use convoke_testkit::{assert_one_passed, scene, scene_variable};
 use nix::sys::signal::{Signal, kill, raise};
 use nix::unistd::Pid;
+use rustix::process::{Resource, Rlimit, setrlimit};
 
 /// Bound for anything that should happen.
 const LONG: Duration = Duration::from_secs(60);
@@ -331,5 +334,28 @@ fn messages_whose_handles_were_dropped_arrive_though_the_rank_returns() {
             Ok::<(), CommError>(())
         })
         .unwrap();
+    }
+}
+
+#[test]
+fn where_files_may_not_be_large_enough_for_shared_memory_ranks_use_connections() {
+    // The first of them makes the memory.
+    for (who, most) in [(0, 0), (0, 20 << 20), (1, 0)] {
+        Spawn::new(3)
+            .timeout(LONG)
+            .run(move |rank| {
+                if rank == who {
+                    setrlimit(Resource::Fsize, Rlimit { current: Some(most), maximum: None }).unwrap();
+                }
+                let world = init().unwrap();
+                assert_eq!(sum(&world).unwrap(), 6);
+                let shared = if who == 0 { Backend::Tcp } else { Backend::SharedMemory };
+                assert_eq!(world.backend(), shared);
+                let mut buffer = world.alloc::<u64>(300_000).unwrap();
+                buffer[0] = rank as u64;
+                world.all_reduce(&mut buffer[..1], ReduceOp::Sum).unwrap();
+                assert_eq!((buffer[0], buffer.is_shared()), (3, who > 0));
+            })
+            .unwrap();
     }
 }

@@ -1,0 +1,159 @@
+//! What the system lets this process take: asked before it is taken, where who takes more is killed (by SIGXFSZ, or for
+//! want of memory) rather than refused.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use rustix::io::Errno;
+use rustix::process::{Resource, getrlimit};
+
+/// Whether a file may have `bytes` bytes, also one that is memory.
+///
+/// # Errors
+/// It may not: `ulimit -f`.
+pub(crate) fn for_file(bytes: usize) -> io::Result<()> {
+    match getrlimit(Resource::Fsize).current {
+        Some(most) if (bytes as u64) > most => Err(Errno::FBIG.into()),
+        Some(_) | None => Ok(()),
+    }
+}
+
+/// Whether the control groups of this process have memory for `bytes` bytes more.
+///
+/// # Errors
+/// They have not. What cannot be read forbids nothing.
+pub(crate) fn for_memory(bytes: usize) -> io::Result<()> {
+    let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    match free(&groups, Path::new("/sys/fs/cgroup")) {
+        Some(free) if (bytes as u64) > free => Err(Errno::NOMEM.into()),
+        Some(_) | None => Ok(()),
+    }
+}
+
+/// The files of one version of control groups.
+struct Version {
+    /// Where its hierarchy begins.
+    root: PathBuf,
+    limit: &'static str,
+    used: &'static str,
+    /// What the kernel can drop or write back of the files that are cached.
+    cached: [&'static str; 2],
+}
+
+/// Bytes that the control groups named in `groups`, as in `/proc/self/cgroup`, and those above them leave; `None` if there
+/// is no limit.
+fn free(groups: &str, root: &Path) -> Option<u64> {
+    let free = groups.lines().filter_map(|line| {
+        let mut fields = line.splitn(3, ':');
+        let (_, controllers, path) = (fields.next()?, fields.next()?, fields.next()?);
+        let version = match controllers {
+            "" => Version {
+                root: root.to_owned(),
+                limit: "memory.max",
+                used: "memory.current",
+                cached: ["inactive_file", "active_file"],
+            },
+            _ if controllers.split(',').any(|name| name == "memory") => Version {
+                root: root.join("memory"),
+                limit: "memory.limit_in_bytes",
+                used: "memory.usage_in_bytes",
+                cached: ["total_inactive_file", "total_active_file"],
+            },
+            _ => return None,
+        };
+        // In a container the path may be that of the host, and what is mounted the container's own.
+        let path = Path::new(path.trim_start_matches('/'));
+        path.ancestors().filter_map(|path| version.free_in(&version.root.join(path))).min()
+    });
+    free.min()
+}
+
+impl Version {
+    fn free_in(&self, folder: &Path) -> Option<u64> {
+        let number = |name: &str| fs::read_to_string(folder.join(name)).ok()?.trim().parse::<u64>().ok();
+        let (limit, used) = (number(self.limit)?, number(self.used)?);
+        let stat = fs::read_to_string(folder.join("memory.stat")).unwrap_or_default();
+        let cached = stat.lines().filter_map(|line| line.split_once(' '));
+        let cached = cached.filter(|(name, _)| self.cached.contains(name));
+        let cached: u64 = cached.filter_map(|(_, bytes)| bytes.trim().parse::<u64>().ok()).sum();
+        Some(limit.saturating_sub(used.saturating_sub(cached)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Folder(PathBuf);
+
+    impl Folder {
+        fn new(name: &str, files: &[(&str, &str)]) -> Self {
+            let root = std::env::temp_dir().join(format!("convoke-room-{name}-{}", std::process::id()));
+            for (path, text) in files {
+                let path = root.join(path);
+                fs::create_dir_all(path.parent().unwrap()).unwrap();
+                fs::write(path, text).unwrap();
+            }
+            Self(root)
+        }
+    }
+
+    impl Drop for Folder {
+        fn drop(&mut self) {
+            let _ = fs::remove_dir_all(&self.0);
+        }
+    }
+
+    #[test]
+    fn the_least_of_all_groups_above_counts_and_cached_files_are_free() {
+        let folder = Folder::new(
+            "unified",
+            &[
+                ("job/memory.max", "1000\n"),
+                ("job/memory.current", "900\n"),
+                ("job/memory.stat", "anon 500\ninactive_file 30\nactive_file 20\nshmem 7\n"),
+                ("job/step/memory.max", "max\n"),
+                ("job/step/memory.current", "800\n"),
+                ("job/other/memory.max", "10\n"),
+                ("job/other/memory.current", "20\n"),
+            ],
+        );
+        assert_eq!(free("0::/job/step\n", &folder.0), Some(150));
+        assert_eq!(free("0::/job\n", &folder.0), Some(150));
+        assert_eq!(free("0::/job/other\n", &folder.0), Some(0));
+        assert_eq!(free("0::/\n", &folder.0), None);
+        assert_eq!(free("0::/gone\n", &folder.0), None);
+    }
+
+    #[test]
+    fn in_a_container_the_group_of_the_host_is_that_at_the_root() {
+        let own = [("memory.max", "500"), ("memory.current", "400")];
+        let folder = Folder::new("container", &own);
+        assert_eq!(free("0::/kubepods/pod7/c1\n", &folder.0), Some(100));
+    }
+
+    #[test]
+    fn the_first_version_is_known_too() {
+        let folder = Folder::new(
+            "first",
+            &[
+                ("memory/a/memory.limit_in_bytes", "2000"),
+                ("memory/a/memory.usage_in_bytes", "1500"),
+                ("memory/a/memory.stat", "inactive_file 1\ntotal_inactive_file 100\ntotal_active_file 50\n"),
+                ("memory/memory.limit_in_bytes", "9223372036854771712"),
+                ("memory/memory.usage_in_bytes", "5000"),
+            ],
+        );
+        let groups = "9:cpu,cpuacct:/a\n7:memory,hugetlb:/a\n1:name=systemd:/a\n0::/a\n";
+        assert_eq!(free(groups, &folder.0), Some(650));
+    }
+
+    #[test]
+    fn nonsense_forbids_nothing() {
+        for groups in ["", "0", "0:", "x::/..\n::", "7:memory", "0::/\u{0}\n"] {
+            assert_eq!(free(groups, Path::new("/nonexistent")), None, "{groups:?}");
+        }
+        assert!(for_file(0).is_ok() && for_memory(0).is_ok());
+    }
+}
