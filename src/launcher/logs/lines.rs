@@ -59,7 +59,10 @@ impl Lines {
         while self.partial.len() + bytes.len() >= LINE_MAX_BYTES {
             let (now, later) = bytes.split_at(LINE_MAX_BYTES - self.partial.len());
             self.partial.extend_from_slice(now);
+            let rest =
+                self.partial.split_off((self.partial.len() - unfinished(&self.partial)).max(self.shown));
             self.pass_partial(true, false, &mut pass);
+            self.partial = rest;
             bytes = later;
         }
         self.partial.extend_from_slice(bytes);
@@ -68,10 +71,7 @@ impl Lines {
     /// Passes on the line that is not over, as far as its characters are whole.
     pub(super) fn show_partial(&mut self, mut pass: impl FnMut(Piece<'_>)) {
         let text = &self.partial[self.shown..];
-        let whole = match std::str::from_utf8(text) {
-            Err(error) if error.error_len().is_none() => error.valid_up_to(),
-            _ => text.len(),
-        };
+        let whole = text.len() - unfinished(text);
         if whole > 0 {
             let end = self.shown + whole;
             pass(Piece { text: &text[..whole], line: &self.partial[..end], complete: false, newline: false });
@@ -96,4 +96,16 @@ impl Lines {
         self.partial.clear();
         self.shown = 0;
     }
+}
+
+/// How many bytes at the end are the beginning of a character whose rest may still come.
+pub(super) fn unfinished(bytes: &[u8]) -> usize {
+    let longest = bytes.len().min(3);
+    (1..=longest)
+        .find(|count| {
+            let end = &bytes[bytes.len() - count..];
+            std::str::from_utf8(end)
+                .is_err_and(|error| error.valid_up_to() == 0 && error.error_len().is_none())
+        })
+        .unwrap_or(0)
 }

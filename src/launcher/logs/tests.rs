@@ -623,6 +623,34 @@ fn thousands_of_threads_and_descriptors_are_not_left_behind() -> Result {
     Ok(())
 }
 
+#[test]
+fn characters_of_a_line_beyond_the_limit_stay_whole() {
+    for character in ["é", "€", "😀"] {
+        for before in 0..=4 {
+            let text = "x".repeat(before) + &character.repeat(3 * LINE_MAX_BYTES / character.len() + 7);
+            for step in [1000, LINE_MAX_BYTES - 1, LINE_MAX_BYTES, text.len()] {
+                let chunks: Vec<&[u8]> = text.as_bytes().chunks(step).collect();
+                let pieces: String = cut(&chunks).into_iter().map(|(piece, _)| piece).collect();
+                assert!(pieces == text, "{character} after {before} bytes, read in steps of {step}");
+            }
+        }
+    }
+    // What is no character at all is passed on as it is.
+    let odd = [&vec![b'x'; LINE_MAX_BYTES - 2][..], b"\xff\x80\x80\x80\x80\n"].concat();
+    let bytes: usize = cut(&[&odd]).iter().map(|(piece, _)| piece.chars().count()).sum();
+    assert_eq!(bytes, odd.len() - 1);
+}
+
+#[test]
+fn a_partial_line_with_a_bad_byte_ends_with_a_whole_character_too() {
+    let mut lines = Lines::default();
+    let mut shown = Vec::new();
+    lines.feed(b"\xff caf\xc3", |_| {});
+    lines.show_partial(|piece| shown.push(piece.text.to_vec()));
+    lines.feed(b"\xa9\n", |piece| shown.push(piece.text.to_vec()));
+    assert_eq!(shown, [b"\xff caf".to_vec(), b"\xc3\xa9".to_vec()]);
+}
+
 /// All text of the pieces, and what a reader of whole lines would see.
 fn cut(chunks: &[&[u8]]) -> Vec<(String, bool)> {
     let mut lines = Lines::default();

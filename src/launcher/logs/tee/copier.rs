@@ -13,7 +13,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::{Form, RAW_PARTIAL_MAX, Request, Source, Stream};
 use crate::logs::console::{Console, Patience};
-use crate::logs::lines::{LINE_MAX_BYTES, Piece};
+use crate::logs::lines::{LINE_MAX_BYTES, Piece, unfinished};
 use crate::logs::{PIPE_BYTES, Told, pty};
 
 const READ_BYTES: usize = 64 << 10;
@@ -205,8 +205,9 @@ impl Copier {
                 }
                 held.extend_from_slice(rest);
                 if held.len() >= LINE_MAX_BYTES {
-                    console.pass_through(number, [held, &[]]);
-                    held.clear();
+                    let whole = held.len() - unfinished(held);
+                    console.pass_through(number, [&held[..whole], &[]]);
+                    held.drain(..whole);
                 }
             }
         }
