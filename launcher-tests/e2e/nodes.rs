@@ -173,6 +173,23 @@ fn a_master_that_is_not_there_is_named_while_waiting_and_at_the_end() {
 }
 
 #[test]
+fn an_address_that_every_host_takes_for_itself_is_doubted_while_waiting_and_at_the_end() {
+    let job = Job::new();
+    let port = free_port().to_string();
+    let fixed = ["--nnodes=2", "--node-rank=1", "--rdzv-conf=timeout=3", "--master-port", &port, "true"];
+    let endpoint = format!("--rdzv-endpoint=localhost:{port}");
+    let elastic = ["--nnodes=2", "--rdzv-backend=c10d", &endpoint, "--rdzv-conf=join_timeout=3", "true"];
+    for (flags, start) in
+        [(&fixed[..], "--master-addr is 127.0.0.1"), (&elastic[..], "--rdzv-endpoint is localhost")]
+    {
+        let ended = job.run(flags).expect(1);
+        let doubt = format!("{start}, by which every host means itself");
+        assert_eq!(ended.stderr.matches(&format!("warning: {doubt}")).count(), 1, "{}", ended.stderr);
+        assert_eq!(ended.stderr.matches(&format!("likely: {doubt}")).count(), 1, "{}", ended.stderr);
+    }
+}
+
+#[test]
 fn who_holds_the_port_is_named() {
     let job = Job::new();
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();

@@ -18,6 +18,7 @@ mod topology;
 
 pub(crate) use build::count;
 pub(crate) use devices::{omp_num_threads, visible_devices};
+pub(crate) use endpoint::is_loopback;
 pub(crate) use etcd::EtcdCluster;
 pub(crate) use machine::Machine;
 pub(crate) use macros::{expand, substitute};
@@ -40,6 +41,8 @@ pub(crate) struct Config {
     pub(crate) rendezvous: Rendezvous,
     /// `--rdzv-id`, or a random UUID.
     pub(crate) run_id: String,
+    /// What is likely to be the reason if the nodes do not meet.
+    pub(crate) doubt: Option<String>,
     /// `--rdzv-conf`, in order, trimmed; unknown keys are kept and ignored.
     pub(crate) rendezvous_conf: Vec<(String, String)>,
     /// `--local-addr`.

@@ -35,6 +35,8 @@ pub(super) const CULPRIT_PATIENCE: Duration = Duration::from_secs(5);
 pub(super) const FAILURE_GRACE: Duration = Duration::from_secs(30);
 /// The same when the others are about to begin a round without this node.
 const ALONE_GRACE: Duration = Duration::from_millis(500);
+/// How long the nodes may take to meet before it is said why they may not. On one host they take less.
+const DOUBT_AFTER: Duration = Duration::from_secs(1);
 /// How long a process may outlive a successful worker before anyone is bothered with it: helpers like
 /// Python's resource tracker end a moment after their worker.
 const LEFTOVER_PATIENCE: Duration = Duration::from_millis(250);
@@ -188,6 +190,8 @@ impl Shell {
 
     async fn run(&mut self) -> Exit {
         self.join(0);
+        let mut doubt = self.config.doubt.clone();
+        let doubt_at = tokio::time::Instant::now() + DOUBT_AFTER;
         loop {
             let wake_at = self.round.as_ref().and_then(|round| round.supervisor.wake_at());
             let sleep = async {
@@ -213,6 +217,12 @@ impl Shell {
                 Some(news) = self.news.recv() => self.hear(news),
                 () = sleep => self.supervise(supervise::Event::Tick),
                 () = pause => { self.go_on_pausing(); None }
+                () = tokio::time::sleep_until(doubt_at), if doubt.is_some() => {
+                    if let (Some(doubt), None) = (doubt.take(), &self.round) {
+                        say(&format!("warning: {doubt}"));
+                    }
+                    None
+                }
             };
             if self.guard_end.is_some() {
                 return self.guard_lost().await;
@@ -406,8 +416,12 @@ impl Shell {
 
     pub(super) fn join(&self, restarts: u32) {
         fault::point("joining");
+        let doubt = self.config.doubt.clone();
         self.meet(move |rendezvous| {
-            let joined = rendezvous.join(restarts).map_err(|error| error.to_string());
+            let joined = rendezvous.join(restarts).map_err(|error| match doubt {
+                Some(doubt) if error.is_absence() => format!("{error}\n  likely: {doubt}"),
+                Some(_) | None => error.to_string(),
+            });
             News::Joined(joined.map(|assignment| (assignment, rendezvous.court())))
         });
     }

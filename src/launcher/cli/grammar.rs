@@ -41,6 +41,8 @@ enum Word {
     Flag(&'static Flag, Attached),
     /// Starts like a flag, but is none.
     Unknown,
+    /// Starts with a dash of typography, as word processors and web pages make them.
+    Typographic,
     /// A prefix of several flags.
     Ambiguous(Vec<String>),
 }
@@ -73,6 +75,7 @@ pub(crate) fn read(words: impl Iterator<Item = OsString>) -> Result<Request, Str
                 unknown.push(word);
                 continue;
             }
+            Word::Typographic => return Err(typographic(&word)),
             Word::Ambiguous(candidates) => return Err(ambiguous(&word, &candidates)),
             Word::Flag(flag, attached) => (flag, attached),
         };
@@ -117,6 +120,10 @@ pub(crate) fn read(words: impl Iterator<Item = OsString>) -> Result<Request, Str
         return Err(unrecognized(first));
     }
     let Some(script) = script else { return Err(no_script(taken)) };
+    if script.as_bytes().trim_ascii().is_empty() {
+        let what = "SCRIPT is an empty word; is a variable of the shell not set, as in convoke \"$SCRIPT\"?";
+        return Err(what.to_owned());
+    }
     out.script = script;
     out.arguments = words.collect();
     Ok(Request::Run(out))
@@ -140,6 +147,9 @@ fn is_value(word: &OsStr) -> bool {
 
 fn classify(word: &OsStr) -> Word {
     let bytes = word.as_bytes();
+    if word.to_str().and_then(|word| word.chars().next()).is_some_and(suggest::is_typographic) {
+        return Word::Typographic;
+    }
     if bytes.len() < 2 || bytes[0] != b'-' {
         return Word::Plain;
     }
@@ -257,9 +267,30 @@ fn no_value(flag: &Flag, form: &str, next: Option<&OsString>) -> String {
     }
 }
 
+/// The word begins with, or has in its name, a character that only looks like a dash or like nothing.
+fn typographic(word: &OsStr) -> String {
+    let word = word.to_string_lossy();
+    let (name, value) = word.split_once('=').map_or((&*word, None), |(name, value)| (name, Some(value)));
+    let odd = name.chars().find(|&c| suggest::is_typographic(c)).unwrap_or_default();
+    let plain = suggest::without_typography(name);
+    let plain = plain.trim_start_matches('-');
+    let is_short = matches!(classify(OsStr::new(&format!("-{plain}"))), Word::Flag(..))
+        && !matches!(classify(OsStr::new(&format!("--{plain}"))), Word::Flag(..));
+    let dashes = if is_short { "-" } else { "--" };
+    let value = value.map_or(String::new(), |value| format!("={value}"));
+    let code = u32::from(odd);
+    format!(
+        "`{word}` has a character that a word processor or a web page has put for a plain one (U+{code:04X}); write \
+         {dashes}{plain}{value}, or ./{word} if it is a file"
+    )
+}
+
 fn unrecognized(word: &OsStr) -> String {
     let word = word.to_string_lossy();
     let name = word.split('=').next().unwrap_or(&word);
+    if name.contains(suggest::is_typographic) {
+        return typographic(OsStr::new(&*word));
+    }
     match suggest::flag(name) {
         Some(advice) => format!("unknown flag {name}; {advice}"),
         None => format!("unknown flag {name}; see --help (flags of the script go behind SCRIPT)"),

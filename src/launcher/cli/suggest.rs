@@ -46,6 +46,22 @@ pub(crate) fn flag(name: &str) -> Option<String> {
         .then(|| format!("did you mean {}?", flag.dashed()))
 }
 
+/// Dashes other than the one on the keyboard.
+const DASHES: &str = "\u{2010}\u{2011}\u{2012}\u{2013}\u{2014}\u{2015}\u{2212}\u{fe58}\u{fe63}\u{ff0d}";
+/// What is seen as a blank or not at all, and is no blank to a shell.
+const INVISIBLE: &str = "\u{a0}\u{ad}\u{200b}\u{200c}\u{200d}\u{200e}\u{200f}\u{202f}\u{2060}\u{feff}";
+
+/// Whether a character comes from a text that was set for reading, and looks like a dash or like nothing.
+pub(crate) fn is_typographic(c: char) -> bool {
+    DASHES.contains(c) || INVISIBLE.contains(c)
+}
+
+/// The same text as one would type it.
+pub(crate) fn without_typography(text: &str) -> String {
+    let seen = text.chars().filter(|&c| !INVISIBLE.contains(c));
+    seen.map(|c| if DASHES.contains(c) { '-' } else { c }).collect()
+}
+
 /// The choice that `text` probably meant.
 pub(crate) fn choice<'a>(text: &str, choices: &[&'a str]) -> Option<&'a str> {
     let text = text.trim().to_lowercase().replace('_', "-");

@@ -88,15 +88,15 @@ pub(crate) fn config(given: &Given, env: Env<'_>, machine: &Machine) -> Result<C
     Ok(Config {
         nodes,
         nproc_per_node,
+        doubt: meeting::doubt(given, nodes, &rendezvous),
         rendezvous,
         run_id,
         rendezvous_conf,
         local_addr: given
             .get("local-addr")
-            .map(Value::as_str)
-            .transpose()?
-            .filter(|addr| !addr.is_empty())
-            .map(str::to_owned),
+            .filter(|value| !value.text.is_empty())
+            .map(|value| meeting::host_alone(value, None))
+            .transpose()?,
         max_restarts,
         restart_delay: seconds(given, "restart-delay", numbers.restart_delay)?.unwrap_or_default(),
         restart_stop_after_same: stop_after_same(given, numbers.restart_stop_after_same)?,

@@ -1,6 +1,6 @@
 //! `--rdzv-conf`: splitting, and the checks of the keys that a backend knows. Pure.
 
-use crate::cli::{float, integer};
+use crate::cli::{float, integer, suggest_choice};
 
 /// Splits `k=v,k=v`: at commas, then at the first `=`, both sides trimmed; the last of equal keys counts.
 ///
@@ -39,6 +39,8 @@ pub(crate) enum Kind {
     Switch,
     /// One of these.
     Choice(&'static [&'static str]),
+    /// Anything.
+    Text,
 }
 
 /// Keys that a backend knows, in parts.
@@ -56,16 +58,41 @@ const DYNAMIC: &[(&str, Kind)] = &[
     ("restart_budget", Kind::Choice(&["agent", "job"])),
 ];
 
-/// Keys of the built-in rendezvous.
-pub(crate) const C10D: &Known =
-    &[DYNAMIC, &[("is_host", Kind::Switch), ("store_type", Kind::Choice(&["tcp", "file"]))]];
+const OF_C10D: &[(&str, Kind)] = &[
+    ("is_host", Kind::Switch),
+    ("store_type", Kind::Choice(&["tcp", "file"])),
+    // How torch's own store waits.
+    ("use_libuv", Kind::Text),
+];
 
-/// Keys of `etcd` and `etcd-v2`, those that are no texts.
-pub(crate) const ETCD: &Known =
-    &[DYNAMIC, &[("timeout", Kind::Positive), ("protocol", Kind::Choice(&["http", "https"]))]];
+const OF_ETCD: &[(&str, Kind)] = &[
+    ("timeout", Kind::Positive),
+    ("protocol", Kind::Choice(&["http", "https"])),
+    ("etcd_prefix", Kind::Text),
+    ("ca_cert", Kind::Text),
+    ("cacert", Kind::Text),
+    ("ssl_cert", Kind::Text),
+    ("cert", Kind::Text),
+    ("ssl_cert_key", Kind::Text),
+    ("key", Kind::Text),
+    // Refused with advice.
+    ("password", Kind::Text),
+    ("etcd_password", Kind::Text),
+];
+
+const OF_STATIC: &[(&str, Kind)] = &[("timeout", Kind::Positive)];
+
+/// Keys of the built-in rendezvous.
+pub(crate) const C10D: &Known = &[DYNAMIC, OF_C10D];
+
+/// Keys of `etcd` and `etcd-v2`.
+pub(crate) const ETCD: &Known = &[DYNAMIC, OF_ETCD];
 
 /// Keys of `static`.
-pub(crate) const STATIC: &Known = &[&[("timeout", Kind::Positive)]];
+pub(crate) const STATIC: &Known = &[OF_STATIC];
+
+/// Keys of any of them.
+pub(crate) const ANY: &Known = &[DYNAMIC, OF_C10D, OF_STATIC, OF_ETCD];
 
 /// Checks the values of the keys that `known` lists; others are nobody's business.
 ///
@@ -81,6 +108,7 @@ pub(crate) fn check(conf: &[(String, String)], known: &Known) -> Result<(), Stri
             }
             Kind::Switch if switch(value).is_some() => continue,
             Kind::Choice(choices) if choices.contains(&value.as_str()) => continue,
+            Kind::Text => continue,
             Kind::Positive => ("a whole number above 0".to_owned(), "60"),
             Kind::Seconds => ("a number of seconds, 0 or more".to_owned(), "0.5"),
             Kind::Switch => ("true or false".to_owned(), "true"),
@@ -89,6 +117,18 @@ pub(crate) fn check(conf: &[(String, String)], known: &Known) -> Result<(), Stri
         return Err(format!("{key}={value} must be {wanted}; write {key}={example}"));
     }
     Ok(())
+}
+
+/// What to say of keys that `known` does not list, which are ignored as torchrun does; `None` if there are none.
+pub(crate) fn ignored(conf: &[(String, String)], known: &Known, reader: &str) -> Option<String> {
+    let all = || known.iter().copied().flatten().map(|(name, _)| *name);
+    let unknown: Vec<&str> =
+        conf.iter().map(|(key, _)| key.as_str()).filter(|key| !all().any(|name| name == *key)).collect();
+    let first = unknown.first()?;
+    let verb = if unknown.len() == 1 { "is" } else { "are" };
+    let advice = suggest_choice(first, &all().collect::<Vec<_>>());
+    let advice = advice.map_or(String::new(), |name| format!("; did you mean {name}?"));
+    Some(format!("{} {verb} ignored: {reader} knows no such setting{advice}", unknown.join(", ")))
 }
 
 /// `is_host`.

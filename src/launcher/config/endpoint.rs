@@ -1,7 +1,9 @@
-//! `host:port`, as torchrun reads it. Pure.
+//! `host:port`, as torchrun reads it.
+
+use std::net::{IpAddr, Ipv6Addr};
 
 /// Why a text is no endpoint.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum EndpointError {
     /// The port is no number or too large.
     #[error("the port must be a number from 0 to 65535")]
@@ -9,14 +11,34 @@ pub(crate) enum EndpointError {
     /// The host has characters that no host has.
     #[error("the host must be a name or an address")]
     Host,
+    /// `http://` and the like. What stands after it, and how to ask for https.
+    #[error("only HOST:PORT, without {scheme}://")]
+    Scheme { scheme: String, rest: String },
+    /// An IPv6 address without brackets that may or may not end with a port.
+    #[error("an IPv6 address stands in brackets")]
+    Bare {
+        /// All of it as an address.
+        whole: String,
+        /// Its last part as a port, if it can be one.
+        split: Option<String>,
+    },
 }
 
 /// Reads `host`, `host:port`, `[v6]`, `[v6]:port`. The last colon separates, as in torchrun, so that
-/// `::1:29500` is port 29500 of `::1`. An empty text is `localhost`.
+/// `::1:29500` is port 29500 of `::1`; what can also be an address as a whole is an error. An empty text is `localhost`.
 pub(crate) fn parse(text: &str) -> Result<(String, Option<u16>), EndpointError> {
     let text = text.trim();
     if text.is_empty() {
         return Ok(("localhost".to_owned(), None));
+    }
+    if let Some((scheme, rest)) = text.split_once("://") {
+        let rest = rest.split('/').next().unwrap_or_default().to_owned();
+        return Err(EndpointError::Scheme { scheme: scheme.to_owned(), rest });
+    }
+    if is_v6(text) {
+        let split = text.rsplit_once(':').filter(|(host, port)| is_v6(host) && port.parse::<u16>().is_ok());
+        let split = split.map(|(host, port)| format!("[{host}]:{port}"));
+        return Err(EndpointError::Bare { whole: format!("[{text}]"), split });
     }
     let bracketed =
         |text: &str| text.strip_prefix('[').and_then(|text| text.strip_suffix(']')).map(str::to_owned);
@@ -33,10 +55,19 @@ pub(crate) fn parse(text: &str) -> Result<(String, Option<u16>), EndpointError> 
         None => None,
     };
     let allowed = |c: char| c.is_alphanumeric() || matches!(c, '_' | '.' | ':' | '-');
-    if host.is_empty() || !host.chars().all(allowed) {
+    if host.is_empty() || !host.chars().all(allowed) || host.contains(':') && !is_v6(&host) {
         return Err(EndpointError::Host);
     }
     Ok((host, port))
+}
+
+/// Whether every host means itself by it.
+pub(crate) fn is_loopback(host: &str) -> bool {
+    host == "localhost" || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
+}
+
+pub(super) fn is_v6(text: &str) -> bool {
+    text.parse::<Ipv6Addr>().is_ok()
 }
 
 #[cfg(test)]
@@ -51,6 +82,34 @@ mod tests {
             if let Ok((host, Some(port))) = parse(&text) {
                 prop_assert_eq!(parse(&format!("[{host}]:{port}")), Ok((host, Some(port))));
             }
+        }
+    }
+
+    #[test]
+    fn an_ipv6_address_without_brackets_is_split_only_where_that_can_mean_one_thing() {
+        let of = |host: &str, port| Ok((host.to_owned(), Some(port)));
+        assert_eq!(parse("::1:29500"), of("::1", 29500));
+        assert_eq!(parse("1:2:3:4:5:6:7:8:29500"), of("1:2:3:4:5:6:7:8", 29500));
+        let bare = |whole: &str, split: Option<&str>| {
+            Err(EndpointError::Bare { whole: whole.to_owned(), split: split.map(str::to_owned) })
+        };
+        assert_eq!(parse("::1"), bare("[::1]", None));
+        assert_eq!(parse("fe80::1:2950"), bare("[fe80::1:2950]", Some("[fe80::1]:2950")));
+        assert_eq!(parse("fe80::abcd"), bare("[fe80::abcd]", None));
+        for text in ["a:b:1", "10.0.0.1:29500:1", "fe80::1%eth0:1", "[a:b]:1"] {
+            assert_eq!(parse(text), Err(EndpointError::Host), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_scheme_is_told_apart_from_what_it_stands_before() {
+        for (text, scheme, rest) in [
+            ("http://etcd:2379", "http", "etcd:2379"),
+            ("https://etcd:2379/v2/", "https", "etcd:2379"),
+            ("tcp://[::1]:7", "tcp", "[::1]:7"),
+        ] {
+            let (scheme, rest) = (scheme.to_owned(), rest.to_owned());
+            assert_eq!(parse(text), Err(EndpointError::Scheme { scheme, rest }), "{text}");
         }
     }
 }

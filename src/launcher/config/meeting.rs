@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use super::build::{Numbers, count};
+use super::endpoint::EndpointError;
 use super::{Endpoint, EtcdCluster, NodeRange, Rendezvous, Terms, conf, endpoint};
 use crate::cli::{CliError, Given, Value, integer, suggest_choice};
 
@@ -41,13 +42,12 @@ pub(super) fn meeting(
     let conf = conf::split(given.text("rdzv-conf")?).map_err(|what| {
         CliError::value(conf_value.map_or(what.clone(), |value| value.wrong(&what, "KEY=VALUE,KEY=VALUE")))
     })?;
+    let conf_name = conf_value.map_or("--rdzv-conf", |value| value.name.as_str());
     let check = |known: &conf::Known| {
-        conf::check(&conf, known).map_err(|what| {
-            CliError::value(format!(
-                "{}: {what}",
-                conf_value.map_or("--rdzv-conf", |value| value.name.as_str())
-            ))
-        })
+        conf::check(&conf, known).map_err(|what| CliError::value(format!("{conf_name}: {what}")))
+    };
+    let tell_ignored = |known: &conf::Known, reader: &str, warnings: &mut Vec<String>| {
+        warnings.extend(conf::ignored(&conf, known, reader).map(|what| format!("{conf_name}: {what}")));
     };
     let alone =
         backend == "static" && endpoint_text.is_empty() && numbers.master_port.is_none() && nodes.max == 1;
@@ -60,6 +60,7 @@ pub(super) fn meeting(
             )));
         }
         check(conf::C10D)?;
+        tell_ignored(conf::ANY, "convoke", warnings);
         ignored_when_alone(given, warnings);
         return Ok((Rendezvous::Standalone, random_uuid()?, NodeRange { min: 1, max: 1 }, conf));
     }
@@ -67,10 +68,12 @@ pub(super) fn meeting(
     let rendezvous = match backend {
         "static" => {
             check(conf::STATIC)?;
+            tell_ignored(conf::STATIC, backend, warnings);
             fixed(given, numbers, nodes, endpoint_text, &conf)?
         }
         "c10d" => {
             check(conf::C10D)?;
+            tell_ignored(conf::C10D, backend, warnings);
             ignored_without_static(given, warnings);
             let endpoint = if value(&conf, "store_type") == Some("file") {
                 Endpoint::File(shared_file(given, endpoint_text)?)
@@ -86,6 +89,7 @@ pub(super) fn meeting(
         }
         "etcd" | "etcd-v2" => {
             check(conf::ETCD)?;
+            tell_ignored(conf::ETCD, backend, warnings);
             ignored_without_static(given, warnings);
             let members: Result<_, CliError> =
                 endpoint_text.split(',').map(|text| parse_member(given, text)).collect();
@@ -152,13 +156,9 @@ fn fixed(
     conf: &[(String, String)],
 ) -> Result<Rendezvous, CliError> {
     let (host, port) = if endpoint_text.is_empty() {
-        let host = given.get("master-addr").map(Value::as_str).transpose()?.map_or("127.0.0.1", str::trim);
-        if let Some(value) = given.get("master-addr") {
-            let plain = endpoint::parse(&format!("{host}:1"));
-            if host.is_empty() || plain.is_err() {
-                return Err(CliError::value(value.wrong("neither a host name nor an address", "10.0.0.1")));
-            }
-        }
+        let host =
+            given.get("master-addr").map(|value| host_alone(value, Some("master-port"))).transpose()?;
+        let host = host.unwrap_or_else(|| "127.0.0.1".to_owned());
         let port = match (given.get("master-port"), numbers.master_port) {
             (Some(value), Some(number)) => match u16::try_from(number) {
                 Ok(port) if port > 0 => port,
@@ -166,8 +166,7 @@ fn fixed(
             },
             _ => STATIC_PORT,
         };
-        let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
-        (bare.to_owned(), port)
+        (host, port)
     } else {
         match parse_endpoint(given, endpoint_text, None)? {
             (_, 0) => return Err(port_0(given)),
@@ -189,6 +188,31 @@ fn fixed(
     Ok(Rendezvous::Static { host, port, node_rank, timeout })
 }
 
+/// A host without a port. `port_flag` is where the port belongs, if anywhere.
+pub(super) fn host_alone(value: &Value, port_flag: Option<&str>) -> Result<String, CliError> {
+    let text = value.as_str()?.trim();
+    let inner = text.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(text);
+    if endpoint::is_v6(inner) {
+        return Ok(inner.to_owned());
+    }
+    match endpoint::parse(text) {
+        Ok((host, None)) if !text.is_empty() => Ok(host),
+        Ok((host, Some(port))) => {
+            let port = port_flag.map_or(String::new(), |flag| match value.on_command_line {
+                true => format!(" --{flag}={port}"),
+                false => format!(" PET_{}={port}", flag.replace('-', "_").to_uppercase()),
+            });
+            Err(CliError::value(value.wrong("a port does not belong here", &format!("{host}{port}"))))
+        }
+        Err(EndpointError::Scheme { scheme, rest }) => {
+            let what = format!("a host, without {scheme}://");
+            let host = endpoint::parse(&rest).map_or(rest, |(host, _)| host);
+            Err(CliError::value(value.wrong(&what, &host)))
+        }
+        Ok(_) | Err(_) => Err(CliError::value(value.wrong("neither a host name nor an address", "10.0.0.1"))),
+    }
+}
+
 fn port_0(given: &Given) -> CliError {
     let what = "port 0 cannot be known to other nodes";
     let wrong = |value: &Value| value.wrong(what, "HOST:29500, or --standalone for one node");
@@ -207,16 +231,37 @@ fn shared_file(given: &Given, text: &str) -> Result<PathBuf, CliError> {
 }
 
 fn parse_endpoint(given: &Given, text: &str, default_port: Option<u16>) -> Result<(String, u16), CliError> {
-    let wrong = |what: &str| {
-        let value = given
-            .get("rdzv-endpoint")
-            .map_or_else(String::new, |value| value.wrong(what, "HOST:PORT, such as 10.0.0.1:29500"));
+    let wrong = |what: &str, example: &str| {
+        let value = given.get("rdzv-endpoint").map_or_else(String::new, |value| value.wrong(what, example));
         CliError::value(value)
     };
-    let (host, port) = endpoint::parse(text).map_err(|error| wrong(&error.to_string()))?;
+    const EXAMPLE: &str = "HOST:PORT, such as 10.0.0.1:29500";
+    let (host, port) = endpoint::parse(text).map_err(|error| {
+        let what = error.to_string();
+        match error {
+            EndpointError::Scheme { scheme, .. } => {
+                // Members of a cluster all at once.
+                let members = given.text("rdzv-endpoint").unwrap_or_default().split(',');
+                let plain = members.map(|member| match endpoint::parse(member) {
+                    Err(EndpointError::Scheme { rest, .. }) => rest,
+                    _ => member.trim().to_owned(),
+                });
+                let is_etcd = given.text("rdzv-backend").is_ok_and(|backend| backend.starts_with("etcd"));
+                let https = scheme == "https" && is_etcd;
+                let more = if https { ", and protocol=https in --rdzv-conf" } else { "" };
+                wrong(&what, &(plain.collect::<Vec<_>>().join(",") + more))
+            }
+            EndpointError::Bare { whole, split } => {
+                let port = default_port.unwrap_or(STATIC_PORT);
+                let split = split.map_or(String::new(), |split| format!("{split}, or "));
+                wrong(&what, &format!("{split}{whole}:{port}"))
+            }
+            EndpointError::Port | EndpointError::Host => wrong(&what, EXAMPLE),
+        }
+    })?;
     match port.or(default_port) {
         Some(port) => Ok((host, port)),
-        None => Err(wrong("the static backend needs a port")),
+        None => Err(wrong("the static backend needs a port", EXAMPLE)),
     }
 }
 
@@ -226,6 +271,30 @@ fn parse_member(given: &Given, text: &str) -> Result<(String, u16), CliError> {
         (_, 0) => Err(port_0(given)),
         member => Ok(member),
     }
+}
+
+/// What on the command line is likely to be the reason if the nodes do not meet; `None` if nothing is.
+pub(super) fn doubt(given: &Given, nodes: NodeRange, rendezvous: &Rendezvous) -> Option<String> {
+    let is_here = |host: &String| endpoint::is_loopback(host);
+    let (host, what, flag) = match rendezvous {
+        Rendezvous::Static { host, .. } => (Some(host).filter(|host| is_here(host)), "node 0", "master-addr"),
+        Rendezvous::Elastic { endpoint: Endpoint::Host { host, .. }, .. } => {
+            (Some(host).filter(|host| is_here(host)), "the rendezvous", "rdzv-endpoint")
+        }
+        Rendezvous::Elastic { endpoint: Endpoint::Etcd(cluster), .. } => {
+            let all = cluster.endpoints.iter().all(|(host, _)| is_here(host));
+            (cluster.endpoints.first().map(|(host, _)| host).filter(|_| all), "etcd", "rdzv-endpoint")
+        }
+        Rendezvous::Elastic { endpoint: Endpoint::File(_), .. } | Rendezvous::Standalone => return None,
+    };
+    let host = host.filter(|_| nodes.max > 1)?;
+    let by_endpoint = given.get("rdzv-endpoint").is_some_and(|value| !value.text.is_empty());
+    let flag = if by_endpoint { "rdzv-endpoint" } else { flag };
+    let example = if flag == "master-addr" { "10.0.0.1" } else { "10.0.0.1:PORT" };
+    Some(format!(
+        "--{flag} is {host}, by which every host means itself: nodes on other hosts do not find {what}; give all nodes \
+         its address, such as --{flag}={example}"
+    ))
 }
 
 /// Says which flags a job of one node ignores.

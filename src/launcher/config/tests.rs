@@ -374,6 +374,54 @@ fn what_is_ignored_is_said() {
 }
 
 #[test]
+fn settings_that_nobody_reads_are_named() {
+    let warnings = |words: &[&str]| config(words).warnings;
+    assert_eq!(
+        warnings(&["--rdzv-backend=c10d", "--rdzv-conf=join_timout=60,timeout=900", "x"]),
+        [
+            "--rdzv-conf: join_timout, timeout are ignored: c10d knows no such setting; did you mean join_timeout?"
+        ]
+    );
+    assert_eq!(
+        warnings(&["--nnodes=2", "--rdzv-conf=join_timeout=60", "x"]),
+        ["--rdzv-conf: join_timeout is ignored: static knows no such setting"]
+    );
+    assert_eq!(
+        warnings(&["--rdzv-conf=frobnicate=1", "x"]),
+        ["--rdzv-conf: frobnicate is ignored: convoke knows no such setting"]
+    );
+    assert_eq!(warnings(&["--rdzv-backend=c10d", "--rdzv-conf=read_timeout=60,use_libuv=0", "x"]), [""; 0]);
+    assert_eq!(warnings(&["--rdzv-conf=timeout=900", "x"]), [""; 0], "one node: nothing to wait for");
+}
+
+#[test]
+fn hosts_that_every_host_takes_for_itself_are_doubted_where_there_are_several_nodes() {
+    let doubt = |words: &[&str]| config(words).doubt.unwrap_or_default();
+    let told = "by which every host means itself: nodes on other hosts do not find";
+    for (words, start) in [
+        (&["--nnodes=2", "x"][..], "--master-addr is 127.0.0.1"),
+        (&["--nnodes=2", "--master-addr=localhost", "x"], "--master-addr is localhost"),
+        (&["--nnodes=2", "--rdzv-endpoint=[::1]:7", "x"], "--rdzv-endpoint is ::1"),
+        (&["--nnodes=1:2", "--rdzv-backend=c10d", "x"], "--rdzv-endpoint is localhost"),
+        (
+            &["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.1.1", "x"],
+            "--rdzv-endpoint is 127.0.1.1",
+        ),
+    ] {
+        let found = doubt(words);
+        assert!(found.starts_with(start) && found.contains(told), "{words:?}: {found}");
+    }
+    for words in [
+        &["x"][..],
+        &["--rdzv-backend=c10d", "x"],
+        &["--nnodes=2", "--master-addr=10.0.0.1", "x"],
+        &["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=node0", "x"],
+    ] {
+        assert_eq!(doubt(words), "", "{words:?}");
+    }
+}
+
+#[test]
 fn signals_replace_the_set_and_unknown_ones_are_told() {
     use nix::sys::signal::Signal;
     let config = config(&["--signals-to-handle=SIGUSR1, SIGTERM,SIGUSR1,TERM,SIGFOO,SIGKILL", "x"]);

@@ -85,6 +85,8 @@ pub(crate) enum RendezvousError {
     Over(Verdict),
     #[error("{0}")]
     Refused(String),
+    #[error("{0}")]
+    NotMet(String),
     #[error(
         "is_host=true, but {host} is no address of this host\n  try: remove is_host, or name this host in --rdzv-endpoint"
     )]
@@ -100,6 +102,28 @@ pub(crate) enum RendezvousError {
     Serve(ServeError),
     #[error("{what}: {source}")]
     System { what: String, source: std::io::Error },
+}
+
+impl RendezvousError {
+    /// Whether the others were waited for in vain, rather than met and something found wrong.
+    pub(crate) fn is_absence(&self) -> bool {
+        match self {
+            Self::Missing { .. } | Self::NotAssigned { .. } | Self::Unreachable { .. } | Self::NotMet(_) => {
+                true
+            }
+            Self::NodeRank { .. }
+            | Self::Malformed { .. }
+            | Self::Taken { .. }
+            | Self::Nodes { .. }
+            | Self::Over(_)
+            | Self::Refused(_)
+            | Self::NotHere { .. }
+            | Self::Store(_)
+            | Self::InUse { .. }
+            | Self::Serve(_)
+            | Self::System { .. } => false,
+        }
+    }
 }
 
 fn nodes(ranks: &[usize]) -> String {

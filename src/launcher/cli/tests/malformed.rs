@@ -106,7 +106,26 @@ const MALFORMED: &[(&str, &str, u8, &str)] = &[
     ("--nnodes=2 --rdzv-endpoint=host:70000 x.py", "", 1, "--rdzv-endpoint=host:70000: the port must be a number from 0 to 65535; write --rdzv-endpoint=HOST:PORT, such as 10.0.0.1:29500"),
     ("--nnodes=2 --rdzv-endpoint=ho/st:1 x.py", "", 1, "--rdzv-endpoint=ho/st:1: the host must be a name or an address; write --rdzv-endpoint=HOST:PORT, such as 10.0.0.1:29500"),
     ("--nnodes=2 --rdzv-endpoint=host:0 x.py", "", 1, "--rdzv-endpoint=host:0: port 0 cannot be known to other nodes; write --rdzv-endpoint=HOST:29500, or --standalone for one node"),
-    ("--nnodes=2 --rdzv-endpoint=http://host:1 x.py", "", 1, "--rdzv-endpoint=http://host:1: the host must be a name or an address; write --rdzv-endpoint=HOST:PORT, such as 10.0.0.1:29500"),
+    ("--nnodes=2 --rdzv-endpoint=http://host:1 x.py", "", 1, "--rdzv-endpoint=http://host:1: only HOST:PORT, without http://; write --rdzv-endpoint=host:1"),
+    ("--rdzv-backend=etcd --rdzv-endpoint=https://h1:2379,https://h2:2379/v2 x.py", "", 1, "--rdzv-endpoint=https://h1:2379,https://h2:2379/v2: only HOST:PORT, without https://; write --rdzv-endpoint=h1:2379,h2:2379, and protocol=https in --rdzv-conf"),
+    ("--rdzv-backend=c10d --rdzv-endpoint=tcp://[::1]:7 x.py", "", 1, "--rdzv-endpoint=tcp://[::1]:7: only HOST:PORT, without tcp://; write --rdzv-endpoint=[::1]:7"),
+    ("--nnodes=2 --rdzv-endpoint=fe80::1:2950 x.py", "", 1, "--rdzv-endpoint=fe80::1:2950: an IPv6 address stands in brackets; write --rdzv-endpoint=[fe80::1]:2950, or [fe80::1:2950]:29500"),
+    ("--rdzv-backend=c10d --rdzv-endpoint=2001:db8::abcd x.py", "", 1, "--rdzv-endpoint=2001:db8::abcd: an IPv6 address stands in brackets; write --rdzv-endpoint=[2001:db8::abcd]:29400"),
+    ("--rdzv-backend=c10d --rdzv-endpoint=a:b:29400 x.py", "", 1, "--rdzv-endpoint=a:b:29400: the host must be a name or an address; write --rdzv-endpoint=HOST:PORT, such as 10.0.0.1:29500"),
+    ("--nnodes=2 --master-addr=10.0.0.1:29500 x.py", "", 1, "--master-addr=10.0.0.1:29500: a port does not belong here; write --master-addr=10.0.0.1 --master-port=29500"),
+    ("--nnodes=2 --master-addr=[::1]:29500 x.py", "", 1, "--master-addr=[::1]:29500: a port does not belong here; write --master-addr=::1 --master-port=29500"),
+    ("--nnodes=2 x.py", "PET_MASTER_ADDR=node0:1234", 1, "PET_MASTER_ADDR=node0:1234: a port does not belong here; write PET_MASTER_ADDR=node0 PET_MASTER_PORT=1234"),
+    ("--nnodes=2 --master-addr=tcp://node0:1234 x.py", "", 1, "--master-addr=tcp://node0:1234: a host, without tcp://; write --master-addr=node0"),
+    ("--nnodes=2 --master-addr= x.py", "", 1, "--master-addr=: neither a host name nor an address; write --master-addr=10.0.0.1"),
+    ("--nnodes=2 --local-addr=10.0.0.1:29500 x.py", "", 1, "--local-addr=10.0.0.1:29500: a port does not belong here; write --local-addr=10.0.0.1"),
+    ("–nproc-per-node=2 x.py", "", 2, "`–nproc-per-node=2` has a character that a word processor or a web page has put for a plain one (U+2013); write --nproc-per-node=2, or ./–nproc-per-node=2 if it is a file"),
+    ("—standalone x.py", "", 2, "`—standalone` has a character that a word processor or a web page has put for a plain one (U+2014); write --standalone, or ./—standalone if it is a file"),
+    ("−m pkg", "", 2, "`−m` has a character that a word processor or a web page has put for a plain one (U+2212); write -m, or ./−m if it is a file"),
+    ("–t3 x.py", "", 2, "`–t3` has a character that a word processor or a web page has put for a plain one (U+2013); write -t3, or ./–t3 if it is a file"),
+    ("--nproc‑per‑node=2 x.py", "", 2, "`--nproc‑per‑node=2` has a character that a word processor or a web page has put for a plain one (U+2011); write --nproc-per-node=2, or ./--nproc‑per‑node=2 if it is a file"),
+    ("-–nnodes=2 x.py", "", 2, "`-–nnodes=2` has a character that a word processor or a web page has put for a plain one (U+2013); write --nnodes=2, or ./-–nnodes=2 if it is a file"),
+    ("\u{200b}--nnodes=2 x.py", "", 2, "`\u{200b}--nnodes=2` has a character that a word processor or a web page has put for a plain one (U+200B); write --nnodes=2, or ./\u{200b}--nnodes=2 if it is a file"),
+    ("--rdzv-id –standalone x.py", "", 2, "--rdzv-id needs a value, but `–standalone` looks like a flag; write --rdzv-id=–standalone if it is meant as the value"),
     ("--nnodes=2 --node-rank=2 x.py", "", 1, "--node-rank=2: with 2 nodes there are node ranks 0 to 1 only; write --node-rank=1, or raise --nnodes"),
     ("--nnodes=2 --node-rank=-1 x.py", "", 1, "--node-rank=-1: with 2 nodes there are node ranks 0 to 1 only; write --node-rank=1, or raise --nnodes"),
     ("--nnodes=2 --master-addr= x.py", "", 1, "--master-addr=: neither a host name nor an address; write --master-addr=10.0.0.1"),
@@ -190,4 +209,21 @@ fn a_launcher_without_etcd_refuses_its_backends_with_advice() {
         assert_eq!((error.text, error.code), (format!("error: {given}: {advice}\n"), 1), "{line}");
     }
     parse_line("--standalone --rdzv-backend=etcd x.py", &[], &here()).expect("the backend is ignored");
+}
+
+#[test]
+fn an_empty_script_is_refused() {
+    use std::ffi::OsStr;
+    for words in [&[""][..], &["--nnodes=1", ""], &["--", ""], &["-m", ""], &["--no-python", "  "]] {
+        let words: Vec<&OsStr> = words.iter().map(OsStr::new).collect();
+        let error = super::parse_words(&words, &[], &here()).expect_err("empty");
+        let wanted = "error: SCRIPT is an empty word; is a variable of the shell not set, as in convoke \"$SCRIPT\"?\n";
+        assert_eq!((error.text.as_str(), error.code), (wanted, 2), "{words:?}");
+    }
+}
+
+#[test]
+fn characters_of_typography_are_left_alone_in_values_and_after_the_script() {
+    let config = super::config("--rdzv-id=a–b --master-port=1 x.py –nnodes=3");
+    assert_eq!((config.run_id.as_str(), config.nodes.max), ("a–b", 1));
 }

@@ -27,8 +27,8 @@ use convoke_env::Token;
 use convoke_store::{ServeError, StoreServer};
 
 use super::{Assignment, Barrier, Court, Rendezvous, RendezvousError};
-use crate::config::{Config, Endpoint, Terms};
-use crate::membership::{self, Departure, Ending, Muster, Phase, Profile, Rules};
+use crate::config::{Config, Endpoint, Terms, is_loopback};
+use crate::membership::{self, Departure, Ending, Muster, Phase, Profile, Refusal, Rules};
 use crate::report::full_host_name;
 use crate::say::{Progress, say};
 use board::Over;
@@ -171,7 +171,13 @@ impl Elastic {
             });
             match news {
                 Some(Ok(assignment)) => return Ok(assignment),
-                Some(Err(over)) => return Err(RendezvousError::Refused(self.tell(&over))),
+                Some(Err(over)) => {
+                    let text = self.tell(&over);
+                    return Err(match over {
+                        Over::Refused(Refusal::Timeout { .. }) => RendezvousError::NotMet(text),
+                        _ => RendezvousError::Refused(text),
+                    });
+                }
                 None => {}
             }
             let told = thread.board.lock();
@@ -197,7 +203,7 @@ impl Elastic {
                 let rest = line.strip_prefix("waiting for ").unwrap_or(&line);
                 let advice = "is convoke running on the endpoint's host, with the same --rdzv-endpoint? may this host \
                               reach its port?";
-                return Err(RendezvousError::Refused(format!(
+                return Err(RendezvousError::NotMet(format!(
                     "no word within {after_s} s from {rest}\n  try: {advice}"
                 )));
             }
@@ -312,10 +318,6 @@ fn random<const N: usize>() -> std::io::Result<[u8; N]> {
     let filled = getrandom::fill(&mut bytes);
     filled.map_err(|error| std::io::Error::other(format!("no random numbers: {error}")))?;
     Ok(bytes)
-}
-
-fn is_loopback(host: &str) -> bool {
-    host == "localhost" || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
 }
 
 /// Who is there, who is missing.
