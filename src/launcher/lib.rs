@@ -8,6 +8,7 @@ compile_error!("convoke runs on Linux only: it relies on subreapers, pidfds and 
 
 mod agent;
 mod cause;
+mod cgroup;
 mod cli;
 mod config;
 mod dry_run;

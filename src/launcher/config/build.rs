@@ -251,16 +251,19 @@ fn nproc_per_node(
         count => count,
     };
     match text {
-        "cpu" => Ok(machine.cpu_count()),
+        "cpu" => Ok(machine.cpu_share()),
         "auto" => Ok(match gpus() {
-            0 => machine.cpu_count(),
+            0 => machine.cpu_share(),
             count => (count / gpus_per_worker).max(1),
         }),
         "gpu" => match gpus() {
-            0 => wrong(
-                "no GPU was found (no /dev/nvidia0, no /dev/kfd, or the variables hide all)",
-                "cpu, or a number",
-            ),
+            0 => match hidden(env, machine) {
+                Some(what) => wrong(&what, "cpu, or a number"),
+                None => wrong(
+                    "no GPU was found (no /dev/nvidia0, no /dev/kfd, or the variables hide all)",
+                    "cpu, or a number",
+                ),
+            },
             count if count < gpus_per_worker => wrong(
                 &format!("there are {count} GPUs, fewer than --gpus-per-worker={gpus_per_worker}"),
                 "cpu, or a number",
@@ -276,6 +279,16 @@ fn nproc_per_node(
             suggest_choice(text, &["cpu", "gpu", "xpu", "auto"]).unwrap_or("2"),
         ),
     }
+}
+
+/// Says which variable hides all GPUs, if there are some and one does.
+fn hidden(env: Env<'_>, machine: &Machine) -> Option<String> {
+    let names = ["ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"];
+    let vendors = [(Vendor::Nvidia, &names[2..]), (Vendor::Amd, &names[..])];
+    let mut there = vendors.map(|(vendor, names)| (machine.devices(vendor, &|_| None), names)).into_iter();
+    let (gpus, names) = there.find(|(gpus, _)| *gpus > 0)?;
+    let (name, list) = names.iter().find_map(|name| Some((name, env(name)?)))?;
+    Some(format!("{name}={} shows no GPU; without it there are {}", list.display(), count(gpus, "GPU")))
 }
 
 /// A time of at most a day; `None` if the flag was not given.

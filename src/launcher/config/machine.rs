@@ -12,6 +12,7 @@ use nix::sched::{CpuSet, sched_getaffinity};
 use nix::unistd::Pid;
 
 use super::topology::numbered;
+use crate::cgroup::cpu_quota;
 use crate::gpus::Gpu;
 use crate::gpus::nvml::Nvml;
 use crate::gpus::visible::{self, VisibleError};
@@ -54,13 +55,17 @@ impl Machine {
         self.cpus.len().max(1)
     }
 
+    /// How many CPUs' time this process may use: [`Self::cpu_count`], or less where a control group has a quota.
+    pub(crate) fn cpu_share(&self) -> usize {
+        cpu_quota(&self.root).map_or(self.cpu_count(), |quota| self.cpu_count().min(quota))
+    }
+
     /// How many devices of this vendor there are and may be used.
     pub(crate) fn devices(&self, vendor: Vendor, env: Env<'_>) -> usize {
         match vendor {
             Vendor::Nvidia => {
                 let list = env(CUDA).map(|list| list.to_string_lossy().into_owned());
-                // What is wrong with a list is told when devices are handed out; until then it hides what it does not name.
-                visible::devices(self.gpus(), CUDA, list.as_deref()).map_or(0, |devices| devices.len())
+                visible::count(self.gpus(), list.as_deref())
             }
             Vendor::Amd if self.root.join("dev/kfd").exists() => {
                 let variables = ["ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"];
@@ -131,11 +136,11 @@ fn left(count: usize, env: Env<'_>, variables: &[&str]) -> usize {
     variables.iter().fold(count, |left, variable| match env(variable) {
         Some(list) => {
             let list = list.to_string_lossy();
-            let is_device = |entry: &&str| match entry.parse::<i64>() {
-                Ok(index) => usize::try_from(index).is_ok_and(|index| index < count),
-                // GPU-..., MIG-... and 0.1 name devices that only the driver can count.
-                Err(_) => !entry.is_empty(),
-            };
+            let is_index = |text: &str| text.parse().is_ok_and(|index: usize| index < count);
+            // Names, and parts of a device as in 0.1, are known to the driver only.
+            let is_part = |entry: &str| entry.split_once('.').is_some_and(|(device, _)| is_index(device));
+            let is_device =
+                |entry: &&str| is_index(entry) || is_part(entry) || visible::is_like_a_name(entry);
             left.min(list.split(',').map(str::trim).take_while(is_device).count())
         }
         None => left,

@@ -224,12 +224,69 @@ fn hidden_devices_do_not_count() {
         ("0,-1,1", 1),
         ("0,9,1", 1), // the driver stops at the first that is none
         ("GPU-6ff3,GPU-77aa", 2),
-        ("NoDevFiles", 1),
+        ("NoDevFiles", 0),
+        ("none", 0),
+        ("void", 0),
+        ("0,all", 1),
+        ("GPU-6ff3,void", 1),
         ("0,1,2,3,0,1", 4),
     ] {
         let env = |name: &str| (name == "CUDA_VISIBLE_DEVICES").then(|| OsString::from(list));
         assert_eq!(machine.devices(Vendor::Nvidia, &env), count, "{list:?}");
     }
+}
+
+#[test]
+fn devices_of_amd_and_intel_are_hidden_by_words_that_name_none() {
+    let nodes = ["kfd", "dri/renderD128", "dri/renderD129", "dri/renderD130"];
+    let vendors = [("renderD128", "0x1002"), ("renderD129", "0x1002"), ("renderD130", "0x8086")];
+    let (_root, machine) = machine(&nodes, &vendors);
+    for (vendor, variable, list, count) in [
+        (Vendor::Amd, "ROCR_VISIBLE_DEVICES", "void", 0),
+        (Vendor::Amd, "HIP_VISIBLE_DEVICES", "none", 0),
+        (Vendor::Amd, "HIP_VISIBLE_DEVICES", "1,x,0", 1),
+        (Vendor::Amd, "ROCR_VISIBLE_DEVICES", "GPU-12ab", 1),
+        (Vendor::Intel, "ZE_AFFINITY_MASK", "none", 0),
+        (Vendor::Intel, "ZE_AFFINITY_MASK", "0.1", 1),
+        (Vendor::Intel, "ZE_AFFINITY_MASK", "3.1", 0),
+    ] {
+        let env = |name: &str| (name == variable).then(|| OsString::from(list));
+        assert_eq!(machine.devices(vendor, &env), count, "{variable}={list}");
+    }
+}
+
+#[test]
+fn a_variable_that_hides_all_gpus_is_named() {
+    let (_root, machine) = machine(&["nvidia0", "nvidia1"], &[]);
+    let env = |name: &str| (name == "CUDA_VISIBLE_DEVICES").then(|| OsString::from("NoDevFiles"));
+    let words = ["convoke", "--nproc-per-node=gpu", "--no-python", "x"].map(OsString::from);
+    let error = parse_on(words.into_iter(), &env, &machine).expect_err("no GPU");
+    let what = "CUDA_VISIBLE_DEVICES=NoDevFiles shows no GPU; without it there are 2 GPUs";
+    assert!(error.text.contains(what), "{}", error.text);
+}
+
+#[test]
+fn cpu_and_auto_heed_the_quota_of_a_control_group() {
+    let (root, machine) = machine(&[], &[]);
+    let workers = |kind: &str| {
+        let words = ["convoke", kind, "--no-python", "x"].map(OsString::from);
+        match parse_on(words.into_iter(), &none, &machine) {
+            Ok(Invocation::Run(config)) => config.nproc_per_node,
+            other => panic!("{other:?}"),
+        }
+    };
+    assert_eq!((workers("--nproc-per-node=cpu"), workers("--nproc-per-node=auto")), (3, 3));
+    let group = root.path().join("sys/fs/cgroup/pod/container");
+    fs::create_dir_all(&group).expect("a directory");
+    fs::create_dir_all(root.path().join("proc/self")).expect("a directory");
+    let mount = "40 24 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n";
+    fs::write(root.path().join("proc/self/mountinfo"), mount).expect("a file");
+    fs::write(root.path().join("proc/self/cgroup"), "0::/pod/container\n").expect("a file");
+    fs::write(group.join("cpu.max"), "max 100000\n").expect("a file");
+    fs::write(group.with_file_name("cpu.max"), "250000 100000\n").expect("a file");
+    assert_eq!((workers("--nproc-per-node=cpu"), workers("--nproc-per-node=auto")), (2, 2));
+    fs::write(group.join("cpu.max"), "800000 100000\n").expect("a file");
+    assert_eq!(workers("--nproc-per-node=cpu"), 2, "never more than the group above allows");
 }
 
 #[test]

@@ -18,8 +18,8 @@ fn known(there: &[String]) -> String {
 /// The devices that can be seen, as CUDA_VISIBLE_DEVICES calls them: indices, or the instances of GPUs that are cut into
 /// some, which have no indices.
 ///
-/// `list` is the value of `variable`, if that is set. As the driver, it ends at the first entry that is no index; names that nobody
-/// has are an error. `gpus` are those of the node, or as many without names.
+/// `list` is the value of `variable`, if that is set. As for the driver, it ends at the first entry that is no device; names that
+/// nobody has are an error. `gpus` are those of the node, or as many without names.
 ///
 /// # Errors
 /// [`VisibleError::Unknown`].
@@ -28,6 +28,31 @@ pub(crate) fn devices(
     variable: &'static str,
     list: Option<&str>,
 ) -> Result<Vec<String>, VisibleError> {
+    let (seen, end) = seen(gpus, list);
+    match end {
+        Some(name) if is_like_a_name(name) => {
+            let there = gpus
+                .iter()
+                .flat_map(|gpu| [vec![gpu.uuid.clone()], gpu.instances.clone().unwrap_or_default()]);
+            let there = there.flatten().filter(|name| !name.is_empty()).collect();
+            Err(VisibleError::Unknown { variable, entry: name.chars().take(60).collect(), there })
+        }
+        Some(_) | None => Ok(seen),
+    }
+}
+
+/// How many devices the driver shows, whatever ends the list.
+pub(crate) fn count(gpus: &[Gpu], list: Option<&str>) -> usize {
+    seen(gpus, list).0.len()
+}
+
+/// Whether an entry of a list is meant as a name of a GPU or MIG instance. `NoDevFiles`, `none` and `void` are none.
+pub(crate) fn is_like_a_name(entry: &str) -> bool {
+    entry.starts_with("GPU-") || entry.starts_with("MIG-")
+}
+
+/// The devices that can be seen, and the entry that ended the list, if one did.
+fn seen<'a>(gpus: &[Gpu], list: Option<&'a str>) -> (Vec<String>, Option<&'a str>) {
     let Some(list) = list else {
         let is_cut = gpus.iter().any(|gpu| gpu.instances.is_some());
         let own = |(index, gpu): (usize, &Gpu)| match &gpu.instances {
@@ -36,37 +61,31 @@ pub(crate) fn devices(
             None if is_cut => vec![gpu.uuid.clone()],
             None => vec![index.to_string()],
         };
-        return Ok(gpus.iter().enumerate().flat_map(own).collect());
+        return (gpus.iter().enumerate().flat_map(own).collect(), None);
     };
-    let mut devices = Vec::new();
+    let mut devices: Vec<String> = Vec::new();
     for entry in list.split(',').map(str::trim) {
         let is_there = match entry.parse::<i64>() {
             Ok(index) => usize::try_from(index).is_ok_and(|index| index < gpus.len()),
-            Err(_) if entry.is_empty() => false,
-            Err(_) if is_named(gpus, entry) => true,
-            Err(_) => {
-                let there = gpus
-                    .iter()
-                    .flat_map(|gpu| [vec![gpu.uuid.clone()], gpu.instances.clone().unwrap_or_default()]);
-                let there = there.flatten().filter(|name| !name.is_empty()).collect();
-                let entry = entry.chars().take(60).collect();
-                return Err(VisibleError::Unknown { variable, entry, there });
-            }
+            Err(_) => is_named(gpus, entry),
         };
-        // Also at one that was named before.
-        if !is_there || devices.iter().any(|before| before == entry) {
+        if !is_there {
+            return (devices, Some(entry));
+        }
+        // It also ends at one that was named before.
+        if devices.iter().any(|before| before == entry) {
             break;
         }
         devices.push(entry.to_owned());
     }
-    Ok(devices)
+    (devices, None)
 }
 
 /// Whether a device is called so: by the beginning of its name, as for the driver. Where names are not told, any may be one.
 fn is_named(gpus: &[Gpu], entry: &str) -> bool {
     let names = gpus.iter().flat_map(|gpu| std::iter::once(&gpu.uuid).chain(gpu.instances.iter().flatten()));
     let mut names = names.filter(|name| !name.is_empty()).peekable();
-    names.peek().is_none() || names.any(|name| name.starts_with(entry))
+    is_like_a_name(entry) && (names.peek().is_none() || names.any(|name| name.starts_with(entry)))
 }
 
 /// What each of `workers` sees: `each` devices, one after the other.
@@ -118,6 +137,20 @@ mod tests {
             error,
             "CUDA_VISIBLE_DEVICES names GPU-9, which is no GPU of this node (there are GPU-0a, GPU-1a, MIG-1-0, MIG-1-1, GPU-2a)"
         );
+        // A word that is meant for no device ends the list; so does, where they are only counted, a name that nobody has.
+        for (list, count) in [
+            ("NoDevFiles", 0),
+            ("none", 0),
+            ("void,0", 0),
+            ("0,none,1", 1),
+            ("G", 0),
+            ("0,GPU-9,1", 1),
+            ("GPU-9", 0),
+        ] {
+            assert_eq!(super::count(&gpus, Some(list)), count, "{list}");
+        }
+        assert_eq!(seen(&gpus, Some("0,none")).unwrap(), ["0"]);
+        assert_eq!(seen(&[Gpu::default()], Some("NoDevFiles")).unwrap(), Vec::<String>::new());
         // Counted without the driver's library: names cannot be checked.
         assert_eq!(seen(&[Gpu::default()], Some("GPU-9,MIG-1")).unwrap(), ["GPU-9", "MIG-1"]);
     }

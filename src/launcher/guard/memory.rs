@@ -5,11 +5,12 @@
 
 use std::collections::HashMap;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use convoke_env::ExitCause;
 
 use crate::cause::OomKills;
+use crate::cgroup::{Group, groups};
 
 /// What is known of the kills so far.
 #[derive(Debug, Default)]
@@ -31,13 +32,6 @@ enum Source {
     V2(Group),
     /// `/proc/vmstat`.
     Machine,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq)]
-struct Group {
-    /// As /proc/self/cgroup has it.
-    name: String,
-    folder: PathBuf,
 }
 
 impl Memory {
@@ -80,9 +74,9 @@ impl Memory {
 
 impl Source {
     fn of_this_process() -> Self {
-        let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
-        let groups = groups(&read("/proc/self/cgroup"), &read("/proc/self/mountinfo"));
-        groups.into_iter().find(|source| source.count().is_some()).unwrap_or(Self::Machine)
+        let groups = groups(Path::new("/"), "memory").into_iter();
+        let mut sources = groups.map(|group| if group.is_v2 { Self::V2(group) } else { Self::V1(group) });
+        sources.find(|source| source.count().is_some()).unwrap_or(Self::Machine)
     }
 
     fn count(&self) -> Option<u64> {
@@ -101,99 +95,14 @@ impl Source {
     }
 }
 
-impl Group {
-    fn read(&self, file: &str) -> Option<String> {
-        fs::read_to_string(self.folder.join(file)).ok()
-    }
-
-    fn number(&self, file: &str) -> Option<u64> {
-        self.read(file)?.trim().parse().ok()
-    }
-}
-
 /// The number after `name` in lines of `name number`.
 fn field(text: &str, name: &str) -> Option<u64> {
     text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.trim().parse().ok())
 }
 
-/// The memory cgroups of a process by its /proc/PID/cgroup and the mounts: version 1 before 2, since a
-/// controller is in one of them only.
-fn groups(cgroups: &str, mounts: &str) -> Vec<Source> {
-    let mut found = Vec::new();
-    for line in cgroups.lines() {
-        let mut parts = line.splitn(3, ':');
-        let (Some(id), Some(controllers), Some(name)) = (parts.next(), parts.next(), parts.next()) else {
-            continue;
-        };
-        let v2 = id == "0" && controllers.is_empty();
-        if !v2 && !controllers.split(',').any(|controller| controller == "memory") {
-            continue;
-        }
-        if let Some(folder) = folder(mounts, v2, name) {
-            let group = Group { name: name.to_owned(), folder };
-            if v2 {
-                found.push(Source::V2(group));
-            } else {
-                found.insert(0, Source::V1(group));
-            }
-        }
-    }
-    found
-}
-
-/// Where the cgroup `name` is mounted.
-fn folder(mounts: &str, v2: bool, name: &str) -> Option<PathBuf> {
-    mounts.lines().find_map(|line| {
-        // 36 35 98:0 ROOT POINT options ... - TYPE source SUPEROPTIONS
-        let (mount, system) = line.split_once(" - ")?;
-        let mut mount = mount.split(' ').skip(3);
-        let (root, point) = (mount.next()?, mount.next()?);
-        let mut system = system.split(' ');
-        let (kind, options) = (system.next()?, system.nth(1)?);
-        let is_it = match v2 {
-            true => kind == "cgroup2",
-            false => kind == "cgroup" && options.split(',').any(|option| option == "memory"),
-        };
-        // In a container the mount may begin at its own cgroup; a name outside of that cannot be reached.
-        let below = Path::new(name).strip_prefix(root).ok().filter(|_| is_it)?;
-        Some(Path::new(point).join(below))
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    const V1_MOUNTS: &str = "\
-30 24 0:26 / /sys/fs/cgroup rw - tmpfs tmpfs rw,mode=755
-31 30 0:27 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu
-32 30 0:28 / /sys/fs/cgroup/memory rw,nosuid - cgroup cgroup rw,memory
-33 30 0:29 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw
-";
-
-    fn folders(cgroups: &str, mounts: &str) -> Vec<String> {
-        let folder = |source: &Source| match source {
-            Source::V1(group) => format!("v1 {}", group.folder.display()),
-            Source::V2(group) => format!("v2 {}", group.folder.display()),
-            Source::Machine => "machine".to_owned(),
-        };
-        groups(cgroups, mounts).iter().map(folder).collect()
-    }
-
-    #[test]
-    fn the_memory_cgroup_is_found_in_both_versions() {
-        let hybrid = "9:name=systemd:/\n4:memory:/job/step:0\n1:cpu,cpuacct:/\n0::/\n";
-        assert_eq!(
-            folders(hybrid, V1_MOUNTS),
-            ["v1 /sys/fs/cgroup/memory/job/step:0", "v2 /sys/fs/cgroup/unified/"]
-        );
-        let v2 = "40 24 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw,nsdelegate\n";
-        assert_eq!(folders("0::/user.slice/x\n", v2), ["v2 /sys/fs/cgroup/user.slice/x"]);
-        let container = "40 24 0:26 /docker/abc /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n";
-        assert_eq!(folders("4:memory:/docker/abc\n", container), ["v1 /sys/fs/cgroup/memory/"]);
-        assert_eq!(folders("4:memory:/elsewhere\n", container), [""; 0]);
-        assert_eq!(folders("", ""), [""; 0]);
-    }
 
     #[test]
     fn fields_are_read_by_their_whole_name() {
@@ -210,7 +119,8 @@ mod tests {
             fs::write(folder.path().join("memory.events"), format!("oom_kill {count}\n")).unwrap();
         };
         fs::write(folder.path().join("memory.max"), "1048576\n").unwrap();
-        let group = Group { name: "/g".to_owned(), folder: folder.path().to_owned() };
+        let (name, folder, top) = ("/g".to_owned(), folder.path().to_owned(), folder.path().to_owned());
+        let group = Group { name, folder, top, is_v2: true };
         let mut memory = Memory { source: Some(Source::V2(group)), ..Memory::default() };
         count(4);
         memory.started(&[0, 1, 2]);

@@ -1,0 +1,191 @@
+//! The control groups that this process is in, of version 1 and 2, and the limits that they and those above them set.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// A control group of this process that has a certain controller.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Group {
+    /// As /proc/self/cgroup has it.
+    pub(crate) name: String,
+    pub(crate) folder: PathBuf,
+    /// Where its hierarchy is mounted: nothing above can be seen.
+    pub(crate) top: PathBuf,
+    pub(crate) is_v2: bool,
+}
+
+impl Group {
+    pub(crate) fn read(&self, file: &str) -> Option<String> {
+        fs::read_to_string(self.folder.join(file)).ok()
+    }
+
+    pub(crate) fn number(&self, file: &str) -> Option<u64> {
+        number(&self.folder, file)
+    }
+
+    /// Its folder and those above it, whose limits count as well.
+    fn and_above(&self) -> impl Iterator<Item = &Path> {
+        self.folder.ancestors().take_while(|folder| folder.starts_with(&self.top))
+    }
+}
+
+/// The groups with this controller, as a machine with this root tells them: version 1 before 2, since a controller is in
+/// one of them only.
+pub(crate) fn groups(root: &Path, controller: &str) -> Vec<Group> {
+    let read = |path: &str| fs::read_to_string(root.join(path)).unwrap_or_default();
+    let mut found = parse(&read("proc/self/cgroup"), &read("proc/self/mountinfo"), controller);
+    for group in &mut found {
+        group.folder = below(root, &group.folder);
+        group.top = below(root, &group.top);
+    }
+    found
+}
+
+/// How many CPUs' time the quotas allow, rounded down, but at least one; `None` without a quota.
+pub(crate) fn cpu_quota(root: &Path) -> Option<usize> {
+    let quotas = groups(root, "cpu");
+    let quotas = quotas.iter().flat_map(|group| group.and_above().map(|folder| (group.is_v2, folder)));
+    let cpus = quotas.filter_map(|(is_v2, folder)| if is_v2 { quota_v2(folder) } else { quota_v1(folder) });
+    cpus.min().map(|cpus| cpus.max(1))
+}
+
+fn quota_v1(folder: &Path) -> Option<usize> {
+    // -1 is no quota, and no number here.
+    whole(number(folder, "cpu.cfs_quota_us")?, number(folder, "cpu.cfs_period_us")?)
+}
+
+fn quota_v2(folder: &Path) -> Option<usize> {
+    let text = fs::read_to_string(folder.join("cpu.max")).ok()?;
+    let (quota, period) = text.trim().split_once(' ')?;
+    // `max` is no number.
+    whole(quota.parse().ok()?, period.parse().ok()?)
+}
+
+fn whole(quota: u64, period: u64) -> Option<usize> {
+    usize::try_from(quota.checked_div(period)?).ok()
+}
+
+fn number(folder: &Path, file: &str) -> Option<u64> {
+    fs::read_to_string(folder.join(file)).ok()?.trim().parse().ok()
+}
+
+fn below(root: &Path, path: &Path) -> PathBuf {
+    root.join(path.strip_prefix("/").unwrap_or(path))
+}
+
+fn parse(cgroups: &str, mounts: &str, controller: &str) -> Vec<Group> {
+    let mut found = Vec::new();
+    for line in cgroups.lines() {
+        let mut parts = line.splitn(3, ':');
+        let (Some(id), Some(controllers), Some(name)) = (parts.next(), parts.next(), parts.next()) else {
+            continue;
+        };
+        let is_v2 = id == "0" && controllers.is_empty();
+        if !is_v2 && !controllers.split(',').any(|known| known == controller) {
+            continue;
+        }
+        if let Some((top, folder)) = mounted(mounts, is_v2, name, controller) {
+            let group = Group { name: name.to_owned(), folder, top, is_v2 };
+            if is_v2 {
+                found.push(group);
+            } else {
+                found.insert(0, group);
+            }
+        }
+    }
+    found
+}
+
+/// Where the hierarchy is mounted, and the group `name` in it.
+fn mounted(mounts: &str, is_v2: bool, name: &str, controller: &str) -> Option<(PathBuf, PathBuf)> {
+    mounts.lines().find_map(|line| {
+        // 36 35 98:0 ROOT POINT options ... - TYPE source SUPEROPTIONS
+        let (mount, system) = line.split_once(" - ")?;
+        let mut mount = mount.split(' ').skip(3);
+        let (root, point) = (mount.next()?, mount.next()?);
+        let mut system = system.split(' ');
+        let (kind, options) = (system.next()?, system.nth(1)?);
+        let is_it = match is_v2 {
+            true => kind == "cgroup2",
+            false => kind == "cgroup" && options.split(',').any(|option| option == controller),
+        };
+        // In a container the mount may begin at its own group; a name outside of that cannot be reached.
+        let below = Path::new(name).strip_prefix(root).ok().filter(|_| is_it)?;
+        Some((PathBuf::from(point), Path::new(point).join(below)))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const V1_MOUNTS: &str = "\
+30 24 0:26 / /sys/fs/cgroup rw - tmpfs tmpfs rw,mode=755
+31 30 0:27 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu,cpuacct
+32 30 0:28 / /sys/fs/cgroup/memory rw,nosuid - cgroup cgroup rw,memory
+33 30 0:29 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw
+";
+    const V2_MOUNTS: &str = "40 24 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw,nsdelegate\n";
+
+    fn folders(cgroups: &str, mounts: &str) -> Vec<String> {
+        let version = |group: &Group| if group.is_v2 { "v2" } else { "v1" };
+        let groups = parse(cgroups, mounts, "memory");
+        groups.iter().map(|group| format!("{} {}", version(group), group.folder.display())).collect()
+    }
+
+    #[test]
+    fn the_memory_cgroup_is_found_in_both_versions() {
+        let hybrid = "9:name=systemd:/\n4:memory:/job/step:0\n1:cpu,cpuacct:/\n0::/\n";
+        assert_eq!(
+            folders(hybrid, V1_MOUNTS),
+            ["v1 /sys/fs/cgroup/memory/job/step:0", "v2 /sys/fs/cgroup/unified/"]
+        );
+        assert_eq!(folders("0::/user.slice/x\n", V2_MOUNTS), ["v2 /sys/fs/cgroup/user.slice/x"]);
+        let container = "40 24 0:26 /docker/abc /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n";
+        assert_eq!(folders("4:memory:/docker/abc\n", container), ["v1 /sys/fs/cgroup/memory/"]);
+        assert_eq!(folders("4:memory:/elsewhere\n", container), [""; 0]);
+        assert_eq!(folders("", ""), [""; 0]);
+    }
+
+    /// A machine whose process is in this group, with these files.
+    fn machine(cgroups: &str, mounts: &str, files: &[(&str, &str)]) -> tempfile::TempDir {
+        let root = tempfile::tempdir().unwrap();
+        let proc = [("proc/self/cgroup", cgroups), ("proc/self/mountinfo", mounts)];
+        for (path, text) in proc.iter().chain(files) {
+            let path = root.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        }
+        root
+    }
+
+    #[test]
+    fn the_least_quota_of_a_group_and_those_above_it_counts() {
+        let v2 = |files: &[(&str, &str)]| cpu_quota(machine("0::/a/b\n", V2_MOUNTS, files).path());
+        let [a, b] = ["sys/fs/cgroup/a/cpu.max", "sys/fs/cgroup/a/b/cpu.max"];
+        assert_eq!(v2(&[]), None);
+        assert_eq!(v2(&[(a, "max 100000\n"), (b, "max 100000\n")]), None);
+        assert_eq!(v2(&[(a, "max 100000\n"), (b, "250000 100000\n")]), Some(2));
+        assert_eq!(v2(&[(a, "150000 50000\n"), (b, "800000 100000\n")]), Some(3), "of the group above");
+        assert_eq!(v2(&[(b, "50000 100000\n")]), Some(1), "at least one");
+        assert_eq!(v2(&[(b, "50000 0\n")]), None, "no sense");
+
+        let v1 = |quota: &str, above: &str| {
+            let [own, parent] = ["a/b", "a"].map(|group| format!("sys/fs/cgroup/cpu/{group}/cpu.cfs_"));
+            let [own_quota, own_period] = ["quota_us", "period_us"].map(|file| own.clone() + file);
+            let [parent_quota, parent_period] = ["quota_us", "period_us"].map(|file| parent.clone() + file);
+            let files = [
+                (own_quota.as_str(), quota),
+                (own_period.as_str(), "100000\n"),
+                (parent_quota.as_str(), above),
+                (parent_period.as_str(), "100000\n"),
+            ];
+            cpu_quota(machine("1:cpu,cpuacct:/a/b\n0::/\n", V1_MOUNTS, &files).path())
+        };
+        assert_eq!(v1("-1\n", "-1\n"), None);
+        assert_eq!(
+            (v1("200000\n", "-1\n"), v1("-1\n", "300000\n"), v1("400000\n", "300000\n")),
+            (Some(2), Some(3), Some(3))
+        );
+    }
+}
