@@ -14,6 +14,15 @@ pub(crate) struct Group {
     pub(crate) is_v2: bool,
 }
 
+/// A limit of tasks (processes and threads), and how many there are.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Tasks {
+    /// The group that sets it.
+    pub(crate) folder: PathBuf,
+    pub(crate) max: u64,
+    pub(crate) current: u64,
+}
+
 impl Group {
     pub(crate) fn read(&self, file: &str) -> Option<String> {
         fs::read_to_string(self.folder.join(file)).ok()
@@ -47,6 +56,17 @@ pub(crate) fn cpu_quota(root: &Path) -> Option<usize> {
     let quotas = quotas.iter().flat_map(|group| group.and_above().map(|folder| (group.is_v2, folder)));
     let cpus = quotas.filter_map(|(is_v2, folder)| if is_v2 { quota_v2(folder) } else { quota_v1(folder) });
     cpus.min().map(|cpus| cpus.max(1))
+}
+
+/// The limit of tasks that leaves the least room; `None` if there is none.
+pub(crate) fn task_limit(root: &Path) -> Option<Tasks> {
+    let groups = groups(root, "pids");
+    let folders = groups.iter().flat_map(Group::and_above);
+    let limits = folders.filter_map(|folder| {
+        let (max, current) = (number(folder, "pids.max")?, number(folder, "pids.current")?);
+        Some(Tasks { folder: folder.to_owned(), max, current })
+    });
+    limits.min_by_key(|tasks| tasks.max.saturating_sub(tasks.current))
 }
 
 fn quota_v1(folder: &Path) -> Option<usize> {
@@ -187,5 +207,21 @@ mod tests {
             (v1("200000\n", "-1\n"), v1("-1\n", "300000\n"), v1("400000\n", "300000\n")),
             (Some(2), Some(3), Some(3))
         );
+    }
+
+    #[test]
+    fn the_limit_of_tasks_with_the_least_room_counts() {
+        let files = [
+            ("sys/fs/cgroup/a/pids.max", "100\n"),
+            ("sys/fs/cgroup/a/pids.current", "90\n"),
+            ("sys/fs/cgroup/a/b/pids.max", "30\n"),
+            ("sys/fs/cgroup/a/b/pids.current", "7\n"),
+        ];
+        let root = machine("0::/a/b\n", V2_MOUNTS, &files);
+        let limit = task_limit(root.path()).map(|tasks| (tasks.folder, tasks.max, tasks.current));
+        assert_eq!(limit, Some((root.path().join("sys/fs/cgroup/a"), 100, 90)));
+        assert_eq!(task_limit(machine("0::/a\n", V2_MOUNTS, &[]).path()), None);
+        let free = [("sys/fs/cgroup/a/pids.max", "max\n"), ("sys/fs/cgroup/a/pids.current", "90\n")];
+        assert_eq!(task_limit(machine("0::/a\n", V2_MOUNTS, &free).path()), None);
     }
 }

@@ -7,6 +7,7 @@ mod conf;
 mod devices;
 mod endpoint;
 mod etcd;
+mod file;
 mod machine;
 mod macros;
 mod meeting;
@@ -20,7 +21,8 @@ pub(crate) use build::count;
 pub(crate) use devices::{omp_num_threads, visible_devices};
 pub(crate) use endpoint::is_loopback;
 pub(crate) use etcd::EtcdCluster;
-pub(crate) use machine::Machine;
+pub(crate) use file::FileKind;
+pub(crate) use machine::{Machine, is_executable};
 pub(crate) use macros::{expand, substitute};
 pub(crate) use topology::cpu_ranges;
 

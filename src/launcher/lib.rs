@@ -58,7 +58,12 @@ pub fn main() -> ExitCode {
         Ok(Forked::Guard { socket }) => guard::run(socket),
         Ok(Forked::Launcher { guard, socket }) => agent::run(*config, guard, socket),
         Err(error) => {
-            let _ = writeln!(std::io::stderr(), "convoke: error: cannot start the guard process: {error}");
+            let what = "the guard process";
+            let why = match error.raw_os_error() {
+                Some(errno) => agent::no_process(what, errno).to_string(),
+                None => format!("{what}: {error}"),
+            };
+            let _ = writeln!(std::io::stderr(), "convoke: error: cannot start {why}");
             exit::FAILURE
         }
     }

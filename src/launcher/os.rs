@@ -1,11 +1,10 @@
 //! The fence: every system call of the launcher that Rust cannot prove safe.
 
 use std::convert::Infallible;
-use std::ffi::{CString, OsString};
-use std::fmt;
-use std::io;
+use std::ffi::{CStr, CString, OsStr, OsString};
+use std::io::{self, Read};
 use std::os::fd::OwnedFd;
-use std::os::unix::ffi::OsStringExt;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::net::UnixStream;
 
 use nix::errno::Errno;
@@ -13,6 +12,8 @@ use nix::fcntl::{FcntlArg, FdFlag, OFlag, fcntl};
 use nix::sched::{CpuSet, sched_setaffinity};
 use nix::sys::signal::{SigHandler, SigSet, Signal, raise, signal};
 use nix::unistd::{ForkResult, Pid};
+
+use crate::cause::{StartFailure, Step};
 
 /// Which of the two processes this is after [`fork_guard`].
 #[derive(Debug)]
@@ -49,6 +50,8 @@ pub(crate) fn fork_guard() -> io::Result<Forked> {
 /// A program with everything that its start needs, made ready before the fork.
 #[derive(Debug)]
 pub(crate) struct Prepared {
+    /// Where the program may be.
+    paths: Vec<CString>,
     argv: Vec<CString>,
     environment: Vec<CString>,
     cpus: Option<CpuSet>,
@@ -59,50 +62,31 @@ pub(crate) struct Prepared {
 #[derive(Debug)]
 pub(crate) struct Starting {
     pub(crate) pid: i32,
-    /// Closes when the program runs; before that it carries a [`StartError`] if it does not come to that.
+    /// Closes when the program runs; before that it carries a [`StartFailure`] if it does not come to that.
     pub(crate) status: OwnedFd,
 }
 
-/// Why a process that was forked did not come to its program.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct StartError {
-    /// At its CPUs, not at the program.
-    binding: bool,
-    errno: Errno,
+/// A failure on its way through the pipe of [`Starting`].
+pub(crate) const FAILURE_BYTES: usize = 5;
+
+fn to_bytes(StartFailure { step, errno }: StartFailure) -> [u8; FAILURE_BYTES] {
+    let [a, b, c, d] = errno.to_le_bytes();
+    [u8::from(step == Step::Bind), a, b, c, d]
 }
 
-impl StartError {
-    pub(crate) const BYTES: usize = 5;
-
-    fn to_bytes(self) -> [u8; Self::BYTES] {
-        let [a, b, c, d] = (self.errno as i32).to_le_bytes();
-        [u8::from(self.binding), a, b, c, d]
-    }
-
-    pub(crate) fn from_bytes([binding, errno @ ..]: [u8; Self::BYTES]) -> Self {
-        Self { binding: binding != 0, errno: Errno::from_raw(i32::from_le_bytes(errno)) }
-    }
+/// What a process that was forked has said before it ended without its program.
+pub(crate) fn failure_of([is_binding, errno @ ..]: [u8; FAILURE_BYTES]) -> StartFailure {
+    let step = if is_binding == 0 { Step::Exec } else { Step::Bind };
+    StartFailure { step, errno: i32::from_le_bytes(errno) }
 }
 
-impl From<Errno> for StartError {
-    fn from(errno: Errno) -> Self {
-        Self { binding: false, errno }
-    }
+fn failed(step: Step, errno: Errno) -> StartFailure {
+    StartFailure { step, errno: errno as i32 }
 }
-
-impl fmt::Display for StartError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let why = io::Error::from(self.errno);
-        if self.binding { write!(f, "{NOT_BOUND}: {why}; may this job still use them?") } else { why.fmt(f) }
-    }
-}
-
-/// How the message of a worker begins whose CPUs were refused.
-pub(crate) const NOT_BOUND: &str = "cannot be bound to its CPUs";
 
 impl Prepared {
     /// With no `cpus` it keeps those of this process. It leads a session, or else only a process group of this
-    /// process's session.
+    /// process's session. The program is searched in this process's PATH.
     ///
     /// # Errors
     /// A word or variable with a NUL in it, no program, or a CPU above those that the system call can name.
@@ -111,11 +95,9 @@ impl Prepared {
         environment: Vec<(OsString, OsString)>,
         cpus: &[usize],
         own_session: bool,
-    ) -> io::Result<Self> {
-        if argv.is_empty() {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "no program"));
-        }
-        let c = |text: OsString| CString::new(text.into_vec()).map_err(io::Error::from);
+    ) -> Result<Self, StartFailure> {
+        let Some(program) = argv.first() else { return Err(failed(Step::Exec, Errno::ENOENT)) };
+        let c = |text: OsString| CString::new(text.into_vec()).map_err(|_| failed(Step::Exec, Errno::EINVAL));
         let pair = |(mut name, value): (OsString, OsString)| {
             name.push("=");
             name.push(value);
@@ -123,16 +105,56 @@ impl Prepared {
         };
         let mut set = CpuSet::new();
         for &cpu in cpus {
-            set.set(cpu)
-                .map_err(|errno| io::Error::other(StartError { binding: true, errno }.to_string()))?;
+            set.set(cpu).map_err(|errno| failed(Step::Bind, errno))?;
         }
         Ok(Self {
+            paths: places(program).into_iter().map(c).collect::<Result<_, _>>()?,
             cpus: (!cpus.is_empty()).then_some(set),
             own_session,
-            argv: argv.into_iter().map(c).collect::<io::Result<_>>()?,
-            environment: environment.into_iter().map(pair).collect::<io::Result<_>>()?,
+            argv: argv.into_iter().map(c).collect::<Result<_, _>>()?,
+            environment: environment.into_iter().map(pair).collect::<Result<_, _>>()?,
         })
     }
+}
+
+/// Where a program may be, in the order in which it is tried.
+fn places(program: &OsStr) -> Vec<OsString> {
+    if program.is_empty() || program.as_bytes().contains(&b'/') {
+        return vec![program.to_owned()];
+    }
+    let path = std::env::var_os("PATH").unwrap_or_else(|| "/bin:/usr/bin".into());
+    std::env::split_paths(&path).map(|folder| folder.join(program).into_os_string()).collect()
+}
+
+/// Becomes the program; returns only if that cannot be. As `execvpe`, but for a program that is for another CPU: that gives
+/// it to the shell, as it does with all that the kernel does not know.
+fn execute(program: &Prepared) -> Errno {
+    let (argv, environment) = (&program.argv, &program.environment);
+    let mut reason = Errno::ENOENT;
+    for path in &program.paths {
+        let Err(errno) = nix::unistd::execve(path, argv, environment);
+        match errno {
+            Errno::ENOEXEC if !is_elf(path) => {
+                let words: Vec<&CStr> = [c"/bin/sh", path.as_c_str()]
+                    .into_iter()
+                    .chain(argv.iter().skip(1).map(CString::as_c_str))
+                    .collect();
+                let Err(errno) = nix::unistd::execve(c"/bin/sh", &words, environment);
+                return errno;
+            }
+            // Another one may do.
+            Errno::EACCES => reason = errno,
+            Errno::ENOENT | Errno::ENOTDIR | Errno::ESTALE | Errno::ENODEV | Errno::ETIMEDOUT => {}
+            errno => return errno,
+        }
+    }
+    reason
+}
+
+fn is_elf(path: &CStr) -> bool {
+    let mut start = [0; 4];
+    let file = std::fs::File::open(OsStr::from_bytes(path.to_bytes()));
+    file.and_then(|mut file| file.read_exact(&mut start)).is_ok() && start == *b"\x7fELF"
 }
 
 /// Forks a worker: own session or process group, own CPUs, killed when this process dies, `channel` inherited under its
@@ -141,22 +163,23 @@ impl Prepared {
 /// To be called by the only thread of the guard.
 ///
 /// # Errors
-/// The system refuses a pipe or a process.
+/// The system refuses a pipe or a process: why.
 pub(crate) fn start_worker(
     program: &Prepared,
     channel: &OwnedFd,
     stdout: Option<&OwnedFd>,
     stderr: Option<&OwnedFd>,
-) -> io::Result<Starting> {
+) -> Result<Starting, StartFailure> {
     let guard = Pid::this();
-    let (status, report) = nix::unistd::pipe2(OFlag::O_CLOEXEC)?;
+    let not_forked = |errno| failed(Step::Fork, errno);
+    let (status, report) = nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(not_forked)?;
     // SAFETY: the guard has one thread, so the child is a whole copy of it and may do anything. (A test
     // that makes the guard die later adds a thread that only sleeps and holds no lock.)
-    match unsafe { nix::unistd::fork() }? {
+    match unsafe { nix::unistd::fork() }.map_err(not_forked)? {
         ForkResult::Parent { child } => Ok(Starting { pid: child.as_raw(), status }),
         ForkResult::Child => {
-            let error = become_worker(program, guard, channel, stdout, stderr);
-            let _ = nix::unistd::write(&report, &error.to_bytes());
+            let failure = become_worker(program, guard, channel, stdout, stderr);
+            let _ = nix::unistd::write(&report, &to_bytes(failure));
             // SAFETY: always sound; `exit` would run what the guard has registered for its own end.
             unsafe { nix::libc::_exit(127) }
         }
@@ -170,8 +193,9 @@ fn become_worker(
     channel: &OwnedFd,
     stdout: Option<&OwnedFd>,
     stderr: Option<&OwnedFd>,
-) -> StartError {
-    let result: Result<Infallible, StartError> = (|| {
+) -> StartFailure {
+    let mut step = Step::Exec;
+    let result: Result<Infallible, Errno> = (|| {
         // The guard blocks nearly all signals and Rust ignores SIGPIPE; both survive exec. A shell without job control
         // ignores SIGINT and SIGQUIT in what it starts in the background, to keep a Ctrl-C from it that was meant for
         // others. Workers get none but from the launcher, if the user has told it to handle them all the same.
@@ -188,18 +212,20 @@ fn become_worker(
         nix::sys::prctl::set_pdeathsig(Signal::SIGKILL)?;
         if Pid::parent() != guard {
             // It died before the line above could see it.
-            return Err(Errno::ESRCH.into());
+            return Err(Errno::ESRCH);
         }
         if let Some(cpus) = &program.cpus {
-            sched_setaffinity(Pid::from_raw(0), cpus).map_err(|errno| StartError { binding: true, errno })?;
+            step = Step::Bind;
+            sched_setaffinity(Pid::from_raw(0), cpus)?;
+            step = Step::Exec;
         }
         stdout.map(nix::unistd::dup2_stdout).transpose()?;
         stderr.map(nix::unistd::dup2_stderr).transpose()?;
         fcntl(channel, FcntlArg::F_SETFD(FdFlag::empty()))?;
-        Ok(nix::unistd::execvpe(&program.argv[0], &program.argv, &program.environment)?)
+        Err(execute(program))
     })();
     match result {
-        Err(error) => error,
+        Err(errno) => failed(step, errno),
         Ok(never) => match never {},
     }
 }
@@ -241,16 +267,16 @@ mod tests {
 
     /// Starts a program on these CPUs: its exit code, or why it does not come to run. (The child of a test with
     /// several threads needs no more than system calls and malloc, which glibc's fork leaves in order.)
-    fn start(argv: &[&str], cpus: &[usize]) -> Result<i32, String> {
+    fn start(argv: &[&str], cpus: &[usize]) -> Result<i32, StartFailure> {
         let argv = argv.iter().map(OsString::from).collect();
-        let prepared = Prepared::new(argv, Vec::new(), cpus, true).map_err(|error| error.to_string())?;
+        let prepared = Prepared::new(argv, Vec::new(), cpus, true)?;
         let (channel, _other) = UnixStream::pair().expect("a channel");
         let started = start_worker(&prepared, &channel.into(), None, None).expect("a process");
-        let mut error = [0; StartError::BYTES];
+        let mut error = [0; FAILURE_BYTES];
         let count = nix::unistd::read(&started.status, &mut error).expect("its status");
         match waitpid(Pid::from_raw(started.pid), None).expect("its end") {
             WaitStatus::Exited(_, code) if count == 0 => Ok(code),
-            _ => Err(StartError::from_bytes(error).to_string()),
+            _ => Err(failure_of(error)),
         }
     }
 
@@ -266,13 +292,30 @@ mod tests {
 
     #[test]
     fn refused_cpus_and_a_missing_program_are_told_apart() {
-        let refused =
-            "cannot be bound to its CPUs: Invalid argument (os error 22); may this job still use them?";
+        let refused = failed(Step::Bind, Errno::EINVAL);
         if let Some(absent) = (0..CpuSet::count()).rev().find(|cpu| !exists(*cpu)) {
-            assert_eq!(start(&["true"], &[absent]), Err(refused.to_owned()));
+            assert_eq!(start(&["true"], &[absent]), Err(refused));
         }
-        assert_eq!(start(&["true"], &[CpuSet::count()]), Err(refused.to_owned()), "no such bit");
-        assert_eq!(start(&["/no/such"], &[]), Err("No such file or directory (os error 2)".to_owned()));
+        assert_eq!(start(&["true"], &[CpuSet::count()]), Err(refused), "no such bit");
+        assert_eq!(start(&["/no/such"], &[]), Err(failed(Step::Exec, Errno::ENOENT)));
+    }
+
+    #[test]
+    fn a_program_for_another_cpu_is_refused_and_not_given_to_the_shell() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let file = |name: &str, bytes: &[u8]| {
+            let path = folder.path().join(name);
+            std::fs::write(&path, bytes).expect("a file");
+            let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+            std::fs::set_permissions(&path, mode).expect("a mode");
+            path.to_string_lossy().into_owned()
+        };
+        let mut header = b"\x7fELF\x02\x01\x01".to_vec();
+        header.resize(64, 0);
+        header[18] = 250;
+        assert_eq!(start(&[&file("foreign", &header)], &[]), Err(failed(Step::Exec, Errno::ENOEXEC)));
+        // What has no #! line is a script of the shell, as it is for execvp.
+        assert_eq!(start(&[&file("plain", b"exit $1"), "7"], &[]), Ok(7));
     }
 
     fn exists(cpu: usize) -> bool {

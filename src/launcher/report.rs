@@ -24,8 +24,7 @@ use convoke_env::ExitCause;
 use jiff::tz::TimeZone;
 use nix::sys::signal::Signal;
 
-use crate::cause::{Class, Evidence, Facts, Findings, Verdict, decide, lines, shown};
-use crate::os::NOT_BOUND;
+use crate::cause::{Class, Evidence, Facts, Findings, NotStarted, Verdict, decide, lines, shown};
 use error_file::Account;
 pub(crate) use host::{full_host_name, host_name};
 pub(crate) use model::{Failure, Flight, Outcome, Report};
@@ -84,8 +83,8 @@ pub(crate) struct Ended {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum How {
     Exited(ExitCause),
-    /// It could not be started: why.
-    NotStarted(String),
+    /// It could not be started.
+    NotStarted(NotStarted),
 }
 
 /// How a process ended, as a verb: `exited with code 3`, `was killed by SIGSEGV`.
@@ -247,7 +246,8 @@ fn failure(job: &Job, host: &str, worker: &Ended, account: Option<&Account>, tim
             let (stopped, evidence) = (worker.stopped, &worker.evidence);
             decide(&Facts { cause: *cause, stopped, guessed: job.guessed, evidence, findings: &findings })
         }
-        How::NotStarted(why) => not_started(why),
+        How::NotStarted(told) => Verdict::new(told.class, format!("could not be started: {}", told.why))
+            .advise(told.advice.clone()),
     };
     if let Some((_, range)) = &picked {
         stderr.drain(range.clone());
@@ -284,19 +284,6 @@ fn failure(job: &Job, host: &str, worker: &Ended, account: Option<&Account>, tim
         gpu: worker.gpu.clone(),
         core_dumped: worker.evidence.core_dumped,
         stopped_by_us: worker.stopped,
-    }
-}
-
-fn not_started(why: &str) -> Verdict {
-    if why.contains(NOT_BOUND) {
-        Verdict::new(Class::CpuBinding, format!("could not be started: {why}"))
-            .advise("this job may no longer use them (cgroup cpuset): start it again, or leave --bind out")
-    } else if why.contains("Permission denied") || why.contains("Exec format error") {
-        Verdict::new(Class::NotExecutable, format!("could not be started: {why}"))
-            .advise("chmod +x, the #! line, or a file system mounted noexec")
-    } else {
-        Verdict::new(Class::MissingProgram, format!("could not be started: {why}"))
-            .advise("is it installed on this node, and in PATH?")
     }
 }
 

@@ -9,6 +9,8 @@ use std::time::{Duration, Instant};
 use convoke_env::ExitCause;
 use nix::sys::signal::Signal;
 
+use crate::cause::NotStarted;
+
 /// The workers of one node in one round.
 #[derive(Debug)]
 pub(crate) struct Supervisor {
@@ -74,7 +76,7 @@ enum Phase {
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Why {
     Failure,
-    Launch { local_rank: usize, error: String },
+    Launch { local_rank: usize, error: NotStarted },
     Signal(Signal),
     Abort,
 }
@@ -85,7 +87,7 @@ pub(crate) enum Event {
     /// The worker runs.
     Started { local_rank: usize },
     /// It could not be started.
-    StartFailed { local_rank: usize, error: String },
+    StartFailed { local_rank: usize, error: NotStarted },
     /// It ended and has been reaped. `blame` counts if it failed.
     Exited { local_rank: usize, cause: ExitCause, blame: Blame },
     /// A signal to the launcher: pass it on, and end the round within `grace`. If workers are being stopped already, that is
@@ -116,7 +118,7 @@ pub(crate) enum Outcome {
     /// Workers failed, in the order in which it was noticed.
     Failed(Vec<Failure>),
     /// A worker could not even be started.
-    NotStarted { local_rank: usize, error: String },
+    NotStarted { local_rank: usize, error: NotStarted },
     /// A signal to the launcher ended it.
     Stopped { signal: Signal },
     /// Other nodes ended it.

@@ -266,6 +266,7 @@ mod tests {
     use convoke_env::ExitCause;
 
     use super::*;
+    use crate::cause::{Class, NotStarted};
     use crate::supervise::Blame;
 
     const GRACE: Duration = Duration::from_secs(30);
@@ -507,8 +508,10 @@ mod tests {
             &mut agent(5, false),
             &[(Event::JoinFailed(late.clone()), Some(Action::End(End::Error(late))))],
         );
-        let outcome = Outcome::NotStarted { local_rank: 1, error: "not found".to_owned() };
-        let text = "the worker of local rank 1 could not be started: not found".to_owned();
+        let (why, advice) = ("not found".to_owned(), "install it".to_owned());
+        let error = NotStarted { class: Class::MissingProgram, why, advice };
+        let outcome = Outcome::NotStarted { local_rank: 1, error };
+        let text = "the worker of local rank 1 could not be started: not found\n  try: install it".to_owned();
         story(
             &mut agent(5, false),
             &[

@@ -5,6 +5,7 @@ mod end;
 mod environment;
 mod machine;
 mod pause;
+mod refused;
 mod run;
 mod setup;
 mod signalled;
@@ -15,5 +16,6 @@ mod trial;
 mod workers;
 
 pub(crate) use environment::{Variables, command_line, variables};
+pub(crate) use refused::no_process;
 pub(crate) use run::run;
 pub(crate) use setup::hold_signals;

@@ -10,14 +10,16 @@ use nix::unistd::Pid;
 use tokio::sync::mpsc;
 
 use super::backoff::Backoff;
+use super::environment::command_line;
 use super::machine::{Action, Agent, End, Event, Rules};
 use super::pause::{Pause, Same};
+use super::refused::surroundings;
 use super::setup::{release_signals, token};
 use super::signalled::Signalled;
 use super::signals::{Meaning, watch};
 use super::trial::start_thread;
 use super::workers::Workers;
-use crate::cause::Evidence;
+use crate::cause::{Evidence, not_started};
 use crate::config::{Config, Orphans};
 use crate::events::Events;
 use crate::flight::Flight;
@@ -316,8 +318,8 @@ impl Shell {
             }
             FromGuard::SpawnFailed { id, error } => {
                 let local_rank = rank_of(id)?;
-                let program = self.config.program.argv.first().cloned().unwrap_or_default();
-                let error = format!("{}: {error}", program.to_string_lossy());
+                let argv = command_line(&self.config, local_rank);
+                let error = not_started(error, &surroundings(&argv));
                 self.supervise(supervise::Event::StartFailed { local_rank, error })
             }
             FromGuard::Exited { id, cause, evidence, last } => {

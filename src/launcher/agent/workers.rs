@@ -7,7 +7,7 @@ use std::time::SystemTime;
 
 use convoke_env::{ExitCause, Generation, ToWorker, Token};
 
-use crate::cause::Evidence;
+use crate::cause::{Evidence, NotStarted};
 use crate::guard::WorkerId;
 use crate::logs::StderrTail;
 
@@ -24,7 +24,7 @@ pub(crate) struct Workers {
     /// Local ranks in the order in which their ends were noticed.
     ended: Vec<usize>,
     /// Who could not be started, and why.
-    pub(crate) not_started: Option<(usize, String)>,
+    pub(crate) not_started: Option<(usize, NotStarted)>,
 }
 
 /// One worker.

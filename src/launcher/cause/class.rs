@@ -28,6 +28,7 @@ pub(crate) enum Class {
     NotExecutable,
     CpuBinding,
     UsageError,
+    ResourceLimit,
     AddressInUse,
     EarlyExit,
     Signal,
@@ -54,7 +55,7 @@ pub(crate) enum Weight {
 impl Class {
     /// All that this version gives.
     #[cfg(test)]
-    pub(crate) const ALL: [Self; 27] = [
+    pub(crate) const ALL: [Self; 28] = [
         Self::Exception,
         Self::Panic,
         Self::Abort,
@@ -75,6 +76,7 @@ impl Class {
         Self::NotExecutable,
         Self::CpuBinding,
         Self::UsageError,
+        Self::ResourceLimit,
         Self::AddressInUse,
         Self::EarlyExit,
         Self::Signal,
@@ -107,6 +109,7 @@ impl Class {
             Self::NotExecutable => "not-executable",
             Self::CpuBinding => "cpu-binding",
             Self::UsageError => "usage-error",
+            Self::ResourceLimit => "resource-limit",
             Self::AddressInUse => "address-in-use",
             Self::EarlyExit => "early-exit",
             Self::Signal => "signal",
@@ -140,6 +143,7 @@ impl Class {
             | Self::NotExecutable
             | Self::CpuBinding
             | Self::UsageError
+            | Self::ResourceLimit
             | Self::AddressInUse
             | Self::EarlyExit
             | Self::Signal

@@ -3,7 +3,7 @@
 use convoke_env::ExitCause;
 use nix::sys::signal::Signal;
 
-use super::findings::Findings;
+use super::findings::{Findings, NO_MAIN};
 use super::{Class, Evidence, OomKills};
 
 /// What is known.
@@ -225,6 +225,10 @@ fn of_code(facts: &Facts<'_>, code: i32) -> Verdict {
         } else {
             "does the script exist on this node, under this path? relative paths start in the current directory"
         });
+    }
+    if let Some(line) = findings.not_found.as_deref().filter(|line| line.contains(NO_MAIN)) {
+        return Verdict::new(Class::MissingProgram, line)
+            .advise("a folder or zip is run by its __main__.py, which stands at its top: put one there, or name a script");
     }
     if let Some(line) = findings.not_found.as_deref().filter(|line| line.contains("No module named")) {
         return import_error(line);

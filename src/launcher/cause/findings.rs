@@ -10,6 +10,9 @@ const MESSAGE_MAX_LINES: usize = 12;
 /// How the runtime says that a rank panicked.
 const PANICKED: &str = " panicked; group ";
 
+/// How Python says that a folder or zip is none that it can run.
+pub(crate) const NO_MAIN: &str = "can't find '__main__' module in";
+
 /// What was found.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Findings {
@@ -119,7 +122,11 @@ impl Findings {
         {
             self.device_memory = told();
         }
-        if has("can't open file") || has(": not found") || has("command not found") || has("No module named")
+        if has("can't open file")
+            || has(NO_MAIN)
+            || has(": not found")
+            || has("command not found")
+            || has("No module named")
         {
             self.not_found = told();
         }

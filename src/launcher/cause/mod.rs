@@ -5,11 +5,14 @@
 //! stderr ─► text ─► findings ─┐
 //! status, evidence ───────────┴─► decide ─► Verdict ─► elect: which of them came first
 //! ```
+//!
+//! `start` is for those that did not even come to their program.
 
 mod class;
 mod decide;
 mod elect;
 mod findings;
+mod start;
 #[cfg(test)]
 mod tests;
 mod text;
@@ -20,6 +23,7 @@ pub(crate) use class::{Class, Weight};
 pub(crate) use decide::{Facts, Verdict, decide};
 pub(crate) use elect::{Candidate, elect};
 pub(crate) use findings::{Findings, shown};
+pub(crate) use start::{NotStarted, Program, StartFailure, Step, Surroundings, not_started};
 pub(crate) use text::lines;
 
 /// What is known of a death beside its status; gathered by the guard.

@@ -150,6 +150,7 @@ fn texts_have_classes() {
             MissingProgram,
             "train.py",
         ),
+        (1, "python3: can't find '__main__' module in 'job.zip'", MissingProgram, "job.zip"),
         (127, "sh: 1: nope: not found", MissingProgram, "nope: not found"),
         (126, "sh: 1: ./data: Permission denied", NotExecutable, "./data"),
         (

@@ -21,7 +21,12 @@ fn bin() -> PathBuf {
 
 /// A machine with three CPUs and no devices.
 fn here() -> Machine {
-    Machine { root: PathBuf::from("/no/such/machine"), cpus: vec![0, 1, 2], gpus: OnceLock::new() }
+    Machine {
+        root: PathBuf::from("/no/such/machine"),
+        cpus: vec![0, 1, 2],
+        gpus: OnceLock::new(),
+        launcher: Vec::new(),
+    }
 }
 
 fn parse_words(

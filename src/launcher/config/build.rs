@@ -36,7 +36,7 @@ pub(crate) fn config(given: &Given, env: Env<'_>, machine: &Machine) -> Result<C
     let stderr_lines = stderr_lines(given, numbers.stderr_tail)?;
     logs.keep_stderr_tail = stderr_lines > 0 && orphans(given)? == Orphans::Stop;
     let events = output::events(given, env)?;
-    let program = program::program(given, env)?;
+    let program = program::program(given, env, machine)?;
     let (rendezvous, run_id, nodes, rendezvous_conf) =
         meeting::meeting(given, &numbers, nodes, &mut warnings)?;
     let signals_given = given.is_on("signals-to-handle");

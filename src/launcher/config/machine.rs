@@ -2,7 +2,6 @@
 
 use std::ffi::{OsStr, OsString};
 use std::fs;
-use std::io::Read;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -29,6 +28,8 @@ pub(crate) struct Machine {
     pub(crate) cpus: Vec<usize>,
     /// NVIDIA's GPUs, once somebody has asked.
     pub(crate) gpus: OnceLock<Vec<Gpu>>,
+    /// Folders where the launcher is: as it was called, and where that leads by links.
+    pub(crate) launcher: Vec<PathBuf>,
 }
 
 /// Whose devices.
@@ -47,7 +48,7 @@ type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 impl Machine {
     /// The machine that this process runs on.
     pub(crate) fn here() -> Self {
-        Self { root: PathBuf::from("/"), cpus: affinity(), gpus: OnceLock::new() }
+        Self { root: PathBuf::from("/"), cpus: affinity(), gpus: OnceLock::new(), launcher: own_folders() }
     }
 
     /// How many CPUs this process may run on.
@@ -124,6 +125,18 @@ impl Machine {
     }
 }
 
+/// Where this program is: by the word that called it, then by what the kernel says.
+fn own_folders() -> Vec<PathBuf> {
+    let word = std::env::args_os().next().unwrap_or_default();
+    let called = if word.as_bytes().contains(&b'/') {
+        Some(PathBuf::from(word))
+    } else {
+        in_path(&word, &|name| std::env::var_os(name))
+    };
+    let files = called.into_iter().chain(std::env::current_exe().ok());
+    files.filter_map(|file| file.parent().map(Path::to_owned)).collect()
+}
+
 /// CPUs that this process may run on.
 fn affinity() -> Vec<usize> {
     let set = sched_getaffinity(Pid::from_raw(0)).unwrap_or_else(|_| CpuSet::new());
@@ -147,39 +160,8 @@ fn left(count: usize, env: Env<'_>, variables: &[&str]) -> usize {
     })
 }
 
-/// What a file starts like.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum FileKind {
-    /// An ELF file.
-    Elf,
-    /// `#!`, and may be executed.
-    Executable,
-    /// Any other file.
-    Other,
-    /// No file.
-    Absent,
-}
-
-/// Looks at a file.
-pub(crate) fn file_kind(path: &Path) -> FileKind {
-    let Ok(metadata) = fs::metadata(path) else { return FileKind::Absent };
-    if !metadata.is_file() {
-        return FileKind::Other;
-    }
-    let mut start = Vec::new();
-    if fs::File::open(path).and_then(|file| file.take(4).read_to_end(&mut start)).is_err() {
-        return FileKind::Other;
-    }
-    if start == b"\x7fELF" {
-        FileKind::Elf
-    } else if start.starts_with(b"#!") && is_executable(path) {
-        FileKind::Executable
-    } else {
-        FileKind::Other
-    }
-}
-
-fn is_executable(path: &Path) -> bool {
+/// Whether it is a file with a permission to execute it.
+pub(crate) fn is_executable(path: &Path) -> bool {
     fs::metadata(path).is_ok_and(|metadata| metadata.is_file() && metadata.permissions().mode() & 0o111 != 0)
 }
 

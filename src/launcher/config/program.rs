@@ -1,10 +1,12 @@
 //! From SCRIPT to the command of the workers.
 
 use std::ffi::{OsStr, OsString};
+use std::io;
 use std::os::unix::ffi::OsStrExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use super::machine::{FileKind, file_kind, in_path};
+use super::file::{FileKind, Shebang};
+use super::machine::{Machine, in_path, is_executable};
 use super::{LocalRankArgument, Program};
 use crate::cli::{CliError, Given};
 
@@ -14,11 +16,36 @@ type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 const RUN_PATH: &str =
     "import runpy,sys; sys.argv=sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')";
 
+/// Who else than Python runs files whose name ends so.
+const OTHER_LANGUAGES: &[(&str, &str)] = &[
+    (".sh", "sh"),
+    (".bash", "bash"),
+    (".zsh", "zsh"),
+    (".ksh", "ksh"),
+    (".csh", "csh"),
+    (".pl", "perl"),
+    (".rb", "ruby"),
+    (".lua", "lua"),
+    (".jl", "julia"),
+    (".js", "node"),
+    (".R", "Rscript"),
+];
+
+/// How SCRIPT is run.
+enum Way {
+    /// It is a program, called so.
+    Itself(OsString),
+    /// By the interpreter in its `#!` line: that, its argument, the file.
+    Interpreter(Vec<OsString>),
+    /// By Python.
+    Python,
+}
+
 /// Decides how SCRIPT is executed.
 ///
 /// # Errors
-/// Flags that contradict each other, or no Python in PATH: exit code 1.
-pub(super) fn program(given: &Given, env: Env<'_>) -> Result<Program, CliError> {
+/// Flags that contradict each other, no Python, or a SCRIPT that nobody can run: exit code 1.
+pub(super) fn program(given: &Given, env: Env<'_>, machine: &Machine) -> Result<Program, CliError> {
     let form = local_rank_form(given)?;
     let (module, no_python, run_path) =
         (given.is_on("module"), given.is_on("no-python"), given.is_on("run-path"));
@@ -27,7 +54,7 @@ pub(super) fn program(given: &Given, env: Env<'_>) -> Result<Program, CliError> 
     let mut guessed = false;
     let mut title = script.display().to_string();
     if run_path {
-        argv.extend([python(env)?, "-u".into(), "-c".into(), RUN_PATH.into(), script.clone()]);
+        argv.extend([python(env, machine)?, "-u".into(), "-c".into(), RUN_PATH.into(), script.clone()]);
     } else if no_python {
         if module {
             return Err(CliError::value("--module and --no-python exclude each other; remove one of them"));
@@ -39,18 +66,22 @@ pub(super) fn program(given: &Given, env: Env<'_>) -> Result<Program, CliError> 
             ));
         }
         argv.push(script.clone());
-    } else if let Some(direct) = (!module).then(|| executable(script, env)).flatten() {
-        argv.push(direct);
     } else {
-        if let Some(python) = env("PYTHON_EXEC").filter(|python| !python.is_empty()) {
-            title = python.display().to_string();
+        match if module { Way::Python } else { way(script, env)? } {
+            Way::Itself(program) => argv.push(program),
+            Way::Interpreter(words) => argv.extend(words),
+            Way::Python => {
+                if let Some(python) = env("PYTHON_EXEC").filter(|python| !python.is_empty()) {
+                    title = python.display().to_string();
+                }
+                argv.extend([python(env, machine)?, "-u".into()]);
+                argv.extend(module.then(|| "-m".into()));
+                guessed = !module
+                    && !script.as_bytes().ends_with(b".py")
+                    && FileKind::of(Path::new(script)) == FileKind::Absent;
+                argv.push(script.clone());
+            }
         }
-        argv.extend([python(env)?, "-u".into()]);
-        argv.extend(module.then(|| "-m".into()));
-        guessed = !module
-            && !script.as_bytes().ends_with(b".py")
-            && matches!(file_kind(Path::new(script)), FileKind::Absent);
-        argv.push(script.clone());
     }
     let index = argv.len();
     argv.extend(given.arguments.iter().cloned());
@@ -58,29 +89,96 @@ pub(super) fn program(given: &Given, env: Env<'_>) -> Result<Program, CliError> 
     Ok(Program { argv, local_rank_argument, title, guessed })
 }
 
-/// What to execute if SCRIPT is a program by itself: an ELF file, an executable `#!` file that does not end in
-/// `.py`, or no file here but a program in PATH.
-fn executable(script: &OsStr, env: Env<'_>) -> Option<OsString> {
+/// How SCRIPT is run: by itself if it is an ELF file, an executable `#!` file that does not end in `.py`, or no file here but a program
+/// in PATH; by the interpreter of its `#!` line if only the permission is missing; else by Python.
+fn way(script: &OsStr, env: Env<'_>) -> Result<Way, CliError> {
     let here = || {
         // A bare name would be looked for in PATH, not here.
         let mut path = OsString::from(if script.as_bytes().contains(&b'/') { "" } else { "./" });
         path.push(script);
         path
     };
-    match file_kind(Path::new(script)) {
-        FileKind::Elf => Some(here()),
-        FileKind::Executable if !script.as_bytes().ends_with(b".py") => Some(here()),
-        FileKind::Executable | FileKind::Other => None,
-        FileKind::Absent => in_path(script, env).map(|_| script.to_owned()),
+    let refused = |why: String| Err(CliError::value(format!("{} {why}", script.display())));
+    let is_named_python = script.as_bytes().ends_with(b".py");
+    match FileKind::of(Path::new(script)) {
+        FileKind::Elf(_) => Ok(Way::Itself(here())),
+        FileKind::Script(_) if is_named_python => Ok(Way::Python),
+        FileKind::Script(shebang) if shebang.has_cr && !shebang.is_python() => {
+            refused(with_cr(script, &shebang))
+        }
+        FileKind::Script(shebang) if shebang.is_executable && !shebang.has_cr => Ok(Way::Itself(here())),
+        FileKind::Script(shebang) if shebang.is_python() || shebang.interpreter.is_empty() => Ok(Way::Python),
+        FileKind::Script(Shebang { interpreter, argument, .. }) => {
+            let words = std::iter::once(interpreter).chain(argument).chain([here()]);
+            Ok(Way::Interpreter(words.collect()))
+        }
+        FileKind::Folder { has_main: true } => Ok(Way::Python),
+        FileKind::Folder { has_main: false } => refused(
+            "is a folder without a __main__.py; name the script in it, or -m and the name of a package"
+                .to_owned(),
+        ),
+        // The current folder is another user's, say.
+        FileKind::Dangling(_) | FileKind::Unreadable(_) if in_path(script, env).is_some() => {
+            Ok(Way::Itself(script.to_owned()))
+        }
+        FileKind::Dangling(target) => {
+            refused(format!("is a link to {}, which is not there", target.display()))
+        }
+        FileKind::Unreadable(kind) => {
+            let why = io::Error::from(kind);
+            refused(format!("cannot be read: {why}; chmod a+r for the file, a+x for the folders above it"))
+        }
+        FileKind::Other => other_language(script).map_or(Ok(Way::Python), refused),
+        FileKind::Absent if script.as_bytes().ends_with(b"\r") => Err(CliError::value(format!(
+            "{script:?} ends with a carriage return: the file in which convoke is called has line ends of Windows; \
+             dos2unix makes others of them"
+        ))),
+        FileKind::Absent if in_path(script, env).is_some() => Ok(Way::Itself(script.to_owned())),
+        FileKind::Absent => Ok(Way::Python),
     }
 }
 
-/// The interpreter: PYTHON_EXEC, else `python` or `python3` in PATH.
-fn python(env: Env<'_>) -> Result<OsString, CliError> {
+/// Why a file with line ends of Windows cannot be run.
+pub(crate) fn with_cr(script: &OsStr, shebang: &Shebang) -> String {
+    format!(
+        "has line ends of Windows: by its #! line its interpreter is `{}\\r`; dos2unix {} makes others of them",
+        shebang.argument.as_ref().unwrap_or(&shebang.interpreter).display(),
+        script.display()
+    )
+}
+
+/// Why a file without `#!` is none for Python, if its name says so.
+fn other_language(script: &OsStr) -> Option<String> {
+    if script.as_bytes().ends_with(b".ipynb") {
+        let name = script.display();
+        return Some(format!("is a notebook; `jupyter nbconvert --to script {name}` makes a script of it"));
+    }
+    let is_it = |(ending, _): &&(&str, &str)| script.as_bytes().ends_with(ending.as_bytes());
+    let (ending, interpreter) = OTHER_LANGUAGES.iter().find(is_it)?;
+    Some(format!(
+        "would be run by Python, but ends in {ending} and has no #! line; write convoke [FLAGS] --no-python \
+         {interpreter} {}, or add the line",
+        script.display()
+    ))
+}
+
+/// The interpreter: PYTHON_EXEC, else that of the environment that the launcher is in, else that of VIRTUAL_ENV, else `python` or
+/// `python3` in PATH.
+fn python(env: Env<'_>, machine: &Machine) -> Result<OsString, CliError> {
     if let Some(python) = env("PYTHON_EXEC").filter(|python| !python.is_empty()) {
         return Ok(python);
     }
-    let found = ["python", "python3"].iter().find_map(|name| in_path(OsStr::new(name), env));
+    let is_environment = |folder: &&PathBuf| {
+        let above = folder.parent();
+        above.is_some_and(|above| above.join("pyvenv.cfg").is_file() || above.join("conda-meta").is_dir())
+    };
+    let active = env("VIRTUAL_ENV").filter(|folder| !folder.is_empty());
+    let active = active.map(|folder| Path::new(&folder).join("bin"));
+    let folders = machine.launcher.iter().filter(is_environment).chain(&active);
+    let names = ["python", "python3"];
+    let mut inside = folders.flat_map(|folder| names.map(|name| folder.join(name)));
+    let found = inside.find(|path| is_executable(path));
+    let found = found.or_else(|| names.iter().find_map(|name| in_path(OsStr::new(name), env)));
     found.map(Into::into).ok_or_else(|| {
         CliError::value(
             "no Python: neither python nor python3 is in PATH; set PYTHON_EXEC=/path/to/python, \

@@ -9,7 +9,8 @@ use std::sync::OnceLock;
 
 use proptest::prelude::*;
 
-use super::machine::{FileKind, Vendor, file_kind, in_path};
+use super::file::FileKind;
+use super::machine::{Vendor, in_path};
 use super::*;
 use crate::cli::{Invocation, float, integer, parse, parse_on, streams, substrings};
 
@@ -176,7 +177,12 @@ fn machine(nodes: &[&str], vendors: &[(&str, &str)]) -> (tempfile::TempDir, Mach
         fs::create_dir_all(&dir).expect("a directory");
         fs::write(dir.join("vendor"), format!("{vendor}\n")).expect("a file");
     }
-    let machine = Machine { root: root.path().to_owned(), cpus: vec![0, 1, 2], gpus: OnceLock::new() };
+    let machine = Machine {
+        root: root.path().to_owned(),
+        cpus: vec![0, 1, 2],
+        gpus: OnceLock::new(),
+        launcher: Vec::new(),
+    };
     (root, machine)
 }
 
@@ -307,17 +313,27 @@ fn programs_are_told_from_scripts() {
     for direct in [&elf, &shell] {
         assert_eq!(argv(&config(&[direct, "a"])), [direct, "a"]);
     }
-    for python in [&plain, &script, &text, &empty, &"/no/such/file.py".to_owned()] {
+    let other = file("tool", b"#!/usr/bin/env python3\n", 0o644);
+    let windows = file("windows", b"#!/usr/bin/env python3\r\n", 0o755);
+    let line = file("windows.py", b"#!/bin/sh\r\n", 0o755);
+    for python in [&script, &text, &empty, &other, &windows, &line, &"/no/such/file.py".to_owned()] {
         assert_eq!(argv(&config(&[python, "a"])), ["py", "-u", python, "a"]);
     }
+    // Only the permission is missing.
+    assert_eq!(argv(&config(&[&plain, "a"])), ["/bin/sh", &plain, "a"]);
+    let perl = file("plain.pl", b"#!/usr/bin/env -S perl -w\n", 0o600);
+    assert_eq!(argv(&config(&[&perl])), ["/usr/bin/env", "-S perl -w", &perl]);
     assert_eq!(argv(&config(&["-m", &elf])), ["py", "-u", "-m", &elf], "-m means Python");
     let guessed = |words: &[&str]| config(words).program.guessed;
     assert!(guessed(&["no-such-worker"]) && guessed(&["./no-such-worker"]));
     assert!(
         !guessed(&["no-such.py"]) && !guessed(&["-m", "no.such"]) && !guessed(&[&text]) && !guessed(&[&elf])
     );
-    assert_eq!(file_kind(dir.path()), FileKind::Other, "a folder may hold a __main__.py");
-    assert_eq!(file_kind(Path::new("/no/such")), FileKind::Absent);
+    assert_eq!(FileKind::of(dir.path()), FileKind::Folder { has_main: false });
+    assert_eq!(FileKind::of(Path::new("/no/such")), FileKind::Absent);
+    file("__main__.py", b"", 0o644);
+    let folder = dir.path().to_string_lossy().into_owned();
+    assert_eq!(argv(&config(&[&folder])), ["py", "-u", &folder], "Python runs its __main__.py");
     let env = |name: &str| (name == "PATH").then(|| dir.path().into());
     assert_eq!(in_path(OsStr::new("run.sh"), &env), Some(dir.path().join("run.sh")));
     assert_eq!(in_path(OsStr::new("plain.sh"), &env), None, "not executable");
@@ -326,6 +342,79 @@ fn programs_are_told_from_scripts() {
     let path = dir.path().to_string_lossy().into_owned();
     let found = config_with(&["run.sh", "a"], &[("PATH", &path)]);
     assert_eq!((argv(&found), found.program.title.as_str()), (vec!["run.sh".into(), "a".into()], "run.sh"));
+}
+
+#[test]
+fn what_nobody_can_run_is_refused_with_a_remedy() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let path = |name: &str| dir.path().join(name).to_string_lossy().into_owned();
+    let file = |name: &str, bytes: &[u8]| fs::write(dir.path().join(name), bytes).expect("a file");
+    file("windows.sh", b"#!/bin/bash\r\necho\r\n");
+    file("line", b"#!/usr/bin/env ruby\r\n");
+    file("bare.sh", b"exec true\n");
+    file("model.jl", b"using Flux\n");
+    file("study.ipynb", b"{}");
+    fs::create_dir(dir.path().join("package")).expect("a directory");
+    std::os::unix::fs::symlink("/no/such/target", dir.path().join("link")).expect("a link");
+    for (name, what) in [
+        ("windows.sh", "its interpreter is `/bin/bash\\r`; dos2unix "),
+        ("line", "its interpreter is `ruby\\r`; dos2unix "),
+        ("bare.sh", "--no-python sh "),
+        ("model.jl", "--no-python julia "),
+        ("study.ipynb", "jupyter nbconvert --to script "),
+        ("package", "is a folder without a __main__.py"),
+        ("link", "is a link to /no/such/target, which is not there"),
+        ("none.py\r", "ends with a carriage return"),
+    ] {
+        let words = ["convoke".into(), path(name)].map(OsString::from);
+        let env = |name: &str| (name == "PYTHON_EXEC").then(|| OsString::from("py"));
+        let error = parse(words.into_iter(), &env).expect_err(name);
+        assert!(error.code == 1 && error.text.contains(what), "{}", error.text);
+        assert_eq!(error.text.matches('\n').count(), 1, "one line: {}", error.text);
+    }
+}
+
+#[test]
+fn the_python_of_the_environment_that_the_launcher_is_in_comes_first() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let bin = |environment: &str, marker: &str, name: &str| {
+        let bin = dir.path().join(environment).join("bin");
+        fs::create_dir_all(&bin).expect("a directory");
+        fs::write(bin.join(name), "").expect("a file");
+        fs::set_permissions(bin.join(name), fs::Permissions::from_mode(0o755)).expect("a mode");
+        if !marker.is_empty() {
+            let marker = dir.path().join(environment).join(marker);
+            fs::create_dir_all(marker.parent().expect("a parent")).expect("a directory");
+            fs::write(marker, "").expect("a file");
+        }
+        bin
+    };
+    let (plain, own) = (bin("usr", "", "python"), bin("own", "pyvenv.cfg", "python3"));
+    let (active, path) = (bin("active", "", "python"), bin("path", "", "python"));
+    let python = |launcher: &Path, variables: &[(&str, PathBuf)]| {
+        let env = |name: &str| {
+            let given = variables.iter().find(|(known, _)| *known == name);
+            given.map(|(_, value)| value.clone().into_os_string())
+        };
+        let (_root, machine) = machine(&[], &[]);
+        let machine = Machine { launcher: vec![launcher.to_owned()], ..machine };
+        match parse_on(["convoke", "x.py"].map(OsString::from).into_iter(), &env, &machine) {
+            Ok(Invocation::Run(config)) => PathBuf::from(&config.program.argv[0]),
+            other => panic!("{other:?}"),
+        }
+    };
+    let path_only = [("PATH", path.clone())];
+    let both = [("PATH", path.clone()), ("VIRTUAL_ENV", dir.path().join("active"))];
+    let gone = [("PATH", path.clone()), ("VIRTUAL_ENV", dir.path().join("gone"))];
+    let all =
+        [("PATH", path.clone()), ("VIRTUAL_ENV", dir.path().join("active")), ("PYTHON_EXEC", "py".into())];
+    assert_eq!(python(&own, &both), own.join("python3"));
+    let conda = bin("conda", "conda-meta/history", "python");
+    assert_eq!(python(&conda, &both), conda.join("python"));
+    assert_eq!(python(&plain, &both), active.join("python"), "no environment is there");
+    assert_eq!(python(&plain, &path_only), path.join("python"));
+    assert_eq!(python(&plain, &gone), path.join("python"));
+    assert_eq!(python(&own, &all), PathBuf::from("py"));
 }
 
 #[test]

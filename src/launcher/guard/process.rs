@@ -26,7 +26,7 @@ use super::protocol::{Decoder, FromGuard, SpawnRequest, ToGuard, WorkerId, encod
 use super::sweep::{Sweep, kill_all, reap_with_core};
 use crate::cause::Evidence;
 use crate::fault;
-use crate::os::{Prepared, StartError, Starting, start_worker};
+use crate::os::{FAILURE_BYTES, Prepared, Starting, failure_of, start_worker};
 
 /// Set to skip pidfds, as on kernels before 5.3.
 const NO_PIDFD: &str = "CONVOKE_NO_PIDFD";
@@ -219,7 +219,7 @@ impl Guard {
                 }
                 Ok(())
             }
-            Err(error) => self.send(&FromGuard::SpawnFailed { id, error: error.to_string() }),
+            Err(error) => self.send(&FromGuard::SpawnFailed { id, error }),
         }
     }
 
@@ -228,14 +228,13 @@ impl Guard {
         let (Some(status), Some(&id)) = (self.starting.remove(&pid), self.workers.get(&pid)) else {
             return Ok(());
         };
-        let mut error = [0; StartError::BYTES];
-        match nix::unistd::read(&status, &mut error) {
-            Ok(StartError::BYTES) => {
+        let mut failure = [0; FAILURE_BYTES];
+        match nix::unistd::read(&status, &mut failure) {
+            Ok(FAILURE_BYTES) => {
                 // What is left of it will be reaped as nobody's child.
                 self.workers.remove(&pid);
                 self.pids.remove(&id);
-                let error = StartError::from_bytes(error).to_string();
-                self.send(&FromGuard::SpawnFailed { id, error })
+                self.send(&FromGuard::SpawnFailed { id, error: failure_of(failure) })
             }
             Ok(_) | Err(_) => self.send(&FromGuard::Spawned { id, pid }),
         }

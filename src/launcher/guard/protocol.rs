@@ -9,7 +9,7 @@ use convoke_env::ExitCause;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::cause::Evidence;
+use crate::cause::{Evidence, StartFailure};
 
 /// Longest message: a command line and its variables (the kernel's own limit is 6 MiB by default).
 pub(crate) const MAX_FRAME_BYTES: usize = 64 << 20;
@@ -70,7 +70,7 @@ pub(crate) enum FromGuard {
     /// The worker runs.
     Spawned { id: WorkerId, pid: i32 },
     /// The worker could not be started.
-    SpawnFailed { id: WorkerId, error: String },
+    SpawnFailed { id: WorkerId, error: StartFailure },
     /// The worker ended and has been reaped; `last` if nothing is left that descends from any worker.
     Exited { id: WorkerId, cause: ExitCause, evidence: Evidence, last: bool },
     /// A signal was passed on, or no process of this worker catches it.

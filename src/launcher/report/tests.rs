@@ -374,14 +374,18 @@ fn a_worker_that_logs_its_own_panic_has_not_lost_a_peer() {
 
 #[test]
 fn a_worker_that_could_not_be_started_is_a_failure_without_a_process() {
-    let how = How::NotStarted("./x: Permission denied (os error 13)".to_owned());
-    let report = made("x", &[Ended { pid: None, how, ..failure(0, ExitCause::Code(0)) }]);
+    let how = |class| {
+        let (why, advice) = ("./x: Permission denied (os error 13)".to_owned(), "chmod +x ./x".to_owned());
+        How::NotStarted(NotStarted { class, why, advice })
+    };
+    let first = Ended { pid: None, how: how(Class::NotExecutable), ..failure(0, ExitCause::Code(0)) };
+    let report = made("x", &[first]);
     let root = report.root().map(|root| (root.class, root.exitcode, root.describe()));
     assert_eq!(root, Some((Class::NotExecutable, None, "could not be started".to_owned())));
     assert!(render(&report, Form::Full).contains("  exitcode  : <N/A> (pid: 0) \n"));
-    let how = How::NotStarted(format!("./x: {}: Invalid argument (os error 22)", NOT_BOUND));
-    let report = made("x", &[Ended { pid: None, how, ..failure(0, ExitCause::Code(0)) }]);
-    assert_eq!(report.root().map(|root| root.class), Some(Class::CpuBinding));
+    assert!(render(&report, Form::Full).contains("chmod +x ./x"));
+    let first = Ended { pid: None, how: how(Class::CpuBinding), ..failure(0, ExitCause::Code(0)) };
+    assert_eq!(made("x", &[first]).root().map(|root| root.class), Some(Class::CpuBinding));
 }
 
 #[test]

@@ -1,4 +1,5 @@
 use super::*;
+use crate::cause::Class;
 
 const GRACE: Duration = Duration::from_secs(30);
 const CULPRIT: Duration = Duration::from_secs(5);
@@ -257,11 +258,15 @@ fn an_abort_stops_the_workers_and_blames_nobody() {
     story.at(2, killed(1, Signal::SIGTERM), &[Action::Finish(Outcome::Aborted)]);
 }
 
+fn not_found() -> NotStarted {
+    NotStarted { class: Class::MissingProgram, why: "not found".to_owned(), advice: "install it".to_owned() }
+}
+
 #[test]
 fn a_program_that_cannot_be_started_ends_the_round() {
     let policy = Policy { settle: Duration::ZERO, culprit: CULPRIT, failure_grace: GRACE };
     let mut story = Story { supervisor: Supervisor::new(2, policy), start: Instant::now() };
-    let not_found = "not found".to_owned();
+    let not_found = not_found();
     story.at(0, Event::StartFailed { local_rank: 0, error: not_found.clone() }, &[]);
     let outcome = Outcome::NotStarted { local_rank: 0, error: not_found.clone() };
     story.at(1, Event::StartFailed { local_rank: 1, error: not_found }, &[Action::Finish(outcome)]);
@@ -305,7 +310,7 @@ fn random_round(seed: u64) {
             _ if !alive[who] => continue,
             _ if !started[who] && random(30) == 0 => {
                 alive[who] = false;
-                Event::StartFailed { local_rank: who, error: String::new() }
+                Event::StartFailed { local_rank: who, error: not_found() }
             }
             _ if !started[who] => {
                 started[who] = true;

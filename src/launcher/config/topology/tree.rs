@@ -86,6 +86,11 @@ impl Tree {
     }
 
     pub(in super::super) fn machine(&self, allowed: impl IntoIterator<Item = usize>) -> Machine {
-        Machine { root: self.root().to_owned(), cpus: allowed.into_iter().collect(), gpus: OnceLock::new() }
+        Machine {
+            root: self.root().to_owned(),
+            cpus: allowed.into_iter().collect(),
+            gpus: OnceLock::new(),
+            launcher: Vec::new(),
+        }
     }
 }

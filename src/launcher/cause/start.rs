@@ -1,0 +1,396 @@
+//! Why a worker did not come to its program: from what the system refused, and what is known of the program and of limits,
+//! to a sentence and a remedy. Pure.
+
+use std::fmt;
+use std::io;
+
+use nix::errno::Errno;
+use serde::{Deserialize, Serialize};
+
+use super::Class;
+use crate::cgroup::Tasks;
+use crate::config::FileKind;
+
+/// Longest word or variable that the kernel hands to a program.
+const WORD_MAX_BYTES: usize = 128 << 10;
+
+/// What the guard was refused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct StartFailure {
+    pub(crate) step: Step,
+    pub(crate) errno: i32,
+}
+
+/// On the way to a program.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Step {
+    /// A process, and the pipe to it.
+    Fork,
+    /// Its CPUs.
+    Bind,
+    /// The program.
+    Exec,
+}
+
+/// What is known of the program, and of limits, after the refusal.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Surroundings {
+    /// As it was called.
+    pub(crate) program: String,
+    /// What is there, if something is.
+    pub(crate) file: Option<Program>,
+    /// A file of this name is in the current folder, where it is not looked for.
+    pub(crate) is_here: bool,
+    /// Bytes of its words and of its variables, and the largest variable.
+    pub(crate) argument_bytes: usize,
+    pub(crate) variable_bytes: usize,
+    pub(crate) largest: Option<(String, usize)>,
+    /// The limit of tasks with the least room.
+    pub(crate) tasks: Option<Tasks>,
+    /// `ulimit -u` and `ulimit -n`, if they are limits.
+    pub(crate) process_limit: Option<u64>,
+    pub(crate) descriptor_limit: Option<u64>,
+}
+
+/// The file of a program.
+#[derive(Debug, Clone)]
+pub(crate) struct Program {
+    pub(crate) path: String,
+    pub(crate) kind: FileKind,
+    pub(crate) is_executable: bool,
+    /// Its file system allows no programs.
+    pub(crate) is_noexec: bool,
+}
+
+/// Why a worker could not be started, and what to do. Displays as both.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct NotStarted {
+    pub(crate) class: Class,
+    pub(crate) why: String,
+    pub(crate) advice: String,
+}
+
+impl fmt::Display for NotStarted {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}\n  try: {}", self.why, self.advice)
+    }
+}
+
+/// Decides.
+pub(crate) fn not_started(failure: StartFailure, around: &Surroundings) -> NotStarted {
+    let errno = Errno::from_raw(failure.errno);
+    let error = io::Error::from(errno);
+    let (class, detail, advice) = match failure.step {
+        Step::Bind => {
+            return NotStarted {
+                class: Class::CpuBinding,
+                why: format!("{}: cannot be bound to its CPUs: {error}", around.program),
+                advice:
+                    "this job may no longer use them (cgroup cpuset): start it again, or leave --bind out"
+                        .to_owned(),
+            };
+        }
+        Step::Fork => of_fork(errno, around),
+        Step::Exec => of_exec(errno, around),
+    };
+    let detail = if detail.is_empty() { detail } else { format!(": {detail}") };
+    NotStarted { class, why: format!("{}: {error}{detail}", around.program), advice }
+}
+
+type Told = (Class, String, String);
+
+fn told(class: Class, detail: impl Into<String>, advice: impl Into<String>) -> Told {
+    (class, detail.into(), advice.into())
+}
+
+fn of_fork(errno: Errno, around: &Surroundings) -> Told {
+    let class = Class::ResourceLimit;
+    match (errno, &around.tasks, around.process_limit) {
+        (Errno::EAGAIN, Some(tasks), _) if tasks.current + 1 >= tasks.max => {
+            let (folder, max, current) = (tasks.folder.display(), tasks.max, tasks.current);
+            told(
+                class,
+                format!("{folder} allows {max} processes and threads (pids.max), and has {current}"),
+                "raise it (docker run --pids-limit, podPidsLimit of the kubelet, TasksMax= of systemd), or start fewer workers",
+            )
+        }
+        (Errno::EAGAIN, _, Some(limit)) => told(
+            class,
+            format!("this user may have {limit} processes and threads (ulimit -u), on the whole host"),
+            "raise it (ulimit -u, nproc in /etc/security/limits.conf, LimitNPROC= of systemd), or start fewer workers",
+        ),
+        (Errno::EMFILE, ..) => told(
+            class,
+            around
+                .descriptor_limit
+                .map_or(String::new(), |limit| format!("{limit} open files are allowed (ulimit -n)")),
+            "raise it (ulimit -n, nofile in /etc/security/limits.conf, LimitNOFILE= of systemd, docker run --ulimit nofile=N:N)",
+        ),
+        (Errno::ENOMEM, ..) => told(
+            Class::OutOfMemory,
+            "no process could be made",
+            "free memory on this host, or start fewer workers",
+        ),
+        _ => told(
+            class,
+            "no process could be made",
+            "look at kernel.pid_max, kernel.threads-max and fs.file-max of this host, and at ulimit -a",
+        ),
+    }
+}
+
+fn of_exec(errno: Errno, around: &Surroundings) -> Told {
+    let program = &around.program;
+    match (errno, &around.file) {
+        (Errno::E2BIG, _) => too_large(around),
+        (Errno::ETXTBSY, _) => told(
+            Class::NotExecutable,
+            "it is being written",
+            "start again when it is built or copied; copy to another name and rename, then this cannot happen",
+        ),
+        (Errno::ENOENT | Errno::ENOTDIR, None) if around.is_here => told(
+            Class::MissingProgram,
+            "it is in the current folder, and only looked for in PATH",
+            format!("write ./{program}"),
+        ),
+        (Errno::ENOENT, Some(file)) => missing_interpreter(file),
+        (Errno::EACCES, Some(file)) => denied(program, file),
+        (Errno::ENOEXEC, Some(file)) => unknown_format(file),
+        (Errno::EACCES | Errno::EPERM | Errno::ENOEXEC, _) => {
+            told(Class::NotExecutable, "", "chmod +x, the #! line, or a file system mounted noexec")
+        }
+        _ => told(Class::MissingProgram, "", "is it installed on this node, and in PATH?"),
+    }
+}
+
+/// The kernel says of what a program needs that it is not there as if that were the program.
+fn missing_interpreter(file: &Program) -> Told {
+    match &file.kind {
+        FileKind::Script(line) if line.has_cr => told(
+            Class::NotExecutable,
+            format!(
+                "it has line ends of Windows: by its #! line its interpreter is `{}\\r`",
+                line.argument.as_ref().unwrap_or(&line.interpreter).display()
+            ),
+            format!("dos2unix {}", file.path),
+        ),
+        FileKind::Script(line) => told(
+            Class::MissingProgram,
+            format!("its #! line names {}, which is not there", line.interpreter.display()),
+            "install that on this node, or change the line",
+        ),
+        FileKind::Elf(_) => told(
+            Class::MissingLibrary,
+            "the file is there, and the loader that it asks for is not",
+            format!("build it for the C library of this host; readelf -l {} names the loader", file.path),
+        ),
+        _ => told(Class::MissingProgram, "", "is it installed on this node, and in PATH?"),
+    }
+}
+
+fn denied(program: &str, file: &Program) -> Told {
+    let (class, path) = (Class::NotExecutable, &file.path);
+    match &file.kind {
+        FileKind::Folder { .. } => told(class, "it is a folder", "name the program in it"),
+        _ if file.is_noexec => {
+            let way = match &file.kind {
+                FileKind::Script(line) => {
+                    format!(", or write --no-python {} {program}", line.interpreter.display())
+                }
+                _ => String::new(),
+            };
+            told(
+                class,
+                "its file system is mounted noexec",
+                format!("copy it to another (findmnt -T {path} shows this one){way}"),
+            )
+        }
+        _ if !file.is_executable && program.ends_with(".py") => told(
+            class,
+            "it has no permission to be executed",
+            format!("leave --no-python out, or chmod +x {path}"),
+        ),
+        _ if !file.is_executable => {
+            told(class, "it has no permission to be executed", format!("chmod +x {path}"))
+        }
+        FileKind::Script(line) => told(
+            class,
+            "",
+            format!(
+                "may this user execute {}, which its #! line names, and enter all folders above?",
+                line.interpreter.display()
+            ),
+        ),
+        _ => told(class, "", format!("may this user enter all folders above? namei -l {path} shows it")),
+    }
+}
+
+fn unknown_format(file: &Program) -> Told {
+    let class = Class::NotExecutable;
+    let FileKind::Elf(elf) = &file.kind else {
+        return told(class, "", "put its interpreter in a #! line, its first");
+    };
+    match elf.foreign() {
+        Some(cpu) => told(
+            class,
+            format!("it is a program for {cpu}, and this host is {}", std::env::consts::ARCH),
+            "build it for this host, or give nodes of each kind their own SCRIPT",
+        ),
+        None => told(
+            class,
+            "it is no whole program: damaged, or a library or object file",
+            format!("build or copy it anew; file {} says what it is", file.path),
+        ),
+    }
+}
+
+fn too_large(around: &Surroundings) -> Told {
+    let kib = |bytes: usize| bytes.div_ceil(1024);
+    let largest = around.largest.as_ref();
+    let detail = format!(
+        "its words have {} KiB and its variables {} KiB{}",
+        kib(around.argument_bytes),
+        kib(around.variable_bytes),
+        largest.map_or(String::new(), |(name, bytes)| format!(", of which {name} has {}", kib(*bytes)))
+    );
+    let advice = match largest {
+        Some((name, bytes)) if *bytes >= WORD_MAX_BYTES => {
+            format!(
+                "no variable and no word may have more than 128 KiB: unset {name}, or hand it over in a file"
+            )
+        }
+        Some(_) | None => {
+            "unset what the workers do not need, put long words into a file, or raise ulimit -s, a \
+                           quarter of which is for words and variables"
+                .to_owned()
+        }
+    };
+    told(Class::ResourceLimit, detail, advice)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(step: Step, errno: Errno, around: &Surroundings) -> (Class, String) {
+        let failure = StartFailure { step, errno: errno as i32 };
+        let told = not_started(failure, around);
+        (told.class, told.to_string())
+    }
+
+    fn file(kind: FileKind) -> Surroundings {
+        let file = Program { path: "./x".to_owned(), kind, is_executable: true, is_noexec: false };
+        Surroundings { program: "./x".to_owned(), file: Some(file), ..Surroundings::default() }
+    }
+
+    fn starting(text: &str) -> FileKind {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("x");
+        std::fs::write(&path, text).expect("a file");
+        FileKind::of(&path)
+    }
+
+    #[test]
+    fn what_the_kernel_refuses_is_told_with_its_remedy() {
+        let sh = || starting("#!/bin/sh\n");
+        let noexec = |kind| {
+            let mut around = file(kind);
+            around.file.as_mut().expect("a file").is_noexec = true;
+            around
+        };
+        let plain = |program: &str| {
+            let mut around = file(FileKind::Other);
+            around.program = program.to_owned();
+            around.file.as_mut().expect("a file").is_executable = false;
+            around
+        };
+        let absent = Surroundings { program: "x".to_owned(), ..Surroundings::default() };
+        let here = Surroundings { is_here: true, ..absent.clone() };
+        let foreign = if std::env::consts::ARCH == "x86_64" { '\u{28}' } else { '\u{3}' };
+        let foreign = format!("\u{7f}ELF\u{1}\u{1}\u{1}{}{foreign}\0", "\0".repeat(11));
+        use Class::{MissingLibrary, MissingProgram, NotExecutable};
+        for (errno, around, class, parts) in [
+            (Errno::ENOENT, &absent, MissingProgram, ["x: No such file", "in PATH?"]),
+            (Errno::ENOENT, &here, MissingProgram, ["in the current folder", "write ./x"]),
+            (
+                Errno::ENOENT,
+                &file(starting("#!/opt/python -u\n")),
+                MissingProgram,
+                ["names /opt/python", "install"],
+            ),
+            (
+                Errno::ENOENT,
+                &file(starting("#!/bin/sh\r\n")),
+                NotExecutable,
+                ["`/bin/sh\\r`", "dos2unix ./x"],
+            ),
+            (Errno::ENOENT, &file(starting("\u{7f}ELF")), MissingLibrary, ["the loader", "readelf -l ./x"]),
+            (
+                Errno::EACCES,
+                &file(FileKind::Folder { has_main: true }),
+                NotExecutable,
+                ["a folder", "name the"],
+            ),
+            (Errno::EACCES, &noexec(FileKind::Other), NotExecutable, ["mounted noexec", "findmnt -T ./x"]),
+            (Errno::EACCES, &noexec(sh()), NotExecutable, ["mounted noexec", "--no-python /bin/sh ./x"]),
+            (Errno::EACCES, &plain("./x"), NotExecutable, ["no permission", "chmod +x ./x"]),
+            (Errno::EACCES, &plain("./x.py"), NotExecutable, ["no permission", "leave --no-python out"]),
+            (Errno::EACCES, &file(sh()), NotExecutable, ["Permission denied", "/bin/sh, which its #! line"]),
+            (
+                Errno::ENOEXEC,
+                &file(starting(&foreign)),
+                NotExecutable,
+                ["a program for", "build it for this host"],
+            ),
+            (Errno::ENOEXEC, &file(starting("\u{7f}ELF")), NotExecutable, ["no whole program", "file ./x"]),
+            (Errno::ETXTBSY, &file(FileKind::Other), NotExecutable, ["being written", "start again"]),
+        ] {
+            let (found, text) = of(Step::Exec, errno, around);
+            assert_eq!(found, class, "{text}");
+            for part in parts {
+                assert!(text.contains(part), "{part}: {text}");
+            }
+            assert_eq!(text.lines().count(), 2, "{text}");
+        }
+    }
+
+    #[test]
+    fn limits_are_told_with_their_numbers() {
+        let tasks = |current| Some(Tasks { folder: "/cg/pod".into(), max: 20, current });
+        let around = Surroundings {
+            program: "x".to_owned(),
+            tasks: tasks(20),
+            process_limit: Some(64),
+            descriptor_limit: Some(32),
+            argument_bytes: 10,
+            variable_bytes: 3 << 20,
+            largest: Some(("BIG".to_owned(), 200 << 10)),
+            ..Surroundings::default()
+        };
+        let roomy = Surroundings { tasks: tasks(3), ..around.clone() };
+        let many = Surroundings { largest: Some(("PATH".to_owned(), 9 << 10)), ..around.clone() };
+        for (step, errno, around, parts) in [
+            (Step::Fork, Errno::EAGAIN, &around, ["/cg/pod allows 20", "and has 20", "--pids-limit"]),
+            (Step::Fork, Errno::EAGAIN, &roomy, ["may have 64 processes", "(ulimit -u)", "LimitNPROC="]),
+            (Step::Fork, Errno::EMFILE, &around, ["32 open files", "(ulimit -n)", "LimitNOFILE="]),
+            (
+                Step::Exec,
+                Errno::E2BIG,
+                &around,
+                ["words have 1 KiB", "variables 3072 KiB, of which BIG has 200", "unset BIG"],
+            ),
+            (Step::Exec, Errno::E2BIG, &many, ["words have 1 KiB", "of which PATH has 9", "ulimit -s"]),
+        ] {
+            let (class, text) = of(step, errno, around);
+            assert_eq!(class, Class::ResourceLimit, "{text}");
+            for part in parts {
+                assert!(text.contains(part), "{part}: {text}");
+            }
+        }
+        let (class, text) = of(Step::Bind, Errno::EINVAL, &around);
+        assert!(
+            class == Class::CpuBinding && text.contains("x: cannot be bound to its CPUs: Invalid argument"),
+            "{text}"
+        );
+    }
+}

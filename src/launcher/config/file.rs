@@ -1,0 +1,226 @@
+//! What a file is that is to be run: a program, and of which kind, or something for Python.
+
+use std::ffi::{OsStr, OsString};
+use std::fs;
+use std::io::{self, Read};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Path, PathBuf};
+
+use super::machine::is_executable;
+
+/// Longest `#!` line that the kernel reads.
+const LINE_MAX_BYTES: u64 = 256;
+
+/// What is under a path.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum FileKind {
+    /// An ELF file.
+    Elf(Elf),
+    /// A file that starts with `#!`.
+    Script(Shebang),
+    /// A folder, and whether Python can run it: whether it has a `__main__.py`.
+    Folder { has_main: bool },
+    /// Any other file, or a device or pipe.
+    Other,
+    /// A link that leads nowhere.
+    Dangling(PathBuf),
+    /// It is there, or may be, and this user may not read it.
+    Unreadable(io::ErrorKind),
+    /// Nothing.
+    Absent,
+}
+
+/// What the header of an ELF file says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Elf {
+    /// `e_machine`: the CPU that it is for; `None` if the file ends before.
+    pub(crate) machine: Option<u16>,
+}
+
+/// A `#!` line, as the kernel reads it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Shebang {
+    pub(crate) interpreter: OsString,
+    /// All that follows it, as one word.
+    pub(crate) argument: Option<OsString>,
+    /// The line ends with CR LF, which makes CR a part of its last word.
+    pub(crate) has_cr: bool,
+    /// The file may be executed.
+    pub(crate) is_executable: bool,
+}
+
+impl FileKind {
+    /// Looks at a path.
+    pub(crate) fn of(path: &Path) -> Self {
+        let metadata = match fs::metadata(path) {
+            Ok(metadata) => metadata,
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
+                return Self::Unreadable(error.kind());
+            }
+            Err(_) => return fs::read_link(path).map_or(Self::Absent, Self::Dangling),
+        };
+        if metadata.is_dir() {
+            return Self::Folder { has_main: path.join("__main__.py").is_file() };
+        }
+        if !metadata.is_file() {
+            // To read from a pipe would take from the workers what they should read.
+            return Self::Other;
+        }
+        let mut start = Vec::new();
+        let read = fs::File::open(path).and_then(|file| file.take(LINE_MAX_BYTES).read_to_end(&mut start));
+        match read {
+            Ok(_) => Self::of_start(&start, is_executable(path)),
+            Err(error) => Self::Unreadable(error.kind()),
+        }
+    }
+
+    fn of_start(start: &[u8], is_executable: bool) -> Self {
+        if start.starts_with(b"\x7fELF") {
+            let machine = match start {
+                // Byte 5 says in which order the others stand.
+                [_, _, _, _, _, 2, ..] => start.get(18..20).map(|two| u16::from_be_bytes([two[0], two[1]])),
+                _ => start.get(18..20).map(|two| u16::from_le_bytes([two[0], two[1]])),
+            };
+            return Self::Elf(Elf { machine });
+        }
+        start.strip_prefix(b"#!").map_or(Self::Other, |line| Self::Script(Shebang::of(line, is_executable)))
+    }
+}
+
+impl Elf {
+    /// The name of the CPU that it is for, if that is another than this host's.
+    pub(crate) fn foreign(self) -> Option<String> {
+        let machine = self.machine?;
+        let is_own = match std::env::consts::ARCH {
+            // The smaller brother runs as well, where the kernel has it.
+            "x86_64" => matches!(machine, 62 | 3),
+            "aarch64" => matches!(machine, 183 | 40),
+            _ => true,
+        };
+        let name = match machine {
+            3 => "i386",
+            8 => "mips",
+            20 => "ppc",
+            21 => "ppc64",
+            22 => "s390x",
+            40 => "arm",
+            62 => "x86_64",
+            183 => "aarch64",
+            243 => "riscv",
+            258 => "loongarch",
+            other => return (!is_own).then(|| format!("a CPU of another kind (ELF machine {other})")),
+        };
+        (!is_own).then(|| name.to_owned())
+    }
+}
+
+impl Shebang {
+    /// Of the first line after `#!`.
+    fn of(text: &[u8], is_executable: bool) -> Self {
+        let line = text.split(|&byte| byte == b'\n').next().unwrap_or_default();
+        let has_cr = line.ends_with(b"\r");
+        let line = line.strip_suffix(b"\r").unwrap_or(line).trim_ascii();
+        let end = line.iter().position(|byte| matches!(byte, b' ' | b'\t')).unwrap_or(line.len());
+        let word = |bytes: &[u8]| OsString::from_vec(bytes.to_vec());
+        let rest = line[end..].trim_ascii();
+        Self {
+            interpreter: word(&line[..end]),
+            argument: (!rest.is_empty()).then(|| word(rest)),
+            has_cr,
+            is_executable,
+        }
+    }
+
+    /// Whether it is Python, directly or by `env`.
+    pub(crate) fn is_python(&self) -> bool {
+        let name = |word: &OsStr| Path::new(word).file_name().unwrap_or_default().to_owned();
+        let of_python =
+            |name: &OsStr| name.as_bytes().starts_with(b"python") || name.as_bytes().starts_with(b"pypy");
+        let interpreter = name(&self.interpreter);
+        if interpreter != "env" {
+            return of_python(&interpreter);
+        }
+        let argument = self.argument.clone().unwrap_or_default();
+        let mut words = argument.as_bytes().split(|byte| byte.is_ascii_whitespace());
+        // Options of env and variables come first.
+        let first = words.find(|word| !word.is_empty() && !word.starts_with(b"-") && !word.contains(&b'='));
+        first.is_some_and(|word| of_python(&name(OsStr::from_bytes(word))))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shebang(text: &str) -> Shebang {
+        match FileKind::of_start(text.as_bytes(), true) {
+            FileKind::Script(shebang) => shebang,
+            other => panic!("{text:?}: {other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_line_is_read_as_the_kernel_reads_it() {
+        for (text, interpreter, argument, has_cr) in [
+            ("#!/bin/sh\nexit", "/bin/sh", None, false),
+            ("#! /bin/sh -e\n", "/bin/sh", Some("-e"), false),
+            ("#!/usr/bin/env -S a b  c \n", "/usr/bin/env", Some("-S a b  c"), false),
+            ("#!/bin/sh\r\nexit\r\n", "/bin/sh", None, true),
+            ("#!/bin/sh", "/bin/sh", None, false),
+            ("#!\n", "", None, false),
+        ] {
+            let wanted = Shebang {
+                interpreter: interpreter.into(),
+                argument: argument.map(OsString::from),
+                has_cr,
+                is_executable: true,
+            };
+            assert_eq!(shebang(text), wanted, "{text:?}");
+        }
+    }
+
+    #[test]
+    fn python_is_known_by_its_name_also_behind_env() {
+        for (line, is_python) in [
+            ("#!/usr/bin/python3\n", true),
+            ("#!/usr/bin/env python\r\n", true),
+            ("#!/usr/bin/env -S python3.12 -O\n", true),
+            ("#!/usr/bin/env -S LANG=C pypy3\n", true),
+            ("#!/opt/python/bin/perl\n", false),
+            ("#!/usr/bin/env bash\n", false),
+            ("#!/usr/bin/env\n", false),
+        ] {
+            assert_eq!(shebang(line).is_python(), is_python, "{line:?}");
+        }
+    }
+
+    #[test]
+    fn programs_for_another_cpu_are_told_from_those_for_this_one() {
+        let elf = |order: u8, two: [u8; 2]| {
+            let mut start = b"\x7fELF\x02\x00\x01".to_vec();
+            start[5] = order;
+            start.resize(18, 0);
+            start.extend(two);
+            FileKind::of_start(&start, true)
+        };
+        let foreign = |kind: FileKind| match kind {
+            FileKind::Elf(elf) => elf.foreign(),
+            other => panic!("{other:?}"),
+        };
+        let (other, name): ([u8; 2], _) =
+            if std::env::consts::ARCH == "x86_64" { ([183, 0], "aarch64") } else { ([62, 0], "x86_64") };
+        assert_eq!(foreign(elf(1, other)), Some(name.to_owned()));
+        assert_eq!(foreign(elf(2, [0, 22])), Some("s390x".to_owned()), "the other order of bytes");
+        assert!(foreign(elf(1, [9, 9])).is_some_and(|name| name.contains("ELF machine 2313")));
+        assert_eq!(foreign(FileKind::of(&std::env::current_exe().unwrap())), None);
+        assert_eq!(FileKind::of_start(b"\x7fELF", true), FileKind::Elf(Elf { machine: None }));
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn no_bytes_make_it_panic(bytes in proptest::collection::vec(proptest::prelude::any::<u8>(), 0..40), kind in 0usize..3) {
+            let start: &[u8] = [&b""[..], b"#!", b"\x7fELF"][kind];
+            FileKind::of_start(&[start, &bytes[..]].concat(), false);
+        }
+    }
+}
