@@ -18,6 +18,7 @@ mod fault;
 mod flight;
 mod gpus;
 mod guard;
+mod limits;
 mod logs;
 mod membership;
 #[allow(unsafe_code)]
@@ -31,6 +32,7 @@ use std::io::Write;
 use std::process::ExitCode;
 
 use cli::Invocation;
+use limits::Limits;
 use os::Forked;
 
 /// The whole program: reads the command line and the environment, runs the job, and returns the exit
@@ -53,9 +55,18 @@ pub fn main() -> ExitCode {
         }
     };
     warn(&config.warnings);
+    let limits = Limits::raise();
+    match limits.check(&config) {
+        Ok(warnings) if config::is_quiet(&|name| std::env::var_os(name)) => drop(warnings),
+        Ok(warnings) => warn(&warnings),
+        Err(error) => {
+            let _ = writeln!(std::io::stderr(), "convoke: error: {error}");
+            return exit::FAILURE;
+        }
+    }
     fault::init("launcher");
     match os::fork_guard() {
-        Ok(Forked::Guard { socket }) => guard::run(socket),
+        Ok(Forked::Guard { socket }) => guard::run(socket, limits),
         Ok(Forked::Launcher { guard, socket }) => agent::run(*config, guard, socket),
         Err(error) => {
             let what = "the guard process";

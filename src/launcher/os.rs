@@ -14,6 +14,7 @@ use nix::sys::signal::{SigHandler, SigSet, Signal, raise, signal};
 use nix::unistd::{ForkResult, Pid};
 
 use crate::cause::{StartFailure, Step};
+use crate::limits::Limits;
 
 /// Which of the two processes this is after [`fork_guard`].
 #[derive(Debug)]
@@ -166,6 +167,7 @@ fn is_elf(path: &CStr) -> bool {
 /// The system refuses a pipe or a process: why.
 pub(crate) fn start_worker(
     program: &Prepared,
+    limits: &Limits,
     channel: &OwnedFd,
     stdout: Option<&OwnedFd>,
     stderr: Option<&OwnedFd>,
@@ -178,7 +180,7 @@ pub(crate) fn start_worker(
     match unsafe { nix::unistd::fork() }.map_err(not_forked)? {
         ForkResult::Parent { child } => Ok(Starting { pid: child.as_raw(), status }),
         ForkResult::Child => {
-            let failure = become_worker(program, guard, channel, stdout, stderr);
+            let failure = become_worker(program, limits, guard, channel, stdout, stderr);
             let _ = nix::unistd::write(&report, &to_bytes(failure));
             // SAFETY: always sound; `exit` would run what the guard has registered for its own end.
             unsafe { nix::libc::_exit(127) }
@@ -189,6 +191,7 @@ pub(crate) fn start_worker(
 /// The child's way to its program; returns only if it cannot get there.
 fn become_worker(
     program: &Prepared,
+    limits: &Limits,
     guard: Pid,
     channel: &OwnedFd,
     stdout: Option<&OwnedFd>,
@@ -222,6 +225,7 @@ fn become_worker(
         stdout.map(nix::unistd::dup2_stdout).transpose()?;
         stderr.map(nix::unistd::dup2_stderr).transpose()?;
         fcntl(channel, FcntlArg::F_SETFD(FdFlag::empty()))?;
+        limits.give_back();
         Err(execute(program))
     })();
     match result {
@@ -271,7 +275,8 @@ mod tests {
         let argv = argv.iter().map(OsString::from).collect();
         let prepared = Prepared::new(argv, Vec::new(), cpus, true)?;
         let (channel, _other) = UnixStream::pair().expect("a channel");
-        let started = start_worker(&prepared, &channel.into(), None, None).expect("a process");
+        let limits = Limits::raise();
+        let started = start_worker(&prepared, &limits, &channel.into(), None, None).expect("a process");
         let mut error = [0; FAILURE_BYTES];
         let count = nix::unistd::read(&started.status, &mut error).expect("its status");
         match waitpid(Pid::from_raw(started.pid), None).expect("its end") {

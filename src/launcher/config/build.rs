@@ -82,7 +82,7 @@ pub(crate) fn config(given: &Given, env: Env<'_>, machine: &Machine) -> Result<C
              set it yourself to tune it"
         )
     };
-    if output::log_level(env) > output::WARNING {
+    if output::is_quiet(env) {
         warnings.clear();
     }
     Ok(Config {

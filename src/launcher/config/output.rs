@@ -127,10 +127,15 @@ pub(super) fn events(given: &Given, env: Env<'_>) -> Result<EventHandler, CliErr
 }
 
 /// The default of LOGLEVEL.
-pub(super) const WARNING: i128 = 30;
+const WARNING: i128 = 30;
+
+/// Whether LOGLEVEL asks for no warnings.
+pub(crate) fn is_quiet(env: Env<'_>) -> bool {
+    log_level(env) > WARNING
+}
 
 /// LOGLEVEL as Python's logging numbers it; WARNING by default.
-pub(super) fn log_level(env: Env<'_>) -> i128 {
+fn log_level(env: Env<'_>) -> i128 {
     let Some(text) = env("LOGLEVEL") else { return WARNING };
     let text = text.to_string_lossy().to_uppercase();
     match text.trim() {

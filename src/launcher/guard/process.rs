@@ -26,15 +26,16 @@ use super::protocol::{Decoder, FromGuard, SpawnRequest, ToGuard, WorkerId, encod
 use super::sweep::{Sweep, kill_all, reap_with_core};
 use crate::cause::Evidence;
 use crate::fault;
+use crate::limits::Limits;
 use crate::os::{FAILURE_BYTES, Prepared, Starting, failure_of, start_worker};
 
 /// Set to skip pidfds, as on kernels before 5.3.
 const NO_PIDFD: &str = "CONVOKE_NO_PIDFD";
 
 /// Runs the guard until its launcher is done or gone.
-pub(crate) fn run(socket: UnixStream) -> ExitCode {
+pub(crate) fn run(socket: UnixStream, limits: Limits) -> ExitCode {
     fault::init("guard");
-    match Guard::new(socket).and_then(|mut guard| guard.serve()) {
+    match Guard::new(socket, limits).and_then(|mut guard| guard.serve()) {
         Ok(End::Left) => ExitCode::SUCCESS,
         // No one is there to be told of an error: the sweep is the answer to all of them.
         Ok(End::LauncherGone) | Err(_) => {
@@ -53,6 +54,8 @@ enum End {
 
 struct Guard {
     socket: UnixStream,
+    /// Those of the workers.
+    limits: Limits,
     signals: SignalFd,
     decoder: Decoder,
     /// Descriptors that have arrived and belong to messages that have not been handled.
@@ -72,7 +75,7 @@ struct Guard {
 }
 
 impl Guard {
-    fn new(socket: UnixStream) -> io::Result<Self> {
+    fn new(socket: UnixStream, limits: Limits) -> io::Result<Self> {
         // Schedulers signal every process of a job (Slurm: also after setsid). Whoever should stop is told
         // by the launcher; the guard itself only ever leaves on its word or its death.
         let mut blocked = SigSet::all();
@@ -89,6 +92,7 @@ impl Guard {
         socket.set_nonblocking(true)?;
         Ok(Self {
             socket,
+            limits,
             signals,
             decoder: Decoder::default(),
             descriptors: VecDeque::new(),
@@ -206,8 +210,9 @@ impl Guard {
         let stdout = request.stdout.then(&mut next).transpose()?;
         let stderr = request.stderr.then(&mut next).transpose()?;
         let environment = environment(&request, &channel);
-        let started = Prepared::new(request.argv, environment, &request.cpus, request.own_session)
-            .and_then(|program| start_worker(&program, &channel, stdout.as_ref(), stderr.as_ref()));
+        let started = Prepared::new(request.argv, environment, &request.cpus, request.own_session).and_then(
+            |program| start_worker(&program, &self.limits, &channel, stdout.as_ref(), stderr.as_ref()),
+        );
         match started {
             Ok(Starting { pid, status }) => {
                 self.workers.insert(pid, id);

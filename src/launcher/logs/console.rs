@@ -94,7 +94,11 @@ impl Console {
     fn start(&mut self) -> io::Result<()> {
         let Some(Unstarted { name, stream }) = self.unstarted.take() else { return Ok(()) };
         let theirs = Arc::clone(&self.shared);
-        thread::Builder::new().name(name).spawn(move || write(&theirs, stream)).map(drop)
+        let started = thread::Builder::new().name(name).spawn(move || {
+            super::hold_file_size_signal();
+            write(&theirs, stream);
+        });
+        started.map(drop)
     }
 
     /// Adds a piece of a line of `source`, and its newline if it is over.

@@ -24,6 +24,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use memchr::memmem::Finder;
+use nix::sys::signal::{SigSet, Signal};
 
 use crate::config::{LogConfig, LogDir, StreamChoice, Streams, expand};
 use crate::report::host_name;
@@ -207,6 +208,12 @@ impl RunDir {
         }
         Ok(attempt)
     }
+}
+
+/// For a thread that writes: a file that may not grow (`ulimit -f`) is an error of the write there, and no signal to the launcher.
+fn hold_file_size_signal() {
+    // If it fails the signal ends the job, as it does elsewhere.
+    let _ = SigSet::from(Signal::SIGXFSZ).thread_block();
 }
 
 /// "File exists" is said of a directory that is something else.

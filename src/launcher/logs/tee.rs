@@ -21,10 +21,10 @@ use memchr::memmem::Finder;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use rustix::termios::Winsize;
 
-use super::Told;
 use super::console::{Console, Patience, Writes};
 use super::lines::Lines;
 use super::tail::Tail;
+use super::{Told, hold_file_size_signal};
 use crate::config::Streams;
 use copier::{Copier, Outputs};
 
@@ -184,7 +184,10 @@ impl Tee {
         let outputs = Outputs { filtered, filters, consoles };
         let copier = Copier::new(sources, outputs, told);
         // Its end closes `answer`.
-        thread::Builder::new().name("tee".to_owned()).spawn(move || copier.run(theirs, &asked, &answer))?;
+        thread::Builder::new().name("tee".to_owned()).spawn(move || {
+            hold_file_size_signal();
+            copier.run(theirs, &asked, &answer);
+        })?;
         Ok(Self { wake, requests, answers, asked: Cell::new(0), writes })
     }
 

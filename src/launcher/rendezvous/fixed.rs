@@ -96,6 +96,7 @@ impl Fixed {
         if self.node >= self.nodes {
             return Err(RendezvousError::NodeRank { node_rank: self.node, expected: self.nodes });
         }
+        super::check_loopback(self.nodes > 1)?;
         let deadline = Instant::now() + self.timeout;
         let server = if self.node == 0 { Some(super::serve(&self.host, self.port)?) } else { None };
         if let Some(server) = &server {

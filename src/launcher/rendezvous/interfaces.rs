@@ -5,6 +5,16 @@ use std::net::IpAddr;
 use nix::ifaddrs::getifaddrs;
 use nix::net::if_::InterfaceFlags;
 
+/// Whether the loopback interface is down, without which no process of this host reaches another one by TCP.
+pub(super) fn loopback_is_down() -> bool {
+    let mut loopbacks = getifaddrs()
+        .into_iter()
+        .flatten()
+        .filter(|one| one.flags.contains(InterfaceFlags::IFF_LOOPBACK))
+        .peekable();
+    loopbacks.peek().is_some() && !loopbacks.any(|one| one.flags.contains(InterfaceFlags::IFF_UP))
+}
+
 /// Addresses of its interfaces, and whether that interface is up; none if the system does not tell.
 pub(super) fn addresses() -> impl Iterator<Item = (IpAddr, bool)> {
     getifaddrs().into_iter().flatten().filter_map(|interface| {

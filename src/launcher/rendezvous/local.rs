@@ -31,7 +31,10 @@ impl Local {
 }
 
 impl Rendezvous for Local {
-    fn join(&mut self, _restarts: u32) -> Result<Assignment, RendezvousError> {
+    fn join(&mut self, restarts: u32) -> Result<Assignment, RendezvousError> {
+        if restarts == 0 {
+            super::check_loopback(false)?;
+        }
         let system = |what: &str| {
             let what = what.to_owned();
             move |source| RendezvousError::System { what, source }

@@ -18,6 +18,7 @@ use convoke_env::{Generation, Token};
 use convoke_store::{ServeError, StoreError, StoreServer};
 
 use crate::config::{Config, Rendezvous as Choice};
+use crate::say::say;
 
 pub(crate) use court::{Court, FromOthers, Verdict, What};
 pub(crate) use elastic::Elastic;
@@ -83,6 +84,13 @@ pub(crate) enum RendezvousError {
     Nodes { node: usize, mine: usize, theirs: usize, host: String },
     #[error("{0}; so this node ends as well")]
     Over(Verdict),
+    #[error("{NO_LOOPBACK}\n  try: {RAISE_LOOPBACK}")]
+    NoLoopback,
+    #[error(
+        "this host does not reach its own address {address}, where it serves the store: {last}\n  try: ip addr and ip route \
+         get show why; is the interface up, and is there a route?"
+    )]
+    OwnAddress { address: String, last: String },
     #[error("{0}")]
     Refused(String),
     #[error("{0}")]
@@ -104,6 +112,22 @@ pub(crate) enum RendezvousError {
     System { what: String, source: std::io::Error },
 }
 
+const NO_LOOPBACK: &str = "the loopback interface is down, so processes of this host do not reach each other";
+const RAISE_LOOPBACK: &str =
+    "ip link set lo up, as root; in a container or network namespace, whoever made that should";
+
+/// Says so, or refuses, if no process of this host can reach another one. Workers of a single node may not need that.
+fn check_loopback(is_needed: bool) -> Result<(), RendezvousError> {
+    match (interfaces::loopback_is_down(), is_needed) {
+        (true, true) => Err(RendezvousError::NoLoopback),
+        (true, false) => {
+            say(&format!("warning: {NO_LOOPBACK}; {RAISE_LOOPBACK}"));
+            Ok(())
+        }
+        (false, _) => Ok(()),
+    }
+}
+
 impl RendezvousError {
     /// Whether the others were waited for in vain, rather than met and something found wrong.
     pub(crate) fn is_absence(&self) -> bool {
@@ -118,6 +142,8 @@ impl RendezvousError {
             | Self::Over(_)
             | Self::Refused(_)
             | Self::NotHere { .. }
+            | Self::NoLoopback
+            | Self::OwnAddress { .. }
             | Self::Store(_)
             | Self::InUse { .. }
             | Self::Serve(_)

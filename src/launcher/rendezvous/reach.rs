@@ -30,6 +30,10 @@ pub(super) fn reach(
             Err(StoreError::Unreachable { last, .. }) if until < deadline => {
                 if is_node_0 && stranger.is_none() {
                     let found = elsewhere(host);
+                    if found.is_none() && has_no_route(&last) {
+                        let last = without(&address, &last).to_owned();
+                        return Err(RendezvousError::OwnAddress { address, last });
+                    }
                     if let Some(elsewhere) = &found {
                         say(&format!("warning: {}; {}", elsewhere.what, elsewhere.advice));
                     }
@@ -61,7 +65,15 @@ struct Elsewhere {
 fn elsewhere(host: &str) -> Option<Elsewhere> {
     let theirs: Vec<IpAddr> =
         (host.trim_matches(['[', ']']), 0).to_socket_addrs().ok()?.map(|a| a.ip()).collect();
-    let ours: Vec<IpAddr> = interfaces::addresses().map(|(ip, _)| ip).collect();
+    let (up, down): (Vec<_>, Vec<_>) = interfaces::addresses().partition(|(_, up)| *up);
+    let ours: Vec<IpAddr> = up.into_iter().map(|(ip, _)| ip).collect();
+    if let Some((ip, _)) = down.iter().find(|(ip, _)| theirs.contains(ip) && !ours.contains(ip)) {
+        return Some(Elsewhere {
+            what: format!("{ip} is an address of this host, but its interface is down"),
+            advice: "bring it up (ip link set DEVICE up), or give all nodes a --master-addr of another"
+                .to_owned(),
+        });
+    }
     if theirs.iter().any(|ip| ours.contains(ip) || ip.is_loopback()) {
         return None;
     }
@@ -80,6 +92,13 @@ fn elsewhere(host: &str) -> Option<Elsewhere> {
             "give all nodes a --master-addr of this host ({list}), or --node-rank=0 to the host that has {host}"
         ),
     })
+}
+
+/// Whether the kernel did not know where to send anything.
+fn has_no_route(last: &str) -> bool {
+    ["Network is unreachable", "No route to host", "Network is down", "Cannot assign requested address"]
+        .iter()
+        .any(|text| last.contains(text))
 }
 
 /// What the kind of failure suggests.

@@ -143,6 +143,7 @@ impl Elastic {
     /// Waits for a round.
     fn meet(&mut self, restarts: u32) -> Result<membership::Assignment, RendezvousError> {
         if self.thread.is_none() {
+            super::check_loopback(true)?;
             self.warn_if_open();
         }
         let deadline = Instant::now() + self.settings.rules.join_timeout;

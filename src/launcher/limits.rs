@@ -1,0 +1,226 @@
+//! The limits of the launcher's process: raised as far as allowed, since it has descriptors and files for all workers. Workers get
+//! those that the launcher was started with. What cannot suffice is said before the first worker.
+
+use std::path::Path;
+
+use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit, setrlimit};
+
+use crate::cgroup::{Tasks, task_limit};
+use crate::config::{Config, Rendezvous, StreamChoice, Streams, count};
+
+/// What the launcher has open besides what is there for each worker.
+const OWN_DESCRIPTORS: usize = 32;
+/// Descriptors of workers' streams that may be on their way to the guard at once.
+const ON_THEIR_WAY: usize = 256;
+/// Processes and threads beside the workers: guard, copier of output, consoles.
+const OWN_TASKS: u64 = 4;
+/// Less locked memory than that does for no network card.
+const LITTLE_LOCKED_MEMORY: u64 = 64 << 20;
+
+const RAISED: [Resource; 4] =
+    [Resource::RLIMIT_NOFILE, Resource::RLIMIT_NPROC, Resource::RLIMIT_MEMLOCK, Resource::RLIMIT_FSIZE];
+
+/// The limits that the launcher was started with.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Limits {
+    /// Soft and hard, by [`RAISED`]; `None` where the system does not tell.
+    before: [Option<(u64, u64)>; RAISED.len()],
+}
+
+impl Limits {
+    /// Raises this process's own.
+    pub(crate) fn raise() -> Self {
+        let before = RAISED.map(|resource| {
+            let (soft, hard) = getrlimit(resource).ok()?;
+            // One that is refused (above fs.nr_open, say) stays as it is.
+            let _ = setrlimit(resource, hard, hard);
+            Some((soft, hard))
+        });
+        Self { before }
+    }
+
+    /// Gives this process, a worker on its way to its program, those of before.
+    pub(crate) fn give_back(&self) {
+        for (resource, before) in RAISED.into_iter().zip(self.before) {
+            if let Some((soft, hard)) = before {
+                let _ = setrlimit(resource, soft, hard);
+            }
+        }
+    }
+
+    /// Looks whether they suffice for this job: warnings, one line each.
+    ///
+    /// # Errors
+    /// They cannot: what is needed, what is there, how to raise it, in one line.
+    pub(crate) fn check(&self, config: &Config) -> Result<Vec<String>, String> {
+        let now =
+            |resource| getrlimit(resource).ok().map(|(soft, _)| soft).filter(|soft| *soft != RLIM_INFINITY);
+        let is_root = nix::unistd::geteuid().is_root();
+        let locked = self.before[2].map(|(soft, _)| soft).filter(|soft| *soft != RLIM_INFINITY);
+        let has_rdma = Path::new("/dev/infiniband").exists();
+        check(
+            &Needs::of(config),
+            &There {
+                descriptors: now(Resource::RLIMIT_NOFILE),
+                // Root may have as many as it likes.
+                processes: now(Resource::RLIMIT_NPROC).filter(|_| !is_root),
+                tasks: task_limit(Path::new("/")),
+                file_bytes: now(Resource::RLIMIT_FSIZE),
+                locked_bytes: locked.filter(|_| has_rdma),
+            },
+        )
+    }
+}
+
+/// What a job needs on this node.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Needs {
+    workers: usize,
+    /// Descriptors of the launcher.
+    descriptors: usize,
+    /// The same with what workers may open to the store that this node may serve; or those of the guard, if they are more.
+    most: usize,
+    /// Output is copied to files.
+    copies: bool,
+}
+
+/// Limits; `None` is no limit.
+#[derive(Debug, Default)]
+struct There {
+    descriptors: Option<u64>,
+    processes: Option<u64>,
+    tasks: Option<Tasks>,
+    file_bytes: Option<u64>,
+    /// Where something is there that locks memory.
+    locked_bytes: Option<u64>,
+}
+
+impl Needs {
+    fn of(config: &Config) -> Self {
+        let workers = config.nproc_per_node;
+        let teed: Vec<Streams> = match &config.logs.tee {
+            StreamChoice::All(streams) => vec![*streams],
+            StreamChoice::Some(of_rank) => of_rank.values().copied().collect(),
+        };
+        let tee = Streams {
+            stdout: teed.iter().any(|streams| streams.stdout),
+            stderr: teed.iter().any(|streams| streams.stderr),
+        };
+        // The channel; a pipe and a file for what is copied to one; a pipe for the end of stderr.
+        let stderr = if tee.stderr { 2 } else { usize::from(config.logs.keep_stderr_tail) };
+        let in_launcher = workers * (1 + 2 * usize::from(tee.stdout) + stderr);
+        // One to see its end, one until it has come to its program.
+        let in_guard = 2 * workers + (3 * workers).min(ON_THEIR_WAY);
+        let serves = match &config.rendezvous {
+            Rendezvous::Standalone | Rendezvous::Elastic { .. } => true,
+            Rendezvous::Static { node_rank, .. } => *node_rank == 0,
+        };
+        let descriptors = OWN_DESCRIPTORS + in_launcher;
+        let connections = if serves && config.share_store { workers * config.nodes.max } else { 0 };
+        Self {
+            workers,
+            descriptors,
+            most: (descriptors + connections).max(OWN_DESCRIPTORS + in_guard),
+            copies: tee.stdout || tee.stderr,
+        }
+    }
+}
+
+fn check(needs: &Needs, there: &There) -> Result<Vec<String>, String> {
+    const DESCRIPTORS: &str = "raise the hard limit: ulimit -n as root, nofile in /etc/security/limits.conf, LimitNOFILE= of \
+                               systemd, docker run --ulimit nofile=N:N";
+    let workers = count(needs.workers, "worker");
+    let wanted = |number: usize| u64::try_from(number).unwrap_or(u64::MAX);
+    let mut warnings = Vec::new();
+    match there.descriptors {
+        Some(limit) if limit < wanted(needs.descriptors) => {
+            let needed = needs.descriptors;
+            return Err(format!("{workers} need {needed} open files, and {limit} are allowed; {DESCRIPTORS}"));
+        }
+        Some(limit) if limit < wanted(needs.most) => warnings.push(format!(
+            "this node may need {} open files, as if all workers use its store, and {limit} are allowed; {DESCRIPTORS}",
+            needs.most
+        )),
+        Some(_) | None => {}
+    }
+    let tasks = wanted(needs.workers).saturating_add(OWN_TASKS);
+    if let Some(limit) = there.processes.filter(|limit| *limit < tasks) {
+        return Err(format!(
+            "{workers} need {tasks} processes and threads, and this user may have {limit}; raise the hard limit: ulimit -u as \
+             root, nproc in /etc/security/limits.conf, LimitNPROC= of systemd"
+        ));
+    }
+    if let Some(limit) = &there.tasks
+        && limit.max.saturating_sub(limit.current) < tasks
+    {
+        let (folder, max, current) = (limit.folder.display(), limit.max, limit.current);
+        return Err(format!(
+            "{workers} need {tasks} more processes and threads, and {folder} allows {max} (pids.max) and has {current}; raise \
+             it: docker run --pids-limit, podPidsLimit of the kubelet, TasksMax= of systemd"
+        ));
+    }
+    if let Some(limit) = there.file_bytes.filter(|_| needs.copies) {
+        warnings.push(format!(
+            "a file may have {} KiB, so log files end there; raise the hard limit: ulimit -f as root, fsize in \
+             /etc/security/limits.conf",
+            limit / 1024
+        ));
+    }
+    if let Some(limit) = there.locked_bytes.filter(|limit| *limit < LITTLE_LOCKED_MEMORY) {
+        warnings.push(format!(
+            "workers may lock {} KiB of memory, and this host has RDMA devices, for which NCCL and UCX lock more; raise it: \
+             ulimit -l unlimited, memlock in /etc/security/limits.conf, LimitMEMLOCK=infinity of systemd, docker run \
+             --ulimit memlock=-1",
+            limit / 1024
+        ));
+    }
+    Ok(warnings)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NEEDS: Needs = Needs { workers: 8, descriptors: 104, most: 120, copies: true };
+
+    #[test]
+    fn what_cannot_suffice_is_one_line_with_what_is_needed_and_there_and_how_to_raise_it() {
+        let tasks = Some(Tasks { folder: "/cg/pod".into(), max: 20, current: 9 });
+        for (there, parts) in [
+            (
+                There { descriptors: Some(103), ..There::default() },
+                ["8 workers need 104", "103 are allowed", "ulimit -n"],
+            ),
+            (
+                There { processes: Some(11), ..There::default() },
+                ["8 workers need 12", "may have 11", "LimitNPROC="],
+            ),
+            (
+                There { tasks, ..There::default() },
+                ["need 12 more", "/cg/pod allows 20 (pids.max) and has 9", "--pids-limit"],
+            ),
+        ] {
+            let error = check(&NEEDS, &there).expect_err("too little");
+            assert!(parts.iter().all(|part| error.contains(part)) && !error.contains('\n'), "{error}");
+        }
+    }
+
+    #[test]
+    fn what_may_not_suffice_is_a_warning_and_what_does_is_none() {
+        let warnings = |there: There| check(&NEEDS, &there).expect("enough").concat();
+        let store = warnings(There { descriptors: Some(119), ..There::default() });
+        assert!(store.contains("may need 120 open files") && store.contains("119 are allowed"), "{store}");
+        let files = warnings(There { file_bytes: Some(2048), ..There::default() });
+        assert!(files.contains("a file may have 2 KiB") && files.contains("ulimit -f"), "{files}");
+        let locked = warnings(There { locked_bytes: Some(65536), ..There::default() });
+        assert!(locked.contains("lock 64 KiB") && locked.contains("memlock=-1"), "{locked}");
+        let enough = There {
+            descriptors: Some(120),
+            processes: Some(12),
+            tasks: Some(Tasks { folder: "/".into(), max: 21, current: 9 }),
+            file_bytes: None,
+            locked_bytes: Some(1 << 30),
+        };
+        assert_eq!(warnings(enough) + &warnings(There::default()), "");
+    }
+}
