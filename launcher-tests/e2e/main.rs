@@ -20,6 +20,7 @@ mod flight;
 mod gpus;
 mod hosts;
 mod kill;
+mod machine;
 mod nodes;
 mod output;
 mod perf;

@@ -1,0 +1,231 @@
+//! What a machine has and what is run on it: run right, or refused before the first worker in words that say what to do.
+
+use std::fs;
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use convoke_launcher_tests::harness::{Ended, Job};
+use convoke_testkit::programs::shipped;
+use convoke_testkit::{free_port, skip};
+
+fn executable(path: &Path, bytes: &[u8]) {
+    fs::write(path, bytes).unwrap();
+    fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
+}
+
+/// After these words of a shell.
+fn after(job: &Job, words: &str, arguments: &[&str]) -> Command {
+    let words = format!("set -e\n{words}\nexec \"$@\"\n");
+    job.command_through(&["sh", "-c", &words, "sh"], arguments)
+}
+
+/// The same in namespaces of its own; none if there can be none here.
+fn inside(job: &Job, namespace: &str, words: &str, arguments: &[&str]) -> Option<Ended> {
+    let possible = Command::new("unshare").args([namespace, "true"]).output();
+    if !possible.is_ok_and(|output| output.status.success()) {
+        skip(format!("namespaces: unshare {namespace} is not possible"));
+        return None;
+    }
+    let words = format!("set -e\n{words}\nexec \"$@\"\n");
+    let command = job.command_through(&["unshare", namespace, "sh", "-c", &words, "sh"], arguments);
+    Some(job.start(command).wait())
+}
+
+#[test]
+fn programs_that_cannot_run_are_refused_with_the_reason_and_a_remedy() {
+    let job = Job::new();
+    let mut foreign = b"\x7fELF\x01\x01\x01".to_vec();
+    foreign.resize(64, 0);
+    // A computer of IBM's, in the order of bytes of ours.
+    foreign[18] = 22;
+    executable(&job.path("foreign"), &foreign);
+    executable(&job.path("windows"), b"#!/bin/sh\r\nexit 0\r\n");
+    executable(&job.path("lost"), b"#!/no/such/interpreter -x\n");
+    fs::write(job.path("plain"), "exit 0\n").unwrap();
+    for (flags, why, remedy) in [
+        (&["./foreign"][..], "a program for s390x, and this host is", "build it for this host"),
+        (&["--no-python", "./foreign"], "a program for s390x, and this host is", "build it for this host"),
+        (&["--no-python", "./windows"], "its interpreter is `/bin/sh\\r`", "dos2unix ./windows"),
+        (&["./windows"], "its interpreter is `/bin/sh\\r`", "dos2unix ./windows"),
+        (&["./lost"], "its #! line names /no/such/interpreter, which is not there", "install that"),
+        (&["--no-python", "./plain"], "it has no permission to be executed", "chmod +x ./plain"),
+        (
+            &["--no-python", "foreign"],
+            "it is in the current folder, and only looked for in PATH",
+            "write ./foreign",
+        ),
+        (&["--no-python", "/"], "it is a folder", "name the program in it"),
+    ] {
+        let ended = job.run(flags).expect(1);
+        assert!(ended.stderr.contains(why) && ended.stderr.contains(remedy), "{flags:?}: {}", ended.stderr);
+        assert!(ended.stderr.lines().count() <= 2, "{}", ended.stderr);
+    }
+}
+
+#[test]
+fn a_script_of_a_shell_needs_no_permission_to_execute() {
+    let job = Job::new();
+    fs::write(job.path("run.sh"), "#!/bin/sh -e\necho \"rank $RANK: $1\"\n").unwrap();
+    let ended = job.run(["run.sh", "word"]).expect(0);
+    assert_eq!(ended.stdout, "rank 0: word\n");
+}
+
+#[test]
+fn a_launcher_in_an_environment_runs_the_python_of_that() {
+    let job = Job::new();
+    let bin = job.path("venv/bin");
+    fs::create_dir_all(&bin).unwrap();
+    fs::write(job.path("venv/pyvenv.cfg"), "home = /usr/bin\n").unwrap();
+    executable(&bin.join("python"), b"#!/bin/sh\necho \"of the environment: $*\"\n");
+    symlink(shipped("convoke"), bin.join("torchrun")).unwrap();
+    let ended = job.start(job.command_of_other(bin.join("torchrun"), ["train.py"])).wait().expect(0);
+    assert_eq!(ended.stdout, "of the environment: -u train.py\n");
+    // Found in PATH, and an environment that was activated.
+    let mut named = job.command_of_other("torchrun", ["train.py"]);
+    named.env("PATH", format!("{}:/usr/bin:/bin", bin.display()));
+    let mut active = job.command(["train.py"]);
+    active.env("VIRTUAL_ENV", job.path("venv"));
+    for command in [named, active] {
+        let ended = job.start(command).wait().expect(0);
+        assert_eq!(ended.stdout, "of the environment: -u train.py\n");
+    }
+}
+
+#[test]
+fn a_file_system_that_allows_no_programs_is_named() {
+    let job = Job::new();
+    let words = "mkdir disk\nmount -t tmpfs -o noexec tmpfs disk\n\
+                 printf '#!/bin/sh\\nexit 0\\n' > disk/run\nchmod +x disk/run";
+    let Some(ended) = inside(&job, "-m", words, &["disk/run"]) else { return };
+    let ended = ended.expect(1);
+    for part in ["mounted noexec", "findmnt -T disk/run", "--no-python /bin/sh disk/run"] {
+        assert!(ended.stderr.contains(part), "{}", ended.stderr);
+    }
+}
+
+#[test]
+fn an_environment_that_is_too_large_is_told_with_its_size() {
+    let job = Job::new();
+    // The kernel gives words and variables a quarter of the stack: 256 KiB. The largest environment with which the launcher
+    // itself starts is too large for a worker, which has more variables.
+    let most = (0..500).map(|step| 64_000 - step * 128).find_map(|bytes| {
+        let mut command = after(&job, "ulimit -s 1024", &["--no-python", "true"]);
+        for (name, bytes) in [("FIRST", 100_000), ("SECOND", 100_000), ("THIRD", bytes)] {
+            command.env(name, "x".repeat(bytes));
+        }
+        let ended = job.start(command).wait();
+        (ended.status.code() == Some(1)).then_some(ended)
+    });
+    let stderr = most.expect("a size with which the launcher starts").stderr;
+    for part in
+        ["Argument list too long", "its variables 2", "of which ", "unset what the workers do not need"]
+    {
+        assert!(stderr.contains(part), "{part}: {stderr}");
+    }
+}
+
+#[test]
+fn soft_limits_are_raised_for_the_launcher_and_given_back_to_workers() {
+    let job = Job::new();
+    let worker = job.script("ulimit -n > \"$JOB/limit.$RANK\"\n");
+    let worker = worker.to_str().unwrap();
+    let flags = ["--nproc-per-node=24", "--tee=3", "--log-dir=logs", worker];
+    let mut command = after(&job, "ulimit -Sn 40", &flags);
+    command.env("OMP_NUM_THREADS", "1");
+    assert_eq!(job.start(command).wait().expect(0).stderr, "");
+    for rank in 0..24 {
+        assert_eq!(fs::read_to_string(job.path(&format!("limit.{rank}"))).unwrap(), "40\n");
+    }
+    // What is not allowed is said at once.
+    let mut command = after(&job, "ulimit -n 40", &flags);
+    command.env("OMP_NUM_THREADS", "1");
+    let ended = job.start(command).wait().expect(1);
+    assert!(
+        ended.stderr.starts_with("convoke: error: 24 workers need 152 open files, and 40 are allowed"),
+        "{}",
+        ended.stderr
+    );
+    assert_eq!(ended.stderr.lines().count(), 1, "{}", ended.stderr);
+}
+
+#[test]
+fn a_log_that_may_not_grow_ends_and_the_job_goes_on() {
+    let job = Job::new();
+    let worker = job.script("seq 20000\n");
+    let mut command = after(&job, "ulimit -f 16", &["--tee=1", "--log-dir=logs", worker.to_str().unwrap()]);
+    command.env("OMP_NUM_THREADS", "1");
+    let ended = job.start_to(command, Some(Stdio::null())).wait().expect(0);
+    assert!(ended.stderr.contains("warning: a file may have 8 KiB"), "{}", ended.stderr);
+    assert!(
+        ended.stderr.contains("File too large") && ended.stderr.contains("the job goes on"),
+        "{}",
+        ended.stderr
+    );
+}
+
+/// A control group, until this is dropped.
+struct Group(PathBuf);
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir(&self.0);
+    }
+}
+
+/// A new group of version 1 with this controller; none if there can be none here.
+fn group(controller: &str, files: &[(&str, &str)]) -> Option<Group> {
+    let path = format!("/sys/fs/cgroup/{controller}/convoke-test-{}", std::process::id());
+    let made = fs::create_dir(&path).map(|()| Group(path.into()));
+    let written = made.and_then(|group| {
+        files.iter().try_for_each(|(file, text)| fs::write(group.0.join(file), text)).map(|()| group)
+    });
+    written.inspect_err(|error| skip(format!("a control group of {controller}: {error}"))).ok()
+}
+
+#[test]
+fn a_limit_of_processes_is_named_before_the_first_worker() {
+    let Some(group) = group("pids", &[("pids.max", "9")]) else { return };
+    let job = Job::new();
+    let words = format!("echo $$ > {}", group.0.join("cgroup.procs").display());
+    let ended = job.start(after(&job, &words, &["--nproc-per-node=8", "true"])).wait().expect(1);
+    let wanted = format!("8 workers need 12 more processes and threads, and {} allows 9", group.0.display());
+    assert!(
+        ended.stderr.contains(&wanted) && ended.stderr.contains("docker run --pids-limit"),
+        "{}",
+        ended.stderr
+    );
+}
+
+#[test]
+fn a_quota_of_cpus_counts_for_the_workers_of_a_node() {
+    let files = [("cpu.cfs_period_us", "100000"), ("cpu.cfs_quota_us", "100000")];
+    let Some(group) = group("cpu", &files) else { return };
+    let job = Job::new();
+    let words = format!("echo $$ > {}", group.0.join("cgroup.procs").display());
+    let worker = "echo $WORLD_SIZE";
+    let ended =
+        job.start(after(&job, &words, &["--nproc-per-node=cpu", "sh", "-c", worker])).wait().expect(0);
+    assert_eq!(ended.stdout, "1\n");
+}
+
+#[test]
+fn a_loopback_that_is_down_is_said_at_once() {
+    let port = free_port().to_string();
+    let told = "the loopback interface is down";
+    let fixed = ["--nnodes=2", "--master-addr=127.0.0.1", "--master-port", &port, "true"];
+    let elastic = ["--nnodes=1", "--rdzv-backend=c10d", "true"];
+    for (flags, code) in [(&["true"][..], 0), (&fixed, 1), (&elastic, 1)] {
+        let job = Job::new();
+        let start = Instant::now();
+        let Some(ended) = inside(&job, "-n", "", flags) else { return };
+        let ended = ended.expect(code);
+        assert!(
+            ended.stderr.contains(told) && ended.stderr.contains("ip link set lo up"),
+            "{}",
+            ended.stderr
+        );
+        assert!(start.elapsed() < Duration::from_secs(20), "{flags:?} took {:?}", start.elapsed());
+    }
+}
