@@ -247,7 +247,8 @@ fn a_dropped_barrier_goes_on_even_without_the_group() {
 #[test]
 fn who_waits_for_a_call_that_another_will_not_make_is_told_though_that_one_has_messages_to_deliver() {
     let begin = Instant::now();
-    let waits: [fn(&Group) -> Result<(), CommError>; 4] = [
+    type Wait = fn(&Group) -> Result<(), CommError>;
+    let waits: [Wait; 4] = [
         |group| group.recv(&mut [0_u8], 0, 6),
         |group| group.send(&vec![0_u64; 100_000], 0, 5),
         |group| group.recv_any(&mut [0_u8], 6).map(drop),
