@@ -229,3 +229,29 @@ fn a_loopback_that_is_down_is_said_at_once() {
         assert!(start.elapsed() < Duration::from_secs(20), "{flags:?} took {:?}", start.elapsed());
     }
 }
+
+#[test]
+fn an_own_address_without_a_route_is_said_at_once() {
+    let job = Job::new();
+    // An address of this host that its tables declare unreachable.
+    let words = "ip link set lo up\nip link add d0 type dummy 2>/dev/null || ip link add d0 type veth peer name d1\n\
+                 ip addr add 10.9.9.9/24 dev d0\nip link set d0 up\n\
+                 ip route del local 10.9.9.9 dev d0 table local\nip route add unreachable 10.9.9.9 table local";
+    let Some(possible) = inside(&job, "-n", words, &["--version"]) else { return };
+    if possible.status.code() != Some(0) {
+        return skip(format!("an address without a route: {}", possible.stderr.trim()));
+    }
+    let told = "this host does not reach its own address 10.9.9.9";
+    let static_node = |nodes| [nodes, "--master-addr=10.9.9.9", "--master-port=29500", "true"];
+    for (flags, code) in [
+        (&static_node("--nnodes=2")[..], 1),
+        (&static_node("--nnodes=1"), 0),
+        (&["--local-addr=10.9.9.9", "true"], 0),
+    ] {
+        let start = Instant::now();
+        let Some(ended) = inside(&job, "-n", words, flags) else { return };
+        let ended = ended.expect(code);
+        assert_eq!(ended.stderr.matches(told).count(), 1, "{flags:?}: {}", ended.stderr);
+        assert!(start.elapsed() < Duration::from_secs(20), "{flags:?} took {:?}", start.elapsed());
+    }
+}

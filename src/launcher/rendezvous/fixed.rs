@@ -97,6 +97,9 @@ impl Fixed {
             return Err(RendezvousError::NodeRank { node_rank: self.node, expected: self.nodes });
         }
         super::check_loopback(self.nodes > 1)?;
+        if self.nodes == 1 {
+            super::warn_of_own_address(&self.host);
+        }
         let deadline = Instant::now() + self.timeout;
         let server = if self.node == 0 { Some(super::serve(&self.host, self.port)?) } else { None };
         if let Some(server) = &server {

@@ -34,6 +34,7 @@ impl Rendezvous for Local {
     fn join(&mut self, restarts: u32) -> Result<Assignment, RendezvousError> {
         if restarts == 0 {
             super::check_loopback(false)?;
+            super::warn_of_own_address(&self.host);
         }
         let system = |what: &str| {
             let what = what.to_owned();

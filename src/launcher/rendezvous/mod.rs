@@ -116,6 +116,16 @@ const NO_LOOPBACK: &str = "the loopback interface is down, so processes of this 
 const RAISE_LOOPBACK: &str =
     "ip link set lo up, as root; in a container or network namespace, whoever made that should";
 
+/// Says so if workers of a single node, who find their store at `host`, cannot reach it. They may not need it.
+fn warn_of_own_address(host: &str) {
+    if let Err(error) = reach::route_to_self(host) {
+        say(&format!(
+            "warning: this host does not reach its own address {host}, where workers find the store: {error}; ip addr and \
+             ip route get show why"
+        ));
+    }
+}
+
 /// Says so, or refuses, if no process of this host can reach another one. Workers of a single node may not need that.
 fn check_loopback(is_needed: bool) -> Result<(), RendezvousError> {
     match (interfaces::loopback_is_down(), is_needed) {

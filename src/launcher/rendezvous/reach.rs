@@ -1,6 +1,7 @@
 //! The way to node 0's store, and what is wrong with it.
 
-use std::net::{IpAddr, ToSocketAddrs};
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, ToSocketAddrs, UdpSocket};
 use std::time::{Duration, Instant};
 
 use convoke_store::{StoreError, TcpStore};
@@ -92,6 +93,15 @@ fn elsewhere(host: &str) -> Option<Elsewhere> {
             "give all nodes a --master-addr of this host ({list}), or --node-rank=0 to the host that has {host}"
         ),
     })
+}
+
+/// Why this host knows no way to `host`, if that is an address of its own. Asks the routes; nothing is sent.
+pub(super) fn route_to_self(host: &str) -> io::Result<()> {
+    let ip = host.trim_matches(['[', ']']).parse::<IpAddr>().ok();
+    let Some(ip) = ip.filter(|ip| interfaces::addresses().any(|(own, _)| own == *ip)) else { return Ok(()) };
+    let any: IpAddr = if ip.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
+    // Any port does.
+    UdpSocket::bind((any, 0))?.connect((ip, 9))
 }
 
 /// Whether the kernel did not know where to send anything.
