@@ -162,6 +162,24 @@ fn with_a_shared_file_any_node_may_be_killed() {
 }
 
 #[test]
+fn a_spare_ends_well_with_the_job_and_with_an_error_if_the_job_fails() {
+    for (workers_end, code) in [("", 0), ("exit 3\n", 1)] {
+        let job = Job::new();
+        let worker = job.script(&format!("{WAITS}{workers_end}"));
+        let endpoint = job.path("shared").display().to_string();
+        let start = || job.start(command(&job, &endpoint, "1", ",store_type=file", &worker));
+        let first = start();
+        wait_for_round(&job, 1);
+        let spare = start();
+        wait_until("it to be a spare", || spare.stderr().contains("waits as a spare").then_some(()));
+        go(&job);
+        for node in ended([first, spare], code) {
+            assert!(code != 0 || !node.stderr.contains("error: "), "{}", node.stderr);
+        }
+    }
+}
+
+#[test]
 fn nodes_that_were_told_another_number_of_nodes_are_refused() {
     let (job, endpoint) = (Job::new(), endpoint());
     let worker = job.script(WAITS);

@@ -69,6 +69,8 @@ pub(crate) enum Event {
     Joined { last_word: bool },
     /// The rendezvous failed.
     JoinFailed(String),
+    /// The job has ended well while this node waited for a round.
+    NotNeeded,
     /// All workers of the round have ended.
     RoundEnded(Outcome),
     /// Nothing is left of what they had started.
@@ -144,6 +146,7 @@ impl Agent {
                 (State::Running, Some(Action::Start))
             }
             (State::Joining, Event::JoinFailed(error)) => end(End::Error(error)),
+            (State::Joining, Event::NotNeeded) => end(End::Success),
             (State::Joining | State::Barrier | State::Waiting(_), Event::Signalled { signal, .. }) => {
                 end(End::Interrupted(signal))
             }
@@ -202,7 +205,7 @@ impl Agent {
             (State::Barrier, Event::BarrierPassed) => end(End::Success),
 
             // Late or repeated news changes nothing.
-            (state, Event::Joined { .. } | Event::JoinFailed(_)) => (state, None),
+            (state, Event::Joined { .. } | Event::JoinFailed(_) | Event::NotNeeded) => (state, None),
             (state, Event::Final | Event::NewRound { .. }) => (state, None),
             (state, Event::RoundEnded(_) | Event::Swept | Event::BarrierPassed) => (state, None),
         };
@@ -499,6 +502,12 @@ mod tests {
             story(&mut agent, &failed[..2]);
             story(&mut agent, &[(word, None), (Event::Swept, then)]);
         }
+    }
+
+    #[test]
+    fn a_node_that_only_waited_ends_well_with_the_job() {
+        let success = Some(Action::End(End::Success));
+        story(&mut agent(5, false), &[(Event::NotNeeded, success)]);
     }
 
     #[test]

@@ -25,7 +25,9 @@ use crate::events::Events;
 use crate::flight::Flight;
 use crate::guard::{FromGuard, GuardLink, ToGuard, reap};
 use crate::logs::{RunDir, Tee};
-use crate::rendezvous::{self, Assignment, Barrier, Court, FromOthers, Rendezvous, Verdict, What};
+use crate::rendezvous::{
+    self, Assignment, Barrier, Court, FromOthers, Rendezvous, RendezvousError, Verdict, What,
+};
 use crate::say::say;
 use crate::supervise::{self, Supervisor};
 use crate::{exit, fault};
@@ -78,7 +80,7 @@ pub(super) enum Exit {
 /// What comes from threads and signal handlers.
 #[derive(Debug)]
 pub(super) enum News {
-    Joined(Result<(Assignment, Option<Arc<dyn Court>>), String>),
+    Joined(Result<(Assignment, Option<Arc<dyn Court>>), RendezvousError>),
     Others(FromOthers),
     Barrier(Barrier),
     Signal(i32, Meaning),
@@ -257,7 +259,15 @@ impl Shell {
                     Err(error) => self.decide(Event::JoinFailed(error)),
                 }
             }
-            News::Joined(Err(error)) => self.decide(Event::JoinFailed(error)),
+            News::Joined(Err(RendezvousError::NotNeeded)) => {
+                say("the job has ended well; this node waited as a spare and is not needed any more");
+                self.decide(Event::NotNeeded)
+            }
+            News::Joined(Err(error)) => {
+                let likely = self.config.doubt.as_ref().filter(|_| error.is_absence());
+                let likely = likely.map_or_else(String::new, |doubt| format!("\n  likely: {doubt}"));
+                self.decide(Event::JoinFailed(format!("{error}{likely}")))
+            }
             News::Barrier(Barrier::Interrupted) => None,
             News::Barrier(barrier) => {
                 if let Barrier::Unknown(warning) = barrier {
@@ -418,12 +428,8 @@ impl Shell {
 
     pub(super) fn join(&self, restarts: u32) {
         fault::point("joining");
-        let doubt = self.config.doubt.clone();
         self.meet(move |rendezvous| {
-            let joined = rendezvous.join(restarts).map_err(|error| match doubt {
-                Some(doubt) if error.is_absence() => format!("{error}\n  likely: {doubt}"),
-                Some(_) | None => error.to_string(),
-            });
+            let joined = rendezvous.join(restarts);
             News::Joined(joined.map(|assignment| (assignment, rendezvous.court())))
         });
     }

@@ -91,6 +91,9 @@ pub(crate) enum RendezvousError {
          get show why; is the interface up, and is there a route?"
     )]
     OwnAddress { address: String, last: String },
+    /// No failure: the others have brought the job to a good end.
+    #[error("the job has ended well")]
+    NotNeeded,
     #[error("{0}")]
     Refused(String),
     #[error("{0}")]

@@ -112,7 +112,11 @@ impl Rendezvous for Elastic {
         if let Err(error) = &joined
             && let Some(thread) = self.thread.take()
         {
-            thread.leave(Departure::Error(error.to_string()), None);
+            let departure = match error {
+                RendezvousError::NotNeeded => Departure::Ended,
+                error => Departure::Error(error.to_string()),
+            };
+            thread.leave(departure, None);
         }
         joined
     }
@@ -172,6 +176,7 @@ impl Elastic {
             });
             match news {
                 Some(Ok(assignment)) => return Ok(assignment),
+                Some(Err(Over::End(Ending::Succeeded))) => return Err(RendezvousError::NotNeeded),
                 Some(Err(over)) => {
                     let text = self.tell(&over);
                     return Err(match over {
