@@ -232,7 +232,8 @@ impl Agent {
             (Outcome::Failed(failures), _) if self.given_up => end(End::Failed(failures)),
             // A signal never leads to another round.
             (Outcome::Failed(failures), Some(_)) => end(End::Failed(failures)),
-            (Outcome::Aborted, Some(signal)) => end(End::Stopped(signal)),
+            // Nor to a wait for the others.
+            (Outcome::Aborted | Outcome::Succeeded, Some(signal)) => end(End::Stopped(signal)),
             (outcome, _) => self.after_round(outcome),
         }
     }
@@ -370,6 +371,17 @@ mod tests {
                 (Event::Swept, Some(Action::End(End::Failed(failures)))),
             ],
         );
+    }
+
+    #[test]
+    fn a_signal_while_what_good_workers_left_is_swept_leads_to_no_wait_for_others() {
+        let stopped = Some(Action::End(End::Stopped(Signal::SIGTERM)));
+        for news in [Event::NewRound { alone: false }, Event::Final] {
+            let mut agent = agent(5, false);
+            agent.handle(Event::Joined { last_word: true });
+            agent.handle(Event::RoundEnded(Outcome::Succeeded));
+            story(&mut agent, &[(term(), None), (news, None), (Event::Swept, stopped.clone())]);
+        }
     }
 
     #[test]

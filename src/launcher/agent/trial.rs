@@ -137,7 +137,7 @@ impl Shell {
 pub(super) fn told_by(what: &What) -> Option<Report> {
     match what {
         What::Failed { report, .. } => Report::from_json(report).ok(),
-        What::Error { .. } | What::Stopped { .. } | What::Lost | What::Alone { .. } => None,
+        What::Error { .. } | What::Stopped { .. } | What::Lost | What::Succeeded | What::Alone { .. } => None,
     }
 }
 

@@ -7,7 +7,7 @@
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use convoke_store::{Store, StoreError, TcpStore, Watch, Will};
@@ -62,6 +62,8 @@ pub(crate) enum What {
     },
     /// Its launcher is gone without a word, or its host.
     Lost,
+    /// All nodes have: nobody's end is a loss from then on.
+    Succeeded,
     /// This node hears nobody any more, or was left behind: what happened.
     Alone {
         /// One line.
@@ -127,8 +129,23 @@ impl fmt::Display for Verdict {
                 Err(_) => write!(f, "was stopped by signal {signal}"),
             },
             What::Lost => f.write_str("is lost: its launcher was killed, or its host or the network is down"),
+            What::Succeeded => f.write_str("has ended well, as all others have"),
         }
     }
+}
+
+/// What a node knows of the good end of a static job.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) enum End {
+    /// Its own workers run.
+    #[default]
+    Open,
+    /// It has succeeded, and waits for the others.
+    Waiting,
+    /// All have succeeded.
+    All,
+    /// It cannot know.
+    Unknown,
 }
 
 /// One node's seat in the court of a static job.
@@ -143,6 +160,8 @@ pub(crate) struct StoreCourt {
     watch: Mutex<Option<Watch>>,
     /// What was heard: node 0 and its store may be gone since.
     heard: Mutex<Option<Verdict>>,
+    end: Mutex<End>,
+    end_known: Condvar,
     told_done: AtomicBool,
 }
 
@@ -167,6 +186,8 @@ impl StoreCourt {
                 will: Mutex::new(Some(will)),
                 watch: Mutex::new(Some(watch)),
                 heard: Mutex::new(None),
+                end: Mutex::default(),
+                end_known: Condvar::new(),
                 told_done: AtomicBool::new(false),
             })),
             Err(StoreError::Lost { .. }) => Ok(None),
@@ -174,13 +195,36 @@ impl StoreCourt {
         }
     }
 
-    /// The verdict, if there is one already.
+    /// The verdict that ends this node, if there is one already.
     pub(crate) fn standing(&self) -> Option<Verdict> {
+        let ends = |verdict: &Verdict| verdict.what != What::Succeeded;
         if let Some(heard) = lock(&self.heard).clone() {
-            return Some(heard);
+            return Some(heard).filter(ends);
         }
         let text = self.job.try_get(VERDICT.as_bytes(), Instant::now() + OPERATION_TIMEOUT).ok()??;
-        Some(self.decode(&text))
+        Some(self.decode(&text)).filter(ends)
+    }
+
+    /// All nodes have succeeded: says so, so that no end of a launcher is a loss any more; whether that is how the job ends.
+    pub(crate) fn succeed(&self) -> bool {
+        let mine = encode(&Verdict::new(self.node, &self.host, What::Succeeded));
+        let deadline = Instant::now() + OPERATION_TIMEOUT;
+        let standing = self.job.compare_set(VERDICT.as_bytes(), b"", &mine, deadline);
+        // If the store is gone, another node has said it, and node 0 has ended.
+        standing.map_or(true, |standing| self.decode(&standing).what == What::Succeeded)
+    }
+
+    /// This node has succeeded, or knows now whether all have.
+    pub(crate) fn note_end(&self, end: End) {
+        *lock(&self.end) = end;
+        self.end_known.notify_all();
+    }
+
+    /// Whether the job has ended well, now that the store is gone. A node that waits for that is about to know.
+    fn has_ended_well(&self) -> bool {
+        let waits = |end: &mut End| *end == End::Waiting;
+        let end = self.end_known.wait_timeout_while(lock(&self.end), OPERATION_TIMEOUT, waits);
+        *end.unwrap_or_else(PoisonError::into_inner).0 == End::All
     }
 
     /// Tells node 0, once, that it need not stay for this node.
@@ -212,11 +256,17 @@ impl Court for StoreCourt {
                 Ok(Some(text)) => {
                     let verdict = self.decode(&text);
                     *lock(&self.heard) = Some(verdict.clone());
+                    if verdict.what == What::Succeeded {
+                        return None;
+                    }
                     self.done();
                     return Some(FromOthers::Verdict(verdict));
                 }
                 // Who withdraws the will takes it out before. Else the store is gone, and leaving it is no use.
                 Err(_) => {
+                    if self.has_ended_well() {
+                        return None;
+                    }
                     let verdict = lock(&self.will).take().map(|_| self.master_lost())?;
                     *lock(&self.heard) = Some(verdict.clone());
                     return Some(FromOthers::Verdict(verdict));
@@ -247,9 +297,11 @@ impl Court for StoreCourt {
         }
         let mine = Verdict::new(self.node, &self.host, what);
         let deadline = Instant::now() + OPERATION_TIMEOUT;
-        match self.job.compare_set(VERDICT.as_bytes(), b"", &encode(&mine), deadline) {
-            Ok(standing) => self.decode(&standing),
-            Err(_) => mine,
+        let standing = self.job.compare_set(VERDICT.as_bytes(), b"", &encode(&mine), deadline);
+        match standing.map(|standing| self.decode(&standing)) {
+            // What this node says of itself comes too late to matter to others.
+            Ok(Verdict { what: What::Succeeded, .. }) | Err(_) => mine,
+            Ok(standing) => standing,
         }
     }
 

@@ -1,6 +1,8 @@
 //! `static`: node ranks are given, node 0 serves the store, and the keys are those of torchrun, so that
 //! nodes under torchrun and nodes under convoke can form one job.
 
+mod end;
+
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -17,8 +19,6 @@ use crate::config::Config;
 use crate::report::full_host_name;
 use crate::say::{Progress, say};
 
-/// How long nodes that are done wait for the others.
-const BARRIER_TIMEOUT: Duration = Duration::from_secs(300);
 /// Longest single operation on a store that answers.
 const OPERATION_TIMEOUT: Duration = Duration::from_secs(60);
 /// How often nodes that wait for their ranks look for a verdict; node 0 serves on for longer than that.
@@ -28,8 +28,6 @@ const LATER_THAN_NODE_0: Duration = Duration::from_secs(5);
 
 const ROLE_INFO: &str = "torchelastic/role_info/";
 const ASSIGNED_RANKS: &str = "torchelastic/assigned_ranks/";
-const MEMBERS: &[u8] = b"torchelastic/agent/terminal_state/num_members";
-const LAST_MEMBER: &[u8] = b"torchelastic/agent/terminal_state/last_member";
 /// Who has which node rank; ours, next to torchrun's keys.
 const NODE: &str = "convoke/node/";
 const VERSION: &str = env!("CARGO_PKG_VERSION");
@@ -402,16 +400,10 @@ impl Rendezvous for Fixed {
 
     fn barrier(&mut self) -> Barrier {
         let Some(joined) = self.joined.as_ref().filter(|_| self.nodes > 1) else { return Barrier::Passed };
-        let deadline = Instant::now() + BARRIER_TIMEOUT;
-        let passed = joined.job.add(MEMBERS, 1, deadline).and_then(|arrived| {
-            if arrived >= i64::try_from(self.nodes).unwrap_or(i64::MAX) {
-                joined.job.set(LAST_MEMBER, b"<val_ignored>", deadline)
-            } else {
-                joined.job.wait(&[LAST_MEMBER], deadline)
-            }
-        });
-        match passed {
-            Ok(()) => Barrier::Passed,
+        match self.wait_for_all(joined) {
+            Ok(true) => Barrier::Passed,
+            // The watch tells what has come instead.
+            Ok(false) => Barrier::Interrupted,
             Err(error) => Barrier::Unknown(format!(
                 "this node is done, but whether the others are is not known: {error}"
             )),

@@ -18,11 +18,12 @@ fn reads<T: Serialize + DeserializeOwned>(text: &[u8]) -> bool {
     true
 }
 
-const VERDICTS: [&str; 4] = [
+const VERDICTS: [&str; 5] = [
     r#"{"version":1,"node":3,"host":"b","what":{"failed":{"summary":"rank 3","report":"{}"}}}"#,
     r#"{"version":1,"node":0,"host":"a","what":{"error":{"text":"no folder"}}}"#,
     r#"{"version":1,"node":0,"host":"a","what":{"stopped":{"signal":15}}}"#,
     r#"{"version":1,"node":0,"host":"a","what":"lost"}"#,
+    r#"{"version":1,"node":0,"host":"a","what":"succeeded"}"#,
 ];
 const REGISTRATION: &str = r#"{"version":"0.1.0","host":"a","pid":7,"nodes":2}"#;
 const ROLE_INFO: &str = r#"{"role": "x", "rank": 1, "local_world_size": 2}"#;
@@ -39,7 +40,7 @@ fn what_agents_write_is_read() {
 proptest! {
     #[test]
     fn damaged_texts_do_no_harm(
-        which in 0..7_usize,
+        which in 0..8_usize,
         changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..4),
         cut in any::<prop::sample::Index>(),
     ) {

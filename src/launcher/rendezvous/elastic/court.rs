@@ -99,7 +99,7 @@ impl Court for ElasticCourt {
         let (summary, report) = match what {
             What::Failed { summary, report } => (summary, report),
             What::Error { text } | What::Alone { text } => (text, String::new()),
-            What::Stopped { .. } | What::Lost => (String::new(), String::new()),
+            What::Stopped { .. } | What::Lost | What::Succeeded => (String::new(), String::new()),
         };
         let phase = Phase::Failed { round, failure: Failure { summary, report, restarts } };
         // Who restarts is about to enter the next round.
@@ -125,7 +125,7 @@ impl Court for ElasticCourt {
             }
             What::Error { text } | What::Alone { text } => (Departure::Error(text.clone()), text.clone()),
             // The others know.
-            What::Failed { .. } | What::Lost => return mine,
+            What::Failed { .. } | What::Lost | What::Succeeded => return mine,
         };
         let deserts = self.thread.is_host.then_some(why);
         self.thread.leave(departure, deserts);
