@@ -27,7 +27,7 @@ pub(crate) fn forget() {
     IS_CONSEQUENCE.store(false, Ordering::SeqCst);
 }
 
-/// Why a group ends.
+/// Why a group ends; `Exhausted`: who reports it has no descriptor left.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "type")]
 pub(crate) enum Cause {
@@ -35,6 +35,7 @@ pub(crate) enum Cause {
     Timeout { missing: Vec<usize>, after_ms: u64 },
     Mismatch { rank: usize, theirs: Call, theirs_seq: u64, ours: Call, ours_seq: u64 },
     Aborted { reason: String },
+    Exhausted { what: String },
     Protocol { peer: usize, what: String },
     Unauthorized { from: String, what: String },
 }
@@ -51,6 +52,7 @@ impl Report {
         match &mut cause {
             Cause::Timeout { missing, .. } => missing.truncate(NAMED_RANKS),
             Cause::Aborted { reason: text }
+            | Cause::Exhausted { what: text }
             | Cause::Protocol { what: text, .. }
             | Cause::PeerLost { how: Loss::Unreachable { what: text }, .. } => cut(text),
             Cause::Unauthorized { from, what } => {
@@ -66,7 +68,7 @@ impl Report {
     pub(crate) fn note(&self, me: usize) {
         let by_another = match self.cause {
             Cause::PeerLost { rank, .. } => rank != me,
-            Cause::Aborted { .. } => self.by != me,
+            Cause::Aborted { .. } | Cause::Exhausted { .. } => self.by != me,
             // These may have come up on any rank, and no other will tell more.
             Cause::Timeout { .. }
             | Cause::Mismatch { .. }
@@ -101,6 +103,7 @@ impl Report {
                 CommError::Mismatch { rank, theirs, theirs_seq, by: self.by, ours, ours_seq, place }
             }
             Cause::Aborted { reason } => CommError::Aborted { by: self.by, reason, place },
+            Cause::Exhausted { what } => CommError::Exhausted { rank: self.by, what, place },
             Cause::Protocol { peer, what } => CommError::Protocol { peer, what, place },
             Cause::Unauthorized { from, what } => CommError::Unauthorized { from, what },
         }
@@ -127,6 +130,7 @@ mod tests {
             Cause::Timeout { missing: (0..1000).map(|rank| rank + usize::MAX / 2).collect(), after_ms: 5 },
             Cause::Mismatch { rank: 1, theirs: call, theirs_seq: 7, ours: call, ours_seq: 8 },
             Cause::Aborted { reason: "\u{1F980}".repeat(5000) },
+            Cause::Exhausted { what: "x".repeat(5000) },
             Cause::Protocol { peer: 0, what: "\"".repeat(5000) },
             Cause::Unauthorized { from: "x".repeat(5000), what: "\n".repeat(5000) },
         ]

@@ -13,7 +13,7 @@ use crate::call::Call;
 /// Why a call failed.
 ///
 /// [`PeerLost`](Self::PeerLost), [`Timeout`](Self::Timeout), [`Mismatch`](Self::Mismatch),
-/// [`Aborted`](Self::Aborted) and [`Protocol`](Self::Protocol) end the group: every call that is
+/// [`Aborted`](Self::Aborted), [`Exhausted`](Self::Exhausted) and [`Protocol`](Self::Protocol) end the group: every call that is
 /// pending or made later, on every rank, returns the same cause. Buffers of failed calls have
 /// unspecified contents. The other variants concern one call only.
 #[derive(thiserror::Error)]
@@ -68,6 +68,16 @@ pub enum CommError {
         by: usize,
         /// Its reason.
         reason: String,
+        /// Which call this ended here.
+        place: Box<Place>,
+    },
+    /// A rank has no file descriptor left for the connections of the group.
+    #[error("rank {rank} has no file descriptor left: {what}; {place}")]
+    Exhausted {
+        /// The rank.
+        rank: usize,
+        /// How many it may have, how many the group needs, and what to do.
+        what: String,
         /// Which call this ended here.
         place: Box<Place>,
     },
@@ -185,7 +195,9 @@ impl CommError {
             Self::PeerLost { rank, .. } | Self::Mismatch { rank, .. } => Some(*rank),
             Self::Timeout { missing: ranks, .. } | Self::Bootstrap { ranks, .. } => ranks.first().copied(),
             Self::Aborted { by, .. } => Some(*by),
-            Self::Protocol { peer: rank, .. } | Self::Object { rank, .. } => Some(*rank),
+            Self::Protocol { peer: rank, .. } | Self::Exhausted { rank, .. } | Self::Object { rank, .. } => {
+                Some(*rank)
+            }
             #[cfg(feature = "nccl")]
             Self::Device(error) => error.blame(),
             Self::Unauthorized { .. }
@@ -211,6 +223,7 @@ impl CommError {
             | Self::Timeout { place, .. }
             | Self::Mismatch { place, .. }
             | Self::Aborted { place, .. }
+            | Self::Exhausted { place, .. }
             | Self::Protocol { place, .. } => Some(place),
             #[cfg(feature = "nccl")]
             Self::Device(_) => None,

@@ -6,7 +6,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use rustix::io::Errno;
-use rustix::process::{Resource, getrlimit};
+use rustix::process::{Resource, Rlimit, getrlimit};
 
 /// Whether a file may have `bytes` bytes, also one that is memory.
 ///
@@ -29,6 +29,27 @@ pub(crate) fn for_memory(bytes: usize) -> io::Result<()> {
         Some(free) if (bytes as u64) > free => Err(Errno::NOMEM.into()),
         Some(_) | None => Ok(()),
     }
+}
+
+/// Whether an error says that there is no file descriptor left.
+pub(crate) fn is_without_descriptors(error: &io::Error) -> bool {
+    matches!(Errno::from_io_error(error), Some(Errno::MFILE | Errno::NFILE))
+}
+
+/// What to tell of such an error where a group of `size` ranks, `beside` of them on this host, needs descriptors.
+pub(crate) fn without_descriptors(error: &io::Error, size: usize, beside: usize) -> String {
+    // The listener and its duplicate, an epoll set, an eventfd; three connections with each; eventfds and processes.
+    let needed = 4 + 3 * size.saturating_sub(1) + 2 * beside;
+    let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
+    let (Some(most), true) = (current, Errno::from_io_error(error) == Some(Errno::MFILE)) else {
+        return format!("{error}, and a group of {size} ranks needs up to {needed}: raise fs.file-max");
+    };
+    let enough = (most + needed as u64).next_power_of_two();
+    let bound = maximum.map_or_else(String::new, |maximum| format!(", at most {maximum} here"));
+    format!(
+        "all {most} that this process may have are open, and a group of {size} ranks needs up to {needed}: raise the limit \
+         (`ulimit -n {enough}`{bound}), or drop groups that are not used"
+    )
 }
 
 /// The files of one version of control groups.
@@ -147,6 +168,17 @@ mod tests {
         );
         let groups = "9:cpu,cpuacct:/a\n7:memory,hugetlb:/a\n1:name=systemd:/a\n0::/a\n";
         assert_eq!(free(groups, &folder.0), Some(650));
+    }
+
+    #[test]
+    fn who_has_no_descriptor_left_is_told_how_many_it_takes() {
+        let told = without_descriptors(&Errno::MFILE.into(), 4, 4);
+        assert!(told.contains("4 ranks needs up to 21") && told.contains("`ulimit -n "), "{told}");
+        let told = without_descriptors(&Errno::NFILE.into(), 4, 0);
+        assert!(told.contains("needs up to 13: raise fs.file-max"), "{told}");
+        assert!(
+            is_without_descriptors(&Errno::MFILE.into()) && !is_without_descriptors(&Errno::AGAIN.into())
+        );
     }
 
     #[test]

@@ -36,6 +36,7 @@ use crate::links::hello::{Credentials, Lane};
 use crate::links::tcp::{self, Listener};
 use crate::options::GroupOptions;
 use crate::plan::{Topology, Tuning};
+use crate::room;
 use claim::Claim;
 use cores::Share;
 use lanes::{control, lanes};
@@ -104,7 +105,7 @@ pub(crate) fn connect(invitation: &Invitation) -> Result<Formed, CommError> {
 
 fn find_together(invitation: &Invitation, deadline: Instant) -> Result<Formed, CommError> {
     let _claim = Claim::new(invitation)?;
-    let listener = listen(invitation)?;
+    let listener = listen(invitation).map_err(|error| tell_failure(invitation, error))?;
     let flight = Arc::new(invitation.track());
     let ours = Ours { invitation, record: invitation.record(&listener)?, listener, deadline, flight };
     let Record { rank, address, .. } = ours.record;
@@ -119,6 +120,31 @@ fn find_together(invitation: &Invitation, deadline: Instant) -> Result<Formed, C
             }
         }
     }
+}
+
+/// Has the others hear at once that this rank has no descriptor to listen with, if they know where: under a generation
+/// that was given.
+fn tell_failure(invitation: &Invitation, error: CommError) -> CommError {
+    let Some(what) = without_descriptors(invitation, &error) else { return error };
+    let Invitation { rank, ref store, ref options, .. } = *invitation;
+    if let Some(generation) = options.generation {
+        let (name, record) = (&options.name, record::failed(&what));
+        let soon = Instant::now() + CLEAN_UP;
+        let _ = store.set(format!("{name}/{generation}/rank/{rank}").as_bytes(), &record, soon);
+        if rank == 0 {
+            let table = serde_json::to_vec(&[String::from_utf8_lossy(&record)]).unwrap_or_default();
+            let _ = store.set(format!("{name}/{generation}/table").as_bytes(), &table, soon);
+        }
+    }
+    let (group, what) = (options.name.clone(), format!("rank {rank} {what}"));
+    CommError::Bootstrap { group, what, ranks: vec![rank] }
+}
+
+/// What to tell of an error that is for want of descriptors.
+fn without_descriptors(invitation: &Invitation, error: &CommError) -> Option<String> {
+    let CommError::System { source, .. } = error else { return None };
+    let told = || room::without_descriptors(source, invitation.size, invitation.size);
+    room::is_without_descriptors(source).then(|| format!("has no file descriptor left: {}", told()))
 }
 
 fn listen(invitation: &Invitation) -> Result<Listener, CommError> {
@@ -335,10 +361,6 @@ impl Ours<'_> {
     /// Connects to the ranks in `table`.
     fn meet(&self, generation: Generation, table: &[Record]) -> Result<Outcome, CommError> {
         let Invitation { rank, size, ref options, .. } = *self.invitation;
-        let listener = self
-            .listener
-            .try_clone()
-            .map_err(|error| CommError::system("cannot duplicate a socket", error))?;
         let topology = Topology::new(table.iter().map(|record| &record.host));
         let sharing = self.invitation.sharing.unwrap_or_else(|| {
             let all: Vec<_> = topology.ranks_beside(rank).iter().map(|&rank| &table[rank].cores).collect();
@@ -358,7 +380,7 @@ impl Ours<'_> {
             sharing,
             flight: Arc::clone(&self.flight),
         };
-        let mut engine = Box::new(Engine::new(settings, Some(listener))?);
+        let mut engine = Box::new(self.engine(settings)?);
         moment("meeting", 0, 0);
         match self.connect_in_steps(&mut engine, generation, &topology) {
             Ok(Ok(in_memory)) => {
@@ -377,6 +399,21 @@ impl Ours<'_> {
                 })
             }
         }
+    }
+
+    /// An engine; if there can be none, the others hear of it as of what ends a group.
+    fn engine(&self, settings: Settings) -> Result<Engine, CommError> {
+        let (store, key) = (Arc::clone(&settings.store), settings.abort_key.clone());
+        let listener =
+            self.listener.try_clone().map_err(|error| CommError::system("cannot duplicate a socket", error));
+        let engine = listener.and_then(|listener| Engine::new(settings, Some(listener)));
+        engine.map_err(|error| {
+            let rank = self.invitation.rank;
+            let Some(what) = without_descriptors(self.invitation, &error) else { return error };
+            let report = Report::new(rank, Cause::Aborted { reason: format!("it {what}") });
+            let _ = store.compare_set(&key, b"", &report.encode(), Instant::now() + CLEAN_UP);
+            self.failed(format!("rank {rank} {what}"), vec![rank])
+        })
     }
 
     fn unconnected(&self, ranks: Vec<usize>, after: Duration, notes: &str) -> CommError {

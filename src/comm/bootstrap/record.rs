@@ -10,6 +10,9 @@ use crate::cause::NAMED_RANKS;
 use crate::error::Ranks;
 use crate::frame::VERSION;
 
+/// Longest reason of a rank that could not come.
+const FAILED_CHARS: usize = 512;
+
 /// One rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Record {
@@ -48,15 +51,22 @@ impl Announcement {
     }
 }
 
+/// What stands in the place of the record of a rank that could not come so far.
+pub(super) fn failed(why: &str) -> Vec<u8> {
+    serde_json::json!({ "version": VERSION, "failed": why }).to_string().into_bytes()
+}
+
 /// Reads all ranks' records; the error says what is wrong, and with which ranks.
 pub(super) fn decode_all(values: &[impl AsRef<[u8]>]) -> Result<Vec<Record>, (String, Vec<usize>)> {
     let mut records = Vec::with_capacity(values.len());
     for (rank, value) in values.iter().enumerate() {
         // The version comes first: another version may have other fields.
-        let version = serde_json::from_slice::<serde_json::Value>(value.as_ref())
-            .ok()
-            .and_then(|value| value.get("version")?.as_u64());
+        let fields = serde_json::from_slice::<serde_json::Value>(value.as_ref()).ok();
+        let version = fields.as_ref().and_then(|fields| fields.get("version")?.as_u64());
         let wrong = |what: String| Err((what, vec![rank]));
+        if let Some(why) = fields.as_ref().and_then(|fields| fields.get("failed")?.as_str()) {
+            return wrong(format!("rank {rank} {}", why.chars().take(FAILED_CHARS).collect::<String>()));
+        }
         match version {
             Some(version) if version == u64::from(VERSION) => {}
             Some(version) => {
@@ -191,5 +201,7 @@ mod tests {
             let (text, ranks) = decode_all(&[good[0].clone(), bytes]).unwrap_err();
             assert_eq!(ranks, [1], "{text}");
         }
+        let gone = decode_all(&[good[0].clone(), failed("has no descriptor left")]);
+        assert_eq!(gone, Err(("rank 1 has no descriptor left".to_owned(), vec![1])));
     }
 }

@@ -15,6 +15,7 @@ impl Engine {
     /// Opens control connections to all ranks and the lanes in `lanes`; whether all are there by
     /// `until`. For the bootstrap, before anybody else uses the engine.
     pub(crate) fn connect(&mut self, lanes: &[(usize, Lane)], until: Instant) -> Result<bool, CommError> {
+        self.connecting = true;
         loop {
             for &(peer, lane) in lanes {
                 let address = self.settings.addresses[peer];
@@ -31,6 +32,7 @@ impl Engine {
                 return Err(self.error(failure, None, 0, (0, 0)));
             }
             if self.unconnected(lanes).next().is_none() {
+                self.connecting = false;
                 return Ok(true);
             }
             if now >= until {

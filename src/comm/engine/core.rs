@@ -61,6 +61,8 @@ pub(crate) struct Engine {
     pub(super) attended: bool,
     pub(super) agent_registered: bool,
     pub(super) left: bool,
+    /// The group is not whole yet.
+    pub(super) connecting: bool,
     /// Since when it leaves as soon as what was begun is done, and makes no other call.
     pub(super) finishing: Option<Instant>,
     patience: Patience,
@@ -107,6 +109,7 @@ impl Engine {
             attended: false,
             agent_registered: false,
             left: false,
+            connecting: false,
             finishing: None,
             patience: Patience::new(settings.sharing.crowd),
             moved_at: None,

@@ -21,6 +21,7 @@ use crate::frame::{Frame, FrameError, HEADER_BYTES, Kind};
 use crate::links::conn::Conn;
 use crate::links::hello::{CAPABILITIES, Credentials, HELLO_BYTES, Hello, Lane, Role, SUITE_PLAIN, Welcome};
 use crate::links::tcp::Listener;
+use crate::room;
 use dial::Dial;
 
 /// Most connections that have not said a valid hello; as many more that have, than there can be real ones, but have
@@ -32,6 +33,8 @@ const STRANGER_TIME: Duration = Duration::from_secs(5);
 const GREETED_TIME: Duration = Duration::from_secs(300);
 /// Connections taken from the listener in one go, so that a flood does not hold up everything else.
 const ACCEPTS: usize = 128;
+/// How long nobody is let in if there was no descriptor for it.
+const REST: Duration = Duration::from_millis(100);
 /// Notes on refused connections that are kept for error messages.
 const NOTES: usize = 4;
 /// Largest frame of a handshake.
@@ -44,6 +47,8 @@ pub(crate) enum DoorEvent {
     Opened { peer: usize, lane: Lane, conn: Conn },
     /// The peer at a published address does not know the secret.
     Unauthorized { from: String, what: String },
+    /// There is no descriptor for a connection: one that this rank makes, if it `dials`, or one that waits at the listener.
+    Exhausted { dials: bool, source: io::Error },
 }
 
 #[derive(Debug)]
@@ -56,6 +61,8 @@ pub(crate) struct Door {
     inbound: Vec<Inbound>,
     dials: Vec<Dial>,
     notes: Vec<String>,
+    /// Until when nobody is let in, as there was no descriptor for it: the listener is not watched.
+    resting: Option<Instant>,
     /// Connections turned away, for tests and curiosity.
     pub(crate) turned_away: u64,
 }
@@ -71,8 +78,8 @@ struct Inbound {
 
 impl Door {
     pub(crate) fn new(me: usize, size: usize, credentials: Credentials, listener: Option<Listener>) -> Self {
-        let (inbound, dials, notes) = (Vec::new(), Vec::new(), Vec::new());
-        Self { me, size, credentials, listener, inbound, dials, notes, turned_away: 0 }
+        let (inbound, dials, notes, resting) = (Vec::new(), Vec::new(), Vec::new(), None);
+        Self { me, size, credentials, listener, inbound, dials, notes, resting, turned_away: 0 }
     }
 
     /// Lets nobody in any more, and calls nobody.
@@ -100,7 +107,7 @@ impl Door {
     pub(crate) fn wake_at(&self) -> Option<Instant> {
         let dials = self.dials.iter().filter_map(Dial::wake_at);
         let inbound = self.inbound.iter().map(Inbound::expires);
-        dials.chain(inbound).min()
+        dials.chain(inbound).chain(self.resting).min()
     }
 
     /// What went wrong with connections so far, for an error message.
@@ -119,7 +126,7 @@ impl Door {
 
     /// Takes every connection a step further.
     pub(crate) fn turn(&mut self, poller: &Poller, now: Instant, out: &mut Vec<DoorEvent>) {
-        self.accept(poller, now);
+        self.accept(poller, now, out);
         let mut index = 0;
         while index < self.inbound.len() {
             match self.answer(index, now) {
@@ -149,9 +156,28 @@ impl Door {
         self.dials.retain(|dial| !dial.is_done());
     }
 
-    fn accept(&mut self, poller: &Poller, now: Instant) {
+    fn accept(&mut self, poller: &Poller, now: Instant, out: &mut Vec<DoorEvent>) {
+        let Some(listener) = self.listener.as_ref().filter(|_| self.resting.is_none_or(|until| now >= until))
+        else {
+            return;
+        };
+        if self.resting.take().is_some() {
+            let _ = poller.add(listener.pollable(), Source::Listener, false);
+        }
         for _ in 0..ACCEPTS {
-            let Some(Ok((tcp, from))) = self.listener.as_ref().map(Listener::accept) else { return };
+            let (tcp, from) = match self.listener.as_ref().map(Listener::accept) {
+                Some(Ok(accepted)) => accepted,
+                Some(Err(source)) if room::is_without_descriptors(&source) => {
+                    out.push(DoorEvent::Exhausted { dials: false, source });
+                    // It stays ready, and who waits for it would spin.
+                    if let Some(listener) = &self.listener {
+                        poller.remove(listener.pollable());
+                    }
+                    self.resting = Some(now + REST);
+                    return;
+                }
+                Some(Err(_)) | None => return,
+            };
             let conn = Conn::new(Box::new(tcp));
             if conn.pollable().is_none_or(|fd| poller.add(fd, Source::Door, false).is_err()) {
                 continue;

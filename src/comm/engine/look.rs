@@ -8,10 +8,12 @@ use super::core::Engine;
 use super::door::DoorEvent;
 use super::poller::Source;
 use super::seat::Goal;
+use super::state::Peer;
 use crate::cause::{Cause, Report};
 use crate::links::conn::Conn;
 use crate::links::hello::Lane;
 use crate::plan::Direction;
+use crate::room;
 
 impl Engine {
     /// Looks at everything that is not the data in progress: registered descriptors, door, clock.
@@ -44,8 +46,21 @@ impl Engine {
                 DoorEvent::Unauthorized { from, what } => {
                     self.fail(Report::new(self.settings.me, Cause::Unauthorized { from, what }));
                 }
+                // A stranger alone, who cannot be let in, does no harm.
+                DoorEvent::Exhausted { dials, source } if dials || self.expects_a_connection() => {
+                    let what = room::without_descriptors(&source, self.settings.size, self.beside.len() + 1);
+                    self.fail(Report::new(self.settings.me, Cause::Exhausted { what }));
+                }
+                DoorEvent::Exhausted { .. } => {}
             }
         }
+    }
+
+    /// Whether another rank may be about to connect.
+    fn expects_a_connection(&self) -> bool {
+        let asked =
+            |peer: &Peer| Lane::ALL.iter().any(|&lane| peer.asked[lane as usize] && !peer.is_open(lane));
+        self.connecting || self.peers.iter().any(asked)
     }
 
     fn opened(&mut self, peer: usize, lane: Lane, conn: Conn) {

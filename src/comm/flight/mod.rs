@@ -212,6 +212,7 @@ impl Track {
             Cause::Timeout { missing, .. } => (CauseKind::Timeout, missing.first().copied()),
             Cause::Mismatch { rank, .. } => (CauseKind::Mismatch, Some(*rank)),
             Cause::Aborted { .. } => (CauseKind::Aborted, None),
+            Cause::Exhausted { .. } => (CauseKind::Other, Some(report.by)),
             Cause::Protocol { peer, .. } => (CauseKind::Other, Some(*peer)),
             Cause::Unauthorized { .. } => (CauseKind::Other, None),
         };

@@ -159,7 +159,7 @@ impl Leading {
     }
 
     fn go_on(&mut self) -> Result<Option<Met>, Obstacle> {
-        self.accept();
+        self.accept()?;
         self.greet();
         if self.others().any(|place| self.members[place].is_none()) {
             return Ok(None);
@@ -185,14 +185,20 @@ impl Leading {
         (0..self.members.len()).filter(move |&place| place != me)
     }
 
-    fn accept(&mut self) {
+    fn accept(&mut self) -> Result<(), Obstacle> {
+        use rustix::io::Errno;
         while self.strangers.len() < STRANGERS {
             match rustix::net::accept_with(&self.listener, SOCKET) {
                 Ok(conn) => self.strangers.push(conn),
-                Err(rustix::io::Errno::INTR) => {}
-                Err(_) => return,
+                Err(Errno::INTR) => {}
+                // Who waits there stays, and makes it ready for ever.
+                Err(error @ (Errno::MFILE | Errno::NFILE)) => {
+                    return Err(Obstacle::Descriptors { source: error.into() });
+                }
+                Err(_) => break,
             }
         }
+        Ok(())
     }
 
     /// Finds out which of those that have connected are members.

@@ -14,7 +14,7 @@ use convoke_env::{ExitCause, WorkerEnv};
 use convoke_testkit::{assert_one_passed, scene, scene_variable};
 use nix::sys::signal::{Signal, kill, raise};
 use nix::unistd::Pid;
-use rustix::process::{Resource, Rlimit, setrlimit};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 /// Bound for anything that should happen.
 const LONG: Duration = Duration::from_secs(60);
@@ -355,6 +355,40 @@ fn where_files_may_not_be_large_enough_for_shared_memory_ranks_use_connections()
                 buffer[0] = rank as u64;
                 world.all_reduce(&mut buffer[..1], ReduceOp::Sum).unwrap();
                 assert_eq!((buffer[0], buffer.is_shared()), (3, who > 0));
+            })
+            .unwrap();
+    }
+}
+
+#[test]
+fn where_descriptors_end_all_ranks_are_told_at_once() {
+    // One rank has so many left beyond those that it has, or all have.
+    for left in 0..16 {
+        let who = left % 4;
+        Spawn::new(3)
+            .timeout(LONG)
+            .run(move |rank| {
+                let world = init().unwrap();
+                world.barrier().unwrap();
+                if who == rank || who == 3 {
+                    let open = std::fs::read_dir("/proc/self/fd").unwrap().count();
+                    let most = Some((open + left) as u64);
+                    let maximum = getrlimit(Resource::Nofile).maximum;
+                    setrlimit(Resource::Nofile, Rlimit { current: most, maximum }).unwrap();
+                }
+                let begin = Instant::now();
+                let mut groups = Vec::new();
+                let error = loop {
+                    let made = world.split(Some(0), 0).map(Option::unwrap);
+                    // A rank that could reach all others hears of the failure with its first call.
+                    match made.and_then(|group| group.barrier().map(|()| group)) {
+                        Ok(group) => groups.push(group),
+                        Err(error) => break error,
+                    }
+                };
+                assert!(begin.elapsed() < LONG / 4, "{error}");
+                assert!(error.to_string().contains("`ulimit -n "), "{error}");
+                assert!(who == 3 || error.blame() == Some(who), "{error}");
             })
             .unwrap();
     }

@@ -12,6 +12,7 @@ use crate::links::Link;
 use crate::links::conn::Conn;
 use crate::links::hello::{CAPABILITIES, Credentials, Hello, Lane, Role, SUITE_PLAIN, Welcome};
 use crate::links::tcp::Tcp;
+use crate::room;
 
 /// First and longest pause between two attempts to connect.
 const PAUSE: Duration = Duration::from_millis(5);
@@ -78,7 +79,7 @@ impl Dial {
     ) -> Option<DoorEvent> {
         match std::mem::replace(&mut self.step, Step::Done) {
             Step::Pausing { until } if now < until => self.step = Step::Pausing { until },
-            Step::Pausing { .. } => self.connect(poller, now),
+            Step::Pausing { .. } => return self.connect(poller, now),
             Step::Connecting { tcp, since } => match tcp.connected() {
                 Ok(true) if self.probes => {
                     self.refused_since = None;
@@ -111,7 +112,7 @@ impl Dial {
         None
     }
 
-    fn connect(&mut self, poller: &Poller, now: Instant) {
+    fn connect(&mut self, poller: &Poller, now: Instant) -> Option<DoorEvent> {
         match Tcp::connect(self.address, None) {
             Ok(tcp) => {
                 let added = tcp.pollable().map(|fd| poller.add(fd, Source::Door, true));
@@ -121,8 +122,13 @@ impl Dial {
                     None => self.again("no descriptor".to_owned(), now),
                 }
             }
-            Err(error) => self.failed(&error, now),
+            Err(source) => {
+                self.failed(&source, now);
+                let exhausted = room::is_without_descriptors(&source);
+                return exhausted.then_some(DoorEvent::Exhausted { dials: true, source });
+            }
         }
+        None
     }
 
     fn greet(&mut self, tcp: Tcp, me: usize, ours: &Credentials, poller: &Poller, now: Instant) {
