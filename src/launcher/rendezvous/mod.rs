@@ -155,6 +155,7 @@ impl RendezvousError {
             | Self::Over(_)
             | Self::Refused(_)
             | Self::NotHere { .. }
+            | Self::NotNeeded
             | Self::NoLoopback
             | Self::OwnAddress { .. }
             | Self::Store(_)
