@@ -217,13 +217,15 @@ impl Engine {
 
     /// When the others shall hear what this rank waits in.
     fn tell_at(&self) -> Option<Instant> {
-        let shortest = self.tickets().map(|ticket| ticket.timeout).min()?;
-        Some(self.still_since? + STILL.min(shortest / 4))
+        Some(self.still_since? + STILL.min(self.haste()?.shortest / 4))
     }
 
     /// Asks all ranks what they wait in, shortly before a deadline: what they have said before may be out of date,
     /// and who cannot answer is not waiting for anybody.
     fn ask(&mut self, now: Instant) {
+        if self.haste().is_none_or(|haste| now < haste.ask_at) {
+            return;
+        }
         let due = |ticket: &Ticket| now >= ask_at(ticket) && self.asked.is_none_or(|at| at < ask_at(ticket));
         if self.tickets().any(due) {
             self.asked = Some(now);
@@ -289,10 +291,14 @@ impl Engine {
     /// When to look at the clock again though nothing is ready.
     pub(super) fn wake_at(&self, now: Instant) -> Instant {
         let tell = self.tell_at().filter(|&at| at > now);
-        let asks = self.tickets().map(ask_at).filter(|&at| self.asked.is_none_or(|asked| asked < at));
+        // Looked through one by one only when the time of the first has come.
+        let haste = self.haste().map(|haste| haste.ask_at);
+        let late = || haste.is_some_and(|at| now >= at).then(|| self.tickets()).into_iter().flatten();
+        let asks = late().map(ask_at).filter(|&at| self.asked.is_none_or(|asked| asked < at));
         let suspects = self.peers.iter().filter_map(|peer| peer.suspect.as_ref().map(|(until, _)| *until));
-        let deadlines = self.tickets().map(|ticket| self.due(ticket));
-        let times = deadlines.chain(asks).chain(suspects).chain(tell).chain(self.door.wake_at());
+        let deadlines = late().map(|ticket| self.due(ticket));
+        let first = haste.filter(|&at| now < at);
+        let times = deadlines.chain(asks).chain(first).chain(suspects).chain(tell).chain(self.door.wake_at());
         times.min().unwrap_or(now + LONGEST_SLEEP).min(now + LONGEST_SLEEP)
     }
 
@@ -307,6 +313,7 @@ fn time_to_answer(ticket: &Ticket) -> Duration {
     ASK.min(ticket.timeout / 4)
 }
 
-fn ask_at(ticket: &Ticket) -> Instant {
+/// When the others are to be asked what they wait in.
+pub(super) fn ask_at(ticket: &Ticket) -> Instant {
     ticket.deadline - time_to_answer(ticket)
 }

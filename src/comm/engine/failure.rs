@@ -4,7 +4,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::Presence;
+use super::control::ask_at;
 use super::core::Engine;
+use super::messages::Haste;
 use super::missing::missing;
 use super::ticket::Ticket;
 use crate::call::Call;
@@ -191,6 +193,14 @@ impl Engine {
         collectives.chain(messages).chain(self.open_tickets())
     }
 
+    /// The haste of all of them, or more.
+    pub(super) fn haste(&self) -> Option<Haste> {
+        let few = self.collectives.iter().map(|collective| &*collective.ticket).chain(self.open_tickets());
+        let few = few.map(|ticket| Haste { shortest: ticket.timeout, ask_at: ask_at(ticket) });
+        let all = few.chain(self.peers.iter().filter_map(|peer| peer.messages.haste()));
+        all.reduce(|a, b| Haste { shortest: a.shortest.min(b.shortest), ask_at: a.ask_at.min(b.ask_at) })
+    }
+
     /// Of receives from anybody, and of probes.
     pub(super) fn open_tickets(&self) -> impl Iterator<Item = &Ticket> {
         let recvs = self.open.recvs.iter().map(|recv| &*recv.ticket);
@@ -215,7 +225,7 @@ impl Engine {
             return Some((awaited.unwrap_or_default(), collective.ticket.timeout));
         }
         // Of many messages only the time is looked at.
-        if !self.tickets().any(late) {
+        if self.haste().is_none_or(|haste| now < haste.ask_at) || !self.tickets().any(late) {
             return None;
         }
         let mut messages = self.message_waits();

@@ -16,9 +16,11 @@ mod read;
 use std::collections::VecDeque;
 use std::io::IoSlice;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use crate::call::{Call, Envelope};
 use crate::engine::buffer::Lent;
+use crate::engine::control::ask_at;
 use crate::engine::ticket::Ticket;
 use crate::fault::moment;
 use crate::frame::{Frame, HEADER_BYTES, Kind};
@@ -158,6 +160,14 @@ impl Open {
     }
 }
 
+/// Of all sends and receives since there were none last: the shortest time of one, and when the others are first to be
+/// asked what they wait in. So that there may be many, and the clock is looked at often.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Haste {
+    pub(crate) shortest: Duration,
+    pub(crate) ask_at: Instant,
+}
+
 /// All messages with one peer.
 #[derive(Debug)]
 pub(crate) struct Mailbox {
@@ -169,6 +179,7 @@ pub(crate) struct Mailbox {
     /// How many are announced and not asked for.
     announced: usize,
     pub(crate) recvs: VecDeque<Receiving>,
+    haste: Option<Haste>,
     early: VecDeque<Early>,
     /// Of `early`: bytes that are kept, headers included, and announcements.
     kept: usize,
@@ -194,6 +205,7 @@ impl Mailbox {
             held: 0,
             announced: 0,
             recvs: VecDeque::new(),
+            haste: None,
             early: VecDeque::new(),
             kept: 0,
             offers: 0,
@@ -209,6 +221,20 @@ impl Mailbox {
 
     pub(crate) fn is_busy(&self) -> bool {
         !self.sends.is_empty() || !self.recvs.is_empty() || !self.out.is_empty()
+    }
+
+    fn hurry(&mut self, ticket: &Ticket) {
+        let (shortest, ask_at) = (ticket.timeout, ask_at(ticket));
+        let before = self.haste.filter(|_| !self.sends.is_empty() || !self.recvs.is_empty());
+        self.haste = Some(before.map_or(Haste { shortest, ask_at }, |before| Haste {
+            shortest: before.shortest.min(shortest),
+            ask_at: before.ask_at.min(ask_at),
+        }));
+    }
+
+    /// `None` if nothing is sent or received.
+    pub(crate) fn haste(&self) -> Option<Haste> {
+        self.haste.filter(|_| !self.sends.is_empty() || !self.recvs.is_empty())
     }
 
     /// Forgets everything that is under way, after all calls were taken out.
@@ -229,6 +255,7 @@ impl Mailbox {
     ) {
         let seq = self.next_seq;
         self.next_seq += 1;
+        self.hurry(&ticket);
         self.sends.push_back(Sending { seq, call, ticket, lent, stage: Stage::Held });
         self.held += 1;
         self.send_held(ours);
@@ -321,6 +348,7 @@ impl Mailbox {
     fn receiving(&mut self, order: u64, call: Call, lent: Lent<'static>, ticket: Arc<Ticket>) -> Receiving {
         let id = self.next_id;
         self.next_id += 1;
+        self.hurry(&ticket);
         Receiving { id, order, call, ticket, lent, matched: None, done: 0 }
     }
 

@@ -244,11 +244,13 @@ fn a_dropped_barrier_goes_on_even_without_the_group() {
     });
 }
 
+/// A call that waits for rank 0.
+type Call = fn(&Group) -> Result<(), CommError>;
+
 #[test]
 fn who_waits_for_a_call_that_another_will_not_make_is_told_though_that_one_has_messages_to_deliver() {
     let begin = Instant::now();
-    type Wait = fn(&Group) -> Result<(), CommError>;
-    let waits: [Wait; 4] = [
+    let waits: [Call; 4] = [
         |group| group.recv(&mut [0_u8], 0, 6),
         |group| group.send(&vec![0_u64; 100_000], 0, 5),
         |group| group.recv_any(&mut [0_u8], 6).map(drop),
@@ -508,7 +510,7 @@ fn nothing_is_begun_with_arguments_that_make_no_sense() {
         wrong(own.broadcast(vec![1_i32], 2).unwrap_err());
         wrong(own.all_gather(vec![1_i32], vec![0; 3]).unwrap_err());
         wrong(own.all_reduce_into(vec![1_i32], vec![0; 2], ReduceOp::Sum).unwrap_err());
-        wrong(group.isend(vec![1_i32], group.rank(), 0).unwrap_err());
+        wrong(group.isend(vec![1_i32], 2, 0).unwrap_err());
         group.barrier().unwrap();
     });
 }

@@ -340,7 +340,7 @@ fn messages_whose_handles_were_dropped_arrive_though_the_rank_returns() {
 #[test]
 fn where_files_may_not_be_large_enough_for_shared_memory_ranks_use_connections() {
     // The first of them makes the memory.
-    for (who, most) in [(0, 0), (0, 20 << 20), (1, 0)] {
+    for (who, most) in [(0, 0), (0, 10 << 20), (1, 0)] {
         Spawn::new(3)
             .timeout(LONG)
             .run(move |rank| {

@@ -78,6 +78,7 @@ impl Mailbox {
     pub(crate) fn post_rest(&mut self, begun: Begun, call: Call, lent: Lent<'static>, ticket: Arc<Ticket>) {
         let Begun { seq, header, sent } = begun;
         self.out.push_back(Out { header, body: Some(seq), sent });
+        self.hurry(&ticket);
         self.sends.push_back(Sending { seq, call, ticket, lent, stage: Stage::Sent });
     }
 

@@ -28,6 +28,7 @@ impl Mailbox {
             return Ok(());
         };
         if let Err(error) = check(call, self.recvs[index].call, seq) {
+            self.hurry(&ticket);
             self.sends.push_back(Sending { seq, call, ticket, lent, stage: Stage::Sent });
             return Err(error);
         }

@@ -58,7 +58,7 @@ fn madness() -> Vec<(&'static str, Lane, Vec<u8>, &'static str)> {
         (
             "a state without a call",
             Control,
-            with(Frame { call: [9; 16], ..frame(Kind::State, 0) }, &[]),
+            with(Frame { call: [99; 16], ..frame(Kind::State, 0) }, &[]),
             "unknown",
         ),
         (
