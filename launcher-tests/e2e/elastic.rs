@@ -81,6 +81,73 @@ fn a_job_goes_on_without_a_node_that_is_killed_and_with_one_that_comes() {
 }
 
 #[test]
+fn a_node_that_is_stopped_by_a_signal_makes_the_others_begin_anew() {
+    for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP] {
+        let (job, endpoint) = (Job::new(), endpoint());
+        let worker = job.script(WAITS);
+        let first = node(&job, &endpoint, "1:2", &worker);
+        wait_until("the endpoint", || TcpStream::connect(&endpoint).ok());
+        let second = node(&job, &endpoint, "1:2", &worker);
+        wait_for_round(&job, 2);
+        let since = Instant::now();
+        second.signal(signal);
+        assert_eq!(wait_for_round(&job, 1).trim(), "0", "it uses no restart");
+        assert!(since.elapsed() < AGAIN, "took {:?}", since.elapsed());
+        second.wait().expect(1);
+        go(&job);
+        let stderr = first.wait().expect(0).stderr;
+        assert!(stderr.contains(&format!(") was stopped by {signal}; all nodes begin anew")), "{stderr}");
+    }
+}
+
+#[test]
+fn a_node_that_is_stopped_where_none_can_be_spared_is_waited_for_like_a_lost_one() {
+    let job = Job::new();
+    let worker = job.script(WAITS);
+    let endpoint = job.path("shared").display().to_string();
+    let start = || job.start(command(&job, &endpoint, "2", ",store_type=file", &worker));
+    // Whichever coordinates.
+    let [first, second] = [start(), start()];
+    wait_for_round(&job, 2);
+    second.signal(Signal::SIGTERM);
+    second.wait().expect(1);
+    let said = |what: &str| wait_until(what, || first.stderr().contains(what).then_some(()));
+    said("was stopped by SIGTERM; all nodes begin anew");
+    said("1 of 2 nodes are here");
+    (0..2).for_each(|rank| std::fs::remove_file(job.path(&format!("up.2.{rank}"))).unwrap());
+    let third = start();
+    wait_for_round(&job, 2);
+    go(&job);
+    ended([first, third], 0);
+}
+
+#[test]
+fn elastic_nodes_that_are_all_signalled_within_a_second_are_one_stop() {
+    let job = Job::new();
+    let saves = "trap 'echo saved > \"$JOB/saved.$RANK\"; exit 0' TERM\n";
+    let worker = job.script(&format!("{saves}{WAITS}"));
+    let endpoint = job.path("shared").display().to_string();
+    let start = || job.start(command(&job, &endpoint, "1:3", ",store_type=file", &worker));
+    let nodes = [start(), start(), start()];
+    wait_for_round(&job, 3);
+    for node in &nodes {
+        node.signal(Signal::SIGTERM);
+        // The others have been told of it before they are signalled themselves.
+        wait_until("the stop to be told", || {
+            nodes.iter().any(|node| node.stderr().contains("stopped by SIGTERM")).then_some(())
+        });
+    }
+    for node in ended(nodes, 1) {
+        assert!(node.stderr.contains("stopped by SIGTERM"), "{}", node.stderr);
+    }
+    for rank in 0..3 {
+        assert_eq!(job.wait_for_file(&format!("saved.{rank}")), "saved\n");
+    }
+    assert!(!job.path("up.1.0").exists() && !job.path("up.2.0").exists(), "a round has begun");
+    assert_eq!(job.processes(), [0; 0]);
+}
+
+#[test]
 fn a_final_failure_ends_all_nodes_with_one_cause() {
     for culprit in 0..3 {
         let (job, endpoint) = (Job::new(), endpoint());
@@ -211,7 +278,7 @@ fn strangers_can_neither_join_nor_disturb() {
     let words: [&[u8]; 5] = [
         b"",
         b"convoke",
-        b"convoke\x01\xff\xff\xff\xff",
+        b"convoke\x02\xff\xff\xff\xff",
         b"GET / HTTP/1.0\r\n\r\n",
         &[0, 0x3c, 0x85, 0xf7, 0xce],
     ];

@@ -168,23 +168,18 @@ fn a_launcher_is_killed() {
 #[test]
 fn a_launcher_is_told_to_stop() {
     each("launcher: SIGTERM", &[], ALL, |backend| {
-        let (mut world, mut round) = three(backend)?;
-        let node = round.remove(&3).unwrap().launcher;
-        world.on(3, &format!("kill -TERM {node}"));
-        let said = world.nodes.remove(&3).unwrap().wait().stderr;
-        assert!(!said.contains("error"), "{said}");
-        Ok(unnoticed(world, &round, |_| {}, LONG, |_| {}))
+        let (world, round) = three(backend)?;
+        let node = round[&3].launcher;
+        Ok(survived(world, &round, 3, DEATH, |world| world.on(3, &format!("kill -TERM {node}"))))
     });
     each("launcher of the coordinator: SIGTERM", &[], ALL, |backend| {
-        let (mut world, mut round) = three(backend)?;
-        let node = round.remove(&1).unwrap().launcher;
+        let (world, round) = three(backend)?;
+        let node = round[&1].launcher;
         let stop = |world: &mut World| world.on(1, &format!("kill -TERM {node}"));
         if backend.is_fixed() {
             return Ok(all_end(world, DEATH, &[2, 3], "was stopped by", stop));
         }
-        stop(&mut world);
-        world.nodes.remove(&1).unwrap().wait();
-        Ok(unnoticed(world, &round, |_| {}, LONG, |_| {}))
+        Ok(survived(world, &round, 1, DEATH, stop))
     });
 }
 

@@ -29,7 +29,7 @@ pub(super) fn run(arguments: &[&str]) -> super::Outcome {
 
 /// What strangers may say first.
 fn openings() -> Vec<Vec<u8>> {
-    let magic = b"convoke\x01".to_vec();
+    let magic = b"convoke\x02".to_vec();
     let with = |more: &[u8]| [magic.as_slice(), more].concat();
     vec![
         Vec::new(),

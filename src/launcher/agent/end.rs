@@ -78,6 +78,10 @@ impl Shell {
                 say(&format!("stopped by {signal} before the workers were restarted"));
                 Exit::Code(exit::FAILURE)
             }
+            End::Interrupted(signal) if self.round.is_some() => {
+                say(&format!("stopped by {signal} while waiting for other nodes"));
+                Exit::Code(exit::FAILURE)
+            }
             End::Interrupted(signal) => {
                 say(&format!("{signal} while waiting for other nodes"));
                 Exit::Signal(*signal as i32)

@@ -99,8 +99,7 @@ impl Shell {
     /// The same for what ends this agent without a failed worker.
     pub(super) fn declare_stop(&self, signal: Signal) {
         if let Some(court) = self.court.clone() {
-            let what = What::Stopped { signal: signal as i32 };
-            start_thread("declare", move || drop(court.declare(what, None)));
+            start_thread("declare", move || court.stops(signal as i32));
         }
     }
 

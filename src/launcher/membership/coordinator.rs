@@ -46,6 +46,9 @@ pub(crate) struct Rules {
     pub(crate) reconnect: Duration,
     /// How long a member may take to stop its workers.
     pub(crate) stop_timeout: Duration,
+    /// Whoever stops a whole job signals all its nodes within this time: until then a node that is stopped by a signal
+    /// leads to no new round.
+    pub(crate) stop_spread: Duration,
     /// `restart_budget=job`: restarts for failures, all nodes together.
     pub(crate) job_budget: Option<u32>,
 }
@@ -118,10 +121,13 @@ struct Forming {
     since: Time,
     /// Who has yet to stop its workers.
     expected: BTreeSet<AgentId>,
+    /// No round begins before.
+    not_before: Option<Time>,
     /// When the round begins with those that are there.
     last_call: Option<Time>,
-    /// Why the last one ended.
+    /// Why the last one ended, and its record.
     cause: Option<Cause>,
+    last: Option<Record>,
     muster_at: Time,
 }
 
@@ -245,7 +251,7 @@ impl Coordinator {
                     .map(|(since, _)| *since.max(&forming.since) + self.rules.join_timeout);
                 let muster = (!self.waiting.is_empty()).then_some(forming.muster_at);
                 let stop = (!forming.expected.is_empty()).then_some(forming.since + self.rules.stop_timeout);
-                [forming.last_call, first, muster, stop].into_iter().flatten().min()
+                [forming.not_before, forming.last_call, first, muster, stop].into_iter().flatten().min()
             }
             Stage::Starting(_) | Stage::Live(_) | Stage::Ending(_) | Stage::Over(_) => None,
         };

@@ -151,7 +151,7 @@ impl Member {
             self.over = self.over.max(*round);
         }
         match (order, &mut self.phase) {
-            (_, Phase::Left(_)) => None,
+            (_, Phase::Left(_) | Phase::Leaving { .. }) => None,
             (Order::Wait(muster), Phase::Ready { .. }) => Some(News::Wait(muster)),
             (Order::Run(assignment), Phase::Ready { after, .. }) if assignment.round > *after => {
                 self.silence = assignment.silence;

@@ -4,6 +4,7 @@ use std::fmt;
 use std::time::Duration;
 
 use convoke_env::Generation;
+use nix::sys::signal::Signal;
 use serde::{Deserialize, Serialize};
 
 /// One agent process. One that is started anew is another one.
@@ -65,6 +66,8 @@ pub(crate) enum Phase {
     Succeeded { round: u64 },
     /// It goes, and comes not back.
     Left(Departure),
+    /// A signal stops it: its workers of this round are being stopped, then it goes.
+    Leaving { round: u64, signal: i32 },
 }
 
 /// What is to be known of a failed worker.
@@ -170,6 +173,8 @@ pub(crate) enum Cause {
     Lost { node: usize, host: String, why: Option<String> },
     /// Another node has come.
     Joined { host: String },
+    /// A signal has stopped a node.
+    Stopped { node: usize, host: String, signal: i32 },
 }
 
 impl fmt::Display for Cause {
@@ -184,6 +189,10 @@ impl fmt::Display for Cause {
                 write!(f, "node {node} ({host}) could not go on: {why}")
             }
             Self::Joined { host } => write!(f, "a node has come: {host}"),
+            Self::Stopped { node, host, signal } => match Signal::try_from(*signal) {
+                Ok(signal) => write!(f, "node {node} ({host}) was stopped by {signal}"),
+                Err(_) => write!(f, "node {node} ({host}) was stopped by signal {signal}"),
+            },
         }
     }
 }

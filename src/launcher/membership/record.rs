@@ -16,7 +16,7 @@ pub(crate) struct Record {
     pub(crate) generation: [u8; 16],
     /// Its nodes, by group rank.
     pub(crate) seats: Vec<Seat>,
-    /// Those of them that a signal has stopped while the others run on, and the signal.
+    /// Those of them that a signal has stopped, which have no workers any more, and the signal.
     pub(crate) left: Vec<(usize, i32)>,
     /// Where the store of its workers is served.
     pub(crate) store: Vec<String>,

@@ -98,6 +98,9 @@ pub(crate) trait Court: Send + Sync + fmt::Debug {
     /// `others_first` to speak before.
     fn declare(&self, what: What, others_first: Option<Instant>) -> Verdict;
 
+    /// A signal stops this node: says so while its workers are being stopped.
+    fn stops(&self, signal: i32);
+
     /// Leaves: the end of this process is no news any more.
     fn leave(&self);
 
@@ -303,6 +306,10 @@ impl Court for StoreCourt {
             Ok(Verdict { what: What::Succeeded, .. }) | Err(_) => mine,
             Ok(standing) => standing,
         }
+    }
+
+    fn stops(&self, signal: i32) {
+        self.declare(What::Stopped { signal }, None);
     }
 
     /// Node 0 stays for a moment as long as others may still need its store.

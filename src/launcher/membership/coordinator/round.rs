@@ -15,7 +15,7 @@ pub(in super::super) enum State {
     Succeeded,
     /// A worker failed. The failure waits until it is known whether a loss caused it.
     Failed(Failure),
-    /// It was stopped by a signal. The others run on.
+    /// A signal stops it, or has.
     Left {
         signal: i32,
     },
@@ -32,9 +32,7 @@ pub(in super::super) struct Round {
     pub(super) failed: Vec<usize>,
     running: usize,
     pub(super) succeeded: usize,
-    /// Those that a signal has stopped.
-    pub(super) left: BTreeSet<usize>,
-    /// The first that was lost.
+    /// The first that was lost, or stopped by a signal.
     pub(super) lost: Option<usize>,
     /// Who has yet to say that it was there after a failure that may be final.
     pub(super) unsure: Option<BTreeSet<AgentId>>,
@@ -58,7 +56,6 @@ impl Round {
             failed: Vec::new(),
             running: size,
             succeeded: 0,
-            left: BTreeSet::new(),
             lost: None,
             unsure: None,
             ranks,
@@ -102,11 +99,7 @@ impl Round {
             State::Running => {}
             State::Succeeded => self.succeeded += 1,
             State::Failed(_) => self.failed.push(rank),
-            State::Left { .. } => drop(self.left.insert(rank)),
-            State::Lost(_) => {
-                self.left.remove(&rank);
-                self.lost.get_or_insert(rank);
-            }
+            State::Left { .. } | State::Lost(_) => drop(self.lost.get_or_insert(rank)),
         }
         *old = state;
     }
@@ -114,11 +107,6 @@ impl Round {
     /// How many run.
     pub(super) fn running(&self) -> usize {
         self.running
-    }
-
-    /// Nodes that are still in it.
-    pub(super) fn staying(&self) -> usize {
-        self.states.len() - self.left.len()
     }
 
     /// The first node with a failure that nobody has answered.

@@ -18,6 +18,7 @@ impl Coordinator {
                 return;
             }
             Phase::Ready { after, alone, .. } => self.is_ready(now, agent, (after, alone), actions),
+            Phase::Leaving { signal, .. } => self.is_leaving(now, agent, signal),
             Phase::Running { round } | Phase::Succeeded { round } | Phase::Failed { round, .. } => {
                 self.drop_candidate(agent);
                 self.is_in(agent, round, phase, actions);
@@ -91,7 +92,10 @@ impl Coordinator {
                     match phase {
                         Phase::Succeeded { .. } => round.set(rank, State::Succeeded),
                         Phase::Failed { failure, .. } => round.set(rank, State::Failed(failure)),
-                        Phase::Running { .. } | Phase::Ready { .. } | Phase::Left(_) => {}
+                        Phase::Running { .. }
+                        | Phase::Ready { .. }
+                        | Phase::Leaving { .. }
+                        | Phase::Left(_) => {}
                     }
                 }
             }
@@ -109,16 +113,44 @@ impl Coordinator {
         }
     }
 
+    /// A signal stops it. The next round waits until its workers have ended as well.
+    fn is_leaving(&mut self, now: Time, agent: AgentId, signal: i32) {
+        self.drop_candidate(agent);
+        match &mut self.stage {
+            Stage::Starting(round) | Stage::Live(round) => {
+                if let Some(rank) = round.rank(&self.ranks, agent) {
+                    round.set(rank, State::Left { signal });
+                }
+            }
+            Stage::Forming(forming) => {
+                forming.expected.insert(agent);
+                forming.not_before = Some(now + self.rules.stop_spread);
+            }
+            Stage::Ending(_) | Stage::Over(_) => {}
+        }
+    }
+
     fn leave(&mut self, now: Time, agent: AgentId, departure: Departure, actions: &mut Vec<Action>) {
         match departure {
             Departure::Stopped { signal } => {
-                if let Stage::Starting(round) | Stage::Live(round) = &mut self.stage
-                    && let Some(rank) = round.rank(&self.ranks, agent)
-                {
-                    round.set(rank, State::Left { signal });
-                    // Another coordinator must not take it for lost.
-                    round.record.left.push((rank, signal));
-                    actions.push(Action::Write(round.record.clone()));
+                let (record, rank) = match &mut self.stage {
+                    Stage::Starting(round) | Stage::Live(round) => {
+                        let rank = round.rank(&self.ranks, agent);
+                        if let Some(rank) = rank {
+                            round.set(rank, State::Left { signal });
+                        }
+                        (Some(&mut round.record), rank)
+                    }
+                    Stage::Forming(Forming { last: Some(last), .. }) => {
+                        let rank = last.seats.iter().position(|seat| seat.agent == agent);
+                        (Some(last), rank)
+                    }
+                    Stage::Forming(_) | Stage::Ending(_) | Stage::Over(_) => (None, None),
+                };
+                if let (Some(record), Some(rank)) = (record, rank) {
+                    // Another coordinator must not wait for it.
+                    record.left.push((rank, signal));
+                    actions.push(Action::Write(record.clone()));
                 }
                 self.forget(agent);
                 self.after_loss(now, agent, actions);
@@ -159,12 +191,11 @@ impl Coordinator {
         let name = |rank: usize| (rank, round.seat(rank).profile.host.clone());
         let gone = |rank: usize| {
             let (node, host) = name(rank);
-            let why = match &round.states[rank] {
-                State::Left { signal } => Some(format!("signal {signal} has stopped it")),
-                State::Lost(why) => why.clone(),
-                State::Running | State::Succeeded | State::Failed(_) => None,
-            };
-            Cause::Lost { node, host, why }
+            match &round.states[rank] {
+                State::Left { signal } => Cause::Stopped { node, host, signal: *signal },
+                State::Lost(why) => Cause::Lost { node, host, why: why.clone() },
+                State::Running | State::Succeeded | State::Failed(_) => Cause::Lost { node, host, why: None },
+            }
         };
         if let Some(rank) = round.lost {
             let cause = gone(rank);
@@ -177,24 +208,13 @@ impl Coordinator {
                 self.failures = self.failures.saturating_add(1);
                 return self.break_up(now, cause, actions);
             }
-            // What may be the consequence of a loss is not final.
-            return match round.left.first() {
-                Some(&left) => {
-                    let cause = gone(left);
-                    self.break_up(now, cause, actions);
-                }
-                None => self.settle(actions),
-            };
+            return self.settle(actions);
         }
         if round.running() == 0 && round.succeeded > 0 {
             return self.end(Ending::Succeeded, actions);
         }
-        if round.staying() == 0 {
-            self.form(now, None, BTreeSet::new());
-            return self.try_start(now, actions);
-        }
         // A job that is nearly done is not begun anew for who comes late.
-        if round.staying() < self.max() && round.succeeded == 0 {
+        if round.states.len() < self.max() && round.succeeded == 0 {
             let newcomer = self.waiting.first().and_then(|(_, agent)| self.members.get(agent));
             if let Some(host) = newcomer.map(|known| known.profile.host.clone()) {
                 self.break_up(now, Cause::Joined { host }, actions);
@@ -242,29 +262,35 @@ impl Coordinator {
     /// Ends the round; a new one follows when all have stopped their workers.
     fn break_up(&mut self, now: Time, cause: Cause, actions: &mut Vec<Action>) {
         let Stage::Live(round) = &self.stage else { return };
-        let number = round.number();
+        let (number, last) = (round.number(), round.record.clone());
         let seated: Vec<AgentId> = round.record.seats.iter().map(|seat| seat.agent).collect();
-        let here = seated.into_iter().filter(|agent| self.members.contains_key(agent));
+        let here: Vec<AgentId> =
+            seated.into_iter().filter(|agent| self.members.contains_key(agent)).collect();
+        let is_stop = matches!(cause, Cause::Stopped { .. }) && !here.is_empty();
         // Who is ready again needs no order.
-        let expected: BTreeSet<AgentId> = here.filter(|agent| !self.candidates.contains_key(agent)).collect();
-        self.form(now, Some(cause.clone()), expected.clone());
+        let is_busy = |agent: &AgentId| !self.candidates.contains_key(agent);
+        let expected: BTreeSet<AgentId> = here.into_iter().filter(is_busy).collect();
+        self.stage = Stage::Forming(Forming {
+            since: now,
+            expected: expected.clone(),
+            not_before: is_stop.then_some(now + self.rules.stop_spread),
+            last_call: None,
+            cause: Some(cause.clone()),
+            last: Some(last),
+            muster_at: now + MUSTER_PERIOD,
+        });
         for agent in expected {
             self.order(agent, Order::Stop { round: number, cause: cause.clone() }, actions);
         }
         self.try_start(now, actions);
     }
 
-    fn form(&mut self, now: Time, cause: Option<Cause>, expected: BTreeSet<AgentId>) {
-        let forming =
-            Forming { since: now, expected, last_call: None, cause, muster_at: now + MUSTER_PERIOD };
-        self.stage = Stage::Forming(forming);
-    }
-
     /// Begins a round if those are there that it needs.
     fn try_start(&mut self, now: Time, actions: &mut Vec<Action>) {
         let (min, max, early) = (self.min(), self.max(), self.planted.is(Bug::StartsTooEarly));
         let Stage::Forming(forming) = &mut self.stage else { return };
-        if !forming.expected.is_empty() && !early {
+        forming.not_before.take_if(|at| *at <= now);
+        if !forming.expected.is_empty() && !early || forming.not_before.is_some() {
             return;
         }
         let here = self.candidates.len();

@@ -109,16 +109,13 @@ impl World {
                     return;
                 }
                 agent.disturbed = true;
-                let (id, round) = (agent.id, agent.workers.map(|workers| workers.round));
-                let term = agent.at;
-                agent.workers = None;
-                agent.member.enter(Phase::Left(Departure::Stopped { signal: 15 }));
+                let Some(round) = agent.workers.map(|workers| workers.round) else {
+                    return self.depart(index);
+                };
+                agent.member.enter(Phase::Leaving { round, signal: 15 });
                 self.tell(index);
-                self.agents[index].alive = false;
-                let delay = self.random.millis(0, self.nature.delay_ms);
-                self.after(delay, Item::Cut { id, term });
-                self.leave_office(index);
-                self.bereave(index, round, 0);
+                self.stop_workers(index);
+                self.bereave(index, Some(round), 0);
             }
             Fault::CutEtcd(index) => self.disturb(index, |agent| agent.etcd_cut = true),
             Fault::KillCoordinator => {
@@ -134,6 +131,22 @@ impl World {
                 self.after(delay, Item::CoordinatorStart { suspect });
             }
             Fault::Peace => self.make_peace(),
+        }
+    }
+
+    /// It goes, as a signal has told it to.
+    pub(super) fn depart(&mut self, index: usize) {
+        let agent = &mut self.agents[index];
+        let (id, term) = (agent.id, agent.at);
+        agent.workers = None;
+        agent.member.enter(Phase::Left(Departure::Stopped { signal: 15 }));
+        self.tell(index);
+        self.agents[index].alive = false;
+        let delay = self.random.millis(0, self.nature.delay_ms);
+        self.after(delay, Item::Cut { id, term });
+        self.leave_office(index);
+        if self.peace {
+            self.after(Duration::from_secs(1), Item::Fault(Fault::Start(index)));
         }
     }
 

@@ -12,6 +12,7 @@ const RULES: Rules = Rules {
     silence: Duration::from_secs(3),
     reconnect: Duration::from_millis(200),
     stop_timeout: Duration::from_secs(90),
+    stop_spread: Duration::from_secs(1),
     job_budget: None,
 };
 

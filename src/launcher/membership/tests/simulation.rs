@@ -82,7 +82,9 @@ impl World {
                 agent(host).is_some_and(|agent| agent.own_failure.is_some())
                     || self.agents.iter().any(|agent| agent.disturbed)
             }
-            Cause::Lost { host, .. } => !self.lossless || agent(host).is_some_and(|agent| agent.disturbed),
+            Cause::Lost { host, .. } | Cause::Stopped { host, .. } => {
+                !self.lossless || agent(host).is_some_and(|agent| agent.disturbed)
+            }
             Cause::Joined { .. } => {
                 !self.lossless || self.late || self.agents.iter().any(|agent| agent.disturbed)
             }

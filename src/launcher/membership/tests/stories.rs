@@ -28,6 +28,7 @@ impl Job {
             silence: 3 * SECOND,
             reconnect: SECOND / 5,
             stop_timeout: 90 * SECOND,
+            stop_spread: Duration::from_secs(1),
             job_budget,
         };
         Self {
@@ -231,17 +232,45 @@ fn restarts_are_counted_for_each_node_or_for_all() {
 }
 
 #[test]
-fn who_is_stopped_by_a_signal_leaves_the_others_at_work() {
+fn who_is_stopped_by_a_signal_makes_the_others_begin_anew_when_its_workers_have_ended() {
     let mut job = running(2, (1, 2), None);
-    job.says(2, Phase::Left(Departure::Stopped { signal: 15 }));
-    assert_eq!(job.runs(1), Some((1, 0, 2)));
+    job.says(2, Phase::Leaving { round: 1, signal: 15 });
+    assert!(matches!(&job.orders[&1], Order::Stop { cause: Cause::Stopped { node: 1, signal: 15, .. }, .. }));
     // What follows from it is no end either.
     job.fails(1, 1, false);
-    assert!(matches!(&job.orders[&1], Order::Stop { cause: Cause::Lost { node: 1, .. }, .. }));
     job.ready_again(1, 1);
+    job.later(SECOND);
+    assert_eq!(job.runs(1), None, "the workers of node 2 still save");
+    job.says(2, Phase::Left(Departure::Stopped { signal: 15 }));
     assert_eq!(job.runs(1), Some((2, 0, 1)));
     job.says(1, Phase::Succeeded { round: 2 });
     assert_eq!(job.orders[&1], Order::End(Ending::Succeeded));
+}
+
+#[test]
+fn a_node_that_is_stopped_where_none_can_be_spared_is_waited_for_like_a_lost_one() {
+    let mut job = running(2, (2, 2), None);
+    job.says(2, Phase::Left(Departure::Stopped { signal: 15 }));
+    job.ready_again(1, 1);
+    let Order::Wait(muster) = &job.orders[&1] else { panic!("{:?}", job.orders[&1]) };
+    assert_eq!(muster.cause.as_ref().unwrap().to_string(), "node 1 (h2) was stopped by SIGTERM");
+    job.later(2 * SECOND);
+    job.comes(3, (2, 2));
+    assert_eq!((job.runs(1), job.runs(3)), (Some((2, 0, 2)), Some((2, 1, 2))));
+}
+
+#[test]
+fn nodes_that_are_all_stopped_within_a_second_begin_no_round() {
+    let mut job = running(3, (1, 3), None);
+    for agent in [2, 1, 3] {
+        job.says(agent, Phase::Leaving { round: 1, signal: 2 });
+        job.says(agent, Phase::Left(Departure::Stopped { signal: 2 }));
+        (1..=3).for_each(|other| job.ready_again(other, 1));
+        job.later(SECOND * 4 / 10);
+    }
+    job.later(SECOND);
+    assert!(job.coordinator.is_deserted() && (1..=3).all(|agent| job.runs(agent) != Some((2, 0, 1))));
+    assert!(job.orders.values().all(|order| !matches!(order, Order::Run(run) if run.round > 1)));
 }
 
 #[test]

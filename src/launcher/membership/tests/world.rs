@@ -155,6 +155,7 @@ impl World {
             silence: SILENCE,
             reconnect: Duration::from_millis(200),
             stop_timeout: Duration::from_secs(90),
+            stop_spread: Duration::from_secs(1),
             job_budget: None,
         };
         let mut world = Self {
@@ -388,7 +389,9 @@ impl World {
         let Some(ends) = agent.member.lease_ends() else { return };
         let local = agent.local(now);
         if local >= ends {
-            if matches!(agent.member.phase(), Phase::Running { .. } | Phase::Failed { .. }) {
+            if matches!(agent.member.phase(), Phase::Leaving { .. }) {
+                self.depart(index);
+            } else if matches!(agent.member.phase(), Phase::Running { .. } | Phase::Failed { .. }) {
                 self.note(|| format!("{index} is alone and stops"));
                 self.agents[index].stop_alone();
                 self.tell(index);
@@ -488,6 +491,7 @@ impl World {
         }
         agent.workers = None;
         match agent.member.phase() {
+            Phase::Leaving { .. } => return self.depart(index),
             Phase::Failed { failure, .. } if failure.restarts => agent.restarts += 1,
             // No restart is left: the coordinator has the last word.
             Phase::Failed { .. } if !agent.told => return,

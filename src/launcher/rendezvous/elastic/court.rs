@@ -132,6 +132,15 @@ impl Court for ElasticCourt {
         mine
     }
 
+    fn stops(&self, signal: i32) {
+        if self.thread.is_host {
+            // Nobody can take over from it: the job ends at once.
+            self.declare(What::Stopped { signal }, None);
+        } else {
+            self.thread.enter(Phase::Leaving { round: self.seat().1, signal });
+        }
+    }
+
     fn leave(&self) {
         self.thread.leave(Departure::Ended, None);
     }

@@ -230,7 +230,9 @@ impl Desk {
             return lease.map(|at| (at + self.more_patience(member), true));
         }
         match member.phase() {
-            Phase::Running { .. } | Phase::Failed { .. } => lease.map(|at| (at, false)),
+            Phase::Running { .. } | Phase::Failed { .. } | Phase::Leaving { .. } => {
+                lease.map(|at| (at, false))
+            }
             Phase::Ready { .. } | Phase::Succeeded { .. } | Phase::Left(_) => {
                 // Who has never been there is told by who waits for it.
                 lease.map(|_| (since.duration_since(began) + self.join_timeout, true))
@@ -242,9 +244,11 @@ impl Desk {
     fn more_patience(&self, member: &Member) -> Duration {
         match member.phase() {
             Phase::Ready { .. } => member.lease() * (LENIENCE - 1),
-            Phase::Running { .. } | Phase::Failed { .. } | Phase::Succeeded { .. } | Phase::Left(_) => {
-                Duration::ZERO
-            }
+            Phase::Running { .. }
+            | Phase::Failed { .. }
+            | Phase::Succeeded { .. }
+            | Phase::Leaving { .. }
+            | Phase::Left(_) => Duration::ZERO,
         }
     }
 
@@ -348,7 +352,7 @@ impl Desk {
 
 /// Or may have.
 fn has_workers(member: &Member) -> bool {
-    matches!(member.phase(), Phase::Running { .. } | Phase::Failed { .. })
+    matches!(member.phase(), Phase::Running { .. } | Phase::Failed { .. } | Phase::Leaving { .. })
 }
 
 /// Ends `at` that time after `began`; never if there is none.

@@ -67,6 +67,7 @@ impl Elastic {
             silence: terms.silence,
             reconnect: Duration::from_millis(200),
             stop_timeout: Duration::from_secs(90),
+            stop_spread: Duration::from_secs(1),
             job_budget: terms.job_budget.then_some(config.max_restarts),
         };
         let (run_id, close) = (config.run_id.clone(), terms.close);
