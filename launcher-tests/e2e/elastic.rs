@@ -302,6 +302,33 @@ fn strangers_can_neither_join_nor_disturb() {
 }
 
 #[test]
+fn a_stranger_at_the_endpoint_is_recognised() {
+    type Talk = fn(&mut TcpStream);
+    let cases: [(Talk, &str); 5] = [
+        (|stream| drop(stream.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n")), "it answers something else"),
+        (|stream| drop(stream.write_all(b"SSH-2.0-OpenSSH_9.2p1\r\n")), "it answers something else"),
+        (|stream| drop(stream.write_all(b"-ERR unknown command\r\n")), "it answers something else"),
+        (|stream| drop(stream.shutdown(std::net::Shutdown::Both)), "it hung up, and is no rendezvous"),
+        (|_| {}, "connected, but it does not answer as a rendezvous"),
+    ];
+    for (talk, said) in cases {
+        let job = Job::new();
+        let stranger = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let endpoint = stranger.local_addr().unwrap().to_string();
+        std::thread::spawn(move || {
+            let mut open = Vec::new();
+            for mut stream in stranger.incoming().flatten() {
+                talk(&mut stream);
+                open.push(stream);
+            }
+        });
+        let conf = ",join_timeout=7";
+        let ended = job.start(command(&job, &endpoint, "2", conf, Path::new("true"))).wait().expect(1);
+        assert!(ended.stderr.contains(said), "no \"{said}\" in {}", ended.stderr);
+    }
+}
+
+#[test]
 fn a_restart_budget_of_the_job_counts_for_all_nodes() {
     let (job, endpoint) = (Job::new(), endpoint());
     let worker = job.script(

@@ -1,5 +1,6 @@
 //! Makes a node's connections to the coordinator, with proofs on both sides.
 
+use std::io::ErrorKind;
 use std::time::Duration;
 
 use convoke_env::Token;
@@ -42,7 +43,10 @@ impl Caller {
         while let Some((address, stream)) = attempts.next().await {
             // Two proofs at once would be two connections of one agent.
             let connected = match stream {
-                Ok(stream) => in_time(*patience, self.prove(stream, token.as_ref())).await,
+                Ok(stream) => {
+                    let proven = timeout(*patience, self.prove(stream, token.as_ref())).await;
+                    proven.unwrap_or(Err(LinkError::Mute))
+                }
                 Err(error) => Err(error),
             };
             match connected {
@@ -67,6 +71,11 @@ impl Caller {
         let (body, _) =
             link::read_frame(&mut stream, STRANGERS_LIMIT, false).await.map_err(|error| match error {
                 LinkError::Wire(_) => LinkError::Stranger,
+                LinkError::Io(error)
+                    if matches!(error.kind(), ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset) =>
+                {
+                    LinkError::HungUp
+                }
                 other => other,
             })?;
         let nonce = match wire::decode(&body).map_err(|_| LinkError::Stranger)? {
@@ -91,7 +100,7 @@ async fn in_time<T, E: Into<LinkError>>(
 }
 
 fn is_refused(error: &LinkError) -> bool {
-    matches!(error, LinkError::Io(error) if error.kind() == std::io::ErrorKind::ConnectionRefused)
+    matches!(error, LinkError::Io(error) if error.kind() == ErrorKind::ConnectionRefused)
 }
 
 /// Who this node is from now on.

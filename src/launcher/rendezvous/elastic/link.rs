@@ -26,6 +26,10 @@ pub(super) enum LinkError {
     Refused(String),
     #[error("it answers something else: no rendezvous of convoke's, or of another version")]
     Stranger,
+    #[error("it hung up, and is no rendezvous or not any longer")]
+    HungUp,
+    #[error("connected, but it does not answer as a rendezvous")]
+    Mute,
     #[error("no answer within {0:?}")]
     Silent(Duration),
 }
