@@ -5,11 +5,14 @@
 //! messages are skipped, so that a newer launcher can serve an older worker.
 
 use std::fmt;
-use std::io::{self, BufRead, BufReader, Read};
-use std::os::fd::{AsFd, OwnedFd, RawFd};
+use std::io::{self, Read};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::socket::{MsgFlags, recv};
 use serde::{Deserialize, Serialize};
 
 use crate::generation::Generation;
@@ -229,8 +232,9 @@ impl fmt::Debug for ChannelError {
 /// The worker's end of the channel.
 #[derive(Debug)]
 pub struct AgentChannel {
-    reader: BufReader<UnixStream>,
-    line: Vec<u8>,
+    stream: UnixStream,
+    /// Bytes received that are not used yet.
+    received: Vec<u8>,
 }
 
 impl AgentChannel {
@@ -257,14 +261,14 @@ impl AgentChannel {
     /// A channel over `stream`.
     #[must_use]
     pub fn new(stream: UnixStream) -> Self {
-        Self { reader: BufReader::new(stream), line: Vec::new() }
+        Self { stream, received: Vec::new() }
     }
 
     /// The descriptor to poll for readability; poll only after [`Self::receive`] returned a timeout,
     /// as a message may already be buffered.
     #[must_use]
     pub fn as_fd(&self) -> std::os::fd::BorrowedFd<'_> {
-        self.reader.get_ref().as_fd()
+        self.stream.as_fd()
     }
 
     /// The next message that this version knows.
@@ -277,32 +281,47 @@ impl AgentChannel {
     pub fn receive(&mut self, timeout: Duration) -> Result<ToWorker, ChannelError> {
         let deadline = Instant::now() + timeout;
         loop {
-            let left = deadline.saturating_duration_since(Instant::now());
-            // A zero read timeout would mean "for ever".
-            self.reader.get_ref().set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
-            let room = (MAX_MESSAGE_BYTES - self.line.len()) as u64;
-            match (&mut self.reader).take(room).read_until(b'\n', &mut self.line) {
-                Ok(_) if self.line.ends_with(b"\n") => {
-                    let message = ToWorker::decode(&self.line);
-                    self.line.clear();
-                    if let Some(message) = message? {
-                        return Ok(message);
-                    }
+            let end = self.received.iter().take(MAX_MESSAGE_BYTES).position(|&byte| byte == b'\n');
+            if let Some(end) = end {
+                let message = ToWorker::decode(&self.received[..end]);
+                self.received.drain(..=end);
+                if let Some(message) = message? {
+                    return Ok(message);
                 }
-                Ok(_) if self.line.len() >= MAX_MESSAGE_BYTES => {
-                    return Err(ChannelError::Malformed {
-                        what: format!("longer than {MAX_MESSAGE_BYTES} bytes"),
-                    });
+            } else if self.received.len() >= MAX_MESSAGE_BYTES {
+                let what = format!("longer than {MAX_MESSAGE_BYTES} bytes");
+                return Err(ChannelError::Malformed { what });
+            } else if !self.fill()? {
+                if Instant::now() >= deadline {
+                    return Err(ChannelError::Timeout { after: timeout });
                 }
-                Ok(_) => return Err(ChannelError::Closed),
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => {
-                    if Instant::now() >= deadline {
-                        return Err(ChannelError::Timeout { after: timeout });
-                    }
-                }
-                Err(error) => return Err(error.into()),
+                self.wait_until(deadline)?;
             }
+        }
+    }
+
+    /// Receives what has come; false if nothing has.
+    fn fill(&mut self) -> Result<bool, ChannelError> {
+        let mut bytes = [0; 4096];
+        match recv(self.stream.as_raw_fd(), &mut bytes, MsgFlags::MSG_DONTWAIT) {
+            Ok(0) => Err(ChannelError::Closed),
+            Ok(count) => {
+                self.received.extend_from_slice(&bytes[..count]);
+                Ok(true)
+            }
+            Err(Errno::EAGAIN | Errno::EINTR) => Ok(false),
+            Err(error) => Err(io::Error::from(error).into()),
+        }
+    }
+
+    /// Sleeps until there is something to receive, at most until `deadline`. A signal of the program ends it
+    /// early, so the caller looks at the clock: a timeout of the socket would begin anew each time.
+    fn wait_until(&self, deadline: Instant) -> Result<(), ChannelError> {
+        let left = deadline.saturating_duration_since(Instant::now()).as_micros().div_ceil(1000);
+        let timeout = PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX);
+        match poll(&mut [PollFd::new(self.stream.as_fd(), PollFlags::POLLIN)], timeout) {
+            Ok(_) | Err(Errno::EINTR) => Ok(()),
+            Err(error) => Err(io::Error::from(error).into()),
         }
     }
 }
@@ -363,6 +382,43 @@ mod tests {
         assert!(matches!(worker.receive(short), Err(ChannelError::Timeout { .. })));
         launcher.write_all(&bytes[10..]).unwrap();
         assert_eq!(worker.receive(SOON).unwrap(), hello());
+    }
+
+    /// As an interval timer without SA_RESTART does, but to this thread alone.
+    #[test]
+    #[allow(unsafe_code)]
+    fn a_wait_ends_in_time_though_signals_interrupt_it_each_millisecond() {
+        use std::sync::atomic::{AtomicBool, Ordering};
+
+        use nix::libc;
+        use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction};
+
+        extern "C" fn nothing(_: libc::c_int) {}
+        let action = SigAction::new(SigHandler::Handler(nothing), SaFlags::empty(), SigSet::empty());
+        // SAFETY: the handler does nothing, and nobody else of this program handles the signal.
+        unsafe { sigaction(Signal::SIGUSR2, &action) }.unwrap();
+        // SAFETY: it only asks for the own thread.
+        let target = unsafe { libc::pthread_self() };
+        let over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let until = Instant::now() + SOON;
+                while !over.load(Ordering::Relaxed) && Instant::now() < until {
+                    // SAFETY: the scope keeps the thread alive until this one has ended.
+                    unsafe { libc::pthread_kill(target, libc::SIGUSR2) };
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+            });
+            let (mut launcher, mut worker) = pair();
+            let started = Instant::now();
+            for wait in [Duration::ZERO, Duration::from_millis(1), Duration::from_millis(200)] {
+                assert!(matches!(worker.receive(wait), Err(ChannelError::Timeout { .. })));
+            }
+            assert!(started.elapsed() < SOON / 2, "{:?}", started.elapsed());
+            launcher.write_all(&hello().encode()).unwrap();
+            assert_eq!(worker.receive(SOON).unwrap(), hello());
+            over.store(true, Ordering::Relaxed);
+        });
     }
 
     #[test]

@@ -232,7 +232,8 @@ impl Connection {
             let left = deadline.saturating_duration_since(Instant::now()).as_micros().div_ceil(1000);
             let timeout = PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX);
             match poll(&mut [PollFd::new(self.stream.as_fd(), what)], timeout) {
-                Ok(0) if Instant::now() >= deadline => return Err(Failure::Late),
+                // After a signal too: with a fast interval timer each poll may end by one.
+                Ok(0) | Err(Errno::EINTR) if Instant::now() >= deadline => return Err(Failure::Late),
                 Ok(0) | Err(Errno::EINTR) => {}
                 Ok(_) => return Ok(()),
                 Err(error) => return Err(Failure::Lost(error.into())),
