@@ -11,7 +11,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::error::StoreError;
-use crate::keys::{KeyStyle, check_value, printable};
+use crate::keys::{KeyStyle, check_value, not_a_number, printable};
 use crate::state::leading_number;
 use crate::store::Store;
 use crate::wire::encode::{blobs, byte, counted, key_and_number};
@@ -213,6 +213,25 @@ impl TcpStore {
         })
     }
 
+    /// A server hangs up on whoever adds to a value that is no number. So after a loss its value is looked at.
+    fn or_not_a_number<R>(
+        &self,
+        outcome: Result<R, StoreError>,
+        operation: &'static str,
+        key: &[u8],
+        deadline: Instant,
+    ) -> Result<R, StoreError> {
+        let Err(StoreError::Lost { .. }) = &outcome else { return outcome };
+        let name = self.keys.outer(key)?;
+        let value =
+            self.exchange(operation, &[key], deadline, |connection| present(connection, &name, deadline));
+        match value {
+            Ok(Some(text)) if leading_number(&text).is_none() => Err(not_a_number(key)),
+            // The store is gone, or the value was not the reason.
+            Ok(_) | Err(_) => outcome,
+        }
+    }
+
     fn timeout(&self, operation: &'static str, keys: Vec<String>, started: Instant) -> StoreError {
         StoreError::Timeout {
             store: self.pool.address.to_string(),
@@ -299,7 +318,8 @@ impl Store for TcpStore {
 
     fn add(&self, key: &[u8], delta: i64, deadline: Instant) -> Result<i64, StoreError> {
         let name = self.keys.outer(key)?;
-        self.number("add", &[key], deadline, |out| key_and_number(out, Kind::Add, &name, delta))
+        let sum = self.number("add", &[key], deadline, |out| key_and_number(out, Kind::Add, &name, delta));
+        self.or_not_a_number(sum, "add", key, deadline)
     }
 
     fn append(&self, key: &[u8], value: &[u8], deadline: Instant) -> Result<(), StoreError> {
@@ -397,8 +417,8 @@ impl Store for TcpStore {
             key_and_number(connection.request(), Kind::Barrier, &name, world_size);
             connection.send(deadline)?;
             connection.finish_wait(&[], deadline)
-        })?;
-        match waited {
+        });
+        match self.or_not_a_number(waited, "barrier", key, deadline)? {
             Waited::Ready => Ok(()),
             Waited::TimedOut { .. } => Err(self.timeout("barrier", printable([key]), started)),
         }

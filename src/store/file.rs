@@ -11,7 +11,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::error::StoreError;
-use crate::keys::{KeyStyle, check_value, printable};
+use crate::keys::{KeyStyle, check_value, not_a_number, printable};
 use crate::state::leading_number;
 use crate::store::Store;
 use log::{Log, deletion, record};
@@ -191,9 +191,8 @@ impl FileStore {
         self.write(operation, deadline, |log, out| {
             let old = match log.get(key) {
                 None => 0,
-                Some(text) => leading_number(text).ok_or_else(|| StoreError::Invalid {
-                    what: format!("the value of {} is not a number", printable([key]).concat()),
-                })?,
+                Some(text) => leading_number(text)
+                    .ok_or_else(|| not_a_number(KeyStyle::Slash.inner(key).unwrap_or(key)))?,
             };
             let sum = old.wrapping_add(delta);
             record(out, key, sum.to_string().as_bytes());

@@ -60,6 +60,11 @@ pub(crate) fn check_value(value: &[u8]) -> Result<(), StoreError> {
     Ok(())
 }
 
+/// The same from every store: its value, text or beyond the range, cannot be added to.
+pub(crate) fn not_a_number(key: &[u8]) -> StoreError {
+    StoreError::Invalid { what: format!("the value of {} is not a number", printable([key]).concat()) }
+}
+
 /// Keys for a message: at most 8, each printable and not longer than a line.
 pub(crate) fn printable<'a>(keys: impl IntoIterator<Item = &'a [u8]>) -> Vec<String> {
     const SHOWN_KEYS: usize = 8;

@@ -6,7 +6,7 @@ use std::{fmt, io, mem, thread};
 
 use crate::error::StoreError;
 use crate::hub::{Closed, Hub, Shared, Ticket, WaitEnd};
-use crate::keys::{KeyStyle, check_value, printable};
+use crate::keys::{KeyStyle, check_value, not_a_number, printable};
 use crate::state::{Caller, Refusal, State};
 use crate::store::Store;
 
@@ -60,7 +60,7 @@ impl MemoryStore {
                 let there = shared.state.wait(caller, names.iter().map(|name| &**name))?;
                 Ok(if there { Step::Poll } else { Step::Sleep(shared.ticket(caller)) })
             })?;
-            match step.map_err(refused)? {
+            match step.map_err(|refusal| refused(keys.first().copied().unwrap_or_default(), refusal))? {
                 Step::Done(result) => return Ok(result),
                 Step::Sleep(ticket) => self.sleep(operation, keys, caller, &ticket, started, deadline)?,
                 Step::Poll if Instant::now() >= deadline => {
@@ -120,8 +120,11 @@ enum Step<R> {
     Poll,
 }
 
-fn refused(refusal: Refusal) -> StoreError {
-    StoreError::Invalid { what: refusal.to_string() }
+fn refused(key: &[u8], refusal: Refusal) -> StoreError {
+    match refusal {
+        Refusal::NotANumber => not_a_number(key),
+        Refusal::TooLong | Refusal::TooManyWaits => StoreError::Invalid { what: refusal.to_string() },
+    }
 }
 
 impl Store for MemoryStore {
@@ -157,14 +160,16 @@ impl Store for MemoryStore {
     }
 
     fn add(&self, key: &[u8], delta: i64, _deadline: Instant) -> Result<i64, StoreError> {
-        let key = self.keys.outer(key)?;
-        self.with("add", |shared| shared.state.add(&key, delta, &mut shared.woken))?.map_err(refused)
+        let name = self.keys.outer(key)?;
+        let sum = self.with("add", |shared| shared.state.add(&name, delta, &mut shared.woken))?;
+        sum.map_err(|refusal| refused(key, refusal))
     }
 
     fn append(&self, key: &[u8], value: &[u8], _deadline: Instant) -> Result<(), StoreError> {
         check_value(value)?;
-        let key = self.keys.outer(key)?;
-        self.with("append", |shared| shared.state.append(&key, value, &mut shared.woken))?.map_err(refused)
+        let name = self.keys.outer(key)?;
+        let whole = self.with("append", |shared| shared.state.append(&name, value, &mut shared.woken))?;
+        whole.map_err(|refusal| refused(key, refusal))
     }
 
     fn check(&self, keys: &[&[u8]], _deadline: Instant) -> Result<bool, StoreError> {
@@ -251,7 +256,7 @@ impl Store for MemoryStore {
             let complete = state.barrier(caller, &name, world_size, woken)?;
             Ok((!complete).then(|| (caller, shared.ticket(caller))))
         })?;
-        match step.map_err(refused)? {
+        match step.map_err(|refusal| refused(key, refusal))? {
             None => Ok(()),
             Some((caller, ticket)) => self.sleep("barrier", &[key], caller, &ticket, started, deadline),
         }

@@ -44,7 +44,7 @@ pub trait Store: Send + Sync + fmt::Debug {
     /// Adds `delta` to the decimal number under `key` (absent: 0) and returns the sum.
     ///
     /// # Errors
-    /// [`StoreError::Invalid`] or [`StoreError::Lost`] if the value is not a number.
+    /// [`StoreError::Invalid`] if the value is not a number.
     fn add(&self, key: &[u8], delta: i64, deadline: Instant) -> Result<i64, StoreError>;
 
     /// Appends `value` to the value of `key` (absent: empty).
