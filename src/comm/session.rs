@@ -3,6 +3,7 @@
 mod agent;
 mod living;
 mod meeting;
+mod served;
 mod url;
 mod world;
 

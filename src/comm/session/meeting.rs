@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use convoke_env::{Generation, WorkerEnv, vars};
 use convoke_store::{FileStore, ServeError, Store, StoreServer, TcpStore};
 
+use super::served;
 use crate::error::CommError;
 use crate::options::Listen;
 
@@ -85,7 +86,7 @@ impl Meeting {
             Self::Alone => Ok(opened(Arc::new(convoke_store::MemoryStore::new()))),
             Self::Store(store) => Ok(opened(Arc::clone(store))),
             Self::Tcp(master) if rank == 0 && !master.by_launcher => {
-                let server = Arc::new(master.serve()?);
+                let server = served::at(master.to_string(), || master.serve())?;
                 Ok(Opened { store: server.store(), keep: Some(server), sign_off: None })
             }
             Self::Tcp(master) => Ok(opened(Arc::new(TcpStore::connect(&master.to_string(), deadline)?))),

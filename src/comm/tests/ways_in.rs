@@ -68,6 +68,22 @@ fn ranks_meet_at_a_tcp_url() {
     });
 }
 
+/// Ranks drop a world at different moments: one joins again while rank 0 still holds the one before.
+#[test]
+fn processes_that_serve_the_store_themselves_join_100_times() {
+    let port = free_port();
+    let url = format!("tcp://127.0.0.1:{port}");
+    let rounds = Spawn::new(3).env("URL", &url).timeout(LONG).run(|rank| {
+        let url = std::env::var("URL").unwrap();
+        for round in 0..100 {
+            let session = Session::from_url_as(&url, rank, 3).unwrap();
+            let world = session.with_options(|options| options.timeout(LONG).init_timeout(LONG)).world();
+            add_up(&world.unwrap_or_else(|error| panic!("rank {rank}, round {round}: {error}")));
+        }
+    });
+    rounds.unwrap();
+}
+
 #[test]
 fn groups_form_over_ipv6() {
     if !has_ipv6("groups over IPv6") {
