@@ -3,8 +3,9 @@
 mod log;
 
 use std::borrow::Cow;
-use std::fs::{File, OpenOptions, TryLockError};
+use std::fs::{File, Metadata, OpenOptions, TryLockError};
 use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -58,6 +59,38 @@ impl FileStore {
         Ok(store)
     }
 
+    /// As [`open`](FileStore::open) without a count, for one who has [left](FileStore::leave) under `key` and comes
+    /// back: takes that back, if the file is still the one that it has left.
+    ///
+    /// # Errors
+    /// As [`open`](FileStore::open).
+    pub fn come_back(path: impl AsRef<Path>, key: &[u8], deadline: Instant) -> Result<FileStore, StoreError> {
+        let path = path.as_ref().to_owned();
+        let store = FileStore { path, worker_count: None, closing: false, log: Mutex::default() };
+        let key = name(key)?;
+        store.write("open", deadline, |log, out| {
+            add_to(log, out, OPEN_KEY, 1)?;
+            if log.has(&key) { add_to(log, out, &key, -1).map(drop) } else { Ok(()) }
+        })?;
+        Ok(store)
+    }
+
+    /// Counts under `key` that one more has left, and removes the file when `all` have.
+    ///
+    /// # Errors
+    /// [`StoreError`].
+    pub fn leave(&self, key: &[u8], all: usize, deadline: Instant) -> Result<(), StoreError> {
+        let key = name(key)?;
+        self.write("leave", deadline, |log, out| {
+            let gone = add_to(log, out, &key, 1)?;
+            if usize::try_from(gone) == Ok(all) {
+                // While the file is locked: nobody comes back in between. At worst it stays.
+                let _ = std::fs::remove_file(&self.path);
+            }
+            Ok(())
+        })
+    }
+
     /// Locks the file, replays what is new and lets `work` look at it.
     fn read<R>(
         &self,
@@ -66,8 +99,7 @@ impl FileStore {
         work: impl FnOnce(&Log) -> R,
     ) -> Result<R, StoreError> {
         let mut log = self.lock_log();
-        let mut file = self.open_file(operation)?;
-        self.lock_file(operation, deadline, || file.try_lock_shared())?;
+        let mut file = self.open_locked(operation, deadline, File::try_lock_shared)?;
         self.replay(operation, &mut file, &mut log)?;
         Ok(work(&log))
     }
@@ -81,8 +113,7 @@ impl FileStore {
         work: impl FnOnce(&Log, &mut Vec<u8>) -> Result<R, StoreError>,
     ) -> Result<R, StoreError> {
         let mut log = self.lock_log();
-        let mut file = self.open_file(operation)?;
-        self.lock_file(operation, deadline, || file.try_lock())?;
+        let mut file = self.open_locked(operation, deadline, File::try_lock)?;
         self.replay(operation, &mut file, &mut log)?;
         let mut records = Vec::new();
         let result = work(&log, &mut records)?;
@@ -109,6 +140,31 @@ impl FileStore {
         let mut options = OpenOptions::new();
         options.read(true).write(true).create(!self.closing).truncate(false);
         options.open(&self.path).map_err(|source| self.lost(operation, source))
+    }
+
+    /// The file at the path, locked; not one that another has removed before this one got the lock.
+    fn open_locked(
+        &self,
+        operation: &'static str,
+        deadline: Instant,
+        lock: fn(&File) -> Result<(), TryLockError>,
+    ) -> Result<File, StoreError> {
+        let identity = |metadata: Metadata| (metadata.dev(), metadata.ino());
+        loop {
+            let file = self.open_file(operation)?;
+            self.lock_file(operation, deadline, || lock(&file))?;
+            let locked = file.metadata().map(identity).map_err(|source| self.lost(operation, source))?;
+            if std::fs::metadata(&self.path).map(identity).is_ok_and(|named| named == locked) {
+                return Ok(file);
+            }
+            if Instant::now() >= deadline {
+                return Err(self.timeout(
+                    operation,
+                    vec!["the file, which others replace".into()],
+                    Instant::now(),
+                ));
+            }
+        }
     }
 
     /// The lock ends when the file is closed.
@@ -188,16 +244,7 @@ impl FileStore {
         delta: i64,
         deadline: Instant,
     ) -> Result<i64, StoreError> {
-        self.write(operation, deadline, |log, out| {
-            let old = match log.get(key) {
-                None => 0,
-                Some(text) => leading_number(text)
-                    .ok_or_else(|| not_a_number(KeyStyle::Slash.inner(key).unwrap_or(key)))?,
-            };
-            let sum = old.wrapping_add(delta);
-            record(out, key, sum.to_string().as_bytes());
-            Ok(sum)
-        })
+        self.write(operation, deadline, |log, out| add_to(log, out, key, delta))
     }
 
     fn name(&self) -> String {
@@ -231,6 +278,19 @@ impl Drop for FileStore {
             let _ = std::fs::remove_file(&self.path);
         }
     }
+}
+
+/// Appends the record that adds `delta` to a key as it stands in the file.
+fn add_to(log: &Log, out: &mut Vec<u8>, key: &[u8], delta: i64) -> Result<i64, StoreError> {
+    let old = match log.get(key) {
+        None => 0,
+        Some(text) => {
+            leading_number(text).ok_or_else(|| not_a_number(KeyStyle::Slash.inner(key).unwrap_or(key)))?
+        }
+    };
+    let sum = old.wrapping_add(delta);
+    record(out, key, sum.to_string().as_bytes());
+    Ok(sum)
 }
 
 /// The user's `key` as it stands in the file.

@@ -1,11 +1,11 @@
 //! Where ranks meet: the store of a job, by each way in.
 
 use std::any::Any;
+use std::collections::HashMap;
 use std::fmt;
-use std::fs;
 use std::net::{Ipv6Addr, SocketAddr, ToSocketAddrs};
 use std::path::PathBuf;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use convoke_env::{Generation, WorkerEnv, vars};
@@ -91,9 +91,13 @@ impl Meeting {
             }
             Self::Tcp(master) => Ok(opened(Arc::new(TcpStore::connect(&master.to_string(), deadline)?))),
             Self::File(path) => {
-                let store: Arc<dyn Store> = Arc::new(FileStore::open(path, None, deadline)?);
+                let store = Arc::new(match left().remove(&(std::process::id(), path.clone(), rank)) {
+                    Some(generation) => FileStore::come_back(path, &gone_key(generation), deadline)?,
+                    None => FileStore::open(path, None, deadline)?,
+                });
                 let sign_off = Arc::new(SignOff {
                     store: Arc::clone(&store),
+                    rank,
                     path: path.clone(),
                     size,
                     formed: OnceLock::new(),
@@ -189,7 +193,8 @@ impl fmt::Display for Master {
 /// harm: its announcement is not confirmed by anybody, and rank 0 overwrites it.
 #[derive(Debug)]
 struct SignOff {
-    store: Arc<dyn Store>,
+    store: Arc<FileStore>,
+    rank: usize,
     path: PathBuf,
     size: usize,
     /// Set when all ranks are there; before, nobody knows who else uses the file.
@@ -201,11 +206,22 @@ struct SignOff {
 impl Drop for SignOff {
     fn drop(&mut self) {
         let Some(generation) = self.formed.get().filter(|_| std::process::id() == self.pid) else { return };
-        let key = format!("convoke/{generation}/gone");
-        let gone = self.store.add(key.as_bytes(), 1, Instant::now() + SIGN_OFF);
-        if gone.is_ok_and(|gone| usize::try_from(gone) == Ok(self.size)) {
-            // At worst the file stays, and does no harm.
-            let _ = fs::remove_file(&self.path);
-        }
+        left().insert((self.pid, self.path.clone(), self.rank), *generation);
+        // At worst the file stays, and does no harm.
+        let _ = self.store.leave(&gone_key(*generation), self.size, Instant::now() + SIGN_OFF);
     }
+}
+
+/// Counts the ranks of this generation that have signed off.
+fn gone_key(generation: Generation) -> Vec<u8> {
+    format!("convoke/{generation}/gone").into_bytes()
+}
+
+type Left = HashMap<(u32, PathBuf, usize), Generation>;
+
+/// The ranks that have signed off in this process, by process, file and rank. Who joins again there takes it back,
+/// so that the last of the others does not remove the file.
+fn left() -> MutexGuard<'static, Left> {
+    static LEFT: LazyLock<Mutex<Left>> = LazyLock::new(Mutex::default);
+    LEFT.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -159,6 +159,22 @@ fn ranks_meet_through_a_file_which_is_removed_at_the_end() {
     }
 }
 
+/// The last that leaves a round removes the file, while others have begun the next round in it.
+#[test]
+fn processes_that_meet_through_a_file_join_100_times() {
+    let place = Place::new("again");
+    let rounds = Spawn::new(3).env("URL", place.url()).timeout(LONG).run(|rank| {
+        let url = std::env::var("URL").unwrap();
+        for round in 0..100 {
+            let session = Session::from_url_as(&url, rank, 3).unwrap();
+            let world = session.with_options(|options| options.timeout(LONG).init_timeout(LONG)).world();
+            add_up(&world.unwrap_or_else(|error| panic!("rank {rank}, round {round}: {error}")));
+        }
+    });
+    rounds.unwrap();
+    assert!(!place.0.exists());
+}
+
 #[test]
 fn a_file_that_a_killed_job_has_left_is_a_clean_start() {
     let place = Place::new("stale");
