@@ -153,6 +153,8 @@ const CASES: &[Case] = &[
     case("illegal instruction", 1, "illegal-instruction", "sh\nonly 1\nkill -ILL $$"),
     case("arithmetic error", 1, "arithmetic-error", "sh\nonly 1\nkill -FPE $$"),
     case("assertion", 0, "abort", "sh\nonly 0\necho \"w: w.c:3: main: Assertion \\`x == 1' failed.\" >&2\nkill -ABRT $$").says(&["Assertion `x == 1' failed."]),
+    case("a thread that outlives the program", 2, "abort", "sh\nonly 2\necho 'terminate called without an active exception' >&2\nkill -ABRT $$")
+        .says(&["advice    : a thread of a library still ran while the program ended", "dist.destroy_process_group()"]),
     case("kill -9", 1, "killed", "sh\nonly 1\nkill -KILL $$").says(&["cause     : killed: SIGKILL from outside"]),
     case("kill -9 behind a wrapper", 1, "killed", "sh\nonly 1\nsh -c 'kill -KILL $$'\nexit $?").says(&["exit code 137 = 128 + 9"]),
     case("a hang, then SIGTERM from outside", 1, "terminated", "sh\nonly 1\n(sleep 0.2; kill -TERM $$) &\nwhile :; do sleep 1000; done").says(&["SIGTERM from outside"]),

@@ -27,6 +27,7 @@ mod perf;
 mod processes;
 mod restarts;
 mod root_causes;
+mod screens;
 mod signals;
 mod standalone;
 mod starters;

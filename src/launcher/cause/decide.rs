@@ -168,6 +168,9 @@ fn of_oom(oom: &OomKills) -> Verdict {
         .advise("raise the memory limit, or lower batch size, loader workers or workers per node; dmesg names the process")
 }
 
+/// What the C++ runtime says if a thread is destroyed that still runs, as those of gloo may while Python ends.
+const THREAD_AT_EXIT: &str = "terminate called without an active exception";
+
 fn of_abort(findings: &Findings, otherwise: &str) -> Verdict {
     if let Some((line, rank)) = &findings.timeout {
         return timeout(line, *rank);
@@ -179,6 +182,12 @@ fn of_abort(findings: &Findings, otherwise: &str) -> Verdict {
         return Verdict::new(Class::Panic, panic.clone());
     }
     match (&findings.last_words, &findings.exception) {
+        (Some(words), _) if words.contains(THREAD_AT_EXIT) => {
+            Verdict::new(Class::Abort, format!("{otherwise}: {words}")).advise(
+                "a thread of a library still ran while the program ended; with torch.distributed call \
+                 dist.destroy_process_group() before the script ends",
+            )
+        }
         (Some(words), _) => Verdict::new(Class::Abort, format!("{otherwise}: {words}")),
         (None, Some(exception)) => Verdict::new(Class::Abort, format!("{otherwise}: {exception}")),
         (None, None) => Verdict::new(Class::Abort, otherwise),

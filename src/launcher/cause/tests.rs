@@ -225,6 +225,16 @@ fn last_words_tell_why_a_program_aborted() {
 }
 
 #[test]
+fn a_thread_that_outlives_a_python_program_gets_the_advice_to_destroy_its_groups() {
+    let stderr = "epoch 9 done\nterminate called without an active exception\n";
+    let found = verdict(ExitCause::Signal(6), stderr);
+    assert_eq!(found.class, Class::Abort);
+    assert!(found.advice.is_some_and(|advice| advice.contains("dist.destroy_process_group()")));
+    let other = verdict(ExitCause::Signal(6), "terminate called after throwing an instance of 'x'\n");
+    assert_eq!(other.advice, None);
+}
+
+#[test]
 fn a_counted_kill_is_likely_out_of_memory() {
     let killed = ExitCause::Signal(9);
     let found = verdict_of(killed, false, "", oom(Some("/job")));

@@ -121,7 +121,9 @@ impl Screen {
     }
 
     fn stderr(&mut self, root: &Failure, below_traceback: bool) {
-        let tail = &root.stderr_tail;
+        let is_word =
+            |line: &&String| !line.trim().is_empty() && !line.starts_with("note: run with `RUST_BACKTRACE");
+        let tail: Vec<&String> = root.stderr_tail.iter().filter(is_word).collect();
         if tail.is_empty() {
             return;
         }
