@@ -27,6 +27,7 @@ mod rendezvous;
 mod report;
 mod say;
 mod supervise;
+mod words;
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -34,6 +35,7 @@ use std::process::ExitCode;
 use cli::Invocation;
 use limits::Limits;
 use os::Forked;
+use say::say;
 
 /// The whole program: reads the command line and the environment, runs the job, and returns the exit
 /// code that docs/cli.md states.
@@ -60,7 +62,7 @@ pub fn main() -> ExitCode {
         Ok(warnings) if config::is_quiet(&|name| std::env::var_os(name)) => drop(warnings),
         Ok(warnings) => warn(&warnings),
         Err(error) => {
-            let _ = writeln!(std::io::stderr(), "convoke: error: {error}");
+            say(&format!("error: {error}"));
             return exit::FAILURE;
         }
     }
@@ -74,7 +76,7 @@ pub fn main() -> ExitCode {
                 Some(errno) => agent::no_process(what, errno).to_string(),
                 None => format!("{what}: {error}"),
             };
-            let _ = writeln!(std::io::stderr(), "convoke: error: cannot start {why}");
+            say(&format!("error: cannot start {why}"));
             exit::FAILURE
         }
     }
@@ -88,6 +90,6 @@ fn print(text: &str) -> ExitCode {
 
 fn warn(warnings: &[String]) {
     for warning in warnings {
-        let _ = writeln!(std::io::stderr(), "convoke: warning: {warning}");
+        say(&format!("warning: {warning}"));
     }
 }

@@ -119,7 +119,7 @@ impl Prepared {
 }
 
 /// Where a program may be, in the order in which it is tried.
-fn places(program: &OsStr) -> Vec<OsString> {
+pub(crate) fn places(program: &OsStr) -> Vec<OsString> {
     if program.is_empty() || program.as_bytes().contains(&b'/') {
         return vec![program.to_owned()];
     }

@@ -25,6 +25,7 @@ use jiff::tz::TimeZone;
 use nix::sys::signal::Signal;
 
 use crate::cause::{Class, Evidence, Facts, Findings, NotStarted, Verdict, decide, lines, shown};
+use crate::words;
 use error_file::Account;
 pub(crate) use host::{full_host_name, host_name};
 pub(crate) use model::{Failure, Flight, Outcome, Report};
@@ -91,10 +92,7 @@ pub(crate) enum How {
 pub(crate) fn describe(cause: ExitCause) -> String {
     match cause {
         ExitCause::Code(code) => format!("exited with code {code}"),
-        ExitCause::Signal(signal) => match signal_name(signal) {
-            Some(name) => format!("was killed by {name}"),
-            None => format!("was killed by signal {signal}"),
-        },
+        ExitCause::Signal(signal) => format!("was killed by {}", words::signal(signal)),
     }
 }
 

@@ -6,17 +6,21 @@ use std::time::{Duration, Instant};
 
 /// Moves to the start of a terminal's line and clears it.
 const CLEAR: &str = "\r\x1b[2K";
+const BOLD: &str = "\x1b[1m";
+const RED: &str = "\x1b[1;31m";
+const YELLOW: &str = "\x1b[1;33m";
+const PLAIN: &str = "\x1b[0m";
 /// The terminal's last line is one of [`Progress`], to be cleared before anything else is written.
 static LIVE: Mutex<bool> = Mutex::new(false);
 
 /// One line of the launcher's own, on stderr.
 pub(crate) fn say(line: &str) {
     let colour = match line.split_once(':').map(|(kind, _)| kind) {
-        Some("error") if is_coloured() => "\x1b[1;31m",
-        Some("warning") if is_coloured() => "\x1b[1;33m",
+        Some("error") if is_coloured() => RED,
+        Some("warning") if is_coloured() => YELLOW,
         _ => return say_raw(&format!("convoke: {line}\n")),
     };
-    say_raw(&format!("{colour}convoke:\x1b[0m {line}\n"));
+    say_raw(&format!("{colour}convoke:{PLAIN} {line}\n"));
 }
 
 /// Text on stderr in one piece. A closed stderr must not end the job.
@@ -42,9 +46,6 @@ fn is_dumb() -> bool {
 
 /// The title, the headings and the names of the lines that matter most.
 fn coloured(report: &str) -> String {
-    const BOLD: &str = "\x1b[1m";
-    const RED: &str = "\x1b[1;31m";
-    const PLAIN: &str = "\x1b[0m";
     let line = |line: &str| {
         let (name, rest) = line.split_once(':').unwrap_or((line, ""));
         match name.trim_end() {

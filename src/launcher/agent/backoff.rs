@@ -1,4 +1,4 @@
-//! How long restarts wait. Pure: no clock.
+//! Decides how long a restart waits. Pure: it reads no clock.
 
 use std::time::Duration;
 

@@ -22,7 +22,7 @@ impl Pause {
     }
 }
 
-/// The same failure again and again.
+/// Counts equal failures in a row.
 #[derive(Debug, Default)]
 pub(super) struct Same {
     failure: String,

@@ -1,7 +1,6 @@
 //! What is known of a program, and of limits, when a worker could not be started.
 
 use std::ffi::{OsStr, OsString};
-use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use nix::sys::resource::{Resource, getrlimit};
@@ -10,13 +9,14 @@ use nix::sys::statvfs::{FsFlags, statvfs};
 use crate::cause::{NotStarted, Program, StartFailure, Step, Surroundings, not_started};
 use crate::cgroup::task_limit;
 use crate::config::{FileKind, is_executable};
+use crate::os::places;
 
 /// A process of the launcher's own that could not be made.
 pub(crate) fn no_process(what: &str, errno: i32) -> NotStarted {
     not_started(StartFailure { step: Step::Fork, errno }, &surroundings(&[what.into()]))
 }
 
-/// For the program `argv[0]`. Of the variables those of the launcher count; what a worker gets besides is small.
+/// Looks at the program `argv[0]` and at limits. It counts the launcher's own variables: those added for a worker are small.
 pub(super) fn surroundings(argv: &[OsString]) -> Surroundings {
     let program = argv.first().cloned().unwrap_or_default();
     let size = |(name, value): (OsString, OsString)| {
@@ -40,14 +40,9 @@ pub(super) fn surroundings(argv: &[OsString]) -> Surroundings {
     }
 }
 
-/// The first file of this name in PATH, also one that may not be executed; of a name with a slash, that file.
+/// The first file where the program was looked for, also one that may not be executed.
 fn find(program: &OsStr) -> Option<PathBuf> {
-    let exists = |path: &PathBuf| path.symlink_metadata().is_ok();
-    if program.as_bytes().contains(&b'/') {
-        return Some(PathBuf::from(program)).filter(exists);
-    }
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    std::env::split_paths(&path).map(|folder| folder.join(program)).find(exists)
+    places(program).into_iter().map(PathBuf::from).find(|path| path.symlink_metadata().is_ok())
 }
 
 fn look_at(path: &Path) -> Program {

@@ -144,6 +144,14 @@ pub(super) struct Round {
     pub(super) nothing_left: bool,
 }
 
+/// Ends at that time; never if there is none.
+async fn until(at: Option<Instant>) {
+    match at {
+        Some(at) => tokio::time::sleep_until(at.into()).await,
+        None => std::future::pending().await,
+    }
+}
+
 impl Shell {
     fn new(config: Config, guard: Pid, socket: UnixStream) -> Result<Self, String> {
         let link = GuardLink::new(socket).map_err(|error| format!("guard: {error}"))?;
@@ -197,20 +205,8 @@ impl Shell {
         let mut doubt = self.config.doubt.clone();
         let doubt_at = tokio::time::Instant::now() + DOUBT_AFTER;
         loop {
-            let wake_at = self.round.as_ref().and_then(|round| round.supervisor.wake_at());
-            let sleep = async {
-                match wake_at {
-                    Some(at) => tokio::time::sleep_until(at.into()).await,
-                    None => std::future::pending().await,
-                }
-            };
-            let pause_at = self.pause.as_ref().map(Pause::wake_at);
-            let pause = async {
-                match pause_at {
-                    Some(at) => tokio::time::sleep_until(at.into()).await,
-                    None => std::future::pending().await,
-                }
-            };
+            let sleep = until(self.round.as_ref().and_then(|round| round.supervisor.wake_at()));
+            let pause = until(self.pause.as_ref().map(Pause::wake_at));
             let ended = tokio::select! {
                 biased;
                 message = self.link.receive(), if self.guard_end.is_none() => match message {

@@ -6,11 +6,11 @@ use nix::sys::signal::Signal;
 
 use super::machine::{End, Event};
 use super::run::Shell;
-use super::signals::{Meaning, name};
-use super::tell::list_of_ranks;
+use super::signals::Meaning;
 use crate::guard::{ToGuard, WorkerId};
 use crate::os::stop_this_process;
 use crate::say::say;
+use crate::words;
 
 /// Signals that have come.
 #[derive(Debug, Default)]
@@ -66,7 +66,10 @@ impl Shell {
             }
             (Meaning::Die | Meaning::Stop | Meaning::Forward, _) => {
                 if self.signals.fatal.is_none() {
-                    say(&format!("error: {} ends the launcher; first it stops the workers", name(number)));
+                    say(&format!(
+                        "error: {} ends the launcher; first it stops the workers",
+                        words::signal(number)
+                    ));
                     self.signals.fatal = Some(number);
                 }
                 self.declare_stop(Signal::SIGTERM);
@@ -117,7 +120,7 @@ impl Shell {
         if one.waiting.is_empty() {
             let Forwarded { signal, caught, left_alone, .. } = self.signals.forwarded.remove(at);
             if !left_alone.is_empty() {
-                let whom = list_of_ranks(&left_alone);
+                let whom = words::ranks(&left_alone);
                 let others = if caught == 0 { "" } else { ", the others got it" };
                 say(&format!(
                     "{signal} was not sent to {whom}, which would be killed by it: it is not caught there{others}"

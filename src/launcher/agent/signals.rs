@@ -81,7 +81,8 @@ pub(super) fn watch(config: &Config, tell: &mpsc::UnboundedSender<News>) -> Resu
     let ignored = ignored();
     for (number, meaning) in meanings(choices, |number| ignored >> (number - 1) & 1 == 1) {
         let stream = signal(SignalKind::from_raw(number));
-        let mut stream = stream.map_err(|error| format!("cannot handle {}: {error}", name(number)))?;
+        let mut stream =
+            stream.map_err(|error| format!("cannot handle {}: {error}", crate::words::signal(number)))?;
         let tell = tell.clone();
         tokio::spawn(async move {
             while stream.recv().await.is_some() && tell.send(News::Signal(number, meaning)).is_ok() {}
@@ -94,11 +95,6 @@ pub(super) fn watch(config: &Config, tell: &mpsc::UnboundedSender<News>) -> Resu
 fn ignored() -> u64 {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     signal_set(&status, "SigIgn:")
-}
-
-/// A signal by its name, or number.
-pub(super) fn name(number: i32) -> String {
-    Signal::try_from(number).map_or_else(|_| format!("signal {number}"), |signal| signal.as_str().to_owned())
 }
 
 #[cfg(test)]

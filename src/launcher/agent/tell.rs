@@ -8,7 +8,6 @@ use convoke_env::{ExitCause, vars};
 use super::machine::End;
 use super::run::{Round, Shell};
 use crate::cause::{Class, Evidence};
-use crate::config::cpu_ranges;
 use crate::flight;
 use crate::gpus::evidence::{self, Suspect};
 use crate::guard::Leftover;
@@ -316,12 +315,4 @@ fn say_flight(report::Flight { folder, groups }: &report::Flight) {
         say(line);
     }
     say(&format!("recorded calls: convoke-flight {folder}"));
-}
-
-/// `rank 3`, `ranks 0-2,5`.
-pub(super) fn list_of_ranks(ranks: &[usize]) -> String {
-    let mut ranks = ranks.to_vec();
-    ranks.sort_unstable();
-    let noun = if ranks.len() == 1 { "rank" } else { "ranks" };
-    format!("{noun} {}", cpu_ranges(&ranks))
 }

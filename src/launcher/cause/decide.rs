@@ -5,6 +5,7 @@ use nix::sys::signal::Signal;
 
 use super::findings::{Findings, NO_MAIN};
 use super::{Class, Evidence, OomKills};
+use crate::words;
 
 /// What is known.
 #[derive(Debug, Clone, Copy)]
@@ -53,7 +54,7 @@ pub(crate) fn decide(facts: &Facts<'_>) -> Verdict {
         return by_itself(facts);
     }
     let how = match cause {
-        ExitCause::Signal(signal) => name(signal),
+        ExitCause::Signal(signal) => words::signal(signal),
         ExitCause::Code(code) => format!("exit code {code}"),
     };
     let told =
@@ -100,7 +101,10 @@ fn of_signal(facts: &Facts<'_>, signal: i32, code: Option<i32>) -> Verdict {
     // How a shell, or a wrapper script, says that its program was ended by a signal.
     let by = |text: &str| match code {
         Some(code) => {
-            format!("{text} (exit code {code} = 128 + {signal}: its program was ended by {})", name(signal))
+            format!(
+                "{text} (exit code {code} = 128 + {signal}: its program was ended by {})",
+                words::signal(signal)
+            )
         }
         None => text.to_owned(),
     };
@@ -402,9 +406,4 @@ fn missing_library(line: &str) -> Verdict {
 
 fn with(text: &str, line: Option<&str>) -> String {
     line.map_or_else(|| text.to_owned(), |line| format!("{text}: {line}"))
-}
-
-/// A signal by its name, or number.
-fn name(signal: i32) -> String {
-    Signal::try_from(signal).map_or_else(|_| format!("signal {signal}"), |known| known.as_str().to_owned())
 }

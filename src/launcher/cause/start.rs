@@ -170,7 +170,7 @@ fn missing_interpreter(file: &Program) -> Told {
             Class::NotExecutable,
             format!(
                 "it has line ends of Windows: by its #! line its interpreter is `{}\\r`",
-                line.argument.as_ref().unwrap_or(&line.interpreter).display()
+                line.last_word().display()
             ),
             format!("dos2unix {}", file.path),
         ),

@@ -56,7 +56,7 @@ pub(crate) fn is_typographic(c: char) -> bool {
     DASHES.contains(c) || INVISIBLE.contains(c)
 }
 
-/// The same text as one would type it.
+/// `text` with typographic dashes as plain ones, and without invisible characters.
 pub(crate) fn without_typography(text: &str) -> String {
     let seen = text.chars().filter(|&c| !INVISIBLE.contains(c));
     seen.map(|c| if DASHES.contains(c) { '-' } else { c }).collect()

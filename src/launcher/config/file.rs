@@ -131,6 +131,11 @@ impl Shebang {
         }
     }
 
+    /// What CR is a part of, if the line ends with CR LF.
+    pub(crate) fn last_word(&self) -> &OsStr {
+        self.argument.as_ref().unwrap_or(&self.interpreter)
+    }
+
     /// Whether it is Python, directly or by `env`.
     pub(crate) fn is_python(&self) -> bool {
         let name = |word: &OsStr| Path::new(word).file_name().unwrap_or_default().to_owned();

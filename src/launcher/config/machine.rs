@@ -125,7 +125,7 @@ impl Machine {
     }
 }
 
-/// Where this program is: by the word that called it, then by what the kernel says.
+/// The folders of this program: from the word that called it, then from the kernel.
 fn own_folders() -> Vec<PathBuf> {
     let word = std::env::args_os().next().unwrap_or_default();
     let called = if word.as_bytes().contains(&b'/') {

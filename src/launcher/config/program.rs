@@ -139,10 +139,10 @@ fn way(script: &OsStr, env: Env<'_>) -> Result<Way, CliError> {
 }
 
 /// Why a file with line ends of Windows cannot be run.
-pub(crate) fn with_cr(script: &OsStr, shebang: &Shebang) -> String {
+fn with_cr(script: &OsStr, shebang: &Shebang) -> String {
     format!(
         "has line ends of Windows: by its #! line its interpreter is `{}\\r`; dos2unix {} makes others of them",
-        shebang.argument.as_ref().unwrap_or(&shebang.interpreter).display(),
+        shebang.last_word().display(),
         script.display()
     )
 }

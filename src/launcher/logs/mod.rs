@@ -210,7 +210,7 @@ impl RunDir {
     }
 }
 
-/// For a thread that writes: a file that may not grow (`ulimit -f`) is an error of the write there, and no signal to the launcher.
+/// Blocks SIGXFSZ in a thread that writes: beyond `ulimit -f` a write then fails, and no signal ends the launcher.
 fn hold_file_size_signal() {
     // If it fails the signal ends the job, as it does elsewhere.
     let _ = SigSet::from(Signal::SIGXFSZ).thread_block();

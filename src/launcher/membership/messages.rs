@@ -4,8 +4,9 @@ use std::fmt;
 use std::time::Duration;
 
 use convoke_env::Generation;
-use nix::sys::signal::Signal;
 use serde::{Deserialize, Serialize};
+
+use crate::words;
 
 /// One agent process. One that is started anew is another one.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -189,10 +190,9 @@ impl fmt::Display for Cause {
                 write!(f, "node {node} ({host}) could not go on: {why}")
             }
             Self::Joined { host } => write!(f, "a node has come: {host}"),
-            Self::Stopped { node, host, signal } => match Signal::try_from(*signal) {
-                Ok(signal) => write!(f, "node {node} ({host}) was stopped by {signal}"),
-                Err(_) => write!(f, "node {node} ({host}) was stopped by signal {signal}"),
-            },
+            Self::Stopped { node, host, signal } => {
+                write!(f, "node {node} ({host}) was stopped by {}", words::signal(*signal))
+            }
         }
     }
 }

@@ -11,8 +11,9 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use convoke_store::{Store, StoreError, TcpStore, Watch, Will};
-use nix::sys::signal::Signal;
 use serde::{Deserialize, Serialize};
+
+use crate::words;
 
 /// Where the verdict stands, below the run id.
 const VERDICT: &str = "convoke/verdict";
@@ -127,10 +128,7 @@ impl fmt::Display for Verdict {
             What::Alone { text } => f.write_str(text),
             What::Failed { summary, .. } => write!(f, "failed: {summary}"),
             What::Error { text } => write!(f, "could not go on: {text}"),
-            What::Stopped { signal } => match Signal::try_from(*signal) {
-                Ok(signal) => write!(f, "was stopped by {signal}"),
-                Err(_) => write!(f, "was stopped by signal {signal}"),
-            },
+            What::Stopped { signal } => write!(f, "was stopped by {}", words::signal(*signal)),
             What::Lost => f.write_str("is lost: its launcher was killed, or its host or the network is down"),
             What::Succeeded => f.write_str("has ended well, as all others have"),
         }
@@ -302,7 +300,7 @@ impl Court for StoreCourt {
         let deadline = Instant::now() + OPERATION_TIMEOUT;
         let standing = self.job.compare_set(VERDICT.as_bytes(), b"", &encode(&mine), deadline);
         match standing.map(|standing| self.decode(&standing)) {
-            // What this node says of itself comes too late to matter to others.
+            // The job has ended well: this node's own end changes nothing for the others.
             Ok(Verdict { what: What::Succeeded, .. }) | Err(_) => mine,
             Ok(standing) => standing,
         }

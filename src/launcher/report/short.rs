@@ -2,14 +2,14 @@
 //!
 //! Workers that failed alike are one entry. The whole report and the JSON form have every worker.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use jiff::tz::TimeZone;
 
 use super::model::{Failure, Flight, Report};
 use super::text::{borders, local_time, shorten};
 use crate::cause::Class;
-use crate::config::cpu_ranges;
+use crate::words;
 
 /// Lines of a traceback.
 const TRACEBACK_LINES: usize = 12;
@@ -69,10 +69,16 @@ impl Screen {
         self.line(&format!("  {name:<10}: {value}"));
     }
 
-    /// The first lines of `lines`, at most `most`.
-    fn first<'a>(&mut self, lines: &[&'a str], most: usize) -> Vec<&'a str> {
+    /// The first of `lines`, at most `most`.
+    fn first<'a, L>(&mut self, lines: &'a [L], most: usize) -> &'a [L] {
         self.cut |= lines.len() > most;
-        lines.iter().take(most).copied().collect()
+        &lines[..lines.len().min(most)]
+    }
+
+    /// The last of `lines`, at most `most`.
+    fn last<'a, L>(&mut self, lines: &'a [L], most: usize) -> &'a [L] {
+        self.cut |= lines.len() > most;
+        &lines[lines.len().saturating_sub(most)..]
     }
 
     fn root_cause(&mut self, index: usize, root: &Failure, zone: &TimeZone) {
@@ -97,8 +103,7 @@ impl Screen {
             self.field("cause", &format!("{}: {}{core}", root.class, cause[0]));
             cause[1..].iter().for_each(|line| self.line(&format!("    {line}")));
         }
-        let gpu: Vec<&str> = root.gpu.iter().map(String::as_str).collect();
-        for line in self.first(&gpu, GPU_LINES) {
+        for line in self.first(&root.gpu, GPU_LINES) {
             self.field("gpu", line);
         }
         if let Some(advice) = &root.advice {
@@ -128,17 +133,14 @@ impl Screen {
             return;
         }
         let most = if below_traceback { STDERR_LINES_BELOW_TRACEBACK } else { STDERR_LINES };
-        let skipped = tail.len().saturating_sub(most);
-        self.cut |= skipped > 0;
         let picked = root.traceback.is_some() && root.error_file.is_none();
         self.field("stderr", if picked { "else on stderr:" } else { "last lines:" });
-        tail[skipped..].iter().for_each(|line| self.line(&format!("    {line}")));
+        self.last(&tail, most).iter().for_each(|line| self.line(&format!("    {line}")));
     }
 
     /// Who waited for whom.
     fn calls(&mut self, flight: &Flight) {
-        let groups: Vec<&str> = flight.groups.iter().map(String::as_str).collect();
-        for (at, line) in self.first(&groups, CALL_LINES).into_iter().enumerate() {
+        for (at, line) in self.first(&flight.groups, CALL_LINES).iter().enumerate() {
             self.field(if at == 0 { "calls" } else { "" }, line);
         }
         self.field("recorded", &format!("convoke-flight {}", flight.folder));
@@ -147,11 +149,12 @@ impl Screen {
     /// All but the root cause.
     fn others(&mut self, report: &Report) {
         let others = report.failures.iter().enumerate().filter(|&(at, _)| report.root_cause != Some(at));
-        let (mut stopped, mut groups) = (Vec::new(), Vec::<(String, Vec<&Failure>)>::new());
-        for (_, failure) in others {
+        let (stopped, failed): (Vec<_>, Vec<_>) =
+            others.map(|(_, failure)| failure).partition(|failure| failure.class == Class::Stopped);
+        let mut groups = Vec::<(String, Vec<&Failure>)>::new();
+        for failure in failed {
             let key = key(failure);
             match groups.iter_mut().find(|(other, _)| *other == key) {
-                _ if failure.class == Class::Stopped => stopped.push(failure),
                 Some((_, group)) => group.push(failure),
                 None => groups.push((key, vec![failure])),
             }
@@ -192,9 +195,8 @@ impl Screen {
         self.line(&format!("  {}: {}{cause}", who(group), first.describe()));
         // What follows from another's end is explained by that.
         if with_traceback && first.class != Class::PeerLost {
-            let skipped = traceback.len().saturating_sub(ENTRY_TRACEBACK_LINES);
-            self.cut |= skipped > 0;
-            traceback[skipped..].iter().for_each(|line| self.line(&format!("    {line}")));
+            let end = self.last(&traceback, ENTRY_TRACEBACK_LINES);
+            end.iter().for_each(|line| self.line(&format!("    {line}")));
         }
     }
 }
@@ -238,19 +240,16 @@ fn traceback_and_cause(failure: &Failure) -> (Vec<&str>, Vec<&str>) {
 
 /// `ranks 0-2,5 on node7; rank 8 on node8`
 fn who(failures: &[&Failure]) -> String {
-    let mut hosts = BTreeMap::<(usize, &str), Vec<usize>>::new();
+    let mut hosts = BTreeMap::<(usize, &str), BTreeSet<usize>>::new();
     for failure in failures {
-        hosts.entry((failure.node, failure.host.as_str())).or_default().push(failure.rank);
+        hosts.entry((failure.node, failure.host.as_str())).or_default().insert(failure.rank);
     }
     let more = hosts.len().saturating_sub(HOSTS);
     let mut parts: Vec<String> = hosts
         .into_iter()
         .take(HOSTS)
-        .map(|((_, host), mut ranks)| {
-            ranks.sort_unstable();
-            ranks.dedup();
-            let noun = if ranks.len() == 1 { "rank" } else { "ranks" };
-            format!("{noun} {} on {host}", cpu_ranges(&ranks))
+        .map(|((_, host), ranks)| {
+            format!("{} on {host}", words::ranks(&ranks.into_iter().collect::<Vec<_>>()))
         })
         .collect();
     if more > 0 {

@@ -7,7 +7,7 @@ use super::model::{Failure, Flight, Report};
 use crate::cause::Class;
 
 /// Borders are as long as the longest line, but not longer than this.
-pub(super) const WIDTH_MAX_CHARS: usize = 60;
+const WIDTH_MAX_CHARS: usize = 60;
 /// Lines of stderr that are shown; the JSON report has more.
 const STDERR_SHOWN_LINES: usize = 12;
 /// The longest of them.
@@ -116,7 +116,7 @@ pub(super) fn shorten(line: &str) -> String {
     format!("{start} [...] {end}")
 }
 
-pub(super) fn received(failure: &Failure) -> String {
+fn received(failure: &Failure) -> String {
     let number = failure.signal.as_ref().map_or(0, |signal| signal.number);
     let name = failure.signal.as_ref().and_then(|signal| signal.name.as_deref()).unwrap_or("<N/A>");
     format!("Signal {number} ({name}) received by PID {}", failure.pid)

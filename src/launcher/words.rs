@@ -1,0 +1,18 @@
+//! How signals and ranks are written in messages. Pure.
+
+use nix::sys::signal::Signal;
+
+use crate::config::cpu_ranges;
+
+/// `SIGTERM`; of a signal without a name `signal 40`.
+pub(crate) fn signal(number: i32) -> String {
+    Signal::try_from(number).map_or_else(|_| format!("signal {number}"), |known| known.as_str().to_owned())
+}
+
+/// `rank 3`, `ranks 0-2,5`.
+pub(crate) fn ranks(ranks: &[usize]) -> String {
+    let mut ranks = ranks.to_vec();
+    ranks.sort_unstable();
+    let noun = if ranks.len() == 1 { "rank" } else { "ranks" };
+    format!("{noun} {}", cpu_ranges(&ranks))
+}
