@@ -63,10 +63,10 @@ type Prepared<'a> = Result<Option<Operation<'a>>, CommError>;
 /// when the last is dropped, or one is [destroyed](Self::destroy), the group takes leave of its peers and no
 /// thread, socket or file stays.
 ///
-/// Before it takes leave, what was begun and whose [`Work`](crate::Work) was dropped is done, each within its time: a
-/// message of [`Self::isend`] arrives though `main` returns. Receives that nobody waits for are given up. It leaves at once
-/// if another rank waits for a call that this one has not begun, and after a panic. `std::process::exit` drops nothing:
-/// wait for each `Work` before.
+/// Operations that were begun, and whose [`Work`](crate::Work) was dropped, complete before the group takes leave, each within
+/// its timeout. So a message of [`Self::isend`] arrives though `main` returns. Pending receives are given up. The group leaves
+/// at once after a panic, and if another rank waits for a call that this one has not begun. `std::process::exit` drops
+/// nothing: call [`Work::wait`](crate::Work::wait) before it.
 #[derive(Clone)]
 pub struct Group {
     inner: Arc<Inner>,

@@ -122,8 +122,8 @@ fn find_together(invitation: &Invitation, deadline: Instant) -> Result<Formed, C
     }
 }
 
-/// Has the others hear at once that this rank has no descriptor to listen with, if they know where: under a generation
-/// that was given.
+/// Tells the other ranks at once that this rank has no descriptor to listen with. They look for it only if the generation
+/// was given.
 fn tell_failure(invitation: &Invitation, error: CommError) -> CommError {
     let Some(what) = without_descriptors(invitation, &error) else { return error };
     let Invitation { rank, ref store, ref options, .. } = *invitation;
@@ -140,7 +140,7 @@ fn tell_failure(invitation: &Invitation, error: CommError) -> CommError {
     CommError::Bootstrap { group, what, ranks: vec![rank] }
 }
 
-/// What to tell of an error that is for want of descriptors.
+/// The text for an error that means a lack of descriptors; `None` for any other error.
 fn without_descriptors(invitation: &Invitation, error: &CommError) -> Option<String> {
     let CommError::System { source, .. } = error else { return None };
     let told = || room::without_descriptors(source, invitation.size, invitation.size);

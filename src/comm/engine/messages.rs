@@ -196,6 +196,11 @@ pub(crate) struct Mailbox {
     pub(crate) full: bool,
 }
 
+/// The place of a message among those that are sent.
+fn place(sends: &VecDeque<Sending>, seq: u64) -> Option<usize> {
+    sends.binary_search_by_key(&seq, |send| send.seq).ok()
+}
+
 impl Mailbox {
     pub(crate) fn new(peer: usize) -> Self {
         Self {
@@ -285,11 +290,6 @@ impl Mailbox {
                 eager.then_some(seq),
             );
         }
-    }
-
-    /// The place of a message among those that are sent.
-    fn sending(&self, seq: u64) -> Option<usize> {
-        self.sends.binary_search_by_key(&seq, |send| send.seq).ok()
     }
 
     /// The first message with this tag that came early and that nobody has claimed: its place in the order of all
@@ -385,8 +385,7 @@ impl Mailbox {
         let mut any = false;
         self.full = false;
         while let Some(out) = self.out.front_mut() {
-            let place = |seq: u64| self.sends.binary_search_by_key(&seq, |send| send.seq).ok();
-            let body = out.body.and_then(place);
+            let body = out.body.and_then(|seq| place(&self.sends, seq));
             let lent = body.map(|index| &self.sends[index].lent);
             let total = HEADER_BYTES + lent.map_or(0, Lent::len);
             let from = out.sent.saturating_sub(HEADER_BYTES);

@@ -192,7 +192,7 @@ fn listed<T: Element>(kind: CallKind, op: Option<ReduceOp>, lens: &[usize]) -> C
     call::<T>(kind, op, (hash ^ hash >> 32) as u32 | 1, lens.iter().sum())
 }
 
-/// The same of a call that has a root.
+/// As [`listed`], for a call that has a root.
 fn rooted<T: Element>(kind: CallKind, op: Option<ReduceOp>, root: usize, lens: &[usize]) -> Call {
     let list = listed::<T>(kind, op, lens);
     Call { root: root as u32, lens: (list.root ^ list.root >> 24) & 0x00FF_FFFF | 1, ..list }

@@ -27,6 +27,7 @@ use rustix::net::{
 use super::layout::{Layout, MOST_RANKS, Proof};
 use super::obstacle::Obstacle;
 use super::segment::{self, Segment};
+use crate::room;
 
 pub(super) const WORD_BYTES: usize = 16;
 /// Longest message.
@@ -186,16 +187,18 @@ impl Leading {
     }
 
     fn accept(&mut self) -> Result<(), Obstacle> {
-        use rustix::io::Errno;
         while self.strangers.len() < STRANGERS {
             match rustix::net::accept_with(&self.listener, SOCKET) {
                 Ok(conn) => self.strangers.push(conn),
-                Err(Errno::INTR) => {}
-                // Who waits there stays, and makes it ready for ever.
-                Err(error @ (Errno::MFILE | Errno::NFILE)) => {
-                    return Err(Obstacle::Descriptors { source: error.into() });
+                Err(rustix::io::Errno::INTR) => {}
+                Err(error) => {
+                    let source = io::Error::from(error);
+                    if room::is_without_descriptors(&source) {
+                        // Who waits there stays, and makes it ready for ever.
+                        return Err(Obstacle::Descriptors { source });
+                    }
+                    break;
                 }
-                Err(_) => break,
             }
         }
         Ok(())

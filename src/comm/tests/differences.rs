@@ -58,7 +58,7 @@ fn any(random: &mut Random, world: usize) -> Made {
     }
 }
 
-/// The same, but for one thing that matters.
+/// A call that differs from `made` in one thing that all ranks must agree on.
 fn other(made: &Made, random: &mut Random) -> Made {
     let (_, differs) = CALLS.into_iter().find(|(name, _)| *name == made.name).unwrap();
     loop {

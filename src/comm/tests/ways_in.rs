@@ -68,12 +68,9 @@ fn ranks_meet_at_a_tcp_url() {
     });
 }
 
-/// Ranks drop a world at different moments: one joins again while rank 0 still holds the one before.
-#[test]
-fn processes_that_serve_the_store_themselves_join_100_times() {
-    let port = free_port();
-    let url = format!("tcp://127.0.0.1:{port}");
-    let rounds = Spawn::new(3).env("URL", &url).timeout(LONG).run(|rank| {
+/// Three processes join at `url`, leave, and join again.
+fn join_100_times(url: &str) {
+    let rounds = Spawn::new(3).env("URL", url).timeout(LONG).run(|rank| {
         let url = std::env::var("URL").unwrap();
         for round in 0..100 {
             let session = Session::from_url_as(&url, rank, 3).unwrap();
@@ -82,6 +79,13 @@ fn processes_that_serve_the_store_themselves_join_100_times() {
         }
     });
     rounds.unwrap();
+}
+
+/// Ranks drop a world at different moments: one joins again while rank 0 still holds the one before.
+#[test]
+fn processes_that_serve_the_store_themselves_join_100_times() {
+    let port = free_port();
+    join_100_times(&format!("tcp://127.0.0.1:{port}"));
 }
 
 #[test]
@@ -163,15 +167,7 @@ fn ranks_meet_through_a_file_which_is_removed_at_the_end() {
 #[test]
 fn processes_that_meet_through_a_file_join_100_times() {
     let place = Place::new("again");
-    let rounds = Spawn::new(3).env("URL", place.url()).timeout(LONG).run(|rank| {
-        let url = std::env::var("URL").unwrap();
-        for round in 0..100 {
-            let session = Session::from_url_as(&url, rank, 3).unwrap();
-            let world = session.with_options(|options| options.timeout(LONG).init_timeout(LONG)).world();
-            add_up(&world.unwrap_or_else(|error| panic!("rank {rank}, round {round}: {error}")));
-        }
-    });
-    rounds.unwrap();
+    join_100_times(&place.url());
     assert!(!place.0.exists());
 }
 

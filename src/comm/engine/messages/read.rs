@@ -2,7 +2,7 @@
 
 use super::{
     ANNOUNCEMENTS, CREDIT_BYTES, EAGER_BYTES, Early, Mailbox, Match, MessageError, Open, Reading, Receiving,
-    Stage, bare, check,
+    Stage, bare, check, place,
 };
 use crate::call::Call;
 use crate::fault::moment;
@@ -136,7 +136,8 @@ impl Mailbox {
         match frame.kind {
             Kind::Eager | Kind::Rts => self.arrival(ours, open, frame),
             Kind::Cts => {
-                let waiting = self.sending(frame.seq).filter(|&index| self.sends[index].stage != Stage::Held);
+                let waiting =
+                    place(&self.sends, frame.seq).filter(|&index| self.sends[index].stage != Stage::Held);
                 let Some(index) = waiting else {
                     return protocol(format!("it asks for message {}, which does not wait", frame.seq));
                 };
