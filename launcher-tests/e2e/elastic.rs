@@ -51,14 +51,20 @@ fn ended(nodes: impl IntoIterator<Item = Launcher>, code: i32) -> Vec<Ended> {
     nodes.into_iter().map(|node| node.wait().expect(code)).collect()
 }
 
+/// Two nodes in a round; the first serves the rendezvous.
+fn two(job: &Job, endpoint: &str, nodes: &str, worker: &Path) -> [Launcher; 2] {
+    let first = node(job, endpoint, nodes, worker);
+    wait_until("the endpoint", || TcpStream::connect(endpoint).ok());
+    let second = node(job, endpoint, nodes, worker);
+    wait_for_round(job, 2);
+    [first, second]
+}
+
 #[test]
 fn a_job_goes_on_without_a_node_that_is_killed_and_with_one_that_comes() {
     let (job, endpoint) = (Job::new(), endpoint());
     let worker = job.script(WAITS);
-    let first = node(&job, &endpoint, "1:2", &worker);
-    wait_until("the endpoint", || TcpStream::connect(&endpoint).ok());
-    let second = node(&job, &endpoint, "1:2", &worker);
-    wait_for_round(&job, 2);
+    let [first, second] = two(&job, &endpoint, "1:2", &worker);
     let since = Instant::now();
     second.signal(Signal::SIGKILL);
     assert_eq!(wait_for_round(&job, 1).trim(), "0", "a loss uses no restart");
@@ -85,10 +91,7 @@ fn a_node_that_is_stopped_by_a_signal_makes_the_others_begin_anew() {
     for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP] {
         let (job, endpoint) = (Job::new(), endpoint());
         let worker = job.script(WAITS);
-        let first = node(&job, &endpoint, "1:2", &worker);
-        wait_until("the endpoint", || TcpStream::connect(&endpoint).ok());
-        let second = node(&job, &endpoint, "1:2", &worker);
-        wait_for_round(&job, 2);
+        let [first, second] = two(&job, &endpoint, "1:2", &worker);
         let since = Instant::now();
         second.signal(signal);
         assert_eq!(wait_for_round(&job, 1).trim(), "0", "it uses no restart");
@@ -175,10 +178,7 @@ fn a_failure_that_a_loss_has_caused_does_not_end_a_job_without_restarts() {
         "{}if [ $WORLD_SIZE = 2 ]; then while [ -d /proc/$(cat \"$JOB/other\") ]; do sleep 0.01; done; exit 1; fi\n",
         "echo $TORCHELASTIC_RESTART_COUNT > \"$JOB/up.$WORLD_SIZE.$RANK\"\nwhile [ ! -e \"$JOB/other\" ]; do sleep 0.01; done\n",
     ));
-    let first = node(&job, &endpoint, "1:2", &worker);
-    wait_until("the endpoint", || TcpStream::connect(&endpoint).ok());
-    let second = node(&job, &endpoint, "1:2", &worker);
-    wait_for_round(&job, 2);
+    let [first, second] = two(&job, &endpoint, "1:2", &worker);
     std::fs::write(job.path("other"), second.pid().to_string()).unwrap();
     second.signal(Signal::SIGKILL);
     drop(second);
@@ -191,10 +191,7 @@ fn the_node_that_serves_the_rendezvous_says_that_it_goes_and_its_death_is_notice
     for (signal, said) in [(Signal::SIGTERM, "was stopped by SIGTERM"), (Signal::SIGKILL, "is lost: ")] {
         let (job, endpoint) = (Job::new(), endpoint());
         let worker = job.script(WAITS);
-        let first = node(&job, &endpoint, "2", &worker);
-        wait_until("the endpoint", || TcpStream::connect(&endpoint).ok());
-        let second = node(&job, &endpoint, "2", &worker);
-        wait_for_round(&job, 2);
+        let [first, second] = two(&job, &endpoint, "2", &worker);
         let since = Instant::now();
         first.signal(signal);
         let ended = second.wait().expect(1);

@@ -91,8 +91,9 @@ fn with_workers() -> Vec<Screen> {
     let mut add = |title, typed, arguments: &[&str], script: &str, code| {
         let job = Job::new();
         let train = python(&job, "train.py", script);
-        let ended = job.run(arguments.iter().copied().chain([train.as_str()]));
-        screens.push(screen(title, typed, &job, &ended, code));
+        let mut command = job.command(arguments);
+        command.arg(&train).env("HERE", job.path(""));
+        screens.push(screen(title, typed, &job, &job.start(command).wait(), code));
     };
     add(
         "A good run",
@@ -108,15 +109,6 @@ fn with_workers() -> Vec<Screen> {
         "import os, time\nif os.environ['RANK'] == '1':\n    raise ValueError('the learning rate is negative')\ntime.sleep(100)\n",
         1,
     );
-    let mut all = Vec::new();
-    let mut add = |title, typed, arguments: &[&str], script: &str, code| {
-        let job = Job::new();
-        let train = python(&job, "train.py", script);
-        let mut command = job.command(arguments);
-        command.arg(&train).env("HERE", job.path(""));
-        let ended = job.start(command).wait();
-        all.push(screen(title, typed, &job, &ended, code));
-    };
     add(
         "The same exception on all ranks",
         "convoke --nproc-per-node=64 --redirects=2 train.py",
@@ -139,7 +131,6 @@ fn with_workers() -> Vec<Screen> {
         "raise SystemExit(3)\n",
         1,
     );
-    screens.extend(all);
     screens
 }
 
