@@ -65,7 +65,7 @@ type Prepared<'a> = Result<Option<Operation<'a>>, CommError>;
 ///
 /// Operations that were begun, and whose [`Work`](crate::Work) was dropped, complete before the group takes leave, each within
 /// its timeout. So a message of [`Self::isend`] arrives though `main` returns. Pending receives are given up. The group leaves
-/// at once after a panic, and if another rank waits for a call that this one has not begun. `std::process::exit` drops
+/// at once after a panic, and soon if another rank waits for a call that this one has not begun. `std::process::exit` drops
 /// nothing: call [`Work::wait`](crate::Work::wait) before it.
 #[derive(Clone)]
 pub struct Group {

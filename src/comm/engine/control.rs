@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use convoke_env::{ExitCause, ToWorker};
 
 use super::core::Engine;
+use super::leave::Finishing;
 use super::state::{Peer, PeerState, Wait};
 use super::ticket::Ticket;
 use crate::call::{Call, CallKind};
@@ -298,7 +299,9 @@ impl Engine {
         let suspects = self.peers.iter().filter_map(|peer| peer.suspect.as_ref().map(|(until, _)| *until));
         let deadlines = late().map(|ticket| self.due(ticket));
         let first = haste.filter(|&at| now < at);
-        let times = deadlines.chain(asks).chain(first).chain(suspects).chain(tell).chain(self.door.wake_at());
+        let finishing = self.finishing.as_ref().map(Finishing::wake_at);
+        let times = deadlines.chain(asks).chain(first).chain(suspects).chain(tell).chain(finishing);
+        let times = times.chain(self.door.wake_at());
         times.min().unwrap_or(now + LONGEST_SLEEP).min(now + LONGEST_SLEEP)
     }
 

@@ -7,6 +7,7 @@ use std::time::Instant;
 use super::buffer::Lent;
 use super::door::Door;
 use super::failure::Failure;
+use super::leave::Finishing;
 use super::messages::{MessageError, Open};
 use super::patience::{Patience, Step};
 use super::poller::{Poller, Source};
@@ -63,8 +64,8 @@ pub(crate) struct Engine {
     pub(super) left: bool,
     /// The group is not whole yet.
     pub(super) connecting: bool,
-    /// Since when it leaves as soon as what was begun is done, and makes no other call.
-    pub(super) finishing: Option<Instant>,
+    /// It leaves as soon as what was begun is done, and makes no other call.
+    pub(super) finishing: Option<Finishing>,
     patience: Patience,
     /// A control connection has said something, or ended.
     pub(super) heard: bool,

@@ -17,6 +17,27 @@ use crate::links::conn::Conn;
 /// How long peers may take to accept what was sent to them, before the connections are closed anyway.
 const LINGER: Duration = Duration::from_secs(2);
 
+/// A rank that waits for a message is asked so long after the last bytes went to it, and again at this interval. When it
+/// says then what it waits for, it has received all that was on the way.
+const SETTLE: Duration = Duration::from_millis(250);
+
+/// What a rank notes that leaves when its operations are done.
+#[derive(Debug)]
+pub(super) struct Finishing {
+    since: Instant,
+    /// When the others were last asked what they wait in.
+    asked: Instant,
+    /// When bytes were last on the way to each of them.
+    busy: Vec<Instant>,
+}
+
+impl Finishing {
+    /// When to ask again.
+    pub(super) fn wake_at(&self) -> Instant {
+        self.asked + SETTLE
+    }
+}
+
 impl Engine {
     /// Leaves because the thread that had this rank's last handle panics. That ends the group for all ranks: without it the
     /// others would take this rank for one that has done its part.
@@ -34,7 +55,8 @@ impl Engine {
         let given_up = self.peers.iter_mut().flat_map(|peer| peer.messages.give_up_receives());
         let given_up: Vec<_> = given_up.chain(self.open.recvs.drain(..).map(|recv| recv.ticket)).collect();
         given_up.iter().for_each(|ticket| ticket.complete(Err(self.destroyed())));
-        self.finishing = Some(Instant::now());
+        let now = Instant::now();
+        self.finishing = Some(Finishing { since: now, asked: now, busy: vec![now; self.settings.size] });
         // They may have told it before, and will not again.
         let ask = self.question();
         self.tell_all(&ask, &[]);
@@ -43,7 +65,7 @@ impl Engine {
     /// Whether this rank must leave before all is done, since another waits for what it will never do: then what is under
     /// way ends.
     pub(super) fn gives_up_finishing(&mut self) -> bool {
-        let Some((rank, since)) = self.is_missed_by().zip(self.finishing) else { return false };
+        let Some((rank, since)) = self.is_missed_by() else { return false };
         let ended = self.end_everything();
         log::warn!(
             "{}: rank {} leaves after {} ms with {} operations undone: rank {rank} waits for another call of it. \
@@ -57,16 +79,31 @@ impl Engine {
         true
     }
 
-    /// A rank that has said that it waits for this one, which is finishing, in something that this one has not begun.
-    fn is_missed_by(&self) -> Option<usize> {
-        let since = self.finishing?;
+    /// A rank that has said that it waits for this one, which is finishing, in something that this one has not begun; and
+    /// since when this one finishes.
+    fn is_missed_by(&mut self) -> Option<(usize, Instant)> {
+        let now = Instant::now();
+        let finishing = self.finishing.as_mut()?;
+        for (busy, peer) in finishing.busy.iter_mut().zip(&self.peers) {
+            if peer.messages.has_bytes_on_the_way() {
+                *busy = now;
+            }
+        }
+        if now >= finishing.wake_at() {
+            finishing.asked = now;
+            let ask = self.question();
+            self.tell_all(&ask, &[]);
+        }
+        let Finishing { since, busy, .. } = self.finishing.as_ref()?;
         self.peers.iter().enumerate().find_map(|(rank, peer)| {
-            let said = peer.state.as_ref().filter(|said| said.heard >= since)?;
+            let said = peer.state.as_ref().filter(|said| said.heard >= *since)?;
             let has_begun = match said.call.kind {
-                CallKind::PointToPoint => peer.messages.is_owed(&said.call),
+                CallKind::PointToPoint => {
+                    peer.messages.is_owed(&said.call) || said.heard < busy[rank] + SETTLE
+                }
                 _ => said.seq < self.next_seq,
             };
-            (said.awaits.contains(&self.settings.me) && !has_begun).then_some(rank)
+            (said.awaits.contains(&self.settings.me) && !has_begun).then_some((rank, *since))
         })
     }
 

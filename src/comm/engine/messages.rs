@@ -360,6 +360,11 @@ impl Mailbox {
         others.into_iter().map(|recv| recv.ticket).collect()
     }
 
+    /// Whether the peer may not have received all bytes that were sent to it: some are not written, or not acknowledged.
+    pub(crate) fn has_bytes_on_the_way(&self) -> bool {
+        !self.out.is_empty() || self.conn.as_ref().is_some_and(|conn| !conn.is_flushed())
+    }
+
     /// Whether the peer, which says that it waits in `call`, waits for what is sent here or on its way.
     pub(crate) fn is_owed(&self, call: &Call) -> bool {
         let receives = call.of_sender() != *call;
