@@ -180,7 +180,8 @@ fn while_they_run() -> Vec<Screen> {
     let launcher = job.start(command);
     wait_until("three ranks to wait for the fourth", || {
         let seen = Command::new(shipped("convoke-flight")).arg(job.path("logs")).output().unwrap();
-        String::from_utf8_lossy(&seen.stdout).contains("ranks 0,1,3 wait in").then_some(())
+        let seen = String::from_utf8_lossy(&seen.stdout).into_owned();
+        (seen.contains("ranks 0,1,3 wait in seq 1 ") && seen.contains(" for rank 2")).then_some(())
     });
     launcher.signal(Signal::SIGINT);
     let hang = screen(
@@ -228,8 +229,9 @@ fn the_screens_are_those_of_the_docs() {
     }
     let docs = fs::read_to_string(&path).unwrap();
     let (docs, seen) = (shape(&docs), shape(&page));
-    let differs = docs.lines().zip(seen.lines()).find(|(docs, seen)| docs != seen);
-    assert_eq!(differs, None, "docs/screens.md shows another line than\n{page}");
+    if let Some((docs, seen)) = docs.lines().zip(seen.lines()).find(|(docs, seen)| docs != seen) {
+        panic!("docs/screens.md shows\n  {docs}\nthe screen is\n  {seen}\nof the page\n{page}");
+    }
     assert_eq!(docs.lines().count(), seen.lines().count());
     assert!(screens.iter().all(|screen| screen.text.lines().count() <= 50));
 }
