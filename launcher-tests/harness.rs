@@ -100,6 +100,8 @@ impl Job {
         command.args(arguments);
         without_job_variables(&mut command);
         command.env(TAG, &self.tag).env("TMPDIR", self.path("tmp")).env("JOB", self.dir.path());
+        // Whoever runs the tests may want backtraces of them.
+        command.env("RUST_BACKTRACE", "0");
         command.stdin(Stdio::null()).current_dir(self.dir.path());
         command
     }
