@@ -21,8 +21,13 @@ const WAITS: &str = "echo $TORCHELASTIC_RESTART_COUNT > \"$JOB/up.$WORLD_SIZE.$R
                      while [ ! -e \"$JOB/go\" ]; do sleep 0.02; done\n";
 
 fn command(job: &Job, endpoint: &str, nodes: &str, conf: &str, worker: &Path) -> Command {
-    let mut command = job.command(["--rdzv-backend=c10d", "--rdzv-endpoint", endpoint, "--rdzv-id=job"]);
+    command_as(job, &["--rdzv-id=job"], endpoint, nodes, conf, worker)
+}
+
+fn command_as(job: &Job, id: &[&str], endpoint: &str, nodes: &str, conf: &str, worker: &Path) -> Command {
+    let mut command = job.command(["--rdzv-backend=c10d", "--rdzv-endpoint", endpoint]);
     command
+        .args(id)
         .args(["--nnodes", nodes, "--rdzv-conf"])
         .arg(format!("last_call_timeout=60,join_timeout=60{conf}"));
     command.arg(worker).env("PET_SHUTDOWN_TIMEOUT", "5");
@@ -220,9 +225,103 @@ fn with_a_shared_file_any_node_may_be_killed() {
     go(&job);
     second.wait().expect(0);
     let late = start("1:2").wait().expect(1).stderr;
-    assert!(late.contains("a job of this id has ended well"), "{late}");
+    assert!(late.contains("the job with --rdzv-id=job at ") && late.contains(" has ended well"), "{late}");
     drop(first);
     assert_eq!(job.processes(), [0; 0]);
+}
+
+#[test]
+fn a_job_that_failed_may_be_queued_again_under_its_id() {
+    let job = Job::new();
+    let worker = job.script("[ -e \"$JOB/mended\" ] || exit 3\n");
+    let endpoint = job.path("shared").display().to_string();
+    let start = || job.start(command(&job, &endpoint, "2", ",store_type=file", &worker));
+    ended([start(), start()], 1);
+    std::fs::write(job.path("mended"), "").unwrap();
+    ended([start(), start()], 0);
+    let late = start().wait().expect(1).stderr;
+    assert!(late.contains("--rdzv-id=job") && late.contains("has ended well"), "{late}");
+    assert!(late.contains("try: another --rdzv-id"), "{late}");
+}
+
+#[test]
+fn jobs_without_an_id_do_not_meet_the_past_of_others() {
+    let job = Job::new();
+    let worker = job.script("exit 0\n");
+    let file = job.path("shared").display().to_string();
+    let at_endpoint = endpoint();
+    for (endpoint, conf) in [(&file, ",store_type=file"), (&at_endpoint, "")] {
+        // One after the other on each node, whichever node is faster.
+        std::thread::scope(|scope| {
+            for _ in 0..2 {
+                scope.spawn(|| {
+                    for _ in 0..5 {
+                        let command = command_as(&job, &[], endpoint, "2", conf, &worker);
+                        job.start(command).wait().expect(0);
+                    }
+                });
+            }
+        });
+    }
+}
+
+#[test]
+fn a_job_whose_launchers_were_all_killed_may_be_queued_again_with_another_number_of_nodes() {
+    let job = Job::new();
+    let worker = job.script(WAITS);
+    let endpoint = job.path("shared").display().to_string();
+    let start = |nodes| job.start(command(&job, &endpoint, nodes, ",store_type=file", &worker));
+    let nodes = [start("2"), start("2")];
+    wait_for_round(&job, 2);
+    nodes.iter().for_each(|node| node.signal(Signal::SIGKILL));
+    drop(nodes);
+    let again = start("1");
+    wait_for_round(&job, 1);
+    go(&job);
+    again.wait().expect(0);
+}
+
+/// Two jobs of a node each that meet at one endpoint, which the first serves.
+fn strangers_at_one_endpoint(first_ends: &str) -> ([Job; 2], String, [Launcher; 2]) {
+    let (jobs, endpoint) = ([Job::new(), Job::new()], endpoint());
+    let start = |job: &Job, id: &str, ends: &str| {
+        let worker = job.script(&format!("{WAITS}{ends}\n"));
+        let launcher = job.start(command_as(job, &[id], &endpoint, "1", "", &worker));
+        wait_for_round(job, 1);
+        launcher
+    };
+    let nodes = [start(&jobs[0], "--rdzv-id=a", first_ends), start(&jobs[1], "--rdzv-id=b", "exit 0")];
+    go(&jobs[0]);
+    wait_until("the first to stay", || nodes[0].stderr().contains("another job meets at ").then_some(()));
+    (jobs, endpoint, nodes)
+}
+
+#[test]
+fn another_job_at_the_endpoint_goes_on_when_the_job_that_serves_it_has_ended() {
+    for (ends, code) in [("exit 0", 0), ("exit 3", 1)] {
+        let (jobs, endpoint, [first, second]) = strangers_at_one_endpoint(ends);
+        let third = Job::new();
+        let late = third.start(command_as(&third, &["--rdzv-id=c"], &endpoint, "1", "", Path::new("true")));
+        let late = late.wait().expect(1).stderr;
+        assert!(late.contains("it stays only for others that have begun: use another port"), "{late}");
+        go(&jobs[1]);
+        let second = second.wait().expect(0).stderr;
+        assert!(!second.contains("lost") && !second.contains("error"), "{second}");
+        first.wait().expect(code);
+    }
+}
+
+#[test]
+fn a_launcher_that_stays_for_another_job_tells_it_when_a_signal_stops_it() {
+    let (_jobs, endpoint, [first, second]) = strangers_at_one_endpoint("exit 0");
+    let since = Instant::now();
+    first.signal(Signal::SIGTERM);
+    let second = second.wait().expect(1).stderr;
+    assert!(since.elapsed() < TOGETHER, "took {:?}", since.elapsed());
+    let said = format!("that served the rendezvous at {endpoint} has ended: it was stopped by SIGTERM");
+    assert!(second.contains(&said), "{second}");
+    // Its own job has ended well.
+    first.wait().expect(0);
 }
 
 #[test]
@@ -275,7 +374,7 @@ fn strangers_can_neither_join_nor_disturb() {
     let words: [&[u8]; 5] = [
         b"",
         b"convoke",
-        b"convoke\x02\xff\xff\xff\xff",
+        b"convoke\x03\xff\xff\xff\xff",
         b"GET / HTTP/1.0\r\n\r\n",
         &[0, 0x3c, 0x85, 0xf7, 0xce],
     ];

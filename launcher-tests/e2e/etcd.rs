@@ -110,7 +110,7 @@ fn a_refused_certificate_is_called_that() {
     let names = https(&ca, &identity("client")).replace("ca_cert", "cacert").replace("ssl_cert", "cert");
     let names = names.replace("cert_key", "key");
     let ended = run(&job, &etcd.endpoint, &names, &[], &worker).expect(1);
-    assert!(ended.stderr.contains("a job of this id has ended well"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("has ended well"), "{}", ended.stderr);
 }
 
 #[test]
@@ -138,7 +138,7 @@ fn a_refused_password_is_called_that() {
     let ended = run(&job, &etcd.endpoint, "", &[user, ("CONVOKE_ETCD_PASSWORD_FILE", &file)], &worker);
     assert_eq!(ended.expect(0).stdout, "ran\n", "workers do not get the password");
     let ended = run(&job, &etcd.endpoint, "", &right, &worker).expect(1);
-    assert!(ended.stderr.contains("a job of this id has ended well"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("has ended well"), "{}", ended.stderr);
 }
 
 #[test]
@@ -158,6 +158,30 @@ fn who_has_come_and_what_came_back_is_told_of_an_etcd_that_is_none() {
     assert!(ended.stderr.contains("knows no users"), "{}", ended.stderr);
     let ended = run(&job, &etcd.endpoint, ",protocol=https,join_timeout=1", &[], &worker).expect(1);
     assert!(ended.stderr.contains(&etcd.endpoint), "{}", ended.stderr);
+}
+
+#[test]
+fn jobs_of_one_etcd_do_not_meet_each_others_past() {
+    let Some(etcd) = Etcd::up(&[]) else { return };
+    let job = Job::new();
+    let worker = job.script("[ ! -e \"$JOB/broken\" ] || exit 3\necho ran\n");
+    let run = |id: &[&str], nodes: &str| {
+        let mut command =
+            job.command(["--rdzv-backend=etcd", "--rdzv-endpoint", &etcd.endpoint, "--nnodes", nodes]);
+        command.args(id).arg("--rdzv-conf=last_call_timeout=1,join_timeout=60").arg(&worker);
+        job.start(command).wait()
+    };
+    let broken = job.path("broken");
+    for id in [&[][..], &["--rdzv-id=queued"]] {
+        std::fs::write(&broken, "").unwrap();
+        run(id, "1").expect(1);
+        run(id, "1:2").expect(1);
+        std::fs::remove_file(&broken).unwrap();
+        assert_eq!(run(id, "1").expect(0).stdout, "ran\n", "{id:?} may be queued again");
+    }
+    assert_eq!(run(&[], "1:3").expect(0).stdout, "ran\n", "who names no job means no certain one");
+    let late = run(&["--rdzv-id=queued"], "1").expect(1).stderr;
+    assert!(late.contains("the job with --rdzv-id=queued at etcd"), "{late}");
 }
 
 /// What another version, or somebody else, has written is not overwritten.

@@ -24,6 +24,7 @@ pub(crate) use etcd::EtcdCluster;
 pub(crate) use file::FileKind;
 pub(crate) use machine::{Machine, is_executable};
 pub(crate) use macros::{expand, substitute};
+pub(crate) use meeting::is_named;
 pub(crate) use output::is_quiet;
 pub(crate) use topology::cpu_ranges;
 

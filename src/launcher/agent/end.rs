@@ -89,6 +89,7 @@ impl Shell {
         };
         self.write_report(&end, report);
         self.run_dir.remove_empty();
+        self.leave_guests(&end).await;
         self.signals.fatal.map_or(exit, Exit::Signal)
     }
 

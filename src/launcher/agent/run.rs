@@ -26,7 +26,7 @@ use crate::flight::Flight;
 use crate::guard::{FromGuard, GuardLink, ToGuard, reap};
 use crate::logs::{RunDir, Tee};
 use crate::rendezvous::{
-    self, Assignment, Barrier, Court, FromOthers, Rendezvous, RendezvousError, Verdict, What,
+    self, Assignment, Barrier, Court, FromOthers, Guests, Rendezvous, RendezvousError, Verdict, What,
 };
 use crate::say::say;
 use crate::supervise::{self, Supervisor};
@@ -94,6 +94,7 @@ pub(super) struct Shell {
     pub(super) tell: mpsc::UnboundedSender<News>,
     pub(super) agent: Agent,
     pub(super) rendezvous: Arc<Mutex<Box<dyn Rendezvous>>>,
+    pub(super) guests: Guests,
     /// Once this node has joined others that can hear it.
     pub(super) court: Option<Arc<dyn Court>>,
     /// What this node has said of its own failure, or is about to.
@@ -170,9 +171,11 @@ impl Shell {
         };
         let (agent, _first) = Agent::new(rules);
         let backoff = Backoff::new(config.restart_delay);
+        let rendezvous = rendezvous::choose(&config);
         Ok(Self {
             token: token(&config)?,
-            rendezvous: Arc::new(Mutex::new(rendezvous::choose(&config))),
+            guests: rendezvous.guests(),
+            rendezvous: Arc::new(Mutex::new(rendezvous)),
             court: None,
             declared: None,
             verdict: None,

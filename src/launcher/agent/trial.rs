@@ -6,10 +6,13 @@ use std::time::{Duration, Instant};
 
 use convoke_env::ExitCause;
 use nix::sys::signal::Signal;
+use tokio::sync::oneshot;
 
 use super::machine::End;
 use super::run::{CULPRIT_PATIENCE, Declared, News, Shell};
+use super::signals::Meaning;
 use crate::cause::{Class, Weight};
+use crate::os::stop_this_process;
 use crate::rendezvous::{Court, FromOthers, What};
 use crate::report::{self, Report};
 use crate::say::say;
@@ -129,6 +132,51 @@ impl Shell {
             }
             Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {}
         }
+    }
+
+    /// Other jobs may need what this launcher serves: it stays for them, unless a signal stops it.
+    pub(super) async fn leave_guests(&mut self, end: &End) {
+        if let End::Stopped(signal) | End::Interrupted(signal) = *end {
+            return self.desert_guests(signal).await;
+        }
+        let (count, endpoint) = self.guests.count();
+        if count == 0 {
+            return;
+        }
+        let (jobs, they) =
+            if count == 1 { ("another job meets", "it has") } else { ("other jobs meet", "they have") };
+        say(&format!(
+            "this job has ended; {jobs} at {endpoint}, which this launcher serves: it stays until {they} ended (a signal ends \
+             that as well)"
+        ));
+        let (guests, (done, mut all)) = (self.guests.clone(), oneshot::channel());
+        start_thread("guests", move || {
+            guests.wait();
+            let _ = done.send(());
+        });
+        loop {
+            tokio::select! {
+                _ = &mut all => return,
+                Some(news) = self.news.recv() => match news {
+                    News::Signal(number, Meaning::Stop | Meaning::Die) => {
+                        let signal = Signal::try_from(number).unwrap_or(Signal::SIGTERM);
+                        return self.desert_guests(signal).await;
+                    }
+                    News::Signal(_, Meaning::Suspend) => stop_this_process(),
+                    News::Signal(_, Meaning::Forward | Meaning::Resize | Meaning::Child)
+                    | News::Joined(_) | News::Others(_) | News::Barrier(_) => {}
+                },
+            }
+        }
+    }
+
+    async fn desert_guests(&self, signal: Signal) {
+        let (guests, (done, all)) = (self.guests.clone(), oneshot::channel());
+        start_thread("guests", move || {
+            guests.desert(signal as i32);
+            let _ = done.send(());
+        });
+        let _ = tokio::time::timeout(COURT_TIMEOUT, all).await;
     }
 }
 

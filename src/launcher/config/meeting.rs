@@ -22,6 +22,13 @@ const LONGEST_SILENCE: Duration = Duration::from_secs(24 * 3600);
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(5);
 const KEEP_ALIVE_ATTEMPTS: u32 = 3;
 const STATIC_TIMEOUT: Duration = Duration::from_secs(900);
+/// The run id of a job whose command line names none, as torchrun's.
+const NO_RUN_ID: &str = "none";
+
+/// Whether the user named the job by this run id.
+pub(crate) fn is_named(run_id: &str) -> bool {
+    run_id != NO_RUN_ID
+}
 
 /// The rendezvous, the job's id, how many nodes it has, and `--rdzv-conf`.
 pub(super) type Meeting = (Rendezvous, String, NodeRange, Vec<(String, String)>);
@@ -113,7 +120,7 @@ pub(super) fn meeting(
         }
     };
     let run_id = match given.get("rdzv-id") {
-        None => "none".to_owned(),
+        None => NO_RUN_ID.to_owned(),
         Some(value) if value.text.is_empty() => u128::from_be_bytes(random_uuid_bytes()?).to_string(),
         Some(value) => value.as_str()?.to_owned(),
     };

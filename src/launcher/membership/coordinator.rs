@@ -72,8 +72,8 @@ pub(crate) enum Event {
     Cut { agent: AgentId },
     /// The last record is written down.
     Written,
-    /// The agent that this coordinator belongs to goes, and nobody can take over: why.
-    Deserted { agent: AgentId, why: String },
+    /// The agent that this coordinator belongs to, on `host`, goes, and nobody can take over: why.
+    Deserted { agent: AgentId, host: String, why: String },
     /// It is [`Coordinator::wake_at`], or later.
     Tick,
 }
@@ -230,9 +230,9 @@ impl Coordinator {
                 }
             }
             Event::Written => self.written(now, actions),
-            Event::Deserted { agent, why } => {
+            Event::Deserted { agent, host, why } => {
                 if !matches!(self.stage, Stage::Ending(_) | Stage::Over(_)) {
-                    let (node, host) = self.name(agent);
+                    let node = self.ranks.get(&agent).copied();
                     self.end(Ending::Deserted { node, host, why }, actions);
                 }
             }
@@ -280,9 +280,17 @@ impl Coordinator {
         self.is_idle() && self.candidates.len() < self.min()
     }
 
-    /// Whether the job has ended.
+    /// How the job ended, if it has.
+    pub(crate) fn ending(&self) -> Option<&Ending> {
+        match &self.stage {
+            Stage::Over(ending) => Some(ending),
+            Stage::Forming(_) | Stage::Starting(_) | Stage::Live(_) | Stage::Ending(_) => None,
+        }
+    }
+
+    /// Whether it has.
     pub(crate) fn is_over(&self) -> bool {
-        matches!(self.stage, Stage::Over(_))
+        self.ending().is_some()
     }
 
     /// Whether this agent is a member.
@@ -301,7 +309,7 @@ impl Coordinator {
             self.refuse_stranger(agent, Refusal::GivenUp { silent_s }, actions);
             return;
         }
-        if let Stage::Over(ending) = &self.stage
+        if let Stage::Ending(ending) | Stage::Over(ending) = &self.stage
             && !self.ranks.contains_key(&agent)
             && !self.members.contains_key(&agent)
         {
@@ -313,9 +321,17 @@ impl Coordinator {
         if let Some((min, max, host)) = &self.range
             && mine != (*min, *max)
         {
-            let refusal = Refusal::Nodes { mine, theirs: (*min, *max), host: host.clone() };
-            self.refuse_stranger(agent, refusal, actions);
-            return;
+            if self.members.values().any(|known| known.phase.is_some()) {
+                let refusal = Refusal::Nodes { mine, theirs: (*min, *max), host: host.clone() };
+                self.refuse_stranger(agent, refusal, actions);
+                return;
+            }
+            // Only a record says what the others were told. They may all be gone: it is known when their time is up, and
+            // the newcomer tries again.
+            if !self.members.is_empty() {
+                return;
+            }
+            self.range = None;
         }
         if self.planted.is(Bug::RestartsForNothing) && self.members.contains_key(&agent) {
             self.lose(now, agent, None, actions);
@@ -473,12 +489,6 @@ impl Coordinator {
         // Higher than what it may have heard of this coordinator before.
         let message = OrderMessage { term: self.term, seq: u64::MAX, order, heard: 0, ask: 0 };
         actions.push(Action::Send { agent, message });
-    }
-
-    /// Rank and host of a member, as far as they are known.
-    fn name(&self, agent: AgentId) -> (usize, String) {
-        let host = self.members.get(&agent).map_or_else(String::new, |known| known.profile.host.clone());
-        (self.ranks.get(&agent).copied().unwrap_or_default(), host)
     }
 
     fn max(&self) -> usize {

@@ -112,6 +112,12 @@ impl Member {
         self.sent.clear();
     }
 
+    /// The coordinator that it heard was that of another job.
+    pub(crate) fn forget_coordinator(&mut self) {
+        (self.heard, self.asked) = ((0, 0), 0);
+        self.sent.clear();
+    }
+
     /// The status, which is being sent at `now`.
     pub(crate) fn status(&mut self, now: Duration) -> Status {
         self.seq += 1;

@@ -204,14 +204,26 @@ pub(crate) enum Ending {
     Succeeded,
     /// A failure was final.
     Failed { node: usize, host: String, summary: String, report: String },
-    /// The coordinator's own node goes, and nobody else can take over: why.
-    Deserted { node: usize, host: String, why: String },
+    /// The launcher that serves the coordinator goes, and nobody else can take over: why, and its rank if it had one.
+    Deserted { node: Option<usize>, host: String, why: String },
+}
+
+impl Ending {
+    /// Whether another job may begin under the run id of one that ended so. A job that failed may be queued again. After
+    /// success the id stays closed, so that a node that comes late does not wait for others in vain; but a job without an
+    /// id of its own (`is_named` is false) is no certain job.
+    pub(crate) fn frees_run_id(&self, is_named: bool) -> bool {
+        match self {
+            Self::Succeeded => !is_named,
+            Self::Failed { .. } | Self::Deserted { .. } => true,
+        }
+    }
 }
 
 /// Why a node cannot take part.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Refusal {
-    /// The job has ended; its id is not used again.
+    /// The job has ended. Where that frees its id, the node tries again.
     Closed(Ending),
     /// Too few nodes came in time.
     Timeout { after_s: u64, muster: Muster },

@@ -45,4 +45,9 @@ impl Record {
 
     /// The present form.
     pub(crate) const VERSION: u32 = 1;
+
+    /// Of a job that has had no round.
+    pub(crate) fn of_nothing() -> Self {
+        Self { version: Self::VERSION, ..Self::default() }
+    }
 }

@@ -21,7 +21,7 @@ use crate::config::{Config, Rendezvous as Choice};
 use crate::say::say;
 
 pub(crate) use court::{Court, FromOthers, Verdict, What};
-pub(crate) use elastic::Elastic;
+pub(crate) use elastic::{Elastic, Guests};
 pub(crate) use fixed::Fixed;
 pub(crate) use local::Local;
 
@@ -197,6 +197,11 @@ pub(crate) trait Rendezvous: Send + std::fmt::Debug {
     /// Whether it may have to wait for other nodes. If not, its calls take less time than a thread.
     fn waits(&self) -> bool {
         true
+    }
+
+    /// Other jobs that need what this launcher serves.
+    fn guests(&self) -> Guests {
+        Guests::default()
     }
 
     /// Where nodes that have joined learn of each other's end, if they can.

@@ -314,6 +314,10 @@ impl Coordinator {
 
     fn start(&mut self, now: Time, agents: Vec<AgentId>, actions: &mut Vec<Action>) {
         self.round += 1;
+        if agents.iter().all(|agent| !self.ranks.contains_key(agent)) {
+            // Nobody is left of those who have failed: the job was queued again.
+            self.failures = 0;
+        }
         for &agent in &agents {
             self.set_due(agent, now + self.silence());
         }

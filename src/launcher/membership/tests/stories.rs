@@ -310,6 +310,17 @@ fn who_is_told_that_a_later_round_is_over_does_not_wait_for_it() {
 }
 
 #[test]
+fn who_was_refused_for_the_job_before_obeys_the_coordinator_of_the_next() {
+    let mut member =
+        Member::new(Phase::Ready { after: 0, restarts: 0, store: Vec::new(), alone: false }, 3 * SECOND);
+    let order = |seq, order| OrderMessage { term: 1, seq, order: Some(order), heard: 0, ask: 0 };
+    let refused = Order::Refuse(Refusal::Closed(Ending::Succeeded));
+    assert!(matches!(member.hear(order(u64::MAX, refused)), (Some(News::Refuse(_)), true)));
+    member.forget_coordinator();
+    assert!(matches!(member.hear(order(1, Order::Wait(Muster::default()))), (Some(News::Wait(_)), true)));
+}
+
+#[test]
 fn a_round_that_all_nodes_have_left_keeps_no_other_waiting_when_another_coordinator_takes_over() {
     let mut job = running(1, (1, 1), None);
     let profile = Profile { host: "h1".to_owned(), pid: 1, min: 1, max: 1, workers: 2, role: String::new() };
@@ -319,6 +330,61 @@ fn a_round_that_all_nodes_have_left_keeps_no_other_waiting_when_another_coordina
     job.coordinator = Coordinator::resume(rules, 2, 7, record, None);
     job.comes(2, (1, 1));
     assert_eq!(job.runs(2), Some((2, 0, 1)));
+}
+
+#[test]
+fn a_job_whose_nodes_are_all_gone_may_be_queued_again_with_another_number_of_nodes() {
+    let mut job = Job::new(Some(1));
+    let profile = Profile { host: "h1".to_owned(), pid: 1, min: 1, max: 1, workers: 2, role: String::new() };
+    let seats = vec![Seat { agent: AgentId(1), profile }];
+    let record = Record { round: 1, seats, failures: 1, ..Record::default() };
+    job.coordinator = Coordinator::resume(job.rules, 2, 7, record, None);
+    job.comes(2, (2, 2));
+    assert_eq!(job.orders.get(&2), None, "node 1 may yet come");
+    job.later(4 * SECOND);
+    job.comes(2, (2, 2));
+    job.comes(3, (2, 2));
+    assert_eq!((job.runs(2), job.runs(3)), (Some((2, 0, 2)), Some((2, 1, 2))));
+    assert!(matches!(&job.orders[&2], Order::Run(run) if run.restarts == Some(0)), "{:?}", job.orders[&2]);
+}
+
+#[test]
+fn a_newcomer_with_another_number_of_nodes_harms_no_job_that_another_coordinator_takes_over() {
+    let mut job = Job::new(None);
+    let profile = Profile { host: "h1".to_owned(), pid: 1, min: 1, max: 1, workers: 2, role: String::new() };
+    let seats = vec![Seat { agent: AgentId(1), profile: profile.clone() }];
+    let record = Record { round: 1, seats, ..Record::default() };
+    job.coordinator = Coordinator::resume(job.rules, 2, 7, record, None);
+    job.comes(2, (2, 2));
+    job.handle(Event::Hello { agent: AgentId(1), profile });
+    job.is_there(1, 1);
+    job.comes(2, (2, 2));
+    assert!(matches!(&job.orders[&2], Order::Refuse(Refusal::Nodes { theirs: (1, 1), .. })));
+    job.says(1, Phase::Succeeded { round: 1 });
+    assert_eq!(job.orders[&1], Order::End(Ending::Succeeded));
+}
+
+#[test]
+fn who_comes_while_the_end_is_being_written_down_is_not_told_that_it_failed() {
+    let mut job = running(1, (1, 1), None);
+    let failure = Failure { summary: String::new(), report: String::new(), restarts: false };
+    let status =
+        Status { seq: 99, phase: Phase::Failed { round: 1, failure }, heard: (9, 9), asked: 9, answered: 0 };
+    let mut actions = Vec::new();
+    job.coordinator.handle(job.now, Event::Status { agent: AgentId(1), status }, &mut actions);
+    assert!(actions.iter().any(|action| matches!(action, Action::Write(_))), "{actions:?}");
+    job.comes(2, (1, 1));
+    assert!(matches!(&job.orders[&2], Order::Refuse(Refusal::Closed(Ending::Failed { .. }))));
+}
+
+#[test]
+fn an_id_is_free_again_after_a_failure_and_after_success_if_it_names_no_job() {
+    let failed =
+        Ending::Failed { node: 0, host: String::new(), summary: String::new(), report: String::new() };
+    let deserted = Ending::Deserted { node: None, host: String::new(), why: String::new() };
+    let free =
+        |is_named| [&failed, &deserted, &Ending::Succeeded].map(|ending| ending.frees_run_id(is_named));
+    assert_eq!((free(true), free(false)), ([true, true, false], [true, true, true]));
 }
 
 #[test]

@@ -15,6 +15,8 @@ pub(super) struct Told {
     pub(super) over: Option<Over>,
     /// Why there is no connection, while there is none.
     pub(super) trouble: Option<String>,
+    /// This node has left, and so many other jobs need what it serves.
+    pub(super) guests: usize,
     /// The thread behind it has ended.
     pub(super) closed: bool,
 }
@@ -64,7 +66,13 @@ impl Board {
         self.changed.notify_all();
     }
 
-    /// Waits until `look` finds something, at most until `deadline`.
+    /// Waits until the thread behind it has ended.
+    pub(super) fn wait_until_closed(&self) {
+        let closed = self.changed.wait_while(self.lock(), |told| !told.closed);
+        drop(closed.unwrap_or_else(PoisonError::into_inner));
+    }
+
+    /// Waits until `look` finds something, at most until `deadline`, and not longer than this node takes part.
     pub(super) fn wait<T>(
         &self,
         deadline: Option<Instant>,
@@ -75,7 +83,7 @@ impl Board {
             if let Some(found) = look(&told) {
                 return Some(found);
             }
-            if told.closed {
+            if told.closed || told.guests > 0 {
                 return None;
             }
             told = match deadline {

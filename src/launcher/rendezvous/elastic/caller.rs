@@ -55,7 +55,12 @@ impl Caller {
             }
         }
         let refused = !failed.is_empty() && failed.iter().all(|(_, error)| is_refused(error));
-        let how = if refused { Attempt::Refused } else { Attempt::Failed };
+        let never = failed.iter().any(|(_, error)| matches!(error, LinkError::Refused(_)));
+        let how = match (never, refused) {
+            (true, _) => Attempt::Never,
+            (false, true) => Attempt::Refused,
+            (false, false) => Attempt::Failed,
+        };
         failed.sort_by_key(|(address, _)| *address);
         let why: Vec<_> = failed.iter().map(|(address, error)| format!("{address}: {error}")).collect();
         Err((why.join("; "), how))

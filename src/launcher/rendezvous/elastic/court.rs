@@ -3,10 +3,9 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
-use nix::sys::signal::Signal;
-
 use super::board::{Over, Told};
 use super::thread::Thread;
+use crate::config::is_named;
 use crate::membership::{Departure, Ending, Failure, Phase, Refusal};
 use crate::rendezvous::court::{Court, FromOthers, Verdict, Verdicts, What};
 
@@ -18,6 +17,7 @@ pub(super) struct ElasticCourt {
     seat: Mutex<(usize, u64)>,
     host: String,
     endpoint: String,
+    run_id: String,
     /// The latest end of a round that has been passed on.
     ended: Mutex<(u64, bool)>,
 }
@@ -26,10 +26,10 @@ impl ElasticCourt {
     pub(super) fn new(
         thread: Arc<Thread>,
         (node, host): (usize, String),
-        endpoint: String,
+        (endpoint, run_id): (String, String),
         round: u64,
     ) -> Self {
-        Self { thread, seat: Mutex::new((node, round)), host, endpoint, ended: Mutex::default() }
+        Self { thread, seat: Mutex::new((node, round)), host, endpoint, run_id, ended: Mutex::default() }
     }
 
     /// This node is in another round.
@@ -59,10 +59,13 @@ impl ElasticCourt {
             Over::End(Ending::Failed { node, host, summary, report }) => {
                 Verdict::new(*node, host, What::Failed { summary: summary.clone(), report: report.clone() })
             }
-            Over::End(Ending::Deserted { node, host, why }) => {
+            Over::End(Ending::Deserted { node: Some(node), host, why }) => {
                 Verdict::new(*node, host, What::Error { text: why.clone() })
             }
-            over => Verdict::new(mine, &self.host, What::Alone { text: describe(over, &self.endpoint) }),
+            over => {
+                let text = describe(over, &self.endpoint, &self.run_id);
+                Verdict::new(mine, &self.host, What::Alone { text })
+            }
         }
     }
 }
@@ -118,17 +121,13 @@ impl Court for ElasticCourt {
 
     fn declare(&self, what: What, _others_first: Option<Instant>) -> Verdict {
         let mine = Verdict::new(self.seat().0, &self.host, what);
-        let (departure, why) = match &mine.what {
-            What::Stopped { signal } => {
-                let name = Signal::try_from(*signal).map_or("a signal", Signal::as_str);
-                (Departure::Stopped { signal: *signal }, format!("it was stopped by {name}"))
-            }
-            What::Error { text } | What::Alone { text } => (Departure::Error(text.clone()), text.clone()),
+        let departure = match &mine.what {
+            What::Stopped { signal } => Departure::Stopped { signal: *signal },
+            What::Error { text } | What::Alone { text } => Departure::Error(text.clone()),
             // The others know.
             What::Failed { .. } | What::Lost | What::Succeeded => return mine,
         };
-        let deserts = self.thread.is_host.then_some(why);
-        self.thread.leave(departure, deserts);
+        self.thread.leave(departure);
         mine
     }
 
@@ -142,7 +141,7 @@ impl Court for ElasticCourt {
     }
 
     fn leave(&self) {
-        self.thread.leave(Departure::Ended, None);
+        self.thread.leave(Departure::Ended);
     }
 
     fn is_mine(&self, verdict: &Verdict) -> bool {
@@ -155,15 +154,19 @@ impl Court for ElasticCourt {
 }
 
 /// Why nothing more will come of this job for this node.
-pub(super) fn describe(over: &Over, endpoint: &str) -> String {
+pub(super) fn describe(over: &Over, endpoint: &str, run_id: &str) -> String {
+    let id = if is_named(run_id) { format!("--rdzv-id={run_id}") } else { "no --rdzv-id".to_owned() };
     match over {
         Over::End(ending) => match ending {
             Ending::Succeeded => "the job has ended".to_owned(),
             Ending::Failed { node, host, summary, .. } => format!("node {node} ({host}) failed: {summary}"),
-            Ending::Deserted { node, host, why } => {
+            Ending::Deserted { node: Some(node), host, why } => {
                 format!(
                     "node {node} ({host}) could not go on: {why}; it has served the rendezvous at {endpoint}"
                 )
+            }
+            Ending::Deserted { node: None, host, why } => {
+                format!("the launcher on {host} that served the rendezvous at {endpoint} has ended: {why}")
             }
         },
         Over::Refused(Refusal::Closed(ending)) => {
@@ -172,16 +175,17 @@ pub(super) fn describe(over: &Over, endpoint: &str) -> String {
                 Ending::Failed { .. } => "with a failure",
                 Ending::Deserted { .. } => "when its rendezvous went",
             };
-            format!("a job of this id has ended {how} at {endpoint}\n  try: another --rdzv-id")
+            format!("the job with {id} at {endpoint} has ended {how}\n  try: another --rdzv-id")
         }
         Over::Refused(Refusal::Timeout { after_s, muster }) => {
             let here = super::describe(muster);
             format!(
-                "no round within {after_s} s (join_timeout): {here}\n  try: start more nodes, or a smaller --nnodes"
+                "no round within {after_s} s (join_timeout) with {id}: {here}\n  try: start more nodes, or a smaller --nnodes"
             )
         }
         Over::Refused(Refusal::Nodes { mine, theirs, host }) => format!(
-            "--nnodes is {}:{} here and {}:{} on {host}\n  try: the same --nnodes on all nodes",
+            "--nnodes is {}:{} here and {}:{} on {host}, both with {id}\n  try: the same --nnodes on all nodes, or a \
+             --rdzv-id for each job",
             mine.0, mine.1, theirs.0, theirs.1
         ),
         Over::Refused(Refusal::GivenUp { silent_s }) => {

@@ -13,6 +13,7 @@ use super::directory::Trouble;
 use super::finder::{Attempt, Finder, Nowhere};
 use super::link::{self, LinkError};
 use super::wire::{MEMBERS_LIMIT, ToCoordinator, ToMember};
+use crate::config::is_named;
 use crate::membership::{Departure, Ending, LENIENCE, Member, News, Phase, Refusal};
 
 /// Between two attempts, at first and at most.
@@ -22,6 +23,8 @@ const SLOWEST_RETRY: Duration = Duration::from_secs(1);
 const ATTEMPTS: u32 = 4;
 /// After so long it is looked whether there is another coordinator by now.
 const QUICK: Duration = Duration::from_millis(500);
+/// Between two looks whether the coordinator of a job that has ended is gone.
+const CLOSING: Duration = Duration::from_millis(200);
 /// How long somebody who goes waits for the word of it to be sent.
 const FAREWELL: Duration = Duration::from_millis(500);
 
@@ -78,6 +81,8 @@ enum Missed {
     Unusable(String),
     /// The job has ended.
     Closed(Ending),
+    /// And another one has begun under its run id.
+    Replaced,
 }
 
 impl From<Nowhere> for Missed {
@@ -86,6 +91,7 @@ impl From<Nowhere> for Missed {
             Nowhere::Because(Trouble::Passing(why)) => Self::Because { why, how: Attempt::Fine },
             Nowhere::Because(Trouble::Final(why)) => Self::Unusable(why),
             Nowhere::Closed(ending) => Self::Closed(ending),
+            Nowhere::Replaced => Self::Replaced,
         }
     }
 }
@@ -96,6 +102,8 @@ enum Over {
     Gone,
     /// The others have gone on without it.
     GivenUp,
+    /// This node has never taken part, and the job has ended.
+    Closed(Ending),
     Broken(LinkError),
 }
 
@@ -116,12 +124,14 @@ impl Desk {
         loop {
             let is_fixed = finder.is_fixed();
             let ends = self.ends(member, is_fixed, began, since);
+            let takes_part = member.answered().is_some();
             let connecting = async {
-                let found = finder.find(how).await?;
+                let found = finder.find(how, takes_part).await?;
                 tokio::select! {
-                    connected = self.caller.connect(&found) => {
-                        connected.map_err(|(why, how)| Missed::Because { why, how })
-                    }
+                    connected = self.caller.connect(&found) => connected.map_err(|(why, how)| match how {
+                        Attempt::Never => Missed::Unusable(why),
+                        Attempt::Fine | Attempt::Refused | Attempt::Failed => Missed::Because { why, how },
+                    }),
                     () = async {
                         // Most connections are made at once.
                         sleep(QUICK).await;
@@ -177,6 +187,20 @@ impl Desk {
                             }
                             member.come_anew();
                         }
+                        Over::Closed(ending) if !ending.frees_run_id(is_named(&self.caller.run_id)) => {
+                            let _ = heard.send(Heard::News(News::Refuse(Refusal::Closed(ending))));
+                            return;
+                        }
+                        Over::Closed(_) => {
+                            member.forget_coordinator();
+                            last = "the job before has ended, and its launcher still serves the endpoint"
+                                .to_owned();
+                            let _ = heard.send(Heard::Waiting { why: last.clone() });
+                            tokio::select! {
+                                () = sleep(CLOSING) => {}
+                                () = wait_for_departure(member, said) => return,
+                            }
+                        }
                         Over::Broken(error) => {
                             how = Attempt::Failed;
                             last = error.to_string();
@@ -186,10 +210,15 @@ impl Desk {
                 }
                 Err(Missed::Closed(ending)) => {
                     // For who took part it is how the job ended.
-                    let took_part = !matches!(member.phase(), Phase::Ready { after: 0, .. });
                     let news =
-                        if took_part { News::End(ending) } else { News::Refuse(Refusal::Closed(ending)) };
+                        if takes_part { News::End(ending) } else { News::Refuse(Refusal::Closed(ending)) };
                     let _ = heard.send(Heard::News(news));
+                    return;
+                }
+                Err(Missed::Replaced) => {
+                    let why = "the job that this node took part in has ended while it heard nobody, and another one has \
+                               begun under its run id";
+                    let _ = heard.send(Heard::Unusable { why: why.to_owned() });
                     return;
                 }
                 Err(Missed::Moved) => retry.reset(),
@@ -313,11 +342,14 @@ impl Desk {
                 order = orders.recv() => match order {
                     Some(Ok(ToMember::Order(message))) => {
                         let (news, reply) = member.hear(message);
-                        if !is_fixed && matches!(news, Some(News::Refuse(Refusal::GivenUp { .. }))) {
-                            break Over::GivenUp;
-                        }
-                        if let Some(news) = news {
-                            let _ = heard.send(Heard::News(news));
+                        match news {
+                            Some(News::Refuse(Refusal::GivenUp { .. })) if !is_fixed => break Over::GivenUp,
+                            Some(News::Refuse(Refusal::Closed(ending))) => match member.answered() {
+                                Some(_) => drop(heard.send(Heard::News(News::End(ending)))),
+                                None => break Over::Closed(ending),
+                            },
+                            Some(news) => drop(heard.send(Heard::News(news))),
+                            None => {}
                         }
                         if reply {
                             next_beat = Instant::now();

@@ -11,6 +11,7 @@ use super::claim::Claim;
 use super::directory::{Directory, Entry, Seen, Trouble};
 use super::hall::{Backing, Hall};
 use super::place;
+use crate::config::is_named;
 use crate::membership::{AgentId, Ending, Record, Rules, mandate};
 
 /// Attempts in vain, with nobody listening, until the coordinator is taken for dead.
@@ -23,8 +24,10 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub(super) enum Nowhere {
     Because(Trouble),
-    /// The job has ended.
+    /// The job has ended, and this node took part or its run id is not used again.
     Closed(Ending),
+    /// The job that this node took part in has ended, and another one has begun under its run id.
+    Replaced,
 }
 
 impl From<Trouble> for Nowhere {
@@ -42,6 +45,8 @@ pub(super) enum Attempt {
     Refused,
     /// Nobody answered, or something else went wrong.
     Failed,
+    /// The coordinator's process wants nothing to do with this one.
+    Never,
 }
 
 /// Where a coordinator may be, and what proves to it that this node belongs to the job.
@@ -74,6 +79,8 @@ pub(super) struct Listed {
     tried: (u64, u32),
     /// What the directory said.
     seen: RefCell<Seen>,
+    /// The key of the job that was found: another job under the same run id has another one.
+    job: Option<[u8; 32]>,
     /// The coordinator that this node is, or was.
     hall: Option<Rc<Hall>>,
 }
@@ -87,13 +94,14 @@ impl Finder {
         rules: Rules,
         close: Duration,
     ) -> Self {
-        let (tried, seen) = ((0, 0), RefCell::default());
-        let hall = None;
-        Self::Listed(Box::new(Listed { directory, run_id, agent, token, rules, close, tried, seen, hall }))
+        let (tried, seen, job, hall) = ((0, 0), RefCell::default(), None, None);
+        let listed = Listed { directory, run_id, agent, token, rules, close, tried, seen, job, hall };
+        Self::Listed(Box::new(listed))
     }
 
-    /// Where the coordinator may be; `last` is how it went at the place that was found before.
-    pub(super) async fn find(&mut self, last: Attempt) -> Result<Found, Nowhere> {
+    /// Where the coordinator may be; `last` is how it went at the place that was found before, and `takes_part` whether a
+    /// coordinator has heard this node.
+    pub(super) async fn find(&mut self, last: Attempt, takes_part: bool) -> Result<Found, Nowhere> {
         match self {
             Self::Endpoint { host, port, token } => {
                 let found = tokio::net::lookup_host((host.as_str(), *port)).await;
@@ -102,7 +110,7 @@ impl Finder {
                 addresses.dedup();
                 Ok(Found { addresses, token: token.clone(), patience: CONNECT_TIMEOUT })
             }
-            Self::Listed(listed) => listed.find(last).await,
+            Self::Listed(listed) => listed.find(last, takes_part).await,
         }
     }
 
@@ -164,7 +172,7 @@ impl Finder {
 }
 
 impl Listed {
-    async fn find(&mut self, last: Attempt) -> Result<Found, Nowhere> {
+    async fn find(&mut self, last: Attempt, takes_part: bool) -> Result<Found, Nowhere> {
         let mut seen = self.directory.read().await?;
         let term = seen.term();
         // Another one has not been tried yet.
@@ -172,16 +180,24 @@ impl Listed {
         let times = if self.tried.0 == term { self.tried.1 } else { 0 };
         self.tried = (term, times + u32::from(last == Attempt::Refused));
         let refused = self.tried.1 >= ATTEMPTS;
-        if let Some(ending) = ending(&seen).filter(|_| !seen.held) {
-            return Err(Nowhere::Closed(ending));
+        let key = |seen: &Seen| seen.entry.as_ref().map(|entry| entry.key);
+        if takes_part && term > 0 && self.job != key(&seen) {
+            return Err(Nowhere::Replaced);
         }
-        if term == 0 || refused || !seen.held && last != Attempt::Fine {
-            if let Some(ending) = ending(&seen) {
+        let is_gone = term == 0 || refused || !seen.held && last != Attempt::Fine;
+        let before = match ending(&seen).filter(|_| refused || !seen.held) {
+            Some(ending) if takes_part || !ending.frees_run_id(is_named(&self.run_id)) => {
                 return Err(Nowhere::Closed(ending));
             }
-            seen = self.take_over(seen, term + 1, refused).await?;
+            Some(_) => Some(Before::Ended),
+            None if is_gone => Some(Before::Gone { refused }),
+            None => None,
+        };
+        if let Some(before) = before {
+            seen = self.take_over(seen, term + 1, before).await?;
             self.tried = (seen.term(), 0);
         }
+        self.job = key(&seen);
         // While it is vouched for, a coordinator that is slow is not taken for one that is gone.
         let patience = if seen.held { CONNECT_TIMEOUT } else { self.rules.silence / 2 };
         let (addresses, token) = match &seen.entry {
@@ -214,35 +230,55 @@ impl Listed {
     }
 
     /// Makes this node the coordinator, if nobody else is faster.
-    async fn take_over(&mut self, seen: Seen, term: u64, refused: bool) -> Result<Seen, Trouble> {
+    async fn take_over(&mut self, seen: Seen, term: u64, before: Before) -> Result<Seen, Trouble> {
         let passing = |error: String| Trouble::Passing(error);
         let listeners = place::listen_anywhere().map_err(|error| passing(error.to_string()))?;
         let port =
             listeners.first().and_then(|listener| listener.local_addr().ok()).map_or(0, |at| at.port());
         let addresses = place::own_addresses().into_iter().map(|ip| SocketAddr::new(ip, port)).collect();
-        let before = seen.entry.as_ref();
-        let key = match before {
-            Some(before) => before.key,
+        let (entry, record) = match before {
+            Before::Gone { .. } => (seen.entry.as_ref(), self.directory.record(&seen).await?),
+            // Nobody may go on from the record of a job that has ended.
+            Before::Ended => (None, Some(Record::of_nothing())),
+        };
+        // Nodes that took part in the job of a place that was emptied know its key.
+        let known = match before {
+            Before::Gone { .. } => self.job,
+            Before::Ended => None,
+        };
+        let key = match entry.map(|entry| entry.key).or(known) {
+            Some(key) => key,
             None => super::random().map_err(|error| passing(error.to_string()))?,
         };
-        let record = self.directory.record(&seen).await?;
-        let mine = Entry::new(term, addresses, self.agent, key, ending(&seen));
+        let mine = Entry::new(term, addresses, self.agent, key, entry.and_then(|entry| entry.ending.clone()));
         let claim = Claim::stake(&self.directory, &seen, &mine, record.as_ref());
         let claim = match claim.await? {
             Ok(claim) => Rc::new(claim),
             Err(now) => return Ok(now),
         };
         let silence = self.rules.silence_of(record.as_ref().map_or(0, Record::crowd));
-        let wait = if refused { self.rules.reconnect } else { mandate::patience(silence, claim.ttl()) };
-        let suspect = before.map(|before| (before.agent, wait));
+        let wait = match before {
+            Before::Gone { refused: true } => self.rules.reconnect,
+            Before::Gone { refused: false } | Before::Ended => mandate::patience(silence, claim.ttl()),
+        };
+        let suspect = entry.map(|entry| (entry.agent, wait));
         let now = claim.seen();
         let run_id = self.run_id.clone();
         let (agent, close) = (self.agent, self.close);
         let backing = Backing { run_id, term, record, suspect, agent, claim, close };
         let token = Some(self.token(&key));
-        self.hall = Some(Hall::open(listeners, token, self.rules, None, Some(backing)));
+        self.hall = Some(Hall::open(listeners, token, self.rules, None, &self.run_id, Some(backing)));
         Ok(now)
     }
+}
+
+/// What became of the coordinator before this one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Before {
+    /// There is none any more, or has never been one: `refused` if its host answers, and nobody listens there.
+    Gone { refused: bool },
+    /// Its job has ended, and another one begins under the run id.
+    Ended,
 }
 
 fn ending(seen: &Seen) -> Option<Ending> {

@@ -22,6 +22,7 @@ use super::claim::Claim;
 use super::job::Job;
 use super::link::{self, LinkError};
 use super::wire::{self, Hello, MAGIC, Nonce, STRANGERS_LIMIT, Seal, ToCoordinator, Welcome};
+use crate::config::is_named;
 use crate::membership::{AgentId, Coordinator, Event, Profile, Record, Rules};
 use crate::say::say;
 
@@ -43,6 +44,10 @@ pub(super) struct Hall {
     jobs: RefCell<HashMap<String, Rc<Job>>>,
     strangers: RefCell<VecDeque<(u64, AbortHandle)>>,
     connections: Cell<u64>,
+    /// No more jobs begin here.
+    is_closed: Cell<bool>,
+    /// The run id of the launcher's own job.
+    own: String,
     /// The only job, if another coordinator may take over.
     only: bool,
 }
@@ -69,6 +74,7 @@ impl Hall {
         token: Option<Token>,
         rules: Rules,
         store: Option<SocketAddr>,
+        own: &str,
         backing: Option<Backing>,
     ) -> Rc<Self> {
         let hall = Rc::new(Self {
@@ -78,6 +84,8 @@ impl Hall {
             jobs: RefCell::default(),
             strangers: RefCell::default(),
             connections: Cell::default(),
+            is_closed: Cell::default(),
+            own: own.to_owned(),
             only: backing.is_some(),
         });
         if let Some(Backing { run_id, term, record, suspect, agent, claim, close }) = backing
@@ -101,17 +109,45 @@ impl Hall {
         hall
     }
 
-    /// The agent `host` goes, and this coordinator with it: its members are told why, those of other jobs as well.
-    pub(super) fn desert(&self, host: AgentId, why: &str) {
-        let jobs: Vec<_> = self.jobs.borrow().values().cloned().collect();
+    /// The agent on `host` goes, and this coordinator with it: the members of all jobs, or of its own, are told why.
+    pub(super) fn desert(&self, all: bool, agent: AgentId, host: &str, why: &str) {
+        let told = |run_id: &String| all || *run_id == self.own;
+        let jobs = self.jobs.borrow().clone();
+        let jobs = jobs.into_iter().filter(|(run_id, _)| told(run_id)).map(|(_, job)| job);
         for job in jobs {
-            job.handle(Event::Deserted { agent: host, why: why.to_owned() });
+            job.handle(Event::Deserted { agent, host: host.to_owned(), why: why.to_owned() });
         }
     }
 
     /// Whether all members of all jobs have gone.
     pub(super) fn is_deserted(&self) -> bool {
         self.jobs.borrow().values().all(|job| job.is_deserted())
+    }
+
+    /// Whether all members of this launcher's own job have.
+    pub(super) fn is_left(&self) -> bool {
+        self.jobs.borrow().get(&self.own).is_none_or(|job| job.is_deserted())
+    }
+
+    /// How many other jobs have members.
+    pub(super) fn guests(&self) -> usize {
+        let jobs = self.jobs.borrow();
+        jobs.iter().filter(|(run_id, job)| **run_id != self.own && job.has_members()).count()
+    }
+
+    /// No more jobs begin here.
+    pub(super) fn close(&self) {
+        self.is_closed.set(true);
+    }
+
+    /// Whether a node of this job would begin one here.
+    fn would_begin(&self, run_id: &str) -> bool {
+        self.jobs.borrow().get(run_id).is_none_or(|job| self.is_succeeded(run_id, job))
+    }
+
+    /// Whether another job under this run id begins here. Not if it is this launcher's own: it is about to end.
+    fn is_succeeded(&self, run_id: &str, job: &Job) -> bool {
+        run_id != self.own && job.frees_run_id(is_named(run_id))
     }
 
     /// Whether others can go on with all jobs from what is written down.
@@ -187,6 +223,11 @@ impl Hall {
         if !hello.is_understood() {
             return refuse(stream, "it wants a cryptography that is not known here".to_owned()).await;
         }
+        if self.is_closed.get() && self.would_begin(&hello.run_id) {
+            let refusal = "the job of the launcher that serves it has ended, and it stays only for others that have begun: use \
+                           another port";
+            return refuse(stream, refusal.to_owned()).await;
+        }
         let nonce: Nonce = super::random()?;
         let (mut theirs, mut ours) = wire::seals(self.token.as_ref(), &hello, &nonce);
         let mut welcome = wire::encode(&Welcome::new(nonce));
@@ -219,6 +260,11 @@ impl Hall {
         let mut jobs = self.jobs.borrow_mut();
         let full = self.only || jobs.len() >= JOBS;
         match jobs.entry(run_id.to_owned()) {
+            Entry::Occupied(mut place) if self.is_succeeded(run_id, place.get()) => {
+                let coordinator = Coordinator::new(self.rules, 1, entropy()?);
+                place.insert(Job::begin(coordinator, None));
+                Some(Rc::clone(place.get()))
+            }
             Entry::Occupied(job) => Some(Rc::clone(job.get())).filter(|job| !job.has_resigned()),
             Entry::Vacant(_) if full => None,
             Entry::Vacant(place) => {

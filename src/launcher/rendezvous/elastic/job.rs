@@ -70,6 +70,19 @@ impl Job {
         self.coordinator.borrow().is_deserted() || self.desks.borrow().is_empty()
     }
 
+    /// Whether somebody still needs its coordinator. Who has lost the connection may come again.
+    pub(super) fn has_members(&self) -> bool {
+        let coordinator = self.coordinator.borrow();
+        !(coordinator.is_deserted() || coordinator.is_over() && self.desks.borrow().is_empty())
+    }
+
+    /// Whether it has ended, and another one may begin here under its run id.
+    pub(super) fn frees_run_id(&self, is_named: bool) -> bool {
+        let coordinator = self.coordinator.borrow();
+        let frees = coordinator.ending().is_some_and(|ending| ending.frees_run_id(is_named));
+        self.archive.is_none() && frees && self.desks.borrow().is_empty()
+    }
+
     /// Whether another coordinator can go on with it from what is written down, also that this process's agent has gone.
     pub(super) fn is_dispensable(&self) -> bool {
         let coordinator = self.coordinator.borrow();
@@ -237,8 +250,9 @@ impl Job {
         desk.ready.notify_one();
     }
 
+    /// Until it has ended and nobody is left who could be told.
     async fn tick(&self) {
-        loop {
+        while self.archive.is_some() || !self.coordinator.borrow().is_over() || !self.is_deserted() {
             let wake = self.coordinator.borrow().wake_at().map(|at| self.began + at);
             let sleeps = async {
                 match wake {

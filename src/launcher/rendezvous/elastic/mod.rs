@@ -12,6 +12,7 @@ mod court;
 mod desk;
 mod directory;
 mod finder;
+mod guests;
 mod hall;
 mod job;
 mod link;
@@ -33,6 +34,7 @@ use crate::report::full_host_name;
 use crate::say::{Progress, say};
 use board::Over;
 use court::ElasticCourt;
+pub(crate) use guests::Guests;
 use thread::{Settings, Thread};
 
 /// See the module's head.
@@ -42,6 +44,7 @@ pub(crate) struct Elastic {
     local_addr: Option<String>,
     share_store: bool,
     thread: Option<Arc<Thread>>,
+    guests: Guests,
     /// Where this node would serve the store of the next round's workers.
     listener: Option<TcpListener>,
     /// The store that it serves for this round's.
@@ -72,8 +75,10 @@ impl Elastic {
         };
         let (run_id, close) = (config.run_id.clone(), terms.close);
         let settings = Settings { endpoint, rules, profile, run_id, token, close };
+        let guests = Guests::at(describe_endpoint(&settings.endpoint));
         Self {
             settings,
+            guests,
             local_addr: config.local_addr.clone(),
             share_store: config.share_store,
             thread: None,
@@ -91,6 +96,7 @@ impl Elastic {
         }
         let thread = Arc::new(Thread::start(self.settings.clone(), phase)?);
         self.thread = Some(Arc::clone(&thread));
+        self.guests.meet_through(Arc::clone(&thread));
         Ok(thread)
     }
 }
@@ -117,7 +123,7 @@ impl Rendezvous for Elastic {
                 RendezvousError::NotNeeded => Departure::Ended,
                 error => Departure::Error(error.to_string()),
             };
-            thread.leave(departure, None);
+            thread.leave(departure);
         }
         joined
     }
@@ -137,6 +143,10 @@ impl Rendezvous for Elastic {
 
     fn close(&mut self) {
         self.server = None;
+    }
+
+    fn guests(&self) -> Guests {
+        self.guests.clone()
     }
 
     fn court(&self) -> Option<Arc<dyn Court>> {
@@ -241,7 +251,8 @@ impl Elastic {
             Some(court) => court.move_to(node, run.round),
             None => {
                 let host = self.settings.profile.host.clone();
-                let court = ElasticCourt::new(Arc::clone(&thread), (node, host), self.endpoint(), run.round);
+                let meeting = (self.endpoint(), self.settings.run_id.clone());
+                let court = ElasticCourt::new(Arc::clone(&thread), (node, host), meeting, run.round);
                 self.court = Some(Arc::new(court));
             }
         }
@@ -307,16 +318,20 @@ impl Elastic {
     }
 
     fn endpoint(&self) -> String {
-        match &self.settings.endpoint {
-            Endpoint::Host { host, port, .. } => super::address(host, *port),
-            Endpoint::File(path) => path.display().to_string(),
-            Endpoint::Etcd(cluster) => cluster.to_string(),
-        }
+        describe_endpoint(&self.settings.endpoint)
     }
 
     /// Why this node cannot take part.
     fn tell(&self, over: &Over) -> String {
-        court::describe(over, &self.endpoint())
+        court::describe(over, &self.endpoint(), &self.settings.run_id)
+    }
+}
+
+fn describe_endpoint(endpoint: &Endpoint) -> String {
+    match endpoint {
+        Endpoint::Host { host, port, .. } => super::address(host, *port),
+        Endpoint::File(path) => path.display().to_string(),
+        Endpoint::Etcd(cluster) => cluster.to_string(),
     }
 }
 

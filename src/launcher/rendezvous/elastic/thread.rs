@@ -1,12 +1,13 @@
 //! The thread that holds a node's connection and, on the endpoint's host, the place where all meet.
 
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
+use std::rc::Rc;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use convoke_env::Token;
 use convoke_store::{ServeError, StoreServer};
+use nix::sys::signal::Signal;
 use tokio::sync::mpsc;
 use tokio::task::LocalSet;
 
@@ -27,6 +28,8 @@ const BEATS: u32 = 6;
 /// How long the coordinator stays when its node goes, so that all hear how the job ended.
 const LINGER: Duration = Duration::from_secs(1);
 const LINGER_POLL: Duration = Duration::from_millis(2);
+/// Between two looks whether other jobs have ended.
+const GUESTS_POLL: Duration = Duration::from_millis(50);
 /// Longest time for telling etcd that it goes.
 const RELEASE: Duration = Duration::from_millis(500);
 
@@ -50,7 +53,6 @@ pub(super) struct Thread {
     shared: Shared,
     /// It serves the coordinator.
     pub(super) is_host: bool,
-    handle: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl Thread {
@@ -76,7 +78,6 @@ impl Thread {
             said,
             shared: shared.clone(),
             is_host: !listeners.is_empty(),
-            handle: Mutex::default(),
         };
         let body = move || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
@@ -89,8 +90,8 @@ impl Thread {
             }
             shared.board.change(|told| told.closed = true);
         };
-        let handle = std::thread::Builder::new().name("convoke-rendezvous".to_owned()).spawn(body);
-        *lock(&thread.handle) = Some(handle.map_err(system("no thread"))?);
+        let started = std::thread::Builder::new().name("convoke-rendezvous".to_owned()).spawn(body);
+        started.map_err(system("no thread"))?;
         Ok(thread)
     }
 
@@ -104,13 +105,11 @@ impl Thread {
         *lock(&self.shared.towards)
     }
 
-    /// Leaves, and waits until that is said; `deserts` is why, if others are left without their coordinator.
-    pub(super) fn leave(&self, departure: Departure, deserts: Option<String>) {
-        *lock(&self.shared.deserts) = deserts;
+    /// Leaves, and waits until that is said.
+    pub(super) fn leave(&self, departure: Departure) {
+        *lock(&self.shared.departure) = Some(departure.clone());
         let _ = self.said.send(Said::Leave(departure));
-        if let Some(handle) = lock(&self.handle).take() {
-            let _ = handle.join();
-        }
+        self.board.wait(None, |_| None::<()>);
     }
 }
 
@@ -154,8 +153,8 @@ struct Shared {
     board: Arc<Board>,
     /// This host's address on the way to the coordinator.
     towards: Arc<Mutex<Option<IpAddr>>>,
-    /// Why this node, which serves the coordinator, goes while others may need it.
-    deserts: Arc<Mutex<Option<String>>>,
+    /// Why this node goes, once it does.
+    departure: Arc<Mutex<Option<Departure>>>,
 }
 
 /// What the thread does until the node leaves or is alone.
@@ -173,7 +172,7 @@ async fn work(
     let loopback = SocketAddr::from(([127, 0, 0, 1], 0));
     let store = (serves && token.is_none()).then(|| StoreServer::bind(&[loopback]).ok()).flatten();
     let store_at = store.as_ref().and_then(|store| store.addresses().first().copied());
-    let hall = serves.then(|| Hall::open(listeners, token.clone(), rules, store_at, None));
+    let hall = serves.then(|| Hall::open(listeners, token.clone(), rules, store_at, &run_id, None));
 
     let listed = |directory| Finder::listed(directory, run_id.clone(), agent, token.clone(), rules, close);
     let mut finder = match endpoint {
@@ -187,7 +186,8 @@ async fn work(
     let (tell, mut heard) = mpsc::unbounded_channel();
     let mut member = Member::new(phase, rules.silence);
     let join_timeout = rules.join_timeout;
-    let caller = Caller { run_id, profile, agent };
+    let host = profile.host.clone();
+    let caller = Caller { run_id: run_id.clone(), profile, agent };
     let desk = Desk { caller, beat: rules.silence / BEATS, join_timeout };
     let keeps = desk.run(&mut member, &mut finder, &mut said, &tell, &shared.towards);
     let writes = async {
@@ -202,17 +202,74 @@ async fn work(
     while let Ok(heard) = heard.try_recv() {
         note(&shared.board, heard);
     }
-    let why = lock(&shared.deserts).take();
-    // Where another one can take over, nobody is deserted.
-    if let (Some(hall), Some(why)) = (&hall, why) {
-        hall.desert(agent, &why);
+    match (hall, finder.hall()) {
+        (Some(hall), _) => {
+            let served = Served { hall, agent, host };
+            served.end(said, &shared).await;
+        }
+        // Another node can take over.
+        (None, Some(hall)) => {
+            linger(|| hall.is_left() || hall.is_dispensable()).await;
+            let _ = tokio::time::timeout(RELEASE, hall.release()).await;
+        }
+        (None, None) => {}
     }
-    let Some(hall) = hall.or(finder.hall()) else { return };
+}
+
+/// What this node serves at the endpoint, where nobody can take over.
+struct Served {
+    hall: Rc<Hall>,
+    agent: AgentId,
+    host: String,
+}
+
+impl Served {
+    /// This node goes: those whom it leaves without their coordinator are told. Other jobs may go on until they have ended,
+    /// unless a signal stops this launcher.
+    async fn end(&self, mut said: mpsc::UnboundedReceiver<Said>, shared: &Shared) {
+        if self.desert(shared) {
+            return linger(|| self.hall.is_deserted()).await;
+        }
+        linger(|| self.hall.is_left()).await;
+        self.hall.close();
+        loop {
+            let guests = self.hall.guests();
+            if guests == 0 {
+                return;
+            }
+            shared.board.change(|told| told.guests = guests);
+            tokio::select! {
+                () = tokio::time::sleep(GUESTS_POLL) => {}
+                Some(Said::Leave(_)) = said.recv() => {
+                    if self.desert(shared) {
+                        return linger(|| self.hall.is_deserted()).await;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Tells those who need to know why this node goes; whether those are all.
+    fn desert(&self, shared: &Shared) -> bool {
+        let (why, all) = match lock(&shared.departure).take() {
+            Some(Departure::Stopped { signal }) => {
+                let name = Signal::try_from(signal).map_or("a signal", Signal::as_str);
+                (format!("it was stopped by {name}"), true)
+            }
+            Some(Departure::Error(why)) => (why, false),
+            Some(Departure::Ended) | None => return false,
+        };
+        self.hall.desert(all, self.agent, &self.host, &why);
+        all
+    }
+}
+
+/// Stays until all have heard, for a while at most.
+async fn linger(have_heard: impl Fn() -> bool) {
     let until = Instant::now() + LINGER;
-    while !hall.is_deserted() && !hall.is_dispensable() && Instant::now() < until {
+    while !have_heard() && Instant::now() < until {
         tokio::time::sleep(LINGER_POLL).await;
     }
-    let _ = tokio::time::timeout(RELEASE, hall.release()).await;
 }
 
 fn note(board: &Board, heard: Heard) {

@@ -23,7 +23,7 @@ use sha2::Sha256;
 use crate::membership::{AgentId, OrderMessage, Profile, Status};
 
 /// First bytes of a connection, the last of them the version. (A client of a TCPStore begins with 0.)
-pub(super) const MAGIC: [u8; 8] = *b"convoke\x02";
+pub(super) const MAGIC: [u8; 8] = *b"convoke\x03";
 /// HMAC-SHA256, plain bytes.
 const SUITE: u8 = 0;
 /// Longest body before its sender has proven itself.

@@ -55,7 +55,7 @@ pub(super) struct Entry {
 }
 
 impl Entry {
-    const VERSION: u32 = 3;
+    const VERSION: u32 = 4;
 
     pub(super) fn new(
         term: u64,
