@@ -145,8 +145,20 @@ impl Group {
         let tuning = Tuning::parse(&options.algorithms).map_err(CommError::InvalidArgument)?;
         let origin = (0..size).collect();
         let (store_rank, agent, sharing) = (None, None, None);
-        let invitation =
-            Invitation { store, place, store_rank, rank, size, origin, options, tuning, agent, sharing };
+        let is_successor = false;
+        let invitation = Invitation {
+            store,
+            place,
+            store_rank,
+            rank,
+            size,
+            origin,
+            is_successor,
+            options,
+            tuning,
+            agent,
+            sharing,
+        };
         Self::join(invitation, None)
     }
 
@@ -165,10 +177,15 @@ impl Group {
             };
             return Ok(Self::of(&invitation, generation, (Topology::one_host(1), None), None, keep));
         }
-        let Formed { engine, generation, topology, in_memory } = bootstrap::connect(&invitation)?;
+        let formed = bootstrap::connect(&invitation)?;
+        Ok(Self::formed(invitation, formed, keep))
+    }
+
+    fn formed(invitation: Invitation, formed: Formed, keep: Option<Keep>) -> Self {
+        let Formed { engine, generation, topology, in_memory } = formed;
         let memory = engine.allocations().filter(|_| in_memory);
         let invitation = Invitation { sharing: Some(engine.sharing()), ..invitation };
-        Ok(Self::of(&invitation, generation, (topology, memory), Some(Shared::new(*engine)), keep))
+        Self::of(&invitation, generation, (topology, memory), Some(Shared::new(*engine)), keep)
     }
 
     fn of(

@@ -235,7 +235,7 @@ impl fmt::Debug for Mesh {
 
 impl Whole {
     /// Makes the group of the ranks that differ from this one only along `axes`, in the time of `call`.
-    fn form(&self, call: &Group, agreed: &Agreed, axes: &[usize]) -> Result<Group, CommError> {
+    fn form(&self, call: &Group, agreed: &Agreed<'_>, axes: &[usize]) -> Result<Group, CommError> {
         let names: Vec<&str> = axes.iter().map(|&axis| self.names[axis].as_str()).collect();
         let group = call.with_subgroup_name(&names.join("+")).form(agreed, &self.ranks(axes))?;
         group.ok_or_else(|| CommError::InvalidArgument("this rank has no place in the mesh".to_owned()))

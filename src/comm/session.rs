@@ -214,6 +214,7 @@ impl Session {
             rank,
             size,
             origin: (0..size).collect(),
+            is_successor: false,
             // Only the first round has the launcher's generation.
             options: GroupOptions { generation: options.generation.filter(|_| round == 0), ..options },
             tuning,

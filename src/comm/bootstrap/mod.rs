@@ -5,6 +5,9 @@
 //! is connected to everybody it removes the keys, so that nobody can be misled by them later.
 //!
 //! If no launcher gave a generation, rank 0 draws one and announces it (`generation`).
+//!
+//! The ranks of a group that exists tell each other their records in that group when they form another one: the store may be
+//! gone by then, since rank 0 may serve it, and leave.
 
 mod address;
 mod claim;
@@ -65,6 +68,8 @@ pub(crate) struct Invitation {
     pub(crate) size: usize,
     /// The ranks' ranks in the first of the groups that this one comes from.
     pub(crate) origin: Vec<usize>,
+    /// The ranks are connected in a group that this one comes from, and meet there.
+    pub(crate) is_successor: bool,
     pub(crate) options: GroupOptions,
     pub(crate) tuning: Tuning,
     pub(crate) agent: Option<(Arc<Mutex<AgentChannel>>, Generation)>,
@@ -84,12 +89,24 @@ pub(crate) struct Formed {
     pub(crate) in_memory: bool,
 }
 
-/// Connects the ranks.
+/// Connects the ranks, which meet in the store.
 pub(crate) fn connect(invitation: &Invitation) -> Result<Formed, CommError> {
+    logged(invitation, || find_together(invitation))
+}
+
+/// Connects the ranks, whose records are known, to the one that waits for them.
+pub(crate) fn connect_to(waiting: Waiting<'_>, records: &[&[u8]]) -> Result<Formed, CommError> {
+    logged(waiting.ours.invitation, || waiting.ours.meet_those(records))
+}
+
+fn logged(
+    invitation: &Invitation,
+    connect: impl FnOnce() -> Result<Formed, CommError>,
+) -> Result<Formed, CommError> {
     let Invitation { rank, size, ref options, .. } = *invitation;
     let started = Instant::now();
     let name = &options.name;
-    let outcome = find_together(invitation, started + options.init_timeout);
+    let outcome = connect();
     match &outcome {
         Ok(Formed { generation, .. }) => {
             cause::forget();
@@ -103,13 +120,10 @@ pub(crate) fn connect(invitation: &Invitation) -> Result<Formed, CommError> {
     outcome
 }
 
-fn find_together(invitation: &Invitation, deadline: Instant) -> Result<Formed, CommError> {
-    let _claim = Claim::new(invitation)?;
-    let listener = listen(invitation).map_err(|error| tell_failure(invitation, error))?;
-    let flight = Arc::new(invitation.track());
-    let ours = Ours { invitation, record: invitation.record(&listener)?, listener, deadline, flight };
-    let Record { rank, address, .. } = ours.record;
-    log::info!("{}: rank {rank} listens at {address}", ours.name());
+fn find_together(invitation: &Invitation) -> Result<Formed, CommError> {
+    let waiting = Waiting::new(invitation).map_err(|error| tell_failure(invitation, error))?;
+    let ours = &waiting.ours;
+    let rank = invitation.rank;
     let mut generation = ours.first_generation()?;
     loop {
         match ours.round(generation)? {
@@ -186,7 +200,20 @@ impl Invitation {
         let store = Arc::new(convoke_store::MemoryStore::new());
         let (place, origin) = ("no place".to_owned(), vec![0]);
         let (store_rank, agent, sharing) = (None, None, None);
-        Self { store, place, store_rank, rank: 0, size: 1, origin, options, tuning, agent, sharing }
+        let is_successor = false;
+        Self {
+            store,
+            place,
+            store_rank,
+            rank: 0,
+            size: 1,
+            origin,
+            is_successor,
+            options,
+            tuning,
+            agent,
+            sharing,
+        }
     }
 
     fn track(&self) -> Track {
@@ -209,6 +236,35 @@ impl Invitation {
             memory: self.options.shared_memory,
         })
     }
+}
+
+/// A rank that listens for the others.
+pub(crate) struct Waiting<'a> {
+    ours: Ours<'a>,
+    _claim: Claim,
+}
+
+impl<'a> Waiting<'a> {
+    pub(crate) fn new(invitation: &'a Invitation) -> Result<Self, CommError> {
+        let claim = Claim::new(invitation)?;
+        let deadline = Instant::now() + invitation.options.init_timeout;
+        let listener = listen(invitation)?;
+        let flight = Arc::new(invitation.track());
+        let ours = Ours { invitation, record: invitation.record(&listener)?, listener, deadline, flight };
+        let Record { rank, address, .. } = ours.record;
+        log::info!("{}: rank {rank} listens at {address}", ours.name());
+        Ok(Self { ours, _claim: claim })
+    }
+
+    /// What the others need to know of it.
+    pub(crate) fn record(&self) -> Vec<u8> {
+        serde_json::to_vec(&self.ours.record).unwrap_or_default()
+    }
+}
+
+/// What the others need to know of a rank that cannot listen.
+pub(crate) fn no_record(invitation: &Invitation, error: &CommError) -> Vec<u8> {
+    record::failed(&without_descriptors(invitation, error).unwrap_or_else(|| error.to_string()))
 }
 
 /// This rank while it looks for the others.
@@ -270,6 +326,19 @@ impl Ours<'_> {
             let _ = self.store().delete(&self.key(generation, "table"), soon);
         }
         Ok(outcome)
+    }
+
+    /// Connects to the ranks with these records, by rank.
+    fn meet_those(&self, records: &[&[u8]]) -> Result<Formed, CommError> {
+        let table = record::decode_all(records).and_then(|table| record::compare(&table).map(|()| table));
+        let table = table.map_err(|(what, ranks)| self.failed(what, ranks))?;
+        let Some(generation) = self.invitation.options.generation else {
+            unreachable!("a group that comes from another one has its generation")
+        };
+        match self.meet(generation, &table)? {
+            Outcome::Connected(formed) => Ok(*formed),
+            Outcome::Stale(_) => unreachable!("nobody announces a generation where all know it"),
+        }
     }
 
     /// All ranks' records; or the generation that rank 0 has announced meanwhile.
@@ -468,7 +537,7 @@ impl Ours<'_> {
                 Err(error) => return Err(error),
             }
             let now = Instant::now();
-            let confirmed = rank == 0 || engine.is_connected(0);
+            let confirmed = rank == 0 || self.invitation.is_successor || engine.is_connected(0);
             if !confirmed && let Some(announced) = self.announced(generation)? {
                 return Ok(Some(announced));
             }

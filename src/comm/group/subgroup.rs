@@ -1,8 +1,10 @@
 //! Groups of some of a group's ranks.
 
 use std::collections::BTreeSet;
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+
+use crate::bootstrap::{self, Waiting};
 
 use super::{CallKind, CommError, Group, GroupOptions, Invitation, Lent, call};
 use crate::plan::{Tuning, fingerprint};
@@ -16,11 +18,13 @@ const TOLD: usize = 3;
 
 /// Groups that all ranks have agreed to make next.
 #[derive(Debug)]
-pub(crate) struct Agreed {
+pub(crate) struct Agreed<'a> {
     /// How many times subgroups were made before.
     number: u64,
     /// What each rank told the others beside.
     told: Vec<[i64; 2]>,
+    /// Threads of a rank make subgroups one after the other: so all ranks tell their records in one order.
+    _turn: MutexGuard<'a, u64>,
 }
 
 impl Group {
@@ -39,7 +43,7 @@ impl Group {
     /// [`Self::all_gather`]. The time of a call covers all of it.
     ///
     /// # Cost
-    /// An all-gather of 24 bytes, then as a new group of that size.
+    /// All-gathers of 24 bytes, of 8 bytes, and of some hundred bytes for each rank of the new group; then its connections.
     pub fn subgroup(&self, ranks: &[usize]) -> Result<Option<Self>, CommError> {
         let distinct: BTreeSet<usize> = ranks.iter().copied().collect();
         for &rank in ranks {
@@ -64,7 +68,7 @@ impl Group {
     /// group does not form. Else as [`Self::all_gather`].
     ///
     /// # Cost
-    /// An all-gather of 24 bytes, then as a new group of that size.
+    /// As [`Self::subgroup`].
     pub fn split(&self, color: Option<u32>, key: i64) -> Result<Option<Self>, CommError> {
         let color = color.map_or(NO_COLOR, i64::from);
         let group = self.in_parts();
@@ -123,7 +127,7 @@ impl Group {
     ///
     /// # Errors
     /// [`CommError::InvalidArgument`] on all ranks if some make something else. Else as [`Self::all_gather`].
-    pub(crate) fn agree(&self, what: &str, mark: u64, told: [i64; 2]) -> Result<Agreed, CommError> {
+    pub(crate) fn agree(&self, what: &str, mark: u64, told: [i64; 2]) -> Result<Agreed<'_>, CommError> {
         let name = self.subgroup_name.as_deref().unwrap_or_default();
         let mark = fingerprint(&[mark as usize, name_fingerprint(name) as usize]) as i64;
         // Locked, so that what is agreed first has the lower number also where threads do so side by side.
@@ -143,13 +147,14 @@ impl Group {
         }
         let number = *made;
         *made += 1;
-        Ok(Agreed { number, told: all.iter().map(|&[_, first, second]| [first, second]).collect() })
+        let told = all.iter().map(|&[_, first, second]| [first, second]).collect();
+        Ok(Agreed { number, told, _turn: made })
     }
 
-    /// Makes the group of `ranks`, of which this rank is one, if it is.
+    /// Makes the group of `ranks`, of which this rank is one, if it is. All ranks of this group call it.
     ///
     /// Groups of which no rank is in two may have one agreement; others need different names as well.
-    pub(crate) fn form(&self, agreed: &Agreed, ranks: &[usize]) -> Result<Option<Self>, CommError> {
+    pub(crate) fn form(&self, agreed: &Agreed<'_>, ranks: &[usize]) -> Result<Option<Self>, CommError> {
         let (number, first) = (agreed.number, ranks.first().copied().unwrap_or_default());
         let own = self.subgroup_name.as_deref().unwrap_or_default();
         let dash = if own.is_empty() { "" } else { "-" };
@@ -160,9 +165,31 @@ impl Group {
         // Also of ranks that are in none of the groups: NCCL cuts with all.
         #[cfg(feature = "nccl")]
         let side = self.split_side(ranks)?;
-        let Some(invitation) = self.invitation(ranks, options) else { return Ok(None) };
         let rest = self.limit().deadline().saturating_duration_since(Instant::now());
-        let group = self.join_successor(invitation, rest)?;
+        let invitation = self.invitation(ranks, options).map(|invitation| Invitation {
+            is_successor: true,
+            options: invitation.options.clone().init_timeout(invitation.options.init_timeout.min(rest)),
+            ..invitation
+        });
+        let waiting = invitation.as_ref().filter(|invitation| invitation.size > 1).map(Waiting::new);
+        let record = match (&waiting, &invitation) {
+            (Some(Ok(waiting)), _) => waiting.record(),
+            (Some(Err(error)), Some(invitation)) => bootstrap::no_record(invitation, error),
+            (Some(Err(_)) | None, _) => Vec::new(),
+        };
+        let records = self.all_gather_object(&record)?;
+        let records: Vec<&[u8]> = ranks.iter().map(|&rank| records[rank].as_slice()).collect();
+        let formed = match waiting {
+            Some(waiting) => Some(bootstrap::connect_to(waiting?, &records)?),
+            None => None,
+        };
+        let Some(invitation) = invitation else { return Ok(None) };
+        let keep = self.inner.keep.clone();
+        let group = match formed {
+            Some(formed) => Self::formed(invitation, formed, keep),
+            None => Self::join(invitation, keep)?,
+        };
+        let group = self.with_usual_time(group);
         #[cfg(feature = "nccl")]
         if let Some(side) = side {
             return side.of(&group).map(Some);
@@ -179,6 +206,7 @@ impl Group {
             rank: ranks.iter().position(|&rank| rank == self.rank())?,
             size: ranks.len(),
             origin: ranks.iter().map(|&rank| self.inner.origin[rank]).collect(),
+            is_successor: false,
             options: options.timeout(self.timeout),
             tuning: self.tuning.as_deref().unwrap_or(&self.inner.tuning).clone(),
             // The launcher's word on a dead peer goes to the first group.
@@ -193,13 +221,16 @@ impl Group {
         mut invitation: Invitation,
         time: Duration,
     ) -> Result<Self, CommError> {
-        let usual = invitation.options.init_timeout;
-        invitation.options.init_timeout = usual.min(time);
-        let mut group = Self::join(invitation, self.inner.keep.clone())?;
+        invitation.options.init_timeout = invitation.options.init_timeout.min(time);
+        Ok(self.with_usual_time(Self::join(invitation, self.inner.keep.clone())?))
+    }
+
+    /// A group that had less time to form than its own successors have as a rule.
+    fn with_usual_time(&self, mut group: Self) -> Self {
         if let Some(inner) = Arc::get_mut(&mut group.inner) {
-            inner.options.init_timeout = usual;
+            inner.options.init_timeout = self.inner.options.init_timeout;
         }
-        Ok(group)
+        group
     }
 }
 

@@ -89,6 +89,30 @@ fn processes_that_serve_the_store_themselves_join_100_times() {
 }
 
 #[test]
+fn ranks_form_groups_when_the_rank_that_served_the_store_has_ended() {
+    let port = free_port();
+    let outcome = Spawn::new(4).env("PORT", port.to_string()).timeout(LONG).run(|rank| {
+        let address = format!("127.0.0.1:{}", std::env::var("PORT").unwrap());
+        let session = Session::from_url_as(&format!("tcp://{address}"), rank, 4).unwrap();
+        let world = session.with_options(|options| options.timeout(LONG).init_timeout(LONG)).world().unwrap();
+        // Its process ends while the others form the group.
+        let Some(group) = world.subgroup(&[1, 2, 3]).unwrap() else { return };
+        convoke_testkit::wait_until("the store to be gone", || {
+            std::net::TcpStream::connect(&address).is_err().then_some(())
+        });
+        for _ in 0..3 {
+            let half = group.split(Some(u32::from(rank == 1)), 0).unwrap().unwrap();
+            let mut sum = [rank as u64];
+            half.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
+            assert_eq!(sum, [if rank == 1 { 1 } else { 5 }]);
+        }
+        drop(world);
+        assert_eq!(group.subgroup(&[2, 0]).unwrap().is_some(), rank != 2);
+    });
+    outcome.unwrap();
+}
+
+#[test]
 fn groups_form_over_ipv6() {
     if !has_ipv6("groups over IPv6") {
         return;
