@@ -15,6 +15,8 @@ const NO_COLOR: i64 = -1;
 const SPLIT: u64 = 0;
 /// Numbers that a rank tells the others when it makes subgroups.
 const TOLD: usize = 3;
+/// Most bytes that it tells of itself: its address, its cores, how it chooses algorithms.
+const MOST_TOLD: i64 = 1 << 20;
 
 /// Groups that all ranks have agreed to make next.
 #[derive(Debug)]
@@ -43,7 +45,7 @@ impl Group {
     /// [`Self::all_gather`]. The time of a call covers all of it.
     ///
     /// # Cost
-    /// All-gathers of 24 bytes, of 8 bytes, and of some hundred bytes for each rank of the new group; then its connections.
+    /// All-gathers of 24, of 8, and of some hundred bytes; then the connections of the new group.
     pub fn subgroup(&self, ranks: &[usize]) -> Result<Option<Self>, CommError> {
         let distinct: BTreeSet<usize> = ranks.iter().copied().collect();
         for &rank in ranks {
@@ -177,7 +179,7 @@ impl Group {
             (Some(Err(error)), Some(invitation)) => bootstrap::no_record(invitation, error),
             (Some(Err(_)) | None, _) => Vec::new(),
         };
-        let records = self.all_gather_object(&record)?;
+        let records = self.tell_all(&record)?;
         let records: Vec<&[u8]> = ranks.iter().map(|&rank| records[rank].as_slice()).collect();
         let formed = match waiting {
             Some(waiting) => Some(bootstrap::connect_to(waiting?, &records)?),
@@ -195,6 +197,29 @@ impl Group {
             return side.of(&group).map(Some);
         }
         Ok(Some(group))
+    }
+
+    /// Exchanges what all ranks tell of themselves.
+    fn tell_all(&self, own: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
+        let mut lens = vec![0; self.size()];
+        self.own(&mut lens, 1).copy_from_slice(&[own.len() as i64]);
+        let first = call::<i64>(CallKind::Subgroup, None, 0, 1);
+        self.carry_out(self.planned(first, Lent::default().filled(0, &mut lens), None))?;
+        let is_sound = |len: &i64| (0..=MOST_TOLD).contains(len);
+        if let Some(rank) = lens.iter().position(|len| !is_sound(len)) {
+            let what =
+                format!("rank {rank} tells {} bytes of itself, at most {MOST_TOLD} make sense", lens[rank]);
+            return Err(CommError::Bootstrap { group: self.name().to_owned(), what, ranks: vec![rank] });
+        }
+        let most = lens.iter().copied().max().unwrap_or_default() as usize;
+        let mut all = vec![0; most * self.size()];
+        self.own(&mut all, most)[..own.len()].copy_from_slice(own);
+        let second = call::<u8>(CallKind::Subgroup, None, 0, most);
+        self.carry_out(self.planned(second, Lent::default().filled(0, &mut all), None))?;
+        let told = all.chunks(most.max(1)).zip(&lens);
+        let mut told: Vec<Vec<u8>> = told.map(|(bytes, &len)| bytes[..len as usize].to_vec()).collect();
+        told.resize(self.size(), Vec::new());
+        Ok(told)
     }
 
     /// An invitation for `ranks` of this group, with the time of this handle; `None` if this rank is not among them.
