@@ -142,10 +142,10 @@ pub(crate) fn begin<T: Value>(
                 let index = all.first_of(from, &mut seen.lock().expect("nobody panics with it"))?;
                 all.check(index, &got)
             };
-            shelves.keep(work, Box::new(look));
+            shelves.keep_receive(work, Box::new(look));
         } else {
             let work = group.irecv(junk::<T>(*len), *from, *tag)?;
-            shelves.keep(work, Box::new(move |got| all.check(index, &got)));
+            shelves.keep_receive(work, Box::new(move |got| all.check(index, &got)));
         }
     }
     Ok(())

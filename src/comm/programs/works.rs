@@ -194,36 +194,48 @@ impl Calls {
     }
 }
 
-/// Handles that nobody has waited for yet.
+/// Handles that nobody has waited for yet, of receives and of others.
 pub(crate) struct Shelves {
-    shelves: Vec<Box<dyn AnyShelf>>,
+    shelves: Vec<(bool, Box<dyn AnyShelf>)>,
     pub(crate) random: Random,
     pub(crate) calls: Calls,
 }
 
 impl Keeper<'static> for Shelves {
     fn keep<M: Memory + Send + 'static>(&mut self, work: Work<M>, look: Look<'static, M>) {
+        self.put(false, work, look);
+    }
+}
+
+impl Shelves {
+    /// A receive is not let go: a rank that leaves gives it up, and its sender is told.
+    pub(crate) fn keep_receive<M: Memory + Send + 'static>(&mut self, work: Work<M>, look: Look<'static, M>) {
+        self.put(true, work, look);
+    }
+
+    fn put<M: Memory + Send + 'static>(&mut self, receives: bool, work: Work<M>, look: Look<'static, M>) {
         if self.random.below(5) == 0 {
             self.calls.ask(&work);
         }
-        let known = self.shelves.iter_mut().find_map(|shelf| shelf.as_any().downcast_mut::<Shelf<M>>());
+        let alike = self.shelves.iter_mut().filter(|(other, _)| *other == receives);
+        let known = alike.map(|(_, shelf)| shelf).find_map(|shelf| shelf.as_any().downcast_mut::<Shelf<M>>());
         match known {
             Some(shelf) => {
                 shelf.works.push(work);
                 shelf.looks.push(look);
             }
-            None => self.shelves.push(Box::new(Shelf { works: vec![work], looks: vec![look] })),
+            None => {
+                self.shelves.push((receives, Box::new(Shelf { works: vec![work], looks: vec![look] })));
+            }
         }
     }
-}
 
-impl Shelves {
     pub(crate) fn new(seed: u64) -> Self {
         Self { shelves: Vec::new(), random: Random::from_seed(seed), calls: Calls::new() }
     }
 
     fn len(&self) -> usize {
-        self.shelves.iter().map(|shelf| shelf.len()).sum()
+        self.shelves.iter().map(|(_, shelf)| shelf.len()).sum()
     }
 
     /// Waits for some, now and then, and for all of a few if there are too many.
@@ -239,12 +251,12 @@ impl Shelves {
     }
 
     fn settle_one(&mut self) -> Result<(), Stop> {
-        self.shelves.retain(|shelf| shelf.len() > 0);
+        self.shelves.retain(|(_, shelf)| shelf.len() > 0);
         if self.shelves.is_empty() {
             return Ok(());
         }
         let index = self.random.below(self.shelves.len());
-        self.shelves[index].settle(&mut self.random)
+        self.shelves[index].1.settle(&mut self.random)
     }
 
     /// Waits for all; at times on another thread than the one that began them.
@@ -258,9 +270,9 @@ impl Shelves {
         self.settle_here()
     }
 
-    /// Drops all handles.
+    /// Drops all handles but those of receives.
     pub(crate) fn let_go(&mut self) {
-        self.shelves.clear();
+        self.shelves.retain(|(receives, _)| *receives);
     }
 
     fn settle_here(&mut self) -> Result<(), Stop> {
@@ -273,7 +285,7 @@ impl Shelves {
     /// Waits for all; each must fail. The errors.
     pub(crate) fn fail(&mut self) -> Result<Vec<CommError>, Stop> {
         let mut errors = Vec::new();
-        for shelf in &mut self.shelves {
+        for (_, shelf) in &mut self.shelves {
             shelf.fail(&mut self.random, &mut errors)?;
         }
         Ok(errors)
