@@ -78,6 +78,22 @@ echo $CONVOKE_GENERATION > "$JOB/generation.$RANK.$TORCHELASTIC_RESTART_COUNT"
 }
 
 #[test]
+fn a_program_with_a_fast_interval_timer_works_under_the_launcher() {
+    let job = Job::new();
+    let mut command = job.command(["--nproc-per-node=4"]);
+    command.args(worker_of("timers"));
+    job.start(command).wait().expect(0);
+}
+
+#[test]
+fn workers_join_and_leave_100_times_through_the_launchers_store() {
+    let job = Job::new();
+    let mut command = job.command(["--nproc-per-node=3"]);
+    command.args(worker_of("comm")).arg("again");
+    job.start(command).wait().expect(0);
+}
+
+#[test]
 fn workers_start_with_no_signal_blocked() {
     let job = Job::new();
     let ended = job.run(["--no-python", "grep", "SigBlk", "/proc/self/status"]).expect(0);

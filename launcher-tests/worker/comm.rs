@@ -21,6 +21,9 @@ pub(super) fn run(arguments: &[&str]) -> Result<(), Box<dyn Error>> {
     if scenario == "absent" && std::env::var("RANK")? == ODD_ONE.to_string() {
         wait_for_go(directory)?;
     }
+    if scenario == "again" {
+        return again();
+    }
     let world = Session::join()?.with_options(|options| options.timeout(timeout)).world()?;
     world.barrier()?;
     let odd = world.rank() == ODD_ONE;
@@ -64,6 +67,15 @@ pub(super) fn run(arguments: &[&str]) -> Result<(), Box<dyn Error>> {
         other => return Err(format!("no scenario {other}").into()),
     }
     world.barrier()?;
+    Ok(())
+}
+
+/// Joins, works and leaves 100 times.
+fn again() -> Result<(), Box<dyn Error>> {
+    for round in 0..100 {
+        let world = convoke_comm::init().map_err(|error| format!("round {round}: {error}"))?;
+        sum(&world, 100)?;
+    }
     Ok(())
 }
 

@@ -12,6 +12,7 @@ mod intruder;
 #[cfg(feature = "faults")]
 mod killed;
 mod plain;
+mod timers;
 #[cfg(feature = "faults")]
 mod training;
 
@@ -43,6 +44,7 @@ pub fn main() -> Result<ExitCode, Box<dyn Error>> {
         #[cfg(feature = "faults")]
         "killed" => killed::run(&arguments),
         "plain" => plain::run(&arguments),
+        "timers" => timers::run(),
         #[cfg(feature = "faults")]
         "training" => training::run(&arguments),
         other => Err(format!("no role {other:?}; see launcher-tests/worker").into()),

@@ -126,6 +126,15 @@ pub enum CommError {
         /// Which rank of which group, and where.
         what: String,
     },
+    /// This process is in that world already.
+    #[error(
+        "this process is in a world already, as {what}: use that one, or drop it and all groups that come from it before it \
+         joins again"
+    )]
+    AlreadyJoined {
+        /// Which rank, and where.
+        what: String,
+    },
     /// This rank has destroyed its handle of the group; the others are not concerned by this call.
     #[error("group {group} was destroyed on this rank")]
     Destroyed {
@@ -204,6 +213,7 @@ impl CommError {
             | Self::InvalidArgument(_)
             | Self::Url { .. }
             | Self::Concurrent { .. }
+            | Self::AlreadyJoined { .. }
             | Self::Destroyed { .. }
             | Self::Excluded { .. }
             | Self::Unsupported(_)
@@ -233,6 +243,7 @@ impl CommError {
             | Self::InvalidArgument(_)
             | Self::Url { .. }
             | Self::Concurrent { .. }
+            | Self::AlreadyJoined { .. }
             | Self::Destroyed { .. }
             | Self::Excluded { .. }
             | Self::Unsupported(_)

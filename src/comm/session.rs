@@ -12,15 +12,15 @@ use std::sync::{Arc, Mutex};
 use convoke_env::{AgentChannel, Generation, Token, WorkerEnv, vars};
 use convoke_store::{PrefixStore, Store};
 
-use crate::bootstrap::Invitation;
+use crate::bootstrap::{Invitation, Removal};
 use crate::error::CommError;
 use crate::group::Group;
 use crate::logger;
 use crate::options::{GroupOptions, Listen};
 use crate::plan::Tuning;
 use agent::Hello;
-use living::Alive;
 pub use living::is_initialized;
+use living::{Alive, Membership};
 use meeting::{Master, Meeting, Opened};
 use url::{Url, Way};
 pub use world::{World, is_elastic};
@@ -203,14 +203,21 @@ impl Session {
             return Ok(self.world_of(group));
         }
         log::info!("{}: rank {rank} of {size} meets the others at {}", options.name, self.meeting);
+        let place = format!("{}, round {round}", self.meeting);
+        let membership = Arc::new(Membership::new(rank, &place)?);
         let opened = match &mut self.opened {
             Some(opened) => opened,
-            none => none.insert(self.meeting.open(rank, size, options.init_timeout)?),
+            none => none.insert(self.meeting.open(rank, size, &options)?),
         };
+        let store: Arc<dyn Store> =
+            Arc::new(PrefixStore::new(self.meeting.prefix(round), Arc::clone(&opened.store)));
+        let removal = self.meeting.is_served().then(|| Arc::new(Removal::new(Arc::clone(&store))));
         let invitation = Invitation {
-            store: Arc::new(PrefixStore::new(self.meeting.prefix(round), Arc::clone(&opened.store))),
-            place: format!("{}, round {round}", self.meeting),
+            store,
+            place,
             store_rank: self.meeting.store_rank(),
+            whereabouts: self.meeting.whereabouts(size),
+            removal: removal.clone(),
             rank,
             size,
             origin: (0..size).collect(),
@@ -221,9 +228,10 @@ impl Session {
             agent: self.agent.clone(),
             sharing: None,
         };
-        let keep = (opened.keep.clone(), Alive::new());
+        let keep = (opened.keep.clone(), removal, Arc::clone(&membership), Alive::new());
         let group = Group::join(invitation, Some(Arc::new(keep)))?;
         opened.has_formed(group.generation());
+        membership.has_formed();
         Ok(self.world_of(group))
     }
 

@@ -32,7 +32,7 @@ pub enum StoreError {
         last: String,
     },
     /// The store went away in the middle; the connection cannot be used again.
-    #[error("store at {store}: connection lost during {operation}: {source}")]
+    #[error("store at {store} was lost during {operation}: {}", lost_how(source))]
     Lost {
         /// Address or path of the store.
         store: String,
@@ -63,6 +63,17 @@ pub enum StoreError {
         /// Name of the operation.
         operation: &'static str,
     },
+}
+
+/// A process that ends closes its connections, whatever the system calls that.
+fn lost_how(source: &io::Error) -> String {
+    match source.kind() {
+        io::ErrorKind::UnexpectedEof
+        | io::ErrorKind::ConnectionReset
+        | io::ErrorKind::ConnectionAborted
+        | io::ErrorKind::BrokenPipe => "its process has ended, or closed the connection".to_owned(),
+        _ => source.to_string(),
+    }
 }
 
 /// As [`Display`](std::fmt::Display): what a `main` prints that returns it.

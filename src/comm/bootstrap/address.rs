@@ -2,6 +2,7 @@
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, ToSocketAddrs, UdpSocket};
+use std::path::Path;
 
 use nix::net::if_::InterfaceFlags;
 
@@ -28,7 +29,15 @@ pub(crate) fn address(listen: &Listen) -> Result<IpAddr, CommError> {
             CommError::InvalidArgument("no network interface is up and has an address".to_owned())
         }),
         Listen::RouteTo(host) => {
-            route_to(host).map_err(|error| CommError::system(&format!("no route to {host}"), error))
+            let address =
+                route_to(host).map_err(|error| CommError::system(&format!("no route to {host}"), error))?;
+            if matches!(address, IpAddr::V6(v6) if v6.is_unicast_link_local()) {
+                return Err(CommError::InvalidArgument(format!(
+                    "the way to {host} begins at the link-local address {address}, which other hosts cannot use: give a global \
+                     address or a name, or set CONVOKE_SOCKET_IFNAME"
+                )));
+            }
+            Ok(address)
         }
     }
 }
@@ -54,6 +63,9 @@ fn route_to(host: &str) -> io::Result<IpAddr> {
 fn list() -> Result<Vec<Interface>, CommError> {
     let entries = nix::ifaddrs::getifaddrs()
         .map_err(|error| CommError::system("cannot list the network interfaces", error))?;
+    let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
+    let (v4, v6) = (read("/proc/net/route"), read("/proc/net/ipv6_route"));
+    let with_default_route = interfaces::default_routes(&v4, &v6);
     let mut all: Vec<Interface> = Vec::new();
     // One entry for each address, and one without.
     for entry in entries {
@@ -61,6 +73,8 @@ fn list() -> Result<Vec<Interface>, CommError> {
         let index = known.unwrap_or(all.len());
         if known.is_none() {
             all.push(Interface {
+                is_bridge: Path::new("/sys/class/net").join(&entry.interface_name).join("bridge").exists(),
+                has_default_route: with_default_route.contains(entry.interface_name.as_str()),
                 name: entry.interface_name,
                 is_up: entry.flags.contains(InterfaceFlags::IFF_UP),
                 is_loopback: entry.flags.contains(InterfaceFlags::IFF_LOOPBACK),

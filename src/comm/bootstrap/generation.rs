@@ -3,13 +3,13 @@
 //! What a rank reads as the announcement may be left over from a round that crashed, so it reads again until
 //! rank 0 has confirmed the generation in a handshake.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use convoke_env::Generation;
 use convoke_store::StoreError;
 
-use super::Ours;
-use super::record::Announcement;
+use super::record::{Announcement, Record};
+use super::{Ours, RECHECK};
 use crate::error::CommError;
 
 impl Ours<'_> {
@@ -21,6 +21,9 @@ impl Ours<'_> {
     pub(super) fn first_generation(&self) -> Result<Generation, CommError> {
         let given = self.invitation.options.generation;
         if self.invitation.rank == 0 {
+            if given.is_none() {
+                self.check_announcer()?;
+            }
             let generation = match given {
                 Some(given) => given,
                 None => {
@@ -35,18 +38,36 @@ impl Ours<'_> {
         if let Some(given) = given {
             return Ok(given);
         }
+        let mut slice = RECHECK;
         loop {
-            let announced = match self.store().get(&self.announcement_key(), self.deadline) {
+            let until = (Instant::now() + slice).min(self.deadline);
+            slice = (slice * 2).min(Duration::from_secs(2));
+            let announced = match self.store().get(&self.announcement_key(), until) {
                 Ok(announced) => announced,
-                Err(StoreError::Timeout { .. }) => {
-                    return Err(self.failed("rank 0 did not come".to_owned(), vec![0]));
+                Err(error) if self.may_yet_come(&error) => {
+                    self.check_standing()?;
+                    continue;
                 }
+                Err(StoreError::Timeout { .. }) => return Err(self.did_not_come(vec![0])),
                 Err(error) => return Err(error.into()),
             };
             if let Some((generation, _)) = Announcement::decode(&announced) {
                 return Ok(generation);
             }
             self.pause()?;
+        }
+    }
+
+    /// Whether the process that has announced a generation as rank 0 lives: then this one is not rank 0.
+    fn check_announcer(&self) -> Result<(), CommError> {
+        let announced = self.store().try_get(&self.announcement_key(), self.deadline)?;
+        let Some((generation, _)) = announced.as_deref().and_then(Announcement::decode) else {
+            return Ok(());
+        };
+        let record = self.store().try_get(&self.record_key(generation, 0), self.deadline)?;
+        match record.as_deref().and_then(Record::decode).filter(Record::answers) {
+            Some(other) => Err(self.is_there_twice(generation, &other)),
+            None => Ok(()),
         }
     }
 

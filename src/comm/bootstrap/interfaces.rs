@@ -1,5 +1,6 @@
 //! Which network interface a list of names means; the interfaces are given to it.
 
+use std::collections::HashSet;
 use std::net::IpAddr;
 
 /// A network interface of this host.
@@ -8,6 +9,10 @@ pub(super) struct Interface {
     pub(super) name: String,
     pub(super) is_up: bool,
     pub(super) is_loopback: bool,
+    /// The kernel says that it is a bridge: between this host's containers or virtual machines, as a rule.
+    pub(super) is_bridge: bool,
+    /// What leads nowhere else leaves this host by it.
+    pub(super) has_default_route: bool,
     pub(super) addresses: Vec<IpAddr>,
 }
 
@@ -19,9 +24,15 @@ impl Interface {
         usable().find(IpAddr::is_ipv4).or_else(|| usable().next())
     }
 
-    /// Loopback leads to nobody else, and a container bridge to this host's own containers only.
+    /// Loopback leads to nobody else, and a bridge to this host's own containers only, unless the host itself is reached
+    /// through it.
     fn leads_nowhere(&self) -> u8 {
-        if self.is_loopback { 2 } else { u8::from(self.name.starts_with("docker")) }
+        match self {
+            Self { is_loopback: true, .. } => 3,
+            Self { has_default_route: true, .. } => 0,
+            Self { is_bridge: true, .. } => 2,
+            Self { .. } => 1,
+        }
     }
 }
 
@@ -63,6 +74,26 @@ pub(super) fn outward<'a>(all: impl Iterator<Item = &'a Interface>) -> Option<Ip
     all.first().map(|&(_, address)| address)
 }
 
+/// The interfaces with a default route, from /proc/net/route and /proc/net/ipv6_route.
+pub(super) fn default_routes<'a>(v4: &'a str, v6: &'a str) -> HashSet<&'a str> {
+    const UP: u32 = 1;
+    const REJECT: u32 = 0x200;
+    let is_up = |flags: &str| u32::from_str_radix(flags, 16).is_ok_and(|flags| flags & (UP | REJECT) == UP);
+    // Interface, destination, gateway, flags, ..., mask at the eighth place.
+    let v4 = v4.lines().skip(1).filter_map(move |line| {
+        let fields: Vec<&str> = line.split_whitespace().collect();
+        let (name, flags) = (*fields.first()?, *fields.get(3)?);
+        (fields.get(1)? == &"00000000" && fields.get(7)? == &"00000000" && is_up(flags)).then_some(name)
+    });
+    // Destination, its length, ..., flags at the ninth place, interface.
+    let v6 = v6.lines().filter_map(move |line| {
+        let fields: Vec<&str> = line.split_whitespace().collect();
+        let (flags, name) = (*fields.get(8)?, *fields.get(9)?);
+        (fields[0].bytes().all(|digit| digit == b'0') && fields[1] == "00" && is_up(flags)).then_some(name)
+    });
+    v4.chain(v6).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -72,6 +103,8 @@ mod tests {
             name: name.to_owned(),
             is_up: true,
             is_loopback: name == "lo",
+            is_bridge: name == "docker0",
+            has_default_route: false,
             addresses: addresses.iter().map(|text| text.parse().unwrap()).collect(),
         };
         vec![
@@ -113,6 +146,54 @@ mod tests {
             let address = address.map(|text| text.parse::<IpAddr>().unwrap());
             assert_eq!(choose(&host(), names), address, "{names}");
         }
+    }
+
+    #[test]
+    fn bridges_are_avoided_unless_the_host_is_reached_through_one() {
+        let interface = |name: &str, is_bridge, has_default_route, address: &str| Interface {
+            name: name.to_owned(),
+            is_up: true,
+            is_loopback: name == "lo",
+            is_bridge,
+            has_default_route,
+            addresses: vec![address.parse().unwrap()],
+        };
+        let lo = interface("lo", false, false, "127.0.0.1");
+        let virbr0 = interface("virbr0", true, false, "192.168.122.1");
+        let cni0 = interface("cni0", true, false, "10.244.0.1");
+        let flannel = interface("flannel.1", false, false, "10.244.0.0");
+        let eth0 = interface("eth0", false, true, "10.0.0.5");
+        let br0 = interface("br0", true, true, "10.0.0.6");
+        let ib0 = interface("ib0", false, false, "10.9.0.1");
+        let taken = |all: &[&Interface]| outward(all.iter().copied()).map(|address| address.to_string());
+        assert_eq!(taken(&[&lo, &virbr0, &cni0, &flannel, &eth0]).unwrap(), "10.0.0.5");
+        assert_eq!(
+            taken(&[&lo, &virbr0, &br0, &ib0]).unwrap(),
+            "10.0.0.6",
+            "a bridge that the host is reached through"
+        );
+        assert_eq!(
+            taken(&[&lo, &virbr0, &ib0]).unwrap(),
+            "10.9.0.1",
+            "a network of its own, without a default route"
+        );
+        assert_eq!(taken(&[&lo, &cni0]).unwrap(), "10.244.0.1", "better than loopback");
+    }
+
+    #[test]
+    fn default_routes_are_read_as_the_kernel_writes_them() {
+        let v4 = "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT\n\
+                  eth0\t00000000\t0100000A\t0003\t0\t0\t100\t00000000\t0\t0\t0\n\
+                  docker0\t000011AC\t00000000\t0001\t0\t0\t0\t0000FFFF\t0\t0\t0\n\
+                  tun0\t00000000\t0100000A\t0003\t0\t0\t0\t00000080\t0\t0\t0\nbroken\n";
+        let zeros = "0".repeat(32);
+        let v6 = format!(
+            "{zeros} 00 {zeros} 00 fe800000000000000000000000000001 00000400 00000001 00000000 00000003     eth1\n\
+             {zeros} 00 {zeros} 00 {zeros} ffffffff 00000001 00000000 00200200       lo\n\
+             fe800000000000000000000000000000 40 {zeros} 00 {zeros} 00000100 00000001 00000000 00000001     eth2\n\n"
+        );
+        assert_eq!(default_routes(v4, &v6), HashSet::from(["eth0", "eth1"]));
+        assert_eq!(default_routes("", ""), HashSet::new());
     }
 
     #[test]

@@ -12,13 +12,16 @@
 mod address;
 mod claim;
 mod cores;
+mod gather;
 mod generation;
 mod interfaces;
 mod lanes;
 mod record;
+mod standing;
 
 pub(crate) use address::address;
 
+use std::fmt;
 use std::io::ErrorKind;
 use std::net::SocketAddr;
 use std::path::Path;
@@ -44,7 +47,10 @@ use claim::Claim;
 use cores::Share;
 use lanes::{control, lanes};
 use record::Record;
+pub(crate) use standing::Removal;
 
+/// Who serves a store that no launcher serves.
+pub(crate) const RANK_0: &str = "rank 0";
 /// How long to wait before looking whether rank 0 has announced another generation.
 const RECHECK: Duration = Duration::from_millis(250);
 /// How long nobody may listen at a published address before that rank is given up.
@@ -64,6 +70,9 @@ pub(crate) struct Invitation {
     pub(crate) place: String,
     /// The rank in whose process the store lives, if it lives in one.
     pub(crate) store_rank: Option<usize>,
+    pub(crate) whereabouts: Whereabouts,
+    /// Of what a world of the ranks leaves in the store.
+    pub(crate) removal: Option<Arc<Removal>>,
     pub(crate) rank: usize,
     pub(crate) size: usize,
     /// The ranks' ranks in the first of the groups that this one comes from.
@@ -76,6 +85,53 @@ pub(crate) struct Invitation {
     /// How this rank shares cores, if that does not depend on the ranks of this group alone: others that it comes from
     /// are beside them.
     pub(crate) sharing: Option<Sharing>,
+}
+
+/// Where the store is, for people.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Whereabouts {
+    /// Empty if it has no name.
+    pub(crate) at: String,
+    /// Who serves it; empty if nobody knows.
+    pub(crate) server: &'static str,
+    /// With what a rank is started that shall find it; empty if a launcher sees to it.
+    pub(crate) given_by: String,
+}
+
+impl fmt::Display for Whereabouts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { at, server, given_by } = self;
+        if !at.is_empty() {
+            write!(f, " at {at}")?;
+        }
+        if !server.is_empty() {
+            write!(f, ", where {server} serves the store")?;
+        }
+        if !given_by.is_empty() {
+            write!(f, "; all ranks are started with {given_by}")?;
+        }
+        Ok(())
+    }
+}
+
+impl Whereabouts {
+    /// A store that was there, or should be, cannot be used: whose it is.
+    pub(crate) fn explain(&self, group: &str, error: StoreError) -> CommError {
+        match &error {
+            StoreError::Lost { .. } | StoreError::Unreachable { .. } if !self.server.is_empty() => {
+                let ranks = if self.server == RANK_0 { vec![0] } else { Vec::new() };
+                let advice = match &error {
+                    StoreError::Unreachable { .. } if !self.given_by.is_empty() => {
+                        format!("; is it running, with {}?", self.given_by)
+                    }
+                    _ => String::new(),
+                };
+                let what = format!("{error}; {} serves it{advice}", self.server);
+                CommError::Bootstrap { group: group.to_owned(), what, ranks }
+            }
+            _ => error.into(),
+        }
+    }
 }
 
 /// Ranks that are connected.
@@ -106,7 +162,10 @@ fn logged(
     let Invitation { rank, size, ref options, .. } = *invitation;
     let started = Instant::now();
     let name = &options.name;
-    let outcome = connect();
+    let outcome = connect().map_err(|error| match error {
+        CommError::Store(error) => invitation.whereabouts.explain(name, error),
+        error => error,
+    });
     match &outcome {
         Ok(Formed { generation, .. }) => {
             cause::forget();
@@ -200,11 +259,13 @@ impl Invitation {
         let store = Arc::new(convoke_store::MemoryStore::new());
         let (place, origin) = ("no place".to_owned(), vec![0]);
         let (store_rank, agent, sharing) = (None, None, None);
-        let is_successor = false;
+        let (is_successor, whereabouts, removal) = (false, Whereabouts::default(), None);
         Self {
             store,
             place,
             store_rank,
+            whereabouts,
+            removal,
             rank: 0,
             size: 1,
             origin,
@@ -258,7 +319,7 @@ impl<'a> Waiting<'a> {
 
     /// What the others need to know of it.
     pub(crate) fn record(&self) -> Vec<u8> {
-        serde_json::to_vec(&self.ours.record).unwrap_or_default()
+        self.ours.encoded()
     }
 }
 
@@ -287,6 +348,11 @@ impl Ours<'_> {
         &*self.invitation.store
     }
 
+    /// This rank's record.
+    fn encoded(&self) -> Vec<u8> {
+        serde_json::to_vec(&self.record).unwrap_or_default()
+    }
+
     fn name(&self) -> &str {
         &self.invitation.options.name
     }
@@ -304,30 +370,6 @@ impl Ours<'_> {
         CommError::Bootstrap { group: self.name().to_owned(), what, ranks }
     }
 
-    /// Tries to connect under `generation`.
-    fn round(&self, generation: Generation) -> Result<Outcome, CommError> {
-        let own = serde_json::to_vec(&self.record).unwrap_or_default();
-        let own_key = self.record_key(generation, self.invitation.rank);
-        self.store().set(&own_key, &own, self.deadline)?;
-        moment("recorded", 0, 0);
-        let table = match self.table(generation)? {
-            Ok(table) => table,
-            Err(announced) => {
-                let _ = self.store().delete(&own_key, self.deadline);
-                return Ok(Outcome::Stale(announced));
-            }
-        };
-        // The record has served. Later the store may be gone: rank 0 may serve it, and leave.
-        let _ = self.store().delete(&own_key, Instant::now() + CLEAN_UP);
-        let outcome = self.meet(generation, &table)?;
-        let soon = Instant::now() + CLEAN_UP;
-        if self.invitation.rank == 0 && matches!(outcome, Outcome::Connected(_)) {
-            let _ = self.store().delete(&self.announcement_key(), soon);
-            let _ = self.store().delete(&self.key(generation, "table"), soon);
-        }
-        Ok(outcome)
-    }
-
     /// Connects to the ranks with these records, by rank.
     fn meet_those(&self, records: &[&[u8]]) -> Result<Formed, CommError> {
         let table = record::decode_all(records).and_then(|table| record::compare(&table).map(|()| table));
@@ -339,92 +381,6 @@ impl Ours<'_> {
             Outcome::Connected(formed) => Ok(*formed),
             Outcome::Stale(_) => unreachable!("nobody announces a generation where all know it"),
         }
-    }
-
-    /// All ranks' records; or the generation that rank 0 has announced meanwhile.
-    fn table(&self, generation: Generation) -> Result<Result<Vec<Record>, Generation>, CommError> {
-        let key = self.key(generation, "table");
-        if self.invitation.rank == 0 {
-            let values = self.gather(generation)?;
-            let table = record::decode_all(&values).and_then(|table| record::compare(&table).map(|()| table));
-            // Wrong records as well: the others shall see the same error, not wait.
-            let texts: Vec<_> = values.iter().map(|value| String::from_utf8_lossy(value)).collect();
-            let bytes = serde_json::to_vec(&texts).unwrap_or_default();
-            self.store().set(&key, &bytes, self.deadline)?;
-            return table.map(Ok).map_err(|(what, ranks)| self.failed(what, ranks));
-        }
-        let mut slice = RECHECK;
-        loop {
-            let until = (Instant::now() + slice).min(self.deadline);
-            slice = (slice * 2).min(Duration::from_secs(2));
-            match self.store().get(&key, until) {
-                Ok(bytes) => {
-                    let table = record::decode_table(&bytes)
-                        .and_then(|table| record::compare(&table).map(|()| table));
-                    let table = table.map_err(|(what, ranks)| self.failed(what, ranks))?;
-                    if table.get(self.invitation.rank) == Some(&self.record) {
-                        return Ok(Ok(table));
-                    }
-                    // The table of an earlier process that had our rank.
-                    self.pause()?;
-                }
-                Err(StoreError::Timeout { .. }) if Instant::now() < self.deadline => {}
-                Err(StoreError::Timeout { .. }) => return Err(self.missing(generation)),
-                Err(error) => return Err(error.into()),
-            }
-            if let Some(announced) = self.announced(generation)? {
-                return Ok(Err(announced));
-            }
-        }
-    }
-
-    fn gather(&self, generation: Generation) -> Result<Vec<Vec<u8>>, CommError> {
-        let keys: Vec<_> = (0..self.invitation.size).map(|rank| self.record_key(generation, rank)).collect();
-        let keys: Vec<&[u8]> = keys.iter().map(Vec::as_slice).collect();
-        let notice = NOTICE.min(self.invitation.options.init_timeout / 3);
-        loop {
-            match self.store().multi_get(&keys, self.deadline.min(Instant::now() + notice)) {
-                Err(StoreError::Timeout { .. }) if Instant::now() < self.deadline => {
-                    let absent = self.absent(generation);
-                    log::warn!("{}: rank(s) {} have not come yet", self.name(), Ranks(&absent));
-                }
-                Err(StoreError::Timeout { .. }) => return Err(self.missing(generation)),
-                other => return Ok(other?),
-            }
-        }
-    }
-
-    /// Ranks that left no record, among the first.
-    fn absent(&self, generation: Generation) -> Vec<usize> {
-        let soon = Instant::now() + CLEAN_UP;
-        let absent = |&rank: &usize| {
-            let found = self.store().try_get(&self.record_key(generation, rank), soon);
-            matches!(found, Ok(None))
-        };
-        (0..self.invitation.size).take(LOOKED_UP).filter(absent).collect()
-    }
-
-    /// The error that names who left no record.
-    fn missing(&self, generation: Generation) -> CommError {
-        let missing = self.absent(generation);
-        let waited = self.invitation.options.init_timeout.as_millis();
-        if missing.is_empty() {
-            return self.failed(format!("rank 0 gathered nobody within {waited} ms: did it die?"), vec![0]);
-        }
-        let what = format!(
-            "rank(s) {} of {} did not come within {waited} ms",
-            Ranks(&missing),
-            self.invitation.size
-        );
-        self.failed(what, missing)
-    }
-
-    fn pause(&self) -> Result<(), CommError> {
-        if Instant::now() >= self.deadline {
-            return Err(self.failed("rank 0 did not come".to_owned(), vec![0]));
-        }
-        std::thread::sleep(Duration::from_millis(10));
-        Ok(())
     }
 
     /// Connects to the ranks in `table`.

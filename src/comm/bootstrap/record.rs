@@ -1,6 +1,8 @@
 //! What each rank says about itself in the store, and the comparison of it all.
 
-use std::net::SocketAddr;
+use std::collections::HashMap;
+use std::net::{IpAddr, SocketAddr, TcpStream};
+use std::time::Duration;
 
 use convoke_env::Generation;
 use serde::{Deserialize, Serialize};
@@ -12,6 +14,10 @@ use crate::frame::VERSION;
 
 /// Longest reason of a rank that could not come.
 const FAILED_CHARS: usize = 512;
+/// Longest reason why a group cannot form.
+const REFUSED_CHARS: usize = 4096;
+/// How long a process may take to answer that listens.
+const PROBE: Duration = Duration::from_secs(1);
 
 /// One rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -51,6 +57,38 @@ impl Announcement {
     }
 }
 
+impl Record {
+    /// None if it is no record, or one of another version.
+    pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
+        serde_json::from_slice(bytes).ok().filter(|record: &Self| record.version == VERSION)
+    }
+
+    /// Whether a process listens where this one did.
+    pub(super) fn answers(&self) -> bool {
+        TcpStream::connect_timeout(&self.address, PROBE).is_ok()
+    }
+
+    /// The network that its address belongs to, if the record says: two hosts, or two containers of one, may have the same
+    /// address.
+    fn network(&self) -> Option<&str> {
+        let mut slashes = self.host.match_indices('/');
+        slashes.nth(1).map(|(at, _)| &self.host[..at])
+    }
+}
+
+/// What stands in the place of the table if the group cannot form.
+pub(super) fn refusal(what: &str, ranks: &[usize]) -> Vec<u8> {
+    serde_json::to_vec(&Refused { version: VERSION, refused: what.to_owned(), ranks: ranks.to_vec() })
+        .unwrap_or_default()
+}
+
+#[derive(Serialize, Deserialize)]
+struct Refused {
+    version: u8,
+    refused: String,
+    ranks: Vec<usize>,
+}
+
 /// What stands in the place of the record of a rank that could not come so far.
 pub(super) fn failed(why: &str) -> Vec<u8> {
     serde_json::json!({ "version": VERSION, "failed": why }).to_string().into_bytes()
@@ -85,6 +123,10 @@ pub(super) fn decode_all(values: &[impl AsRef<[u8]>]) -> Result<Vec<Record>, (St
 
 /// Reads the table of all ranks' records that rank 0 has made; as [`decode_all`].
 pub(super) fn decode_table(bytes: &[u8]) -> Result<Vec<Record>, (String, Vec<usize>)> {
+    if let Ok(Refused { refused, mut ranks, .. }) = serde_json::from_slice(bytes) {
+        ranks.truncate(NAMED_RANKS);
+        return Err((refused.chars().take(REFUSED_CHARS).collect(), ranks));
+    }
     let texts: Vec<String> =
         serde_json::from_slice(bytes).map_err(|error| (format!("malformed table: {error}"), vec![0]))?;
     decode_all(&texts)
@@ -95,7 +137,28 @@ pub(super) fn compare(records: &[Record]) -> Result<(), (String, Vec<usize>)> {
     same(records, "the choice of algorithms (CONVOKE_ALGO, build)", |record| record.tuning.clone())?;
     same(records, "the number of ranks (WORLD_SIZE)", |record| record.size.to_string())?;
     same(records, "whether there is a token (CONVOKE_TOKEN)", |record| record.token.to_string())?;
-    same(records, "whether memory is shared (CONVOKE_SHM)", |record| record.memory.to_string())
+    same(records, "whether memory is shared (CONVOKE_SHM)", |record| record.memory.to_string())?;
+    apart(records)
+}
+
+/// Whether each address belongs to one network only.
+fn apart(records: &[Record]) -> Result<(), (String, Vec<usize>)> {
+    let mut owners: HashMap<IpAddr, &Record> = HashMap::new();
+    for record in records {
+        let owner = *owners.entry(record.address.ip()).or_insert(record);
+        let networks = owner.network().zip(record.network());
+        if networks.is_some_and(|(one, other)| one != other) {
+            let text = format!(
+                "ranks {} and {} are on different hosts, and both listen at {}, where they do not reach each other: set \
+                 CONVOKE_SOCKET_IFNAME to the network interface that leads to the other hosts",
+                owner.rank,
+                record.rank,
+                record.address.ip()
+            );
+            return Err((text, vec![owner.rank, record.rank]));
+        }
+    }
+    Ok(())
 }
 
 fn same(
@@ -185,6 +248,25 @@ mod tests {
         assert!(text.contains("CONVOKE_ALGO") && text.contains("\"ring\" on rank(s) 2"), "{text}");
         records[2] = Record { size: 4, ..record(2) };
         assert!(compare(&records).unwrap_err().0.contains("WORLD_SIZE"));
+    }
+
+    #[test]
+    fn one_address_on_two_hosts_names_both_ranks_and_the_variable() {
+        let mut records: Vec<_> = (0..3).map(record).collect();
+        let elsewhere = records[2].host.replace("net:", "net:9");
+        records[2].host = elsewhere;
+        let (text, ranks) = compare(&records).unwrap_err();
+        assert_eq!(ranks, [0, 2]);
+        assert!(text.contains("127.0.0.1") && text.contains("CONVOKE_SOCKET_IFNAME"), "{text}");
+        // Namespaces of processes or users do not make two networks.
+        records[2].host = records[1].host.replace("pid:", "pid:9");
+        assert_eq!(compare(&records), Ok(()));
+    }
+
+    #[test]
+    fn a_refusal_in_the_place_of_the_table_is_read() {
+        let refused = decode_table(&refusal("rank 1 is there twice", &[1]));
+        assert_eq!(refused, Err(("rank 1 is there twice".to_owned(), vec![1])));
     }
 
     #[test]

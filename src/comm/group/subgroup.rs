@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::bootstrap::{self, Waiting};
+use crate::bootstrap::{self, Waiting, Whereabouts};
 
 use super::{CallKind, CommError, Group, GroupOptions, Invitation, Lent, call};
 use crate::plan::{Tuning, fingerprint};
@@ -230,6 +230,8 @@ impl Group {
             store_rank: ranks.iter().position(|&rank| Some(rank) == self.inner.store_rank),
             rank: ranks.iter().position(|&rank| rank == self.rank())?,
             size: ranks.len(),
+            whereabouts: Whereabouts::default(),
+            removal: None,
             origin: ranks.iter().map(|&rank| self.inner.origin[rank]).collect(),
             is_successor: false,
             options: options.timeout(self.timeout),

@@ -1,6 +1,11 @@
 //! How many worlds this process has.
 
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
+
+use crate::error::CommError;
 
 /// Bits of [`LIVING`] that count.
 const COUNT_BITS: u32 = 32;
@@ -31,6 +36,48 @@ impl Drop for Alive {
     fn drop(&mut self) {
         change(|count| count.saturating_sub(1));
     }
+}
+
+/// A process is in one world at a place, as one rank: until the world and all groups that come from it are dropped.
+#[derive(Debug)]
+pub(super) struct Membership {
+    place: (u32, String),
+}
+
+impl Membership {
+    /// # Errors
+    /// [`CommError::AlreadyJoined`]; [`CommError::Concurrent`] if the world is still forming.
+    pub(super) fn new(rank: usize, place: &str) -> Result<Self, CommError> {
+        let what = format!("rank {rank} of the world at {place}");
+        let place = (std::process::id(), what.clone());
+        match places().entry(place.clone()) {
+            Entry::Occupied(entry) if *entry.get() => Err(CommError::AlreadyJoined { what }),
+            Entry::Occupied(_) => Err(CommError::Concurrent { what }),
+            Entry::Vacant(entry) => {
+                entry.insert(false);
+                Ok(Self { place })
+            }
+        }
+    }
+
+    /// The world has formed.
+    pub(super) fn has_formed(&self) {
+        places().insert(self.place.clone(), true);
+    }
+}
+
+impl Drop for Membership {
+    fn drop(&mut self) {
+        places().remove(&self.place);
+    }
+}
+
+/// Process and place of each world, and whether it has formed.
+type Places = HashMap<(u32, String), bool>;
+
+fn places() -> MutexGuard<'static, Places> {
+    static PLACES: LazyLock<Mutex<Places>> = LazyLock::new(Mutex::default);
+    PLACES.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn change(change: impl Fn(u64) -> u64) {

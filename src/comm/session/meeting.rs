@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::collections::HashMap;
 use std::fmt;
-use std::net::{Ipv6Addr, SocketAddr, ToSocketAddrs};
+use std::net::{IpAddr, Ipv6Addr, SocketAddr, ToSocketAddrs};
 use std::path::PathBuf;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
@@ -12,8 +12,9 @@ use convoke_env::{Generation, WorkerEnv, vars};
 use convoke_store::{FileStore, ServeError, Store, StoreServer, TcpStore};
 
 use super::served;
+use crate::bootstrap::{RANK_0, Whereabouts};
 use crate::error::CommError;
-use crate::options::Listen;
+use crate::options::{GroupOptions, Listen};
 
 /// How long signing off from a file may take; nothing but the file depends on it.
 const SIGN_OFF: Duration = Duration::from_secs(2);
@@ -58,7 +59,7 @@ impl Meeting {
         match self {
             Self::Alone => Listen::Loopback,
             // To itself the master's own host may be a loopback address (127.0.1.1 on Debian).
-            Self::Tcp(master) if master.several_hosts && master.is_loopback() => Listen::Outward,
+            Self::Tcp(master) if master.may_mislead() => Listen::Outward,
             Self::Tcp(master) => Listen::RouteTo(master.host.clone()),
             Self::File(_) | Self::Store(_) => Listen::Outward,
         }
@@ -78,9 +79,38 @@ impl Meeting {
         matches!(self, Self::Tcp(Master { by_launcher: false, .. })).then_some(0)
     }
 
-    /// Opens the store for `rank` of `size`; where rank 0 serves it, waits for that at most `timeout`.
-    pub(super) fn open(&self, rank: usize, size: usize, timeout: Duration) -> Result<Opened, CommError> {
-        let deadline = Instant::now() + timeout;
+    /// Whether it is served by a process, with which it ends.
+    pub(super) fn is_served(&self) -> bool {
+        matches!(self, Self::Tcp(_))
+    }
+
+    /// Where a world of `size` ranks meets, for people.
+    pub(super) fn whereabouts(&self, size: usize) -> Whereabouts {
+        match self {
+            Self::Alone | Self::Store(_) => Whereabouts::default(),
+            Self::File(path) => Whereabouts {
+                at: path.display().to_string(),
+                given_by: format!("file://{} and {size} as the number of ranks", path.display()),
+                ..Whereabouts::default()
+            },
+            Self::Tcp(master) if master.by_launcher => {
+                let server = "the launcher of node 0";
+                Whereabouts { at: master.to_string(), server, given_by: String::new() }
+            }
+            Self::Tcp(master) => {
+                let Master { host, port, run, .. } = master;
+                let given_by = match run {
+                    Some(_) => format!("MASTER_ADDR={host}, MASTER_PORT={port} and WORLD_SIZE={size}"),
+                    None => format!("tcp://{master} and {size} as the number of ranks"),
+                };
+                Whereabouts { at: master.to_string(), server: RANK_0, given_by }
+            }
+        }
+    }
+
+    /// Opens the store for `rank` of `size`; where rank 0 serves it, waits for that at most as long as a group may take to form.
+    pub(super) fn open(&self, rank: usize, size: usize, options: &GroupOptions) -> Result<Opened, CommError> {
+        let deadline = Instant::now() + options.init_timeout;
         let opened = |store| Opened { store, keep: None, sign_off: None };
         match self {
             Self::Alone => Ok(opened(Arc::new(convoke_store::MemoryStore::new()))),
@@ -89,7 +119,11 @@ impl Meeting {
                 let server = served::at(master.to_string(), || master.serve())?;
                 Ok(Opened { store: server.store(), keep: Some(server), sign_off: None })
             }
-            Self::Tcp(master) => Ok(opened(Arc::new(TcpStore::connect(&master.to_string(), deadline)?))),
+            Self::Tcp(master) => {
+                let store = TcpStore::connect(&master.to_string(), deadline);
+                let store = store.map_err(|error| self.whereabouts(size).explain(&options.name, error))?;
+                Ok(opened(Arc::new(store)))
+            }
             Self::File(path) => {
                 let store = Arc::new(match left().remove(&(std::process::id(), path.clone(), rank)) {
                     Some(generation) => FileStore::come_back(path, &gone_key(generation), deadline)?,
@@ -116,7 +150,7 @@ impl fmt::Display for Meeting {
             Self::Alone => f.write_str("no place"),
             Self::Tcp(master) => master.fmt(f),
             Self::File(path) => path.display().fmt(f),
-            Self::Store(store) => write!(f, "the store {:p}", Arc::as_ptr(store)),
+            Self::Store(store) => write!(f, "the store {:p}", Arc::as_ptr(store).cast::<()>()),
         }
     }
 }
@@ -152,8 +186,12 @@ impl Master {
         Ok((self.host.as_str(), self.port).to_socket_addrs()?.collect())
     }
 
-    fn is_loopback(&self) -> bool {
-        self.resolve().is_ok_and(|all| !all.is_empty() && all.iter().all(|one| one.ip().is_loopback()))
+    /// Whether others may know its host by another address: a name, such as the host's own, that stands for loopback in its
+    /// own /etc/hosts (127.0.1.1 on Debian).
+    fn may_mislead(&self) -> bool {
+        let resolved = self.resolve().unwrap_or_default();
+        let knows_hosts = self.run.is_some();
+        is_misleading(&self.host, &resolved, if knows_hosts { Some(self.several_hosts) } else { None })
     }
 
     /// Serves the store at the address that the others were told; at any if others cannot reach that one, or if
@@ -168,7 +206,7 @@ impl Master {
         let wrong = |source| CommError::system(&format!("cannot serve the store at {self}{advice}"), source);
         let named = self.resolve().map_err(wrong)?;
         let any = [SocketAddr::from((Ipv6Addr::UNSPECIFIED, self.port))];
-        let everywhere = self.several_hosts && named.iter().all(|address| address.ip().is_loopback());
+        let everywhere = self.may_mislead();
         let first = match StoreServer::bind(if everywhere { &any } else { &named }) {
             Ok(server) => return Ok(server),
             Err(error) => error,
@@ -185,6 +223,13 @@ impl fmt::Display for Master {
         let Self { host, port, .. } = self;
         if host.contains(':') { write!(f, "[{host}]:{port}") } else { write!(f, "{host}:{port}") }
     }
+}
+
+/// See [`Master::may_mislead`]; `several_hosts` if it is known.
+fn is_misleading(host: &str, resolved: &[SocketAddr], several_hosts: Option<bool>) -> bool {
+    let is_alias = host != "localhost" && host.parse::<IpAddr>().is_err();
+    let is_loopback = !resolved.is_empty() && resolved.iter().all(|address| address.ip().is_loopback());
+    is_loopback && several_hosts.unwrap_or(is_alias)
 }
 
 /// The end of a file through which ranks met: the last that signs off removes it.
@@ -224,4 +269,23 @@ type Left = HashMap<(u32, PathBuf, usize), Generation>;
 fn left() -> MutexGuard<'static, Left> {
     static LEFT: LazyLock<Mutex<Left>> = LazyLock::new(Mutex::default);
     LEFT.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_that_is_loopback_only_on_its_own_host_is_served_everywhere() {
+        let here = [SocketAddr::from(([127, 0, 1, 1], 5))];
+        let elsewhere = [SocketAddr::from(([10, 0, 0, 1], 5))];
+        // By a URL nobody knows how many hosts there are.
+        assert!(is_misleading("node1", &here, None));
+        assert!(!is_misleading("node1", &elsewhere, None));
+        assert!(!is_misleading("localhost", &here, None) && !is_misleading("127.0.0.1", &here, None));
+        // A launcher knows.
+        assert!(is_misleading("node1", &here, Some(true)) && !is_misleading("node1", &here, Some(false)));
+        assert!(is_misleading("localhost", &here, Some(true)), "mpirun and srun may say so");
+        assert!(!is_misleading("node1", &[], Some(true)));
+    }
 }

@@ -47,6 +47,12 @@ fn parse(text: &str) -> Result<Url, String> {
 fn tcp(address: &str) -> Result<Way, String> {
     let form = "an address is host:port, as in tcp://node-1:29500 or tcp://[::1]:29500";
     let (host, port) = address.rsplit_once(':').ok_or(form)?;
+    if host.contains('%') {
+        return Err(
+            "a link-local address with a scope means another host on each: give a global address or a name"
+                .to_owned(),
+        );
+    }
     let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
     let plain = |host: &str| !host.is_empty() && !host.contains([':', '/', '@', '[', ']']);
     if bare.is_none() && !plain(host) || bare.is_some_and(|v6| v6.parse::<std::net::Ipv6Addr>().is_err()) {
@@ -146,6 +152,7 @@ mod tests {
             ("tcp://:29500", "an address is host:port"),
             ("tcp://::1:29500", "an address is host:port, as in tcp://node-1:29500 or tcp://[::1]:29500"),
             ("tcp://[::1]", "an address is host:port"),
+            ("tcp://[fe80::1%eth0]:29500", "a link-local address with a scope"),
             ("tcp://[node]:1", "an address is host:port"),
             ("tcp://me@node:1", "an address is host:port"),
             ("tcp://node:1/path", "a port is 1 to 65535"),

@@ -1,0 +1,201 @@
+//! How the records of all ranks come together in the store, and what is said there if they do not.
+//!
+//! What keeps a group from forming is written in the place of the table, so that all ranks hear of it at once and say the
+//! same.
+
+use std::time::{Duration, Instant};
+
+use convoke_env::Generation;
+use convoke_store::StoreError;
+
+use super::record::{self, Record};
+use super::{CLEAN_UP, LOOKED_UP, NOTICE, Ours, Outcome, RECHECK};
+use crate::error::{CommError, Ranks};
+use crate::fault::moment;
+
+/// Longest pause between two looks at what others have written.
+const SLOWEST_LOOK: Duration = Duration::from_secs(2);
+
+impl Ours<'_> {
+    /// Tries to connect under `generation`.
+    pub(super) fn round(&self, generation: Generation) -> Result<Outcome, CommError> {
+        let own_key = self.record_key(generation, self.invitation.rank);
+        self.leave_record(generation)?;
+        moment("recorded", 0, 0);
+        let table = match self.table(generation)? {
+            Ok(table) => table,
+            Err(announced) => {
+                let _ = self.store().delete(&own_key, self.deadline);
+                return Ok(Outcome::Stale(announced));
+            }
+        };
+        // The record has served. Later the store may be gone: rank 0 may serve it, and leave.
+        let _ = self.store().delete(&own_key, Instant::now() + CLEAN_UP);
+        let outcome = self.meet(generation, &table)?;
+        if let Outcome::Connected(_) = outcome {
+            self.has_formed(generation);
+            let soon = Instant::now() + CLEAN_UP;
+            if self.invitation.rank == 0 {
+                let _ = self.store().delete(&self.announcement_key(), soon);
+                let _ = self.store().delete(&self.key(generation, "table"), soon);
+            }
+        }
+        Ok(outcome)
+    }
+
+    /// Leaves this rank's record, if no other process has left one that is this rank and lives.
+    fn leave_record(&self, generation: Generation) -> Result<(), CommError> {
+        let own = self.encoded();
+        let key = self.record_key(generation, self.invitation.rank);
+        let mut expected = Vec::new();
+        loop {
+            let there = self.store().compare_set(&key, &expected, &own, self.deadline)?;
+            if there == own {
+                return Ok(());
+            }
+            if let Some(other) = Record::decode(&there).filter(Record::answers) {
+                return Err(self.is_there_twice(generation, &other));
+            }
+            // Of a process that is gone.
+            expected = there;
+        }
+    }
+
+    /// Another living process is this rank: all ranks are told.
+    pub(super) fn is_there_twice(&self, generation: Generation, other: &Record) -> CommError {
+        let who = |record: &Record| format!("process {} at {}", record.pid, record.address.ip());
+        let what = format!(
+            "rank {} is there twice: {} and {}; does each process have a RANK of its own, and each job a port of its own?",
+            self.invitation.rank,
+            who(other),
+            who(&self.record)
+        );
+        self.refuse_all(generation, what, vec![self.invitation.rank])
+    }
+
+    /// Tells all ranks why the group does not form.
+    fn refuse_all(&self, generation: Generation, what: String, ranks: Vec<usize>) -> CommError {
+        let refusal = record::refusal(&what, &ranks);
+        // Who does not hear of it finds out by its own deadline.
+        let _ = self.store().set(&self.key(generation, "table"), &refusal, Instant::now() + CLEAN_UP);
+        self.failed(what, ranks)
+    }
+
+    /// All ranks' records; or the generation that rank 0 has announced meanwhile.
+    fn table(&self, generation: Generation) -> Result<Result<Vec<Record>, Generation>, CommError> {
+        let key = self.key(generation, "table");
+        if self.invitation.rank == 0 {
+            let values = self.gather(generation)?;
+            let table = record::decode_all(&values).and_then(|table| record::compare(&table).map(|()| table));
+            // Wrong records as well: the others shall see the same error, not wait.
+            let texts: Vec<_> = values.iter().map(|value| String::from_utf8_lossy(value)).collect();
+            let bytes = serde_json::to_vec(&texts).unwrap_or_default();
+            self.store().set(&key, &bytes, self.deadline)?;
+            return table.map(Ok).map_err(|(what, ranks)| self.failed(what, ranks));
+        }
+        let mut slice = RECHECK;
+        loop {
+            let until = (Instant::now() + slice).min(self.deadline);
+            slice = (slice * 2).min(SLOWEST_LOOK);
+            match self.store().get(&key, until) {
+                Ok(bytes) => {
+                    let table = record::decode_table(&bytes)
+                        .and_then(|table| record::compare(&table).map(|()| table));
+                    let table = table.map_err(|(what, ranks)| self.failed(what, ranks))?;
+                    if table.get(self.invitation.rank) == Some(&self.record) {
+                        return Ok(Ok(table));
+                    }
+                    // The table of an earlier process that had our rank.
+                    self.pause()?;
+                }
+                Err(error) if self.may_yet_come(&error) => {}
+                Err(StoreError::Timeout { .. }) => return Err(self.missing(generation)),
+                Err(error) => return Err(error.into()),
+            }
+            self.check_standing()?;
+            if let Some(announced) = self.announced(generation)? {
+                return Ok(Err(announced));
+            }
+        }
+    }
+
+    fn gather(&self, generation: Generation) -> Result<Vec<Vec<u8>>, CommError> {
+        let keys: Vec<_> = (0..self.invitation.size).map(|rank| self.record_key(generation, rank)).collect();
+        let keys: Vec<&[u8]> = keys.iter().map(Vec::as_slice).collect();
+        let mut notice = Instant::now() + NOTICE.min(self.invitation.options.init_timeout / 3);
+        let mut slice = RECHECK;
+        loop {
+            let until = (Instant::now() + slice).min(self.deadline);
+            slice = (slice * 2).min(SLOWEST_LOOK);
+            match self.store().multi_get(&keys, until) {
+                Err(error) if self.may_yet_come(&error) => {}
+                Err(StoreError::Timeout { .. }) => return Err(self.missing(generation)),
+                other => return Ok(other?),
+            }
+            self.check_standing()?;
+            let refusal = self.store().try_get(&self.key(generation, "table"), self.deadline)?;
+            if let Some(Err((what, ranks))) = refusal.map(|bytes| record::decode_table(&bytes)) {
+                return Err(self.failed(what, ranks));
+            }
+            if Instant::now() >= notice {
+                notice = Instant::now() + NOTICE;
+                let absent = self.absent(generation);
+                log::warn!("{}: rank(s) {} have not come yet", self.name(), Ranks(&absent));
+            }
+        }
+    }
+
+    /// Ranks that left no record, among the first.
+    fn absent(&self, generation: Generation) -> Vec<usize> {
+        let soon = Instant::now() + CLEAN_UP;
+        let absent = |&rank: &usize| {
+            let found = self.store().try_get(&self.record_key(generation, rank), soon);
+            matches!(found, Ok(None))
+        };
+        (0..self.invitation.size).take(LOOKED_UP).filter(absent).collect()
+    }
+
+    /// The error that names who left no record, on all ranks.
+    fn missing(&self, generation: Generation) -> CommError {
+        let missing = self.absent(generation);
+        if missing.is_empty() {
+            let waited = self.invitation.options.init_timeout.as_millis();
+            return self.failed(format!("rank 0 gathered nobody within {waited} ms: did it die?"), vec![0]);
+        }
+        let error = self.did_not_come(missing.clone());
+        match error {
+            CommError::Bootstrap { what, ranks, .. } if self.invitation.rank == 0 => {
+                self.refuse_all(generation, what, ranks)
+            }
+            error => error,
+        }
+    }
+
+    /// These ranks did not come: with the place where they were waited for, and what leads there.
+    pub(super) fn did_not_come(&self, missing: Vec<usize>) -> CommError {
+        let Self { invitation, .. } = self;
+        let what = format!(
+            "rank(s) {} of {} did not come within {} ms{}",
+            Ranks(&missing),
+            invitation.size,
+            invitation.options.init_timeout.as_millis(),
+            invitation.whereabouts
+        );
+        self.failed(what, missing)
+    }
+
+    /// Whether a call of the store that looked for something for a while may find it later. Over a slow network a connection
+    /// alone may take longer than that.
+    pub(super) fn may_yet_come(&self, error: &StoreError) -> bool {
+        let in_vain = matches!(error, StoreError::Timeout { .. } | StoreError::Unreachable { .. });
+        in_vain && Instant::now() < self.deadline
+    }
+
+    pub(super) fn pause(&self) -> Result<(), CommError> {
+        if Instant::now() >= self.deadline {
+            return Err(self.did_not_come(vec![0]));
+        }
+        std::thread::sleep(Duration::from_millis(10));
+        Ok(())
+    }
+}
