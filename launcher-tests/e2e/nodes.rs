@@ -74,6 +74,18 @@ fn a_killed_launcher_ends_all_nodes_and_is_named() {
 }
 
 #[test]
+fn workers_of_all_nodes_get_the_signal_that_was_sent_to_one() {
+    let job = Job::new();
+    let says = "trap 'echo INT > \"$JOB/got.$RANK\"; exit 0' INT\nwhile :; do sleep 0.02; done";
+    let nodes = three(&job, says);
+    nodes[1].signal(Signal::SIGINT);
+    for rank in 0..3 {
+        assert_eq!(job.wait_for_file(&format!("got.{rank}")), "INT\n");
+    }
+    nodes.into_iter().for_each(|node| drop(node.wait().expect(1)));
+}
+
+#[test]
 fn a_signal_to_one_node_ends_all() {
     let job = Job::new();
     let nodes = three(&job, "");

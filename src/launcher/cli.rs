@@ -41,7 +41,7 @@ pub(crate) enum Invocation {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{text}")]
 pub(crate) struct CliError {
-    /// The whole text for stderr, beginning with `error: ` and ending with a newline.
+    /// The whole text for stderr, beginning with `convoke: error: ` and ending with a newline.
     pub(crate) text: String,
     /// Exit code: 2 for usage errors, 1 for values that make no sense.
     pub(crate) code: u8,
@@ -50,12 +50,12 @@ pub(crate) struct CliError {
 impl CliError {
     /// A command line that cannot be read: exit code 2.
     pub(crate) fn usage(message: impl AsRef<str>) -> Self {
-        Self { text: format!("error: {}\n", message.as_ref()), code: 2 }
+        Self { text: format!("convoke: error: {}\n", message.as_ref()), code: 2 }
     }
 
     /// A value that can be read but makes no sense: exit code 1.
     pub(crate) fn value(message: impl AsRef<str>) -> Self {
-        Self { text: format!("error: {}\n", message.as_ref()), code: 1 }
+        Self { text: format!("convoke: error: {}\n", message.as_ref()), code: 1 }
     }
 }
 

@@ -93,8 +93,8 @@ pub(crate) enum Event {
     /// A signal to the launcher: pass it on, and end the round within `grace`. If workers are being stopped already, that is
     /// one stop; only a user who repeats Ctrl-C wants it to end `at_once`.
     Stop { signal: Signal, grace: Duration, at_once: bool },
-    /// The round is over for reasons of other nodes: stop the workers within `grace`, nobody here is to blame.
-    Abort { grace: Duration },
+    /// The round is over for reasons of other nodes: stop the workers by `signal` within `grace`, nobody here is to blame.
+    Abort { signal: Signal, grace: Duration },
     /// Time has passed.
     Tick,
 }
@@ -183,10 +183,13 @@ impl Supervisor {
                     self.stop(now, signal, grace, Why::Signal(signal), out)
                 }
                 Phase::Stopping { kill_at, why, .. } => {
-                    *kill_at = (*kill_at).min(now + grace);
-                    // A failure stays the reason. What other nodes ended would begin anew.
+                    // A failure stays the reason. What other nodes ended would begin anew; workers that save have the
+                    // time of this stop then.
                     if *why == Why::Abort {
                         *why = Why::Signal(signal);
+                        *kill_at = now + grace;
+                    } else {
+                        *kill_at = (*kill_at).min(now + grace);
                     }
                     if at_once {
                         self.kill(out);
@@ -194,9 +197,9 @@ impl Supervisor {
                 }
                 Phase::Killing { .. } | Phase::Done => {}
             },
-            Event::Abort { grace } => match &mut self.phase {
+            Event::Abort { signal, grace } => match &mut self.phase {
                 Phase::Running | Phase::Suspecting { .. } | Phase::Settling { .. } => {
-                    self.stop(now, Signal::SIGTERM, grace, Why::Abort, out);
+                    self.stop(now, signal, grace, Why::Abort, out);
                 }
                 Phase::Stopping { kill_at, .. } => *kill_at = (*kill_at).min(now + grace),
                 Phase::Killing { .. } | Phase::Done => {}

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use convoke_env::{ExitCause, Token};
+use nix::sys::signal::Signal;
 use nix::unistd::Pid;
 use tokio::sync::mpsc;
 
@@ -385,12 +386,19 @@ impl Shell {
             }
             Action::Start => self.start().err().map(End::Error),
             Action::Stop { signal, at_once } => {
-                let grace = self.config.shutdown_timeout;
+                let grace = if self.is_alone() { ALONE_GRACE } else { self.config.shutdown_timeout };
                 self.supervise(supervise::Event::Stop { signal, grace, at_once })
             }
             Action::Abort => {
-                let grace = if self.is_alone() { ALONE_GRACE } else { FAILURE_GRACE };
-                self.supervise(supervise::Event::Abort { grace })
+                let (signal, grace) = match self.verdict.as_ref().map(|verdict| &verdict.what) {
+                    _ if self.is_alone() => (Signal::SIGTERM, ALONE_GRACE),
+                    // As if it had come to this node.
+                    Some(What::Stopped { signal }) => {
+                        (Signal::try_from(*signal).unwrap_or(Signal::SIGTERM), self.config.shutdown_timeout)
+                    }
+                    Some(_) | None => (Signal::SIGTERM, FAILURE_GRACE),
+                };
+                self.supervise(supervise::Event::Abort { signal, grace })
             }
             Action::Sweep { .. } if self.round.as_ref().is_some_and(|round| round.nothing_left) => {
                 self.decide(Event::Swept)

@@ -61,11 +61,14 @@ impl Shell {
             // A bare exit code explains itself.
             let why = if root.class == Class::Exit { String::new() } else { format!(" ({})", root.class) };
             say(&format!(
-                "warning: rank {} (local_rank {}) {}{why}; restarting all {} workers of this node ({left} of {} restarts left)",
+                "warning: rank {} (local_rank {}) {}{why}; restarting {} of this node ({left} of {} restarts left)",
                 root.rank,
                 root.local_rank,
                 root.describe(),
-                self.config.nproc_per_node,
+                match self.config.nproc_per_node {
+                    1 => "the worker".to_owned(),
+                    workers => format!("all {workers} workers"),
+                },
                 self.config.max_restarts
             ));
             for line in self.flight(Some(failures)).map(|flight| flight.groups).unwrap_or_default() {

@@ -168,7 +168,10 @@ fn words_that_are_not_utf8_reach_the_script() {
     assert_eq!(config.logs.dir, LogDir::Path(PathBuf::from(&odd)));
     let flag = OsString::from_vec(b"--role=caf\xe9".to_vec());
     let error = parse_words(&[&flag, OsStr::new("x.py")], &[], &here()).expect_err("role");
-    assert_eq!((error.text.as_str(), error.code), ("error: --role=caf\u{fffd}: not valid UTF-8\n", 1));
+    assert_eq!(
+        (error.text.as_str(), error.code),
+        ("convoke: error: --role=caf\u{fffd}: not valid UTF-8\n", 1)
+    );
 }
 
 #[test]
@@ -382,7 +385,7 @@ proptest! {
     fn any_words_are_read_or_refused(words in proptest::collection::vec(any_word(), 0..6)) {
         let words: Vec<&OsStr> = words.iter().map(OsString::as_os_str).collect();
         if let Err(error) = parse_words(&words, &[], &here()) {
-            prop_assert!(error.text.starts_with("error: ") && error.text.ends_with('\n'));
+            prop_assert!(error.text.starts_with("convoke: error: ") && error.text.ends_with('\n'));
             prop_assert!(error.code == 1 || error.code == 2);
         }
     }

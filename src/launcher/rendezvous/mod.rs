@@ -109,8 +109,8 @@ pub(crate) enum RendezvousError {
         holder.as_ref().map(|holder| format!(" by {holder}")).unwrap_or_default()
     )]
     InUse { address: SocketAddr, holder: Option<String> },
-    #[error("{0}")]
-    Serve(ServeError),
+    #[error("{source}{}", serve_advice(source))]
+    Serve { source: ServeError },
     #[error("{what}: {source}")]
     System { what: String, source: std::io::Error },
 }
@@ -160,9 +160,23 @@ impl RendezvousError {
             | Self::OwnAddress { .. }
             | Self::Store(_)
             | Self::InUse { .. }
-            | Self::Serve(_)
+            | Self::Serve { .. }
             | Self::System { .. } => false,
         }
+    }
+}
+
+/// What to try where this host cannot listen, as far as that is clear.
+fn serve_advice(error: &ServeError) -> &'static str {
+    match error {
+        ServeError::Listen { source, .. } => match source.kind() {
+            std::io::ErrorKind::AddrNotAvailable => {
+                "\n  try: an address of this host; `ip addr` shows them, and a name of it works on all nodes"
+            }
+            std::io::ErrorKind::PermissionDenied => "\n  try: a port from 1024 on; those below need root",
+            _ => "",
+        },
+        _ => "",
     }
 }
 
@@ -257,6 +271,6 @@ fn serve(host: &str, port: u16) -> Result<StoreServer, RendezvousError> {
         ServeError::InUse { address } => {
             RendezvousError::InUse { address, holder: holder::holder(address.port()) }
         }
-        other => RendezvousError::Serve(other),
+        source => RendezvousError::Serve { source },
     })
 }

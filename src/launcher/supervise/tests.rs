@@ -111,7 +111,7 @@ fn a_worker_that_names_nobody_of_this_node_waits_for_all_of_it() {
 fn the_end_of_the_job_on_other_nodes_stops_those_who_wait_for_a_culprit() {
     let mut story = Story::of(2, 0);
     story.at(0, blames(0, None), &[]);
-    story.at(1, Event::Abort { grace: GRACE }, &[signal(1, Signal::SIGTERM)]);
+    story.at(1, Event::Abort { signal: Signal::SIGTERM, grace: GRACE }, &[signal(1, Signal::SIGTERM)]);
     story.at(2, killed(1, Signal::SIGTERM), &[Action::Finish(Outcome::Aborted)]);
 }
 
@@ -211,12 +211,18 @@ fn only_a_user_who_repeats_ctrl_c_ends_the_patience() {
 #[test]
 fn a_stop_by_other_nodes_and_a_signal_to_this_one_are_one_stop() {
     let mut story = Story::of(1, 0);
-    story.at(0, Event::Abort { grace: GRACE }, &[signal(0, Signal::SIGTERM)]);
+    story.at(0, Event::Abort { signal: Signal::SIGTERM, grace: GRACE }, &[signal(0, Signal::SIGTERM)]);
     let stop = Event::Stop { signal: Signal::SIGTERM, grace: Duration::from_secs(10), at_once: false };
     story.at(1_000, stop, &[]);
     story.wakes_at(Some(11_000));
     let end = Action::Finish(Outcome::Stopped { signal: Signal::SIGTERM });
     story.at(2_000, killed(0, Signal::SIGTERM), &[end]);
+    // The time that the user gives workers to save counts, not the shorter one of other nodes' failures.
+    let mut story = Story::of(1, 0);
+    story.at(0, Event::Abort { signal: Signal::SIGINT, grace: GRACE }, &[signal(0, Signal::SIGINT)]);
+    let stop = Event::Stop { signal: Signal::SIGINT, grace: Duration::from_secs(120), at_once: false };
+    story.at(1_000, stop, &[]);
+    story.wakes_at(Some(121_000));
 }
 
 #[test]
@@ -246,14 +252,18 @@ fn an_abort_in_a_hurry_leaves_less_time_to_those_that_are_being_stopped() {
     let mut story = Story::of(2, 0);
     let stop = [Action::Failing { local_rank: 0, cause: ExitCause::Code(1) }, signal(1, Signal::SIGTERM)];
     story.at(0, exit(0, 1), &stop);
-    story.at(1, Event::Abort { grace: Duration::from_millis(500) }, &[]);
+    story.at(1, Event::Abort { signal: Signal::SIGTERM, grace: Duration::from_millis(500) }, &[]);
     story.at(600, Event::Tick, &[signal(1, Signal::SIGKILL)]);
 }
 
 #[test]
 fn an_abort_stops_the_workers_and_blames_nobody() {
     let mut story = Story::of(2, 0);
-    story.at(0, Event::Abort { grace: GRACE }, &[signal(0, Signal::SIGTERM), signal(1, Signal::SIGTERM)]);
+    story.at(
+        0,
+        Event::Abort { signal: Signal::SIGTERM, grace: GRACE },
+        &[signal(0, Signal::SIGTERM), signal(1, Signal::SIGTERM)],
+    );
     story.at(1, killed(0, Signal::SIGTERM), &[]);
     story.at(2, killed(1, Signal::SIGTERM), &[Action::Finish(Outcome::Aborted)]);
 }
@@ -304,7 +314,7 @@ fn random_round(seed: u64) {
         now += Duration::from_millis(random(2_000));
         let who = usize::try_from(random(count as u64)).unwrap();
         let event = match random(12) {
-            0 if random(2) == 0 => Event::Abort { grace: GRACE },
+            0 if random(2) == 0 => Event::Abort { signal: Signal::SIGTERM, grace: GRACE },
             0 => Event::Stop { signal: Signal::SIGINT, grace: GRACE, at_once: random(2) == 0 },
             1..=5 => Event::Tick,
             _ if !alive[who] => continue,

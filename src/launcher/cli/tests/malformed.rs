@@ -175,7 +175,7 @@ fn each_malformed_line_is_refused_with_advice() {
     for (line, variable, code, message) in MALFORMED {
         let variables: Vec<(&str, &str)> = variable.split_once('=').into_iter().collect();
         let error = parse_line(line, &variables, &here()).expect_err(line);
-        assert_eq!(error.text, format!("error: {message}\n"), "{line} [{variable}]");
+        assert_eq!(error.text, format!("convoke: error: {message}\n"), "{line} [{variable}]");
         assert_eq!(error.code, *code, "{line} [{variable}]");
     }
 }
@@ -206,7 +206,7 @@ fn a_launcher_without_etcd_refuses_its_backends_with_advice() {
         ("--dry-run --rdzv-backend=etcd --rdzv-endpoint=h x.py", &[], "--rdzv-backend=etcd"),
     ] {
         let error = parse_line(line, variables, &here()).expect_err(line);
-        assert_eq!((error.text, error.code), (format!("error: {given}: {advice}\n"), 1), "{line}");
+        assert_eq!((error.text, error.code), (format!("convoke: error: {given}: {advice}\n"), 1), "{line}");
     }
     parse_line("--standalone --rdzv-backend=etcd x.py", &[], &here()).expect("the backend is ignored");
 }
@@ -217,7 +217,7 @@ fn an_empty_script_is_refused() {
     for words in [&[""][..], &["--nnodes=1", ""], &["--", ""], &["-m", ""], &["--no-python", "  "]] {
         let words: Vec<&OsStr> = words.iter().map(OsStr::new).collect();
         let error = super::parse_words(&words, &[], &here()).expect_err("empty");
-        let wanted = "error: SCRIPT is an empty word; is a variable of the shell not set, as in convoke \"$SCRIPT\"?\n";
+        let wanted = "convoke: error: SCRIPT is an empty word; is a variable of the shell not set, as in convoke \"$SCRIPT\"?\n";
         assert_eq!((error.text.as_str(), error.code), (wanted, 2), "{words:?}");
     }
 }

@@ -27,7 +27,7 @@ fn gets(tree: &Tree, allowed: impl IntoIterator<Item = usize>, flag: &str, wante
 }
 
 fn refuses(tree: &Tree, allowed: impl IntoIterator<Item = usize>, flag: &str, workers: usize, what: &str) {
-    assert_eq!(cpus(tree, allowed, flag, workers), Err(format!("error: {flag}: {what}\n")));
+    assert_eq!(cpus(tree, allowed, flag, workers), Err(format!("convoke: error: {flag}: {what}\n")));
 }
 
 /// Two sockets with four GPUs on node 0 and two on node 3, and minor numbers against the order of the bus.

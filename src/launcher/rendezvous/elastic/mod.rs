@@ -162,7 +162,7 @@ impl Elastic {
             self.warn_if_open();
         }
         let deadline = Instant::now() + self.settings.rules.join_timeout;
-        let listeners = self.listen_for_workers().map_err(RendezvousError::Serve)?;
+        let listeners = self.listen_for_workers().map_err(|source| RendezvousError::Serve { source })?;
         let port = listeners
             .first()
             .and_then(|listener| listener.local_addr().ok())
@@ -234,8 +234,8 @@ impl Elastic {
         self.round = run.round;
         let listener = self.listener.take();
         if run.group_rank == 0 && self.share_store {
-            let server =
-                StoreServer::serve(listener.into_iter().collect()).map_err(RendezvousError::Serve)?;
+            let server = StoreServer::serve(listener.into_iter().collect())
+                .map_err(|source| RendezvousError::Serve { source })?;
             let deadline = Instant::now() + Duration::from_secs(10);
             server.store().set(place::GENERATION_KEY, generation.to_string().as_bytes(), deadline)?;
             self.server = Some(server);

@@ -136,7 +136,7 @@ fn listen(settings: &Settings) -> Result<Vec<std::net::TcpListener>, RendezvousE
         Err(ServeError::InUse { address }) => {
             Err(RendezvousError::InUse { address, holder: super::super::holder::holder(address.port()) })
         }
-        Err(error) => Err(RendezvousError::Serve(error)),
+        Err(source) => Err(RendezvousError::Serve { source }),
     }
 }
 
