@@ -1,5 +1,5 @@
 //! Rules of the tree that no compiler checks: what may depend on what, where the clock and `unsafe` may
-//! be, and that what is written can be found. `docs/architecture.md` says why each rule is there.
+//! be, and that what is written can be found. `docs/internals/architecture.md` says why each rule is there.
 
 #![allow(clippy::unwrap_used, clippy::panic, clippy::print_stderr)] // a broken expectation ends the test
 

@@ -74,11 +74,11 @@ fn examples_are_short() {
 
 #[test]
 fn the_book_has_the_same_commands_and_every_example() {
-    let book = fs::read_to_string(root().join("docs/examples.md")).unwrap();
+    let book = fs::read_to_string(root().join("docs/guides/examples.md")).unwrap();
     for name in EXAMPLES {
         let (command, expected) = transcript(name);
         let transcript = format!("$ {command}\n{}\n", expected.join("\n"));
-        assert!(book.contains(&transcript), "docs/examples.md does not have:\n{transcript}");
+        assert!(book.contains(&transcript), "docs/guides/examples.md does not have:\n{transcript}");
     }
     let is_example = |name: &String| name != "lib";
     let files = fs::read_dir(root().join("src/examples")).unwrap().map(|entry| entry.unwrap().path());

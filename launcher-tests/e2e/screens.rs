@@ -1,4 +1,4 @@
-//! What a user sees, screen by screen: docs/screens.md shows what this test has seen.
+//! What a user sees, screen by screen: docs/reference/screens.md shows what this test has seen.
 //!
 //! Numbers, host and paths differ from run to run. After a change that is meant, CONVOKE_WRITE_SCREENS=1 writes the
 //! document anew.
@@ -223,14 +223,14 @@ fn the_screens_are_those_of_the_docs() {
     for Screen { title, typed, text } in &screens {
         let _ = write!(page, "\n## {title}\n```text\n$ {typed}\n{}\n```\n", text.trim_matches('\n'));
     }
-    let path = root().join("docs/screens.md");
+    let path = root().join("docs/reference/screens.md");
     if std::env::var_os("CONVOKE_WRITE_SCREENS").is_some() {
         fs::write(&path, &page).unwrap();
     }
     let docs = fs::read_to_string(&path).unwrap();
     let (docs, seen) = (shape(&docs), shape(&page));
     if let Some((docs, seen)) = docs.lines().zip(seen.lines()).find(|(docs, seen)| docs != seen) {
-        panic!("docs/screens.md shows\n  {docs}\nthe screen is\n  {seen}\nof the page\n{page}");
+        panic!("docs/reference/screens.md shows\n  {docs}\nthe screen is\n  {seen}\nof the page\n{page}");
     }
     assert_eq!(docs.lines().count(), seen.lines().count());
     assert!(screens.iter().all(|screen| screen.text.lines().count() <= 50));

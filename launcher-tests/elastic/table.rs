@@ -1,4 +1,4 @@
-//! Rows of the table in docs/failure-model.md.
+//! Rows of the table in docs/reference/failure-model.md.
 
 use std::fs::OpenOptions;
 use std::io::Write;

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Rewrites the tables of docs/performance.md from what the benchmarks have written.
+"""Rewrites the tables of docs/measurements/performance.md from what the benchmarks have written.
 
-  report.py --results target/bench [--document docs/performance.md]    # writes the tables
+  report.py --results target/bench [--document docs/measurements/performance.md]    # writes the tables
   report.py --note target/bench/launch [--python PATH/bin/python]      # before a benchmark: notes machine and date
 
 What stands between `<!-- bench:NAME -->` and `<!-- end -->` is written anew, the rest stays as it is. The names:
@@ -201,7 +201,7 @@ def blocks(results, document):
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--results", help="folder with those of each benchmark")
-    p.add_argument("--document", default="docs/performance.md")
+    p.add_argument("--document", default="docs/measurements/performance.md")
     p.add_argument("--note", metavar="FOLDER", help="note machine and date there")
     p.add_argument("--python", help="interpreter with torch")
     o = p.parse_args()

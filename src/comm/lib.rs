@@ -24,12 +24,12 @@
 //! - [`Nonblocking`] and [`Work`]: the same operations without waiting, in scopes, as futures, with callbacks.
 //!
 //! The thread that waits does the work. There is no other thread until the first nonblocking operation, and nothing
-//! happens while none is in progress. `docs/collectives.md` tells how it works inside.
+//! happens while none is in progress. `docs/internals/collectives.md` tells how it works inside.
 //!
 //! Inside, each layer knows only those before it: `kernels` (arithmetic), `plan` (who sends what
 //! when), `frame` and `links` (bytes), `flight` (records what is done), `engine` (carries out plans,
 //! notices failures), `bootstrap` (from a store to connections), `group`, `mesh` and `session` (the public face),
-//! `spawn`. What happens is said through the `log` crate (`logger`). `docs/ways-in.md` is about `session` and `spawn`.
+//! `spawn`. What happens is said through the `log` crate (`logger`). `docs/reference/joining.md` is about `session` and `spawn`.
 
 mod backend;
 mod bootstrap;

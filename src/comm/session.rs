@@ -45,7 +45,7 @@ pub fn init() -> Result<World, CommError> {
 /// none), CONVOKE_SOCKET_IFNAME, else GLOO_SOCKET_IFNAME, else NCCL_SOCKET_IFNAME (interface to listen
 /// on, see [`Listen::Interface`]), CONVOKE_ALGO (see [`GroupOptions::algorithms`]), CONVOKE_SHM
 /// (`off`: see [`GroupOptions::shared_memory`]) and CONVOKE_LOG (see
-/// `docs/worker-env.md`).
+/// `docs/reference/worker-env.md`).
 #[derive(Debug)]
 pub struct Session {
     rank: usize,

@@ -20,7 +20,7 @@ pub struct Role {
 ///
 /// `rank`, `world_size`, `master_addr` and `master_port` are what `env://` needs; a launcher that is
 /// neither torchrun nor convoke may leave out the rest, which then reads as one node. Under `mpirun` and
-/// `srun` their variables stand for those of torchrun that are not set (`docs/ways-in.md`).
+/// `srun` their variables stand for those of torchrun that are not set (`docs/reference/joining.md`).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WorkerEnv {
     /// Global rank, below `world_size`.

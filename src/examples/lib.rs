@@ -1,7 +1,7 @@
 #![doc = include_str!("../../README.md")]
 
-#[doc = include_str!("../../docs/ways-in.md")]
-pub mod ways_in {}
+#[doc = include_str!("../../docs/reference/joining.md")]
+pub mod joining {}
 
-#[doc = include_str!("../../docs/first-job.md")]
+#[doc = include_str!("../../docs/guides/first-job.md")]
 pub mod first_job {}

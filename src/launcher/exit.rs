@@ -1,4 +1,4 @@
-//! Exit codes, as torchrun's; docs/cli.md lists them for users.
+//! Exit codes, as torchrun's; docs/reference/cli.md lists them for users.
 
 use std::process::ExitCode;
 

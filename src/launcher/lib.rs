@@ -1,5 +1,5 @@
 //! The `convoke` launcher: torchrun's command line, workers that never outlive it, failures told as
-//! they happened. `docs/architecture.md` is the map of this crate.
+//! they happened. `docs/internals/architecture.md` is the map of this crate.
 //!
 //! A library only so that tests can build the binary as their own; [`main`] is all there is to call.
 
@@ -38,7 +38,7 @@ use os::Forked;
 use say::say;
 
 /// The whole program: reads the command line and the environment, runs the job, and returns the exit
-/// code that docs/cli.md states.
+/// code that docs/reference/cli.md states.
 #[must_use]
 pub fn main() -> ExitCode {
     agent::hold_signals();

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes what run_collectives.py has measured as tables for docs/performance.md.
+"""Writes what run_collectives.py has measured as tables for docs/measurements/performance.md.
 
   table.py OUT [CANDIDATE]      OUT: the folder with raw.csv; CANDIDATE: convoke:tcp if not given
 

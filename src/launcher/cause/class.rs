@@ -1,4 +1,4 @@
-//! The classes of causes. Pure. docs/failure-model.md lists them for users; a test compares the two.
+//! The classes of causes. Pure. docs/reference/failure-model.md lists them for users; a test compares the two.
 
 use std::fmt;
 

@@ -356,7 +356,7 @@ fn a_cause_of_its_own_comes_before_a_consequence_whatever_the_clocks_say() {
 
 #[test]
 fn the_documented_classes_are_those_of_the_code() {
-    let document = include_str!("../../../docs/failure-model.md");
+    let document = include_str!("../../../docs/reference/failure-model.md");
     let section = document.split("\n## Causes\n").nth(1).unwrap_or_default();
     let section = section.split("\n## ").next().unwrap_or_default();
     let documented: BTreeSet<&str> = section

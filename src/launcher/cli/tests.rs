@@ -327,7 +327,7 @@ fn a_default_is_what_help_says_it_is() {
         checked += 1;
     }
     assert!(checked > 10, "only {checked} flags with a default");
-    // Three are words for a value; one needs a GPU; two only count if they are given, as docs/cli.md says.
+    // Three are words for a value; one needs a GPU; two only count if they are given, as docs/reference/cli.md says.
     let known = [
         "--local-addr=full host name",
         "--gpus-per-worker=1",
@@ -415,7 +415,7 @@ fn any_word() -> impl Strategy<Value = OsString> {
 
 #[test]
 fn the_manual_has_every_flag_with_its_default() {
-    let manual = include_str!("../../../docs/cli.md");
+    let manual = include_str!("../../../docs/reference/cli.md");
     for flag in flags::all() {
         let short = flag.short.map_or(String::new(), |letter| format!("`-{letter}`, "));
         let start = format!("| {short}`{}` |", flag.dashed());

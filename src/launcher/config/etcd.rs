@@ -34,7 +34,7 @@ impl EtcdCluster {
     /// Error text of a launcher without it: the reason and the remedy.
     pub(crate) const MISSING: &str = "this convoke was built without etcd; install protoc (Debian: apt-get install \
         protobuf-compiler libprotobuf-dev) and rebuild (cargo build --release -p convoke), or use \
-        --rdzv-backend=c10d, with an endpoint or a shared file (docs/rendezvous.md)";
+        --rdzv-backend=c10d, with an endpoint or a shared file (docs/reference/rendezvous.md)";
 
     /// Of `--rdzv-conf`, whose keys `value` looks up; both torch backends' names for a key are understood.
     ///

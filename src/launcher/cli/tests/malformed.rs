@@ -198,7 +198,7 @@ fn a_broken_variable_does_not_matter_where_the_command_line_has_the_flag() {
 fn a_launcher_without_etcd_refuses_its_backends_with_advice() {
     let advice = "this convoke was built without etcd; install protoc (Debian: apt-get install protobuf-compiler \
         libprotobuf-dev) and rebuild (cargo build --release -p convoke), or use --rdzv-backend=c10d, with an endpoint or \
-        a shared file (docs/rendezvous.md)";
+        a shared file (docs/reference/rendezvous.md)";
     for (line, variables, given) in [
         ("--rdzv-backend=etcd --rdzv-endpoint=h:2379 x.py", &[][..], "--rdzv-backend=etcd"),
         ("--nnodes=1:2 --rdzv-backend etcd-v2 --rdzv-endpoint=h x.py", &[], "--rdzv-backend=etcd-v2"),
