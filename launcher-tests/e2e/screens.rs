@@ -14,8 +14,9 @@ use convoke_testkit::{free_port, wait_until};
 use nix::sys::signal::Signal;
 
 const BEGINNING: &str = "# Screens
-What `convoke` prints, good days and bad. A test makes these screens and compares them with this page, but for numbers, names of hosts and paths.
-[The command line](cli.md) says what goes where, the [failure model](failure-model.md#causes) what a cause can be.
+This page shows the output of `convoke` for successful and failed jobs. A test makes these screens and compares them
+with this page, except numbers, host names and paths. [The command line](cli.md#output) says where output goes. The
+[failure model](failure-model.md#causes) lists the causes.
 ";
 
 #[derive(Clone)]

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""compact.py ROWS: the rows of `--test elastic` as the table of docs/reference/failure-model.md, a fault in each line."""
+"""compact.py ROWS: the rows of `--test elastic` as the table of docs/measurements/faults.md, a fault in each line."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-//! Rows of the table in docs/reference/failure-model.md.
+//! Rows of the table in docs/measurements/faults.md.
 
 use std::fs::OpenOptions;
 use std::io::Write;

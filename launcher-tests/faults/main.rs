@@ -3,7 +3,7 @@
 //!
 //! A short form runs by default, the whole one with CONVOKE_FULL=1. Times are counted from just before the fault to
 //! the return of the last survivor's call; with CONVOKE_FAULT_TABLE=FILE they are added to FILE as rows of the
-//! table in docs/reference/failure-model.md (`scripts/bench faults`).
+//! table in docs/measurements/faults.md (`scripts/bench faults`).
 
 #![allow(clippy::unwrap_used, clippy::panic, clippy::print_stderr, clippy::print_stdout, unreachable_pub)] // all of it is tests
 

@@ -1,4 +1,4 @@
-//! Times of one kind of case: asserted against bounds, and a row of the table in docs/reference/failure-model.md.
+//! Times of one kind of case: asserted against bounds, and a row of the table in docs/measurements/faults.md.
 
 use std::fs::OpenOptions;
 use std::io::Write;
@@ -12,7 +12,7 @@ pub struct Promise {
 }
 
 impl Promise {
-    /// A dead process on this host is noticed at once: 100 ms in the median (docs/reference/failure-model.md has what was
+    /// A dead process on this host is noticed at once: 100 ms in the median (docs/measurements/faults.md has what was
     /// measured). The rest is for a machine that does much else.
     pub const AT_ONCE: Self = Self { median: Duration::from_secs(1), longest: Duration::from_secs(5) };
 

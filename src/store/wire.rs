@@ -2,7 +2,7 @@
 //!
 //! Pure: no socket and no clock. All integers are little-endian; a blob is a `u64` length and as
 //! many bytes. [`Decoder`] turns what a server reads into requests, [`encode`] is what a client
-//! sends and a server answers. `docs/reference/store.md` has the table of requests.
+//! sends and a server answers. `docs/reference/store.md` lists the differences from torch.
 
 mod decode;
 pub(crate) mod encode;

@@ -124,7 +124,7 @@ fn every_type_and_operation_that_have_a_meaning_are_right() {
         let of = rows.iter().filter(|row| row["collective"] == collective);
         of.map(|row| format!("{} {}", row["dtype"], row["op"])).collect::<BTreeSet<_>>()
     };
-    // The table of docs/internals/collectives.md: integers 8 each, floats and halves 6, complex 4, bool 7.
+    // The table of docs/reference/collectives.md: integers 8 each, floats and halves 6, complex 4, bool 7.
     assert_eq!(pairs("all_reduce").len(), 8 * 8 + 4 * 6 + 2 * 4 + 7);
     assert_eq!(pairs("all_reduce"), pairs("reduce_scatter"));
     assert_eq!(pairs("scan").len(), pairs("all_reduce").len() - 6, "a scan has no avg");
