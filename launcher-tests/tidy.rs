@@ -390,6 +390,28 @@ fn documents_are_linked_and_links_lead_somewhere() {
     assert_none(&found, "documents");
 }
 
+#[test]
+fn call_paths_name_functions_that_exist() {
+    let page = read(Path::new("docs/internals/call-paths.md"));
+    let mut found = Vec::new();
+    let mut steps = 0;
+    // A step is "1. `function` (`file`) ...".
+    for line in page.lines().filter(|line| line.starts_with(|c: char| c.is_ascii_digit())) {
+        let mut quoted = line.split('`').skip(1).step_by(2);
+        let (Some(function), Some(file)) = (quoted.next(), quoted.next()) else {
+            found.push(format!("{line}: no function and file"));
+            continue;
+        };
+        steps += 1;
+        let source = fs::read_to_string(root().join(file)).unwrap_or_default();
+        if !source.lines().any(|line| line.contains("fn ") && has_word(line, function)) {
+            found.push(format!("{file} has no function {function}"));
+        }
+    }
+    assert!(steps > 0, "no steps");
+    assert_none(&found, "docs/internals/call-paths.md");
+}
+
 /// Targets of the Markdown links to files.
 fn links(text: &str) -> impl Iterator<Item = &str> {
     text.match_indices("](").filter_map(|(start, _)| {
