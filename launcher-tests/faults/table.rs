@@ -12,8 +12,8 @@ pub struct Promise {
 }
 
 impl Promise {
-    /// A dead process on this host is noticed at once: 100 ms in the median (docs/measurements/faults.md has what was
-    /// measured). The rest is for a machine that does much else.
+    /// A dead process on this host is noticed at once: 100 ms in the median (figures: docs/measurements/faults.md).
+    /// The rest is for a machine that does much else.
     pub const AT_ONCE: Self = Self { median: Duration::from_secs(1), longest: Duration::from_secs(5) };
 
     pub fn within(bound: Duration) -> Self {

@@ -29,7 +29,8 @@
 //! Inside, each layer knows only those before it: `kernels` (arithmetic), `plan` (who sends what
 //! when), `frame` and `links` (bytes), `flight` (records what is done), `engine` (carries out plans,
 //! notices failures), `bootstrap` (from a store to connections), `group`, `mesh` and `session` (the public face),
-//! `spawn`. What happens is said through the `log` crate (`logger`). `docs/reference/joining.md` is about `session` and `spawn`.
+//! `spawn`. What happens is said through the `log` crate (`logger`). `docs/reference/joining.md` is about `session`
+//! and `spawn`.
 
 mod backend;
 mod bootstrap;

@@ -327,7 +327,7 @@ fn a_default_is_what_help_says_it_is() {
         checked += 1;
     }
     assert!(checked > 10, "only {checked} flags with a default");
-    // Three are words for a value; one needs a GPU; two only count if they are given, as docs/reference/cli.md says.
+    // Three are words for a value; one needs a GPU; two only count if they are given (docs/reference/cli.md).
     let known = [
         "--local-addr=full host name",
         "--gpus-per-worker=1",
