@@ -123,7 +123,7 @@ mod tests {
     use crate::dtype::Dtype;
 
     fn causes() -> Vec<Cause> {
-        let call = Call { kind: CallKind::Barrier, dtype: Dtype::U8, op: None, root: 0, count: 0, lens: 0 };
+        let call = Call::new(CallKind::Barrier, Dtype::U8, None, 0, 0);
         vec![
             Cause::PeerLost { rank: 3, how: Loss::Signal { signal: 9 } },
             Cause::PeerLost { rank: 3, how: Loss::Unreachable { what: "\u{1}".repeat(5000) } },

@@ -461,7 +461,7 @@ impl Inner {
             return Arc::clone(plan);
         }
         let Self { rank, size: world, ref tuning, ref topology, .. } = *self;
-        let (count, root) = (call.count as usize, call.root as usize);
+        let (count, root) = (call.count() as usize, call.root as usize);
         let (bytes, element_bytes) = (call.bytes() as usize, call.dtype.size_bytes());
         let rounding = call.rounding();
         let blocks = || Blocks::equal_of(world, count);
@@ -537,7 +537,7 @@ impl fmt::Debug for Group {
 
 fn call<T: Element>(kind: CallKind, op: Option<ReduceOp>, root: u32, count: usize) -> Call {
     let dtype: Dtype = T::DTYPE;
-    Call { kind, dtype, op, root, count: count as u64, lens: 0 }
+    Call::new(kind, dtype, op, root, count as u64)
 }
 
 fn check_len(what: &str, len: usize, expected: usize) -> Result<(), CommError> {

@@ -235,7 +235,7 @@ impl<'a> DeviceBatch<'a> {
         count: usize,
         steps: impl IntoIterator<Item = Step<Of, By>>,
     ) -> &mut Self {
-        let call = Call { kind, dtype: T::OF.dtype, op, root: root as u32, count: count as u64, lens: 0 };
+        let call = Call::new(kind, T::OF.dtype, op, root as u32, count as u64);
         self.call.get_or_insert(call);
         self.messages |= kind == CallKind::PointToPoint;
         self.steps.extend(steps);

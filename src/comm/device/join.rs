@@ -218,7 +218,7 @@ impl SplitSide {
 }
 
 /// What a split is in errors.
-const SPLIT: Call = Call { kind: CallKind::Subgroup, dtype: Dtype::U8, op: None, root: 0, count: 0, lens: 0 };
+const SPLIT: Call = Call::new(CallKind::Subgroup, Dtype::U8, None, 0, 0);
 
 /// Whether it is the context that every other library of the process has of this device.
 #[allow(unsafe_code)]

@@ -273,14 +273,7 @@ fn strangers_disturb_no_call() {
 
 /// What the third rank adds.
 fn sum(shared: &super::Shared) -> i32 {
-    let call = Call {
-        kind: CallKind::AllReduce,
-        dtype: Dtype::I32,
-        op: Some(ReduceOp::Sum),
-        root: 0,
-        count: 1,
-        lens: 0,
-    };
+    let call = Call::new(CallKind::AllReduce, Dtype::I32, Some(ReduceOp::Sum), 0, 1);
     let rounding = call.rounding();
     let topology = Topology::one_host(3);
     let algorithm = Tuning::default().all_reduce(4, &topology, rounding);

@@ -35,7 +35,7 @@ fn told() -> Told {
     let (kind, dtype, op) = (CallKind::AllReduce, Dtype::F32, Some(ReduceOp::Sum));
     Told {
         operation: Operation::Collective,
-        call: Call { kind, dtype, op, root: 0, count: 1000, lens: 0 },
+        call: Call::new(kind, dtype, op, 0, 1000),
         at_ns: now_ns(),
         seq: 0,
         algorithm: Some(Algorithm::Ring),

@@ -260,7 +260,7 @@ impl Track {
             operation: told.operation,
             algorithm: told.algorithm.map_or(0, |algorithm| algorithm as u8 + 1),
             seq: told.seq,
-            call: Call { lens: 0, ..told.call }.encode(),
+            call: told.call.with_lens(0).encode(),
             enqueued_ns: told.at_ns,
             started_ns: if told.queued { 0 } else { told.at_ns },
             ended_ns: 0,

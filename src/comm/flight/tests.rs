@@ -43,14 +43,7 @@ impl Drop for Folder {
 }
 
 fn told(seq: u64) -> Told {
-    let call = Call {
-        kind: CallKind::AllReduce,
-        dtype: Dtype::F32,
-        op: Some(ReduceOp::Sum),
-        root: 0,
-        count: 1000 + seq,
-        lens: 0,
-    };
+    let call = Call::new(CallKind::AllReduce, Dtype::F32, Some(ReduceOp::Sum), 0, 1000 + seq);
     Told {
         operation: Operation::Collective,
         call,
@@ -124,7 +117,7 @@ fn every_call_reads_in_a_recording_as_in_an_error() {
     for kind in CallKind::ALL {
         for dtype in Dtype::ALL {
             for op in [None].into_iter().chain(ReduceOp::ALL.map(Some)) {
-                let call = Call { kind, dtype, op, root: 7, count: 1 << 33, lens: 0 };
+                let call = Call::new(kind, dtype, op, 7, 1 << 33);
                 assert_eq!(names.call(&call.encode()), call.to_string());
             }
         }

@@ -195,5 +195,5 @@ fn listed<T: Element>(kind: CallKind, op: Option<ReduceOp>, lens: &[usize]) -> C
 /// As [`listed`], for a call that has a root.
 fn rooted<T: Element>(kind: CallKind, op: Option<ReduceOp>, root: usize, lens: &[usize]) -> Call {
     let list = listed::<T>(kind, op, lens);
-    Call { root: root as u32, lens: (list.root ^ list.root >> 24) & 0x00FF_FFFF | 1, ..list }
+    Call { root: root as u32, ..list }.with_lens((list.root ^ list.root >> 24) & 0x00FF_FFFF | 1)
 }

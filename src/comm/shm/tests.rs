@@ -279,7 +279,7 @@ fn kinds() -> Vec<CallKind> {
 }
 
 fn call(kind: CallKind, dtype: Dtype, root: usize, count: usize) -> Call {
-    Call { kind, dtype, op: Some(ReduceOp::Sum), root: root as u32, count: count as u64, lens: 0 }
+    Call::new(kind, dtype, Some(ReduceOp::Sum), root as u32, count as u64)
 }
 
 #[test]

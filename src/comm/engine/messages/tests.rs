@@ -16,7 +16,7 @@ fn credentials() -> Credentials {
 }
 
 fn call(len: usize, tag: u32) -> Call {
-    Call { kind: CallKind::PointToPoint, dtype: Dtype::U8, op: None, root: tag, count: len as u64, lens: 0 }
+    Call::new(CallKind::PointToPoint, Dtype::U8, None, tag, len as u64)
 }
 
 fn ticket() -> Arc<Ticket> {

@@ -38,7 +38,7 @@ fn credentials() -> Credentials {
 
 fn all_reduce_call(count: usize) -> Call {
     let (kind, dtype) = (CallKind::AllReduce, Dtype::F32);
-    Call { kind, dtype, op: Some(ReduceOp::Sum), root: 0, count: count as u64, lens: 0 }
+    Call::new(kind, dtype, Some(ReduceOp::Sum), 0, count as u64)
 }
 
 fn run(call: Call, seq: u64, plan: Plan, memory: &mut [f32], (rank, world): (usize, usize)) -> Streams {
@@ -278,7 +278,7 @@ fn another_call_is_a_mismatch_before_data_is_touched() {
     let others = [
         (Call { dtype: Dtype::I32, ..mine }, 0),
         (Call { op: Some(ReduceOp::Max), ..mine }, 0),
-        (Call { count: 101, ..mine }, 0),
+        (mine.with_count(101), 0),
         (Call { kind: CallKind::Broadcast, op: None, ..mine }, 0),
         (mine, 1),
     ];

@@ -25,14 +25,7 @@ fn who_left_without_listening_holds_up_no_monitored_barrier() {
         },
         |siege| {
             let mut engine = siege.engine();
-            let call = Call {
-                kind: CallKind::MonitoredBarrier,
-                dtype: Dtype::U8,
-                op: None,
-                root: 0,
-                count: 0,
-                lens: 0,
-            };
+            let call = Call::new(CallKind::MonitoredBarrier, Dtype::U8, None, 0, 0);
             // Rank 0 is in the barrier, and still tells us what it waits in when we listen no more.
             let control = lane_to(&mut engine, 0, Lane::Control);
             await_frame(control, Kind::State);

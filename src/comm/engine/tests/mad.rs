@@ -22,9 +22,7 @@ const MEMORY_BYTES: usize = 4 << 20;
 /// What a mad third rank sends, on which lane, and what the error must say.
 fn madness() -> Vec<(&'static str, Lane, Vec<u8>, &'static str)> {
     use Lane::{Collective, Control, Message};
-    let p2p = |count: u64, tag: u32| {
-        Call { kind: CallKind::PointToPoint, dtype: Dtype::U8, op: None, root: tag, count, lens: 0 }.encode()
-    };
+    let p2p = |count: u64, tag: u32| Call::new(CallKind::PointToPoint, Dtype::U8, None, tag, count).encode();
     let eager = |count: u64, len: usize| {
         with(Frame { call: p2p(count, 0), ..frame(Kind::Eager, len) }, &[0; 64][..len.min(64)])
     };
@@ -162,7 +160,7 @@ fn any_frame(random: &mut Random, kind: Kind) -> Vec<u8> {
         let kind = kinds[random.below(kinds.len())];
         let count = word(random);
         let tag = random.below(3) as u32;
-        call = Call { kind, dtype: Dtype::I32, op: Some(ReduceOp::Sum), root: tag, count, lens: 0 }.encode();
+        call = Call::new(kind, Dtype::I32, Some(ReduceOp::Sum), tag, count).encode();
     }
     let len = if random.below(2) == 0 { payload.len() as u64 } else { word(random) };
     let mut bytes = Frame { seq: word(random), call, len, ..frame(kind, 0) }.encode().to_vec();
@@ -204,7 +202,7 @@ fn garbage_in_every_kind_of_frame_on_every_lane_ends_the_group_with_one_cause() 
 fn more_than_was_asked_for_is_refused_before_it_is_read() {
     let sum = |count: u64| {
         let op = Some(ReduceOp::Sum);
-        Call { kind: CallKind::AllReduce, dtype: Dtype::I32, op, root: 0, count, lens: 0 }.encode()
+        Call::new(CallKind::AllReduce, Dtype::I32, op, 0, count).encode()
     };
     let data = Frame { call: sum(1), ..frame(Kind::Data, 1 << 40) };
     let errors = attacked(|engine| {
@@ -227,8 +225,7 @@ fn more_than_was_asked_for_is_refused_before_it_is_read() {
 
 #[test]
 fn announcements_without_end_are_refused() {
-    let call =
-        Call { kind: CallKind::PointToPoint, dtype: Dtype::U8, op: None, root: 7, count: 1 << 20, lens: 0 };
+    let call = Call::new(CallKind::PointToPoint, Dtype::U8, None, 7, 1 << 20);
     let many: Vec<u8> = (0..70_000)
         .flat_map(|seq| Frame { seq, call: call.encode(), ..frame(Kind::Rts, 0) }.encode())
         .collect();
@@ -323,7 +320,7 @@ fn bools_are_true_or_false_whatever_a_peer_sends() {
     const SENT: [usize; 2] = [300, 70_000];
     let hostile = |count: usize| (0..count).map(|i| (i % 256) as u8).collect::<Vec<u8>>();
     let call = |kind, op, root: usize, count: usize| {
-        Call { kind, dtype: Dtype::Bool, op, root: root as u32, count: count as u64, lens: 0 }.encode()
+        Call::new(kind, Dtype::Bool, op, root as u32, count as u64).encode()
     };
     let bytes_of = |buf: &[bool]| {
         // SAFETY: initialised memory may be read as bytes.
