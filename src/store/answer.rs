@@ -84,7 +84,7 @@ pub(crate) fn answer(
             count(out, state.num_keys());
             state.keys().for_each(|key| blob(out, key));
         }
-        Request::Will { key, value } => state.make_will(caller, key, value),
+        Request::SetLastWill { key, value } => state.set_last_will(caller, key, value),
         Request::Barrier { key, world_size } => {
             let complete = state.barrier(caller, key, world_size, woken)?;
             own_wake_ups(caller, woken_before, out, woken);

@@ -2,8 +2,8 @@
 
 mod connect;
 mod connection;
+mod last_will;
 mod pool;
-mod will;
 
 use std::borrow::Cow;
 use std::fmt;
@@ -18,8 +18,8 @@ use crate::wire::encode::{blobs, byte, counted, key_and_number};
 use crate::wire::{Kind, MAX_REPLY_BYTES, encode};
 use connect::{Address, random};
 use connection::{Connection, Failure, Waited};
+pub use last_will::{KeyWatch, LastWill};
 use pool::Pool;
-pub use will::{Watch, Will};
 
 /// The key under which torch counts workers; alone among keys it has no slash.
 const WORKERS_KEY: &[u8] = b"init/";

@@ -24,7 +24,7 @@ mod state;
 mod store;
 mod wire;
 
-pub use client::{TcpOptions, TcpStore, Watch, Will};
+pub use client::{KeyWatch, LastWill, TcpOptions, TcpStore};
 pub use error::StoreError;
 pub use file::FileStore;
 pub use keys::KeyStyle;

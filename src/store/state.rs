@@ -36,7 +36,7 @@ pub(crate) enum Refusal {
 
 /// A key, and what to store there if it is absent when its caller is gone.
 #[derive(Debug)]
-struct LastWill {
+struct LastWillEntry {
     key: Box<[u8]>,
     value: Box<[u8]>,
 }
@@ -48,7 +48,7 @@ pub(crate) struct State {
     /// Never holds an empty queue.
     queues: Map<Box<[u8]>, VecDeque<Box<[u8]>>>,
     waits: Waits,
-    wills: Map<Caller, LastWill>,
+    last_wills: Map<Caller, LastWillEntry>,
 }
 
 impl State {
@@ -204,18 +204,23 @@ impl State {
     }
 
     /// Remembers what to store when the caller is gone; an empty value forgets it.
-    pub(crate) fn make_will(&mut self, caller: Caller, key: &[u8], value: &[u8]) {
+    pub(crate) fn set_last_will(&mut self, caller: Caller, key: &[u8], value: &[u8]) {
         if value.is_empty() {
-            self.wills.remove(&caller);
+            self.last_wills.remove(&caller);
         } else {
-            self.wills.insert(caller, LastWill { key: key.into(), value: value.into() });
+            self.last_wills.insert(caller, LastWillEntry { key: key.into(), value: value.into() });
         }
     }
 
-    /// The caller is gone: ends its waits and carries out its will.
-    pub(crate) fn bury(&mut self, caller: Caller, woken: &mut Woken) {
+    /// Handles the end of a client: cancels its waits and runs its last will.
+    pub(crate) fn disconnect(&mut self, caller: Caller, woken: &mut Woken) {
         self.cancel(caller, woken);
-        if let Some(LastWill { key, value }) = self.wills.remove(&caller) {
+        self.run_last_will(caller, woken);
+    }
+
+    /// Stores the last will of the caller, if it has one and the key is absent.
+    fn run_last_will(&mut self, caller: Caller, woken: &mut Woken) {
+        if let Some(LastWillEntry { key, value }) = self.last_wills.remove(&caller) {
             self.compare_set(&key, b"", &value, woken);
         }
     }

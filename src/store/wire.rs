@@ -51,8 +51,8 @@ pub(crate) enum Kind {
     QueueLen = 16,
     ListKeys = 17,
     Barrier = 18,
-    /// Convoke's own, see [`Request::Will`].
-    Will = 0x40,
+    /// Convoke's own, see [`Request::SetLastWill`].
+    SetLastWill = 0x40,
 }
 
 impl Kind {
@@ -79,8 +79,8 @@ impl Kind {
             Kind::ListKeys,
             Kind::Barrier,
         ];
-        if byte == Kind::Will as u8 {
-            return Some(Kind::Will);
+        if byte == Kind::SetLastWill as u8 {
+            return Some(Kind::SetLastWill);
         }
         KINDS.get(usize::from(byte)).copied()
     }
@@ -149,7 +149,7 @@ pub(crate) enum Request<'a> {
     },
     /// When this connection closes, `value` is stored under `key` if that is absent. A later will of
     /// the same connection replaces this one; an empty value leaves none. No reply.
-    Will {
+    SetLastWill {
         key: &'a [u8],
         value: &'a [u8],
     },

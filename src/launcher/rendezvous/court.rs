@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use convoke_store::{Store, StoreError, TcpStore, Watch, Will};
+use convoke_store::{KeyWatch, LastWill, Store, StoreError, TcpStore};
 use serde::{Deserialize, Serialize};
 
 use crate::words;
@@ -157,8 +157,8 @@ pub(crate) struct StoreCourt {
     host: String,
     nodes: usize,
     master_host: String,
-    will: Mutex<Option<Will>>,
-    watch: Mutex<Option<Watch>>,
+    will: Mutex<Option<LastWill>>,
+    watch: Mutex<Option<KeyWatch>>,
     /// What was heard: node 0 and its store may be gone since.
     heard: Mutex<Option<Verdict>>,
     end: Mutex<End>,
@@ -177,7 +177,7 @@ impl StoreCourt {
         deadline: Instant,
     ) -> Result<Option<Self>, StoreError> {
         let lost = encode(&Verdict::new(node, &host, What::Lost));
-        match store.leave_will(format!("{run_id}/{VERDICT}").as_bytes(), &lost, deadline) {
+        match store.set_last_will(format!("{run_id}/{VERDICT}").as_bytes(), &lost, deadline) {
             Ok((will, watch)) => Ok(Some(Self {
                 job,
                 node,

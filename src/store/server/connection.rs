@@ -169,7 +169,7 @@ impl Connection {
             let Some((request, length)) = self.decoder.next(&bytes[used..]).map_err(|_| Over)? else {
                 return Ok((used, false));
             };
-            if matches!(request, Request::Will { .. }) {
+            if matches!(request, Request::SetLastWill { .. }) {
                 watch_closely(&self.stream).map_err(|_| Over)?;
             }
             answer(&mut shared.state, caller, request, replies, &mut shared.woken).map_err(|_| Over)?;

@@ -140,7 +140,7 @@ impl EventLoop {
         }
         let mut shared = self.control.hub.lock();
         let shared = &mut *shared;
-        shared.state.bury(caller, &mut shared.woken);
+        shared.state.disconnect(caller, &mut shared.woken);
         shared.take_woken(&mut self.desk.woken);
         if self.resting_until.is_some() {
             self.resting_until = Some(Instant::now());

@@ -118,10 +118,10 @@ impl Decoder {
 fn field(kind: Kind, index: u64, counted: u64) -> Field {
     match (kind, index) {
         (Kind::Validate | Kind::Ping, 0) => Field::Bytes(4),
-        (Kind::Set | Kind::Append | Kind::QueuePush | Kind::CompareSet | Kind::Will, 0)
+        (Kind::Set | Kind::Append | Kind::QueuePush | Kind::CompareSet | Kind::SetLastWill, 0)
         | (Kind::Get | Kind::Delete | Kind::QueuePop | Kind::QueueLen, 0)
         | (Kind::Add | Kind::Barrier, 0) => Field::Key,
-        (Kind::Set | Kind::Append | Kind::QueuePush | Kind::CompareSet | Kind::Will, 1)
+        (Kind::Set | Kind::Append | Kind::QueuePush | Kind::CompareSet | Kind::SetLastWill, 1)
         | (Kind::CompareSet, 2) => Field::Value,
         (Kind::Add | Kind::Barrier, 1) => Field::Bytes(WORD),
         (Kind::Check | Kind::Wait | Kind::MultiGet, 0) => Field::Count { fields_each: 1 },
@@ -130,7 +130,7 @@ fn field(kind: Kind, index: u64, counted: u64) -> Field {
         (Kind::MultiSet, index) if index <= counted && index % 2 == 1 => Field::Key,
         (Kind::MultiSet, index) if index <= counted => Field::Value,
         (Kind::Validate | Kind::Ping, _)
-        | (Kind::Set | Kind::Append | Kind::QueuePush | Kind::CompareSet | Kind::Will, _)
+        | (Kind::Set | Kind::Append | Kind::QueuePush | Kind::CompareSet | Kind::SetLastWill, _)
         | (Kind::Get | Kind::Delete | Kind::QueuePop | Kind::QueueLen, _)
         | (Kind::Add | Kind::Barrier, _)
         | (Kind::Check | Kind::Wait | Kind::MultiGet | Kind::MultiSet, _)
@@ -176,7 +176,7 @@ fn build(kind: Kind, mut rest: &[u8]) -> Result<Request<'_>, Malformed> {
         Kind::QueuePop => Request::QueuePop { key: take_blob(rest) },
         Kind::QueueLen => Request::QueueLen { key: take_blob(rest) },
         Kind::ListKeys => Request::ListKeys,
-        Kind::Will => Request::Will { key: take_blob(rest), value: take_blob(rest) },
+        Kind::SetLastWill => Request::SetLastWill { key: take_blob(rest), value: take_blob(rest) },
         Kind::Barrier => Request::Barrier { key: take_blob(rest), world_size: take_word(rest).cast_signed() },
     })
 }

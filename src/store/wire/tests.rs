@@ -201,7 +201,7 @@ fn the_first_request_must_be_a_good_validate_and_the_only_one() {
     assert_eq!(first(b"\x00GET "), Err(Malformed::Magic(u32::from_le_bytes(*b"GET "))));
     assert_eq!(first(&[0, 0xce, 0xf7, 0x85]), Ok(vec![]), "unfinished");
     assert_eq!(first(&[0, 0xce, 0xf7, 0x85, 0x3c, 0]), Err(Malformed::ValidatedTwice));
-    for kind in (19..=255).filter(|&kind| kind != Kind::Will as u8) {
+    for kind in (19..=255).filter(|&kind| kind != Kind::SetLastWill as u8) {
         assert_eq!(first(&[0, 0xce, 0xf7, 0x85, 0x3c, kind]), Err(Malformed::Type(kind)));
     }
 }

@@ -16,17 +16,17 @@ use crate::wire::encode::{blobs, counted};
 /// A last will: what the store shall say under a key when this process is gone.
 ///
 /// However its connection ends, by drop, by the death of the process or of its host, the server stores
-/// the value, if the key is absent then. Only [`withdraw`](Will::withdraw) ends it without.
+/// the value, if the key is absent then. Only [`withdraw`](LastWill::withdraw) ends it without.
 #[derive(Debug)]
-pub struct Will {
+pub struct LastWill {
     stream: TcpStream,
     key: Vec<u8>,
 }
 
-/// The other end of a [`Will`]: hears when its key has a value, be it from another's will, and when the
+/// The other end of a [`LastWill`]: hears when its key has a value, be it from another's will, and when the
 /// store is gone.
 #[derive(Debug)]
-pub struct Watch {
+pub struct KeyWatch {
     connection: Connection,
     store: String,
     key: Vec<u8>,
@@ -43,12 +43,12 @@ impl TcpStore {
     ///
     /// # Errors
     /// [`StoreError`].
-    pub fn leave_will(
+    pub fn set_last_will(
         &self,
         key: &[u8],
         value: &[u8],
         deadline: Instant,
-    ) -> Result<(Will, Watch), StoreError> {
+    ) -> Result<(LastWill, KeyWatch), StoreError> {
         check_value(value)?;
         let key = self.keys.outer(key)?.into_owned();
         let mut connection = self.pool.address.reach(deadline)?;
@@ -56,7 +56,7 @@ impl TcpStore {
         let opened = (|| {
             let stream = connection.stream().try_clone()?;
             watch_closely(&stream)?;
-            blobs(connection.request(), Kind::Will, &[&key, value]);
+            blobs(connection.request(), Kind::SetLastWill, &[&key, value]);
             connection.send_and_confirm(random(), deadline)?;
             counted(connection.request(), Kind::Wait, 1, [key.as_slice()].into_iter());
             connection.send(deadline)?;
@@ -64,18 +64,18 @@ impl TcpStore {
         })();
         match opened {
             Ok(stream) => {
-                Ok((Will { stream, key: key.clone() }, Watch { connection, store, key, ready: false }))
+                Ok((LastWill { stream, key: key.clone() }, KeyWatch { connection, store, key, ready: false }))
             }
-            Err(failure) => Err(error(failure, store, "leave_will", deadline)),
+            Err(failure) => Err(error(failure, store, "set_last_will", deadline)),
         }
     }
 }
 
-impl Will {
-    /// Takes the will back: from now on the end of this process is no news. Its [`Watch`] ends.
+impl LastWill {
+    /// Takes the will back: from now on the end of this process is no news. Its [`KeyWatch`] ends.
     pub fn withdraw(mut self) {
         let mut request = Vec::new();
-        blobs(&mut request, Kind::Will, &[&self.key, b""]);
+        blobs(&mut request, Kind::SetLastWill, &[&self.key, b""]);
         // If the store is gone, so is the will.
         if self.stream.write_all(&request).is_ok() {
             let _ = self.stream.shutdown(Shutdown::Write);
@@ -83,7 +83,7 @@ impl Will {
     }
 }
 
-impl Watch {
+impl KeyWatch {
     /// The key's value as soon as it has one; `None` at the deadline, and the call may be repeated.
     ///
     /// # Errors
@@ -138,8 +138,8 @@ mod tests {
     #[test]
     fn a_will_speaks_when_its_connection_ends_and_the_first_word_stays() {
         let (_server, store) = server();
-        let (first, first_watch) = store.leave_will(b"verdict", b"first is gone", soon()).unwrap();
-        let (second, mut second_watch) = store.leave_will(b"verdict", b"second is gone", soon()).unwrap();
+        let (first, first_watch) = store.set_last_will(b"verdict", b"first is gone", soon()).unwrap();
+        let (second, mut second_watch) = store.set_last_will(b"verdict", b"second is gone", soon()).unwrap();
         assert_eq!(second_watch.wait(Instant::now()).unwrap(), None, "nothing has happened yet");
         drop((first, first_watch));
         assert_eq!(second_watch.wait(soon()).unwrap().as_deref(), Some(&b"first is gone"[..]));
@@ -150,12 +150,12 @@ mod tests {
     #[test]
     fn a_withdrawn_will_says_nothing_and_ends_its_watch() {
         let (_server, store) = server();
-        let (will, mut watch) = store.leave_will(b"verdict", b"gone", soon()).unwrap();
+        let (will, mut watch) = store.set_last_will(b"verdict", b"gone", soon()).unwrap();
         will.withdraw();
         assert!(matches!(watch.wait(soon()), Err(StoreError::Lost { .. })));
         drop(watch);
         // The end of that connection has been dealt with when a later one is served.
-        drop(store.leave_will(b"other", b"x", soon()).unwrap());
+        drop(store.set_last_will(b"other", b"x", soon()).unwrap());
         store.wait(&[b"other"], soon()).unwrap();
         assert_eq!(store.try_get(b"verdict", soon()).unwrap(), None);
     }
@@ -163,7 +163,7 @@ mod tests {
     #[test]
     fn a_watch_sees_the_end_of_the_store() {
         let (server, store) = server();
-        let (_will, mut watch) = store.leave_will(b"verdict", b"gone", soon()).unwrap();
+        let (_will, mut watch) = store.set_last_will(b"verdict", b"gone", soon()).unwrap();
         server.shutdown();
         assert!(matches!(watch.wait(soon()), Err(StoreError::Lost { .. })));
     }
