@@ -1,4 +1,4 @@
-//! A client of a TCPStore server, torch's or ours.
+//! A client of a TCPStore server. The server may be convoke's or torch's.
 
 mod connect;
 mod connection;
@@ -14,41 +14,41 @@ use crate::error::StoreError;
 use crate::keys::{KeyStyle, check_value, not_a_number, printable};
 use crate::state::leading_number;
 use crate::store::Store;
-use crate::wire::encode::{blobs, byte, counted, key_and_number};
+use crate::wire::encode::{blobs, counted, key_and_number};
 use crate::wire::{Kind, MAX_REPLY_BYTES, encode};
-use connect::{Address, random};
-use connection::{Connection, Failure, Waited};
+use connect::{Address, random_u32};
+use connection::{Connection, ExchangeError, WaitOutcome};
 pub use last_will::{KeyWatch, LastWill};
 use pool::Pool;
 
-/// The key under which torch counts workers; alone among keys it has no slash.
+/// The key under which torch counts workers. It is the only key without a leading slash.
 const WORKERS_KEY: &[u8] = b"init/";
-/// How often [`TcpStore::wait_for_workers`] looks; torch's interval.
+/// Interval at which [`TcpStore::wait_for_workers`] reads the counter; torch uses it too.
 const WORKERS_POLL: Duration = Duration::from_millis(10);
-/// Of so many keys a timeout finds out which are missing.
-const ASKED_KEYS: usize = 64;
+/// Most keys of a timed-out wait for which the client asks the server if they exist.
+const MAX_CHECKED_KEYS: usize = 64;
 
-/// A connected store; cheap to share between threads.
+/// A client of a TCPStore server; threads share it behind a reference.
 ///
-/// Calls of several threads run side by side, each on a connection of its own, up to 32; a thread
-/// in a long wait holds up nobody. Writes return when the server has carried them out. A call ends
-/// by its deadline, a wait that times out at most 0.1 s after it. When a connection fails, its call
-/// returns [`StoreError::Lost`] and the next call opens a new one.
+/// Concurrent calls use separate connections, at most 32, so a thread in a long wait blocks no other
+/// thread. A write returns when the server has carried it out. A call ends by its deadline; a wait
+/// that times out ends at most 0.1 s later. If a connection fails, its call returns
+/// [`StoreError::Lost`] and the next call opens a new connection.
 pub struct TcpStore {
     pool: Pool,
     keys: KeyStyle,
 }
 
-/// How to talk to a server.
+/// Options of a connection to a server.
 #[derive(Debug, Clone, Copy, Default)]
 #[non_exhaustive]
 pub struct TcpOptions {
-    /// How keys are spelt on the wire; by default as torch's clients do.
+    /// The form of keys on the wire. The default is that of torch's clients.
     pub keys: KeyStyle,
 }
 
 impl TcpOptions {
-    /// Keys spelt this way.
+    /// Sets the form of keys on the wire.
     pub fn keys(mut self, keys: KeyStyle) -> TcpOptions {
         self.keys = keys;
         self
@@ -56,32 +56,34 @@ impl TcpOptions {
 }
 
 impl TcpStore {
-    /// Connects to `host:port` (`[address]:port` for IPv6), trying all addresses of the host and
-    /// again, with growing pauses, until `deadline`.
+    /// Connects to `host:port` (`[address]:port` for IPv6).
+    ///
+    /// Tries all addresses of the host, and repeats that with growing delays until `deadline`.
     ///
     /// # Errors
-    /// [`StoreError::Unreachable`] with the number of attempts and what the last one met;
-    /// [`StoreError::Invalid`] if `address` is no address.
+    /// [`StoreError::Unreachable`] with the number of attempts and the error of the last one;
+    /// [`StoreError::Invalid`] if `address` does not have this form.
     pub fn connect(address: &str, deadline: Instant) -> Result<TcpStore, StoreError> {
         TcpStore::connect_with(address, TcpOptions::default(), deadline)
     }
 
-    /// As [`connect`](TcpStore::connect), with options.
+    /// Connects as [`connect`](TcpStore::connect) does, with options.
     ///
     /// # Errors
-    /// As [`connect`](TcpStore::connect).
+    /// Returns the errors of [`connect`](TcpStore::connect).
     pub fn connect_with(
         address: &str,
         options: TcpOptions,
         deadline: Instant,
     ) -> Result<TcpStore, StoreError> {
         let address = Address::parse(address)?;
-        let first = address.reach(deadline)?;
+        let first = address.connect(deadline)?;
         Ok(TcpStore { pool: Pool::new(address, first), keys: options.keys })
     }
 
-    /// Counts this process as a worker, as torch's clients do that were given a world size; returns
-    /// how many have come so far.
+    /// Adds this process to the store's count of workers and returns the new count.
+    ///
+    /// A torch client that was given a world size does this when it connects.
     ///
     /// # Errors
     /// [`StoreError`].
@@ -93,98 +95,101 @@ impl TcpStore {
         })
     }
 
-    /// Waits until `count` workers have announced themselves, as the process that serves torch's
-    /// store does.
+    /// Waits until `count` workers have called [`announce_worker`](TcpStore::announce_worker).
+    ///
+    /// The process that serves torch's store does this. Costs two round trips every 10 ms.
     ///
     /// # Errors
-    /// [`StoreError::Timeout`].
+    /// [`StoreError::Timeout`] with the number of workers that came.
     pub fn wait_for_workers(&self, count: usize, deadline: Instant) -> Result<(), StoreError> {
         let started = Instant::now();
         let count = i64::try_from(count).unwrap_or(i64::MAX);
         loop {
-            let came = self.exchange("wait_for_workers", &[WORKERS_KEY], deadline, |connection| {
-                present(connection, WORKERS_KEY, deadline)
+            let arrived = self.exchange("wait_for_workers", &[WORKERS_KEY], deadline, |connection| {
+                get_if_present(connection, WORKERS_KEY, deadline)
             })?;
-            let came = came.as_deref().and_then(leading_number).unwrap_or(0);
-            if came >= count {
+            let arrived = arrived.as_deref().and_then(leading_number).unwrap_or(0);
+            if arrived >= count {
                 return Ok(());
             }
             if Instant::now() + WORKERS_POLL >= deadline {
-                let key = format!("init/ ({came} of {count} workers came)");
+                let key = format!("init/ ({arrived} of {count} workers came)");
                 return Err(self.timeout("wait_for_workers", vec![key], started));
             }
             thread::sleep(WORKERS_POLL);
         }
     }
 
-    /// Runs one exchange on a connection of its own, which is dropped if the exchange fails.
+    /// Runs one exchange on a connection that no other call uses meanwhile. A connection whose
+    /// exchange failed is dropped.
     fn exchange<R>(
         &self,
         operation: &'static str,
         keys: &[&[u8]],
         deadline: Instant,
-        work: impl FnOnce(&mut Connection) -> Result<R, Failure>,
+        work: impl FnOnce(&mut Connection) -> Result<R, ExchangeError>,
     ) -> Result<R, StoreError> {
         let started = Instant::now();
-        let late = || self.timeout(operation, printable(keys.iter().copied()), started);
-        let mut connection = self.pool.take(deadline)?.ok_or_else(late)?;
+        let timeout = || self.timeout(operation, printable(keys.iter().copied()), started);
+        let mut connection = self.pool.acquire(deadline)?.ok_or_else(timeout)?;
         let store = || self.pool.address.to_string();
         match work(&mut connection) {
             Ok(result) => {
-                if connection.is_in_step() {
-                    self.pool.put_back(connection);
+                if connection.is_reusable() {
+                    self.pool.release(connection);
                 } else {
-                    self.pool.forget();
+                    self.pool.discard();
                 }
                 Ok(result)
             }
-            Err(failure) => {
+            Err(error) => {
                 drop(connection);
-                self.pool.forget();
-                Err(match failure {
-                    Failure::Late => late(),
-                    Failure::Lost(source) => StoreError::Lost { store: store(), operation, source },
-                    Failure::Protocol(what) => {
-                        StoreError::Protocol { store: store(), what: format!("{operation}: it {what}") }
+                self.pool.discard();
+                Err(match error {
+                    ExchangeError::Timeout => timeout(),
+                    ExchangeError::Lost(source) => StoreError::Lost { store: store(), operation, source },
+                    ExchangeError::Protocol(error) => {
+                        StoreError::Protocol { store: store(), what: format!("{operation}: it {error}") }
                     }
                 })
             }
         }
     }
 
-    /// Waits for `keys` and then, on the same connection, does `work`; `None` from it means that
-    /// somebody was faster, and waits again.
+    /// Waits for `keys`, then runs `work` on the same connection. If `work` returns `None`, another
+    /// client was faster, and the wait starts again.
     fn wait_then<R>(
         &self,
         operation: &'static str,
         keys: &[&[u8]],
         deadline: Instant,
-        mut work: impl FnMut(&mut Connection, &[Cow<'_, [u8]>]) -> Result<Option<R>, Failure>,
+        mut work: impl FnMut(&mut Connection, &[Cow<'_, [u8]>]) -> Result<Option<R>, ExchangeError>,
     ) -> Result<R, StoreError> {
         let started = Instant::now();
-        let names = self.keys.outer_all(keys)?;
+        let stored_keys = self.keys.stored_keys(keys)?;
         let result = self.exchange(operation, keys, deadline, |connection| {
             loop {
-                counted(connection.request(), Kind::Wait, names.len(), names.iter().map(|name| &**name));
+                key_list(connection.request(), Kind::Wait, &stored_keys);
                 connection.send(deadline)?;
-                let asked: Vec<&[u8]> = names.iter().take(ASKED_KEYS).map(|name| &**name).collect();
-                if let Waited::TimedOut { there } = connection.finish_wait(&asked, deadline)? {
-                    return Ok(Err(there));
+                let checked: Vec<&[u8]> =
+                    stored_keys.iter().take(MAX_CHECKED_KEYS).map(|stored| &**stored).collect();
+                if let WaitOutcome::TimedOut { present } = connection.finish_wait(&checked, deadline)? {
+                    return Ok(Err(present));
                 }
-                if let Some(result) = work(connection, &names)? {
+                if let Some(result) = work(connection, &stored_keys)? {
                     return Ok(Ok(result));
                 }
             }
         })?;
-        result.map_err(|there| {
-            let missing = keys.iter().zip(there).filter(|(_, there)| !there).map(|(key, _)| *key);
+        result.map_err(|present| {
+            let missing = keys.iter().zip(present).filter(|(_, present)| !present).map(|(key, _)| *key);
             let missing = printable(missing);
             let all = || printable(keys.iter().copied());
             self.timeout(operation, if missing.is_empty() { all() } else { missing }, started)
         })
     }
 
-    /// Sends one request that has no reply, and makes sure that it was carried out.
+    /// Sends one request that has no reply, and waits until the server has carried it out.
     fn write(
         &self,
         operation: &'static str,
@@ -194,7 +199,7 @@ impl TcpStore {
     ) -> Result<(), StoreError> {
         self.exchange(operation, keys, deadline, |connection| {
             request(connection.request());
-            connection.send_and_confirm(random(), deadline)
+            connection.send_and_confirm(random_u32(), deadline)
         })
     }
 
@@ -213,8 +218,11 @@ impl TcpStore {
         })
     }
 
-    /// A server hangs up on whoever adds to a value that is no number. So after a loss its value is looked at.
-    fn or_not_a_number<R>(
+    /// Replaces a loss of the connection by the error that caused it, if that is known.
+    ///
+    /// A server closes the connection of a client that adds to a value that is not a number. So after
+    /// a loss, this reads the value of `key` on another connection.
+    fn diagnose_loss<R>(
         &self,
         outcome: Result<R, StoreError>,
         operation: &'static str,
@@ -222,12 +230,13 @@ impl TcpStore {
         deadline: Instant,
     ) -> Result<R, StoreError> {
         let Err(StoreError::Lost { .. }) = &outcome else { return outcome };
-        let name = self.keys.outer(key)?;
-        let value =
-            self.exchange(operation, &[key], deadline, |connection| present(connection, &name, deadline));
+        let stored = self.keys.stored_key(key)?;
+        let value = self.exchange(operation, &[key], deadline, |connection| {
+            get_if_present(connection, &stored, deadline)
+        });
         match value {
             Ok(Some(text)) if leading_number(&text).is_none() => Err(not_a_number(key)),
-            // The store is gone, or the value was not the reason.
+            // The store is gone, or the value did not cause the loss.
             Ok(_) | Err(_) => outcome,
         }
     }
@@ -242,35 +251,42 @@ impl TcpStore {
     }
 }
 
-fn read_check(connection: &mut Connection, deadline: Instant) -> Result<bool, Failure> {
-    match connection.read_byte(deadline)? {
-        byte::READY => Ok(true),
-        byte::MISSING => Ok(false),
-        other => Err(Failure::Protocol(format!("answered a check with {other}"))),
-    }
+/// Appends a request of a count and as many keys.
+fn key_list(out: &mut Vec<u8>, kind: Kind, stored_keys: &[Cow<'_, [u8]>]) {
+    counted(out, kind, stored_keys.len(), stored_keys.iter().map(|stored| &**stored));
 }
 
-fn check(connection: &mut Connection, key: &[u8], deadline: Instant) -> Result<bool, Failure> {
+fn check(connection: &mut Connection, key: &[u8], deadline: Instant) -> Result<bool, ExchangeError> {
     counted(connection.request(), Kind::Check, 1, [key].into_iter());
     connection.send(deadline)?;
-    read_check(connection, deadline)
+    connection.read_check(deadline)
 }
 
-/// The value of `key` if it is there now. A GET of an absent key is answered like an empty value by
-/// some servers and by hanging up by others, so CHECK goes first, and decides about empty values.
-fn present(connection: &mut Connection, key: &[u8], deadline: Instant) -> Result<Option<Vec<u8>>, Failure> {
+/// Returns the value of `key`, or `None` if the key does not exist.
+///
+/// Some servers answer the GET of an absent key with an empty value, others close the connection.
+/// So a CHECK goes first, and a second CHECK follows an empty value.
+fn get_if_present(
+    connection: &mut Connection,
+    key: &[u8],
+    deadline: Instant,
+) -> Result<Option<Vec<u8>>, ExchangeError> {
     if !check(connection, key, deadline)? {
         return Ok(None);
     }
     blobs(connection.request(), Kind::Get, &[key]);
     connection.send(deadline)?;
     let value = connection.read_blob(deadline)?;
-    let there = !value.is_empty() || check(connection, key, deadline)?;
-    Ok(there.then_some(value))
+    let exists = !value.is_empty() || check(connection, key, deadline)?;
+    Ok(exists.then_some(value))
 }
 
-/// Takes the first item of a queue if there is one.
-fn pop(connection: &mut Connection, key: &[u8], deadline: Instant) -> Result<Option<Vec<u8>>, Failure> {
+/// Removes and returns the first item of a queue; `None` if the queue is empty.
+fn pop_if_present(
+    connection: &mut Connection,
+    key: &[u8],
+    deadline: Instant,
+) -> Result<Option<Vec<u8>>, ExchangeError> {
     blobs(connection.request(), Kind::QueuePop, &[key]);
     connection.send(deadline)?;
     match connection.read_number(deadline)? {
@@ -282,21 +298,21 @@ fn pop(connection: &mut Connection, key: &[u8], deadline: Instant) -> Result<Opt
 impl Store for TcpStore {
     fn set(&self, key: &[u8], value: &[u8], deadline: Instant) -> Result<(), StoreError> {
         check_value(value)?;
-        let name = self.keys.outer(key)?;
-        self.write("set", &[key], deadline, |out| blobs(out, Kind::Set, &[&name, value]))
+        let stored = self.keys.stored_key(key)?;
+        self.write("set", &[key], deadline, |out| blobs(out, Kind::Set, &[&stored, value]))
     }
 
     fn get(&self, key: &[u8], deadline: Instant) -> Result<Vec<u8>, StoreError> {
-        self.wait_then("get", &[key], deadline, |connection, names| {
-            blobs(connection.request(), Kind::Get, &[&names[0]]);
+        self.wait_then("get", &[key], deadline, |connection, stored_keys| {
+            blobs(connection.request(), Kind::Get, &[&stored_keys[0]]);
             connection.send(deadline)?;
             connection.read_blob(deadline).map(Some)
         })
     }
 
     fn try_get(&self, key: &[u8], deadline: Instant) -> Result<Option<Vec<u8>>, StoreError> {
-        let name = self.keys.outer(key)?;
-        self.exchange("get", &[key], deadline, |connection| present(connection, &name, deadline))
+        let stored = self.keys.stored_key(key)?;
+        self.exchange("get", &[key], deadline, |connection| get_if_present(connection, &stored, deadline))
     }
 
     fn compare_set(
@@ -308,32 +324,32 @@ impl Store for TcpStore {
     ) -> Result<Vec<u8>, StoreError> {
         check_value(expected)?;
         check_value(desired)?;
-        let name = self.keys.outer(key)?;
+        let stored = self.keys.stored_key(key)?;
         self.exchange("compare_set", &[key], deadline, |connection| {
-            blobs(connection.request(), Kind::CompareSet, &[&name, expected, desired]);
+            blobs(connection.request(), Kind::CompareSet, &[&stored, expected, desired]);
             connection.send(deadline)?;
             connection.read_blob(deadline)
         })
     }
 
     fn add(&self, key: &[u8], delta: i64, deadline: Instant) -> Result<i64, StoreError> {
-        let name = self.keys.outer(key)?;
-        let sum = self.number("add", &[key], deadline, |out| key_and_number(out, Kind::Add, &name, delta));
-        self.or_not_a_number(sum, "add", key, deadline)
+        let stored = self.keys.stored_key(key)?;
+        let sum = self.number("add", &[key], deadline, |out| key_and_number(out, Kind::Add, &stored, delta));
+        self.diagnose_loss(sum, "add", key, deadline)
     }
 
     fn append(&self, key: &[u8], value: &[u8], deadline: Instant) -> Result<(), StoreError> {
         check_value(value)?;
-        let name = self.keys.outer(key)?;
-        self.write("append", &[key], deadline, |out| blobs(out, Kind::Append, &[&name, value]))
+        let stored = self.keys.stored_key(key)?;
+        self.write("append", &[key], deadline, |out| blobs(out, Kind::Append, &[&stored, value]))
     }
 
     fn check(&self, keys: &[&[u8]], deadline: Instant) -> Result<bool, StoreError> {
-        let names = self.keys.outer_all(keys)?;
+        let stored_keys = self.keys.stored_keys(keys)?;
         self.exchange("check", keys, deadline, |connection| {
-            counted(connection.request(), Kind::Check, names.len(), names.iter().map(|name| &**name));
+            key_list(connection.request(), Kind::Check, &stored_keys);
             connection.send(deadline)?;
-            read_check(connection, deadline)
+            connection.read_check(deadline)
         })
     }
 
@@ -342,26 +358,26 @@ impl Store for TcpStore {
     }
 
     fn multi_get(&self, keys: &[&[u8]], deadline: Instant) -> Result<Vec<Vec<u8>>, StoreError> {
-        self.wait_then("multi_get", keys, deadline, |connection, names| {
-            counted(connection.request(), Kind::MultiGet, names.len(), names.iter().map(|name| &**name));
+        self.wait_then("multi_get", keys, deadline, |connection, stored_keys| {
+            key_list(connection.request(), Kind::MultiGet, stored_keys);
             connection.send(deadline)?;
-            connection.read_blobs(names.len(), deadline).map(Some)
+            connection.read_blobs(stored_keys.len(), deadline).map(Some)
         })
     }
 
     fn multi_set(&self, pairs: &[(&[u8], &[u8])], deadline: Instant) -> Result<(), StoreError> {
         pairs.iter().try_for_each(|(_, value)| check_value(value))?;
         let keys: Vec<&[u8]> = pairs.iter().map(|(key, _)| *key).collect();
-        let names = self.keys.outer_all(&keys)?;
+        let stored_keys = self.keys.stored_keys(&keys)?;
         self.write("multi_set", &keys, deadline, |out| {
-            let fields = names.iter().zip(pairs).flat_map(|(name, (_, value))| [&**name, value]);
-            counted(out, Kind::MultiSet, names.len(), fields);
+            let fields = stored_keys.iter().zip(pairs).flat_map(|(stored, (_, value))| [&**stored, value]);
+            counted(out, Kind::MultiSet, stored_keys.len(), fields);
         })
     }
 
     fn delete(&self, key: &[u8], deadline: Instant) -> Result<bool, StoreError> {
-        let name = self.keys.outer(key)?;
-        let deleted = self.number("delete", &[key], deadline, |out| blobs(out, Kind::Delete, &[&name]))?;
+        let stored = self.keys.stored_key(key)?;
+        let deleted = self.number("delete", &[key], deadline, |out| blobs(out, Kind::Delete, &[&stored]))?;
         Ok(deleted > 0)
     }
 
@@ -371,26 +387,27 @@ impl Store for TcpStore {
     }
 
     fn list_keys(&self, deadline: Instant) -> Result<Vec<Vec<u8>>, StoreError> {
-        let names = self.exchange("list_keys", &[], deadline, |connection| {
+        let stored_keys = self.exchange("list_keys", &[], deadline, |connection| {
             encode::bare(connection.request(), Kind::ListKeys);
             connection.send(deadline)?;
             let count = connection.read_count(MAX_REPLY_BYTES / 8, deadline)?;
             connection.read_blobs(count, deadline)
         })?;
-        Ok(names.iter().filter_map(|name| self.keys.inner(name)).map(<[u8]>::to_vec).collect())
+        Ok(stored_keys.iter().filter_map(|stored| self.keys.user_key(stored)).map(<[u8]>::to_vec).collect())
     }
 
     fn queue_push(&self, key: &[u8], value: &[u8], deadline: Instant) -> Result<(), StoreError> {
         check_value(value)?;
-        let name = self.keys.outer(key)?;
-        self.write("queue_push", &[key], deadline, |out| blobs(out, Kind::QueuePush, &[&name, value]))
+        let stored = self.keys.stored_key(key)?;
+        self.write("queue_push", &[key], deadline, |out| blobs(out, Kind::QueuePush, &[&stored, value]))
     }
 
     fn queue_pop(&self, key: &[u8], deadline: Instant) -> Result<Vec<u8>, StoreError> {
-        self.wait_then("queue_pop", &[key], deadline, |connection, names| {
-            let item = pop(connection, &names[0], deadline)?;
+        self.wait_then("queue_pop", &[key], deadline, |connection, stored_keys| {
+            let item = pop_if_present(connection, &stored_keys[0], deadline)?;
             if item.is_none() {
-                // Waiting again ends at once if the name is also a key: do not spin.
+                // If a key has the name of the queue, the next wait ends at once; the pause avoids
+                // a busy loop.
                 thread::sleep(Duration::from_millis(1));
             }
             Ok(item)
@@ -398,29 +415,31 @@ impl Store for TcpStore {
     }
 
     fn try_queue_pop(&self, key: &[u8], deadline: Instant) -> Result<Option<Vec<u8>>, StoreError> {
-        let name = self.keys.outer(key)?;
-        self.exchange("queue_pop", &[key], deadline, |connection| pop(connection, &name, deadline))
+        let stored = self.keys.stored_key(key)?;
+        self.exchange("queue_pop", &[key], deadline, |connection| {
+            pop_if_present(connection, &stored, deadline)
+        })
     }
 
     fn queue_len(&self, key: &[u8], deadline: Instant) -> Result<u64, StoreError> {
-        let name = self.keys.outer(key)?;
+        let stored = self.keys.stored_key(key)?;
         let length =
-            self.number("queue_len", &[key], deadline, |out| blobs(out, Kind::QueueLen, &[&name]))?;
+            self.number("queue_len", &[key], deadline, |out| blobs(out, Kind::QueueLen, &[&stored]))?;
         Ok(u64::try_from(length).unwrap_or(0))
     }
 
     fn barrier(&self, key: &[u8], world_size: usize, deadline: Instant) -> Result<(), StoreError> {
-        let name = self.keys.outer(key)?;
+        let stored = self.keys.stored_key(key)?;
         let started = Instant::now();
         let world_size = i64::try_from(world_size).unwrap_or(i64::MAX);
         let waited = self.exchange("barrier", &[key], deadline, |connection| {
-            key_and_number(connection.request(), Kind::Barrier, &name, world_size);
+            key_and_number(connection.request(), Kind::Barrier, &stored, world_size);
             connection.send(deadline)?;
             connection.finish_wait(&[], deadline)
         });
-        match self.or_not_a_number(waited, "barrier", key, deadline)? {
-            Waited::Ready => Ok(()),
-            Waited::TimedOut { .. } => Err(self.timeout("barrier", printable([key]), started)),
+        match self.diagnose_loss(waited, "barrier", key, deadline)? {
+            WaitOutcome::Ready => Ok(()),
+            WaitOutcome::TimedOut { .. } => Err(self.timeout("barrier", printable([key]), started)),
         }
     }
 }

@@ -1,61 +1,61 @@
-//! Why a store operation failed.
+//! The errors of store operations.
 
 use std::io;
 use std::time::Duration;
 
-/// Why a store operation failed.
+/// The reason why a store operation failed.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum StoreError {
-    /// The deadline passed; the store stays usable.
+    /// The deadline passed. The store remains usable.
     #[error("store at {store}: {operation} timed out after {} ms, waiting for {}", after.as_millis(), keys.join(", "))]
     Timeout {
         /// Address or path of the store.
         store: String,
         /// Name of the operation.
         operation: &'static str,
-        /// How long was waited.
+        /// The time waited.
         after: Duration,
-        /// Keys that were waited for, printable, at most 8 of them.
+        /// The awaited keys, escaped, at most 8 of them.
         keys: Vec<String>,
     },
-    /// Nobody answered as a store at this address until the deadline.
+    /// No store answered at this address until the deadline.
     #[error("no store at {store} after {} ms and {attempts} attempts: {last}", after.as_millis())]
     Unreachable {
         /// Address of the store.
         store: String,
-        /// How long was tried.
+        /// The time spent on attempts.
         after: Duration,
-        /// How often.
+        /// Number of attempts.
         attempts: u32,
-        /// What the last attempt met.
+        /// The error of the last attempt.
         last: String,
     },
-    /// The store went away in the middle; the connection cannot be used again.
-    #[error("store at {store} was lost during {operation}: {}", lost_how(source))]
+    /// The connection or the file failed during an operation. The operation may have taken effect.
+    #[error("store at {store} was lost during {operation}: {}", describe_loss(source))]
     Lost {
         /// Address or path of the store.
         store: String,
         /// Name of the operation.
         operation: &'static str,
-        /// What the system said.
+        /// The error of the system call.
         source: io::Error,
     },
-    /// The other side does not speak the protocol, or the file is damaged.
+    /// The peer broke the protocol, or the file is damaged.
     #[error("store at {store}: {what}")]
     Protocol {
         /// Address or path of the store.
         store: String,
-        /// What was seen.
+        /// Description of the wrong bytes or reply.
         what: String,
     },
-    /// The request cannot be made: a key or value is too long, or a value is not a number.
+    /// The request was refused: a key or value is too long, or a value is not a number.
     #[error("store: {what}")]
     Invalid {
-        /// What is wrong, and the limit.
+        /// Description of the wrong argument, with the limit.
         what: String,
     },
-    /// This kind of store has no such operation.
+    /// This kind of store does not have the operation.
     #[error("a {store} has no {operation}")]
     Unsupported {
         /// Kind of the store.
@@ -65,8 +65,9 @@ pub enum StoreError {
     },
 }
 
-/// A process that ends closes its connections, whatever the system calls that.
-fn lost_how(source: &io::Error) -> String {
+/// Describes a loss. A process that ends closes its connections, which the system reports as one of
+/// several errors.
+fn describe_loss(source: &io::Error) -> String {
     match source.kind() {
         io::ErrorKind::UnexpectedEof
         | io::ErrorKind::ConnectionReset
@@ -76,7 +77,7 @@ fn lost_how(source: &io::Error) -> String {
     }
 }
 
-/// As [`Display`](std::fmt::Display): what a `main` prints that returns it.
+/// Prints the [`Display`](std::fmt::Display) text, because a `main` that returns an error prints `Debug`.
 impl std::fmt::Debug for StoreError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         std::fmt::Display::fmt(self, f)

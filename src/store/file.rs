@@ -1,4 +1,5 @@
-//! A store in one file, for processes that share a file system; byte for byte torch's FileStore.
+//! A store in one file, for processes that share a file system. The format is that of torch's
+//! FileStore, byte for byte.
 
 mod log;
 
@@ -15,59 +16,61 @@ use crate::error::StoreError;
 use crate::keys::{KeyStyle, check_value, not_a_number, printable};
 use crate::state::leading_number;
 use crate::store::Store;
-use log::{Log, deletion, record};
+use log::{Log, push_deletion, push_record};
 
-/// Between two looks at the file while waiting; torch's interval.
+/// Interval of reading the file while waiting; torch uses it too.
 const POLL: Duration = Duration::from_millis(10);
-/// Between two tries to lock the file, which others hold for moments only.
+/// Interval of attempts to lock the file. Each operation holds the lock only briefly.
 const LOCK_POLL: Duration = Duration::from_millis(1);
-/// How long dropping a store tries to sign off.
-const SIGN_OFF_TIME: Duration = Duration::from_secs(2);
-/// Counts who has the store open.
+/// Most time for updating the counters when a store is dropped.
+const CLOSE_TIME: Duration = Duration::from_secs(2);
+/// Key that counts the processes that have the store open.
 const OPEN_KEY: &[u8] = b"refcount/";
-/// Counts who has closed it.
+/// Key that counts the processes that have closed the store.
 const CLOSED_KEY: &[u8] = b"cleanup/";
 
-/// A store in a file; torch's FileStore reads and writes the same one.
+/// A store in a file, which processes with torch's FileStore can use as well.
 ///
-/// The file is a log that only grows, kept in step by `flock`. Waiting is looking every 10 ms. It has
-/// no queues. The last of the announced workers to close it deletes the file.
+/// The file is an append-only log, protected by `flock`. A wait reads the file every 10 ms. The store
+/// has no queues. The file is deleted when the given number of workers have closed the store.
 #[derive(Debug)]
 pub struct FileStore {
     path: PathBuf,
     worker_count: Option<usize>,
-    /// Being dropped: a file that is gone by now must not come back.
-    closing: bool,
+    /// The store is being dropped: a file that was removed must not be created again.
+    is_closing: bool,
     log: Mutex<Log>,
 }
 
 impl FileStore {
     /// Opens or creates the store in the file `path`. With a `worker_count`, the file is deleted when
-    /// that many have closed it and nobody has it open.
+    /// that many processes have closed it and no process has it open.
     ///
     /// # Errors
     /// [`StoreError::Lost`] if the file cannot be opened, [`StoreError::Protocol`] if it is damaged,
-    /// [`StoreError::Timeout`] if others hold its lock.
+    /// [`StoreError::Timeout`] if other processes hold its lock until the deadline.
     pub fn open(
         path: impl AsRef<Path>,
         worker_count: Option<usize>,
         deadline: Instant,
     ) -> Result<FileStore, StoreError> {
         let path = path.as_ref().to_owned();
-        let store = FileStore { path, worker_count, closing: false, log: Mutex::default() };
-        store.add_raw("open", OPEN_KEY, 1, deadline)?;
+        let store = FileStore { path, worker_count, is_closing: false, log: Mutex::default() };
+        store.add_stored("open", OPEN_KEY, 1, deadline)?;
         Ok(store)
     }
 
-    /// As [`open`](FileStore::open) without a count, for one who has [left](FileStore::leave) under `key` and comes
-    /// back: takes that back, if the file is still the one that it has left.
+    /// Opens the store again in a process that called [`leave`](FileStore::leave) with `key`.
+    ///
+    /// Subtracts the process from the counter `key` again. Does not count if the file was removed
+    /// meanwhile: the new file has no such counter. Has no `worker_count`.
     ///
     /// # Errors
-    /// As [`open`](FileStore::open).
-    pub fn come_back(path: impl AsRef<Path>, key: &[u8], deadline: Instant) -> Result<FileStore, StoreError> {
+    /// Returns the errors of [`open`](FileStore::open).
+    pub fn rejoin(path: impl AsRef<Path>, key: &[u8], deadline: Instant) -> Result<FileStore, StoreError> {
         let path = path.as_ref().to_owned();
-        let store = FileStore { path, worker_count: None, closing: false, log: Mutex::default() };
-        let key = name(key)?;
+        let store = FileStore { path, worker_count: None, is_closing: false, log: Mutex::default() };
+        let key = stored_key(key)?;
         store.write("open", deadline, |log, out| {
             add_to(log, out, OPEN_KEY, 1)?;
             if log.has(&key) { add_to(log, out, &key, -1).map(drop) } else { Ok(()) }
@@ -75,23 +78,24 @@ impl FileStore {
         Ok(store)
     }
 
-    /// Counts under `key` that one more has left, and removes the file when `all` have.
+    /// Adds 1 to the counter `key` of processes that have left. Removes the file when it reaches `all`.
     ///
     /// # Errors
     /// [`StoreError`].
     pub fn leave(&self, key: &[u8], all: usize, deadline: Instant) -> Result<(), StoreError> {
-        let key = name(key)?;
+        let key = stored_key(key)?;
         self.write("leave", deadline, |log, out| {
-            let gone = add_to(log, out, &key, 1)?;
-            if usize::try_from(gone) == Ok(all) {
-                // While the file is locked: nobody comes back in between. At worst it stays.
+            let left = add_to(log, out, &key, 1)?;
+            if usize::try_from(left) == Ok(all) {
+                // The file is locked, so no process can rejoin in between. If the removal fails, the
+                // file stays.
                 let _ = std::fs::remove_file(&self.path);
             }
             Ok(())
         })
     }
 
-    /// Locks the file, replays what is new and lets `work` look at it.
+    /// Locks the file for reading, replays new records and passes the log to `work`.
     fn read<R>(
         &self,
         operation: &'static str,
@@ -104,8 +108,7 @@ impl FileStore {
         Ok(work(&log))
     }
 
-    /// As [`read`](FileStore::read), but nobody else has the file meanwhile; the records that `work`
-    /// leaves are appended.
+    /// Locks the file for writing, replays new records, and appends the records that `work` makes.
     fn write<R>(
         &self,
         operation: &'static str,
@@ -119,14 +122,13 @@ impl FileStore {
         let result = work(&log, &mut records)?;
         let append = |file: &mut File| {
             if file.metadata()?.len() > log.replayed_bytes {
-                // A writer died in the middle of a record.
+                // Another writer died in the middle of a record.
                 file.set_len(log.replayed_bytes)?;
             }
             file.seek(SeekFrom::Start(log.replayed_bytes))?;
             file.write_all(&records)
         };
         append(&mut file).map_err(|source| self.lost(operation, source))?;
-        // Cannot fail: these are our own records.
         log.replay(&records).map_err(|damaged| self.damaged(&damaged))?;
         Ok(result)
     }
@@ -135,14 +137,15 @@ impl FileStore {
         self.log.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Opened anew each time, as torch does: the file may have been replaced.
+    /// Opens the file. Every operation does this, as in torch, because the file may have been replaced.
     fn open_file(&self, operation: &'static str) -> Result<File, StoreError> {
         let mut options = OpenOptions::new();
-        options.read(true).write(true).create(!self.closing).truncate(false);
+        options.read(true).write(true).create(!self.is_closing).truncate(false);
         options.open(&self.path).map_err(|source| self.lost(operation, source))
     }
 
-    /// The file at the path, locked; not one that another has removed before this one got the lock.
+    /// Opens and locks the file at the path. Repeats that if another process removed or replaced the
+    /// file before the lock was acquired.
     fn open_locked(
         &self,
         operation: &'static str,
@@ -154,7 +157,7 @@ impl FileStore {
             let file = self.open_file(operation)?;
             self.lock_file(operation, deadline, || lock(&file))?;
             let locked = file.metadata().map(identity).map_err(|source| self.lost(operation, source))?;
-            if std::fs::metadata(&self.path).map(identity).is_ok_and(|named| named == locked) {
+            if std::fs::metadata(&self.path).map(identity).is_ok_and(|at_path| at_path == locked) {
                 return Ok(file);
             }
             if Instant::now() >= deadline {
@@ -167,7 +170,7 @@ impl FileStore {
         }
     }
 
-    /// The lock ends when the file is closed.
+    /// Locks the file until it is closed.
     fn lock_file(
         &self,
         operation: &'static str,
@@ -203,19 +206,20 @@ impl FileStore {
         Ok(())
     }
 
-    /// Looks every 10 ms until `look` finds something.
+    /// Reads the file every 10 ms until `find` returns a result or the deadline passes.
     fn poll<R>(
         &self,
         operation: &'static str,
         keys: &[&[u8]],
         deadline: Instant,
-        look: impl Fn(&Log) -> Option<R>,
+        find: impl Fn(&Log) -> Option<R>,
     ) -> Result<R, StoreError> {
         let started = Instant::now();
         loop {
             let found = self.read(operation, deadline, |log| {
-                look(log).ok_or_else(|| {
-                    let missing = keys.iter().filter(|key| name(key).is_ok_and(|name| !log.has(&name)));
+                find(log).ok_or_else(|| {
+                    let missing =
+                        keys.iter().filter(|key| stored_key(key).is_ok_and(|stored| !log.has(&stored)));
                     printable(missing.copied())
                 })
             })?;
@@ -236,8 +240,8 @@ impl FileStore {
         }
     }
 
-    /// Adds to a key as it stands in the file.
-    fn add_raw(
+    /// Adds to the number under a stored key.
+    fn add_stored(
         &self,
         operation: &'static str,
         key: &[u8],
@@ -268,34 +272,34 @@ impl FileStore {
 
 impl Drop for FileStore {
     fn drop(&mut self) {
-        self.closing = true;
-        let deadline = Instant::now() + SIGN_OFF_TIME;
-        let closed = self.add_raw("close", CLOSED_KEY, 1, deadline);
-        let open = self.add_raw("close", OPEN_KEY, -1, deadline);
+        self.is_closing = true;
+        let deadline = Instant::now() + CLOSE_TIME;
+        let closed = self.add_stored("close", CLOSED_KEY, 1, deadline);
+        let open = self.add_stored("close", OPEN_KEY, -1, deadline);
         let (Ok(closed), Ok(0), Some(workers)) = (closed, open, self.worker_count) else { return };
         if closed >= i64::try_from(workers).unwrap_or(i64::MAX) {
-            // At worst the file stays.
+            // If the removal fails, the file stays.
             let _ = std::fs::remove_file(&self.path);
         }
     }
 }
 
-/// Appends the record that adds `delta` to a key as it stands in the file.
+/// Appends a record that adds `delta` to the number under a stored key. Returns the sum.
 fn add_to(log: &Log, out: &mut Vec<u8>, key: &[u8], delta: i64) -> Result<i64, StoreError> {
     let old = match log.get(key) {
         None => 0,
         Some(text) => {
-            leading_number(text).ok_or_else(|| not_a_number(KeyStyle::Slash.inner(key).unwrap_or(key)))?
+            leading_number(text).ok_or_else(|| not_a_number(KeyStyle::Slash.user_key(key).unwrap_or(key)))?
         }
     };
     let sum = old.wrapping_add(delta);
-    record(out, key, sum.to_string().as_bytes());
+    push_record(out, key, sum.to_string().as_bytes());
     Ok(sum)
 }
 
-/// The user's `key` as it stands in the file.
-fn name(key: &[u8]) -> Result<Cow<'_, [u8]>, StoreError> {
-    KeyStyle::Slash.outer(key)
+/// Returns the user's `key` in the form in which the file has it.
+fn stored_key(key: &[u8]) -> Result<Cow<'_, [u8]>, StoreError> {
+    KeyStyle::Slash.stored_key(key)
 }
 
 impl Store for FileStore {
@@ -304,13 +308,13 @@ impl Store for FileStore {
     }
 
     fn get(&self, key: &[u8], deadline: Instant) -> Result<Vec<u8>, StoreError> {
-        let name = name(key)?;
-        self.poll("get", &[key], deadline, |log| log.get(&name).map(<[u8]>::to_vec))
+        let stored = stored_key(key)?;
+        self.poll("get", &[key], deadline, |log| log.get(&stored).map(<[u8]>::to_vec))
     }
 
     fn try_get(&self, key: &[u8], deadline: Instant) -> Result<Option<Vec<u8>>, StoreError> {
-        let name = name(key)?;
-        self.read("get", deadline, |log| log.get(&name).map(<[u8]>::to_vec))
+        let stored = stored_key(key)?;
+        self.read("get", deadline, |log| log.get(&stored).map(<[u8]>::to_vec))
     }
 
     fn compare_set(
@@ -321,11 +325,11 @@ impl Store for FileStore {
         deadline: Instant,
     ) -> Result<Vec<u8>, StoreError> {
         check_value(desired)?;
-        let name = name(key)?;
+        let stored = stored_key(key)?;
         self.write("compare_set", deadline, |log, out| {
-            let current = log.get(&name);
+            let current = log.get(&stored);
             if current.unwrap_or_default() == expected {
-                record(out, &name, desired);
+                push_record(out, &stored, desired);
                 return Ok(desired.to_vec());
             }
             Ok(current.unwrap_or(expected).to_vec())
@@ -333,56 +337,58 @@ impl Store for FileStore {
     }
 
     fn add(&self, key: &[u8], delta: i64, deadline: Instant) -> Result<i64, StoreError> {
-        self.add_raw("add", &name(key)?, delta, deadline)
+        self.add_stored("add", &stored_key(key)?, delta, deadline)
     }
 
     fn append(&self, key: &[u8], value: &[u8], deadline: Instant) -> Result<(), StoreError> {
         check_value(value)?;
-        let name = name(key)?;
+        let stored = stored_key(key)?;
         self.write("append", deadline, |log, out| {
-            let whole = [log.get(&name).unwrap_or_default(), value].concat();
+            let whole = [log.get(&stored).unwrap_or_default(), value].concat();
             if whole.len() > log::MAX_FIELD_BYTES {
                 return Err(StoreError::Invalid {
                     what: format!("a value of {} bytes by appending", whole.len()),
                 });
             }
-            record(out, &name, &whole);
+            push_record(out, &stored, &whole);
             Ok(())
         })
     }
 
     fn check(&self, keys: &[&[u8]], deadline: Instant) -> Result<bool, StoreError> {
-        let names = KeyStyle::Slash.outer_all(keys)?;
-        self.read("check", deadline, |log| names.iter().all(|name| log.has(name)))
+        let stored_keys = KeyStyle::Slash.stored_keys(keys)?;
+        self.read("check", deadline, |log| stored_keys.iter().all(|stored| log.has(stored)))
     }
 
     fn wait(&self, keys: &[&[u8]], deadline: Instant) -> Result<(), StoreError> {
-        let names = KeyStyle::Slash.outer_all(keys)?;
-        self.poll("wait", keys, deadline, |log| names.iter().all(|name| log.has(name)).then_some(()))
+        let stored_keys = KeyStyle::Slash.stored_keys(keys)?;
+        self.poll("wait", keys, deadline, |log| {
+            stored_keys.iter().all(|stored| log.has(stored)).then_some(())
+        })
     }
 
     fn multi_get(&self, keys: &[&[u8]], deadline: Instant) -> Result<Vec<Vec<u8>>, StoreError> {
-        let names = KeyStyle::Slash.outer_all(keys)?;
+        let stored_keys = KeyStyle::Slash.stored_keys(keys)?;
         self.poll("multi_get", keys, deadline, |log| {
-            names.iter().map(|name| log.get(name).map(<[u8]>::to_vec)).collect()
+            stored_keys.iter().map(|stored| log.get(stored).map(<[u8]>::to_vec)).collect()
         })
     }
 
     fn multi_set(&self, pairs: &[(&[u8], &[u8])], deadline: Instant) -> Result<(), StoreError> {
         pairs.iter().try_for_each(|(_, value)| check_value(value))?;
         let keys: Vec<&[u8]> = pairs.iter().map(|(key, _)| *key).collect();
-        let names = KeyStyle::Slash.outer_all(&keys)?;
+        let stored_keys = KeyStyle::Slash.stored_keys(&keys)?;
         self.write("set", deadline, |_, out| {
-            names.iter().zip(pairs).for_each(|(name, (_, value))| record(out, name, value));
+            stored_keys.iter().zip(pairs).for_each(|(stored, (_, value))| push_record(out, stored, value));
             Ok(())
         })
     }
 
     fn delete(&self, key: &[u8], deadline: Instant) -> Result<bool, StoreError> {
-        let name = name(key)?;
+        let stored = stored_key(key)?;
         self.write("delete", deadline, |log, out| {
-            deletion(out, &name);
-            Ok(log.has(&name))
+            push_deletion(out, &stored);
+            Ok(log.has(&stored))
         })
     }
 
@@ -392,7 +398,7 @@ impl Store for FileStore {
 
     fn list_keys(&self, deadline: Instant) -> Result<Vec<Vec<u8>>, StoreError> {
         self.read("list_keys", deadline, |log| {
-            log.keys().filter_map(|key| KeyStyle::Slash.inner(key)).map(<[u8]>::to_vec).collect()
+            log.keys().filter_map(|key| KeyStyle::Slash.user_key(key)).map(<[u8]>::to_vec).collect()
         })
     }
 
@@ -412,14 +418,14 @@ impl Store for FileStore {
         Err(StoreError::Unsupported { store: "file store", operation: "queue_len" })
     }
 
-    /// Of two keys, as torch's stores without a barrier of their own have it.
+    /// Uses a counter and a key that the last arrival sets, like torch's stores without a native barrier.
     fn barrier(&self, key: &[u8], world_size: usize, deadline: Instant) -> Result<(), StoreError> {
         let world_size = i64::try_from(world_size).unwrap_or(i64::MAX);
         let last = [key, b"/last_member"].concat();
         if self.add(&[key, b"/num_members"].concat(), 1, deadline)? >= world_size {
             return self.set(&last, b"1", deadline);
         }
-        let last = name(&last)?;
+        let last = stored_key(&last)?;
         self.poll("barrier", &[key], deadline, |log| log.has(&last).then_some(()))
     }
 }

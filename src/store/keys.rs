@@ -1,48 +1,51 @@
-//! How a store spells its callers' keys, and what it accepts.
+//! The form in which a store holds the user's keys, and the limits of keys and values.
 
 use std::borrow::Cow;
 
 use crate::error::StoreError;
 use crate::wire::{MAX_KEY_BYTES, MAX_KEY_COUNT, MAX_VALUE_BYTES};
 
-/// How a caller's key is spelt in the store.
+/// The form in which a store holds the user's keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum KeyStyle {
-    /// As torch's TCP and file stores do: `/` before every key. Keys without it are not seen.
+    /// `/` before every key, as in torch's TCP and file stores. Users do not see keys without it.
     #[default]
     Slash,
-    /// As given.
+    /// The key as the user gives it.
     Plain,
 }
 
 impl KeyStyle {
-    /// The caller's `key` as the store holds it.
+    /// Returns the user's `key` in the form in which the store holds it.
     ///
     /// # Errors
-    /// [`StoreError::Invalid`] if it is too long.
-    pub(crate) fn outer(self, key: &[u8]) -> Result<Cow<'_, [u8]>, StoreError> {
-        let outer = match self {
+    /// [`StoreError::Invalid`] if that is longer than [`MAX_KEY_BYTES`].
+    pub(crate) fn stored_key(self, key: &[u8]) -> Result<Cow<'_, [u8]>, StoreError> {
+        let stored = match self {
             KeyStyle::Slash => Cow::Owned([b"/", key].concat()),
             KeyStyle::Plain => Cow::Borrowed(key),
         };
-        if outer.len() > MAX_KEY_BYTES {
-            let what = format!("a key of {} bytes, the limit is {MAX_KEY_BYTES}", outer.len());
+        if stored.len() > MAX_KEY_BYTES {
+            let what = format!("a key of {} bytes, the limit is {MAX_KEY_BYTES}", stored.len());
             return Err(StoreError::Invalid { what });
         }
-        Ok(outer)
+        Ok(stored)
     }
 
-    /// Several keys, as by [`outer`](KeyStyle::outer).
-    pub(crate) fn outer_all<'a>(self, keys: &[&'a [u8]]) -> Result<Vec<Cow<'a, [u8]>>, StoreError> {
+    /// Returns the user's `keys` in the form in which the store holds them.
+    ///
+    /// # Errors
+    /// [`StoreError::Invalid`] if one is too long or there are more than [`MAX_KEY_COUNT`].
+    pub(crate) fn stored_keys<'a>(self, keys: &[&'a [u8]]) -> Result<Vec<Cow<'a, [u8]>>, StoreError> {
         if keys.len() > MAX_KEY_COUNT {
             let what = format!("{} keys at once, the limit is {MAX_KEY_COUNT}", keys.len());
             return Err(StoreError::Invalid { what });
         }
-        keys.iter().map(|key| self.outer(key)).collect()
+        keys.iter().map(|key| self.stored_key(key)).collect()
     }
 
-    /// The caller's name of a key in the store; `None` if callers cannot see it.
-    pub(crate) fn inner(self, key: &[u8]) -> Option<&[u8]> {
+    /// Returns the user's form of a stored key; `None` if users do not see the key.
+    pub(crate) fn user_key(self, key: &[u8]) -> Option<&[u8]> {
         match self {
             KeyStyle::Slash => key.strip_prefix(b"/"),
             KeyStyle::Plain => Some(key),
@@ -50,8 +53,10 @@ impl KeyStyle {
     }
 }
 
+/// Checks the length of a value.
+///
 /// # Errors
-/// [`StoreError::Invalid`] if the value is longer than the protocol carries.
+/// [`StoreError::Invalid`] if it is longer than [`MAX_VALUE_BYTES`].
 pub(crate) fn check_value(value: &[u8]) -> Result<(), StoreError> {
     if value.len() > MAX_VALUE_BYTES {
         let what = format!("a value of {} bytes, the limit is {MAX_VALUE_BYTES}", value.len());
@@ -60,12 +65,12 @@ pub(crate) fn check_value(value: &[u8]) -> Result<(), StoreError> {
     Ok(())
 }
 
-/// The same from every store: its value, text or beyond the range, cannot be added to.
+/// Returns the error of every store for adding to a value that is not a number or out of range.
 pub(crate) fn not_a_number(key: &[u8]) -> StoreError {
     StoreError::Invalid { what: format!("the value of {} is not a number", printable([key]).concat()) }
 }
 
-/// Keys for a message: at most 8, each printable and not longer than a line.
+/// Returns keys for an error message: at most 8, escaped, at most 128 bytes of each.
 pub(crate) fn printable<'a>(keys: impl IntoIterator<Item = &'a [u8]>) -> Vec<String> {
     const SHOWN_KEYS: usize = 8;
     const SHOWN_BYTES: usize = 128;
@@ -82,16 +87,16 @@ mod tests {
 
     #[test]
     fn a_slash_is_put_before_keys_and_taken_away_again() {
-        assert_eq!(KeyStyle::Slash.outer(b"a/b").unwrap(), &b"/a/b"[..]);
-        assert_eq!(KeyStyle::Slash.inner(b"/a/b"), Some(&b"a/b"[..]));
-        assert_eq!(KeyStyle::Slash.inner(b"init/"), None);
-        assert_eq!(KeyStyle::Plain.outer(b"a/b").unwrap(), &b"a/b"[..]);
+        assert_eq!(KeyStyle::Slash.stored_key(b"a/b").unwrap(), &b"/a/b"[..]);
+        assert_eq!(KeyStyle::Slash.user_key(b"/a/b"), Some(&b"a/b"[..]));
+        assert_eq!(KeyStyle::Slash.user_key(b"init/"), None);
+        assert_eq!(KeyStyle::Plain.stored_key(b"a/b").unwrap(), &b"a/b"[..]);
     }
 
     #[test]
     fn the_limit_counts_the_slash() {
-        assert!(KeyStyle::Slash.outer(&[b'k'; MAX_KEY_BYTES - 1]).is_ok());
-        let error = KeyStyle::Slash.outer(&[b'k'; MAX_KEY_BYTES]).unwrap_err();
+        assert!(KeyStyle::Slash.stored_key(&[b'k'; MAX_KEY_BYTES - 1]).is_ok());
+        let error = KeyStyle::Slash.stored_key(&[b'k'; MAX_KEY_BYTES]).unwrap_err();
         assert_eq!(error.to_string(), "store: a key of 8193 bytes, the limit is 8192");
     }
 

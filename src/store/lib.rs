@@ -1,25 +1,27 @@
-//! Key-value stores through which the processes of a job find each other.
+//! Key-value stores through which the processes of a job exchange addresses and other small data.
 //!
-//! [`Store`] is what the rest of convoke uses; behind it stand the c10d TCPStore protocol of
-//! torch.distributed ([`StoreServer`], [`TcpStore`]), a file on a shared file system
-//! ([`FileStore`]), a map in memory ([`MemoryStore`]), and prefixes over any of them
-//! ([`PrefixStore`]).
+//! [`Store`] is the interface. It has these implementations:
+//! - [`TcpStore`]: a client of a server with the c10d TCPStore protocol of torch.distributed;
+//!   [`StoreServer`] is such a server.
+//! - [`FileStore`]: a file on a shared file system.
+//! - [`MemoryStore`]: a map in the memory of one process.
+//! - [`PrefixStore`]: a prefix for all keys of another store.
 //!
-//! `wire`, `state` and `answer` decide and are pure; `server`, `client` and `file` do the I/O.
+//! The modules `wire`, `state` and `answer` are pure. `server`, `client` and `file` do the I/O.
 
 #[cfg(not(target_os = "linux"))]
 compile_error!("convoke runs on Linux only");
 
 mod answer;
 mod client;
-mod close_watch;
 mod error;
 mod file;
-mod hub;
+mod keepalive;
 mod keys;
 mod memory;
 mod prefix;
 mod server;
+mod shared_store;
 mod state;
 mod store;
 mod wire;

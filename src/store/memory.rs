@@ -1,101 +1,112 @@
-//! A store in this process's memory, and a server's own view of its keys.
+//! A store in this process's memory. A server also uses it to access its own keys.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use std::{fmt, io, mem, thread};
 
 use crate::error::StoreError;
-use crate::hub::{Closed, Hub, Shared, Ticket, WaitEnd};
 use crate::keys::{KeyStyle, check_value, not_a_number, printable};
-use crate::state::{Caller, Refusal, State};
+use crate::shared_store::{LockedStore, SharedStore, ShutDown, WaitEnd, Waiter};
+use crate::state::{ClientId, Refusal, State};
 use crate::store::Store;
 
 /// A store in memory for the threads of one process; clones share their keys.
 ///
-/// Torch calls this a HashStore. An operation costs a lock and no system call; a wait sleeps.
+/// It corresponds to torch's HashStore. An operation costs a lock and no system call. A waiting thread
+/// sleeps on a condition variable.
 #[derive(Clone)]
 pub struct MemoryStore {
-    hub: Arc<Hub>,
+    shared: Arc<SharedStore>,
     keys: KeyStyle,
     name: Arc<str>,
 }
 
 impl MemoryStore {
-    /// An empty store, keys as given.
+    /// Creates an empty store. Keys are stored as the user gives them.
     pub fn new() -> MemoryStore {
-        MemoryStore { hub: Arc::new(Hub::local()), keys: KeyStyle::Plain, name: "memory".into() }
+        MemoryStore {
+            shared: Arc::new(SharedStore::in_process()),
+            keys: KeyStyle::Plain,
+            name: "memory".into(),
+        }
     }
 
-    /// A view of a server's keys, spelt as its TCP clients spell them.
-    pub(crate) fn of_server(hub: Arc<Hub>, name: &str) -> MemoryStore {
-        MemoryStore { hub, keys: KeyStyle::Slash, name: name.into() }
+    /// Creates a view of a server's keys, which have the form that its TCP clients use.
+    pub(crate) fn server_view(shared: Arc<SharedStore>, name: &str) -> MemoryStore {
+        MemoryStore { shared, keys: KeyStyle::Slash, name: name.into() }
     }
 
-    fn with<R>(&self, operation: &'static str, work: impl FnOnce(&mut Shared) -> R) -> Result<R, StoreError> {
-        self.hub.with(work).map_err(|Closed| self.closed(operation))
+    fn with<R>(
+        &self,
+        operation: &'static str,
+        work: impl FnOnce(&mut LockedStore) -> R,
+    ) -> Result<R, StoreError> {
+        self.shared.with(work).map_err(|ShutDown| self.shut_down_error(operation))
     }
 
-    fn closed(&self, operation: &'static str) -> StoreError {
+    fn shut_down_error(&self, operation: &'static str) -> StoreError {
         let source = io::Error::new(io::ErrorKind::ConnectionAborted, "the server was shut down");
         StoreError::Lost { store: self.name.to_string(), operation, source }
     }
 
-    /// Tries `attempt`, and again each time that `keys` have appeared, until the deadline.
-    fn until<R>(
+    /// Runs `attempt`, and repeats it each time `keys` exist, until it returns a result or the
+    /// deadline passes.
+    fn wait_until<R>(
         &self,
         operation: &'static str,
         keys: &[&[u8]],
         deadline: Instant,
-        mut attempt: impl FnMut(&mut State, Caller) -> Option<R>,
+        mut attempt: impl FnMut(&mut State, ClientId) -> Option<R>,
     ) -> Result<R, StoreError> {
-        let names = self.keys.outer_all(keys)?;
+        let stored_keys = self.keys.stored_keys(keys)?;
         let started = Instant::now();
-        let caller = self.with(operation, Shared::new_thread)?;
+        let client = self.with(operation, LockedStore::new_thread)?;
         loop {
-            let step = self.with(operation, |shared| {
-                if let Some(result) = attempt(&mut shared.state, caller) {
-                    shared.state.forget_item(caller);
-                    return Ok(Step::Done(result));
+            let step = self.with(operation, |locked| {
+                if let Some(result) = attempt(&mut locked.state, client) {
+                    locked.state.clear_offer(client);
+                    return Ok(NextStep::Done(result));
                 }
-                let there = shared.state.wait(caller, names.iter().map(|name| &**name))?;
-                Ok(if there { Step::Poll } else { Step::Sleep(shared.ticket(caller)) })
+                let keys_exist = locked.state.wait(client, stored_keys.iter().map(|stored| &**stored))?;
+                Ok(if keys_exist { NextStep::Poll } else { NextStep::Sleep(locked.waiter(client)) })
             })?;
             match step.map_err(|refusal| refused(keys.first().copied().unwrap_or_default(), refusal))? {
-                Step::Done(result) => return Ok(result),
-                Step::Sleep(ticket) => self.sleep(operation, keys, caller, &ticket, started, deadline)?,
-                Step::Poll if Instant::now() >= deadline => {
+                NextStep::Done(result) => return Ok(result),
+                NextStep::Sleep(waiter) => self.sleep(operation, keys, client, &waiter, started, deadline)?,
+                NextStep::Poll if Instant::now() >= deadline => {
                     return Err(self.timeout(operation, keys, started));
                 }
-                Step::Poll => thread::sleep(POLL),
+                NextStep::Poll => thread::sleep(POLL),
             }
         }
     }
 
-    /// Sleeps until the ticket's wait is over; at the deadline gives it up.
+    /// Sleeps until the wait of `client` ends. At the deadline it cancels the wait and returns
+    /// [`StoreError::Timeout`] with the missing keys.
     fn sleep(
         &self,
         operation: &'static str,
         keys: &[&[u8]],
-        caller: Caller,
-        ticket: &Ticket,
+        client: ClientId,
+        waiter: &Waiter,
         started: Instant,
         deadline: Instant,
     ) -> Result<(), StoreError> {
-        let mut end = ticket.sleep(deadline);
+        let mut end = waiter.sleep(deadline);
         let mut missing = Vec::new();
         if end.is_none() {
-            self.with(operation, |shared| {
-                shared.give_up(caller);
-                // It may have been woken between the deadline and the lock.
-                end = ticket.ended();
+            self.with(operation, |locked| {
+                locked.cancel_wait(client);
+                // Another thread may have woken it between the deadline and the lock.
+                end = waiter.outcome();
                 let is_missing =
-                    |key: &&[u8]| self.keys.outer(key).is_ok_and(|name| !shared.state.has(&name));
+                    |key: &&[u8]| self.keys.stored_key(key).is_ok_and(|stored| !locked.state.has(&stored));
                 missing = keys.iter().copied().filter(is_missing).collect();
             })?;
         }
         match end {
             Some(WaitEnd::Ready) => Ok(()),
-            Some(WaitEnd::Closed) => Err(self.closed(operation)),
+            Some(WaitEnd::ShutDown) => Err(self.shut_down_error(operation)),
             None => Err(self.timeout(operation, if missing.is_empty() { keys } else { &missing }, started)),
         }
     }
@@ -110,13 +121,13 @@ impl MemoryStore {
     }
 }
 
-/// Between two looks at a queue whose name is also a key, so that waiting for it ends at once.
+/// Interval of polling a queue while a key of that name exists: a wait for the key would end at once.
 const POLL: Duration = Duration::from_millis(10);
 
-/// What a blocking operation does next.
-enum Step<R> {
+/// The next step of a blocking operation.
+enum NextStep<R> {
     Done(R),
-    Sleep(Arc<Ticket>),
+    Sleep(Arc<Waiter>),
     Poll,
 }
 
@@ -130,18 +141,18 @@ fn refused(key: &[u8], refusal: Refusal) -> StoreError {
 impl Store for MemoryStore {
     fn set(&self, key: &[u8], value: &[u8], _deadline: Instant) -> Result<(), StoreError> {
         check_value(value)?;
-        let key = self.keys.outer(key)?;
-        self.with("set", |shared| shared.state.set(&key, value, &mut shared.woken))
+        let key = self.keys.stored_key(key)?;
+        self.with("set", |locked| locked.state.set(&key, value, &mut locked.woken))
     }
 
     fn get(&self, key: &[u8], deadline: Instant) -> Result<Vec<u8>, StoreError> {
-        let name = self.keys.outer(key)?;
-        self.until("get", &[key], deadline, |state, _| state.get(&name).map(<[u8]>::to_vec))
+        let stored = self.keys.stored_key(key)?;
+        self.wait_until("get", &[key], deadline, |state, _| state.get(&stored).map(<[u8]>::to_vec))
     }
 
     fn try_get(&self, key: &[u8], _deadline: Instant) -> Result<Option<Vec<u8>>, StoreError> {
-        let key = self.keys.outer(key)?;
-        self.with("get", |shared| shared.state.get(&key).map(<[u8]>::to_vec))
+        let key = self.keys.stored_key(key)?;
+        self.with("get", |locked| locked.state.get(&key).map(<[u8]>::to_vec))
     }
 
     fn compare_set(
@@ -153,112 +164,113 @@ impl Store for MemoryStore {
     ) -> Result<Vec<u8>, StoreError> {
         check_value(expected)?;
         check_value(desired)?;
-        let key = self.keys.outer(key)?;
-        self.with("compare_set", |shared| {
-            shared.state.compare_set(&key, expected, desired, &mut shared.woken).to_vec()
+        let key = self.keys.stored_key(key)?;
+        self.with("compare_set", |locked| {
+            locked.state.compare_set(&key, expected, desired, &mut locked.woken).to_vec()
         })
     }
 
     fn add(&self, key: &[u8], delta: i64, _deadline: Instant) -> Result<i64, StoreError> {
-        let name = self.keys.outer(key)?;
-        let sum = self.with("add", |shared| shared.state.add(&name, delta, &mut shared.woken))?;
+        let stored = self.keys.stored_key(key)?;
+        let sum = self.with("add", |locked| locked.state.add(&stored, delta, &mut locked.woken))?;
         sum.map_err(|refusal| refused(key, refusal))
     }
 
     fn append(&self, key: &[u8], value: &[u8], _deadline: Instant) -> Result<(), StoreError> {
         check_value(value)?;
-        let name = self.keys.outer(key)?;
-        let whole = self.with("append", |shared| shared.state.append(&name, value, &mut shared.woken))?;
+        let stored = self.keys.stored_key(key)?;
+        let whole = self.with("append", |locked| locked.state.append(&stored, value, &mut locked.woken))?;
         whole.map_err(|refusal| refused(key, refusal))
     }
 
     fn check(&self, keys: &[&[u8]], _deadline: Instant) -> Result<bool, StoreError> {
-        let keys = self.keys.outer_all(keys)?;
-        self.with("check", |shared| keys.iter().all(|key| shared.state.has(key)))
+        let keys = self.keys.stored_keys(keys)?;
+        self.with("check", |locked| keys.iter().all(|key| locked.state.has(key)))
     }
 
     fn wait(&self, keys: &[&[u8]], deadline: Instant) -> Result<(), StoreError> {
-        let names = self.keys.outer_all(keys)?;
+        let stored_keys = self.keys.stored_keys(keys)?;
         let mut woken = false;
-        self.until("wait", keys, deadline, |state, _| {
-            // Once woken all keys have been there, even if one is gone again.
-            let over = mem::replace(&mut woken, true) || names.iter().all(|name| state.has(name));
-            over.then_some(())
+        self.wait_until("wait", keys, deadline, |state, _| {
+            // After a wake-up all keys have existed, even if one was deleted meanwhile.
+            let has_ended =
+                mem::replace(&mut woken, true) || stored_keys.iter().all(|stored| state.has(stored));
+            has_ended.then_some(())
         })
     }
 
     fn multi_get(&self, keys: &[&[u8]], deadline: Instant) -> Result<Vec<Vec<u8>>, StoreError> {
-        let names = self.keys.outer_all(keys)?;
-        self.until("multi_get", keys, deadline, |state, _| {
-            names.iter().map(|name| state.get(name).map(<[u8]>::to_vec)).collect()
+        let stored_keys = self.keys.stored_keys(keys)?;
+        self.wait_until("multi_get", keys, deadline, |state, _| {
+            stored_keys.iter().map(|stored| state.get(stored).map(<[u8]>::to_vec)).collect()
         })
     }
 
     fn multi_set(&self, pairs: &[(&[u8], &[u8])], _deadline: Instant) -> Result<(), StoreError> {
         pairs.iter().try_for_each(|(_, value)| check_value(value))?;
         let keys: Vec<&[u8]> = pairs.iter().map(|(key, _)| *key).collect();
-        let keys = self.keys.outer_all(&keys)?;
-        self.with("multi_set", |shared| {
+        let keys = self.keys.stored_keys(&keys)?;
+        self.with("multi_set", |locked| {
             for (key, (_, value)) in keys.iter().zip(pairs) {
-                shared.state.set(key, value, &mut shared.woken);
+                locked.state.set(key, value, &mut locked.woken);
             }
         })
     }
 
     fn delete(&self, key: &[u8], _deadline: Instant) -> Result<bool, StoreError> {
-        let key = self.keys.outer(key)?;
-        self.with("delete", |shared| shared.state.delete(&key))
+        let key = self.keys.stored_key(key)?;
+        self.with("delete", |locked| locked.state.delete(&key))
     }
 
     fn num_keys(&self, _deadline: Instant) -> Result<u64, StoreError> {
-        self.with("num_keys", |shared| shared.state.num_keys() as u64)
+        self.with("num_keys", |locked| locked.state.num_keys() as u64)
     }
 
     fn list_keys(&self, _deadline: Instant) -> Result<Vec<Vec<u8>>, StoreError> {
-        self.with("list_keys", |shared| {
-            shared.state.keys().filter_map(|key| self.keys.inner(key)).map(<[u8]>::to_vec).collect()
+        self.with("list_keys", |locked| {
+            locked.state.keys().filter_map(|key| self.keys.user_key(key)).map(<[u8]>::to_vec).collect()
         })
     }
 
     fn queue_push(&self, key: &[u8], value: &[u8], _deadline: Instant) -> Result<(), StoreError> {
         check_value(value)?;
-        let key = self.keys.outer(key)?;
-        self.with("queue_push", |shared| shared.state.queue_push(&key, value, &mut shared.woken))
+        let key = self.keys.stored_key(key)?;
+        self.with("queue_push", |locked| locked.state.queue_push(&key, value, &mut locked.woken))
     }
 
     fn queue_pop(&self, key: &[u8], deadline: Instant) -> Result<Vec<u8>, StoreError> {
-        let name = self.keys.outer(key)?;
-        self.until("queue_pop", &[key], deadline, |state, caller| {
-            state.queue_pop(caller, &name).1.map(Vec::from)
+        let stored = self.keys.stored_key(key)?;
+        self.wait_until("queue_pop", &[key], deadline, |state, client| {
+            state.queue_pop(client, &stored).1.map(Vec::from)
         })
     }
 
     fn try_queue_pop(&self, key: &[u8], _deadline: Instant) -> Result<Option<Vec<u8>>, StoreError> {
-        let key = self.keys.outer(key)?;
-        self.with("queue_pop", |shared| {
-            let caller = shared.new_thread();
-            shared.state.queue_pop(caller, &key).1.map(Vec::from)
+        let key = self.keys.stored_key(key)?;
+        self.with("queue_pop", |locked| {
+            let client = locked.new_thread();
+            locked.state.queue_pop(client, &key).1.map(Vec::from)
         })
     }
 
     fn queue_len(&self, key: &[u8], _deadline: Instant) -> Result<u64, StoreError> {
-        let key = self.keys.outer(key)?;
-        self.with("queue_len", |shared| shared.state.queue_len(&key) as u64)
+        let key = self.keys.stored_key(key)?;
+        self.with("queue_len", |locked| locked.state.queue_len(&key) as u64)
     }
 
     fn barrier(&self, key: &[u8], world_size: usize, deadline: Instant) -> Result<(), StoreError> {
-        let name = self.keys.outer(key)?;
+        let stored = self.keys.stored_key(key)?;
         let world_size = i64::try_from(world_size).unwrap_or(i64::MAX);
         let started = Instant::now();
-        let step = self.with("barrier", |shared| {
-            let caller = shared.new_thread();
-            let Shared { state, woken, .. } = shared;
-            let complete = state.barrier(caller, &name, world_size, woken)?;
-            Ok((!complete).then(|| (caller, shared.ticket(caller))))
+        let step = self.with("barrier", |locked| {
+            let client = locked.new_thread();
+            let LockedStore { state, woken, .. } = locked;
+            let complete = state.barrier(client, &stored, world_size, woken)?;
+            Ok((!complete).then(|| (client, locked.waiter(client))))
         })?;
         match step.map_err(|refusal| refused(key, refusal))? {
             None => Ok(()),
-            Some((caller, ticket)) => self.sleep("barrier", &[key], caller, &ticket, started, deadline),
+            Some((client, waiter)) => self.sleep("barrier", &[key], client, &waiter, started, deadline),
         }
     }
 }

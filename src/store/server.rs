@@ -1,8 +1,8 @@
 //! The store server: one event loop on one thread, any number of listening addresses.
 
+mod broadcast;
 mod connection;
 mod event_loop;
-mod fan_out;
 mod limits;
 mod listen;
 
@@ -12,78 +12,78 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::{fmt, io, thread};
 
-use crate::hub::Hub;
 use crate::memory::MemoryStore;
+use crate::shared_store::SharedStore;
 use crate::store::Store;
 use event_loop::EventLoop;
 pub use limits::raise_descriptor_limit;
 pub use listen::listen;
 
-/// Why a server cannot be started.
+/// The reason why a server cannot be started.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum ServeError {
-    /// Somebody listens there already.
+    /// Another program listens at this address.
     #[error("{address} is in use: another store or program listens there")]
     InUse {
-        /// The address asked for.
+        /// The requested address.
         address: SocketAddr,
     },
-    /// The address cannot be listened at.
+    /// The system refused to listen at this address.
     #[error("cannot listen at {address}: {source}")]
     Listen {
-        /// The address asked for.
+        /// The requested address.
         address: SocketAddr,
-        /// What the system said.
+        /// The error of the system call.
         source: io::Error,
     },
     /// No address was given.
     #[error("no address to listen at")]
     NoAddress,
-    /// The system refused something else.
+    /// Another system call failed.
     #[error("cannot {what}: {source}")]
     System {
-        /// What was tried.
+        /// The attempted action, such as "start a thread".
         what: &'static str,
-        /// What the system said.
+        /// The error of the system call.
         source: io::Error,
     },
 }
 
-/// As [`Display`](fmt::Display): what a `main` prints that returns it.
+/// Prints the [`Display`](fmt::Display) text, because a `main` that returns an error prints `Debug`.
 impl fmt::Debug for ServeError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
     }
 }
 
-/// A running TCPStore server; dropping it ends it.
+/// A running TCPStore server for torch's and convoke's clients; dropping it shuts it down.
 ///
-/// Serves torch's and convoke's clients from one thread, ten thousand of them and more; only when
-/// thousands are to be woken at once do up to three others help for that moment. A connection
-/// that sends garbage is closed and no other; one that does not read its replies is not read from
-/// until it does. The store lives and dies with this value.
+/// One thread serves all clients, ten thousand and more. To wake thousands of clients at once, up to
+/// three helper threads run for that moment. A protocol error closes only the connection that caused
+/// it. The server stops reading from a client that does not read its replies, until it does. The keys
+/// are lost when the server shuts down.
 pub struct StoreServer {
     addresses: Vec<SocketAddr>,
-    shared: Arc<Control>,
+    control: Arc<Control>,
     view: MemoryStore,
     thread: Option<JoinHandle<()>>,
 }
 
-/// What the event loop and its owner share.
+/// State shared by the event loop and the [`StoreServer`] that owns it.
 #[derive(Debug)]
 struct Control {
-    hub: Arc<Hub>,
+    shared: Arc<SharedStore>,
     stopping: AtomicBool,
-    trouble: Mutex<Option<String>>,
+    warning: Mutex<Option<String>>,
 }
 
 impl StoreServer {
     /// Starts a server that listens at all of `addresses`.
     ///
-    /// Port 0 asks for a free port; the first address picks it and other port-0 addresses follow.
-    /// `[::]` means IPv4 as well, and `0.0.0.0` alone where the system has no IPv6. Raises this
-    /// process's soft limit of descriptors to the hard one (see [`raise_descriptor_limit`]).
+    /// Port 0 selects a free port, the same for all addresses with port 0. `[::]` accepts IPv4 as
+    /// well; on a system without IPv6 it is replaced by `0.0.0.0`. Raises this process's soft limit
+    /// of descriptors to the hard limit (see [`raise_descriptor_limit`]).
     ///
     /// # Errors
     /// [`ServeError`], which names the address.
@@ -91,7 +91,7 @@ impl StoreServer {
         StoreServer::serve(listen(addresses)?)
     }
 
-    /// Starts a server on sockets that listen already.
+    /// Starts a server on sockets that already listen.
     ///
     /// # Errors
     /// [`ServeError::NoAddress`], [`ServeError::System`].
@@ -103,66 +103,66 @@ impl StoreServer {
         let _ = raise_descriptor_limit();
         let addresses: Result<Vec<_>, _> = listeners.iter().map(TcpListener::local_addr).collect();
         let addresses = addresses.map_err(failed("ask for the address of a socket"))?;
-        let hub = Arc::new(Hub::served().map_err(failed("create an eventfd"))?);
-        let shared = Arc::new(Control {
-            hub: Arc::clone(&hub),
+        let shared = Arc::new(SharedStore::with_event_loop().map_err(failed("create an eventfd"))?);
+        let control = Arc::new(Control {
+            shared: Arc::clone(&shared),
             stopping: AtomicBool::new(false),
-            trouble: Mutex::new(None),
+            warning: Mutex::new(None),
         });
-        let event_loop = EventLoop::new(Arc::clone(&shared), listeners).map_err(failed("set up epoll"))?;
+        let event_loop = EventLoop::new(Arc::clone(&control), listeners).map_err(failed("set up epoll"))?;
         let thread = thread::Builder::new()
             .name("convoke-store".into())
             .spawn(move || event_loop.run())
             .map_err(failed("start a thread"))?;
-        let view = MemoryStore::of_server(hub, &addresses[0].to_string());
-        Ok(StoreServer { addresses, shared, view, thread: Some(thread) })
+        let view = MemoryStore::server_view(shared, &addresses[0].to_string());
+        Ok(StoreServer { addresses, control, view, thread: Some(thread) })
     }
 
-    /// The port of the first address.
+    /// Returns the port of the first address.
     pub fn port(&self) -> u16 {
         self.addresses[0].port()
     }
 
-    /// Where it listens, in the order given, ports filled in.
+    /// Returns the addresses at which the server listens, in the given order, with the actual ports.
     pub fn addresses(&self) -> &[SocketAddr] {
         &self.addresses
     }
 
-    /// The server's keys as its TCP clients see them, without a socket.
+    /// Returns a store over the server's keys for threads of this process.
     ///
-    /// Every operation works and waits wake up as over TCP, but an operation is a lock instead of a
-    /// round trip. After [`shutdown`](StoreServer::shutdown) it fails with
+    /// Keys and waits behave as for a TCP client, but an operation costs a lock instead of a round
+    /// trip. After [`shutdown`](StoreServer::shutdown) every operation fails with
     /// [`StoreError::Lost`](crate::StoreError::Lost).
     pub fn store(&self) -> Arc<dyn Store> {
         Arc::new(self.view.clone())
     }
 
-    /// Deletes all keys and queues that begin with none of `prefixes`; returns how many.
+    /// Deletes all keys and queues that begin with none of `prefixes`; returns the number deleted.
     ///
-    /// Prefixes are of keys as on the wire: a TCP client's key `k` is `/k`, and the count of workers
-    /// that torch keeps is `init/`. Waits go on.
+    /// Prefixes apply to keys as they are on the wire: key `k` of a TCP client is `/k`, and torch's
+    /// count of workers is `init/`. Waits for deleted keys continue.
     pub fn retain(&self, prefixes: &[&[u8]]) -> usize {
-        self.shared.hub.lock().state.retain(prefixes)
+        self.control.shared.lock().state.retain(prefixes)
     }
 
-    /// What has hindered the server since the last call, such as a lack of descriptors. It goes on
-    /// serving meanwhile.
-    pub fn take_trouble(&self) -> Option<String> {
-        self.shared.trouble.lock().unwrap_or_else(PoisonError::into_inner).take()
+    /// Returns the first problem since the last call, such as a lack of descriptors. The server keeps
+    /// running unless the text says that it stopped.
+    pub fn take_warning(&self) -> Option<String> {
+        self.control.warning.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    /// Stops listening, sends the replies that are due for at most half a second, closes all
-    /// connections and ends the thread. Also done by dropping.
+    /// Stops listening, sends outstanding replies for at most half a second, closes all connections
+    /// and ends the thread. Dropping the server does this too.
     pub fn shutdown(mut self) {
         self.stop();
     }
 
     fn stop(&mut self) {
         let Some(thread) = self.thread.take() else { return };
-        self.shared.hub.close();
-        self.shared.stopping.store(true, Ordering::Release);
-        self.shared.hub.ring();
-        // A panic of the loop has been reported by its thread already.
+        self.control.shared.shut_down();
+        self.control.stopping.store(true, Ordering::Release);
+        self.control.shared.wake_event_loop();
+        // An error means that the loop panicked; the panic hook has already reported that.
         let _ = thread.join();
     }
 }
@@ -180,8 +180,8 @@ impl fmt::Debug for StoreServer {
 }
 
 impl Control {
-    /// Records trouble for the owner; the first one counts until it is asked for.
-    fn report(&self, trouble: String) {
-        self.trouble.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(trouble);
+    /// Stores a warning for the owner. A later one is ignored until the owner has taken the first.
+    fn report(&self, warning: String) {
+        self.warning.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(warning);
     }
 }

@@ -1,8 +1,8 @@
-//! Keys, queues, waits and barriers of one store. Pure: callers are numbers, who must be told is returned.
+//! Keys, queues, waits and barriers of one store. Pure: clients are numbers, and each operation
+//! returns the clients to wake.
 //!
-//! What each operation means is torch's TCPStore server to the letter, but for one thing: a wait
-//! ends only when its keys are there (torch's server ends it on any COMPARE_SET of a key, even one
-//! that failed).
+//! All operations behave as in torch's TCPStore server, with one exception. Here a wait ends only when
+//! its keys exist. Torch's server also ends it on a COMPARE_SET of the key that failed.
 
 #[cfg(test)]
 mod tests;
@@ -13,42 +13,42 @@ use std::collections::{HashMap, VecDeque};
 use crate::wire::MAX_REPLY_BYTES;
 use waits::Waits;
 
-/// A map whose hashes nobody outside can foresee.
+/// A map with randomly seeded hashes, so that a client cannot choose keys that collide.
 pub(crate) type Map<K, V> = HashMap<K, V, foldhash::fast::RandomState>;
 
-/// Who asks: a connection or a thread of this process.
+/// Id of a client: a connection, or a thread of this process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(crate) struct Caller(pub(crate) u64);
+pub(crate) struct ClientId(pub(crate) u64);
 
-/// Those whose wait has just ended; each is owed one [`READY`](crate::wire::encode::byte::READY).
-pub(crate) type Woken = Vec<Caller>;
+/// Clients whose wait has just ended. Each must get one [`READY`](crate::wire::encode::byte::READY).
+pub(crate) type Woken = Vec<ClientId>;
 
-/// Why the store cannot do what was asked; nothing has changed.
+/// The reason why an operation was refused. A refused operation changes nothing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Refusal {
     #[error("the value under this key is not a number")]
     NotANumber,
     #[error("a value or reply of more than {MAX_REPLY_BYTES} bytes")]
     TooLong,
-    #[error("too many unfinished waits of one caller")]
+    #[error("too many unfinished waits of one client")]
     TooManyWaits,
 }
 
-/// A key, and what to store there if it is absent when its caller is gone.
+/// A key, and the value to store there when the client is gone, if the key is absent then.
 #[derive(Debug)]
 struct LastWillEntry {
     key: Box<[u8]>,
     value: Box<[u8]>,
 }
 
-/// All that one store holds.
+/// The contents of one store and the waits for them.
 #[derive(Debug, Default)]
 pub(crate) struct State {
     values: Map<Box<[u8]>, Vec<u8>>,
-    /// Never holds an empty queue.
+    /// Queues by key. A queue without items is removed.
     queues: Map<Box<[u8]>, VecDeque<Box<[u8]>>>,
     waits: Waits,
-    last_wills: Map<Caller, LastWillEntry>,
+    last_wills: Map<ClientId, LastWillEntry>,
 }
 
 impl State {
@@ -66,7 +66,7 @@ impl State {
         self.values.get(key).map(Vec::as_slice)
     }
 
-    /// The value after the operation; of an absent key that stays absent, `expected`.
+    /// Returns the value after the operation; for a key that is absent and stays so, `expected`.
     pub(crate) fn compare_set<'a>(
         &'a mut self,
         key: &[u8],
@@ -74,18 +74,18 @@ impl State {
         desired: &'a [u8],
         woken: &mut Woken,
     ) -> &'a [u8] {
-        let store = match self.values.get(key) {
+        let matches = match self.values.get(key) {
             None => expected.is_empty(),
             Some(current) => current == expected,
         };
-        if store {
+        if matches {
             self.set(key, desired, woken);
             return desired;
         }
         self.values.get(key).map_or(expected, Vec::as_slice)
     }
 
-    /// The sum. It wraps around, as torch's does.
+    /// Adds to a number and returns the sum. The sum wraps around on overflow, as in torch.
     pub(crate) fn add(&mut self, key: &[u8], delta: i64, woken: &mut Woken) -> Result<i64, Refusal> {
         let old = match self.values.get(key) {
             None => 0,
@@ -109,21 +109,21 @@ impl State {
         Ok(())
     }
 
-    /// Whether `key` has a value or its queue an item.
+    /// Returns true if `key` has a value or its queue has an item.
     pub(crate) fn has(&self, key: &[u8]) -> bool {
         self.values.contains_key(key) || (!self.queues.is_empty() && self.queues.contains_key(key))
     }
 
-    /// True if all keys are there; otherwise the caller waits for those that are not.
+    /// Returns true if all keys exist. Otherwise registers a wait of the client for the missing keys.
     pub(crate) fn wait<'a>(
         &mut self,
-        caller: Caller,
+        client: ClientId,
         keys: impl Iterator<Item = &'a [u8]> + Clone,
     ) -> Result<bool, Refusal> {
         if keys.clone().all(|key| self.has(key)) {
             return Ok(true);
         }
-        let mut missing = self.waits.begin(caller)?;
+        let mut missing = self.waits.begin(client)?;
         for key in keys {
             if !self.has(key) {
                 self.waits.add_key(&mut missing, key)?;
@@ -155,9 +155,9 @@ impl State {
         self.waits.item_appeared(key, woken);
     }
 
-    /// How many items there were, and the first of them.
-    pub(crate) fn queue_pop(&mut self, caller: Caller, key: &[u8]) -> (usize, Option<Box<[u8]>>) {
-        self.forget_item(caller);
+    /// Removes the first item of a queue; returns the number of items before that, and the item.
+    pub(crate) fn queue_pop(&mut self, client: ClientId, key: &[u8]) -> (usize, Option<Box<[u8]>>) {
+        self.clear_offer(client);
         let Some(queue) = self.queues.get_mut(key) else { return (0, None) };
         let length = queue.len();
         let item = queue.pop_front();
@@ -167,19 +167,20 @@ impl State {
         (length, item)
     }
 
-    /// The caller has come for the item it was woken for, or will not come.
-    pub(crate) fn forget_item(&mut self, caller: Caller) {
-        self.waits.forget_item(caller);
+    /// Forgets that the client was woken for an item: it has taken the item or does not want it.
+    pub(crate) fn clear_offer(&mut self, client: ClientId) {
+        self.waits.clear_offer(client);
     }
 
     pub(crate) fn queue_len(&self, key: &[u8]) -> usize {
         self.queues.get(key).map_or(0, VecDeque::len)
     }
 
-    /// Counts an arrival under `key`. True if the barrier is complete; otherwise the caller waits.
+    /// Counts an arrival under `key`. Returns true if the barrier is complete; otherwise registers a
+    /// wait of the client.
     pub(crate) fn barrier(
         &mut self,
-        caller: Caller,
+        client: ClientId,
         key: &[u8],
         world_size: i64,
         woken: &mut Woken,
@@ -189,43 +190,44 @@ impl State {
             self.waits.barrier_complete(key, woken);
             return Ok(true);
         }
-        self.waits.add_barrier(caller, key)?;
+        self.waits.add_barrier(client, key)?;
         Ok(false)
     }
 
-    /// Ends all waits of the caller. An item it was woken for and has not taken is
-    /// offered to the next who waits, so that none lies there unseen.
-    pub(crate) fn cancel(&mut self, caller: Caller, woken: &mut Woken) {
-        if let Some(key) = self.waits.cancel(caller)
+    /// Cancels all waits of the client. If it was woken for an item and has not taken it, the next
+    /// waiting client is woken for that item.
+    pub(crate) fn cancel(&mut self, client: ClientId, woken: &mut Woken) {
+        if let Some(key) = self.waits.cancel(client)
             && self.queues.contains_key(&*key)
         {
             self.waits.item_appeared(&key, woken);
         }
     }
 
-    /// Remembers what to store when the caller is gone; an empty value forgets it.
-    pub(crate) fn set_last_will(&mut self, caller: Caller, key: &[u8], value: &[u8]) {
+    /// Sets the value to store under `key` when the client is gone. An empty value removes the will.
+    pub(crate) fn set_last_will(&mut self, client: ClientId, key: &[u8], value: &[u8]) {
         if value.is_empty() {
-            self.last_wills.remove(&caller);
+            self.last_wills.remove(&client);
         } else {
-            self.last_wills.insert(caller, LastWillEntry { key: key.into(), value: value.into() });
+            self.last_wills.insert(client, LastWillEntry { key: key.into(), value: value.into() });
         }
     }
 
     /// Handles the end of a client: cancels its waits and runs its last will.
-    pub(crate) fn disconnect(&mut self, caller: Caller, woken: &mut Woken) {
-        self.cancel(caller, woken);
-        self.run_last_will(caller, woken);
+    pub(crate) fn disconnect(&mut self, client: ClientId, woken: &mut Woken) {
+        self.cancel(client, woken);
+        self.run_last_will(client, woken);
     }
 
-    /// Stores the last will of the caller, if it has one and the key is absent.
-    fn run_last_will(&mut self, caller: Caller, woken: &mut Woken) {
-        if let Some(LastWillEntry { key, value }) = self.last_wills.remove(&caller) {
+    /// Stores the last will of the client, if it has one and the key is absent.
+    fn run_last_will(&mut self, client: ClientId, woken: &mut Woken) {
+        if let Some(LastWillEntry { key, value }) = self.last_wills.remove(&client) {
             self.compare_set(&key, b"", &value, woken);
         }
     }
 
-    /// Deletes all keys and queues that begin with none of `prefixes`; returns how many. Waits stay.
+    /// Deletes all keys and queues that begin with none of `prefixes`; returns the number deleted.
+    /// Waits stay.
     pub(crate) fn retain(&mut self, prefixes: &[&[u8]]) -> usize {
         let kept = |key: &[u8]| prefixes.iter().any(|prefix| key.starts_with(prefix));
         let before = self.values.len() + self.queues.len();
@@ -234,14 +236,14 @@ impl State {
         before - self.values.len() - self.queues.len()
     }
 
-    /// Whether nobody waits and nothing about waiting is remembered.
+    /// Returns true if no wait is registered and all indexes of waits are empty.
     #[cfg(test)]
     pub(crate) fn waits_are_empty(&self) -> bool {
         self.waits.is_empty()
     }
 }
 
-/// Overwrites in place, but does not keep a large buffer for a small value.
+/// Replaces a value in place, but does not keep a large buffer for a small value.
 fn replace(old: &mut Vec<u8>, value: &[u8]) {
     const SLACK_BYTES: usize = 4096;
     if old.capacity() > value.len() + SLACK_BYTES {
@@ -252,10 +254,10 @@ fn replace(old: &mut Vec<u8>, value: &[u8]) {
     }
 }
 
-/// Digits and sign of the longest i64.
+/// Longest decimal text of an i64, sign included.
 const MAX_DIGITS: usize = 20;
 
-/// `value` as decimal text.
+/// Writes `value` as decimal text into `digits` and returns the part that holds it.
 fn decimal(value: i64, digits: &mut [u8; MAX_DIGITS]) -> &[u8] {
     let mut start = MAX_DIGITS;
     let mut rest = value.unsigned_abs();
@@ -274,8 +276,9 @@ fn decimal(value: i64, digits: &mut [u8; MAX_DIGITS]) -> &[u8] {
     &digits[start..]
 }
 
-/// Reads a number as C's `strtoll` does: blanks, a sign, digits, then anything. `None` without
-/// digits or out of range.
+/// Parses a number as C's `strtoll` does: white space, a sign, digits, then anything.
+///
+/// Returns `None` without digits or if the number is out of range.
 pub(crate) fn leading_number(text: &[u8]) -> Option<i64> {
     let text = &text[text.iter().take_while(|byte| byte.is_ascii_whitespace() || **byte == 0x0b).count()..];
     let (negative, digits) = match text.split_first() {

@@ -1,4 +1,4 @@
-//! The interface that all stores share.
+//! The interface of all stores.
 
 use std::fmt;
 use std::time::Instant;
@@ -7,28 +7,33 @@ use crate::error::StoreError;
 
 /// A key-value store shared by the processes of a job.
 ///
-/// Object-safe, usable from several threads at once, and every call ends by its `deadline`. Keys and
-/// values are any bytes. The operations mean what torch.distributed's stores mean by them.
+/// The trait is object-safe. Several threads may use a store at once. Every call ends by its
+/// `deadline`. Keys and values are arbitrary bytes. The operations behave as those of
+/// torch.distributed's stores. A call costs one to three round trips over TCP.
+///
+/// Every operation may return [`StoreError::Lost`], [`StoreError::Unreachable`],
+/// [`StoreError::Protocol`], [`StoreError::Timeout`], and [`StoreError::Invalid`] for a key or value
+/// that is too long. The sections "Errors" below name the errors with a special meaning.
 pub trait Store: Send + Sync + fmt::Debug {
     /// Stores `value` under `key`.
     ///
     /// # Errors
-    /// As for every operation: [`StoreError`].
+    /// [`StoreError`].
     fn set(&self, key: &[u8], value: &[u8], deadline: Instant) -> Result<(), StoreError>;
 
-    /// Waits for `key` and returns its value.
+    /// Waits until `key` exists and returns its value.
     ///
     /// # Errors
     /// [`StoreError::Timeout`] if the key does not appear.
     fn get(&self, key: &[u8], deadline: Instant) -> Result<Vec<u8>, StoreError>;
 
-    /// The value of `key` if it is there now.
+    /// Returns the value of `key`, or `None` if the key does not exist now.
     ///
     /// # Errors
     /// [`StoreError`].
     fn try_get(&self, key: &[u8], deadline: Instant) -> Result<Option<Vec<u8>>, StoreError>;
 
-    /// Stores `desired` if the value is `expected`, or if the key is absent and `expected` empty.
+    /// Stores `desired` if the value is `expected`, or if the key is absent and `expected` is empty.
     /// Returns the value after the operation, or `expected` if the key is absent and stays so.
     ///
     /// # Errors
@@ -41,87 +46,88 @@ pub trait Store: Send + Sync + fmt::Debug {
         deadline: Instant,
     ) -> Result<Vec<u8>, StoreError>;
 
-    /// Adds `delta` to the decimal number under `key` (absent: 0) and returns the sum.
+    /// Adds `delta` to the decimal number under `key` and returns the sum. An absent key counts as 0.
     ///
     /// # Errors
     /// [`StoreError::Invalid`] if the value is not a number.
     fn add(&self, key: &[u8], delta: i64, deadline: Instant) -> Result<i64, StoreError>;
 
-    /// Appends `value` to the value of `key` (absent: empty).
+    /// Appends `value` to the value of `key`. An absent key counts as empty.
     ///
     /// # Errors
     /// [`StoreError`].
     fn append(&self, key: &[u8], value: &[u8], deadline: Instant) -> Result<(), StoreError>;
 
-    /// Whether all `keys` are there now.
+    /// Returns true if all `keys` exist now.
     ///
     /// # Errors
     /// [`StoreError`].
     fn check(&self, keys: &[&[u8]], deadline: Instant) -> Result<bool, StoreError>;
 
-    /// Waits until all `keys` are there.
+    /// Waits until all `keys` exist.
     ///
     /// # Errors
-    /// [`StoreError::Timeout`] with the keys that are missing, as far as they are known.
+    /// [`StoreError::Timeout`] with the missing keys, or with all keys if the missing ones are unknown.
     fn wait(&self, keys: &[&[u8]], deadline: Instant) -> Result<(), StoreError>;
 
-    /// Waits for all `keys` and returns their values in order.
+    /// Waits until all `keys` exist and returns their values in the order of `keys`.
     ///
     /// # Errors
-    /// [`StoreError::Timeout`] if one does not appear.
+    /// [`StoreError::Timeout`] if a key does not appear.
     fn multi_get(&self, keys: &[&[u8]], deadline: Instant) -> Result<Vec<Vec<u8>>, StoreError>;
 
-    /// Stores all pairs.
+    /// Stores all pairs of key and value with one request.
     ///
     /// # Errors
     /// [`StoreError`].
     fn multi_set(&self, pairs: &[(&[u8], &[u8])], deadline: Instant) -> Result<(), StoreError>;
 
-    /// Removes `key`; whether it was there.
+    /// Deletes `key`. Returns true if it existed.
     ///
     /// # Errors
     /// [`StoreError`].
     fn delete(&self, key: &[u8], deadline: Instant) -> Result<bool, StoreError>;
 
-    /// Number of keys in the whole store, prefixes not considered.
+    /// Returns the number of keys in the whole store, whatever their prefix.
     ///
     /// # Errors
     /// [`StoreError`].
     fn num_keys(&self, deadline: Instant) -> Result<u64, StoreError>;
 
-    /// The keys that this view of the store can see, in any order.
+    /// Returns the keys that are visible through this view of the store, in any order.
     ///
     /// # Errors
     /// [`StoreError`].
     fn list_keys(&self, deadline: Instant) -> Result<Vec<Vec<u8>>, StoreError>;
 
-    /// Puts `value` at the end of the queue `key`.
+    /// Appends `value` to the queue `key`.
     ///
     /// # Errors
-    /// [`StoreError::Unsupported`] by a file store.
+    /// [`StoreError::Unsupported`] from a file store.
     fn queue_push(&self, key: &[u8], value: &[u8], deadline: Instant) -> Result<(), StoreError>;
 
-    /// Waits for the first item of the queue `key` and takes it.
+    /// Waits until the queue `key` has an item, then removes and returns the first one.
     ///
     /// # Errors
     /// [`StoreError::Timeout`], [`StoreError::Unsupported`].
     fn queue_pop(&self, key: &[u8], deadline: Instant) -> Result<Vec<u8>, StoreError>;
 
-    /// The first item of the queue `key`, taken if there is one now.
+    /// Removes and returns the first item of the queue `key`, or `None` if the queue is empty now.
     ///
     /// # Errors
     /// [`StoreError::Unsupported`].
     fn try_queue_pop(&self, key: &[u8], deadline: Instant) -> Result<Option<Vec<u8>>, StoreError>;
 
-    /// Number of items in the queue `key`.
+    /// Returns the number of items in the queue `key`.
     ///
     /// # Errors
     /// [`StoreError::Unsupported`].
     fn queue_len(&self, key: &[u8], deadline: Instant) -> Result<u64, StoreError>;
 
-    /// Waits until `world_size` callers have come to the barrier `key`. A barrier key works once.
+    /// Waits until `world_size` calls have been made for the barrier `key`. A key can be used for one
+    /// barrier only.
     ///
     /// # Errors
-    /// [`StoreError::Timeout`] if not all came; this caller still counts as arrived.
+    /// [`StoreError::Timeout`] if not all calls were made; this call still counts as an arrival.
     fn barrier(&self, key: &[u8], world_size: usize, deadline: Instant) -> Result<(), StoreError>;
 }

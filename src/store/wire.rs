@@ -1,8 +1,9 @@
-//! The bytes of the c10d TCPStore protocol: requests as they lie on the wire, and the limits.
+//! The wire format of the c10d TCPStore protocol, and its limits.
 //!
-//! Pure: no socket and no clock. All integers are little-endian; a blob is a `u64` length and as
-//! many bytes. [`Decoder`] turns what a server reads into requests, [`encode`] is what a client
-//! sends and a server answers. `docs/reference/store.md` lists the differences from torch.
+//! Pure: no socket and no clock. All integers are little-endian. A blob is a `u64` length and as many
+//! bytes. The server decodes requests with [`Decoder`]. The functions of [`encode`] write the requests
+//! of a client and the replies of a server. `docs/reference/store.md` lists the differences
+//! from torch.
 
 mod decode;
 pub(crate) mod encode;
@@ -11,21 +12,21 @@ mod tests;
 
 pub(crate) use decode::Decoder;
 
-/// The first four bytes of a connection, after the type byte.
+/// Magic number of the VALIDATE request, which starts every connection.
 pub(crate) const MAGIC: u32 = 0x3C85_F7CE;
-/// Longest key, in bytes as on the wire (a client's leading slash included).
+/// Longest key in bytes, as on the wire (a client's leading slash included).
 pub const MAX_KEY_BYTES: usize = 8192;
-/// Longest value of one request, in bytes. APPEND may build longer ones.
+/// Longest value of one request, in bytes. APPEND may build longer values.
 pub const MAX_VALUE_BYTES: usize = 8 << 20;
 /// Most keys (or pairs) of one request.
 pub const MAX_KEY_COUNT: usize = 131_072;
-/// Longest request as a whole, in bytes. Torch has no such limit; without one a client could make
-/// the server hold `MAX_KEY_COUNT * MAX_VALUE_BYTES`, a terabyte.
+/// Longest request, in bytes. Torch has no such limit. Without it, a client could make the server
+/// allocate `MAX_KEY_COUNT * MAX_VALUE_BYTES`, a terabyte.
 pub(crate) const MAX_REQUEST_BYTES: usize = 256 << 20;
-/// Longest reply as a whole, and longest value that APPEND may build, in bytes.
+/// Longest reply, and longest value that APPEND may build, in bytes.
 pub(crate) const MAX_REPLY_BYTES: usize = 256 << 20;
 
-/// Bytes of a length or of a number.
+/// Size of a length or of a number, in bytes.
 const WORD: usize = 8;
 
 /// The type byte of a request.
@@ -51,12 +52,13 @@ pub(crate) enum Kind {
     QueueLen = 16,
     ListKeys = 17,
     Barrier = 18,
-    /// Convoke's own, see [`Request::SetLastWill`].
+    /// A request that only convoke has, see [`Request::SetLastWill`].
     SetLastWill = 0x40,
 }
 
 impl Kind {
-    /// Types from 0x40 are convoke's own requests, which torch's servers do not know.
+    /// Returns the kind with this type byte. Types from 0x40 are convoke's own requests, which torch's
+    /// servers do not know.
     pub(crate) fn from_byte(byte: u8) -> Option<Kind> {
         const KINDS: [Kind; 19] = [
             Kind::Validate,
@@ -86,10 +88,10 @@ impl Kind {
     }
 }
 
-/// One whole request, borrowed from the bytes it came in.
+/// One complete request, borrowed from the received bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Request<'a> {
-    /// The handshake; the decoder has checked the magic and that it came first.
+    /// The handshake. The decoder has checked its magic number and that it is the first request.
     Validate,
     Set {
         key: &'a [u8],
@@ -124,7 +126,7 @@ pub(crate) enum Request<'a> {
     MultiGet {
         keys: Blobs<'a>,
     },
-    /// Key, value, key, value, ...
+    /// Blobs in the order key, value, key, value, ...
     MultiSet {
         pairs: Blobs<'a>,
     },
@@ -147,15 +149,15 @@ pub(crate) enum Request<'a> {
         key: &'a [u8],
         world_size: i64,
     },
-    /// When this connection closes, `value` is stored under `key` if that is absent. A later will of
-    /// the same connection replaces this one; an empty value leaves none. No reply.
+    /// Asks the server to store `value` under `key` when this connection closes, if the key is absent
+    /// then. A later will of the connection replaces this one; an empty value removes it. No reply.
     SetLastWill {
         key: &'a [u8],
         value: &'a [u8],
     },
 }
 
-/// Blobs one after the other, already checked to be whole; iterating copies nothing.
+/// A sequence of blobs, checked to be complete. Iterating copies nothing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Blobs<'a> {
     bytes: &'a [u8],
@@ -168,12 +170,12 @@ impl<'a> Iterator for Blobs<'a> {
         if self.bytes.is_empty() {
             return None;
         }
-        Some(take_blob(&mut self.bytes))
+        Some(split_blob(&mut self.bytes))
     }
 }
 
-/// Takes a `u64` from the front. The caller knows that it is there: missing bytes read as none.
-fn take_word(bytes: &mut &[u8]) -> u64 {
+/// Removes a `u64` from the front. Missing bytes read as 0.
+fn split_u64(bytes: &mut &[u8]) -> u64 {
     let Some((word, rest)) = bytes.split_first_chunk::<WORD>() else {
         *bytes = &[];
         return 0;
@@ -182,20 +184,20 @@ fn take_word(bytes: &mut &[u8]) -> u64 {
     u64::from_le_bytes(*word)
 }
 
-/// Takes a blob from the front, at most as many bytes as are there.
-fn take_blob<'a>(bytes: &mut &'a [u8]) -> &'a [u8] {
-    let length = usize::try_from(take_word(bytes)).unwrap_or(usize::MAX);
-    let (blob, rest) = bytes.split_at(length.min(bytes.len()));
-    *bytes = rest;
-    blob
-}
-
-/// Takes a `u32` from the front.
-fn take_u32(bytes: &mut &[u8]) -> u32 {
+/// Removes a `u32` from the front. Missing bytes read as 0.
+fn split_u32(bytes: &mut &[u8]) -> u32 {
     let Some((word, rest)) = bytes.split_first_chunk::<4>() else {
         *bytes = &[];
         return 0;
     };
     *bytes = rest;
     u32::from_le_bytes(*word)
+}
+
+/// Removes a blob from the front, at most as many bytes as there are.
+fn split_blob<'a>(bytes: &mut &'a [u8]) -> &'a [u8] {
+    let length = usize::try_from(split_u64(bytes)).unwrap_or(usize::MAX);
+    let (blob, rest) = bytes.split_at(length.min(bytes.len()));
+    *bytes = rest;
+    blob
 }

@@ -68,8 +68,8 @@ fn run(flags: &Flags) -> Result<(), ToolError> {
             server.shutdown();
             return Ok(());
         }
-        if let Some(trouble) = server.take_trouble() {
-            say(&format!("warning: {trouble}"));
+        if let Some(warning) = server.take_warning() {
+            say(&format!("warning: {warning}"));
         }
     }
 }

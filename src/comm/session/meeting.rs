@@ -126,7 +126,7 @@ impl Meeting {
             }
             Self::File(path) => {
                 let store = Arc::new(match left().remove(&(std::process::id(), path.clone(), rank)) {
-                    Some(generation) => FileStore::come_back(path, &gone_key(generation), deadline)?,
+                    Some(generation) => FileStore::rejoin(path, &gone_key(generation), deadline)?,
                     None => FileStore::open(path, None, deadline)?,
                 });
                 let sign_off = Arc::new(SignOff {

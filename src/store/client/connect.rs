@@ -1,4 +1,4 @@
-//! From a host name and a port to a connection that has shaken hands.
+//! Addresses of servers, and opening connections to them.
 
 use std::hash::{BuildHasher, RandomState};
 use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
@@ -8,21 +8,21 @@ use std::{fmt, io, thread};
 
 use socket2::{SockRef, TcpKeepalive};
 
-use super::connection::{Connection, Failure};
+use super::connection::{Connection, ExchangeError};
 use crate::error::StoreError;
 
-/// The longest that one address may take while others have not been tried.
+/// Most time for one attempt at one address, so that the other addresses get their turn.
 const ATTEMPT_TIME: Duration = Duration::from_secs(5);
-/// Pauses between attempts grow from here to there, each shortened at random by up to half, so that
-/// ten thousand clients do not knock at the same moment.
-const FIRST_PAUSE: Duration = Duration::from_millis(20);
-const LONGEST_PAUSE: Duration = Duration::from_secs(1);
-/// A server's host that has vanished without a word is found out after this and three probes.
+/// Delay after the first attempt. It doubles after each attempt, up to [`LONGEST_DELAY`]. Each delay
+/// is shortened at random by up to half, so that ten thousand clients do not connect at once.
+const FIRST_DELAY: Duration = Duration::from_millis(20);
+const LONGEST_DELAY: Duration = Duration::from_secs(1);
+/// The loss of the server's host is detected after this idle time and three unanswered probes.
 const KEEPALIVE_IDLE: Duration = Duration::from_secs(10);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(5);
 const KEEPALIVE_PROBES: u32 = 3;
 
-/// Where a store is served.
+/// The address at which a server listens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Address {
     host: String,
@@ -30,7 +30,7 @@ pub(super) struct Address {
 }
 
 impl Address {
-    /// Reads `host:port`; an IPv6 address stands in brackets.
+    /// Parses `host:port`. An IPv6 address must be in brackets.
     ///
     /// # Errors
     /// [`StoreError::Invalid`].
@@ -47,19 +47,19 @@ impl Address {
         Ok(Address { host: name.to_owned(), port })
     }
 
-    /// Connects and shakes hands, again and again until `deadline`.
-    pub(super) fn reach(&self, deadline: Instant) -> Result<Connection, StoreError> {
+    /// Connects and performs the handshake. Repeats failed attempts until `deadline`.
+    pub(super) fn connect(&self, deadline: Instant) -> Result<Connection, StoreError> {
         let started = Instant::now();
-        let mut pause = FIRST_PAUSE;
+        let mut longest = FIRST_DELAY;
         let mut attempts = 0;
         loop {
             attempts += 1;
-            let last = match self.attempt(deadline) {
+            let last = match self.connect_once(deadline) {
                 Ok(connection) => return Ok(connection),
                 Err(last) => last,
             };
-            let rest = pause.mul_f64(0.5 + f64::from(random() >> 16) / f64::from(1 << 17));
-            if Instant::now() + rest >= deadline {
+            let delay = longest.mul_f64(0.5 + f64::from(random_u32() >> 16) / f64::from(1 << 17));
+            if Instant::now() + delay >= deadline {
                 return Err(StoreError::Unreachable {
                     store: self.to_string(),
                     after: started.elapsed(),
@@ -67,26 +67,27 @@ impl Address {
                     last,
                 });
             }
-            thread::sleep(rest);
-            pause = (pause * 2).min(LONGEST_PAUSE);
+            thread::sleep(delay);
+            longest = (longest * 2).min(LONGEST_DELAY);
         }
     }
 
-    /// Tries all addresses of the host once; the error says what the last one met.
-    fn attempt(&self, deadline: Instant) -> Result<Connection, String> {
+    /// Tries all addresses of the host once. The error is that of the last address.
+    fn connect_once(&self, deadline: Instant) -> Result<Connection, String> {
         let addresses = self.resolve(deadline)?;
         let mut last = format!("{} has no address", self.host);
         for address in addresses {
             let deadline = deadline.min(Instant::now() + ATTEMPT_TIME);
             match open(address, deadline) {
                 Ok(connection) => return Ok(connection),
-                Err(failure) => last = format!("{address}: {failure}"),
+                Err(error) => last = format!("{address}: {error}"),
             }
         }
         Err(last)
     }
 
-    /// Looks the name up: a thread does, since a silent name server holds up the call for long.
+    /// Looks the host name up, in a thread of its own: a lookup cannot be cancelled, and an
+    /// unresponsive name server would block it beyond the deadline.
     fn resolve(&self, deadline: Instant) -> Result<Vec<SocketAddr>, String> {
         let Address { host, port } = self.clone();
         if let Ok(ip) = host.parse::<IpAddr>() {
@@ -95,7 +96,7 @@ impl Address {
         let (result, looked_up) = mpsc::channel();
         let lookup = move || {
             let found = (host.as_str(), port).to_socket_addrs().map(Iterator::collect::<Vec<_>>);
-            // Nobody listens any more if this took too long.
+            // The receiver is gone if the lookup took longer than the deadline.
             let _ = result.send(found);
         };
         let thread = thread::Builder::new().name("convoke-resolve".into()).spawn(lookup);
@@ -118,37 +119,38 @@ impl fmt::Display for Address {
     }
 }
 
-impl fmt::Display for Failure {
+impl fmt::Display for ExchangeError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Failure::Late => f.write_str("connected, but it does not answer as a store"),
-            Failure::Lost(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
+            ExchangeError::Timeout => f.write_str("connected, but it does not answer as a store"),
+            ExchangeError::Lost(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
                 f.write_str("it hung up, and is no store or not any longer")
             }
-            Failure::Lost(error) => error.fmt(f),
-            Failure::Protocol(what) => write!(f, "not a store: it {what}"),
+            ExchangeError::Lost(error) => error.fmt(f),
+            ExchangeError::Protocol(error) => write!(f, "not a store: it {error}"),
         }
     }
 }
 
-fn open(address: SocketAddr, deadline: Instant) -> Result<Connection, Failure> {
+fn open(address: SocketAddr, deadline: Instant) -> Result<Connection, ExchangeError> {
     let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
     let stream = TcpStream::connect_timeout(&address, left)?;
-    // A free port in the range that the system picks local ports from can connect to itself.
+    // TCP self-connect: if the kernel picks the target port as the local port, the socket connects
+    // to itself.
     if stream.local_addr()? == stream.peer_addr()? {
-        return Err(Failure::Lost(io::ErrorKind::ConnectionRefused.into()));
+        return Err(ExchangeError::Lost(io::ErrorKind::ConnectionRefused.into()));
     }
     let keepalive = TcpKeepalive::new()
         .with_time(KEEPALIVE_IDLE)
         .with_interval(KEEPALIVE_INTERVAL)
         .with_retries(KEEPALIVE_PROBES);
     SockRef::from(&stream).set_tcp_keepalive(&keepalive)?;
-    Connection::open(stream, random(), deadline)
+    Connection::open(stream, random_u32(), deadline)
 }
 
-/// A number that differs from call to call and from process to process.
-pub(super) fn random() -> u32 {
-    // Each RandomState has a key of its own.
+/// Returns a random number for nonces and delays. It is not suitable for secrets.
+pub(super) fn random_u32() -> u32 {
+    // Every RandomState has its own random key.
     RandomState::new().hash_one(std::process::id()) as u32
 }
 

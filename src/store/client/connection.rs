@@ -1,4 +1,4 @@
-//! One connection of a client, in step with the server or dropped.
+//! One connection of a client. A connection whose exchange failed is never used again.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::TcpStream;
@@ -11,54 +11,85 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use crate::wire::encode::byte;
 use crate::wire::{Kind, MAX_KEY_COUNT, MAX_REPLY_BYTES, encode};
 
-/// Why an exchange failed. After any of these the connection is out of step and must be dropped.
+/// The reason why an exchange failed. After any of these errors the connection must be dropped,
+/// because the next bytes may belong to an earlier reply.
 #[derive(Debug)]
-pub(super) enum Failure {
-    /// No reply by the deadline.
-    Late,
+pub(super) enum ExchangeError {
+    /// No reply came by the deadline.
+    Timeout,
     Lost(io::Error),
-    Protocol(String),
+    Protocol(ReplyError),
 }
 
-impl From<io::Error> for Failure {
-    fn from(error: io::Error) -> Failure {
-        Failure::Lost(error)
+/// A reply that the protocol does not allow. The text continues a sentence about the server.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub(super) enum ReplyError {
+    #[error("answered a ping of {sent:#010x} with {received:#010x}")]
+    Nonce { sent: u32, received: u32 },
+    #[error("answered a check with {0}")]
+    Check(u8),
+    #[error("ended a wait with {0}")]
+    Wait(u8),
+    #[error("answered a cancellation with {0}")]
+    Cancel(u8),
+    #[error("sent {count} where at most {limit} is possible")]
+    Count { count: i64, limit: usize },
+    #[error("announced a value of {0} bytes")]
+    ValueLength(u64),
+    #[error("sent a reply of more than {MAX_REPLY_BYTES} bytes")]
+    ReplyLength,
+}
+
+impl From<io::Error> for ExchangeError {
+    fn from(error: io::Error) -> ExchangeError {
+        ExchangeError::Lost(error)
     }
 }
 
-/// How a wait on the server ended; the connection is in step.
+impl From<ReplyError> for ExchangeError {
+    fn from(error: ReplyError) -> ExchangeError {
+        ExchangeError::Protocol(error)
+    }
+}
+
+/// The outcome of a wait on the server. The connection can be used again after both.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Waited {
+pub(super) enum WaitOutcome {
     Ready,
-    /// Given up at the deadline. Of the keys asked about, whether each is there, if that came in time.
+    /// The wait was cancelled at the deadline. `present` tells for each checked key if it exists.
     TimedOut {
-        there: Vec<bool>,
+        present: Vec<bool>,
     },
 }
 
-/// Bytes asked of the socket at once.
+/// Most bytes that one read takes from the socket.
 const READ_BYTES: usize = 16 << 10;
-/// A server that is alive answers the end of a wait within this; it is what a timeout may come late.
+/// Time in which a live server answers a cancellation. A timeout may be reported this much after
+/// its deadline.
 const CANCEL_TIME: Duration = Duration::from_millis(100);
 
 #[derive(Debug)]
 pub(super) struct Connection {
     stream: TcpStream,
-    /// Bytes received; the first `taken_bytes` are used.
-    inbox: Vec<u8>,
-    taken_bytes: usize,
-    /// Requests being put together.
-    outbox: Vec<u8>,
+    /// Bytes received; the first `consumed_bytes` have been read.
+    input: Vec<u8>,
+    consumed_bytes: usize,
+    /// Bytes of the requests to send next.
+    output: Vec<u8>,
 }
 
 impl Connection {
-    /// Shakes hands on a new socket.
-    pub(super) fn open(stream: TcpStream, nonce: u32, deadline: Instant) -> Result<Connection, Failure> {
+    /// Performs the handshake on a new socket.
+    pub(super) fn open(
+        stream: TcpStream,
+        nonce: u32,
+        deadline: Instant,
+    ) -> Result<Connection, ExchangeError> {
         stream.set_nodelay(true)?;
         stream.set_nonblocking(true)?;
-        let mut connection = Connection { stream, inbox: Vec::new(), taken_bytes: 0, outbox: Vec::new() };
+        let mut connection = Connection { stream, input: Vec::new(), consumed_bytes: 0, output: Vec::new() };
         let out = connection.request();
-        encode::hello(out, nonce);
+        encode::handshake(out, nonce);
         connection.send(deadline)?;
         connection.expect_nonce(nonce, deadline)?;
         Ok(connection)
@@ -68,145 +99,169 @@ impl Connection {
         &self.stream
     }
 
-    /// The buffer for the next requests, empty.
+    /// Returns the buffer for the next requests, empty.
     pub(super) fn request(&mut self) -> &mut Vec<u8> {
-        self.outbox.clear();
-        &mut self.outbox
+        self.output.clear();
+        &mut self.output
     }
 
     /// Sends the requests in the buffer.
-    pub(super) fn send(&mut self, deadline: Instant) -> Result<(), Failure> {
+    pub(super) fn send(&mut self, deadline: Instant) -> Result<(), ExchangeError> {
         const KEPT_BYTES: usize = 1 << 20;
         let mut sent = 0;
-        while sent < self.outbox.len() {
-            match self.stream.write(&self.outbox[sent..]) {
+        while sent < self.output.len() {
+            match self.stream.write(&self.output[sent..]) {
                 Ok(count) => sent += count,
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {
-                    self.ready_for(PollFlags::POLLOUT, deadline)?
+                    self.wait_ready(PollFlags::POLLOUT, deadline)?
                 }
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) => return Err(error.into()),
             }
         }
-        self.outbox.clear();
-        self.outbox.shrink_to(KEPT_BYTES);
+        self.output.clear();
+        self.output.shrink_to(KEPT_BYTES);
         Ok(())
     }
 
-    /// Sends a request that has no reply, and a PING: when that is answered the server has carried
-    /// both out.
-    pub(super) fn send_and_confirm(&mut self, nonce: u32, deadline: Instant) -> Result<(), Failure> {
-        encode::ping(&mut self.outbox, nonce);
+    /// Sends a request that has no reply, followed by a PING. The answer to the PING proves that the
+    /// server has carried out both.
+    pub(super) fn send_and_confirm(&mut self, nonce: u32, deadline: Instant) -> Result<(), ExchangeError> {
+        encode::ping(&mut self.output, nonce);
         self.send(deadline)?;
         self.expect_nonce(nonce, deadline)
     }
 
-    fn expect_nonce(&mut self, nonce: u32, deadline: Instant) -> Result<(), Failure> {
+    fn expect_nonce(&mut self, nonce: u32, deadline: Instant) -> Result<(), ExchangeError> {
         let got = u32::from_le_bytes(self.read_array(deadline)?);
         if got != nonce {
-            return Err(Failure::Protocol(format!("answered a ping of {nonce:#010x} with {got:#010x}")));
+            return Err(ReplyError::Nonce { sent: nonce, received: got }.into());
         }
         Ok(())
     }
 
-    pub(super) fn read_byte(&mut self, deadline: Instant) -> Result<u8, Failure> {
+    pub(super) fn read_byte(&mut self, deadline: Instant) -> Result<u8, ExchangeError> {
         let [byte] = self.read_array(deadline)?;
         Ok(byte)
     }
 
-    pub(super) fn read_number(&mut self, deadline: Instant) -> Result<i64, Failure> {
+    pub(super) fn read_number(&mut self, deadline: Instant) -> Result<i64, ExchangeError> {
         Ok(i64::from_le_bytes(self.read_array(deadline)?))
     }
 
-    /// A number that counts something, at most `limit` of it.
-    pub(super) fn read_count(&mut self, limit: usize, deadline: Instant) -> Result<usize, Failure> {
+    /// Reads a number that must lie between 0 and `limit`.
+    pub(super) fn read_count(&mut self, limit: usize, deadline: Instant) -> Result<usize, ExchangeError> {
         let number = self.read_number(deadline)?;
         match usize::try_from(number) {
             Ok(count) if count <= limit => Ok(count),
-            _ => Err(Failure::Protocol(format!("sent {number} where at most {limit} is possible"))),
+            _ => Err(ReplyError::Count { count: number, limit }.into()),
         }
     }
 
-    pub(super) fn read_blob(&mut self, deadline: Instant) -> Result<Vec<u8>, Failure> {
+    pub(super) fn read_blob(&mut self, deadline: Instant) -> Result<Vec<u8>, ExchangeError> {
         let length = u64::from_le_bytes(self.read_array(deadline)?);
-        let length = usize::try_from(length).unwrap_or(usize::MAX);
-        if length > MAX_REPLY_BYTES {
-            return Err(Failure::Protocol(format!("announced a value of {length} bytes")));
-        }
+        let length = match usize::try_from(length) {
+            Ok(length) if length <= MAX_REPLY_BYTES => length,
+            _ => return Err(ReplyError::ValueLength(length).into()),
+        };
         self.fill(length, deadline)?;
-        let blob = self.inbox[self.taken_bytes..self.taken_bytes + length].to_vec();
-        self.took(length);
+        let blob = self.input[self.consumed_bytes..self.consumed_bytes + length].to_vec();
+        self.consume(length);
         Ok(blob)
     }
 
-    /// As many blobs as were asked for; together no more than a reply may have.
-    pub(super) fn read_blobs(&mut self, count: usize, deadline: Instant) -> Result<Vec<Vec<u8>>, Failure> {
+    /// Reads `count` blobs, which together must not exceed the limit of a reply.
+    pub(super) fn read_blobs(
+        &mut self,
+        count: usize,
+        deadline: Instant,
+    ) -> Result<Vec<Vec<u8>>, ExchangeError> {
         let mut blobs = Vec::with_capacity(count.min(MAX_KEY_COUNT));
         let mut total = 0;
         for _ in 0..count {
             let blob = self.read_blob(deadline)?;
             total += blob.len();
             if total > MAX_REPLY_BYTES {
-                return Err(Failure::Protocol(format!("sent a reply of more than {MAX_REPLY_BYTES} bytes")));
+                return Err(ReplyError::ReplyLength.into());
             }
             blobs.push(blob);
         }
         Ok(blobs)
     }
 
-    /// Waits for the byte that ends a wait. At the deadline takes the wait back, and asks which of
-    /// `asked` are there.
-    pub(super) fn finish_wait(&mut self, asked: &[&[u8]], deadline: Instant) -> Result<Waited, Failure> {
-        match self.read_byte(deadline) {
-            Ok(byte::READY) => return Ok(Waited::Ready),
-            Ok(other) => return Err(Failure::Protocol(format!("ended a wait with {other}"))),
-            Err(Failure::Late) => {}
-            Err(failure) => return Err(failure),
+    /// Waits for the byte that ends a wait. At the deadline it cancels the wait and asks the server
+    /// which of the keys `checked` exist.
+    pub(super) fn finish_wait(
+        &mut self,
+        checked: &[&[u8]],
+        deadline: Instant,
+    ) -> Result<WaitOutcome, ExchangeError> {
+        match self.read_ready(deadline) {
+            Ok(()) => return Ok(WaitOutcome::Ready),
+            Err(ExchangeError::Timeout) => {}
+            Err(error) => return Err(error),
         }
         let out = self.request();
         encode::bare(out, Kind::CancelWait);
-        for &key in asked {
+        for &key in checked {
             encode::counted(out, Kind::Check, 1, [key].into_iter());
         }
         let deadline = Instant::now() + CANCEL_TIME;
         self.send(deadline)?;
         let ready = match self.read_byte(deadline)? {
             byte::CANCELLED => false,
-            // The end of the wait and the request to cancel it have crossed.
+            // The end of the wait and the request to cancel it crossed on the wire.
             byte::READY => match self.read_byte(deadline)? {
                 byte::CANCELLED => true,
-                other => return Err(Failure::Protocol(format!("answered a cancellation with {other}"))),
+                other => return Err(ReplyError::Cancel(other).into()),
             },
-            other => return Err(Failure::Protocol(format!("answered a cancellation with {other}"))),
+            other => return Err(ReplyError::Cancel(other).into()),
         };
-        let mut there = Vec::with_capacity(asked.len());
-        for _ in asked {
-            there.push(self.read_byte(deadline)? == byte::READY);
+        let mut present = Vec::with_capacity(checked.len());
+        for _ in checked {
+            present.push(self.read_byte(deadline)? == byte::READY);
         }
-        Ok(if ready { Waited::Ready } else { Waited::TimedOut { there } })
+        Ok(if ready { WaitOutcome::Ready } else { WaitOutcome::TimedOut { present } })
     }
 
-    /// Whether the server has sent nothing that was not asked for.
-    pub(super) fn is_in_step(&self) -> bool {
-        self.inbox.is_empty()
+    /// Reads the byte that ends a wait.
+    pub(super) fn read_ready(&mut self, deadline: Instant) -> Result<(), ExchangeError> {
+        match self.read_byte(deadline)? {
+            byte::READY => Ok(()),
+            other => Err(ReplyError::Wait(other).into()),
+        }
     }
 
-    fn read_array<const N: usize>(&mut self, deadline: Instant) -> Result<[u8; N], Failure> {
+    /// Reads the reply to a CHECK: true if all its keys exist.
+    pub(super) fn read_check(&mut self, deadline: Instant) -> Result<bool, ExchangeError> {
+        match self.read_byte(deadline)? {
+            byte::READY => Ok(true),
+            byte::MISSING => Ok(false),
+            other => Err(ReplyError::Check(other).into()),
+        }
+    }
+
+    /// Returns true if no unexpected bytes are waiting on the connection.
+    pub(super) fn is_reusable(&self) -> bool {
+        self.input.is_empty()
+    }
+
+    fn read_array<const N: usize>(&mut self, deadline: Instant) -> Result<[u8; N], ExchangeError> {
         self.fill(N, deadline)?;
         let mut array = [0; N];
-        array.copy_from_slice(&self.inbox[self.taken_bytes..self.taken_bytes + N]);
-        self.took(N);
+        array.copy_from_slice(&self.input[self.consumed_bytes..self.consumed_bytes + N]);
+        self.consume(N);
         Ok(array)
     }
 
-    /// Receives until `count` bytes lie there; takes memory only for bytes that have come.
-    fn fill(&mut self, count: usize, deadline: Instant) -> Result<(), Failure> {
+    /// Receives until at least `count` bytes are unread. Allocates only for bytes that have arrived.
+    fn fill(&mut self, count: usize, deadline: Instant) -> Result<(), ExchangeError> {
         let mut bytes = [0; READ_BYTES];
-        while self.inbox.len() - self.taken_bytes < count {
-            self.ready_for(PollFlags::POLLIN, deadline)?;
+        while self.input.len() - self.consumed_bytes < count {
+            self.wait_ready(PollFlags::POLLIN, deadline)?;
             match self.stream.read(&mut bytes) {
-                Ok(0) => return Err(Failure::Lost(ErrorKind::UnexpectedEof.into())),
-                Ok(count) => self.inbox.extend_from_slice(&bytes[..count]),
+                Ok(0) => return Err(ExchangeError::Lost(ErrorKind::UnexpectedEof.into())),
+                Ok(count) => self.input.extend_from_slice(&bytes[..count]),
                 Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
                 Err(error) => return Err(error.into()),
             }
@@ -214,29 +269,31 @@ impl Connection {
         Ok(())
     }
 
-    fn took(&mut self, count: usize) {
+    fn consume(&mut self, count: usize) {
         const KEPT_BYTES: usize = 64 << 10;
-        self.taken_bytes += count;
-        if self.taken_bytes == self.inbox.len() {
-            self.inbox.clear();
-            self.inbox.shrink_to(KEPT_BYTES);
-            self.taken_bytes = 0;
-        } else if self.taken_bytes > KEPT_BYTES {
-            self.inbox.drain(..self.taken_bytes);
-            self.taken_bytes = 0;
+        self.consumed_bytes += count;
+        if self.consumed_bytes == self.input.len() {
+            self.input.clear();
+            self.input.shrink_to(KEPT_BYTES);
+            self.consumed_bytes = 0;
+        } else if self.consumed_bytes > KEPT_BYTES {
+            self.input.drain(..self.consumed_bytes);
+            self.consumed_bytes = 0;
         }
     }
 
-    fn ready_for(&self, what: PollFlags, deadline: Instant) -> Result<(), Failure> {
+    fn wait_ready(&self, what: PollFlags, deadline: Instant) -> Result<(), ExchangeError> {
         loop {
             let left = deadline.saturating_duration_since(Instant::now()).as_micros().div_ceil(1000);
             let timeout = PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX);
             match poll(&mut [PollFd::new(self.stream.as_fd(), what)], timeout) {
-                // After a signal too: with a fast interval timer each poll may end by one.
-                Ok(0) | Err(Errno::EINTR) if Instant::now() >= deadline => return Err(Failure::Late),
+                // EINTR checks the clock too: with a fast interval timer, a signal may end every poll.
+                Ok(0) | Err(Errno::EINTR) if Instant::now() >= deadline => {
+                    return Err(ExchangeError::Timeout);
+                }
                 Ok(0) | Err(Errno::EINTR) => {}
                 Ok(_) => return Ok(()),
-                Err(error) => return Err(Failure::Lost(error.into())),
+                Err(error) => return Err(ExchangeError::Lost(error.into())),
             }
         }
     }

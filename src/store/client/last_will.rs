@@ -1,45 +1,47 @@
-//! A connection whose end the server notices, and which notices the server's.
+//! Last wills: a value that the server stores when a client disappears.
 
 use std::io::Write;
 use std::net::{Shutdown, TcpStream};
 use std::time::Instant;
 
 use super::TcpStore;
-use super::connect::random;
-use super::connection::{Connection, Failure};
-use crate::close_watch::watch_closely;
+use super::connect::random_u32;
+use super::connection::{Connection, ExchangeError};
 use crate::error::StoreError;
+use crate::keepalive::set_fast_keepalive;
 use crate::keys::check_value;
 use crate::wire::Kind;
 use crate::wire::encode::{blobs, counted};
 
-/// A last will: what the store shall say under a key when this process is gone.
+/// A last will: a key and the value that the server stores there when this process is gone.
 ///
-/// However its connection ends, by drop, by the death of the process or of its host, the server stores
-/// the value, if the key is absent then. Only [`withdraw`](LastWill::withdraw) ends it without.
+/// The server stores the value when the connection ends: by drop, or because the process or its host
+/// died. A key that exists then keeps its value. [`withdraw`](LastWill::withdraw) cancels the will.
+/// The server notices the loss of another host within about 4 s.
 #[derive(Debug)]
 pub struct LastWill {
     stream: TcpStream,
     key: Vec<u8>,
 }
 
-/// The other end of a [`LastWill`]: hears when its key has a value, be it from another's will, and when the
-/// store is gone.
+/// A watch on the key of a [`LastWill`].
+///
+/// It reports the value as soon as the key exists, whoever stored it, and the end of the store.
 #[derive(Debug)]
 pub struct KeyWatch {
     connection: Connection,
     store: String,
     key: Vec<u8>,
-    /// The key has a value, and it has been asked for.
-    ready: bool,
+    /// The key exists, and the request for its value has been sent.
+    is_value_requested: bool,
 }
 
 impl TcpStore {
-    /// Leaves a will with the store: `value` (not empty) under `key` when this process is gone; and
-    /// watches that key.
+    /// Asks the server to store `value` (not empty) under `key` when this process is gone, and
+    /// watches that key. Opens a connection of its own.
     ///
-    /// Convoke's own request: a torch server closes the connection instead, which shows as
-    /// [`StoreError::Lost`]; other connections of this client are not touched.
+    /// Only convoke's servers know this request. A torch server closes the new connection, and the
+    /// call returns [`StoreError::Lost`]; other connections of this client stay open.
     ///
     /// # Errors
     /// [`StoreError`].
@@ -50,33 +52,34 @@ impl TcpStore {
         deadline: Instant,
     ) -> Result<(LastWill, KeyWatch), StoreError> {
         check_value(value)?;
-        let key = self.keys.outer(key)?.into_owned();
-        let mut connection = self.pool.address.reach(deadline)?;
+        let key = self.keys.stored_key(key)?.into_owned();
+        let mut connection = self.pool.address.connect(deadline)?;
         let store = self.pool.address.to_string();
         let opened = (|| {
             let stream = connection.stream().try_clone()?;
-            watch_closely(&stream)?;
+            set_fast_keepalive(&stream)?;
             blobs(connection.request(), Kind::SetLastWill, &[&key, value]);
-            connection.send_and_confirm(random(), deadline)?;
+            connection.send_and_confirm(random_u32(), deadline)?;
             counted(connection.request(), Kind::Wait, 1, [key.as_slice()].into_iter());
             connection.send(deadline)?;
             Ok(stream)
         })();
         match opened {
             Ok(stream) => {
-                Ok((LastWill { stream, key: key.clone() }, KeyWatch { connection, store, key, ready: false }))
+                let watch = KeyWatch { connection, store, key: key.clone(), is_value_requested: false };
+                Ok((LastWill { stream, key }, watch))
             }
-            Err(failure) => Err(error(failure, store, "set_last_will", deadline)),
+            Err(error) => Err(store_error(error, store, "set_last_will", deadline)),
         }
     }
 }
 
 impl LastWill {
-    /// Takes the will back: from now on the end of this process is no news. Its [`KeyWatch`] ends.
+    /// Cancels the will: the end of this process has no effect any more. Its [`KeyWatch`] ends.
     pub fn withdraw(mut self) {
         let mut request = Vec::new();
         blobs(&mut request, Kind::SetLastWill, &[&self.key, b""]);
-        // If the store is gone, so is the will.
+        // A failed write needs no handling: if the store is gone, so is the will.
         if self.stream.write_all(&request).is_ok() {
             let _ = self.stream.shutdown(Shutdown::Write);
         }
@@ -84,37 +87,45 @@ impl LastWill {
 }
 
 impl KeyWatch {
-    /// The key's value as soon as it has one; `None` at the deadline, and the call may be repeated.
+    /// Waits until the key exists and returns its value. Returns `None` at the deadline; the call may
+    /// then be repeated.
     ///
     /// # Errors
-    /// [`StoreError::Lost`]: the store is gone, or the will was withdrawn.
+    /// [`StoreError::Lost`] if the store is gone or the will was withdrawn.
     pub fn wait(&mut self, deadline: Instant) -> Result<Option<Vec<u8>>, StoreError> {
         match self.value(deadline) {
             Ok(value) => Ok(Some(value)),
-            Err(Failure::Late) => Ok(None),
-            Err(failure) => Err(error(failure, self.store.clone(), "watch", deadline)),
+            Err(ExchangeError::Timeout) => Ok(None),
+            Err(error) => Err(store_error(error, self.store.clone(), "watch", deadline)),
         }
     }
 
-    fn value(&mut self, deadline: Instant) -> Result<Vec<u8>, Failure> {
-        if !self.ready {
+    fn value(&mut self, deadline: Instant) -> Result<Vec<u8>, ExchangeError> {
+        if !self.is_value_requested {
             self.connection.read_byte(deadline)?;
             blobs(self.connection.request(), Kind::Get, &[&self.key]);
             self.connection.send(deadline)?;
-            self.ready = true;
+            self.is_value_requested = true;
         }
         self.connection.read_blob(deadline)
     }
 }
 
-fn error(failure: Failure, store: String, operation: &'static str, deadline: Instant) -> StoreError {
-    match failure {
-        Failure::Late => {
+fn store_error(
+    error: ExchangeError,
+    store: String,
+    operation: &'static str,
+    deadline: Instant,
+) -> StoreError {
+    match error {
+        ExchangeError::Timeout => {
             let after = Instant::now().saturating_duration_since(deadline);
             StoreError::Timeout { store, operation, after, keys: Vec::new() }
         }
-        Failure::Lost(source) => StoreError::Lost { store, operation, source },
-        Failure::Protocol(what) => StoreError::Protocol { store, what: format!("{operation}: it {what}") },
+        ExchangeError::Lost(source) => StoreError::Lost { store, operation, source },
+        ExchangeError::Protocol(error) => {
+            StoreError::Protocol { store, what: format!("{operation}: it {error}") }
+        }
     }
 }
 
@@ -154,7 +165,7 @@ mod tests {
         will.withdraw();
         assert!(matches!(watch.wait(soon()), Err(StoreError::Lost { .. })));
         drop(watch);
-        // The end of that connection has been dealt with when a later one is served.
+        // The server handles ends in order: after a later one, it has handled the first.
         drop(store.set_last_will(b"other", b"x", soon()).unwrap());
         store.wait(&[b"other"], soon()).unwrap();
         assert_eq!(store.try_get(b"verdict", soon()).unwrap(), None);

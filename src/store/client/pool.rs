@@ -1,4 +1,4 @@
-//! Connections of one client, so that a thread in a long wait does not hold up the others.
+//! The connections of one client. A thread in a long wait does not block the other threads.
 
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -7,39 +7,41 @@ use super::connect::Address;
 use super::connection::Connection;
 use crate::error::StoreError;
 
-/// Most connections at a time: so many threads can be in a wait while others go on.
+/// Most open connections, and so the most calls that run at once.
 const MAX_CONNECTIONS: usize = 32;
-/// Most connections kept while nobody uses them.
+/// Most unused connections that stay open.
 const MAX_IDLE: usize = 2;
-/// A store that was there once is tried for this long when a new connection is needed: it is not
-/// starting, so if it is not there now, it is gone.
+/// Time to open a further connection. The client was connected once, so the server is not just
+/// starting: if it does not answer soon, it is gone.
 const REOPEN_TIME: Duration = Duration::from_secs(1);
 
 #[derive(Debug)]
 pub(super) struct Pool {
     pub(super) address: Address,
     connections: Mutex<Connections>,
-    /// A connection came back or was dropped.
+    /// Signalled when a connection was released or discarded.
     changed: Condvar,
 }
 
 #[derive(Debug)]
 struct Connections {
     idle: Vec<Connection>,
-    /// In use or idle.
+    /// Number of connections, in use or idle.
     open: usize,
 }
 
 impl Pool {
-    /// A pool with its first connection.
+    /// Creates a pool with its first connection.
     pub(super) fn new(address: Address, first: Connection) -> Pool {
         let connections = Mutex::new(Connections { idle: vec![first], open: 1 });
         Pool { address, connections, changed: Condvar::new() }
     }
 
-    /// A connection for the caller alone; `None` if all were in use until the deadline. It must be
-    /// given to [`put_back`](Pool::put_back) or [`forget`](Pool::forget).
-    pub(super) fn take(&self, deadline: Instant) -> Result<Option<Connection>, StoreError> {
+    /// Returns a connection for exclusive use; `None` if all were in use until the deadline.
+    ///
+    /// The caller must call [`release`](Pool::release) or [`discard`](Pool::discard) afterwards.
+    /// Opens a connection if none is idle.
+    pub(super) fn acquire(&self, deadline: Instant) -> Result<Option<Connection>, StoreError> {
         let mut connections = self.connections.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
             if let Some(connection) = connections.idle.pop() {
@@ -57,15 +59,15 @@ impl Pool {
         }
         connections.open += 1;
         drop(connections);
-        let opened = self.address.reach(deadline.min(Instant::now() + REOPEN_TIME));
+        let opened = self.address.connect(deadline.min(Instant::now() + REOPEN_TIME));
         if opened.is_err() {
-            self.forget();
+            self.discard();
         }
         opened.map(Some)
     }
 
-    /// The connection is in step and free.
-    pub(super) fn put_back(&self, connection: Connection) {
+    /// Returns an acquired connection to the pool. All replies on it must have been read.
+    pub(super) fn release(&self, connection: Connection) {
         let mut connections = self.connections.lock().unwrap_or_else(PoisonError::into_inner);
         if connections.idle.len() < MAX_IDLE {
             connections.idle.push(connection);
@@ -75,8 +77,8 @@ impl Pool {
         self.changed.notify_one();
     }
 
-    /// A connection that was taken is no more.
-    pub(super) fn forget(&self) {
+    /// Removes an acquired connection, which the caller has dropped, from the count.
+    pub(super) fn discard(&self) {
         self.connections.lock().unwrap_or_else(PoisonError::into_inner).open -= 1;
         self.changed.notify_one();
     }

@@ -1,8 +1,8 @@
 //! Carries out store calls that it reads from stdin, for tests against other implementations.
 //!
-//! `store_calls tcp HOST:PORT`, `store_calls file PATH WORKERS`. Each line is an operation, a deadline in
-//! milliseconds and arguments: bytes in hexadecimal behind `x`, numbers as they are. Each answer is a
-//! line: `ok RESULT...`, `timeout` or `error TEXT`.
+//! Usage: `store_calls tcp HOST:PORT` or `store_calls file PATH WORKERS`. Each line of the input has an
+//! operation, a timeout in milliseconds and arguments. Arguments are numbers, or bytes in hexadecimal
+//! after an `x`. Each answer is a line: `ok RESULT...`, `timeout` or `error TEXT`.
 #![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout)] // a broken expectation ends it
 
 use std::io::BufRead;

@@ -1,28 +1,28 @@
-//! The records of a file store. Pure.
+//! The records of a file store, and their replay. Pure.
 //!
 //! A record is `u32 key_length, key, u32 value_length, value`, little-endian. The last record of a
 //! key wins; a key `-` + `/key` with an empty value deletes `/key`.
 
 use std::collections::HashMap;
 
-/// Longest key or value that is believed; a longer one means that the file is damaged. Records in the
-/// format's own terms could be 4 GiB long.
+/// Longest accepted key or value, in bytes. A longer one means that the file is damaged. The format
+/// itself allows 4 GiB.
 pub(super) const MAX_FIELD_BYTES: usize = 256 << 20;
 
-/// Put before a key to delete it.
+/// First byte of the key of a record that deletes the rest of that key.
 const DELETE: u8 = b'-';
-/// Before every user's key.
+/// First byte of every user's key.
 const USER: u8 = b'/';
 
-/// What the records so far say.
+/// The keys and values after replaying the records so far.
 #[derive(Debug, Default)]
 pub(super) struct Log {
     values: HashMap<Vec<u8>, Vec<u8>>,
-    /// Bytes of the file that have been replayed; always the end of a record.
+    /// Number of bytes of the file that have been replayed. A record ends there.
     pub(super) replayed_bytes: u64,
 }
 
-/// A length that no record can have.
+/// Error: a length that no record can have.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Damaged {
     pub(super) at_byte: u64,
@@ -30,8 +30,9 @@ pub(super) struct Damaged {
 }
 
 impl Log {
-    /// Replays the whole records at the front of `bytes`, which follow what was replayed before. A
-    /// record that ends early is left: its writer died, and the next one cuts it off.
+    /// Replays the complete records at the front of `bytes`, which must follow the replayed bytes.
+    ///
+    /// A truncated record at the end is ignored. Its writer died, and the next writer removes it.
     pub(super) fn replay(&mut self, mut bytes: &[u8]) -> Result<(), Damaged> {
         loop {
             let mut rest = bytes;
@@ -78,7 +79,7 @@ impl Log {
 }
 
 /// Appends one record.
-pub(super) fn record(out: &mut Vec<u8>, key: &[u8], value: &[u8]) {
+pub(super) fn push_record(out: &mut Vec<u8>, key: &[u8], value: &[u8]) {
     for field in [key, value] {
         out.extend_from_slice(&(field.len() as u32).to_le_bytes());
         out.extend_from_slice(field);
@@ -86,8 +87,8 @@ pub(super) fn record(out: &mut Vec<u8>, key: &[u8], value: &[u8]) {
 }
 
 /// Appends the record that deletes `key`.
-pub(super) fn deletion(out: &mut Vec<u8>, key: &[u8]) {
-    record(out, &[&[DELETE], key].concat(), b"");
+pub(super) fn push_deletion(out: &mut Vec<u8>, key: &[u8]) {
+    push_record(out, &[&[DELETE], key].concat(), b"");
 }
 
 #[cfg(test)]
@@ -99,10 +100,10 @@ mod tests {
     #[test]
     fn records_may_come_in_any_pieces() {
         let mut bytes = Vec::new();
-        record(&mut bytes, b"/k", b"v1");
-        record(&mut bytes, b"/n", b"5");
-        deletion(&mut bytes, b"/k");
-        record(&mut bytes, b"/-x", b"-");
+        push_record(&mut bytes, b"/k", b"v1");
+        push_record(&mut bytes, b"/n", b"5");
+        push_deletion(&mut bytes, b"/k");
+        push_record(&mut bytes, b"/-x", b"-");
         for step in 1..bytes.len() {
             let mut log = Log::default();
             let mut end = 0;
@@ -119,7 +120,7 @@ mod tests {
     }
 
     proptest! {
-        /// A file of any bytes is read as far as it has whole records, in any pieces alike.
+        /// Replaying any bytes in pieces gives the result of replaying them at once.
         #[test]
         fn random_files_never_do_harm(
             pairs in prop::collection::vec((prop::collection::vec(any::<u8>(), 0..6), prop::collection::vec(any::<u8>(), 0..9)), 0..8),
@@ -128,7 +129,7 @@ mod tests {
         ) {
             let mut bytes = Vec::new();
             for (key, value) in &pairs {
-                record(&mut bytes, &[&[USER], &key[..]].concat(), value);
+                push_record(&mut bytes, &[&[USER], &key[..]].concat(), value);
             }
             let whole = bytes.clone();
             for (place, byte) in changes {
@@ -154,7 +155,7 @@ mod tests {
     #[test]
     fn an_impossible_length_is_damage() {
         let mut bytes = Vec::new();
-        record(&mut bytes, b"/k", b"v");
+        push_record(&mut bytes, b"/k", b"v");
         bytes.extend_from_slice(&[0xff; 8]);
         let mut log = Log::default();
         assert_eq!(log.replay(&bytes), Err(Damaged { at_byte: 11, length: u32::MAX }));

@@ -1,68 +1,69 @@
-//! One client's connection: its unread bytes and its unsent replies.
+//! One client's connection, with its unprocessed requests and unsent replies.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::Arc;
 
 use crate::answer::answer;
-use crate::close_watch::watch_closely;
-use crate::hub::{Hub, Shared};
-use crate::state::{Caller, Woken};
+use crate::keepalive::set_fast_keepalive;
+use crate::shared_store::{LockedStore, SharedStore};
+use crate::state::{ClientId, Woken};
 use crate::wire::{Decoder, Request};
 
-/// No request is begun while more than this many bytes of replies wait to be sent. With the longest
-/// reply on top this bounds what a client that does not read can make the server hold.
+/// The server starts no request of a client while more bytes of its replies than this are unsent.
+/// Together with the longest reply, this bounds the memory used by a client that does not read.
 pub(super) const MAX_UNSENT_BYTES: usize = 256 << 10;
 
-/// A connection as the event loop keeps it. Idle, it owns no buffer.
+/// A connection of the event loop. An idle connection owns no buffer.
 #[derive(Debug)]
 pub(super) struct Connection {
     pub(super) stream: TcpStream,
     decoder: Decoder,
-    /// Bytes of requests not yet carried out.
+    /// Received bytes of requests that have not been carried out.
     input: Vec<u8>,
-    /// Replies; the first `sent_bytes` are out.
+    /// Replies; the first `sent_bytes` of them have been sent.
     output: Vec<u8>,
     sent_bytes: usize,
-    /// The client has sent its last; replies are still due.
-    ended: bool,
+    /// The client has closed its side; unsent replies remain.
+    is_half_closed: bool,
     pub(super) interest: Interest,
 }
 
-/// What epoll watches a connection for.
+/// The events for which epoll watches a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Interest {
     pub(super) read: bool,
     pub(super) write: bool,
 }
 
-/// The connection is over: the client hung up, broke the protocol or cannot be reached.
+/// The connection must be closed: the client closed it, broke the protocol or is unreachable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Over;
+pub(super) struct ConnectionClosed;
 
-/// What all connections use in turn.
+/// The store and the buffers that requests of all connections use in turn.
 #[derive(Debug)]
-pub(super) struct Desk {
-    pub(super) hub: Arc<Hub>,
-    /// Connections whose wait is over and that have not been told yet.
+pub(super) struct RequestContext {
+    pub(super) shared: Arc<SharedStore>,
+    /// Connections whose wait has ended and whose reply has not been sent.
     pub(super) woken: Woken,
-    /// Filled by one read.
+    /// Buffer for the bytes of one read.
     read: Box<[u8]>,
-    /// Replies of one connection, before they are sent.
+    /// Buffer for the replies of one connection, before they are sent.
     replies: Vec<u8>,
 }
 
-/// Bytes of one read.
+/// Most bytes that one read takes from a socket.
 const READ_BYTES: usize = 64 << 10;
-/// An unfinished request up to this size is put before the next read instead of the other way round.
+/// An unfinished request of at most this size is copied to the front of the read buffer. For a longer
+/// one, the bytes of the read are appended to the request instead.
 const SMALL_INPUT_BYTES: usize = 16 << 10;
-/// Buffers larger than this are not kept.
+/// Largest reply buffer that is kept for later requests.
 const KEPT_BYTES: usize = 1 << 20;
 
-impl Desk {
-    pub(super) fn new(hub: Arc<Hub>) -> Desk {
+impl RequestContext {
+    pub(super) fn new(shared: Arc<SharedStore>) -> RequestContext {
         let read = vec![0; SMALL_INPUT_BYTES + READ_BYTES].into();
-        Desk { hub, woken: Woken::new(), read, replies: Vec::new() }
+        RequestContext { shared, woken: Woken::new(), read, replies: Vec::new() }
     }
 }
 
@@ -74,17 +75,21 @@ impl Connection {
             input: Vec::new(),
             output: Vec::new(),
             sent_bytes: 0,
-            ended: false,
+            is_half_closed: false,
             interest: Interest { read: true, write: false },
         }
     }
 
-    /// Reads once, carries out the requests that are whole and sends their replies.
-    pub(super) fn readable(&mut self, caller: Caller, desk: &mut Desk) -> Result<(), Over> {
+    /// Reads once, carries out all complete requests and sends their replies.
+    pub(super) fn on_readable(
+        &mut self,
+        client: ClientId,
+        context: &mut RequestContext,
+    ) -> Result<(), ConnectionClosed> {
         let mut input = std::mem::take(&mut self.input);
-        let mut read = std::mem::take(&mut desk.read);
-        let result = self.read_into(&mut input, &mut read, caller, desk);
-        desk.read = read;
+        let mut read = std::mem::take(&mut context.read);
+        let result = self.read_into(&mut input, &mut read, client, context);
+        context.read = read;
         self.keep_input(input);
         result
     }
@@ -93,107 +98,119 @@ impl Connection {
         &mut self,
         input: &mut Vec<u8>,
         read: &mut [u8],
-        caller: Caller,
-        desk: &mut Desk,
-    ) -> Result<(), Over> {
+        client: ClientId,
+        context: &mut RequestContext,
+    ) -> Result<(), ConnectionClosed> {
         let small = input.len() <= SMALL_INPUT_BYTES;
         let start = if small { input.len() } else { 0 };
         let count = match self.stream.read(&mut read[start..start + READ_BYTES]) {
             Ok(0) => {
-                self.ended = true;
-                return if self.unsent_bytes() == 0 { Err(Over) } else { Ok(()) };
+                self.is_half_closed = true;
+                return if self.unsent_bytes() == 0 { Err(ConnectionClosed) } else { Ok(()) };
             }
             Ok(count) => count,
             Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {
                 return Ok(());
             }
-            Err(_) => return Err(Over),
+            Err(_) => return Err(ConnectionClosed),
         };
         if small {
             read[..start].copy_from_slice(input);
             let bytes = &read[..start + count];
-            let used = self.carry_out(bytes, caller, desk)?;
+            let used = self.process_requests(bytes, client, context)?;
             input.clear();
             input.extend_from_slice(&bytes[used..]);
         } else {
             input.extend_from_slice(&read[..count]);
-            let used = self.carry_out(input, caller, desk)?;
+            let used = self.process_requests(input, client, context)?;
             input.drain(..used);
         }
         Ok(())
     }
 
-    /// Sends what is due; once that is little enough, carries out requests that were read before.
-    pub(super) fn writable(&mut self, caller: Caller, desk: &mut Desk) -> Result<(), Over> {
+    /// Sends unsent replies. When few enough are left, carries out requests that were read before.
+    pub(super) fn on_writable(
+        &mut self,
+        client: ClientId,
+        context: &mut RequestContext,
+    ) -> Result<(), ConnectionClosed> {
         self.flush()?;
         if self.unsent_bytes() <= MAX_UNSENT_BYTES && !self.input.is_empty() {
             let mut input = std::mem::take(&mut self.input);
-            let used = self.carry_out(&input, caller, desk)?;
+            let used = self.process_requests(&input, client, context)?;
             input.drain(..used);
             self.keep_input(input);
         }
-        if self.ended && self.unsent_bytes() == 0 { Err(Over) } else { Ok(()) }
+        if self.is_half_closed && self.unsent_bytes() == 0 { Err(ConnectionClosed) } else { Ok(()) }
     }
 
-    /// Carries out the requests at the front of `bytes` and sends the replies, until no whole request
-    /// is left or too many replies wait to be sent. Returns the bytes used.
-    fn carry_out(&mut self, bytes: &[u8], caller: Caller, desk: &mut Desk) -> Result<usize, Over> {
+    /// Carries out the requests at the front of `bytes` and sends the replies. Stops when no complete
+    /// request is left or too many replies are unsent. Returns the number of bytes processed.
+    fn process_requests(
+        &mut self,
+        bytes: &[u8],
+        client: ClientId,
+        context: &mut RequestContext,
+    ) -> Result<usize, ConnectionClosed> {
         let mut used = 0;
         loop {
-            // Locked for these requests, and not while sending.
-            let mut shared = desk.hub.lock();
-            let more = self.answer_some(&bytes[used..], caller, &mut shared, &mut desk.replies);
-            shared.take_woken(&mut desk.woken);
-            drop(shared);
-            self.send(&desk.replies)?;
-            desk.replies.clear();
-            desk.replies.shrink_to(KEPT_BYTES);
-            let (some, stalled) = more?;
-            used += some;
-            if !stalled || self.unsent_bytes() > MAX_UNSENT_BYTES {
+            // The lock is held for these requests, but not while sending.
+            let mut locked = context.shared.lock();
+            let more = self.answer_requests(&bytes[used..], client, &mut locked, &mut context.replies);
+            locked.drain_woken(&mut context.woken);
+            drop(locked);
+            self.send(&context.replies)?;
+            context.replies.clear();
+            context.replies.shrink_to(KEPT_BYTES);
+            let (processed, output_is_full) = more?;
+            used += processed;
+            if !output_is_full || self.unsent_bytes() > MAX_UNSENT_BYTES {
                 return Ok(used);
             }
         }
     }
 
-    /// Answers requests into `replies`; the bytes used, and whether it stopped for want of room.
-    fn answer_some(
+    /// Carries out requests and appends their replies to `replies`. Returns the number of bytes
+    /// processed, and true if it stopped because too many replies are unsent.
+    fn answer_requests(
         &mut self,
         bytes: &[u8],
-        caller: Caller,
-        shared: &mut Shared,
+        client: ClientId,
+        locked: &mut LockedStore,
         replies: &mut Vec<u8>,
-    ) -> Result<(usize, bool), Over> {
+    ) -> Result<(usize, bool), ConnectionClosed> {
         let mut used = 0;
         while self.unsent_bytes() + replies.len() <= MAX_UNSENT_BYTES {
-            let Some((request, length)) = self.decoder.next(&bytes[used..]).map_err(|_| Over)? else {
+            let Some((request, length)) = self.decoder.next(&bytes[used..]).map_err(|_| ConnectionClosed)?
+            else {
                 return Ok((used, false));
             };
             if matches!(request, Request::SetLastWill { .. }) {
-                watch_closely(&self.stream).map_err(|_| Over)?;
+                set_fast_keepalive(&self.stream).map_err(|_| ConnectionClosed)?;
             }
-            answer(&mut shared.state, caller, request, replies, &mut shared.woken).map_err(|_| Over)?;
+            answer(&mut locked.state, client, request, replies, &mut locked.woken)
+                .map_err(|_| ConnectionClosed)?;
             used += length;
         }
         Ok((used, true))
     }
 
-    /// Keeps the bytes of an unfinished request, and no buffer without any.
+    /// Keeps the bytes of an unfinished request. Keeps no empty buffer.
     fn keep_input(&mut self, input: Vec<u8>) {
         if !input.is_empty() {
             self.input = input;
         }
     }
 
-    /// Sends `bytes` behind what is due already, and keeps what the socket does not take.
-    pub(super) fn send(&mut self, mut bytes: &[u8]) -> Result<(), Over> {
+    /// Sends `bytes` after the unsent replies, and keeps the part that the socket does not accept.
+    pub(super) fn send(&mut self, mut bytes: &[u8]) -> Result<(), ConnectionClosed> {
         if self.output.is_empty() {
             while !bytes.is_empty() {
                 match self.stream.write(bytes) {
                     Ok(count) => bytes = &bytes[count..],
                     Err(error) if error.kind() == ErrorKind::WouldBlock => break,
                     Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                    Err(_) => return Err(Over),
+                    Err(_) => return Err(ConnectionClosed),
                 }
             }
         }
@@ -207,14 +224,14 @@ impl Connection {
         Ok(())
     }
 
-    /// Sends as much of the output as the socket takes.
-    pub(super) fn flush(&mut self) -> Result<(), Over> {
+    /// Sends as much of the output as the socket accepts.
+    pub(super) fn flush(&mut self) -> Result<(), ConnectionClosed> {
         while self.unsent_bytes() > 0 {
             match self.stream.write(&self.output[self.sent_bytes..]) {
                 Ok(count) => self.sent_bytes += count,
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(_) => return Err(Over),
+                Err(_) => return Err(ConnectionClosed),
             }
         }
         self.output = Vec::new();
@@ -226,16 +243,16 @@ impl Connection {
         self.output.len() - self.sent_bytes
     }
 
-    /// What to watch for now: no reading while replies pile up.
-    pub(super) fn wanted(&self) -> Interest {
+    /// Returns the events to watch for now. Reading stops while too many replies are unsent.
+    pub(super) fn wanted_interest(&self) -> Interest {
         Interest {
-            read: !self.ended && self.unsent_bytes() <= MAX_UNSENT_BYTES,
+            read: !self.is_half_closed && self.unsent_bytes() <= MAX_UNSENT_BYTES,
             write: self.unsent_bytes() > 0,
         }
     }
 
-    /// Tells the client that nothing more will come, after all that was sent.
-    pub(super) fn hang_up(&self) -> io::Result<()> {
+    /// Ends the stream to the client after all bytes that were sent.
+    pub(super) fn shut_down_write(&self) -> io::Result<()> {
         self.stream.shutdown(Shutdown::Write)
     }
 }

@@ -1,4 +1,4 @@
-//! The one loop that accepts, reads, answers and wakes.
+//! The event loop of the server: it accepts, reads, answers and wakes clients.
 
 use std::io::{self, ErrorKind};
 use std::net::{TcpListener, TcpStream};
@@ -10,54 +10,63 @@ use nix::errno::Errno;
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 
 use super::Control;
-use super::connection::{Connection, Desk, Interest, Over};
-use super::fan_out;
-use super::listen::set_options;
-use crate::state::Caller;
+use super::broadcast;
+use super::connection::{Connection, ConnectionClosed, Interest, RequestContext};
+use super::listen::configure;
+use crate::state::ClientId;
 use crate::wire::encode::byte;
 
-/// Events taken from the kernel at once.
-const EVENTS: usize = 1024;
-/// Connections accepted before others are served again.
-const ACCEPTS_AT_ONCE: usize = 64;
-/// While descriptors are short, a listener rests this long or until a connection closes.
-const ACCEPT_REST: Duration = Duration::from_millis(100);
-/// How long replies that are due are still sent at the end.
+/// Most events that one `epoll_wait` returns.
+const MAX_EVENTS: usize = 1024;
+/// Most connections accepted before other events are handled.
+const MAX_ACCEPTS: usize = 64;
+/// Time without accepting after descriptors ran out; it ends earlier if a connection closes.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+/// Most time to send outstanding replies at shutdown.
 const FLUSH_TIME: Duration = Duration::from_millis(500);
 
-/// Token of the bell; listeners have the ones below it, from the top.
-const BELL: u64 = u64::MAX;
-/// Tokens from here on are listeners. Below, a token is a connection's [`Caller`].
+/// Epoll token of the wake event.
+const WAKE_EVENT: u64 = u64::MAX;
+/// Lowest epoll token of a listener. Tokens below are the [`ClientId`]s of connections.
 const FIRST_LISTENER: u64 = u64::MAX - 0xffff;
 
-/// Level-triggered: one read per wake-up serves all that has come, and what was left is reported
-/// again, so no connection can keep the others waiting.
+/// The server's connections and the epoll instance that watches them.
+///
+/// Epoll is level-triggered. Each event costs one read, and unread bytes cause another event, so no
+/// connection delays the others.
 pub(super) struct EventLoop {
     epoll: Epoll,
     control: Arc<Control>,
     listeners: Vec<TcpListener>,
-    /// Until when the listeners rest.
-    resting_until: Option<Instant>,
-    connections: Slots,
-    desk: Desk,
+    /// Time at which accepting starts again; `None` while it is not paused.
+    accept_paused_until: Option<Instant>,
+    connections: ConnectionTable,
+    context: RequestContext,
 }
 
 impl EventLoop {
     pub(super) fn new(control: Arc<Control>, listeners: Vec<TcpListener>) -> io::Result<EventLoop> {
         let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
-        if let Some(bell) = control.hub.bell() {
-            epoll.add(bell, EpollEvent::new(EpollFlags::EPOLLIN, BELL))?;
+        if let Some(wake_event) = control.shared.wake_event() {
+            epoll.add(wake_event, EpollEvent::new(EpollFlags::EPOLLIN, WAKE_EVENT))?;
         }
         for (listener, token) in listeners.iter().zip(FIRST_LISTENER..) {
-            set_options(listener)?;
+            configure(listener)?;
             epoll.add(listener, EpollEvent::new(EpollFlags::EPOLLIN, token))?;
         }
-        let desk = Desk::new(Arc::clone(&control.hub));
-        Ok(EventLoop { epoll, control, listeners, resting_until: None, connections: Slots::default(), desk })
+        let context = RequestContext::new(Arc::clone(&control.shared));
+        Ok(EventLoop {
+            epoll,
+            control,
+            listeners,
+            accept_paused_until: None,
+            connections: ConnectionTable::default(),
+            context,
+        })
     }
 
     pub(super) fn run(mut self) {
-        let mut events = vec![EpollEvent::empty(); EVENTS];
+        let mut events = vec![EpollEvent::empty(); MAX_EVENTS];
         while !self.control.stopping.load(Ordering::Acquire) {
             let count = match self.epoll.wait(&mut events, self.timeout()) {
                 Ok(count) => count,
@@ -68,15 +77,15 @@ impl EventLoop {
             };
             for event in &events[..count] {
                 self.handle(event);
-                self.tell_woken();
+                self.reply_to_woken();
             }
-            self.end_rest();
+            self.resume_accepting();
         }
-        self.finish(&mut events);
+        self.flush_and_close(&mut events);
     }
 
     fn timeout(&self) -> EpollTimeout {
-        match self.resting_until {
+        match self.accept_paused_until {
             None => EpollTimeout::NONE,
             Some(until) => milliseconds(until),
         }
@@ -84,130 +93,132 @@ impl EventLoop {
 
     fn handle(&mut self, event: &EpollEvent) {
         match event.data() {
-            BELL => {
-                if let Some(bell) = self.control.hub.bell() {
-                    // It rang, so there is a number to read.
-                    let _ = bell.read();
+            WAKE_EVENT => {
+                if let Some(wake_event) = self.control.shared.wake_event() {
+                    // The event was reported, so the eventfd has a value to read.
+                    let _ = wake_event.read();
                 }
-                self.control.hub.lock().take_woken(&mut self.desk.woken);
+                self.control.shared.lock().drain_woken(&mut self.context.woken);
             }
             token @ FIRST_LISTENER.. => self.accept((token - FIRST_LISTENER) as usize),
-            token => self.serve(Caller(token), event.events()),
+            token => self.serve(ClientId(token), event.events()),
         }
     }
 
-    /// Reads, answers, sends, as the connection is ready for.
-    fn serve(&mut self, caller: Caller, ready: EpollFlags) {
-        let EventLoop { connections, desk, .. } = self;
-        // It may have been closed by an earlier event of the same batch.
-        let Some(connection) = connections.get_mut(caller) else { return };
+    /// Writes to and reads from a connection, as far as it is ready.
+    fn serve(&mut self, client: ClientId, ready: EpollFlags) {
+        let EventLoop { connections, context, .. } = self;
+        // An earlier event of the same batch may have closed the connection.
+        let Some(connection) = connections.get_mut(client) else { return };
         let mut result = Ok(());
         if ready.contains(EpollFlags::EPOLLOUT) {
-            result = connection.writable(caller, desk);
+            result = connection.on_writable(client, context);
         }
         if result.is_ok() && ready.contains(EpollFlags::EPOLLIN) && connection.interest.read {
-            result = connection.readable(caller, desk);
+            result = connection.on_readable(client, context);
         }
-        // Reported even when not asked for: the client is gone, whatever is still due to it.
+        // Epoll reports these events always. The client is gone, and unsent replies are dropped.
         let gone = ready.contains(EpollFlags::EPOLLERR)
             || (ready.contains(EpollFlags::EPOLLHUP) && !ready.contains(EpollFlags::EPOLLIN));
         if gone {
-            result = Err(Over);
+            result = Err(ConnectionClosed);
         }
-        self.settle(caller, result);
+        self.update_or_close(client, result);
     }
 
-    /// After work on a connection: closes it if it is over, otherwise has it watched as it now needs.
-    fn settle(&mut self, caller: Caller, result: Result<(), Over>) {
-        let Some(connection) = self.connections.get_mut(caller) else { return };
-        let wanted = connection.wanted();
+    /// Closes the connection if `result` is an error; otherwise updates the events it is watched for.
+    fn update_or_close(&mut self, client: ClientId, result: Result<(), ConnectionClosed>) {
+        let Some(connection) = self.connections.get_mut(client) else { return };
+        let wanted_interest = connection.wanted_interest();
         let watched = match result {
-            Ok(()) if wanted == connection.interest => return,
+            Ok(()) if wanted_interest == connection.interest => return,
             Ok(()) => {
-                connection.interest = wanted;
-                self.epoll.modify(&connection.stream, &mut EpollEvent::new(flags(wanted), caller.0)).is_ok()
+                connection.interest = wanted_interest;
+                self.epoll
+                    .modify(&connection.stream, &mut EpollEvent::new(flags(wanted_interest), client.0))
+                    .is_ok()
             }
-            Err(Over) => false,
+            Err(ConnectionClosed) => false,
         };
         if !watched {
-            self.close(caller);
+            self.close(client);
         }
     }
 
-    fn close(&mut self, caller: Caller) {
-        if self.connections.remove(caller).is_none() {
+    fn close(&mut self, client: ClientId) {
+        if self.connections.remove(client).is_none() {
             return;
         }
-        let mut shared = self.control.hub.lock();
-        let shared = &mut *shared;
-        shared.state.disconnect(caller, &mut shared.woken);
-        shared.take_woken(&mut self.desk.woken);
-        if self.resting_until.is_some() {
-            self.resting_until = Some(Instant::now());
+        let mut locked = self.control.shared.lock();
+        let locked = &mut *locked;
+        locked.state.disconnect(client, &mut locked.woken);
+        locked.drain_woken(&mut self.context.woken);
+        if self.accept_paused_until.is_some() {
+            self.accept_paused_until = Some(Instant::now());
         }
     }
 
-    /// Sends their byte to all whose wait has ended.
-    fn tell_woken(&mut self) {
-        while !self.desk.woken.is_empty() {
-            let mut woken = std::mem::take(&mut self.desk.woken);
-            if woken.len() >= fan_out::MANY {
-                let streams = self.connections.free_to_send(&mut woken);
-                woken.extend(fan_out::tell(&streams));
+    /// Sends the READY byte to all connections whose wait has ended.
+    fn reply_to_woken(&mut self) {
+        while !self.context.woken.is_empty() {
+            let mut woken = std::mem::take(&mut self.context.woken);
+            if woken.len() >= broadcast::PARALLEL_THRESHOLD {
+                let streams = self.connections.split_off_writable(&mut woken);
+                woken.extend(broadcast::send_ready(&streams));
             }
-            for &caller in &woken {
-                let Some(connection) = self.connections.get_mut(caller) else { continue };
+            for &client in &woken {
+                let Some(connection) = self.connections.get_mut(client) else { continue };
                 let result = connection.send(&[byte::READY]);
-                self.settle(caller, result);
+                self.update_or_close(client, result);
             }
             woken.clear();
-            woken.shrink_to(fan_out::MANY);
-            // Closing one may have woken others.
-            if self.desk.woken.is_empty() {
-                self.desk.woken = woken;
+            woken.shrink_to(broadcast::PARALLEL_THRESHOLD);
+            // Closing a connection runs its last will, which may have woken others.
+            if self.context.woken.is_empty() {
+                self.context.woken = woken;
                 return;
             }
         }
     }
 
     fn accept(&mut self, listener: usize) {
-        for _ in 0..ACCEPTS_AT_ONCE {
+        for _ in 0..MAX_ACCEPTS {
             match self.listeners[listener].accept() {
-                Ok((stream, _)) => self.admit(stream),
+                Ok((stream, _)) => self.add_connection(stream),
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return,
-                // The client was gone before it was its turn.
+                // The client closed the connection before it was accepted.
                 Err(error)
                     if matches!(error.kind(), ErrorKind::ConnectionAborted | ErrorKind::Interrupted) => {}
                 Err(error) => {
                     self.control.report(format!("the store cannot accept more clients: {error}"));
-                    return self.rest();
+                    return self.pause_accepting();
                 }
             }
         }
     }
 
-    fn admit(&mut self, stream: TcpStream) {
+    fn add_connection(&mut self, stream: TcpStream) {
         if stream.set_nonblocking(true).is_err() {
             return;
         }
-        let caller = self.connections.insert(Connection::new(stream));
-        let Some(connection) = self.connections.get_mut(caller) else { return };
-        let event = EpollEvent::new(flags(connection.interest), caller.0);
+        let (client, connection) = self.connections.insert(Connection::new(stream));
+        let event = EpollEvent::new(flags(connection.interest), client.0);
         if let Err(error) = self.epoll.add(&connection.stream, event) {
             self.control.report(format!("the store cannot accept more clients: {error}"));
-            self.close(caller);
+            self.close(client);
         }
     }
 
-    /// Stops accepting for a while: with no descriptor left, the listeners would be ready for ever.
-    fn rest(&mut self) {
+    /// Stops accepting for a while. Without free descriptors, level-triggered listeners would make
+    /// the loop spin.
+    fn pause_accepting(&mut self) {
         self.watch_listeners(EpollFlags::empty());
-        self.resting_until = Some(Instant::now() + ACCEPT_REST);
+        self.accept_paused_until = Some(Instant::now() + ACCEPT_PAUSE);
     }
 
-    fn end_rest(&mut self) {
-        if self.resting_until.is_some_and(|until| until <= Instant::now()) {
-            self.resting_until = None;
+    fn resume_accepting(&mut self) {
+        if self.accept_paused_until.is_some_and(|until| until <= Instant::now()) {
+            self.accept_paused_until = None;
             self.watch_listeners(EpollFlags::EPOLLIN);
         }
     }
@@ -220,22 +231,22 @@ impl EventLoop {
         }
     }
 
-    /// Sends what is due for at most [`FLUSH_TIME`]; then everything closes.
-    fn finish(mut self, events: &mut [EpollEvent]) {
+    /// Sends outstanding replies for at most [`FLUSH_TIME`], then closes all connections.
+    fn flush_and_close(mut self, events: &mut [EpollEvent]) {
         self.listeners.clear();
-        if let Some(bell) = self.control.hub.bell() {
-            // It rings, and would end every wait below at once.
-            let _ = self.epoll.delete(bell);
+        if let Some(wake_event) = self.control.shared.wake_event() {
+            // The eventfd stays readable and would end every wait below at once.
+            let _ = self.epoll.delete(wake_event);
         }
-        self.control.hub.lock().take_woken(&mut self.desk.woken);
-        self.tell_woken();
+        self.control.shared.lock().drain_woken(&mut self.context.woken);
+        self.reply_to_woken();
         let deadline = Instant::now() + FLUSH_TIME;
         let mut due: usize = 0;
-        for (caller, connection) in self.connections.iter_mut() {
+        for (client, connection) in self.connections.iter_mut() {
             connection.interest = Interest { read: false, write: connection.unsent_bytes() > 0 };
             due += usize::from(connection.interest.write);
-            let event = &mut EpollEvent::new(flags(connection.interest), caller.0);
-            // If it cannot be watched it is closed without its replies.
+            let event = &mut EpollEvent::new(flags(connection.interest), client.0);
+            // A connection that cannot be watched is closed without its replies.
             let _ = self.epoll.modify(&connection.stream, event);
         }
         while due > 0 && Instant::now() < deadline {
@@ -245,13 +256,13 @@ impl EventLoop {
                 Err(_) => break,
             };
             for event in &events[..count] {
-                let caller = Caller(event.data());
-                let Some(connection) = self.connections.get_mut(caller) else { continue };
+                let client = ClientId(event.data());
+                let Some(connection) = self.connections.get_mut(client) else { continue };
                 let was_due = connection.interest.write;
                 if connection.flush().is_err() || connection.unsent_bytes() == 0 {
                     due -= usize::from(was_due);
-                    let _ = connection.hang_up();
-                    self.connections.remove(caller);
+                    let _ = connection.shut_down_write();
+                    self.connections.remove(client);
                 }
             }
         }
@@ -265,16 +276,18 @@ fn flags(interest: Interest) -> EpollFlags {
     flags
 }
 
-/// Until then, rounded up so that time has passed when the wait ends.
+/// Returns the timeout for a wait until `until`, rounded up so that the wait does not end too early.
 fn milliseconds(until: Instant) -> EpollTimeout {
     let left = until.saturating_duration_since(Instant::now()).as_micros().div_ceil(1000);
     EpollTimeout::from(u16::try_from(left).unwrap_or(u16::MAX))
 }
 
-/// Connections by their [`Caller`]: a slot's index, and above it how often the slot was used, so that
-/// a late event or wake-up for a closed connection does not reach its successor.
+/// Connections by their [`ClientId`].
+///
+/// The lower half of an id is the index of a slot, the upper half counts the uses of that slot. So a
+/// late event or wake-up for a closed connection does not reach the next connection in its slot.
 #[derive(Debug, Default)]
-struct Slots {
+struct ConnectionTable {
     slots: Vec<Slot>,
     free: Vec<u32>,
 }
@@ -285,58 +298,59 @@ struct Slot {
     connection: Option<Connection>,
 }
 
-/// The counter of uses stays clear of the tokens of threads, listeners and the bell.
+/// Bits of the counter of uses. They keep client ids below those of threads, listeners and the wake
+/// event.
 const USES_MASK: u32 = 0x3fff_ffff;
 
-impl Slots {
-    fn insert(&mut self, connection: Connection) -> Caller {
+impl ConnectionTable {
+    fn insert(&mut self, connection: Connection) -> (ClientId, &mut Connection) {
         let index = self.free.pop().unwrap_or_else(|| {
             self.slots.push(Slot::default());
             (self.slots.len() - 1) as u32
         });
         let slot = &mut self.slots[index as usize];
         slot.uses = slot.uses.wrapping_add(1) & USES_MASK;
-        slot.connection = Some(connection);
-        Caller(u64::from(slot.uses) << 32 | u64::from(index))
+        let client = ClientId(u64::from(slot.uses) << 32 | u64::from(index));
+        (client, slot.connection.insert(connection))
     }
 
-    fn get_mut(&mut self, caller: Caller) -> Option<&mut Connection> {
-        self.slot(caller)?.connection.as_mut()
+    fn get_mut(&mut self, client: ClientId) -> Option<&mut Connection> {
+        self.slot(client)?.connection.as_mut()
     }
 
-    /// Takes the connection out; dropping it closes the socket, and with it epoll's watch.
-    fn remove(&mut self, caller: Caller) -> Option<Connection> {
-        let connection = self.slot(caller)?.connection.take()?;
-        self.free.push(caller.0 as u32);
+    /// Removes a connection. Dropping it closes its socket, which also ends the epoll watch.
+    fn remove(&mut self, client: ClientId) -> Option<Connection> {
+        let connection = self.slot(client)?.connection.take()?;
+        self.free.push(client.0 as u32);
         Some(connection)
     }
 
-    fn slot(&mut self, caller: Caller) -> Option<&mut Slot> {
-        let slot = self.slots.get_mut(caller.0 as u32 as usize)?;
-        (u64::from(slot.uses) == caller.0 >> 32).then_some(slot)
+    fn slot(&mut self, client: ClientId) -> Option<&mut Slot> {
+        let slot = self.slots.get_mut(client.0 as u32 as usize)?;
+        (u64::from(slot.uses) == client.0 >> 32).then_some(slot)
     }
 
-    /// The sockets of those of `callers` who have nothing to be sent before; they are removed from it.
-    fn free_to_send(&self, callers: &mut Vec<Caller>) -> Vec<(Caller, &TcpStream)> {
-        let mut streams = Vec::with_capacity(callers.len());
-        callers.retain(|&caller| {
-            let slot = self.slots.get(caller.0 as u32 as usize);
+    /// Removes the connections without unsent bytes from `clients` and returns their sockets.
+    fn split_off_writable(&self, clients: &mut Vec<ClientId>) -> Vec<(ClientId, &TcpStream)> {
+        let mut streams = Vec::with_capacity(clients.len());
+        clients.retain(|&client| {
+            let slot = self.slots.get(client.0 as u32 as usize);
             let connection = slot
-                .filter(|slot| u64::from(slot.uses) == caller.0 >> 32)
+                .filter(|slot| u64::from(slot.uses) == client.0 >> 32)
                 .and_then(|slot| slot.connection.as_ref())
                 .filter(|connection| connection.unsent_bytes() == 0);
             if let Some(connection) = connection {
-                streams.push((caller, &connection.stream));
+                streams.push((client, &connection.stream));
             }
             connection.is_none()
         });
         streams
     }
 
-    fn iter_mut(&mut self) -> impl Iterator<Item = (Caller, &mut Connection)> {
+    fn iter_mut(&mut self) -> impl Iterator<Item = (ClientId, &mut Connection)> {
         self.slots.iter_mut().enumerate().filter_map(|(index, slot)| {
-            let caller = Caller(u64::from(slot.uses) << 32 | index as u64);
-            slot.connection.as_mut().map(|connection| (caller, connection))
+            let client = ClientId(u64::from(slot.uses) << 32 | index as u64);
+            slot.connection.as_mut().map(|connection| (client, connection))
         })
     }
 }

@@ -1,4 +1,4 @@
-//! How many descriptors this process may have.
+//! The limit of open descriptors of this process.
 
 use std::io;
 
@@ -6,11 +6,11 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 /// Raises the soft limit of open descriptors to the hard limit; returns (before, after).
 ///
-/// The limit is the process's and is inherited: whoever starts programs that use `select` should set
-/// the first number again in the child.
+/// The limit applies to the whole process, and child processes inherit it. A program that starts
+/// children that use `select` should restore the first number in them.
 ///
 /// # Errors
-/// What the system said.
+/// Fails if the system refuses to read or to set the limit.
 pub fn raise_descriptor_limit() -> io::Result<(u64, u64)> {
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
     if soft < hard {

@@ -8,12 +8,12 @@ use socket2::{Domain, Protocol, SockRef, Socket, TcpKeepalive, Type};
 
 use super::ServeError;
 
-/// The kernel cuts this down to `net.core.somaxconn`.
+/// Requested length of the accept queue. The kernel limits it to `net.core.somaxconn`.
 const BACKLOG: i32 = i32::MAX;
-/// How often a free port is looked for that is free at all addresses.
+/// Most attempts to find a port that is free at all addresses.
 const PORT_ATTEMPTS: usize = 16;
-/// A connection whose host has vanished without a word is found out after this and
-/// `KEEPALIVE_PROBES * KEEPALIVE_INTERVAL` more.
+/// The loss of a client's host is detected after this idle time and `KEEPALIVE_PROBES` probes, sent
+/// every `KEEPALIVE_INTERVAL`, without an answer.
 const KEEPALIVE_IDLE: Duration = Duration::from_secs(30);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 const KEEPALIVE_PROBES: u32 = 3;
@@ -26,7 +26,7 @@ pub fn listen(addresses: &[SocketAddr]) -> Result<Vec<TcpListener>, ServeError> 
     let mut attempt = 1;
     loop {
         match listen_once(addresses) {
-            // The port that the first address picked may be taken at another.
+            // The port chosen at the first address may be in use at another one.
             Err(ServeError::InUse { address }) if address.port() == 0 && attempt < PORT_ATTEMPTS => {
                 attempt += 1
             }
@@ -36,38 +36,38 @@ pub fn listen(addresses: &[SocketAddr]) -> Result<Vec<TcpListener>, ServeError> 
 }
 
 fn listen_once(addresses: &[SocketAddr]) -> Result<Vec<TcpListener>, ServeError> {
-    let also_any_v4 = addresses.iter().any(|address| address.ip() == IpAddr::V4(Ipv4Addr::UNSPECIFIED));
+    let lists_any_v4 = addresses.iter().any(|address| address.ip() == IpAddr::V4(Ipv4Addr::UNSPECIFIED));
     let mut listeners = Vec::with_capacity(addresses.len());
-    let mut picked = 0;
-    for &asked in addresses {
-        let port = if asked.port() == 0 { picked } else { asked.port() };
-        let address = SocketAddr::new(asked.ip(), port);
-        let listener = listen_with_fallback(address, also_any_v4).map_err(|source| match source.kind() {
-            io::ErrorKind::AddrInUse => ServeError::InUse { address: asked },
-            _ => ServeError::Listen { address: asked, source },
+    let mut chosen_port = 0;
+    for &requested in addresses {
+        let port = if requested.port() == 0 { chosen_port } else { requested.port() };
+        let address = SocketAddr::new(requested.ip(), port);
+        let listener = listen_with_fallback(address, lists_any_v4).map_err(|source| match source.kind() {
+            io::ErrorKind::AddrInUse => ServeError::InUse { address: requested },
+            _ => ServeError::Listen { address: requested, source },
         })?;
-        if asked.port() == 0 && picked == 0 {
+        if requested.port() == 0 && chosen_port == 0 {
             let what = "ask for the address of a socket";
-            picked = listener.local_addr().map_err(|source| ServeError::System { what, source })?.port();
+            chosen_port = listener.local_addr().map_err(|source| ServeError::System { what, source })?.port();
         }
         listeners.push(listener);
     }
     Ok(listeners)
 }
 
-/// `[::]` stands for every address; without IPv6 that is `0.0.0.0`.
+/// Listens at one address. On a system without IPv6, `[::]` is replaced by `0.0.0.0`.
 fn listen_with_fallback(address: SocketAddr, only_v6: bool) -> io::Result<TcpListener> {
-    let everywhere = address.is_ipv6() && address.ip().is_unspecified();
+    let is_any_v6 = address.is_ipv6() && address.ip().is_unspecified();
     match listen_one(address, only_v6) {
-        Err(_) if everywhere && !only_v6 && listen_would_work_without_v6(address) => {
+        Err(_) if is_any_v6 && !only_v6 && is_v6_missing(address) => {
             listen_one(SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), address.port()), false)
         }
         result => result,
     }
 }
 
-/// Whether IPv6 itself is what is missing, and not the port.
-fn listen_would_work_without_v6(address: SocketAddr) -> bool {
+/// Returns true if the system has no IPv6: then listening at a free port fails as well.
+fn is_v6_missing(address: SocketAddr) -> bool {
     listen_one(SocketAddr::new(address.ip(), 0), false).is_err()
 }
 
@@ -76,16 +76,16 @@ fn listen_one(address: SocketAddr, only_v6: bool) -> io::Result<TcpListener> {
     if address.is_ipv6() {
         socket.set_only_v6(only_v6)?;
     }
-    // A port whose old connections still linger may be used again.
+    // Allows a port whose earlier connections are in TIME_WAIT.
     socket.set_reuse_address(true)?;
     socket.bind(&address.into())?;
     socket.listen(BACKLOG)?;
     Ok(socket.into())
 }
 
-/// Prepares a listener for the event loop. Linux hands these options on to accepted connections,
-/// which saves a system call for each.
-pub(super) fn set_options(listener: &TcpListener) -> io::Result<()> {
+/// Sets a listener's options for the event loop. On Linux, accepted connections inherit the TCP
+/// options, which saves system calls for each connection.
+pub(super) fn configure(listener: &TcpListener) -> io::Result<()> {
     listener.set_nonblocking(true)?;
     let socket = SockRef::from(listener);
     socket.set_tcp_nodelay(true)?;

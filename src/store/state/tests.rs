@@ -1,19 +1,19 @@
-//! What each operation does, who is woken, and that nothing is left behind.
+//! Tests of each operation: its result, the clients that it wakes, and that no wait is left behind.
 
-use super::waits::MAX_WAITS_PER_CALLER;
-use super::{Caller, Refusal, State, Woken, leading_number};
+use super::waits::MAX_WAITS_PER_CLIENT;
+use super::{ClientId, Refusal, State, Woken, leading_number};
 use crate::answer::answer;
 use crate::wire::{Decoder, Kind, encode};
 
-const ANN: Caller = Caller(1);
-const BOB: Caller = Caller(2);
-const CLEO: Caller = Caller(3);
+const ANN: ClientId = ClientId(1);
+const BOB: ClientId = ClientId(2);
+const CLEO: ClientId = ClientId(3);
 
-fn wait(state: &mut State, caller: Caller, keys: &[&[u8]]) -> bool {
-    state.wait(caller, keys.iter().copied()).unwrap()
+fn wait(state: &mut State, client: ClientId, keys: &[&[u8]]) -> bool {
+    state.wait(client, keys.iter().copied()).unwrap()
 }
 
-fn woken_by(work: impl FnOnce(&mut Woken)) -> Vec<Caller> {
+fn woken_by(work: impl FnOnce(&mut Woken)) -> Vec<ClientId> {
     let mut woken = Vec::new();
     work(&mut woken);
     woken
@@ -34,8 +34,8 @@ fn a_wait_for_several_keys_ends_with_the_last() {
 #[test]
 fn those_who_wait_are_woken_in_the_order_in_which_they_came() {
     let mut state = State::default();
-    for caller in [BOB, ANN, CLEO] {
-        wait(&mut state, caller, &[b"k"]);
+    for client in [BOB, ANN, CLEO] {
+        wait(&mut state, client, &[b"k"]);
     }
     assert_eq!(woken_by(|woken| assert!(state.add(b"k", 1, woken).is_ok())), [BOB, ANN, CLEO]);
     assert_eq!(woken_by(|woken| state.set(b"k", b"", woken)), []);
@@ -65,11 +65,11 @@ fn a_failed_compare_set_wakes_nobody() {
 fn cancelled_waits_are_forgotten() {
     let mut state = State::default();
     for i in 0..1000_u64 {
-        wait(&mut state, Caller(i), &[b"k", format!("own-{i}").as_bytes()]);
+        wait(&mut state, ClientId(i), &[b"k", format!("own-{i}").as_bytes()]);
     }
     assert!(!state.barrier(ANN, b"b", 2, &mut vec![]).unwrap());
     for i in 0..1000_u64 {
-        assert_eq!(woken_by(|woken| state.cancel(Caller(i), woken)), []);
+        assert_eq!(woken_by(|woken| state.cancel(ClientId(i), woken)), []);
     }
     assert!(state.waits_are_empty());
     assert_eq!(woken_by(|woken| state.set(b"k", b"", woken)), []);
@@ -79,7 +79,7 @@ fn cancelled_waits_are_forgotten() {
 #[test]
 fn waits_of_one_caller_are_limited_and_no_other_is_harmed() {
     let mut state = State::default();
-    for i in 0..MAX_WAITS_PER_CALLER {
+    for i in 0..MAX_WAITS_PER_CLIENT {
         wait(&mut state, ANN, &[i.to_string().as_bytes()]);
     }
     assert_eq!(state.wait(ANN, [&b"one more"[..]].into_iter()), Err(Refusal::TooManyWaits));
@@ -97,8 +97,8 @@ fn waits_of_one_caller_are_limited_and_no_other_is_harmed() {
 #[test]
 fn one_is_woken_for_each_item() {
     let mut state = State::default();
-    for caller in [ANN, BOB, CLEO] {
-        wait(&mut state, caller, &[b"q"]);
+    for client in [ANN, BOB, CLEO] {
+        wait(&mut state, client, &[b"q"]);
     }
     assert_eq!(woken_by(|woken| state.queue_push(b"q", b"1", woken)), [ANN]);
     assert_eq!(woken_by(|woken| state.queue_push(b"q", b"2", woken)), [BOB]);
@@ -112,8 +112,8 @@ fn one_is_woken_for_each_item() {
 #[test]
 fn an_item_whose_taker_went_away_is_offered_to_the_next() {
     let mut state = State::default();
-    for caller in [ANN, BOB] {
-        wait(&mut state, caller, &[b"q"]);
+    for client in [ANN, BOB] {
+        wait(&mut state, client, &[b"q"]);
     }
     assert_eq!(woken_by(|woken| state.queue_push(b"q", b"1", woken)), [ANN]);
     assert_eq!(woken_by(|woken| state.cancel(ANN, woken)), [BOB]);
@@ -201,16 +201,16 @@ fn a_large_value_leaves_no_large_buffer_behind() {
     assert!(state.values.get(&b"k"[..]).unwrap().capacity() < 8192);
 }
 
-/// Feeds a client's bytes and returns what goes back to it.
-fn talk(state: &mut State, caller: Caller, bytes: &[u8]) -> Vec<u8> {
+/// Answers the bytes of a client and returns the bytes of the replies.
+fn answer_stream(state: &mut State, client: ClientId, bytes: &[u8]) -> Vec<u8> {
     let mut stream = Vec::new();
-    encode::hello(&mut stream, 0);
+    encode::handshake(&mut stream, 0);
     let mut decoder = Decoder::default();
     let mut at = 0;
     stream.extend_from_slice(bytes);
     let (mut out, mut woken) = (Vec::new(), Vec::new());
     while let Some((request, length)) = decoder.next(&stream[at..]).unwrap() {
-        answer(state, caller, request, &mut out, &mut woken).unwrap();
+        answer(state, client, request, &mut out, &mut woken).unwrap();
         at += length;
     }
     assert!(woken.is_empty(), "{woken:?}");
@@ -227,10 +227,10 @@ fn a_callers_own_wake_up_keeps_its_place_among_its_replies() {
     let mut expected = 5_i64.to_le_bytes().to_vec();
     expected.push(0);
     expected.extend_from_slice(&6_i64.to_le_bytes());
-    assert_eq!(talk(&mut State::default(), ANN, &bytes), expected);
+    assert_eq!(answer_stream(&mut State::default(), ANN, &bytes), expected);
 }
 
-/// `docs` section 8: what torch's client sends and its server answers, as captured.
+/// Requests of torch's client and the replies of its server, as captured from the network.
 #[test]
 fn captured_traffic_is_answered_byte_for_byte() {
     let captured = [
@@ -261,7 +261,7 @@ fn captured_traffic_is_answered_byte_for_byte() {
             "0a 02000000 00000000 03000000 00000000 2f6d31 03000000 00000000 2f6d32",
             "01000000 00000000 31 02000000 00000000 3232",
         ),
-        // a wait that is given up
+        // a wait that is cancelled
         ("06 01000000 00000000 05000000 00000000 2f6e6f7065", ""),
         ("0c", "01"),
         // queues: push, length, wait and pop, pop when empty
@@ -270,7 +270,7 @@ fn captured_traffic_is_answered_byte_for_byte() {
         ("06 01000000 00000000 02000000 00000000 2f71", "00"),
         ("0f 02000000 00000000 2f71", "01000000 00000000 05000000 00000000 6974656d31"),
         ("0f 02000000 00000000 2f71", "00000000 00000000"),
-        // barrier of one; of two, given up
+        // a barrier of one; a barrier of two, cancelled
         ("12 02000000 00000000 2f62 01000000 00000000", "00"),
         ("12 03000000 00000000 2f6232 02000000 00000000", ""),
         ("0c", "01"),
@@ -280,14 +280,14 @@ fn captured_traffic_is_answered_byte_for_byte() {
     ];
     let mut state = State::default();
     for (request, reply) in captured {
-        assert_eq!(talk(&mut state, ANN, &bytes(request)), bytes(reply), "request {request}");
+        assert_eq!(answer_stream(&mut state, ANN, &bytes(request)), bytes(reply), "request {request}");
     }
     let mut state = State::default();
     state.set(b"/k2", b"", &mut vec![]);
-    assert_eq!(talk(&mut state, ANN, &[0x11]), bytes("01000000 00000000 03000000 00000000 2f6b32"));
+    assert_eq!(answer_stream(&mut state, ANN, &[0x11]), bytes("01000000 00000000 03000000 00000000 2f6b32"));
 }
 
-/// Hexadecimal text as bytes; blanks do not count.
+/// Converts hexadecimal text to bytes; blanks are ignored.
 fn bytes(text: &str) -> Vec<u8> {
     let digits: Vec<char> = text.chars().filter(|digit| !digit.is_whitespace()).collect();
     digits.chunks(2).map(|pair| u8::from_str_radix(&pair.iter().collect::<String>(), 16).unwrap()).collect()

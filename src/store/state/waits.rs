@@ -1,41 +1,42 @@
-//! Who waits for which key.
+//! The registered waits, indexed by key, by barrier and by client.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use super::{Caller, Map, Refusal, Woken};
+use super::{ClientId, Map, Refusal, Woken};
 use crate::wire::{MAX_KEY_COUNT, MAX_REQUEST_BYTES};
 
-/// Most unfinished waits of one caller. Torch's client never has more than one.
-pub(crate) const MAX_WAITS_PER_CALLER: usize = 1024;
-/// Most missing keys over all unfinished waits of one caller.
+/// Most unfinished waits of one client. Torch's client has at most one.
+pub(crate) const MAX_WAITS_PER_CLIENT: usize = 1024;
+/// Most missing keys over all unfinished waits of one client.
 const MAX_AWAITED_KEYS: usize = MAX_KEY_COUNT;
-/// Most bytes of them.
+/// Most bytes of missing keys over all unfinished waits of one client.
 const MAX_AWAITED_BYTES: usize = MAX_REQUEST_BYTES;
 
-/// Waits are numbered in order of arrival; the index by key is what makes ten thousand waits for one
-/// key end in one pass.
+/// All unfinished waits. A wait is identified by a number, in order of arrival.
+///
+/// Thanks to the index by key, ten thousand waits for one key end in one pass.
 #[derive(Debug, Default)]
 pub(super) struct Waits {
     last_number: u64,
     unfinished: Map<u64, Wait>,
     by_key: Map<Arc<[u8]>, BTreeSet<u64>>,
     by_barrier: Map<Arc<[u8]>, BTreeSet<u64>>,
-    by_caller: Map<Caller, Own>,
-    /// Woken for an item of this queue, and not yet come to take it.
-    offered: Map<Caller, Arc<[u8]>>,
+    by_client: Map<ClientId, ClientWaits>,
+    /// Clients that were woken for an item of this queue and have not taken it yet.
+    offered: Map<ClientId, Arc<[u8]>>,
 }
 
 /// One unfinished wait.
 #[derive(Debug)]
 struct Wait {
-    caller: Caller,
-    awaits: Awaits,
+    client: ClientId,
+    target: WaitTarget,
 }
 
 #[derive(Debug)]
-enum Awaits {
-    /// The keys that were missing at first; `missing` of them still are.
+enum WaitTarget {
+    /// The keys that were missing at the start; `missing` of them still are.
     Keys {
         keys: Vec<Arc<[u8]>>,
         missing: usize,
@@ -45,71 +46,71 @@ enum Awaits {
     },
 }
 
-/// The unfinished waits of one caller.
+/// The unfinished waits of one client.
 #[derive(Debug, Default)]
-struct Own {
+struct ClientWaits {
     numbers: Vec<u64>,
     key_count: usize,
     key_bytes: usize,
 }
 
-/// A wait in the making.
+/// A wait whose keys are being registered.
 #[derive(Debug)]
-pub(super) struct Draft {
+pub(super) struct PendingWait {
     number: u64,
-    caller: Caller,
+    client: ClientId,
     keys: Vec<Arc<[u8]>>,
     key_bytes: usize,
 }
 
 impl Waits {
-    pub(super) fn begin(&mut self, caller: Caller) -> Result<Draft, Refusal> {
-        if self.by_caller.get(&caller).is_some_and(|own| own.numbers.len() >= MAX_WAITS_PER_CALLER) {
+    pub(super) fn begin(&mut self, client: ClientId) -> Result<PendingWait, Refusal> {
+        if self.by_client.get(&client).is_some_and(|waits| waits.numbers.len() >= MAX_WAITS_PER_CLIENT) {
             return Err(Refusal::TooManyWaits);
         }
         self.last_number += 1;
-        Ok(Draft { number: self.last_number, caller, keys: Vec::new(), key_bytes: 0 })
+        Ok(PendingWait { number: self.last_number, client, keys: Vec::new(), key_bytes: 0 })
     }
 
-    /// A key named twice counts once.
-    pub(super) fn add_key(&mut self, draft: &mut Draft, key: &[u8]) -> Result<(), Refusal> {
+    /// Adds a missing key to the wait. A key that is given twice counts once.
+    pub(super) fn add_key(&mut self, pending: &mut PendingWait, key: &[u8]) -> Result<(), Refusal> {
         let (count, bytes) =
-            self.by_caller.get(&draft.caller).map_or((0, 0), |own| (own.key_count, own.key_bytes));
-        let over = count + draft.keys.len() >= MAX_AWAITED_KEYS
-            || bytes + draft.key_bytes + key.len() > MAX_AWAITED_BYTES;
-        if over {
-            for key in &draft.keys {
-                remove(&mut self.by_key, key, draft.number);
+            self.by_client.get(&pending.client).map_or((0, 0), |waits| (waits.key_count, waits.key_bytes));
+        let exceeds_limit = count + pending.keys.len() >= MAX_AWAITED_KEYS
+            || bytes + pending.key_bytes + key.len() > MAX_AWAITED_BYTES;
+        if exceeds_limit {
+            for key in &pending.keys {
+                remove(&mut self.by_key, key, pending.number);
             }
             return Err(Refusal::TooManyWaits);
         }
-        if let Some(key) = insert(&mut self.by_key, key, draft.number) {
-            draft.key_bytes += key.len();
-            draft.keys.push(key);
+        if let Some(key) = insert(&mut self.by_key, key, pending.number) {
+            pending.key_bytes += key.len();
+            pending.keys.push(key);
         }
         Ok(())
     }
 
-    pub(super) fn commit(&mut self, draft: Draft) {
-        let Draft { number, caller, keys, key_bytes } = draft;
-        let own = self.by_caller.entry(caller).or_default();
-        own.numbers.push(number);
-        own.key_count += keys.len();
-        own.key_bytes += key_bytes;
+    pub(super) fn commit(&mut self, pending: PendingWait) {
+        let PendingWait { number, client, keys, key_bytes } = pending;
+        let waits = self.by_client.entry(client).or_default();
+        waits.numbers.push(number);
+        waits.key_count += keys.len();
+        waits.key_bytes += key_bytes;
         let missing = keys.len();
-        self.unfinished.insert(number, Wait { caller, awaits: Awaits::Keys { keys, missing } });
+        self.unfinished.insert(number, Wait { client, target: WaitTarget::Keys { keys, missing } });
     }
 
-    pub(super) fn add_barrier(&mut self, caller: Caller, key: &[u8]) -> Result<(), Refusal> {
-        let draft = self.begin(caller)?;
-        if let Some(key) = insert(&mut self.by_barrier, key, draft.number) {
-            self.by_caller.entry(caller).or_default().numbers.push(draft.number);
-            self.unfinished.insert(draft.number, Wait { caller, awaits: Awaits::Barrier { key } });
+    pub(super) fn add_barrier(&mut self, client: ClientId, key: &[u8]) -> Result<(), Refusal> {
+        let pending = self.begin(client)?;
+        if let Some(key) = insert(&mut self.by_barrier, key, pending.number) {
+            self.by_client.entry(client).or_default().numbers.push(pending.number);
+            self.unfinished.insert(pending.number, Wait { client, target: WaitTarget::Barrier { key } });
         }
         Ok(())
     }
 
-    /// `key` has a value: nobody waits for it any longer.
+    /// Handles that `key` has got a value: ends the waits for it that miss no other key.
     pub(super) fn key_appeared(&mut self, key: &[u8], woken: &mut Woken) {
         if self.by_key.is_empty() {
             return;
@@ -117,22 +118,23 @@ impl Waits {
         let Some(numbers) = self.by_key.remove(key) else { return };
         woken.reserve(numbers.len());
         for number in numbers {
-            if self.one_less(number) {
-                woken.extend(self.finish(number));
+            if self.key_found(number) {
+                woken.extend(self.remove_finished(number));
             }
         }
     }
 
-    /// The queue `key` has an item for one of those who wait for it: the first that needs only this.
+    /// Handles that the queue `key` has got an item: ends the first wait that misses only this queue.
+    /// Waits before it that miss other keys as well count the queue as found.
     pub(super) fn item_appeared(&mut self, key: &[u8], woken: &mut Woken) {
         let Some((name, mut numbers)) = self.by_key.remove_entry(key) else { return };
         while let Some(number) = numbers.pop_first() {
-            if !self.one_less(number) {
+            if !self.key_found(number) {
                 continue;
             }
-            if let Some(caller) = self.finish(number) {
-                self.offered.insert(caller, Arc::clone(&name));
-                woken.push(caller);
+            if let Some(client) = self.remove_finished(number) {
+                self.offered.insert(client, Arc::clone(&name));
+                woken.push(client);
                 break;
             }
         }
@@ -143,56 +145,57 @@ impl Waits {
 
     pub(super) fn barrier_complete(&mut self, key: &[u8], woken: &mut Woken) {
         for number in self.by_barrier.remove(key).unwrap_or_default() {
-            woken.extend(self.finish(number));
+            woken.extend(self.remove_finished(number));
         }
     }
 
-    /// The caller has come for an item.
-    pub(super) fn forget_item(&mut self, caller: Caller) {
+    /// Forgets that the client was woken for an item.
+    pub(super) fn clear_offer(&mut self, client: ClientId) {
         if !self.offered.is_empty() {
-            self.offered.remove(&caller);
+            self.offered.remove(&client);
         }
     }
 
-    /// Drops all waits of the caller; returns the queue whose item it was woken for and did not take.
-    pub(super) fn cancel(&mut self, caller: Caller) -> Option<Arc<[u8]>> {
-        for number in self.by_caller.remove(&caller).unwrap_or_default().numbers {
-            match self.unfinished.remove(&number).map(|wait| wait.awaits) {
-                Some(Awaits::Keys { keys, .. }) => {
+    /// Removes all waits of the client. Returns the queue for whose item it was woken, if it has not
+    /// taken the item.
+    pub(super) fn cancel(&mut self, client: ClientId) -> Option<Arc<[u8]>> {
+        for number in self.by_client.remove(&client).unwrap_or_default().numbers {
+            match self.unfinished.remove(&number).map(|wait| wait.target) {
+                Some(WaitTarget::Keys { keys, .. }) => {
                     keys.iter().for_each(|key| remove(&mut self.by_key, key, number));
                 }
-                Some(Awaits::Barrier { key }) => remove(&mut self.by_barrier, &key, number),
+                Some(WaitTarget::Barrier { key }) => remove(&mut self.by_barrier, &key, number),
                 None => {}
             }
         }
-        self.offered.remove(&caller)
+        self.offered.remove(&client)
     }
 
-    /// Counts one key of a wait as there; whether it was the last.
-    fn one_less(&mut self, number: u64) -> bool {
-        match self.unfinished.get_mut(&number).map(|wait| &mut wait.awaits) {
-            Some(Awaits::Keys { missing, .. }) => {
+    /// Counts one key of a wait as found. Returns true if it was the last missing one.
+    fn key_found(&mut self, number: u64) -> bool {
+        match self.unfinished.get_mut(&number).map(|wait| &mut wait.target) {
+            Some(WaitTarget::Keys { missing, .. }) => {
                 *missing -= 1;
                 *missing == 0
             }
-            Some(Awaits::Barrier { .. }) | None => false,
+            Some(WaitTarget::Barrier { .. }) | None => false,
         }
     }
 
-    /// Forgets a wait that is over; whose it was.
-    fn finish(&mut self, number: u64) -> Option<Caller> {
-        let Wait { caller, awaits } = self.unfinished.remove(&number)?;
-        if let Some(own) = self.by_caller.get_mut(&caller) {
-            if let Awaits::Keys { keys, .. } = &awaits {
-                own.key_count -= keys.len();
-                own.key_bytes -= keys.iter().map(|key| key.len()).sum::<usize>();
+    /// Removes a wait that has ended and returns its client.
+    fn remove_finished(&mut self, number: u64) -> Option<ClientId> {
+        let Wait { client, target } = self.unfinished.remove(&number)?;
+        if let Some(waits) = self.by_client.get_mut(&client) {
+            if let WaitTarget::Keys { keys, .. } = &target {
+                waits.key_count -= keys.len();
+                waits.key_bytes -= keys.iter().map(|key| key.len()).sum::<usize>();
             }
-            own.numbers.retain(|own| *own != number);
-            if own.numbers.is_empty() {
-                self.by_caller.remove(&caller);
+            waits.numbers.retain(|other| *other != number);
+            if waits.numbers.is_empty() {
+                self.by_client.remove(&client);
             }
         }
-        Some(caller)
+        Some(client)
     }
 
     #[cfg(test)]
@@ -200,21 +203,22 @@ impl Waits {
         self.unfinished.is_empty()
             && self.by_key.is_empty()
             && self.by_barrier.is_empty()
-            && self.by_caller.is_empty()
+            && self.by_client.is_empty()
             && self.offered.is_empty()
     }
 }
 
-/// Enters `number` under `key`; the key's shared name unless it was there already.
+/// Adds `number` to the numbers of `key`. Returns the shared copy of the key, or `None` if the number
+/// was there already.
 fn insert(index: &mut Map<Arc<[u8]>, BTreeSet<u64>>, key: &[u8], number: u64) -> Option<Arc<[u8]>> {
-    if let Some((name, _)) = index.get_key_value(key) {
-        let name = Arc::clone(name);
-        let new = index.get_mut(key).is_some_and(|numbers| numbers.insert(number));
-        return new.then_some(name);
+    if let Some((shared_key, _)) = index.get_key_value(key) {
+        let shared_key = Arc::clone(shared_key);
+        let is_new = index.get_mut(key).is_some_and(|numbers| numbers.insert(number));
+        return is_new.then_some(shared_key);
     }
-    let name: Arc<[u8]> = key.into();
-    index.insert(Arc::clone(&name), BTreeSet::from([number]));
-    Some(name)
+    let shared_key: Arc<[u8]> = key.into();
+    index.insert(Arc::clone(&shared_key), BTreeSet::from([number]));
+    Some(shared_key)
 }
 
 fn remove(index: &mut Map<Arc<[u8]>, BTreeSet<u64>>, key: &[u8], number: u64) {

@@ -1,4 +1,6 @@
-//! What a server announces takes no memory before it comes. In a process of its own, whose memory is looked at.
+//! A client allocates no memory for an announced reply before its bytes arrive.
+//!
+//! This test has a binary of its own, because it measures the memory of the whole process.
 
 #![allow(clippy::unwrap_used, clippy::panic)] // in a test a broken expectation ends it
 
@@ -12,14 +14,14 @@ use std::time::{Duration, Instant};
 use convoke_store::{Store, StoreError, TcpStore};
 use support::{soon, status_field, word};
 
-/// More than the process takes for anything else, such as the memory of a thread.
+/// A limit in KiB above what the process needs for anything else, such as the stack of a thread.
 const MOST_KIB: u64 = 150 << 10;
 
 #[test]
 fn a_reply_that_stops_in_the_middle_is_a_timeout_and_takes_no_memory() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
-    // Shakes hands, then announces 200 MiB and sends 3 bytes.
+    // The server performs the handshake, announces 200 MiB and sends 3 bytes.
     thread::spawn(move || {
         let (mut stream, _) = listener.accept().unwrap();
         let (mut hello, mut request) = ([0; 10], [0; 4096]);
@@ -31,7 +33,8 @@ fn a_reply_that_stops_in_the_middle_is_a_timeout_and_takes_no_memory() {
     });
     let store = TcpStore::connect(&address.to_string(), soon()).unwrap();
     let before = status_field(std::process::id(), "VmSize");
-    // Long enough for the bytes to come on a busy machine: later ones would be taken for the answer to a cancellation.
+    // The deadline is long enough for the bytes to arrive on a busy machine. Later bytes would be taken
+    // for the answer to the cancellation.
     let result = store.get(b"k", Instant::now() + Duration::from_secs(1));
     assert!(matches!(result, Err(StoreError::Timeout { .. })), "{result:?}");
     let grown = status_field(std::process::id(), "VmSize").saturating_sub(before);

@@ -1,4 +1,4 @@
-//! Clients that break the protocol, or keep to it in the worst way: theirs is the only connection that ends.
+//! Clients that break the protocol or overload the server. Only their own connections may be closed.
 
 #![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout, clippy::print_stderr)] // in a test a broken expectation ends it
 
@@ -13,17 +13,18 @@ use convoke_store::Store;
 use convoke_testkit::assert_one_passed;
 use support::{
     ADD, APPEND, BARRIER, CANCEL_WAIT, CHECK, COMPARE_SET, DELETE, GET, HELLO, HELLO_REPLY, MULTI_GET,
-    MULTI_SET, PING, QUEUE_PUSH, SET, WAIT, another_process, blob, client, counted, greeted, is_read,
-    is_served, raw, read, read_to_close, request, serve, server_thread, status_field, stays_silent, word,
+    MULTI_SET, PING, QUEUE_PUSH, SET, WAIT, another_process, blob, client, connected, counted, is_served,
+    raw, read, read_to_close, request, serve, server_thread, status_field, stays_silent, wait_until_read,
+    word,
 };
 
-/// What the server does with a connection that sent this.
+/// The server's reaction to the bytes of a connection.
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum Then {
+enum Reaction {
     Closes,
     WaitsForMore,
 }
-use Then::{Closes, WaitsForMore};
+use Reaction::{Closes, WaitsForMore};
 
 #[test]
 fn garbage_ends_its_own_connection_and_no_other() {
@@ -31,7 +32,7 @@ fn garbage_ends_its_own_connection_and_no_other() {
     let long_key = vec![b'k'; 8193];
     let hello_and = |bytes: &[u8]| [&HELLO[..], bytes].concat();
     let with = |parts: &[&[u8]]| hello_and(&parts.concat());
-    let cases: Vec<(&str, Vec<u8>, Then)> = vec![
+    let cases: Vec<(&str, Vec<u8>, Reaction)> = vec![
         // The handshake.
         ("nothing", vec![], WaitsForMore),
         ("half a magic", HELLO[..3].to_vec(), WaitsForMore),
@@ -44,7 +45,7 @@ fn garbage_ends_its_own_connection_and_no_other() {
         ("a TLS hello", vec![0x16, 3, 1, 2, 0, 1, 0, 1, 0xfc, 3, 3], Closes),
         ("half a PING", HELLO[..7].to_vec(), WaitsForMore),
         ("VALIDATE twice", with(&[&HELLO[..5]]), Closes),
-        // Types.
+        // Request types.
         ("type 19", hello_and(&[19]), Closes),
         ("type 0x41, set aside", hello_and(&[0x41]), Closes),
         ("type 255", hello_and(&[255]), Closes),
@@ -90,36 +91,36 @@ fn garbage_ends_its_own_connection_and_no_other() {
     ];
     assert!(cases.len() >= 40, "{}", cases.len());
     let server = serve();
-    let witness = client(&server);
+    let other = client(&server);
     let waiting = client(&server);
     thread::scope(|scope| {
         let waiter =
             scope.spawn(|| waiting.wait(&[b"all cases done"], Instant::now() + Duration::from_secs(60)));
-        for (name, bytes, then) in &cases {
+        for (name, bytes, reaction) in &cases {
             println!("case: {name}");
             let mut stream = raw(server.addresses()[0]);
-            let greeted = bytes.starts_with(&HELLO);
-            // The server may have closed before the last byte is out.
+            let is_handshake = bytes.starts_with(&HELLO);
+            // The server may close the connection before all bytes are sent.
             let sent = stream.write_all(bytes);
-            assert!(sent.is_ok() || *then == Closes, "{sent:?}");
-            match then {
+            assert!(sent.is_ok() || *reaction == Closes, "{sent:?}");
+            match reaction {
                 Closes => drop(read_to_close(&mut stream)),
                 WaitsForMore => {
-                    if greeted {
+                    if is_handshake {
                         assert_eq!(read(&mut stream, 4), HELLO_REPLY);
                     }
-                    stays_silent(&mut stream, &witness);
-                    is_served(&witness);
-                    // It goes away in the middle.
+                    stays_silent(&mut stream, &other);
+                    is_served(&other);
+                    // The client disappears in the middle of a request.
                     drop(stream);
                 }
             }
-            is_served(&witness);
+            is_served(&other);
         }
-        witness.set(b"all cases done", b"", support::soon()).unwrap();
+        other.set(b"all cases done", b"", support::soon()).unwrap();
         waiter.join().unwrap().unwrap();
     });
-    assert!(server.take_trouble().is_none());
+    assert!(server.take_warning().is_none());
 }
 
 #[test]
@@ -134,14 +135,14 @@ fn replies_due_before_the_garbage_are_still_sent() {
 #[test]
 fn requests_sent_byte_by_byte_are_carried_out() {
     let server = serve();
-    let witness = client(&server);
+    let other = client(&server);
     let mut stream = raw(server.addresses()[0]);
     let key = vec![b'k'; 300];
     let bytes = [&HELLO[..], &request(SET, &[&key, b"slow"]), &request(GET, &[&key])].concat();
     for (count, byte) in bytes.iter().enumerate() {
         stream.write_all(&[*byte]).unwrap();
         if count % 100 == 0 {
-            is_served(&witness);
+            is_served(&other);
         }
     }
     assert_eq!(read(&mut stream, 4), HELLO_REPLY);
@@ -151,14 +152,14 @@ fn requests_sent_byte_by_byte_are_carried_out() {
 #[test]
 fn floods_of_garbage_from_many_connections_disturb_nobody() {
     let server = serve();
-    let witness = client(&server);
+    let other = client(&server);
     thread::scope(|scope| {
         for seed in 1..=8_u64 {
             let address = server.addresses()[0];
             scope.spawn(move || {
                 let mut state = seed;
                 for round in 0..20 {
-                    let mut stream = if round % 2 == 0 { raw(address) } else { greeted(address) };
+                    let mut stream = if round % 2 == 0 { raw(address) } else { connected(address) };
                     let garbage: Vec<u8> = (0..100_000)
                         .map(|_| {
                             state = state
@@ -167,17 +168,17 @@ fn floods_of_garbage_from_many_connections_disturb_nobody() {
                             (state >> 56) as u8 | 0x20
                         })
                         .collect();
-                    // It ends when the server closes.
+                    // The loop ends when the server closes the connection.
                     let _ = stream.write_all(&garbage);
                     read_to_close(&mut stream);
                 }
             });
         }
         for _ in 0..50 {
-            is_served(&witness);
+            is_served(&other);
         }
     });
-    is_served(&witness);
+    is_served(&other);
 }
 
 #[test]
@@ -191,16 +192,16 @@ fn a_client_that_does_not_read_costs_little_and_is_served_when_it_does() {
 fn in_another_process_a_client_does_not_read() {
     const REQUESTS: usize = 300;
     let server = serve();
-    let (witness, thread) = (client(&server), server_thread());
+    let (other, thread) = (client(&server), server_thread());
     let value = vec![7; 8 << 20];
-    witness.set(b"large", &value, support::soon()).unwrap();
+    other.set(b"large", &value, support::soon()).unwrap();
     let before = status_field(std::process::id(), "VmRSS");
-    let mut stream = greeted(server.addresses()[0]);
-    // 2.4 GiB of replies.
+    let mut stream = connected(server.addresses()[0]);
+    // The replies would take 2.4 GiB.
     stream.write_all(&request(GET, &[b"/large"]).repeat(REQUESTS)).unwrap();
     for _ in 0..20 {
-        is_served(&witness);
-        // It has nothing to do: no more of the replies than this goes into its memory.
+        is_served(&other);
+        // The server sleeps, so no more replies than this go into its memory.
         thread.until_asleep();
     }
     let grown = status_field(std::process::id(), "VmRSS").saturating_sub(before);
@@ -209,15 +210,15 @@ fn in_another_process_a_client_does_not_read() {
         assert_eq!(read(&mut stream, 8), word(8 << 20));
         assert!(read(&mut stream, 8 << 20) == value);
     }
-    is_served(&witness);
+    is_served(&other);
 }
 
 #[test]
 fn a_client_that_does_not_read_is_not_read_from_for_ever() {
     let server = serve();
-    let witness = client(&server);
-    witness.set(b"k", &[1; 1000], support::soon()).unwrap();
-    let mut stream = greeted(server.addresses()[0]);
+    let other = client(&server);
+    other.set(b"k", &[1; 1000], support::soon()).unwrap();
+    let mut stream = connected(server.addresses()[0]);
     stream.set_write_timeout(Some(Duration::from_millis(300))).unwrap();
     let flood = request(GET, &[b"/k"]).repeat(1000);
     let mut sent = 0_usize;
@@ -229,21 +230,21 @@ fn a_client_that_does_not_read_is_not_read_from_for_ever() {
         assert!(sent < 1 << 30, "a gibibyte of requests was taken");
     };
     assert!(matches!(stuck.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut), "{stuck}");
-    is_served(&witness);
+    is_served(&other);
 }
 
 #[test]
 fn waits_and_items_of_clients_that_vanish_are_released() {
     let server = serve();
-    let witness = client(&server);
-    // The first in the queue is woken and gone; the item must reach the second.
-    let mut gone = greeted(server.addresses()[0]);
+    let other = client(&server);
+    // The server wakes the first client, which has gone; the item must reach the second client.
+    let mut gone = connected(server.addresses()[0]);
     gone.write_all(&counted(WAIT, 1, &[b"/q"])).unwrap();
-    stays_silent(&mut gone, &witness);
-    let mut next = greeted(server.addresses()[0]);
+    stays_silent(&mut gone, &other);
+    let mut next = connected(server.addresses()[0]);
     next.write_all(&counted(WAIT, 1, &[b"/q"])).unwrap();
-    stays_silent(&mut next, &witness);
-    witness.queue_push(b"q", b"item", support::soon()).unwrap();
+    stays_silent(&mut next, &other);
+    other.queue_push(b"q", b"item", support::soon()).unwrap();
     assert_eq!(read(&mut gone, 1), [0]);
     drop(gone);
     assert_eq!(read(&mut next, 1), [0]);
@@ -252,13 +253,13 @@ fn waits_and_items_of_clients_that_vanish_are_released() {
 #[test]
 fn a_cancel_is_answered_after_the_wake_up_it_crossed_and_without_a_wait() {
     let server = serve();
-    let witness = client(&server);
-    let mut stream = greeted(server.addresses()[0]);
+    let other = client(&server);
+    let mut stream = connected(server.addresses()[0]);
     stream.write_all(&[CANCEL_WAIT]).unwrap();
     assert_eq!(read(&mut stream, 1), [1]);
     stream.write_all(&counted(WAIT, 1, &[b"/late"])).unwrap();
-    stays_silent(&mut stream, &witness);
-    witness.set(b"late", b"", support::soon()).unwrap();
+    stays_silent(&mut stream, &other);
+    other.set(b"late", b"", support::soon()).unwrap();
     stream.write_all(&[CANCEL_WAIT]).unwrap();
     assert_eq!(read(&mut stream, 2), [0, 1]);
 }
@@ -266,12 +267,12 @@ fn a_cancel_is_answered_after_the_wake_up_it_crossed_and_without_a_wait() {
 #[test]
 fn a_client_that_has_ended_its_side_still_gets_its_replies() {
     let server = serve();
-    let witness = client(&server);
-    witness.set(b"large", &vec![9; 8 << 20], support::soon()).unwrap();
-    let mut stream = greeted(server.addresses()[0]);
+    let other = client(&server);
+    other.set(b"large", &vec![9; 8 << 20], support::soon()).unwrap();
+    let mut stream = connected(server.addresses()[0]);
     stream.write_all(&request(GET, &[b"/large"])).unwrap();
     stream.shutdown(std::net::Shutdown::Write).unwrap();
-    // The end, too, is read before the replies are.
-    is_read(&witness);
+    // The server reads the end of the stream before the client reads the replies.
+    wait_until_read(&other);
     assert_eq!(read_to_close(&mut stream).len(), 8 + (8 << 20));
 }

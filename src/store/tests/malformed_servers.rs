@@ -1,4 +1,5 @@
-//! Servers that are none, or answer wrongly: the client says so by its deadline, and never hangs.
+//! Servers of another kind, and servers with wrong replies. Every call of the client returns an error
+//! by its deadline.
 
 #![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout, clippy::print_stderr)] // in a test a broken expectation ends it
 
@@ -12,24 +13,25 @@ use std::time::{Duration, Instant};
 
 use convoke_store::{Store, StoreError, StoreServer, TcpStore};
 use convoke_testkit::Thread;
-use support::{blob, client, deaf_address, serve, soon, while_waiting, word};
+use support::{blob, client, serve, soon, unserved_address, while_waiting, word};
 
-/// A server of which each connection is handled by `talk`; it lives until the test ends.
-fn fake(talk: impl Fn(TcpStream) + Send + Sync + Clone + 'static) -> SocketAddr {
+/// Starts a server that runs `serve_connection` for each connection, until the test ends.
+fn serve_with(serve_connection: impl Fn(TcpStream) + Send + Sync + Clone + 'static) -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     thread::spawn(move || {
         for stream in listener.incoming() {
-            let (stream, talk) = (stream.unwrap(), talk.clone());
-            thread::spawn(move || talk(stream));
+            let (stream, serve_connection) = (stream.unwrap(), serve_connection.clone());
+            thread::spawn(move || serve_connection(stream));
         }
     });
     address
 }
 
-/// A server that shakes hands and answers the first request, whatever it is, with `reply`.
+/// Starts a server that performs the handshake and answers the first request, of any kind, with
+/// `reply`.
 fn answering(reply: Vec<u8>) -> SocketAddr {
-    fake(move |mut stream| {
+    serve_with(move |mut stream| {
         let mut hello = [0; 10];
         stream.read_exact(&mut hello).unwrap();
         stream.write_all(&hello[6..]).unwrap();
@@ -37,7 +39,7 @@ fn answering(reply: Vec<u8>) -> SocketAddr {
         let _ = stream.read(&mut request);
         // The client may have gone.
         let _ = stream.write_all(&reply);
-        // Stays open until the client goes.
+        // The connection stays open until the client closes it.
         while stream.read(&mut request).is_ok_and(|count| count > 0) {}
     })
 }
@@ -54,20 +56,20 @@ fn deadline(milliseconds: u64) -> Instant {
 
 #[test]
 fn what_does_not_shake_hands_is_unreachable_by_the_deadline() {
-    let (_socket, deaf) = deaf_address();
+    let (_socket, unserved) = unserved_address();
     let servers: Vec<(&str, &str, SocketAddr)> = vec![
-        ("nobody listens", "refused", deaf),
+        ("nobody listens", "refused", unserved),
         (
             "accepts and says nothing",
             "does not answer as a store",
-            fake(|mut stream| drop(stream.read(&mut [0; 1000]).and_then(|_| stream.read(&mut [0; 1])))),
+            serve_with(|mut stream| drop(stream.read(&mut [0; 1000]).and_then(|_| stream.read(&mut [0; 1])))),
         ),
-        ("closes at once", "", fake(drop)),
-        ("closes after the handshake", "", fake(|mut stream| drop(stream.read(&mut [0; 10])))),
+        ("closes at once", "", serve_with(drop)),
+        ("closes after the handshake", "", serve_with(|mut stream| drop(stream.read(&mut [0; 10])))),
         (
             "answers with another nonce",
             "not a store",
-            fake(|mut stream| {
+            serve_with(|mut stream| {
                 let _ = stream.read(&mut [0; 10]);
                 let _ = stream.write_all(b"HTTP/1.1 400 Bad Request\r\n");
             }),
@@ -75,7 +77,7 @@ fn what_does_not_shake_hands_is_unreachable_by_the_deadline() {
         (
             "answers with half a nonce",
             "",
-            fake(|mut stream| {
+            serve_with(|mut stream| {
                 let mut hello = [0; 10];
                 let _ = stream.read(&mut hello);
                 let _ = stream.write_all(&hello[6..8]);
@@ -106,15 +108,15 @@ fn names_that_cannot_be_looked_up_are_unreachable() {
 
 #[test]
 fn a_server_that_comes_late_is_found() {
-    let (socket, address) = deaf_address();
-    let (tell, told) = channel();
+    let (socket, address) = unserved_address();
+    let (sender, receiver) = channel();
     thread::scope(|scope| {
         let connecting = scope.spawn(move || {
-            tell.send(Thread::current()).unwrap();
+            sender.send(Thread::current()).unwrap();
             TcpStore::connect(&address.to_string(), soon()).unwrap()
         });
-        // Between two attempts: this host refuses a connection at once.
-        told.recv().unwrap().until_asleep();
+        // The client sleeps only between two attempts, because this host refuses connections at once.
+        receiver.recv().unwrap().until_asleep();
         socket.listen(16).unwrap();
         let _server = StoreServer::serve(vec![socket.into()]).unwrap();
         connecting.join().unwrap().set(b"k", b"v", soon()).unwrap();
@@ -180,9 +182,9 @@ fn a_server_that_hangs_up_is_a_loss_of_every_call_and_the_next_finds_nobody() {
 fn a_client_in_a_wait_learns_of_the_servers_end() {
     let server = serve();
     let store = TcpStore::connect(&server.addresses()[0].to_string(), soon()).unwrap();
-    let witness = client(&server);
+    let other = client(&server);
     let deadline = soon();
-    let result = while_waiting(&witness, || store.get(b"never", deadline), || server.shutdown());
+    let result = while_waiting(&other, || store.get(b"never", deadline), || server.shutdown());
     assert!(Instant::now() < deadline, "it was not told");
     assert!(matches!(result, Err(StoreError::Lost { operation: "get", .. })), "{result:?}");
 }
@@ -220,8 +222,9 @@ fn impossible_replies_are_protocol_errors() {
     }
 }
 
-/// Every call against replies of random bytes, mostly small numbers, so that lengths and counts are often good: an
-/// answer or an error, by the deadline.
+/// Runs every call against replies of random bytes. Each call returns by its deadline.
+///
+/// The bytes are mostly small numbers, so that lengths and counts are often plausible.
 #[test]
 fn random_replies_never_do_harm() {
     let seed = std::env::var("CONVOKE_SEED").map_or_else(
@@ -243,12 +246,12 @@ fn random_replies_never_do_harm() {
                 _ => 0,
             };
             let reply: Vec<u8> = (0..length).map(|_| byte(&mut random)).collect();
-            let told = format!("{name}, round {round}: {reply:?}");
+            let description = format!("{name}, round {round}: {reply:?}");
             let store = TcpStore::connect(&answering(reply).to_string(), soon()).unwrap();
             let started = Instant::now();
             let _ = call(&store, deadline(10));
-            // A wait that was given up is taken back, for which the server has two seconds.
-            assert!(started.elapsed() < Duration::from_secs(10), "{told}");
+            // The time includes the cancellation of a wait that timed out.
+            assert!(started.elapsed() < Duration::from_secs(10), "{description}");
         }
     }
 }
@@ -258,7 +261,8 @@ fn unasked_bytes_do_not_reach_the_next_call() {
     let extra = [&[0][..], &blob(b"v"), b"surplus"].concat();
     let address = answering(extra.clone());
     let store = TcpStore::connect(&address.to_string(), soon()).unwrap();
-    // The wait is answered, and the value with it; whatever the surplus is taken for, no call hangs.
+    // The reply has the end of the wait, the value and surplus bytes. The client may take the surplus
+    // for another reply, but no call may hang.
     for _ in 0..3 {
         let _ = store.get(b"k", deadline(200));
     }

@@ -1,4 +1,4 @@
-//! The server as its owner sees it.
+//! The interface of `StoreServer`, and servers under load.
 
 #![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout, clippy::print_stderr)] // in a test a broken expectation ends it
 
@@ -16,7 +16,7 @@ use convoke_store::{
 use convoke_testkit::{assert_one_passed, skip, wait_until};
 use nix::sys::resource::{Resource, setrlimit};
 use support::{
-    ADD, HELLO, WAIT, another_process, client, counted, greeted, is_served, raw, read, read_to_close,
+    ADD, HELLO, WAIT, another_process, client, connected, counted, is_served, raw, read, read_to_close,
     request, serve, server_thread, soon, status_field, while_waiting, word,
 };
 
@@ -71,7 +71,7 @@ fn a_listening_socket_can_be_handed_over() {
 fn the_port_is_free_again_after_the_end() {
     let server = serve();
     let address = server.addresses()[0];
-    let mut idle = greeted(address);
+    let mut idle = connected(address);
     server.shutdown();
     read_to_close(&mut idle);
     let again = StoreServer::bind(&[address]).unwrap();
@@ -81,9 +81,9 @@ fn the_port_is_free_again_after_the_end() {
 #[test]
 fn the_view_of_a_server_fails_after_its_end_and_wakes_who_waits() {
     let server = serve();
-    let (view, witness) = (server.store(), client(&server));
+    let (view, other) = (server.store(), client(&server));
     let deadline = soon();
-    let result = while_waiting(&witness, || view.get(b"never", deadline), || drop(server));
+    let result = while_waiting(&other, || view.get(b"never", deadline), || drop(server));
     assert!(Instant::now() < deadline, "it was not woken");
     assert!(matches!(result, Err(StoreError::Lost { .. })), "{result:?}");
     assert!(matches!(view.set(b"k", b"", soon()), Err(StoreError::Lost { .. })));
@@ -92,7 +92,7 @@ fn the_view_of_a_server_fails_after_its_end_and_wakes_who_waits() {
 #[test]
 fn what_is_due_is_sent_before_the_end() {
     let server = serve();
-    let mut waiting = greeted(server.addresses()[0]);
+    let mut waiting = connected(server.addresses()[0]);
     waiting.write_all(&counted(WAIT, 1, &[b"/k"])).unwrap();
     support::stays_silent(&mut waiting, &client(&server));
     server.store().set(b"k", b"", soon()).unwrap();
@@ -103,11 +103,11 @@ fn what_is_due_is_sent_before_the_end() {
 #[test]
 fn an_end_with_a_client_that_does_not_read_comes_soon() {
     let server = serve();
-    let witness = client(&server);
-    witness.set(b"large", &vec![1; 8 << 20], soon()).unwrap();
-    let mut stuck = greeted(server.addresses()[0]);
+    let other = client(&server);
+    other.set(b"large", &vec![1; 8 << 20], soon()).unwrap();
+    let mut stuck = connected(server.addresses()[0]);
     stuck.write_all(&request(support::GET, &[b"/large"]).repeat(4)).unwrap();
-    is_served(&witness);
+    is_served(&other);
     let started = Instant::now();
     server.shutdown();
     assert!(started.elapsed() < Duration::from_secs(3), "{:?}", started.elapsed());
@@ -172,10 +172,10 @@ fn without_descriptors_it_goes_on_serving_those_it_has() {
 fn in_another_process_descriptors_run_out() {
     setrlimit(Resource::RLIMIT_NOFILE, 64, 64).unwrap();
     let server = serve();
-    let witness = client(&server);
+    let other = client(&server);
     let (address, thread) = (server.addresses()[0], server_thread());
-    // All descriptors are taken but one, and that is the client's own end: the kernel completes the
-    // connection, and nobody can accept it.
+    // One descriptor is left, which the client's end of the connection takes. The kernel completes the
+    // connection, but the server cannot accept it.
     let mut files = Vec::new();
     while let Ok(file) = std::fs::File::open("/dev/null") {
         files.push(file);
@@ -184,10 +184,10 @@ fn in_another_process_descriptors_run_out() {
     let mut late = raw(address);
     late.write_all(&HELLO).unwrap();
     for _ in 0..3 {
-        let trouble = wait_until("it to say that it cannot accept", || server.take_trouble());
-        assert!(trouble.contains("cannot accept"), "{trouble}");
-        is_served(&witness);
-        // It would never sleep if it tried again and again.
+        let warning = wait_until("it to say that it cannot accept", || server.take_warning());
+        assert!(warning.contains("cannot accept"), "{warning}");
+        is_served(&other);
+        // A server that tried to accept again and again would never sleep.
         thread.until_asleep();
     }
     files.clear();
@@ -205,21 +205,21 @@ fn ten_thousand_clients_wait_for_one_key() {
     }
     let mut server = another_process("in_another_process_a_server_runs", Stdio::piped());
     let (address, _output) = announced_address(&mut server);
-    let witness = TcpStore::connect(&address.to_string(), soon()).unwrap();
+    let other = TcpStore::connect(&address.to_string(), soon()).unwrap();
     let before = status_field(server.id(), "VmRSS");
-    let mut streams: Vec<_> = (0..clients).map(|_| greeted(address)).collect();
+    let mut streams: Vec<_> = (0..clients).map(|_| connected(address)).collect();
     let grown = status_field(server.id(), "VmRSS").saturating_sub(before);
     assert!(grown * 1024 < 1000 * clients as u64, "{grown} KiB for {clients} idle clients");
     let wait = counted(WAIT, 1, &[b"/release"]);
     streams.iter_mut().for_each(|stream| stream.write_all(&wait).unwrap());
-    is_served(&witness);
+    is_served(&other);
     let started = Instant::now();
-    witness.set(b"release", b"", soon()).unwrap();
+    other.set(b"release", b"", soon()).unwrap();
     for stream in &mut streams {
         assert_eq!(read(stream, 1), [0]);
     }
     println!("{clients} clients released in {:?}", started.elapsed());
-    // All at once, each with an answer of its own.
+    // All clients send a request at once, and each gets its own answer.
     let add = [request(ADD, &[b"/n"]), word(1)].concat();
     streams.iter_mut().for_each(|stream| stream.write_all(&add).unwrap());
     let sums: u64 =
@@ -227,12 +227,12 @@ fn ten_thousand_clients_wait_for_one_key() {
     let clients = clients as u64;
     assert_eq!(sums, clients * (clients + 1) / 2);
     drop(streams);
-    is_served(&witness);
+    is_served(&other);
     drop(server.stdin.take());
     assert!(server.wait().unwrap().success());
 }
 
-/// Where the other process listens: it prints that. The rest of its output must not be closed.
+/// Returns the address that the other process prints, and its output, which must stay open.
 fn announced_address(server: &mut Child) -> (SocketAddr, Lines<BufReader<ChildStdout>>) {
     let mut lines = BufReader::new(server.stdout.take().unwrap()).lines();
     loop {
@@ -247,7 +247,7 @@ fn announced_address(server: &mut Child) -> (SocketAddr, Lines<BufReader<ChildSt
 fn in_another_process_a_server_runs() {
     let server = serve();
     println!("\nlistening on {}", server.addresses()[0]);
-    // Until the parent closes the pipe, or dies.
+    // The server runs until the parent closes the pipe or dies.
     std::io::copy(&mut std::io::stdin(), &mut std::io::sink()).unwrap();
     drop(server);
 }

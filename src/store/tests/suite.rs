@@ -1,4 +1,4 @@
-//! One suite over every backend: what `Store` promises holds for all of them.
+//! Tests of the `Store` trait, run against every implementation.
 
 #![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout, clippy::print_stderr)] // in a test a broken expectation ends it
 
@@ -11,14 +11,15 @@ use std::{fmt, thread};
 use convoke_store::{FileStore, MemoryStore, PrefixStore, Store, StoreError, StoreServer, TcpStore};
 use convoke_testkit::Thread;
 
-/// A store to test, and what it needs to live. Two handles, as two processes would have them.
+/// A store under test, with two handles, as two processes would have them.
 struct Backend {
     name: String,
     one: Arc<dyn Store>,
     two: Arc<dyn Store>,
-    /// A handle whose calls come after what others have asked the server for.
-    witness: Arc<dyn Store>,
+    /// A third handle. Its calls return after the server has read what others sent before.
+    other: Arc<dyn Store>,
     has_queues: bool,
+    /// The server or folder of the store, which must outlive the handles.
     _alive: Box<dyn fmt::Debug + Send + Sync>,
 }
 
@@ -36,24 +37,24 @@ fn backends() -> Vec<Backend> {
 
 fn memory() -> Backend {
     let store = Arc::new(MemoryStore::new());
-    let (one, two, witness) = (store.clone(), store.clone(), store);
-    Backend { name: "memory".into(), one, two, witness, has_queues: true, _alive: Box::new(()) }
+    let (one, two, other) = (store.clone(), store.clone(), store);
+    Backend { name: "memory".into(), one, two, other, has_queues: true, _alive: Box::new(()) }
 }
 
 fn tcp() -> Backend {
     let server = StoreServer::bind(&["127.0.0.1:0".parse().unwrap()]).unwrap();
     let connect = || Arc::new(TcpStore::connect(&server.addresses()[0].to_string(), soon()).unwrap());
-    let (one, two, witness) = (connect(), connect(), connect());
-    Backend { name: "tcp".into(), one, two, witness, has_queues: true, _alive: Box::new(server) }
+    let (one, two, other) = (connect(), connect(), connect());
+    Backend { name: "tcp".into(), one, two, other, has_queues: true, _alive: Box::new(server) }
 }
 
-/// One side over TCP, the other the server's own view.
+/// A handle over TCP and the server's own view.
 fn server_view() -> Backend {
     let server = StoreServer::bind(&["127.0.0.1:0".parse().unwrap()]).unwrap();
     let connect = || Arc::new(TcpStore::connect(&server.addresses()[0].to_string(), soon()).unwrap());
-    let (one, two, witness) = (connect(), server.store(), connect());
+    let (one, two, other) = (connect(), server.store(), connect());
     let name = "tcp and its server".into();
-    Backend { name, one, two, witness, has_queues: true, _alive: Box::new(server) }
+    Backend { name, one, two, other, has_queues: true, _alive: Box::new(server) }
 }
 
 /// Two handles on one file.
@@ -62,11 +63,11 @@ fn file() -> Backend {
     let path = folder.path().join("store");
     let open = || Arc::new(FileStore::open(&path, Some(2), soon()).unwrap());
     let (one, two) = (open(), open());
-    let witness = two.clone();
-    Backend { name: "file".into(), one, two, witness, has_queues: false, _alive: Box::new(folder) }
+    let other = two.clone();
+    Backend { name: "file".into(), one, two, other, has_queues: false, _alive: Box::new(folder) }
 }
 
-/// Far enough for anything that should happen at once.
+/// A deadline far enough for anything that should happen at once.
 fn soon() -> Instant {
     Instant::now() + Duration::from_secs(20)
 }
@@ -99,7 +100,7 @@ fn each_with_queues(test: impl Fn(&Backend)) {
     });
 }
 
-/// Runs `waiter` in a thread, and `then` when that thread waits in the store.
+/// Runs `waiter` in a thread, and `then` as soon as that thread waits in the store.
 fn while_waiting<R: Send>(backend: &Backend, waiter: impl FnOnce() -> R + Send, then: impl FnOnce()) -> R {
     thread::scope(|scope| {
         let (waiter, thread) = spawn(scope, waiter);
@@ -114,20 +115,22 @@ fn spawn<'a, R: Send + 'a>(
     scope: &'a Scope<'a, '_>,
     work: impl FnOnce() -> R + Send + 'a,
 ) -> (ScopedJoinHandle<'a, R>, Thread) {
-    let (tell, told) = channel();
+    let (sender, receiver) = channel();
     let handle = scope.spawn(move || {
-        tell.send(Thread::current()).unwrap();
+        sender.send(Thread::current()).unwrap();
         work()
     });
-    (handle, told.recv().unwrap())
+    (handle, receiver.recv().unwrap())
 }
 
-/// Returns when the call of `thread` waits in the store. The thread sleeps twice at most: for the handshake of a new
-/// connection and for its request. The server has read what it sent before it answers the witness.
+/// Returns when the call of `thread` waits in the store.
+///
+/// The thread sleeps at most twice: for the handshake of a new connection and for its request. The
+/// server has read what the thread sent before it answers the third handle.
 fn until_waiting(backend: &Backend, thread: &Thread) {
     for _ in 0..3 {
         thread.until_asleep();
-        backend.witness.num_keys(soon()).unwrap();
+        backend.other.num_keys(soon()).unwrap();
     }
 }
 
@@ -199,7 +202,7 @@ fn a_wait_ends_with_its_last_key_however_it_appears() {
             if key == b"w-barrier" && !backend.has_queues {
                 continue;
             }
-            // Asked for twice: the same key counts once.
+            // A key that is given twice counts once.
             let waited = while_waiting(backend, || backend.one.wait(&[b"here", key, key], soon()), appear);
             waited.unwrap_or_else(|error| panic!("{}: {error}", key.escape_ascii()));
         }

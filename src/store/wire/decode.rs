@@ -1,11 +1,11 @@
-//! Incremental decoding: requests may be split or pipelined in any way.
+//! Incremental decoding of requests, which may arrive split or pipelined in any way.
 
 use super::{
     Blobs, Kind, MAGIC, MAX_KEY_BYTES, MAX_KEY_COUNT, MAX_REQUEST_BYTES, MAX_VALUE_BYTES, Request, WORD,
-    take_blob, take_u32, take_word,
+    split_blob, split_u32, split_u64,
 };
 
-/// Why a connection cannot be understood any longer.
+/// The way in which a client broke the protocol. Its connection must be closed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Malformed {
     #[error("the first request has type {0}, not VALIDATE")]
@@ -28,20 +28,20 @@ pub(crate) enum Malformed {
 
 /// Finds the requests in a stream of bytes.
 ///
-/// It keeps no bytes, only how far into the unfinished request it has looked, so a request that
-/// arrives byte by byte costs the same as one that arrives whole.
+/// The decoder keeps no bytes, only its position in the unfinished request. So a request that arrives
+/// byte by byte is scanned only once.
 #[derive(Debug, Default)]
 pub(crate) struct Decoder {
     validated: bool,
-    /// Bytes of the unfinished request that are known to be well-formed; 0 = not begun.
+    /// Number of bytes of the unfinished request that have been checked; 0 before its first byte.
     seen_bytes: usize,
-    /// Fields of the unfinished request that lie within `seen_bytes`.
+    /// Number of complete fields within `seen_bytes`.
     fields: u64,
-    /// Fields that follow the count of the unfinished request.
+    /// Number of fields that follow the count of the unfinished request.
     counted: u64,
 }
 
-/// What comes next in a request.
+/// The type of the next field of a request.
 enum Field {
     Key,
     Value,
@@ -51,13 +51,14 @@ enum Field {
 }
 
 impl Decoder {
-    /// The request at the front of `bytes` and its length in bytes, or `None` while it is unfinished.
+    /// Returns the request at the front of `bytes` and its length in bytes, or `None` if it is
+    /// unfinished.
     ///
-    /// `bytes` begins with the first byte of the request: after `None`, the caller passes the same
-    /// bytes again with more behind them.
+    /// `bytes` must begin with the first byte of the request. After `None`, the caller passes these
+    /// bytes again, with the next ones appended.
     ///
     /// # Errors
-    /// [`Malformed`] as soon as the bytes that are there show it; the stream is then lost.
+    /// [`Malformed`], as soon as the available bytes show it. Decoding cannot continue afterwards.
     pub(crate) fn next<'a>(&mut self, bytes: &'a [u8]) -> Result<Option<(Request<'a>, usize)>, Malformed> {
         let Some(&first) = bytes.first() else { return Ok(None) };
         if !self.validated && first != Kind::Validate as u8 {
@@ -77,7 +78,7 @@ impl Decoder {
         Ok(Some((request, length)))
     }
 
-    /// Looks at the fields not yet seen; whether the request is whole.
+    /// Checks the fields that have not been checked. Returns true if the request is complete.
     fn scan(&mut self, kind: Kind, bytes: &[u8]) -> Result<bool, Malformed> {
         loop {
             let rest = &bytes[self.seen_bytes..];
@@ -114,7 +115,8 @@ impl Decoder {
     }
 }
 
-/// The field with this index in a request of this kind.
+/// Returns the type of field number `index` in a request of this kind. `counted` is the number of
+/// fields after the count.
 fn field(kind: Kind, index: u64, counted: u64) -> Field {
     match (kind, index) {
         (Kind::Validate | Kind::Ping, 0) => Field::Bytes(4),
@@ -138,8 +140,10 @@ fn field(kind: Kind, index: u64, counted: u64) -> Field {
     }
 }
 
-/// Bytes of the blob at the front, its length word included; `None` until that word is there.
-/// The length is judged before a byte of the blob has come.
+/// Returns the size of the blob at the front with its length word; `None` if that word is incomplete.
+///
+/// # Errors
+/// The length, if it exceeds `limit`. The check does not need the bytes of the blob.
 fn blob_bytes(rest: &[u8], limit: usize) -> Result<Option<usize>, u64> {
     let Some(length) = rest.first_chunk::<WORD>() else { return Ok(None) };
     let length = u64::from_le_bytes(*length);
@@ -149,40 +153,44 @@ fn blob_bytes(rest: &[u8], limit: usize) -> Result<Option<usize>, u64> {
     }
 }
 
-/// The request whose fields are `rest`, all of which `scan` has seen.
+/// Builds the request whose fields are `rest`. `scan` has checked that they are complete.
 fn build(kind: Kind, mut rest: &[u8]) -> Result<Request<'_>, Malformed> {
     let rest = &mut rest;
     Ok(match kind {
-        Kind::Validate => match take_u32(rest) {
+        Kind::Validate => match split_u32(rest) {
             MAGIC => Request::Validate,
             magic => return Err(Malformed::Magic(magic)),
         },
-        Kind::Set => Request::Set { key: take_blob(rest), value: take_blob(rest) },
-        Kind::CompareSet => {
-            Request::CompareSet { key: take_blob(rest), expected: take_blob(rest), desired: take_blob(rest) }
-        }
-        Kind::Get => Request::Get { key: take_blob(rest) },
-        Kind::Add => Request::Add { key: take_blob(rest), delta: take_word(rest).cast_signed() },
-        Kind::Check => Request::Check { keys: take_blobs(rest) },
-        Kind::Wait => Request::Wait { keys: take_blobs(rest) },
+        Kind::Set => Request::Set { key: split_blob(rest), value: split_blob(rest) },
+        Kind::CompareSet => Request::CompareSet {
+            key: split_blob(rest),
+            expected: split_blob(rest),
+            desired: split_blob(rest),
+        },
+        Kind::Get => Request::Get { key: split_blob(rest) },
+        Kind::Add => Request::Add { key: split_blob(rest), delta: split_u64(rest).cast_signed() },
+        Kind::Check => Request::Check { keys: split_blobs(rest) },
+        Kind::Wait => Request::Wait { keys: split_blobs(rest) },
         Kind::NumKeys => Request::NumKeys,
-        Kind::Delete => Request::Delete { key: take_blob(rest) },
-        Kind::Append => Request::Append { key: take_blob(rest), value: take_blob(rest) },
-        Kind::MultiGet => Request::MultiGet { keys: take_blobs(rest) },
-        Kind::MultiSet => Request::MultiSet { pairs: take_blobs(rest) },
+        Kind::Delete => Request::Delete { key: split_blob(rest) },
+        Kind::Append => Request::Append { key: split_blob(rest), value: split_blob(rest) },
+        Kind::MultiGet => Request::MultiGet { keys: split_blobs(rest) },
+        Kind::MultiSet => Request::MultiSet { pairs: split_blobs(rest) },
         Kind::CancelWait => Request::CancelWait,
-        Kind::Ping => Request::Ping { nonce: take_u32(rest) },
-        Kind::QueuePush => Request::QueuePush { key: take_blob(rest), value: take_blob(rest) },
-        Kind::QueuePop => Request::QueuePop { key: take_blob(rest) },
-        Kind::QueueLen => Request::QueueLen { key: take_blob(rest) },
+        Kind::Ping => Request::Ping { nonce: split_u32(rest) },
+        Kind::QueuePush => Request::QueuePush { key: split_blob(rest), value: split_blob(rest) },
+        Kind::QueuePop => Request::QueuePop { key: split_blob(rest) },
+        Kind::QueueLen => Request::QueueLen { key: split_blob(rest) },
         Kind::ListKeys => Request::ListKeys,
-        Kind::SetLastWill => Request::SetLastWill { key: take_blob(rest), value: take_blob(rest) },
-        Kind::Barrier => Request::Barrier { key: take_blob(rest), world_size: take_word(rest).cast_signed() },
+        Kind::SetLastWill => Request::SetLastWill { key: split_blob(rest), value: split_blob(rest) },
+        Kind::Barrier => {
+            Request::Barrier { key: split_blob(rest), world_size: split_u64(rest).cast_signed() }
+        }
     })
 }
 
-/// All blobs behind a count.
-fn take_blobs<'a>(rest: &mut &'a [u8]) -> Blobs<'a> {
-    let _count = take_word(rest);
+/// Returns the blobs after a count.
+fn split_blobs<'a>(rest: &mut &'a [u8]) -> Blobs<'a> {
+    let _count = split_u64(rest);
     Blobs { bytes: rest }
 }

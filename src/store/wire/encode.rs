@@ -1,9 +1,10 @@
-//! What a client sends and what a server answers, appended to a buffer.
+//! Encoding of requests and replies. Each function appends to a buffer.
 
 use super::{Kind, MAGIC};
 
-/// The handshake: VALIDATE and PING, for one write (torch's server needs VALIDATE in one read).
-pub(crate) fn hello(out: &mut Vec<u8>, nonce: u32) {
+/// Appends the handshake: VALIDATE and PING. The client must send them with one write, because
+/// torch's server expects VALIDATE in one read.
+pub(crate) fn handshake(out: &mut Vec<u8>, nonce: u32) {
     out.push(Kind::Validate as u8);
     out.extend_from_slice(&MAGIC.to_le_bytes());
     ping(out, nonce);
@@ -14,12 +15,12 @@ pub(crate) fn ping(out: &mut Vec<u8>, nonce: u32) {
     out.extend_from_slice(&nonce.to_le_bytes());
 }
 
-/// A request without fields: NUM_KEYS, CANCEL_WAIT, LIST_KEYS.
+/// Appends a request without fields: NUM_KEYS, CANCEL_WAIT, LIST_KEYS.
 pub(crate) fn bare(out: &mut Vec<u8>, kind: Kind) {
     out.push(kind as u8);
 }
 
-/// A request of blobs only: GET, SET, COMPARE_SET, APPEND, DELETE, the queues.
+/// Appends a request that consists of blobs: GET, SET, COMPARE_SET, APPEND, DELETE, QUEUE_*.
 pub(crate) fn blobs(out: &mut Vec<u8>, kind: Kind, blobs: &[&[u8]]) {
     out.push(kind as u8);
     for bytes in blobs {
@@ -27,13 +28,13 @@ pub(crate) fn blobs(out: &mut Vec<u8>, kind: Kind, blobs: &[&[u8]]) {
     }
 }
 
-/// A key and a number: ADD, BARRIER.
+/// Appends a request of a key and a number: ADD, BARRIER.
 pub(crate) fn key_and_number(out: &mut Vec<u8>, kind: Kind, key: &[u8], value: i64) {
     blobs(out, kind, &[key]);
     number(out, value);
 }
 
-/// A count and as many keys or pairs: CHECK, WAIT, MULTI_GET, MULTI_SET.
+/// Appends a request of a count and as many keys or pairs: CHECK, WAIT, MULTI_GET, MULTI_SET.
 pub(crate) fn counted<'a>(
     out: &mut Vec<u8>,
     kind: Kind,
@@ -56,11 +57,11 @@ pub(crate) fn number(out: &mut Vec<u8>, value: i64) {
     out.extend_from_slice(&value.to_le_bytes());
 }
 
-/// Replies of one byte.
+/// Replies that consist of one byte.
 pub(crate) mod byte {
-    /// Reply to CHECK when all keys are there, to WAIT and BARRIER when the wait is over.
+    /// Reply to CHECK if all keys exist, and to WAIT and BARRIER when the wait ends.
     pub(crate) const READY: u8 = 0;
-    /// Reply to CHECK when a key is missing.
+    /// Reply to CHECK if a key is missing.
     pub(crate) const MISSING: u8 = 1;
     /// Reply to CANCEL_WAIT.
     pub(crate) const CANCELLED: u8 = 1;

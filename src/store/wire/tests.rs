@@ -5,10 +5,10 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use super::decode::Malformed;
 use super::{Decoder, Kind, MAX_KEY_BYTES, MAX_KEY_COUNT, MAX_VALUE_BYTES, Request, encode};
 
-/// A handshake and then every kind of request, once or several times.
+/// Returns a handshake and then every kind of request, once or several times.
 fn conversation() -> Vec<u8> {
     let mut out = Vec::new();
-    encode::hello(&mut out, 0x4444);
+    encode::handshake(&mut out, 0x4444);
     for kind in [Kind::Set, Kind::Append, Kind::QueuePush] {
         encode::blobs(&mut out, kind, &[b"/key", b"value"]);
         encode::blobs(&mut out, kind, &[b"", b""]);
@@ -35,7 +35,7 @@ fn conversation() -> Vec<u8> {
     out
 }
 
-/// All requests of `stream`, told as text, if it arrives in pieces that end at `ends`.
+/// Decodes `stream`, which arrives in pieces that end at `ends`. Returns each request as text.
 fn decode(stream: &[u8], ends: impl IntoIterator<Item = usize>) -> Result<Vec<String>, Malformed> {
     let mut decoder = Decoder::default();
     let mut requests = Vec::new();
@@ -50,7 +50,7 @@ fn decode(stream: &[u8], ends: impl IntoIterator<Item = usize>) -> Result<Vec<St
     Ok(requests)
 }
 
-/// Numbers that follow from a seed; the seed is printed, and taken from `CONVOKE_SEED` if that is set.
+/// A random number generator. It prints its seed, and takes it from `CONVOKE_SEED` if that is set.
 struct Random(u64);
 
 impl Random {
@@ -70,7 +70,7 @@ impl Random {
         ((z ^ (z >> 31)) % limit as u64) as usize
     }
 
-    /// Ascending positions up to `length`, with steps of at most `step`.
+    /// Returns ascending positions up to `length`, with steps of at most `step`.
     fn splits(&mut self, length: usize, step: usize) -> Vec<usize> {
         let mut ends = Vec::new();
         let mut end = 0;
@@ -90,7 +90,7 @@ fn what_is_encoded_is_decoded() {
     assert_eq!(requests[..2], ["Validate", "Ping { nonce: 17476 }"]);
 
     let mut bytes = Vec::new();
-    encode::hello(&mut bytes, 1);
+    encode::handshake(&mut bytes, 1);
     let hello = bytes.len();
     encode::counted(&mut bytes, Kind::MultiSet, 2, [&b"/m1"[..], b"1", b"/m2", b"22"].into_iter());
     let mut decoder = Decoder::default();
@@ -146,9 +146,9 @@ fn random_bytes_never_panic() {
     let mut random = Random::new();
     for _ in 0..3000 {
         let mut bytes = Vec::new();
-        encode::hello(&mut bytes, 7);
+        encode::handshake(&mut bytes, 7);
         for _ in 0..random.below(200) {
-            // Mostly small numbers, so that types and lengths are often good.
+            // Most bytes are small numbers, so that types and lengths are often plausible.
             bytes.push(if random.below(3) == 0 { random.below(256) } else { random.below(20) } as u8);
         }
         let ends = random.splits(bytes.len(), 50);
@@ -160,7 +160,7 @@ fn random_bytes_never_panic() {
 fn limits_are_judged_by_the_length_alone() {
     let over = |kind: Kind, fields: &[&[u8]]| {
         let mut bytes = Vec::new();
-        encode::hello(&mut bytes, 1);
+        encode::handshake(&mut bytes, 1);
         bytes.push(kind as u8);
         fields.iter().for_each(|field| bytes.extend_from_slice(field));
         decode(&bytes, [bytes.len()]).map(|requests| requests.len())
@@ -184,7 +184,7 @@ fn limits_are_judged_by_the_length_alone() {
 #[test]
 fn a_request_as_a_whole_is_limited() {
     let mut bytes = Vec::new();
-    encode::hello(&mut bytes, 1);
+    encode::handshake(&mut bytes, 1);
     let hello = bytes.len();
     let value = vec![b'v'; MAX_VALUE_BYTES];
     encode::counted(&mut bytes, Kind::MultiSet, MAX_KEY_COUNT, (0..32).flat_map(|_| [&b"k"[..], &value]));
@@ -209,10 +209,10 @@ fn the_first_request_must_be_a_good_validate_and_the_only_one() {
 #[test]
 fn a_request_of_many_pieces_is_scanned_once() {
     let mut bytes = Vec::new();
-    encode::hello(&mut bytes, 1);
+    encode::handshake(&mut bytes, 1);
     encode::counted(&mut bytes, Kind::Wait, 60_000, (0..60_000).map(|_| &b"/some-key"[..]));
     let started = std::time::Instant::now();
-    // Quadratic work would take minutes.
+    // Scanning the request again for each piece would take minutes.
     assert_eq!(decode(&bytes, 1..=bytes.len()).unwrap().len(), 3);
     assert!(started.elapsed().as_secs() < 10, "{:?}", started.elapsed());
 }
@@ -225,14 +225,14 @@ proptest::proptest! {
         step in 1..100_usize,
     ) {
         let mut bytes = Vec::new();
-        encode::hello(&mut bytes, 9);
+        encode::handshake(&mut bytes, 9);
         for (key, value) in &sets {
             encode::blobs(&mut bytes, Kind::Set, &[key, value]);
         }
         let ends = (1..=bytes.len()).filter(|end| end % step == 0 || *end == bytes.len());
-        let told = decode(&bytes, ends).unwrap();
+        let decoded = decode(&bytes, ends).unwrap();
         let expected: Vec<_> =
             sets.iter().map(|(key, value)| format!("{:?}", Request::Set { key, value })).collect();
-        proptest::prop_assert_eq!(&told[2..], &expected[..]);
+        proptest::prop_assert_eq!(&decoded[2..], &expected[..]);
     }
 }

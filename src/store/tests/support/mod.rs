@@ -1,4 +1,4 @@
-//! Raw peers that say whatever a test wants.
+//! Helpers of the store's tests: raw connections that send arbitrary bytes, and requests for them.
 #![allow(dead_code, reason = "each test file uses its part")]
 
 use std::io::{ErrorKind, Read, Write};
@@ -13,7 +13,7 @@ use socket2::{Domain, Socket, Type};
 
 /// The handshake: VALIDATE and PING.
 pub(crate) const HELLO: [u8; 10] = [0x00, 0xce, 0xf7, 0x85, 0x3c, 0x0d, 0x44, 0x44, 0x00, 0x00];
-/// What a server answers to it.
+/// Reply of a server to the handshake.
 pub(crate) const HELLO_REPLY: [u8; 4] = [0x44, 0x44, 0x00, 0x00];
 
 pub(crate) const SET: u8 = 1;
@@ -31,7 +31,7 @@ pub(crate) const PING: u8 = 13;
 pub(crate) const QUEUE_PUSH: u8 = 14;
 pub(crate) const BARRIER: u8 = 18;
 
-/// Far enough for anything that should happen at once.
+/// A deadline far enough for anything that should happen at once.
 pub(crate) fn soon() -> Instant {
     Instant::now() + Duration::from_secs(20)
 }
@@ -44,7 +44,7 @@ pub(crate) fn client(server: &StoreServer) -> TcpStore {
     TcpStore::connect(&server.addresses()[0].to_string(), soon()).unwrap()
 }
 
-/// A length or count.
+/// Returns the bytes of a length or count.
 pub(crate) fn word(value: u64) -> Vec<u8> {
     value.to_le_bytes().to_vec()
 }
@@ -53,14 +53,14 @@ pub(crate) fn blob(bytes: &[u8]) -> Vec<u8> {
     [&word(bytes.len() as u64), bytes].concat()
 }
 
-/// A request of blobs.
+/// Returns a request that consists of blobs.
 pub(crate) fn request(kind: u8, blobs: &[&[u8]]) -> Vec<u8> {
     let mut out = vec![kind];
     blobs.iter().for_each(|bytes| out.extend(blob(bytes)));
     out
 }
 
-/// A request of a count and blobs.
+/// Returns a request of a count and blobs.
 pub(crate) fn counted(kind: u8, count: u64, blobs: &[&[u8]]) -> Vec<u8> {
     let mut out = vec![kind];
     out.extend(word(count));
@@ -68,7 +68,7 @@ pub(crate) fn counted(kind: u8, count: u64, blobs: &[&[u8]]) -> Vec<u8> {
     out
 }
 
-/// A connection that has said nothing yet.
+/// Opens a connection without a handshake.
 pub(crate) fn raw(address: SocketAddr) -> TcpStream {
     let stream = TcpStream::connect(address).unwrap();
     stream.set_nodelay(true).unwrap();
@@ -77,8 +77,8 @@ pub(crate) fn raw(address: SocketAddr) -> TcpStream {
     stream
 }
 
-/// A connection that has shaken hands.
-pub(crate) fn greeted(address: SocketAddr) -> TcpStream {
+/// Opens a connection and performs the handshake.
+pub(crate) fn connected(address: SocketAddr) -> TcpStream {
     let mut stream = raw(address);
     stream.write_all(&HELLO).unwrap();
     assert_eq!(read(&mut stream, 4), HELLO_REPLY);
@@ -91,7 +91,7 @@ pub(crate) fn read(stream: &mut TcpStream, count: usize) -> Vec<u8> {
     bytes
 }
 
-/// Reads until the peer has closed; fails if it does not. What it sent is returned.
+/// Reads until the peer closes the connection and returns the bytes. Panics if it does not close.
 pub(crate) fn read_to_close(stream: &mut TcpStream) -> Vec<u8> {
     let mut all = Vec::new();
     let mut bytes = [0; 65536];
@@ -99,22 +99,24 @@ pub(crate) fn read_to_close(stream: &mut TcpStream) -> Vec<u8> {
         match stream.read(&mut bytes) {
             Ok(0) => return all,
             Ok(count) => all.extend_from_slice(&bytes[..count]),
-            // The peer closed with bytes of ours unread.
+            // The peer closed before it had read all bytes.
             Err(error) if error.kind() == ErrorKind::ConnectionReset => return all,
             Err(error) => panic!("not closed: {error}"),
         }
     }
 }
 
-/// Waits until the server has read what any connection has sent so far: it serves connections in the order in which they
-/// became ready, so before the later requests of the witness.
-pub(crate) fn is_read(witness: &TcpStore) {
-    (0..2).for_each(|_| is_served(witness));
+/// Waits until the server has read everything that its clients have sent so far.
+///
+/// The server serves connections in the order in which they became ready. So it has read the earlier
+/// bytes when it answers a later request of the client `other`.
+pub(crate) fn wait_until_read(other: &TcpStore) {
+    (0..2).for_each(|_| is_served(other));
 }
 
 /// Checks that the server has read what was sent, has answered nothing and keeps the connection.
-pub(crate) fn stays_silent(stream: &mut TcpStream, witness: &TcpStore) {
-    is_read(witness);
+pub(crate) fn stays_silent(stream: &mut TcpStream, other: &TcpStore) {
+    wait_until_read(other);
     stream.set_nonblocking(true).unwrap();
     let got = stream.read(&mut [0; 1]);
     let silent = matches!(&got, Err(error) if error.kind() == ErrorKind::WouldBlock);
@@ -122,23 +124,24 @@ pub(crate) fn stays_silent(stream: &mut TcpStream, witness: &TcpStore) {
     stream.set_nonblocking(false).unwrap();
 }
 
-/// Runs `call` in a thread, and `then` when that thread waits in the store of the witness.
+/// Runs `call` in a thread, and `then` as soon as that thread waits in the store. `other` is a client
+/// of the same store.
 pub(crate) fn while_waiting<R: Send>(
-    witness: &TcpStore,
+    other: &TcpStore,
     call: impl FnOnce() -> R + Send,
     then: impl FnOnce(),
 ) -> R {
-    let (tell, told) = channel();
+    let (sender, receiver) = channel();
     std::thread::scope(|scope| {
         let waiting = scope.spawn(move || {
-            tell.send(Thread::current()).unwrap();
+            sender.send(Thread::current()).unwrap();
             call()
         });
-        let thread = told.recv().unwrap();
-        // It sleeps twice at most: for the handshake of a new connection and for its request.
+        let thread = receiver.recv().unwrap();
+        // It sleeps at most twice: for the handshake of a new connection and for its request.
         for _ in 0..3 {
             thread.until_asleep();
-            is_served(witness);
+            is_served(other);
         }
         assert!(!waiting.is_finished(), "it did not wait");
         then();
@@ -146,20 +149,20 @@ pub(crate) fn while_waiting<R: Send>(
     })
 }
 
-/// This test binary again, to run one ignored test in a process of its own.
+/// Starts this test binary again, to run one ignored test in a separate process.
 pub(crate) fn another_process(test: &str, input: Stdio) -> Child {
     scene(test).stdin(input).stdout(Stdio::piped()).spawn().unwrap()
 }
 
-/// The thread of the one server of this process.
+/// Returns the thread of the only server of this process.
 pub(crate) fn server_thread() -> Thread {
     let mut threads = Thread::named("convoke-store");
     assert_eq!(threads.len(), 1, "{threads:?}");
     threads.remove(0)
 }
 
-/// An address at which nobody listens, nor can while the socket lives.
-pub(crate) fn deaf_address() -> (Socket, SocketAddr) {
+/// Returns an address at which nobody listens. The bound socket keeps other programs from it.
+pub(crate) fn unserved_address() -> (Socket, SocketAddr) {
     let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
     socket.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
     let address = socket.local_addr().unwrap().as_socket().unwrap();
@@ -167,14 +170,14 @@ pub(crate) fn deaf_address() -> (Socket, SocketAddr) {
 }
 
 /// Checks that a well-behaved client is served.
-pub(crate) fn is_served(witness: &TcpStore) {
+pub(crate) fn is_served(other: &TcpStore) {
     let started = Instant::now();
-    witness.set(b"witness", b"served", soon()).unwrap();
-    assert_eq!(witness.get(b"witness", soon()).unwrap(), b"served");
+    other.set(b"witness", b"served", soon()).unwrap();
+    assert_eq!(other.get(b"witness", soon()).unwrap(), b"served");
     assert!(started.elapsed() < Duration::from_secs(5), "served, but after {:?}", started.elapsed());
 }
 
-/// A field of `/proc/PID/status`, in KiB where it is a size.
+/// Returns a field of `/proc/PID/status`, in KiB if it is a size.
 pub(crate) fn status_field(pid: u32, name: &str) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     let line = status.lines().find(|line| line.starts_with(name)).unwrap();
