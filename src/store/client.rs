@@ -100,7 +100,8 @@ impl TcpStore {
     /// The process that serves torch's store does this. Costs two round trips every 10 ms.
     ///
     /// # Errors
-    /// [`StoreError::Timeout`] with the number of workers that came.
+    /// [`StoreError::Timeout`] with the number of workers that came; [`StoreError::Invalid`] if the
+    /// store's count is not a number.
     pub fn wait_for_workers(&self, count: usize, deadline: Instant) -> Result<(), StoreError> {
         let started = Instant::now();
         let count = i64::try_from(count).unwrap_or(i64::MAX);
@@ -108,7 +109,10 @@ impl TcpStore {
             let arrived = self.exchange("wait_for_workers", &[WORKERS_KEY], deadline, |connection| {
                 get_if_present(connection, WORKERS_KEY, deadline)
             })?;
-            let arrived = arrived.as_deref().and_then(leading_number).unwrap_or(0);
+            let arrived = match arrived {
+                None => 0,
+                Some(text) => leading_number(&text).ok_or_else(|| not_a_number(WORKERS_KEY))?,
+            };
             if arrived >= count {
                 return Ok(());
             }
@@ -218,6 +222,21 @@ impl TcpStore {
         })
     }
 
+    /// Sends a request whose reply is one number that cannot be negative.
+    fn count(
+        &self,
+        operation: &'static str,
+        keys: &[&[u8]],
+        deadline: Instant,
+        request: impl FnOnce(&mut Vec<u8>),
+    ) -> Result<u64, StoreError> {
+        self.exchange(operation, keys, deadline, |connection| {
+            request(connection.request());
+            connection.send(deadline)?;
+            Ok(connection.read_count(usize::MAX, deadline)? as u64)
+        })
+    }
+
     /// Replaces a loss of the connection by the error that caused it, if that is known.
     ///
     /// A server closes the connection of a client that adds to a value that is not a number. So after
@@ -289,8 +308,8 @@ fn pop_if_present(
 ) -> Result<Option<Vec<u8>>, ExchangeError> {
     blobs(connection.request(), Kind::QueuePop, &[key]);
     connection.send(deadline)?;
-    match connection.read_number(deadline)? {
-        ..=0 => Ok(None),
+    match connection.read_count(usize::MAX, deadline)? {
+        0 => Ok(None),
         _ => connection.read_blob(deadline).map(Some),
     }
 }
@@ -377,13 +396,12 @@ impl Store for TcpStore {
 
     fn delete(&self, key: &[u8], deadline: Instant) -> Result<bool, StoreError> {
         let stored = self.keys.stored_key(key)?;
-        let deleted = self.number("delete", &[key], deadline, |out| blobs(out, Kind::Delete, &[&stored]))?;
+        let deleted = self.count("delete", &[key], deadline, |out| blobs(out, Kind::Delete, &[&stored]))?;
         Ok(deleted > 0)
     }
 
     fn num_keys(&self, deadline: Instant) -> Result<u64, StoreError> {
-        let count = self.number("num_keys", &[], deadline, |out| encode::bare(out, Kind::NumKeys))?;
-        Ok(u64::try_from(count).unwrap_or(0))
+        self.count("num_keys", &[], deadline, |out| encode::bare(out, Kind::NumKeys))
     }
 
     fn list_keys(&self, deadline: Instant) -> Result<Vec<Vec<u8>>, StoreError> {
@@ -423,9 +441,7 @@ impl Store for TcpStore {
 
     fn queue_len(&self, key: &[u8], deadline: Instant) -> Result<u64, StoreError> {
         let stored = self.keys.stored_key(key)?;
-        let length =
-            self.number("queue_len", &[key], deadline, |out| blobs(out, Kind::QueueLen, &[&stored]))?;
-        Ok(u64::try_from(length).unwrap_or(0))
+        self.count("queue_len", &[key], deadline, |out| blobs(out, Kind::QueueLen, &[&stored]))
     }
 
     fn barrier(&self, key: &[u8], world_size: usize, deadline: Instant) -> Result<(), StoreError> {

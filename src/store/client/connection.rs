@@ -219,7 +219,7 @@ impl Connection {
         };
         let mut present = Vec::with_capacity(checked.len());
         for _ in checked {
-            present.push(self.read_byte(deadline)? == byte::READY);
+            present.push(self.read_check(deadline)?);
         }
         Ok(if ready { WaitOutcome::Ready } else { WaitOutcome::TimedOut { present } })
     }

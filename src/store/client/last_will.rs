@@ -52,6 +52,7 @@ impl TcpStore {
         deadline: Instant,
     ) -> Result<(LastWill, KeyWatch), StoreError> {
         check_value(value)?;
+        let started = Instant::now();
         let key = self.keys.stored_key(key)?.into_owned();
         let mut connection = self.pool.address.connect(deadline)?;
         let store = self.pool.address.to_string();
@@ -69,7 +70,7 @@ impl TcpStore {
                 let watch = KeyWatch { connection, store, key: key.clone(), is_value_requested: false };
                 Ok((LastWill { stream, key }, watch))
             }
-            Err(error) => Err(store_error(error, store, "set_last_will", deadline)),
+            Err(error) => Err(store_error(error, store, "set_last_will", started)),
         }
     }
 }
@@ -93,16 +94,17 @@ impl KeyWatch {
     /// # Errors
     /// [`StoreError::Lost`] if the store is gone or the will was withdrawn.
     pub fn wait(&mut self, deadline: Instant) -> Result<Option<Vec<u8>>, StoreError> {
+        let started = Instant::now();
         match self.value(deadline) {
             Ok(value) => Ok(Some(value)),
             Err(ExchangeError::Timeout) => Ok(None),
-            Err(error) => Err(store_error(error, self.store.clone(), "watch", deadline)),
+            Err(error) => Err(store_error(error, self.store.clone(), "watch", started)),
         }
     }
 
     fn value(&mut self, deadline: Instant) -> Result<Vec<u8>, ExchangeError> {
         if !self.is_value_requested {
-            self.connection.read_byte(deadline)?;
+            self.connection.read_ready(deadline)?;
             blobs(self.connection.request(), Kind::Get, &[&self.key]);
             self.connection.send(deadline)?;
             self.is_value_requested = true;
@@ -111,16 +113,11 @@ impl KeyWatch {
     }
 }
 
-fn store_error(
-    error: ExchangeError,
-    store: String,
-    operation: &'static str,
-    deadline: Instant,
-) -> StoreError {
+fn store_error(error: ExchangeError, store: String, operation: &'static str, started: Instant) -> StoreError {
     match error {
         ExchangeError::Timeout => {
-            let after = Instant::now().saturating_duration_since(deadline);
-            StoreError::Timeout { store, operation, after, keys: Vec::new() }
+            let keys = vec!["the server's answer".to_owned()];
+            StoreError::Timeout { store, operation, after: started.elapsed(), keys }
         }
         ExchangeError::Lost(source) => StoreError::Lost { store, operation, source },
         ExchangeError::Protocol(error) => {

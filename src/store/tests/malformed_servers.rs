@@ -202,6 +202,10 @@ fn impossible_replies_are_protocol_errors() {
         ("list_keys", "2^62 keys", word(1 << 62)),
         ("list_keys", "a key of 2^64-1 bytes", [word(1), huge.clone()].concat()),
         ("queue_pop", "an item of 2^64-1 bytes", [&[0][..], &word(1), &huge].concat()),
+        ("queue_pop", "a negative number of items", [&[0][..], &huge].concat()),
+        ("queue_len", "a negative number of items", huge.clone()),
+        ("num_keys", "a negative number of keys", huge.clone()),
+        ("delete", "a negative number of keys", huge.clone()),
         ("check", "neither yes nor no", vec![9]),
         ("try_get", "neither yes nor no", vec![255]),
         ("set", "another nonce", vec![0; 4]),
@@ -219,6 +223,39 @@ fn impossible_replies_are_protocol_errors() {
             }
             other => panic!("{other:?}"),
         });
+    }
+}
+
+/// Starts a server that confirms a last will and answers the wait for its key with `reply`.
+fn confirming_last_wills(reply: Vec<u8>) -> SocketAddr {
+    serve_with(move |mut stream| {
+        let (mut handshake, mut will_and_ping, mut wait) = ([0; 10], [0; 25], [0; 4096]);
+        stream.read_exact(&mut handshake).unwrap();
+        stream.write_all(&handshake[6..]).unwrap();
+        // A last will of one byte under "/k" takes 20 bytes. The nonce of the PING is at the end.
+        if stream.read_exact(&mut will_and_ping).is_ok() {
+            stream.write_all(&will_and_ping[21..]).unwrap();
+            let _ = stream.read(&mut wait);
+            stream.write_all(&reply).unwrap();
+        }
+        while stream.read(&mut wait).is_ok_and(|count| count > 0) {}
+    })
+}
+
+#[test]
+fn a_wrong_reply_to_a_watch_is_a_protocol_error() {
+    let store = TcpStore::connect(&confirming_last_wills(vec![7]).to_string(), soon()).unwrap();
+    let (_will, mut watch) = store.set_last_will(b"k", b"v", soon()).unwrap();
+    let error = watch.wait(soon()).unwrap_err();
+    assert!(error.to_string().ends_with("watch: it ended a wait with 7"), "{error}");
+}
+
+#[test]
+fn a_last_will_that_is_not_confirmed_times_out_and_tells_after_which_time() {
+    let store = TcpStore::connect(&answering(vec![]).to_string(), soon()).unwrap();
+    match store.set_last_will(b"k", b"v", deadline(100)) {
+        Err(StoreError::Timeout { after, .. }) => assert!(after >= Duration::from_millis(90), "{after:?}"),
+        other => panic!("{other:?}"),
     }
 }
 

@@ -143,6 +143,9 @@ fn workers_are_counted_as_torch_does() {
     assert_eq!(plain.get(b"init/", soon()).unwrap(), b"2");
     assert_eq!(plain.list_keys(soon()).unwrap(), [b"init/"]);
     assert!(one.list_keys(soon()).unwrap().is_empty());
+    plain.set(b"init/", b"two", soon()).unwrap();
+    let error = one.wait_for_workers(2, soon()).unwrap_err();
+    assert_eq!(error.to_string(), "store: the value of init/ is not a number");
 }
 
 #[test]
