@@ -118,7 +118,7 @@ fn reply_to_own_waits(client: ClientId, before: usize, out: &mut Vec<u8>, woken:
 }
 
 fn count(out: &mut Vec<u8>, value: usize) {
-    number(out, i64::try_from(value).unwrap_or(i64::MAX));
+    number(out, i64::try_from(value).expect("lengths of collections fit into an i64"));
 }
 
 /// Checks the length of a reply before it is built.

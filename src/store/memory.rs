@@ -70,7 +70,7 @@ impl MemoryStore {
                 let keys_exist = locked.state.wait(client, stored_keys.iter().map(|stored| &**stored))?;
                 Ok(if keys_exist { NextStep::Poll } else { NextStep::Sleep(locked.waiter(client)) })
             })?;
-            match step.map_err(|refusal| refused(keys.first().copied().unwrap_or_default(), refusal))? {
+            match step.map_err(|refusal: Refusal| StoreError::Invalid { what: refusal.to_string() })? {
                 NextStep::Done(result) => return Ok(result),
                 NextStep::Sleep(waiter) => self.sleep(operation, keys, client, &waiter, started, deadline)?,
                 NextStep::Poll if Instant::now() >= deadline => {

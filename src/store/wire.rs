@@ -174,30 +174,25 @@ impl<'a> Iterator for Blobs<'a> {
     }
 }
 
-/// Removes a `u64` from the front. Missing bytes read as 0.
+/// Removes a `u64` from the front of fields that [`Decoder`] has checked to be complete.
 fn split_u64(bytes: &mut &[u8]) -> u64 {
-    let Some((word, rest)) = bytes.split_first_chunk::<WORD>() else {
-        *bytes = &[];
-        return 0;
-    };
+    let (word, rest) = bytes.split_first_chunk::<WORD>().expect("the decoder has checked the fields");
     *bytes = rest;
     u64::from_le_bytes(*word)
 }
 
-/// Removes a `u32` from the front. Missing bytes read as 0.
+/// Removes a `u32` from the front of fields that [`Decoder`] has checked to be complete.
 fn split_u32(bytes: &mut &[u8]) -> u32 {
-    let Some((word, rest)) = bytes.split_first_chunk::<4>() else {
-        *bytes = &[];
-        return 0;
-    };
+    let (word, rest) = bytes.split_first_chunk::<4>().expect("the decoder has checked the fields");
     *bytes = rest;
     u32::from_le_bytes(*word)
 }
 
-/// Removes a blob from the front, at most as many bytes as there are.
+/// Removes a blob from the front of fields that [`Decoder`] has checked to be complete.
 fn split_blob<'a>(bytes: &mut &'a [u8]) -> &'a [u8] {
-    let length = usize::try_from(split_u64(bytes)).unwrap_or(usize::MAX);
-    let (blob, rest) = bytes.split_at(length.min(bytes.len()));
+    // The decoder has checked that the length is below the limits and that as many bytes follow.
+    let length = split_u64(bytes) as usize;
+    let (blob, rest) = bytes.split_at(length);
     *bytes = rest;
     blob
 }

@@ -16,6 +16,9 @@ const MAX_AWAITED_BYTES: usize = MAX_REQUEST_BYTES;
 /// All unfinished waits. A wait is identified by a number, in order of arrival.
 ///
 /// Thanks to the index by key, ten thousand waits for one key end in one pass.
+///
+/// Invariants: every number in an index names an unfinished wait. `by_key` names only waits for keys,
+/// `by_barrier` only waits for barriers.
 #[derive(Debug, Default)]
 pub(super) struct Waits {
     last_number: u64,
@@ -119,7 +122,7 @@ impl Waits {
         woken.reserve(numbers.len());
         for number in numbers {
             if self.key_found(number) {
-                woken.extend(self.remove_finished(number));
+                woken.push(self.remove_finished(number));
             }
         }
     }
@@ -129,10 +132,8 @@ impl Waits {
     pub(super) fn item_appeared(&mut self, key: &[u8], woken: &mut Woken) {
         let Some((name, mut numbers)) = self.by_key.remove_entry(key) else { return };
         while let Some(number) = numbers.pop_first() {
-            if !self.key_found(number) {
-                continue;
-            }
-            if let Some(client) = self.remove_finished(number) {
+            if self.key_found(number) {
+                let client = self.remove_finished(number);
                 self.offered.insert(client, Arc::clone(&name));
                 woken.push(client);
                 break;
@@ -145,7 +146,7 @@ impl Waits {
 
     pub(super) fn barrier_complete(&mut self, key: &[u8], woken: &mut Woken) {
         for number in self.by_barrier.remove(key).unwrap_or_default() {
-            woken.extend(self.remove_finished(number));
+            woken.push(self.remove_finished(number));
         }
     }
 
@@ -165,7 +166,7 @@ impl Waits {
                     keys.iter().for_each(|key| remove(&mut self.by_key, key, number));
                 }
                 Some(WaitTarget::Barrier { key }) => remove(&mut self.by_barrier, &key, number),
-                None => {}
+                None => unreachable!("by_client names only unfinished waits"),
             }
         }
         self.offered.remove(&client)
@@ -178,24 +179,26 @@ impl Waits {
                 *missing -= 1;
                 *missing == 0
             }
-            Some(WaitTarget::Barrier { .. }) | None => false,
+            Some(WaitTarget::Barrier { .. }) | None => {
+                unreachable!("by_key names only unfinished waits for keys")
+            }
         }
     }
 
     /// Removes a wait that has ended and returns its client.
-    fn remove_finished(&mut self, number: u64) -> Option<ClientId> {
-        let Wait { client, target } = self.unfinished.remove(&number)?;
-        if let Some(waits) = self.by_client.get_mut(&client) {
-            if let WaitTarget::Keys { keys, .. } = &target {
-                waits.key_count -= keys.len();
-                waits.key_bytes -= keys.iter().map(|key| key.len()).sum::<usize>();
-            }
-            waits.numbers.retain(|other| *other != number);
-            if waits.numbers.is_empty() {
-                self.by_client.remove(&client);
-            }
+    fn remove_finished(&mut self, number: u64) -> ClientId {
+        let wait = self.unfinished.remove(&number);
+        let Wait { client, target } = wait.expect("the indexes name only unfinished waits");
+        let waits = self.by_client.get_mut(&client).expect("by_client has every unfinished wait");
+        if let WaitTarget::Keys { keys, .. } = &target {
+            waits.key_count -= keys.len();
+            waits.key_bytes -= keys.iter().map(|key| key.len()).sum::<usize>();
         }
-        Some(client)
+        waits.numbers.retain(|other| *other != number);
+        if waits.numbers.is_empty() {
+            self.by_client.remove(&client);
+        }
+        client
     }
 
     #[cfg(test)]
