@@ -1,19 +1,21 @@
-//! The processes above this one.
+//! The ancestors of this process.
 
 use std::fs;
 use std::os::unix::process::parent_id;
 
-/// How far up is looked.
-const GENERATIONS: usize = 32;
+/// Most ancestors that are examined.
+const MAX_ANCESTORS: usize = 32;
 
-/// Pids of the processes above this one, its parent first, as far as they can be seen.
+/// Returns the pids of this process's ancestors, its parent first, as far as /proc shows them.
 pub fn ancestors() -> impl Iterator<Item = u32> {
-    std::iter::successors(Some(parent_id()), |&pid| parent_of(pid)).take(GENERATIONS)
+    std::iter::successors(Some(parent_id()), |&pid| parent_of(pid)).take(MAX_ANCESTORS)
 }
 
-/// Pid of the nearest ancestor in whose environment `variable` is not set, so also of the program that
-/// set it; `None` if that cannot be seen.
-pub(crate) fn nearest_without(variable: &str) -> Option<u32> {
+/// Returns the pid of the nearest ancestor whose environment does not have `variable`.
+///
+/// That is the program that set the variable for its children. Returns `None` if /proc does not show
+/// the environment of an ancestor before it.
+pub(crate) fn nearest_ancestor_without(variable: &str) -> Option<u32> {
     let sets =
         |entry: &[u8]| entry.strip_prefix(variable.as_bytes()).is_some_and(|rest| rest.starts_with(b"="));
     for pid in ancestors() {
@@ -27,7 +29,7 @@ pub(crate) fn nearest_without(variable: &str) -> Option<u32> {
 
 fn parent_of(pid: u32) -> Option<u32> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name before it, in parentheses, may hold anything.
+    // The name of the program, in parentheses, may contain any characters.
     stat.rsplit_once(") ")?.1.split(' ').nth(1)?.parse().ok().filter(|&parent| parent != 0)
 }
 
@@ -39,7 +41,7 @@ mod tests {
 
     #[test]
     fn the_parent_has_no_variable_that_nobody_sets() {
-        assert_eq!(nearest_without("CONVOKE_NO_SUCH_VARIABLE"), Some(parent_id()));
+        assert_eq!(nearest_ancestor_without("CONVOKE_NO_SUCH_VARIABLE"), Some(parent_id()));
         assert_eq!(parent_of(std::process::id()), Some(parent_id()));
     }
 
@@ -51,13 +53,13 @@ mod tests {
     fn asks_below_a_shell_that_passes_the_variable_on() {
         let above = convoke_testkit::scene_variable(ABOVE).parse().unwrap();
         assert_ne!(parent_id(), above);
-        assert_eq!(nearest_without(PASSED_ON), Some(above));
+        assert_eq!(nearest_ancestor_without(PASSED_ON), Some(above));
     }
 
     #[test]
     fn who_passes_the_variable_on_is_not_the_one() {
         let scene = convoke_testkit::scene("ancestor::tests::asks_below_a_shell_that_passes_the_variable_on");
-        // The shell stays, as it has something to do after the scene.
+        // The shell does not exec the scene, because `exit` follows it.
         let mut shell = Command::new("sh");
         shell.args(["-c", "\"$0\" \"$@\"; exit $?"]).arg(scene.get_program()).args(scene.get_args());
         shell.env(PASSED_ON, "1").env(ABOVE, std::process::id().to_string());

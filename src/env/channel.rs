@@ -1,8 +1,8 @@
 //! The agent channel: a unix stream socket that each worker inherits as CONVOKE_AGENT_FD.
 //!
-//! The launcher writes one JSON object a line and never waits for the worker: a worker that does not
-//! read is not disturbed, and messages beyond the socket's buffer are dropped for it. Unknown
-//! messages are skipped, so that a newer launcher can serve an older worker.
+//! The launcher writes one JSON object per line and never waits for the worker. If a worker does not
+//! read, messages that do not fit into the socket's buffer are dropped. A worker skips unknown
+//! messages, so that a newer launcher can serve an older worker.
 
 use std::fmt;
 use std::io::{self, Read};
@@ -18,13 +18,13 @@ use serde::{Deserialize, Serialize};
 use crate::generation::Generation;
 use crate::vars;
 
-/// Longest message, in bytes, with its newline.
+/// Longest message in bytes, newline included.
 pub const MAX_MESSAGE_BYTES: usize = 64 << 10;
 
-/// Longest token that a user may give, in bytes.
+/// Longest token that a user may set, in bytes.
 pub const MAX_TOKEN_BYTES: usize = 4096;
 
-/// The token of the user cannot be used.
+/// The error for a token of the user that is unreadable, empty or too long.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[error("token from {source_name}: {what}")]
 pub struct TokenError {
@@ -32,39 +32,41 @@ pub struct TokenError {
     what: String,
 }
 
-/// As [`Display`](fmt::Display): what a `main` prints that returns it.
+/// Prints the [`Display`](fmt::Display) text, because a `main` that returns an error prints `Debug`.
 impl fmt::Debug for TokenError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
     }
 }
 
-/// The secret that workers of one job prove to each other. Its value never appears in `Debug`.
+/// The secret with which workers of one job authenticate to each other. `Debug` does not print it.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Token(Vec<u8>);
 
 impl Token {
-    /// A token of these bytes, any length.
+    /// Creates a token of the given bytes, of any length.
     #[must_use]
     pub fn new(bytes: Vec<u8>) -> Self {
         Self(bytes)
     }
 
-    /// A token of 32 random bytes.
+    /// Creates a token of 32 random bytes.
     ///
     /// # Errors
-    /// The operating system refuses random numbers.
+    /// Fails if the operating system provides no random numbers.
     pub fn random() -> io::Result<Self> {
         let mut bytes = vec![0; 32];
         getrandom::fill(&mut bytes).map_err(io::Error::other)?;
         Ok(Self(bytes))
     }
 
-    /// The token that the user gave by CONVOKE_TOKEN or CONVOKE_TOKEN_FILE (trailing line end removed),
-    /// the first wins; `None` without either.
+    /// Returns the token that the user set; `None` if there is none.
+    ///
+    /// CONVOKE_TOKEN has precedence over the file that CONVOKE_TOKEN_FILE names. Line ends at the end
+    /// of the file are removed.
     ///
     /// # Errors
-    /// The file cannot be read, or either is empty or longer than [`MAX_TOKEN_BYTES`].
+    /// Fails if the file cannot be read, or if the token is empty or longer than [`MAX_TOKEN_BYTES`].
     pub fn from_process() -> Result<Option<Self>, TokenError> {
         use std::os::unix::ffi::OsStringExt;
         let error = |source: String, what| TokenError { source_name: source, what };
@@ -89,7 +91,7 @@ impl Token {
         }
     }
 
-    /// The secret itself.
+    /// Returns the bytes of the secret.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
         &self.0
@@ -102,17 +104,17 @@ impl fmt::Debug for Token {
     }
 }
 
-/// How a process ended.
+/// The exit code or the signal with which a process ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ExitCause {
-    /// It exited with this code.
+    /// The process exited with this code.
     Code(i32),
-    /// This signal ended it.
+    /// This signal ended the process.
     Signal(i32),
 }
 
-/// What a launcher tells a worker.
+/// A message from the launcher to a worker.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ToWorker {
@@ -120,24 +122,24 @@ pub enum ToWorker {
     Hello {
         /// Generation of the round that this worker was started in.
         generation: Generation,
-        /// Secret of the job; `None` in open mode.
+        /// Secret of the job; `None` if workers do not authenticate.
         token: Option<Token>,
     },
-    /// A worker of this round is gone.
+    /// Another worker of this round has ended.
     PeerExit {
-        /// Generation that it belonged to.
+        /// Generation of that worker.
         generation: Generation,
-        /// Its global rank.
+        /// Global rank of that worker.
         rank: usize,
-        /// How it ended.
+        /// Exit code or signal of that worker.
         cause: ExitCause,
     },
 }
 
-/// The wire form of [`ToWorker`]: flat, versioned by its optional fields.
+/// The JSON form of [`ToWorker`]. New fields must be optional, so that versions can be mixed.
 #[derive(Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
-enum Line {
+enum WireMessage {
     Hello {
         generation: String,
         #[serde(skip_serializing_if = "Option::is_none")]
@@ -153,16 +155,16 @@ enum Line {
 }
 
 impl ToWorker {
-    /// One line with its newline, as it goes over the channel.
+    /// Encodes the message as one line with its newline.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         let line = match self {
-            Self::Hello { generation, token } => Line::Hello {
+            Self::Hello { generation, token } => WireMessage::Hello {
                 generation: generation.to_string(),
                 token: token.as_ref().map(|token| token.as_bytes().to_vec()),
             },
             Self::PeerExit { generation, rank, cause } => {
-                Line::PeerExit { generation: generation.to_string(), rank: *rank, cause: *cause }
+                WireMessage::PeerExit { generation: generation.to_string(), rank: *rank, cause: *cause }
             }
         };
         let mut bytes = serde_json::to_vec(&line).unwrap_or_default();
@@ -170,31 +172,31 @@ impl ToWorker {
         bytes
     }
 
-    /// Reads one line; `None` for a message that this version does not know.
+    /// Decodes one line without its newline; `None` for a message that this version does not know.
     ///
     /// # Errors
-    /// [`ChannelError::Malformed`]: not a message.
+    /// [`ChannelError::Malformed`] if the line is not a message.
     pub fn decode(line: &[u8]) -> Result<Option<Self>, ChannelError> {
         let malformed = |what: &dyn fmt::Display| ChannelError::Malformed { what: what.to_string() };
-        let line: Line = serde_json::from_slice(line).map_err(|error| malformed(&error))?;
+        let line: WireMessage = serde_json::from_slice(line).map_err(|error| malformed(&error))?;
         let generation = |text: String| text.parse::<Generation>().map_err(|error| malformed(&error));
         Ok(match line {
-            Line::Hello { generation: g, token } => {
+            WireMessage::Hello { generation: g, token } => {
                 Some(Self::Hello { generation: generation(g)?, token: token.map(Token::new) })
             }
-            Line::PeerExit { generation: g, rank, cause } => {
+            WireMessage::PeerExit { generation: g, rank, cause } => {
                 Some(Self::PeerExit { generation: generation(g)?, rank, cause })
             }
-            Line::Unknown => None,
+            WireMessage::Unknown => None,
         })
     }
 }
 
-/// The channel cannot be used.
+/// The errors of the agent channel.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum ChannelError {
-    /// The variable names no descriptor.
+    /// CONVOKE_AGENT_FD does not name an open socket.
     #[error(
         "CONVOKE_AGENT_FD={value:?} is not an open socket: was it closed, or the variable inherited by mistake?"
     )]
@@ -202,27 +204,27 @@ pub enum ChannelError {
         /// Value of the variable, cut to 64 characters.
         value: String,
     },
-    /// The launcher sent something that is no message.
+    /// The launcher sent bytes that are not a message.
     #[error("malformed message on the agent channel: {what}")]
     Malformed {
-        /// What is wrong.
+        /// Description of the error.
         what: String,
     },
-    /// No message came in time.
+    /// No message came before the timeout.
     #[error("no message from the launcher within {} ms", after.as_millis())]
     Timeout {
-        /// How long was waited.
+        /// The time waited.
         after: Duration,
     },
     /// The launcher closed its end.
     #[error("the launcher closed the agent channel")]
     Closed,
-    /// The socket failed.
+    /// A system call on the socket failed.
     #[error("agent channel: {0}")]
     Io(#[from] io::Error),
 }
 
-/// As [`Display`](fmt::Display): what a `main` prints that returns it.
+/// Prints the [`Display`](fmt::Display) text, because a `main` that returns an error prints `Debug`.
 impl fmt::Debug for ChannelError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
@@ -233,18 +235,18 @@ impl fmt::Debug for ChannelError {
 #[derive(Debug)]
 pub struct AgentChannel {
     stream: UnixStream,
-    /// Bytes received that are not used yet.
+    /// Received bytes that have not been decoded.
     received: Vec<u8>,
 }
 
 impl AgentChannel {
-    /// The channel that this process inherited; `None` without CONVOKE_AGENT_FD.
+    /// Returns the channel that this process inherited; `None` without CONVOKE_AGENT_FD.
     ///
-    /// The descriptor is duplicated, so the call may be repeated; but all duplicates share one stream,
-    /// and each message reaches one of them only.
+    /// The descriptor is duplicated, so the call may be repeated. All duplicates share one stream, and
+    /// each message reaches only one of them.
     ///
     /// # Errors
-    /// [`ChannelError::NotAChannel`]: the variable does not name an open socket.
+    /// [`ChannelError::NotAChannel`] if the variable does not name an open socket.
     pub fn inherited() -> Result<Option<Self>, ChannelError> {
         let Some(value) = std::env::var_os(vars::AGENT_FD) else { return Ok(None) };
         let value = value.to_string_lossy();
@@ -258,26 +260,27 @@ impl AgentChannel {
         Ok(Some(Self::new(UnixStream::from(fd))))
     }
 
-    /// A channel over `stream`.
+    /// Creates a channel over `stream`.
     #[must_use]
     pub fn new(stream: UnixStream) -> Self {
         Self { stream, received: Vec::new() }
     }
 
-    /// The descriptor to poll for readability; poll only after [`Self::receive`] returned a timeout,
-    /// as a message may already be buffered.
+    /// Returns the descriptor to poll for readability. Poll it only after [`Self::receive`] returned a
+    /// timeout, because a message may already be buffered.
     #[must_use]
     pub fn as_fd(&self) -> std::os::fd::BorrowedFd<'_> {
         self.stream.as_fd()
     }
 
-    /// The next message that this version knows.
+    /// Waits for the next message that this version knows.
     ///
-    /// A message that was cut by the timeout is kept and continued by the next call.
+    /// If the timeout passes within a message, the next call continues it.
     ///
     /// # Errors
-    /// [`ChannelError::Timeout`] after `timeout`; [`ChannelError::Closed`] when the launcher is gone;
-    /// [`ChannelError::Malformed`] for what is no message, or longer than [`MAX_MESSAGE_BYTES`].
+    /// [`ChannelError::Timeout`] after `timeout`; [`ChannelError::Closed`] if the launcher is gone;
+    /// [`ChannelError::Malformed`] for a line that is not a message or is longer than
+    /// [`MAX_MESSAGE_BYTES`].
     pub fn receive(&mut self, timeout: Duration) -> Result<ToWorker, ChannelError> {
         let deadline = Instant::now() + timeout;
         loop {
@@ -300,7 +303,7 @@ impl AgentChannel {
         }
     }
 
-    /// Receives what has come; false if nothing has.
+    /// Receives the available bytes. Returns false if there are none.
     fn fill(&mut self) -> Result<bool, ChannelError> {
         let mut bytes = [0; 4096];
         match recv(self.stream.as_raw_fd(), &mut bytes, MsgFlags::MSG_DONTWAIT) {
@@ -314,8 +317,10 @@ impl AgentChannel {
         }
     }
 
-    /// Sleeps until there is something to receive, at most until `deadline`. A signal of the program ends it
-    /// early, so the caller looks at the clock: a timeout of the socket would begin anew each time.
+    /// Sleeps until bytes arrive, at most until `deadline`.
+    ///
+    /// A signal may end the sleep early, so the caller must check the clock. A timeout of the socket
+    /// itself would start again after each signal.
     fn wait_until(&self, deadline: Instant) -> Result<(), ChannelError> {
         let left = deadline.saturating_duration_since(Instant::now()).as_micros().div_ceil(1000);
         let timeout = PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX);
@@ -326,13 +331,14 @@ impl AgentChannel {
     }
 }
 
-/// A close-on-exec duplicate of an inherited descriptor, `None` if it is not open.
+/// Returns a close-on-exec duplicate of an inherited descriptor; `None` if it is not open.
 #[allow(unsafe_code)]
 fn duplicate(raw: RawFd) -> Option<OwnedFd> {
-    // SAFETY:
+    // SAFETY: `borrow_raw` requires a descriptor that is not -1 and stays open during the borrow.
     // - `raw` is not -1: the caller checked that it is not negative.
-    // - the borrow lasts for one fcntl call, which answers EBADF if nothing is open there; we neither
-    //   own nor close `raw`, so whoever does is not disturbed.
+    // - The borrow lasts for one fcntl call. If `raw` is not open, or another thread closes it at this
+    //   moment, fcntl returns EBADF and accesses no memory of this process.
+    // - The borrow does not close `raw`, so its owner keeps it.
     let borrowed = unsafe { std::os::fd::BorrowedFd::borrow_raw(raw) };
     borrowed.try_clone_to_owned().ok()
 }
@@ -384,7 +390,7 @@ mod tests {
         assert_eq!(worker.receive(SOON).unwrap(), hello());
     }
 
-    /// As an interval timer without SA_RESTART does, but to this thread alone.
+    /// Sends signals without SA_RESTART to this thread only, as an interval timer does to a process.
     #[test]
     #[allow(unsafe_code)]
     fn a_wait_ends_in_time_though_signals_interrupt_it_each_millisecond() {
@@ -395,16 +401,18 @@ mod tests {
 
         extern "C" fn nothing(_: libc::c_int) {}
         let action = SigAction::new(SigHandler::Handler(nothing), SaFlags::empty(), SigSet::empty());
-        // SAFETY: the handler does nothing, and nobody else of this program handles the signal.
+        // SAFETY: the handler does nothing, so it is async-signal-safe, and no other code of this test
+        // program handles the signal.
         unsafe { sigaction(Signal::SIGUSR2, &action) }.unwrap();
-        // SAFETY: it only asks for the own thread.
+        // SAFETY: pthread_self has no preconditions.
         let target = unsafe { libc::pthread_self() };
         let over = AtomicBool::new(false);
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 let until = Instant::now() + SOON;
                 while !over.load(Ordering::Relaxed) && Instant::now() < until {
-                    // SAFETY: the scope keeps the thread alive until this one has ended.
+                    // SAFETY: `target` is the thread that runs this scope, and the scope keeps it alive
+                    // until this thread has ended.
                     unsafe { libc::pthread_kill(target, libc::SIGUSR2) };
                     std::thread::sleep(Duration::from_millis(1));
                 }
@@ -445,7 +453,7 @@ mod tests {
     }
 
     proptest! {
-        /// What the launcher may be taken to say, in any words, is a message, refused or of the future.
+        /// Any line is decoded to a message, skipped as unknown or refused.
         #[test]
         fn random_lines_never_do_harm(
             which in 0..2_usize,

@@ -1,4 +1,4 @@
-//! The error file: a worker's own account of its failure, in the form of torch's `@record`.
+//! The error file: a worker writes the reason of its failure there, in the format of torch's `@record`.
 
 use std::path::Path;
 use std::time::SystemTime;
@@ -24,13 +24,14 @@ struct ExtraInfo {
     timestamp: String,
 }
 
-/// Writes why this worker fails to `path` (TORCHELASTIC_ERROR_FILE), for the launcher's report.
+/// Writes the reason of this worker's failure to `path` (TORCHELASTIC_ERROR_FILE). The launcher shows
+/// it in its report.
 ///
-/// `message` is one line, `details` what the report shows below it (a backtrace, a chain of causes);
-/// if `details` is empty the report shows `message`. An earlier file is replaced in one step.
+/// `message` is one line. `details` are the lines below it, such as a backtrace or a chain of causes;
+/// if they are empty, the report shows `message` there. An earlier file is replaced atomically.
 ///
 /// # Errors
-/// The file cannot be written.
+/// Fails if the file cannot be written.
 pub fn write(path: &Path, message: &str, details: &str) -> io::Result<()> {
     let seconds = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |time| time.as_secs());
     let shown = if details.is_empty() { message } else { details };

@@ -1,19 +1,19 @@
-//! The number that tells one incarnation of a job from every other.
+//! The generation: the identity of one incarnation of a job.
 
 use std::fmt;
 use std::str::FromStr;
 
 /// A random 128-bit number that all workers of one round share.
 ///
-/// It stands in every store key, handshake and frame header, so a worker of an earlier round can
-/// neither talk to a later one nor satisfy its keys. TORCHELASTIC_RESTART_COUNT cannot serve for
-/// that: it counts per agent and differs between nodes.
+/// It is part of every store key, handshake and frame header. So a worker of an earlier round cannot
+/// connect to a later round or set its keys. TORCHELASTIC_RESTART_COUNT is not suitable for this,
+/// because each agent counts for itself.
 ///
-/// Text form: 32 lower-case hexadecimal digits.
+/// The text form has 32 lower-case hexadecimal digits.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Generation(u128);
 
-/// A text that is not a generation.
+/// The error for a text that is not a generation.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("a generation is 32 hexadecimal digits, got {got:?}")]
 pub struct ParseGenerationError {
@@ -21,23 +21,23 @@ pub struct ParseGenerationError {
 }
 
 impl Generation {
-    /// Draws a new generation from the operating system's random numbers.
+    /// Creates a new generation from the operating system's random numbers.
     ///
     /// # Errors
-    /// The operating system refuses random numbers.
+    /// Fails if the operating system provides no random numbers.
     pub fn random() -> std::io::Result<Self> {
         let mut bytes = [0; 16];
         getrandom::fill(&mut bytes).map_err(std::io::Error::other)?;
         Ok(Self::from_bytes(bytes))
     }
 
-    /// The generation whose wire form is `bytes` (little endian).
+    /// Returns the generation whose wire form is `bytes` (little endian).
     #[must_use]
     pub const fn from_bytes(bytes: [u8; 16]) -> Self {
         Self(u128::from_le_bytes(bytes))
     }
 
-    /// Wire form, little endian.
+    /// Returns the wire form, little endian.
     #[must_use]
     pub const fn to_bytes(self) -> [u8; 16] {
         self.0.to_le_bytes()

@@ -1,27 +1,27 @@
-//! What a launcher tells its workers, and how: the one contract between `convoke` and the runtime.
+//! The contract between a launcher and its workers. `convoke` and the runtime both use it.
 //!
-//! - [`WorkerEnv`]: the environment variables of torchrun (RANK, WORLD_SIZE, ...), both directions; also
-//!   what mpirun and srun say instead.
-//! - [`Generation`]: which incarnation of the job this worker belongs to.
-//! - [`AgentChannel`]: the inherited socket that carries what variables cannot: the job's token and
-//!   the deaths of peers.
-//! - [`error_file`]: how a worker tells the launcher why it failed.
-//! - [`flight`]: what a worker was doing in its groups, written into shared memory so that it outlives the worker.
+//! - [`WorkerEnv`]: the environment variables of torchrun (RANK, WORLD_SIZE, ...), in both directions.
+//!   It also reads the variables of mpirun and srun.
+//! - [`Generation`]: the identity of one incarnation of the job.
+//! - [`AgentChannel`]: the inherited socket that carries the job's token and the exits of peers.
+//! - [`error_file`]: the file in which a worker reports its error to the launcher.
+//! - [`flight`]: the recording of a worker's calls in shared memory, which outlives the worker.
 
 mod ancestor;
+mod autogroup;
 mod channel;
 pub mod error_file;
 pub mod flight;
 mod generation;
 mod placement;
-mod scheduler;
+
 pub mod vars;
 mod worker_env;
 
 pub use ancestor::ancestors;
+pub use autogroup::autogroup_enabled;
 pub use channel::{
     AgentChannel, ChannelError, ExitCause, MAX_MESSAGE_BYTES, MAX_TOKEN_BYTES, ToWorker, Token, TokenError,
 };
 pub use generation::{Generation, ParseGenerationError};
-pub use scheduler::schedules_sessions;
 pub use worker_env::{EnvError, Role, WorkerEnv};

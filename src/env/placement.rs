@@ -1,53 +1,58 @@
-//! Where mpirun and srun have put this process, in the words of torchrun's variables. Pure.
+//! Translates the variables that mpirun and srun set for a process to those of torchrun. Pure.
 //!
-//! They tell a process its rank, but not where rank 0 is: that is looked for in what else they say.
+//! mpirun and srun tell a process its rank, but not the address of rank 0. That address is derived
+//! from other variables of theirs.
 
 use std::fmt;
 
 use crate::vars;
-use crate::worker_env::{EnvError, below, invalid, parse};
+use crate::worker_env::{EnvError, check_below, invalid, parse_value};
 
-/// Ports that a job without MASTER_PORT may get: below those that the system picks for connections.
+/// Ports for jobs without MASTER_PORT. They lie below the ephemeral ports of Linux.
 const PORTS: std::ops::Range<u64> = 20_000..30_000;
 
-/// Who started this process.
+/// The program that started this process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Starter {
+enum JobLauncher {
     OpenMpi,
-    /// The mpirun of MPICH and its relatives.
+    /// The mpirun of MPICH and of MPIs derived from it.
     Hydra,
     Srun,
 }
 
-/// What a starter says of this process.
+/// Rank and node of this process, as the job launcher's variables tell them.
 #[derive(Debug)]
 pub(crate) struct Placement {
-    starter: Starter,
+    launcher: JobLauncher,
     rank: usize,
     world_size: usize,
     local_rank: usize,
     local_world_size: usize,
-    /// Rank of the node, and number of nodes; only srun tells.
+    /// Rank of the node, and number of nodes; only srun tells them.
     node: Option<(usize, usize)>,
-    /// The same for all ranks of this job, and for no other job that runs here.
+    /// Identity of this job: equal on all its ranks, and different from other jobs on this host.
     job: Option<String>,
-    /// A host that should be that of rank 0.
+    /// Name or address of the host that should run rank 0.
     master: Option<String>,
     restart_count: Option<String>,
 }
 
 impl Placement {
-    /// Reads what mpirun or srun have set; `None` if neither has.
+    /// Reads the variables of mpirun or srun; `None` if neither started this process.
     ///
-    /// mpirun is looked for first, since what it starts inside of a Slurm job has Slurm's variables of
-    /// other processes. `local_job` names this host's part of a job of Hydra, which has no name of its own.
+    /// The variables of mpirun have precedence: inside a Slurm job, its processes also have Slurm's
+    /// variables, which describe other processes. `local_job` returns an identity for the processes
+    /// of a Hydra job on this host, because Hydra sets none.
+    ///
+    /// # Errors
+    /// [`EnvError`] if a variable is missing, malformed or out of range.
     pub(crate) fn from_vars(
         get: impl Fn(&str) -> Option<String>,
         local_job: impl FnOnce() -> Option<String>,
     ) -> Result<Option<Self>, EnvError> {
         let has = |name: &str| get(name).is_some();
         let number = |name: &'static str| -> Result<usize, EnvError> {
-            if has(name) { parse(&get, name, "a whole number", 0) } else { Err(missing(name)) }
+            parse_value(name, &get(name).ok_or_else(|| missing(name))?, "a whole number")
         };
         let joined = |first: &str, second: &str| Some(format!("{}.{}", get(first)?, get(second)?));
         let slurm_job = || Some(format!("slurm-{}", joined("SLURM_JOB_ID", "SLURM_STEP_ID")?));
@@ -56,33 +61,33 @@ impl Placement {
             let job = get("PMIX_NAMESPACE").or_else(|| get("OMPI_MCA_ess_base_jobid"));
             let mpirun = || get("OMPI_MCA_orte_hnp_uri").and_then(|uri| first_address(&uri));
             Self {
-                starter: Starter::OpenMpi,
+                launcher: JobLauncher::OpenMpi,
                 rank: number("OMPI_COMM_WORLD_RANK")?,
                 world_size: number("OMPI_COMM_WORLD_SIZE")?,
                 local_rank: number("OMPI_COMM_WORLD_LOCAL_RANK")?,
                 local_world_size: number("OMPI_COMM_WORLD_LOCAL_SIZE")?,
                 node: None,
                 job: job.map(|job| format!("mpirun-{job}")),
-                // mpirun itself may run on a login node, outside of the job's nodes.
+                // In a Slurm job, mpirun may run on a login node outside the job's nodes.
                 master: first_node("SLURM_JOB_NODELIST").or_else(mpirun),
                 restart_count: get("SLURM_RESTART_COUNT"),
             }
         } else if has("PMI_RANK") && has("MPI_LOCALRANKID") {
             let (world_size, local_world_size) = (number("PMI_SIZE")?, number("MPI_LOCALNRANKS")?);
             Self {
-                starter: Starter::Hydra,
+                launcher: JobLauncher::Hydra,
                 rank: number("PMI_RANK")?,
                 world_size,
                 local_rank: number("MPI_LOCALRANKID")?,
                 local_world_size,
                 node: None,
-                // The step is that of mpirun's proxies, the same on all hosts.
+                // The Slurm step is that of Hydra's proxies, which is one step for all hosts.
                 job: if world_size == local_world_size { local_job() } else { slurm_job() },
                 master: first_node("SLURM_JOB_NODELIST"),
                 restart_count: get("SLURM_RESTART_COUNT"),
             }
         } else if has("SLURM_PROCID") && has("SLURM_STEP_ID") {
-            // In a batch script, which has no step, SLURM_PROCID says nothing.
+            // A batch script has no step; there SLURM_PROCID is not the rank of a worker.
             let total = if has("SLURM_STEP_NUM_TASKS") { "SLURM_STEP_NUM_TASKS" } else { "SLURM_NTASKS" };
             let node = number("SLURM_NODEID")?;
             let tasks =
@@ -91,9 +96,9 @@ impl Placement {
                 invalid("SLURM_STEP_TASKS_PER_NODE", &tasks, "a list of counts with one for SLURM_NODEID")
             })?;
             let nodes = number("SLURM_STEP_NUM_NODES")?;
-            below(("SLURM_NODEID", node), ("SLURM_STEP_NUM_NODES", nodes))?;
+            check_below(("SLURM_NODEID", node), ("SLURM_STEP_NUM_NODES", nodes))?;
             Self {
-                starter: Starter::Srun,
+                launcher: JobLauncher::Srun,
                 rank: number("SLURM_PROCID")?,
                 world_size: number(total)?,
                 local_rank: number("SLURM_LOCALID")?,
@@ -111,22 +116,24 @@ impl Placement {
     }
 
     fn check(&self) -> Result<(), EnvError> {
-        let [rank, size, local_rank, local_size] = match self.starter {
-            Starter::OpenMpi => [
+        let [rank, size, local_rank, local_size] = match self.launcher {
+            JobLauncher::OpenMpi => [
                 "OMPI_COMM_WORLD_RANK",
                 "OMPI_COMM_WORLD_SIZE",
                 "OMPI_COMM_WORLD_LOCAL_RANK",
                 "OMPI_COMM_WORLD_LOCAL_SIZE",
             ],
-            Starter::Hydra => ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
-            Starter::Srun => ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"],
+            JobLauncher::Hydra => ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
+            JobLauncher::Srun => {
+                ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"]
+            }
         };
-        below((rank, self.rank), (size, self.world_size))?;
-        below((local_rank, self.local_rank), (local_size, self.local_world_size))
+        check_below((rank, self.rank), (size, self.world_size))?;
+        check_below((local_rank, self.local_rank), (local_size, self.local_world_size))
     }
 
-    /// What torchrun's variable `name` would be; `None` for what the starter does not say.
-    pub(crate) fn var(&self, name: &str) -> Option<String> {
+    /// Returns the value for torchrun's variable `name`; `None` if the launcher does not tell it.
+    pub(crate) fn torchrun_var(&self, name: &str) -> Option<String> {
         let number = |number: usize| Some(number.to_string());
         match name {
             vars::RANK => number(self.rank),
@@ -144,19 +151,19 @@ impl Placement {
         }
     }
 
-    /// The error for a variable that nothing tells.
-    pub(crate) fn lacks(&self, variable: &'static str) -> EnvError {
+    /// Returns the error for a variable whose value is unknown.
+    pub(crate) fn missing_error(&self, variable: &'static str) -> EnvError {
         let &Self { rank, world_size, .. } = self;
-        let how = match self.starter {
-            Starter::OpenMpi => format!("mpirun -x {variable}=..."),
-            Starter::Hydra => format!("mpirun -genv {variable} ..."),
-            Starter::Srun => format!("export {variable}=... before srun"),
+        let how = match self.launcher {
+            JobLauncher::OpenMpi => format!("mpirun -x {variable}=..."),
+            JobLauncher::Hydra => format!("mpirun -genv {variable} ..."),
+            JobLauncher::Srun => format!("export {variable}=... before srun"),
         };
-        EnvError::NoMaster { starter: self.starter.to_string(), rank, world_size, variable, how }
+        EnvError::NoMaster { launcher: self.launcher.to_string(), rank, world_size, variable, how }
     }
 }
 
-impl fmt::Display for Starter {
+impl fmt::Display for JobLauncher {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::OpenMpi => "Open MPI's mpirun",
@@ -170,7 +177,7 @@ fn missing(name: &'static str) -> EnvError {
     invalid(name, "", "set, though others of its kind are")
 }
 
-/// The port of a job by its name (FNV-1a), the same on all ranks.
+/// Returns a port derived from the identity of a job (FNV-1a), so that all ranks get one port.
 fn port(job: &str) -> u64 {
     let hash = job.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
@@ -178,7 +185,7 @@ fn port(job: &str) -> u64 {
     PORTS.start + hash % (PORTS.end - PORTS.start)
 }
 
-/// The first host of Slurm's list, as in `rack[1-2]node[07,09-12],login`.
+/// Returns the first host of Slurm's list, as in `rack[1-2]node[07,09-12],login`.
 fn first_host(list: &str) -> Option<String> {
     let mut host = String::new();
     let mut rest = list;
@@ -193,7 +200,7 @@ fn first_host(list: &str) -> Option<String> {
     (!host.is_empty()).then_some(host)
 }
 
-/// Entry `node` of Slurm's list of counts, as in `2(x3),1`.
+/// Returns entry `node` of Slurm's list of counts, as in `2(x3),1`.
 fn tasks_of_node(list: &str, node: usize) -> Option<usize> {
     let mut before = 0;
     for entry in list.split(',') {
@@ -209,7 +216,8 @@ fn tasks_of_node(list: &str, node: usize) -> Option<usize> {
     None
 }
 
-/// The first address in where mpirun listens, as in `7.0;tcp://10.0.0.1,10.1.0.1:4000;tcp6://[::1]:4001`.
+/// Returns the first address of mpirun's contact URI, as in
+/// `7.0;tcp://10.0.0.1,10.1.0.1:4000;tcp6://[::1]:4001`.
 fn first_address(uri: &str) -> Option<String> {
     let (_, addresses) = uri.split_once("://")?;
     let end = addresses.find([',', ';']).unwrap_or(addresses.len());
@@ -258,7 +266,7 @@ mod tests {
         ("SLURM_JOB_NODELIST", "h[1-2]"),
         ("SLURM_STEP_TASKS_PER_NODE", "2,1"),
     ];
-    /// What mpirun's ranks find of Slurm's: made for other processes.
+    /// Slurm's variables in a process of mpirun. They describe other processes.
     const WRONG_SLURM: &Vars = &[
         ("SLURM_JOB_ID", "7"),
         ("SLURM_STEP_ID", "1"),
@@ -269,7 +277,7 @@ mod tests {
     ];
 
     fn read(sets: &[&[(&str, &str)]]) -> Result<Option<WorkerEnv>, EnvError> {
-        // The last set wins; an empty value stands for a variable that is not set.
+        // The last set has precedence; an empty value stands for a variable that is not set.
         let get = |name: &str| {
             let pairs = sets.iter().rev().flat_map(|set| set.iter());
             let value = pairs.into_iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned());
@@ -286,7 +294,7 @@ mod tests {
         (worker.rank, worker.world_size, worker.local_rank, worker.local_world_size)
     }
 
-    /// What torchrun sets.
+    /// The variables that torchrun sets.
     const TORCHRUN: &Vars = &[
         ("RANK", "1"),
         ("WORLD_SIZE", "4"),
@@ -305,10 +313,10 @@ mod tests {
     ];
 
     proptest! {
-        /// Whatever some of the variables become, all describe a worker that can be described again, or an error does.
+        /// With random changes, the variables give an error or a worker that round-trips.
         #[test]
         fn random_variables_never_do_harm(
-            starter in prop::sample::select(vec![TORCHRUN, OPEN_MPI, HYDRA, SRUN]),
+            launcher in prop::sample::select(vec![TORCHRUN, OPEN_MPI, HYDRA, SRUN]),
             changes in prop::collection::vec(
                 (
                     any::<prop::sample::Index>(),
@@ -318,8 +326,8 @@ mod tests {
             ),
         ) {
             let changes: Vec<_> =
-                changes.iter().map(|(place, value)| (place.get(starter).0, value.as_str())).collect();
-            let (all, whole) = ([&[("MASTER_ADDR", "h"), ("MASTER_PORT", "1")], starter, &changes], changes.is_empty());
+                changes.iter().map(|(place, value)| (place.get(launcher).0, value.as_str())).collect();
+            let (all, whole) = ([&[("MASTER_ADDR", "h"), ("MASTER_PORT", "1")], launcher, &changes], changes.is_empty());
             match read(&all) {
                 Ok(Some(worker)) => {
                     let again = worker.to_vars();
@@ -365,8 +373,8 @@ mod tests {
     fn explicit_variables_win() {
         let master =
             [("MASTER_ADDR", "head"), ("MASTER_PORT", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "9")];
-        for starter in [OPEN_MPI, HYDRA, SRUN] {
-            let worker = worker(&[starter, &master]);
+        for launcher in [OPEN_MPI, HYDRA, SRUN] {
+            let worker = worker(&[launcher, &master]);
             assert_eq!((worker.master_addr.as_str(), worker.master_port), ("head", 1));
             assert_eq!((worker.local_rank, worker.local_world_size), (0, 9));
         }
@@ -428,8 +436,8 @@ mod tests {
             (SRUN, "SLURM_STEP_NUM_NODES", "1", "SLURM_NODEID=1 is out of range: SLURM_STEP_NUM_NODES=1"),
             (SRUN, "SLURM_LOCALID", "1", "SLURM_LOCALID=1 is out of range"),
         ];
-        for (starter, name, value, message) in cases {
-            let error = read(&[starter, &[(name, value)]]).unwrap_err().to_string();
+        for (launcher, name, value, message) in cases {
+            let error = read(&[launcher, &[(name, value)]]).unwrap_err().to_string();
             assert!(error.contains(message), "{name}={value}: {error}");
         }
     }

@@ -1,6 +1,6 @@
-//! Names of the environment variables, torchrun's first, then ours.
+//! Names of the environment variables: those of torchrun, then those of convoke.
 
-/// Global rank, 0 .. WORLD_SIZE.
+/// Global rank, from 0 to WORLD_SIZE - 1.
 pub const RANK: &str = "RANK";
 /// Number of workers in the job.
 pub const WORLD_SIZE: &str = "WORLD_SIZE";
@@ -22,29 +22,29 @@ pub const ROLE_WORLD_SIZE: &str = "ROLE_WORLD_SIZE";
 pub const MASTER_ADDR: &str = "MASTER_ADDR";
 /// Port of the worker store.
 pub const MASTER_PORT: &str = "MASTER_PORT";
-/// Restarts that this agent has used up.
+/// Number of restarts that this agent has used up.
 pub const RESTART_COUNT: &str = "TORCHELASTIC_RESTART_COUNT";
-/// `--max-restarts`.
+/// Value of `--max-restarts`.
 pub const MAX_RESTARTS: &str = "TORCHELASTIC_MAX_RESTARTS";
 /// Job id.
 pub const RUN_ID: &str = "TORCHELASTIC_RUN_ID";
 /// `True` if the agent serves the store at MASTER_ADDR:MASTER_PORT.
 pub const USE_AGENT_STORE: &str = "TORCHELASTIC_USE_AGENT_STORE";
-/// Where the worker writes why it failed.
+/// Path of the file to which the worker writes its error.
 pub const ERROR_FILE: &str = "TORCHELASTIC_ERROR_FILE";
 /// Generation of the round, 32 hexadecimal digits.
 pub const GENERATION: &str = "CONVOKE_GENERATION";
 /// Descriptor number of the agent channel.
 pub const AGENT_FD: &str = "CONVOKE_AGENT_FD";
-/// Secret of the job, for `HELLO` between workers.
+/// Secret of the job, which workers use in their `HELLO` handshake.
 pub const TOKEN: &str = "CONVOKE_TOKEN";
 /// File that holds the secret of the job.
 pub const TOKEN_FILE: &str = "CONVOKE_TOKEN_FILE";
-/// Name, password, and file with the password, by which the launcher proves to etcd who it is. Workers do not get them.
+/// User name with which the launcher authenticates to etcd. Workers do not get this variable.
 pub const ETCD_USER: &str = "CONVOKE_ETCD_USER";
-/// See [`ETCD_USER`].
+/// Password for [`ETCD_USER`]. Workers do not get this variable.
 pub const ETCD_PASSWORD: &str = "CONVOKE_ETCD_PASSWORD";
-/// See [`ETCD_USER`].
+/// File with the password for [`ETCD_USER`]. Workers do not get this variable.
 pub const ETCD_PASSWORD_FILE: &str = "CONVOKE_ETCD_PASSWORD_FILE";
-/// Folder for the recordings of the flight recorder; unset or empty: none are written.
+/// Folder for the recordings of the flight recorder. If unset or empty, none are written.
 pub const FLIGHT_DIR: &str = "CONVOKE_FLIGHT_DIR";

@@ -1,14 +1,14 @@
-//! The variables that describe one worker, from the launcher to the environment and back.
+//! The environment variables that describe one worker: writing and reading them.
 
 use crate::ancestor;
 use crate::generation::Generation;
 use crate::placement::Placement;
 use crate::vars;
 
-/// Role of a worker and its place among the workers of that role.
+/// Role of a worker, and its rank among the workers of that role.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Role {
-    /// `--role`.
+    /// Name of the role, the value of `--role`.
     pub name: String,
     /// Rank among the workers of this role on all nodes.
     pub rank: usize,
@@ -16,18 +16,18 @@ pub struct Role {
     pub world_size: usize,
 }
 
-/// Everything that torchrun's variables say about a worker.
+/// The contents of torchrun's variables for one worker.
 ///
-/// `rank`, `world_size`, `master_addr` and `master_port` are what `env://` needs; a launcher that is
-/// neither torchrun nor convoke may leave out the rest, which then reads as one node. Under `mpirun` and
-/// `srun` their variables stand for those of torchrun that are not set (`docs/reference/joining.md`).
+/// `env://` needs `rank`, `world_size`, `master_addr` and `master_port`. Other launchers may leave out
+/// the rest; the defaults then describe a job on one node. Under `mpirun` and `srun`, their variables
+/// replace those of torchrun that are not set (`docs/reference/joining.md`).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WorkerEnv {
     /// Global rank, below `world_size`.
     pub rank: usize,
     /// Number of workers in the job, at least 1.
     pub world_size: usize,
-    /// Index on this node. With `--virtual-local-rank` it is 0 for all.
+    /// Index on this node. With `--virtual-local-rank` it is 0 for all workers.
     pub local_rank: usize,
     /// Number of workers on this node.
     pub local_world_size: usize,
@@ -35,31 +35,31 @@ pub struct WorkerEnv {
     pub group_rank: usize,
     /// Number of nodes in this round.
     pub group_world_size: usize,
-    /// Role, and place among its workers.
+    /// Role, and rank among the workers of that role.
     pub role: Role,
     /// Host of the worker store.
     pub master_addr: String,
     /// Port of the worker store.
     pub master_port: u16,
-    /// Restarts that this agent has used up.
+    /// Number of restarts that this agent has used up.
     pub restart_count: u32,
-    /// `--max-restarts`.
+    /// Value of `--max-restarts`.
     pub max_restarts: u32,
     /// Job id.
     pub run_id: String,
-    /// The agent serves the store; otherwise rank 0 must.
+    /// True if the agent serves the store. Otherwise rank 0 must serve it.
     pub use_agent_store: bool,
-    /// Where to write why this worker failed; `None` without log files.
+    /// Path of the file for the error of this worker; `None` without log files.
     pub error_file: Option<String>,
     /// Generation of the round; `None` under another launcher.
     pub generation: Option<Generation>,
 }
 
-/// The variables do not describe a worker.
+/// The errors of variables that do not describe a worker.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum EnvError {
-    /// Some of the variables are there, others not.
+    /// Some of the four variables of `env://` are set, but not all.
     #[error(
         "{} set, but not {}: start the worker with convoke, torchrun, mpirun or srun, or set all of RANK, \
          WORLD_SIZE, MASTER_ADDR and MASTER_PORT (none of them: a world of one)",
@@ -68,7 +68,7 @@ pub enum EnvError {
     Missing {
         /// Variables that are set.
         present: Vec<&'static str>,
-        /// Variables that should be set as well.
+        /// Variables that are missing.
         missing: Vec<&'static str>,
     },
     /// A variable has a value of the wrong form.
@@ -76,42 +76,42 @@ pub enum EnvError {
     Invalid {
         /// Name of the variable.
         name: &'static str,
-        /// Its value, cut to 64 characters.
+        /// Value of the variable, cut to 64 characters.
         value: String,
-        /// What it should be.
+        /// Description of a correct value.
         expected: &'static str,
     },
-    /// mpirun or srun started this process, but not all that is needed can be known from them.
+    /// mpirun or srun started this process, but their variables do not tell a needed value.
     #[error(
-        "{starter} started this process as rank {rank} of {world_size}, but nothing tells {variable}: set it ({how})"
+        "{launcher} started this process as rank {rank} of {world_size}, but nothing tells {variable}: set it ({how})"
     )]
     NoMaster {
-        /// Who started it.
-        starter: String,
-        /// Its rank.
+        /// Name of the program that started the process.
+        launcher: String,
+        /// Rank of the process.
         rank: usize,
         /// Number of ranks.
         world_size: usize,
         /// The variable to set.
         variable: &'static str,
-        /// How to set it for all ranks.
+        /// Command that sets the variable for all ranks.
         how: String,
     },
-    /// A rank that is not below its size.
+    /// A rank is not below the number of ranks.
     #[error("{rank_name}={rank} is out of range: {size_name}={size} allows 0 to {}", size.saturating_sub(1))]
     OutOfRange {
         /// Name of the rank variable.
         rank_name: &'static str,
-        /// Its value.
+        /// Value of the rank variable.
         rank: usize,
         /// Name of the size variable.
         size_name: &'static str,
-        /// Its value.
+        /// Value of the size variable.
         size: usize,
     },
 }
 
-/// As [`Display`](std::fmt::Display): what a `main` prints that returns it.
+/// Prints the [`Display`](std::fmt::Display) text, because a `main` that returns an error prints `Debug`.
 impl std::fmt::Debug for EnvError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         std::fmt::Display::fmt(self, f)
@@ -119,7 +119,7 @@ impl std::fmt::Debug for EnvError {
 }
 
 impl WorkerEnv {
-    /// The variables of this worker, in a fixed order.
+    /// Returns the variables of this worker, in a fixed order.
     #[must_use]
     pub fn to_vars(&self) -> Vec<(&'static str, String)> {
         let mut out = vec![
@@ -146,62 +146,64 @@ impl WorkerEnv {
         out
     }
 
-    /// Reads the variables of this process.
+    /// Reads the variables of this process; `None` if they do not describe a worker.
     ///
     /// # Errors
-    /// As [`WorkerEnv::from_vars`].
+    /// Returns the errors of [`WorkerEnv::from_vars`].
     pub fn from_process() -> Result<Option<Self>, EnvError> {
         let get = |name: &str| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned());
-        // All ranks that a Hydra started here come from one proxy, which is no rank itself.
-        let local_job = || Some(format!("hydra-{}", ancestor::nearest_without("PMI_RANK")?));
+        // A Hydra proxy on each host starts the ranks there. It has no PMI_RANK itself, so its pid
+        // identifies the job on this host.
+        let local_job = || Some(format!("hydra-{}", ancestor::nearest_ancestor_without("PMI_RANK")?));
         Self::read(get, local_job)
     }
 
-    /// Reads the variables through `get`; `None` if none of the four of `env://` is set, and neither
-    /// mpirun nor srun has started this process.
+    /// Reads the variables through `get`. Returns `None` if none of the four variables of `env://` is
+    /// set and neither mpirun nor srun started this process.
     ///
     /// # Errors
-    /// [`EnvError`]: some are missing, or one has a value that makes no sense.
+    /// [`EnvError`] if variables are missing or a value is malformed or out of range.
     pub fn from_vars(get: impl Fn(&str) -> Option<String>) -> Result<Option<Self>, EnvError> {
         Self::read(get, || None)
     }
 
-    /// As [`Self::from_vars`]; for `local_job` see [`Placement::from_vars`].
+    /// Reads the variables as [`Self::from_vars`] does. [`Placement::from_vars`] explains `local_job`.
     pub(crate) fn read(
         explicit: impl Fn(&str) -> Option<String>,
         local_job: impl FnOnce() -> Option<String>,
     ) -> Result<Option<Self>, EnvError> {
         const NEEDED: [&str; 4] = [vars::RANK, vars::WORLD_SIZE, vars::MASTER_ADDR, vars::MASTER_PORT];
-        // Who sets a rank by hand means it, and has to set the rest as well.
+        // Explicit variables have precedence; whoever sets a rank must set the others as well.
         let by_hand = explicit(vars::RANK).or_else(|| explicit(vars::WORLD_SIZE)).is_some();
         let placed = if by_hand { None } else { Placement::from_vars(&explicit, local_job)? };
-        let get = |name: &str| explicit(name).or_else(|| placed.as_ref()?.var(name));
+        let get = |name: &str| explicit(name).or_else(|| placed.as_ref()?.torchrun_var(name));
         let (present, missing): (Vec<_>, Vec<_>) = NEEDED.into_iter().partition(|name| get(name).is_some());
         if present.is_empty() {
             return Ok(None);
         }
         match (missing.first(), &placed) {
             (None, _) => {}
-            (Some(first), Some(placed)) => return Err(placed.lacks(first)),
+            (Some(first), Some(placed)) => return Err(placed.missing_error(first)),
             (Some(_), None) => return Err(EnvError::Missing { present, missing }),
         }
         let number = |name: &'static str, default: usize| parse(get, name, "a whole number", default);
         let rank = number(vars::RANK, 0)?;
         let world_size = number(vars::WORLD_SIZE, 1)?;
-        below((vars::RANK, rank), (vars::WORLD_SIZE, world_size))?;
+        check_below((vars::RANK, rank), (vars::WORLD_SIZE, world_size))?;
         let local_rank = number(vars::LOCAL_RANK, rank)?;
         let local_world_size = number(vars::LOCAL_WORLD_SIZE, world_size)?;
-        below((vars::LOCAL_RANK, local_rank), (vars::LOCAL_WORLD_SIZE, local_world_size))?;
+        check_below((vars::LOCAL_RANK, local_rank), (vars::LOCAL_WORLD_SIZE, local_world_size))?;
         let group_rank = number(vars::GROUP_RANK, 0)?;
         let group_world_size = number(vars::GROUP_WORLD_SIZE, 1)?;
-        below((vars::GROUP_RANK, group_rank), (vars::GROUP_WORLD_SIZE, group_world_size))?;
+        check_below((vars::GROUP_RANK, group_rank), (vars::GROUP_WORLD_SIZE, group_world_size))?;
         let role_rank = number(vars::ROLE_RANK, rank)?;
         let role_world_size = number(vars::ROLE_WORLD_SIZE, world_size)?;
-        below((vars::ROLE_RANK, role_rank), (vars::ROLE_WORLD_SIZE, role_world_size))?;
+        check_below((vars::ROLE_RANK, role_rank), (vars::ROLE_WORLD_SIZE, role_world_size))?;
         let master_addr = get(vars::MASTER_ADDR).unwrap_or_default();
         if master_addr.is_empty() {
             return Err(invalid(vars::MASTER_ADDR, &master_addr, "a host name or address"));
         }
+        let master_port = parse(get, vars::MASTER_PORT, "a port (0 to 65535)", 0)?;
         let text = |name: &str, default: &str| get(name).unwrap_or_else(|| default.to_owned());
         let use_agent_store = match get(vars::USE_AGENT_STORE).as_deref() {
             None | Some("" | "False") => false,
@@ -228,7 +230,7 @@ impl WorkerEnv {
                 world_size: role_world_size,
             },
             master_addr,
-            master_port: parse(get, vars::MASTER_PORT, "a port (0 to 65535)", 0)?,
+            master_port,
             restart_count: parse(get, vars::RESTART_COUNT, "a whole number", 0)?,
             max_restarts: parse(get, vars::MAX_RESTARTS, "a whole number", 0)?,
             run_id: text(vars::RUN_ID, "none"),
@@ -239,16 +241,26 @@ impl WorkerEnv {
     }
 }
 
-pub(crate) fn parse<N: std::str::FromStr>(
+/// Parses the variable `name`; returns `default` if it is not set.
+fn parse<N: std::str::FromStr>(
     get: impl Fn(&str) -> Option<String>,
     name: &'static str,
     expected: &'static str,
     default: N,
 ) -> Result<N, EnvError> {
-    get(name).map_or(Ok(default), |value| value.trim().parse().map_err(|_| invalid(name, &value, expected)))
+    get(name).map_or(Ok(default), |value| parse_value(name, &value, expected))
 }
 
-pub(crate) fn below(rank: (&'static str, usize), size: (&'static str, usize)) -> Result<(), EnvError> {
+/// Parses the value of the variable `name`.
+pub(crate) fn parse_value<N: std::str::FromStr>(
+    name: &'static str,
+    value: &str,
+    expected: &'static str,
+) -> Result<N, EnvError> {
+    value.trim().parse().map_err(|_| invalid(name, value, expected))
+}
+
+pub(crate) fn check_below(rank: (&'static str, usize), size: (&'static str, usize)) -> Result<(), EnvError> {
     if rank.1 < size.1 {
         return Ok(());
     }

@@ -11,7 +11,7 @@ use std::time::SystemTime;
 
 use convoke_env::flight::layout::{Exit, Header};
 use convoke_env::flight::process;
-use convoke_env::flight::standing::{Witness, standings};
+use convoke_env::flight::snapshot::{Observer, snapshots};
 use convoke_env::flight::{Recording, folder};
 use convoke_env::{Generation, vars};
 use nix::unistd::{AccessFlags, access};
@@ -74,7 +74,7 @@ impl Flight {
     /// those who read them later.
     pub(crate) fn told(&self, round: &Round) -> Option<report::Flight> {
         let folder = self.folder.as_ref()?;
-        let here = process::this();
+        let here = process::current();
         let wanted = |header: &Header| round.has(header, here.boot_id);
         let mut recordings = folder::read(std::slice::from_ref(folder), wanted).recordings;
         for (path, recording) in &mut recordings {
@@ -87,13 +87,13 @@ impl Flight {
         if recordings.is_empty() {
             return None;
         }
-        let witnesses: Vec<Witness<'_>> = (recordings.iter())
-            .map(|(_, recording)| Witness {
+        let observers: Vec<Observer<'_>> = (recordings.iter())
+            .map(|(_, recording)| Observer {
                 recording,
-                life: process::life(&recording.header.process, &here),
+                status: process::status(&recording.header.process, &here),
             })
             .collect();
-        let open = standings(&witnesses, unix_ns(SystemTime::now()));
+        let open = snapshots(&observers, unix_ns(SystemTime::now()));
         let open = open.into_iter().filter(|standing| standing.is_open());
         let mut groups: Vec<String> = open.map(|standing| standing.to_string()).collect();
         if groups.len() > GROUPS {

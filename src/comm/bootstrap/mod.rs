@@ -524,7 +524,7 @@ fn sharing(share: &Share, own: usize) -> Sharing {
     // Less than that is a quota, of time on whatever cores: it is no reason to deal them out, but one to spin less.
     let quota = std::thread::available_parallelism().map_or(1, usize::from);
     let cores = if quota < own || own == 0 { share.cores.min(quota) } else { share.cores };
-    let alone = || getsid(None) == Ok(Pid::this()) && convoke_env::schedules_sessions(Path::new("/"));
+    let alone = || getsid(None) == Ok(Pid::this()) && convoke_env::autogroup_enabled(Path::new("/"));
     let crowd = match share.ranks > cores {
         false => Crowd::No,
         true if alone() => Crowd::Apart,

@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use convoke_env::flight::folder::EXTENSION;
-use convoke_env::flight::layout::{FILE_BYTES, FILE_WORDS, Header};
+use convoke_env::flight::layout::{FILE_BYTES, FILE_LEN, Header};
 use nix::fcntl::{FallocateFlags, fallocate};
 use nix::sys::statfs::{
     BTRFS_SUPER_MAGIC, EXT4_SUPER_MAGIC, F2FS_SUPER_MAGIC, FsType, OVERLAYFS_SUPER_MAGIC, TMPFS_MAGIC,
@@ -74,7 +74,7 @@ impl File {
     }
 
     pub(super) fn in_memory(folder: Option<PathBuf>, name: String) -> (&'static [AtomicU64], Self) {
-        let words: Vec<AtomicU64> = (0..FILE_WORDS).map(|_| AtomicU64::new(0)).collect();
+        let words: Vec<AtomicU64> = (0..FILE_LEN).map(|_| AtomicU64::new(0)).collect();
         let save_to = folder.map(|folder| Unsaved { folder, name, path: Arc::default() });
         (Box::leak(words.into_boxed_slice()), Self { save_to })
     }
@@ -108,7 +108,7 @@ impl File {
 /// Makes a file and maps it.
 fn mapped(folder: &Path, name: &str) -> io::Result<&'static [AtomicU64]> {
     let (file, path) = create(folder, name)?;
-    let mapped = allocate(&file).and_then(|()| map(&file, FILE_WORDS));
+    let mapped = allocate(&file).and_then(|()| map(&file, FILE_LEN));
     if mapped.is_err() {
         let _ = fs::remove_file(path);
     }

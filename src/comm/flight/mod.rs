@@ -111,10 +111,10 @@ impl Recorder {
             size: number(size),
             id,
             generation,
-            made_ns: now_ns(),
+            created_ns: now_ns(),
             ended_ns: 0,
             name: name.to_owned(),
-            origin: (!same).then_some(listed),
+            world_ranks: (!same).then_some(listed),
         };
         let number = group.number;
         let slot = groups.add(group);
@@ -207,7 +207,7 @@ impl Track {
 
     /// It has failed; the first report counts.
     pub(crate) fn failed(&self, report: &Report) {
-        let (kind, blamed) = match &report.cause {
+        let (kind, suspect) = match &report.cause {
             Cause::PeerLost { rank, .. } => (CauseKind::Lost, Some(*rank)),
             Cause::Timeout { missing, .. } => (CauseKind::Timeout, missing.first().copied()),
             Cause::Mismatch { rank, .. } => (CauseKind::Mismatch, Some(*rank)),
@@ -216,7 +216,7 @@ impl Track {
             Cause::Protocol { peer, .. } => (CauseKind::Other, Some(*peer)),
             Cause::Unauthorized { .. } => (CauseKind::Other, None),
         };
-        let why = Why { kind, blamed: blamed.map(number), by: number(report.by) };
+        let why = Why { kind, suspect: suspect.map(number), reported_by: number(report.by) };
         self.change(|group| {
             let ended = match group.state {
                 GroupState::Forming => GroupState::Unformed,
@@ -382,13 +382,13 @@ fn header(env: Option<&WorkerEnv>) -> Header {
         world_size: env.map(|env| number(env.world_size)),
         local_rank: env.map(|env| number(env.local_rank)),
         restart_count: env.map_or(0, |env| env.restart_count),
-        process: process::this(),
+        process: process::current(),
         generation: env.and_then(|env| env.generation),
         started_unix_ns: wall.map_or(0, |wall| wall.as_nanos() as u64),
         started_ns: now_ns(),
         run_id: env.map_or_else(String::new, |env| env.run_id.clone()),
         host: host.to_string_lossy().into_owned(),
-        names: names::write(
+        names: names::encode(
             &CallKind::ALL.map(CallKind::template),
             &Dtype::ALL.map(Dtype::name),
             &ReduceOp::ALL.map(ReduceOp::name),

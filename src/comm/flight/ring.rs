@@ -25,7 +25,7 @@ pub(super) struct Ring {
 }
 
 /// The place of a call.
-pub(super) struct Slot<'a>(&'a [AtomicU64; layout::ENTRY_WORDS]);
+pub(super) struct Slot<'a>(&'a [AtomicU64; layout::ENTRY_LEN]);
 
 impl Slot<'_> {
     pub(super) fn set(&self, index: usize, word: u64) {
@@ -38,7 +38,7 @@ impl Slot<'_> {
 }
 
 impl Ring {
-    /// A ring in `words`, which are zero and [`layout::FILE_WORDS`] in number.
+    /// A ring in `words`, which are zero and [`layout::FILE_LEN`] in number.
     pub(super) fn new(words: &'static [AtomicU64], header: &Header) -> Self {
         let ring = Self { words, forks: fork::forks() };
         // The first word last: what has it is a recording.
@@ -74,7 +74,7 @@ impl Ring {
         if !self.is_ours() {
             return None;
         }
-        let number = self.words[layout::header::CLAIMED].fetch_add(1, Ordering::Relaxed) + 1;
+        let number = self.words[layout::header::CALL_COUNT].fetch_add(1, Ordering::Relaxed) + 1;
         let slot = self.slot(number)?;
         let before = slot.0[layout::entry::LOCK].load(Ordering::Relaxed);
         // A thread may be held up here until the ring has gone round, and find a later call in its slot.
@@ -101,7 +101,7 @@ impl Ring {
 
     /// Sets a group; two threads must not do so at once.
     pub(super) fn set_group(&self, slot: usize, group: &Group) {
-        let places = &self.words[group_at(slot)..][..layout::GROUP_WORDS];
+        let places = &self.words[group_at(slot)..][..layout::GROUP_LEN];
         places[0].store(1, Ordering::Relaxed);
         fence(Ordering::Release);
         for (place, word) in places.iter().zip(group.encode()).skip(1) {

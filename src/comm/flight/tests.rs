@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use convoke_env::flight::Recording;
-use convoke_env::flight::folder::{self, Found};
+use convoke_env::flight::folder::{self, FoundRecordings};
 use convoke_env::flight::layout::{ENTRIES, GROUPS};
 use convoke_env::flight::names::Names;
 
@@ -25,12 +25,12 @@ impl Folder {
         Recorder::new(Some(self.0.clone()), None)
     }
 
-    fn read(&self) -> Found {
+    fn read(&self) -> FoundRecordings {
         folder::read(std::slice::from_ref(&self.0), |_| true)
     }
 
     fn only(&self) -> Recording {
-        let Found { mut recordings, skipped } = self.read();
+        let FoundRecordings { mut recordings, skipped } = self.read();
         assert!(skipped.is_empty() && recordings.len() == 1, "{recordings:?} {skipped:?}");
         recordings.remove(0).1
     }
@@ -67,7 +67,7 @@ fn a_call_is_read_back_in_each_of_its_states() {
     let track = of_three(folder.recorder());
     let group = &folder.only().groups[0];
     assert_eq!((group.state, group.rank, group.size, group.id), (GroupState::Forming, 1, 3, 7));
-    assert_eq!((group.name.as_str(), group.origin.as_deref()), ("world/0.5", Some(&[5, 6, 8][..])));
+    assert_eq!((group.name.as_str(), group.world_ranks.as_deref()), ("world/0.5", Some(&[5, 6, 8][..])));
     track.formed(Generation::from_bytes([2; 16]));
     assert_eq!(folder.only().groups[0].generation, Some(Generation::from_bytes([2; 16])));
 
@@ -103,17 +103,17 @@ fn a_call_is_read_back_in_each_of_its_states() {
     let recording = folder.only();
     assert_eq!(recording.names.call(&entry.call), "all_reduce(f32, 1042, sum)");
     assert_eq!(recording.names.algorithm(entry.algorithm).as_deref(), Some("ring"));
-    assert_eq!(recording.header.process, process::this());
+    assert_eq!(recording.header.process, process::current());
     track.failed(&Report::new(2, Cause::Timeout { missing: vec![0, 1], after_ms: 5 }));
     drop(track);
     let group = &folder.only().groups[0];
-    let cause = Why { kind: CauseKind::Timeout, blamed: Some(0), by: 2 };
+    let cause = Why { kind: CauseKind::Timeout, suspect: Some(0), reported_by: 2 };
     assert_eq!((group.state, group.cause), (GroupState::Failed, Some(cause)));
 }
 
 #[test]
 fn every_call_reads_in_a_recording_as_in_an_error() {
-    let names = Names::read(&header(None).names);
+    let names = Names::parse(&header(None).names);
     for kind in CallKind::ALL {
         for dtype in Dtype::ALL {
             for op in [None].into_iter().chain(ReduceOp::ALL.map(Some)) {

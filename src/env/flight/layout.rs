@@ -1,296 +1,298 @@
 //! The layout of a recording: words of 8 bytes, little endian. Pure.
 //!
 //! ```text
-//! header          HEADER_WORDS
-//! groups          GROUPS × GROUP_WORDS
-//! calls           ENTRIES × ENTRY_WORDS     a ring: call number n is in slot n % ENTRIES
+//! header          HEADER_LEN
+//! groups          GROUPS × GROUP_LEN
+//! calls           ENTRIES × ENTRY_LEN     a ring: call number n is in slot n % ENTRIES
 //! ```
 //!
-//! The first word of a group and of a call is its lock: twice its number, plus 1 while somebody writes there. A
-//! process that was killed while it wrote leaves an odd lock, and that slot is not read.
+//! Lengths and indexes are in words. The first word of a group and of a call is its lock (a seqlock):
+//! twice its number, plus 1 while a thread writes the record. A process that was killed during a write
+//! leaves an odd lock, and readers skip that record.
 
 use crate::{ExitCause, Generation};
 
-/// The first word: `cvkflght`.
+/// The first word of a recording: `cvkflght`.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"cvkflght");
-/// Version of the layout, in the second word.
+/// Version of the layout. It is the second word of a recording.
 pub const VERSION: u64 = 1;
 
-/// Words of the header.
-pub const HEADER_WORDS: usize = 256;
-/// Groups that a recording has room for; one that has ended makes room for another.
+/// Length of the header, in words.
+pub const HEADER_LEN: usize = 256;
+/// Number of group records. A new group overwrites the record of one that has ended.
 pub const GROUPS: usize = 64;
-/// Words of a group.
-pub const GROUP_WORDS: usize = 64;
-/// Calls that a recording has room for: the last ones.
+/// Length of a group record, in words.
+pub const GROUP_LEN: usize = 64;
+/// Number of call records. A recording keeps only the last calls.
 pub const ENTRIES: usize = 1024;
-/// Words of a call.
-pub const ENTRY_WORDS: usize = 16;
-/// Words of a recording.
-pub const FILE_WORDS: usize = HEADER_WORDS + GROUPS * GROUP_WORDS + ENTRIES * ENTRY_WORDS;
-/// Bytes of a recording.
-pub const FILE_BYTES: usize = 8 * FILE_WORDS;
+/// Length of a call record, in words.
+pub const ENTRY_LEN: usize = 16;
+/// Length of a recording, in words.
+pub const FILE_LEN: usize = HEADER_LEN + GROUPS * GROUP_LEN + ENTRIES * ENTRY_LEN;
+/// Length of a recording, in bytes.
+pub const FILE_BYTES: usize = 8 * FILE_LEN;
 
-/// Ranks of a group that are listed with their ranks in the world.
+/// Most ranks of a group whose world ranks are recorded.
 pub const LISTED_RANKS: usize = 64;
-/// Ranks that are named of those that a call waits for.
+/// Most ranks that are recorded of those for which a call waits.
 pub const LISTED_PEERS: usize = 6;
-/// Calls are numbered from 1 up to here.
+/// Largest number of a call. Calls are numbered from 1.
 pub const LAST_NUMBER: u64 = u64::MAX >> 1;
 
-/// Where words of the header stand that change.
+/// Indexes of the words of the header that change.
 pub mod header {
-    /// The number of calls so far, which is the number of the last.
-    pub const CLAIMED: usize = 2;
-    /// Calls that were not recorded because two threads met in one slot.
+    /// The number of calls so far, which is also the number of the last call.
+    pub const CALL_COUNT: usize = 2;
+    /// Number of calls that were not recorded because another thread was writing to their slot.
     pub const LOST: usize = 3;
-    /// Two words of [`super::Exit`], which the launcher writes when the process is gone.
+    /// First of the two words of [`super::Exit`], which the launcher writes when the process has ended.
     pub const EXIT: usize = 15;
 }
 
-/// Where words of a call stand that change, from its first.
+/// Indexes of the words of a call record that change, relative to its first word.
 pub mod entry {
-    /// See [`super::lock`].
+    /// The lock word, see [`super::lock`].
     pub const LOCK: usize = 0;
-    /// See [`super::tags`].
+    /// Group, state, operation and algorithm, see [`super::tags`].
     pub const TAGS: usize = 1;
-    /// Its number within its group.
+    /// The sequence number of the call in its group.
     pub const SEQ: usize = 2;
-    /// When it began to move data.
+    /// Time at which the call started to transfer data.
     pub const STARTED: usize = 6;
-    /// When it ended.
+    /// Time at which the call ended.
     pub const ENDED: usize = 7;
-    /// Bytes received so far; sent so far in the next word.
+    /// Bytes received so far. The next word has the bytes sent so far.
     pub const RECEIVED: usize = 8;
-    /// See [`super::waiting`]; the ranks follow, two in a word.
+    /// Thread and number of awaited ranks, see [`super::waiting`]. The ranks follow, two in a word.
     pub const WAITING: usize = 12;
 }
 
-/// Index of the first word of a group.
+/// Returns the index of the first word of the group record in `slot`.
 #[must_use]
 pub const fn group_at(slot: usize) -> usize {
-    HEADER_WORDS + (slot % GROUPS) * GROUP_WORDS
+    HEADER_LEN + (slot % GROUPS) * GROUP_LEN
 }
 
-/// Index of the first word of a call.
+/// Returns the index of the first word of the record of call `number`.
 #[inline]
 #[must_use]
 pub const fn entry_at(number: u64) -> usize {
-    HEADER_WORDS + GROUPS * GROUP_WORDS + (number % ENTRIES as u64) as usize * ENTRY_WORDS
+    HEADER_LEN + GROUPS * GROUP_LEN + (number % ENTRIES as u64) as usize * ENTRY_LEN
 }
 
-/// The index of the first word of each group and of each call, and how many words it has.
+/// Returns the index of the first word and the length of every group record and call record.
 pub fn slots() -> impl Iterator<Item = (usize, usize)> {
-    let groups = (0..GROUPS).map(|slot| (group_at(slot), GROUP_WORDS));
-    groups.chain((0..ENTRIES as u64).map(|slot| (entry_at(slot), ENTRY_WORDS)))
+    let groups = (0..GROUPS).map(|slot| (group_at(slot), GROUP_LEN));
+    groups.chain((0..ENTRIES as u64).map(|slot| (entry_at(slot), ENTRY_LEN)))
 }
 
-/// The first word of a group or call that nobody is writing to.
+/// Returns the lock word of a record that is not being written (its lowest bit is 0).
 #[inline]
 #[must_use]
 pub const fn lock(number: u64) -> u64 {
     number << 1
 }
 
-/// Which process made a recording, and when.
+/// The header of a recording: the process that made it, and the start of the recording.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Header {
-    /// RANK, if it was set.
+    /// Value of RANK, if it was set.
     pub rank: Option<u32>,
-    /// WORLD_SIZE, if it was set.
+    /// Value of WORLD_SIZE, if it was set.
     pub world_size: Option<u32>,
-    /// LOCAL_RANK, if it was set.
+    /// Value of LOCAL_RANK, if it was set.
     pub local_rank: Option<u32>,
-    /// TORCHELASTIC_RESTART_COUNT.
+    /// Value of TORCHELASTIC_RESTART_COUNT; 0 if it was not set.
     pub restart_count: u32,
-    /// Which process.
+    /// The process that made the recording.
     pub process: Process,
-    /// The generation that the launcher gave.
+    /// The generation that the launcher set; `None` under another launcher.
     pub generation: Option<Generation>,
-    /// When it began to record, in nanoseconds since 1970.
+    /// Start of the recording, in nanoseconds since 1970.
     pub started_unix_ns: u64,
-    /// The same moment by the clock of all times below, CLOCK_MONOTONIC, which all processes of a boot share.
+    /// Start of the recording, in nanoseconds of CLOCK_MONOTONIC, which all processes of a boot share.
+    /// The times of groups and calls use this clock.
     pub started_ns: u64,
-    /// TORCHELASTIC_RUN_ID; at most 120 bytes of it.
+    /// Value of TORCHELASTIC_RUN_ID, cut to 120 bytes.
     pub run_id: String,
-    /// Name of the host; at most 120 bytes of it.
+    /// Name of the host, cut to 120 bytes.
     pub host: String,
-    /// The writer's words, see [`super::names`].
+    /// The writer's names of calls and types, see [`super::names`].
     pub names: String,
 }
 
-/// A process, told apart from all others that ever were.
+/// The identity of a process. It is unique across hosts, boots and reused pids.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Process {
-    /// Its pid, in its own namespace.
+    /// Pid in the namespace of the process.
     pub pid: u32,
-    /// When it was started, in clock ticks since the boot; 0 if that is not known.
+    /// Start time, in clock ticks since the boot; 0 if it is not known.
     pub start_ticks: u64,
-    /// Inode of its pid namespace; 0 if that is not known.
+    /// Inode of the pid namespace; 0 if it is not known.
     pub pid_namespace: u64,
-    /// Boot of the kernel that it ran on; 0 if that is not known.
+    /// Boot id of the kernel; 0 if it is not known.
     pub boot_id: u128,
 }
 
-/// How the process ended, as its launcher saw it.
+/// The end of the process, as reported by its launcher.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Exit {
-    /// When, in nanoseconds since 1970.
+    /// Time of the end, in nanoseconds since 1970.
     pub unix_ns: u64,
-    /// How.
+    /// Exit code or signal.
     pub cause: ExitCause,
-    /// It had been told to, because of others or by the user.
+    /// True if the launcher had stopped the process, because of another failure or for the user.
     pub stopped: bool,
 }
 
-/// A group that the process was in.
+/// A group of which the process was a member.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Group {
-    /// Its number in this recording, from 1.
+    /// Number of the group in this recording, from 1.
     pub number: u32,
-    /// How far it is.
+    /// State of the group.
     pub state: GroupState,
-    /// Why it failed, if it did, as far as this rank knows.
+    /// Cause of the failure, as far as this rank knows it.
     pub cause: Option<Cause>,
-    /// This process's rank in it.
+    /// Rank of this process in the group.
     pub rank: u32,
-    /// Its number of ranks.
+    /// Number of ranks of the group.
     pub size: u32,
-    /// What tells it from others of the same generation on the wire.
+    /// Id of the group in frames. It is unique within a generation.
     pub id: u64,
-    /// The incarnation of the job that it belongs to, once that is known.
+    /// Generation of the job; `None` until it is known.
     pub generation: Option<Generation>,
-    /// When its ranks began to look for each other.
-    pub made_ns: u64,
-    /// When it ended; 0 as long as it has not.
+    /// Time at which this rank started to form the group, see [`Header::started_ns`].
+    pub created_ns: u64,
+    /// Time at which the group ended; 0 before that.
     pub ended_ns: u64,
-    /// Its name; at most 152 bytes of it.
+    /// Name of the group, cut to 152 bytes.
     pub name: String,
-    /// The ranks in the world of its ranks, at most [`LISTED_RANKS`] of them; `None` if they are the same.
-    pub origin: Option<Vec<u32>>,
+    /// World ranks of the group's ranks, at most [`LISTED_RANKS`]; `None` if they equal the ranks.
+    pub world_ranks: Option<Vec<u32>>,
 }
 
-/// How far a group is.
+/// The state of a group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GroupState {
-    /// Its ranks look for each other.
+    /// The ranks are connecting to each other.
     Forming,
-    /// They have found together.
+    /// The ranks are connected.
     Formed,
-    /// It never formed.
+    /// The ranks could not connect to each other.
     Unformed,
-    /// It has failed.
+    /// The group has failed.
     Failed,
-    /// This rank has left it in good order.
+    /// This rank has left the group without a failure.
     Left,
 }
 
-/// Why a group has failed.
+/// The cause of a group's failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Cause {
-    /// What happened.
+    /// Kind of the failure.
     pub kind: CauseKind,
-    /// The rank to blame, if there is one.
-    pub blamed: Option<u32>,
-    /// The rank that noticed.
-    pub by: u32,
+    /// The rank that probably caused the failure, if there is one.
+    pub suspect: Option<u32>,
+    /// The rank that detected the failure.
+    pub reported_by: u32,
 }
 
-/// What can happen to a group.
+/// The kind of a group's failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CauseKind {
-    /// A rank is gone.
+    /// A rank died or its connection was lost.
     Lost,
-    /// A call took too long.
+    /// A call timed out.
     Timeout,
     /// Two ranks made different calls.
     Mismatch,
-    /// The program gave up.
+    /// The program aborted the group.
     Aborted,
-    /// Something else.
+    /// The group failed for another reason.
     Other,
 }
 
-/// A call.
+/// One call of the recording.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entry {
-    /// Its number in this recording, from 1.
+    /// Number of the call in this recording, from 1.
     pub number: u64,
-    /// The number of its group in this recording.
+    /// Number of its group in this recording.
     pub group: u32,
-    /// How far it is.
+    /// State of the call.
     pub state: State,
-    /// What kind of call.
+    /// Kind of the call.
     pub operation: Operation,
-    /// One more than the number of its algorithm among the writer's names; 0 if there is only one.
+    /// Index of its algorithm in the writer's names, plus 1; 0 if there is only one algorithm.
     pub algorithm: u8,
-    /// Of a collective: which one of its group, from 0. Of a message that is sent: which one to that rank.
+    /// Sequence number, from 0: of a collective in its group, or of a sent message to its receiver.
     pub seq: u64,
-    /// What was called: operation, element type, reduction, 0, root or tag (4 bytes), count (8 bytes).
+    /// The call itself: operation, element type, reduction, 0, root or tag (4 bytes), count (8 bytes).
     pub call: [u8; 16],
-    /// When the engine took it, see [`Header::started_ns`].
+    /// Time at which the call was queued, see [`Header::started_ns`].
     pub enqueued_ns: u64,
-    /// When its turn came; 0 as long as it has not.
+    /// Time at which the call started; 0 before that.
     pub started_ns: u64,
-    /// When it ended; 0 as long as it has not.
+    /// Time at which the call ended; 0 before that.
     pub ended_ns: u64,
     /// Bytes received so far.
     pub received_bytes: u64,
     /// Bytes sent so far.
     pub sent_bytes: u64,
-    /// Bytes that it is to receive.
+    /// Total bytes to receive.
     pub to_receive_bytes: u64,
-    /// Bytes that it is to send.
+    /// Total bytes to send.
     pub to_send_bytes: u64,
-    /// The thread that handed it in, as the kernel numbers them.
+    /// Kernel id of the thread that made the call.
     pub thread: u32,
-    /// How many ranks it waits for; 0 if it has not had to wait.
+    /// Number of ranks for which the call waits; 0 if it has not had to wait.
     pub waits_for: u32,
-    /// Their ranks in the group, the first [`LISTED_PEERS`] of them. Of a message: the other rank.
+    /// The first [`LISTED_PEERS`] of these ranks, as ranks of the group. For a message: the other rank.
     pub peers: [u32; LISTED_PEERS],
 }
 
-/// How far a call is.
+/// The state of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum State {
-    /// Others are before it.
+    /// Earlier calls must end first.
     Queued,
-    /// It is being carried out.
+    /// The call is running.
     Running,
-    /// It has succeeded.
+    /// The call has succeeded.
     Done,
-    /// It has failed.
+    /// The call has failed.
     Failed,
 }
 
-/// What kind of call.
+/// The kind of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Operation {
-    /// All ranks of the group make it.
+    /// A call that all ranks of the group make.
     Collective,
-    /// A message to a rank.
+    /// Sends a message to a rank.
     Send,
-    /// A message from a rank, or from any.
+    /// Receives a message from a rank, or from any rank.
     Recv,
-    /// A wait for a message that could be received; of the call only the tag counts.
+    /// Waits for a message without receiving it. Only the tag of the call has a meaning.
     Probe,
 }
 
-/// The word of a call that holds its group, state, operation and algorithm.
+/// Returns the word of a call record with its group, state, operation and algorithm.
 #[inline]
 #[must_use]
 pub fn tags(group: u32, state: State, operation: Operation, algorithm: u8) -> u64 {
     u64::from(group) | (state as u64) << 32 | (operation as u64) << 40 | u64::from(algorithm) << 48
 }
 
-/// The word of a call that holds its thread and the number of ranks that it waits for.
+/// Returns the word of a call record with its thread and the number of awaited ranks.
 #[inline]
 #[must_use]
 pub fn waiting(thread: u32, ranks: u32) -> u64 {
     pair(thread, ranks)
 }
 
-/// Two halves of a word.
+/// Returns the word with these two halves.
 #[inline]
 #[must_use]
 pub fn pair(low: u32, high: u32) -> u64 {
@@ -309,14 +311,15 @@ fn byte(word: u64, at: usize) -> u8 {
     word.to_le_bytes()[at]
 }
 
-/// An optional number: `u32::MAX` stands for none.
+/// Stands for `None` in an optional number.
 const NONE: u32 = u32::MAX;
 
-fn some(number: u32) -> Option<u32> {
+fn optional(number: u32) -> Option<u32> {
     (number != NONE).then_some(number)
 }
 
-/// Writes the length of `text` into the first word and as much of it as there is room for behind it.
+/// Writes a text: its length in bytes into the first word, its bytes into the next words. A text that
+/// is too long is cut at a character boundary.
 fn put_text(words: &mut [u64], text: &str) {
     let room = 8 * (words.len() - 1);
     let end = (0..=room.min(text.len())).rev().find(|&end| text.is_char_boundary(end)).unwrap_or(0);
@@ -328,13 +331,14 @@ fn put_text(words: &mut [u64], text: &str) {
     }
 }
 
+/// Reads a text of [`put_text`]. A length beyond the available words is cut.
 fn get_text(words: &[u64]) -> String {
     let bytes: Vec<u8> = words[1..].iter().flat_map(|word| word.to_le_bytes()).collect();
     let length = usize::try_from(words[0]).unwrap_or(usize::MAX).min(bytes.len());
     String::from_utf8_lossy(&bytes[..length]).into_owned()
 }
 
-/// The same for what is shown: it must not steer a terminal.
+/// Reads a text that will be shown, and replaces its control characters: they could control a terminal.
 fn get_line(words: &[u64]) -> String {
     get_text(words).replace(char::is_control, "\u{fffd}")
 }
@@ -344,20 +348,20 @@ fn generation(low: u64, high: u64) -> Option<Generation> {
     (number != 0).then(|| Generation::from_bytes(number.to_le_bytes()))
 }
 
-/// Two words for a number of 128 bits.
+/// Returns the two words of a number of 128 bits, the lower one first.
 fn halves(number: u128) -> [u64; 2] {
     [number as u64, (number >> 64) as u64]
 }
 
-fn generation_words(generation: Option<Generation>) -> [u64; 2] {
+fn encode_generation(generation: Option<Generation>) -> [u64; 2] {
     halves(generation.map_or(0, |generation| u128::from_le_bytes(generation.to_bytes())))
 }
 
 impl Header {
-    /// The header's words; nothing recorded yet.
+    /// Encodes the header of a recording that has no groups and calls yet.
     #[must_use]
-    pub fn encode(&self) -> Box<[u64; HEADER_WORDS]> {
-        let mut words = Box::new([0; HEADER_WORDS]);
+    pub fn encode(&self) -> Box<[u64; HEADER_LEN]> {
+        let mut words = Box::new([0; HEADER_LEN]);
         let number = |number: Option<u32>| number.unwrap_or(NONE);
         words[0] = MAGIC;
         words[1] = VERSION;
@@ -367,7 +371,7 @@ impl Header {
         words[7] = self.process.start_ticks;
         words[8] = self.process.pid_namespace;
         words[9..11].copy_from_slice(&halves(self.process.boot_id));
-        words[11..13].copy_from_slice(&generation_words(self.generation));
+        words[11..13].copy_from_slice(&encode_generation(self.generation));
         words[13] = self.started_unix_ns;
         words[14] = self.started_ns;
         put_text(&mut words[17..33], &self.run_id);
@@ -376,13 +380,13 @@ impl Header {
         words
     }
 
-    /// The header in `words`, whose first two were looked at.
+    /// Decodes a header. The caller must have checked the first two words, see [`MAGIC`].
     #[must_use]
-    pub fn decode(words: &[u64; HEADER_WORDS]) -> Self {
+    pub fn decode(words: &[u64; HEADER_LEN]) -> Self {
         Self {
-            rank: some(low(words[4])),
-            world_size: some(high(words[4])),
-            local_rank: some(low(words[5])),
+            rank: optional(low(words[4])),
+            world_size: optional(high(words[4])),
+            local_rank: optional(low(words[5])),
             restart_count: high(words[5]),
             process: Process {
                 pid: low(words[6]),
@@ -401,7 +405,7 @@ impl Header {
 }
 
 impl Exit {
-    /// Its words, for [`header::EXIT`].
+    /// Encodes the end of the process, for [`header::EXIT`].
     #[must_use]
     pub fn encode(&self) -> [u64; 2] {
         let (kind, number) = match self.cause {
@@ -411,7 +415,7 @@ impl Exit {
         [self.unix_ns, pair(number.cast_unsigned(), kind | u32::from(self.stopped) << 8)]
     }
 
-    /// The end in `words`; `None` if the process has not ended, as far as anybody has written.
+    /// Decodes the end of the process; `None` if the launcher has not written it.
     #[must_use]
     pub fn decode(words: [u64; 2]) -> Option<Self> {
         let number = low(words[1]).cast_signed();
@@ -425,22 +429,23 @@ impl Exit {
 }
 
 impl Group {
-    /// Its words, the lock included.
+    /// Encodes the group record, with its lock word.
     #[must_use]
-    pub fn encode(&self) -> [u64; GROUP_WORDS] {
-        let mut words = [0; GROUP_WORDS];
+    pub fn encode(&self) -> [u64; GROUP_LEN] {
+        let mut words = [0; GROUP_LEN];
         let kind = self.cause.map_or(0, |cause| 1 + cause.kind as u64);
         words[0] = lock(u64::from(self.number));
         words[1] = self.state as u64 | kind << 8;
         words[2] = pair(self.rank, self.size);
         words[3] = self.id;
-        words[4..6].copy_from_slice(&generation_words(self.generation));
-        words[6] = self.made_ns;
+        words[4..6].copy_from_slice(&encode_generation(self.generation));
+        words[6] = self.created_ns;
         words[7] = self.ended_ns;
-        if let Some(Cause { blamed, by, .. }) = self.cause {
-            words[8] = pair(blamed.unwrap_or(NONE), by);
+        if let Some(Cause { suspect, reported_by, .. }) = self.cause {
+            words[8] = pair(suspect.unwrap_or(NONE), reported_by);
         }
-        let listed = self.origin.as_ref().map(|origin| &origin[..origin.len().min(LISTED_RANKS)]);
+        let listed =
+            self.world_ranks.as_ref().map(|world_ranks| &world_ranks[..world_ranks.len().min(LISTED_RANKS)]);
         words[9] = listed.map_or(u64::MAX, |listed| listed.len() as u64);
         put_text(&mut words[12..32], &self.name);
         for (word, ranks) in words[32..].iter_mut().zip(listed.unwrap_or_default().chunks(2)) {
@@ -449,16 +454,17 @@ impl Group {
         words
     }
 
-    /// The rank in the world of one of its ranks; one that is not listed keeps its number.
+    /// Returns the world rank of a rank of this group. A rank whose world rank is not recorded is
+    /// returned as it is.
     #[must_use]
     pub fn world_rank(&self, rank: u32) -> u32 {
-        let listed = self.origin.as_ref().and_then(|origin| origin.get(rank as usize));
+        let listed = self.world_ranks.as_ref().and_then(|world_ranks| world_ranks.get(rank as usize));
         listed.copied().unwrap_or(rank)
     }
 
-    /// The group in `words`; `None` if there is none, or it was not written to its end.
+    /// Decodes a group record; `None` if the record is empty, incomplete or malformed.
     #[must_use]
-    pub fn decode(words: &[u64; GROUP_WORDS]) -> Option<Self> {
+    pub fn decode(words: &[u64; GROUP_LEN]) -> Option<Self> {
         let number = u32::try_from(words[0] >> 1).ok().filter(|&number| number > 0 && words[0] & 1 == 0)?;
         let state = match byte(words[1], 0) {
             0 => GroupState::Forming,
@@ -481,24 +487,28 @@ impl Group {
         Some(Self {
             number,
             state,
-            cause: kind.map(|kind| Cause { kind, blamed: some(low(words[8])), by: high(words[8]) }),
+            cause: kind.map(|kind| Cause {
+                kind,
+                suspect: optional(low(words[8])),
+                reported_by: high(words[8]),
+            }),
             rank: low(words[2]),
             size: high(words[2]),
             id: words[3],
             generation: generation(words[4], words[5]),
-            made_ns: words[6],
+            created_ns: words[6],
             ended_ns: words[7],
             name: get_line(&words[12..32]),
-            origin: listed.map(|listed| ranks().take(listed).collect()),
+            world_ranks: listed.map(|listed| ranks().take(listed).collect()),
         })
     }
 }
 
 impl Entry {
-    /// Its words, the lock included.
+    /// Encodes the call record, with its lock word.
     #[inline]
     #[must_use]
-    pub fn encode(&self) -> [u64; ENTRY_WORDS] {
+    pub fn encode(&self) -> [u64; ENTRY_LEN] {
         let [c0, c1, c2, c3, c4, c5, c6, c7, d0, d1, d2, d3, d4, d5, d6, d7] = self.call;
         let peers = self.peers;
         [
@@ -521,9 +531,9 @@ impl Entry {
         ]
     }
 
-    /// The call in `words`; `None` if there is none, or it was not written to its end.
+    /// Decodes a call record; `None` if the record is empty, incomplete or malformed.
     #[must_use]
-    pub fn decode(words: &[u64; ENTRY_WORDS]) -> Option<Self> {
+    pub fn decode(words: &[u64; ENTRY_LEN]) -> Option<Self> {
         let number = Some(words[0] >> 1).filter(|&number| number > 0 && words[0] & 1 == 0)?;
         let state = match byte(words[1], 4) {
             0 => State::Queued,
@@ -564,7 +574,7 @@ impl Entry {
         })
     }
 
-    /// Ranks that it waits for, as far as they are listed.
+    /// Returns the ranks of the group for which the call waits, as far as they are recorded.
     #[must_use]
     pub fn listed_peers(&self) -> &[u32] {
         &self.peers[..(self.waits_for as usize).min(LISTED_PEERS)]

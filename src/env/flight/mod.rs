@@ -1,31 +1,32 @@
-//! The flight recorder's file: what a worker was doing in its groups, in a form that outlives it.
+//! The flight recorder's file: the calls of a worker in its groups, readable after the worker died.
 //!
-//! A worker of the runtime writes one file, a *recording*, into the folder that CONVOKE_FLIGHT_DIR names. It maps the
-//! file and only stores into memory, so what stands there survives SIGKILL. The launcher and `convoke-flight` read
-//! the recordings of several workers together and say who waits for whom.
+//! A worker of the runtime writes one file, a *recording*, into the folder that CONVOKE_FLIGHT_DIR names.
+//! It maps the file and only stores into memory, so the contents survive SIGKILL. The launcher and
+//! `convoke-flight` read the recordings of several workers together and report who waits for whom.
 //!
 //! ```text
-//! file ─► layout, names ─► recording ─► standing ─► text
+//! file ─► layout, names ─► recording ─► snapshot ─► text
 //! ```
 //!
-//! - [`layout`]: where what stands in a recording, and both directions between that and types.
-//! - [`names`]: the words for calls, element types and algorithms, which the writer brings along: so a reader shows
-//!   those of a newer runtime too.
-//! - [`folder`]: reading files, also while their worker writes.
-//! - [`standing`]: who waits for whom. Its [`fmt::Display`](std::fmt::Display) is one line for each group.
-//! - [`process`]: which process wrote it, and whether that lives.
+//! - [`layout`]: the position of each value in a recording, and the conversion from and to types.
+//! - [`names`]: the names of calls, element types and algorithms. The writer stores its own names, so
+//!   that a reader can show those of a newer runtime.
+//! - [`folder`]: reading files, even while their worker writes.
+//! - [`snapshot`]: for each group, who waits for whom. Its [`fmt::Display`](std::fmt::Display) is one line.
+//! - [`process`]: the identity of the process that wrote a recording, and its status.
 //!
-//! Whatever stands in a file is taken as untrusted: nothing here panics, loops or allocates for what it says.
+//! The contents of a file are untrusted. No value in it can cause a panic, an endless loop or a large
+//! allocation.
 
 pub mod folder;
 pub mod layout;
 pub mod names;
 pub mod process;
 mod recording;
-pub mod standing;
+pub mod snapshot;
 #[cfg(test)]
 mod tests;
 mod text;
 
 pub use recording::{FormatError, Recording};
-pub use text::{Ranks, span};
+pub use text::{RankList, format_duration};

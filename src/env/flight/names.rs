@@ -1,18 +1,24 @@
-//! Words for what a call's 16 bytes say. Pure.
+//! Names for the 16 bytes of a recorded call. Pure.
 //!
-//! The writer brings its words along, as one text: lists with a newline between them, items with a tab. First the
-//! operations as templates, then element types, reductions and algorithms, each in the order of their numbers.
-//! In a template `%t` stands for the element type, `%n` for the count, `%o` for the reduction if there is one (with a
-//! comma before it), `%r` for the root or tag, `%x` for the same in hexadecimal; `%l` says that it is the fingerprint of
-//! the lengths in a list, unless it is 0.
+//! The writer stores its names in the recording, as one text of four lists: templates of operations,
+//! element types, reductions, algorithms. A newline separates lists, a tab separates items. The number
+//! of an item is its index. A template has these placeholders:
+//!
+//! - `%t`: the element type.
+//! - `%n`: the count.
+//! - `%o`: a comma and the reduction, if there is one.
+//! - `%r`: the root or tag.
+//! - `%x`: the root or tag in hexadecimal.
+//! - `%l`: the root or tag as the fingerprint of a list of lengths, unless it is 0.
 
-/// Stands for "no reduction" in a call.
+/// Stands for "no reduction" in the bytes of a call.
 const NO_REDUCTION: u8 = 0xFF;
-/// Most items of a list, and characters of one, that are read.
-const ITEMS: usize = 256;
-const ITEM_CHARS: usize = 64;
+/// Most items of a list that are read.
+const MAX_ITEMS: usize = 256;
+/// Most characters of an item that are read.
+const MAX_ITEM_CHARS: usize = 64;
 
-/// The words of one writer.
+/// The names that one writer uses.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Names {
     templates: Vec<String>,
@@ -21,15 +27,15 @@ pub struct Names {
     algorithms: Vec<String>,
 }
 
-/// The text of these words.
+/// Encodes the names of a writer as the text of its recording.
 #[must_use]
-pub fn write(templates: &[&str], dtypes: &[&str], reductions: &[&str], algorithms: &[&str]) -> String {
+pub fn encode(templates: &[&str], dtypes: &[&str], reductions: &[&str], algorithms: &[&str]) -> String {
     [templates, dtypes, reductions, algorithms].map(|list| list.join("\t")).join("\n")
 }
 
-/// The words of a call, filled into its template.
+/// Replaces the placeholders of a template. `root` is the root or tag of the call.
 #[must_use]
-pub fn fill(template: &str, dtype: &str, reduction: Option<&str>, root: u32, count: u64) -> String {
+pub fn fill_template(template: &str, dtype: &str, reduction: Option<&str>, root: u32, count: u64) -> String {
     let mut out = String::new();
     let mut chars = template.chars();
     while let Some(c) = chars.next() {
@@ -51,19 +57,21 @@ pub fn fill(template: &str, dtype: &str, reduction: Option<&str>, root: u32, cou
 }
 
 impl Names {
-    /// Reads the words in `text`; what is missing will be shown as numbers.
+    /// Parses the text of [`encode`]. Missing names are allowed; readers see numbers instead. Control
+    /// characters are replaced.
     #[must_use]
-    pub fn read(text: &str) -> Self {
+    pub fn parse(text: &str) -> Self {
         let mut lists = text.split('\n').map(|list| {
-            let items = list.split('\t').take(ITEMS);
+            let items = list.split('\t').take(MAX_ITEMS);
             let items = items.map(|item| item.replace(char::is_control, "\u{fffd}"));
-            items.map(|item| item.chars().take(ITEM_CHARS).collect()).collect()
+            items.map(|item| item.chars().take(MAX_ITEM_CHARS).collect()).collect()
         });
+        // A list that the text does not have is empty.
         let mut next = || lists.next().unwrap_or_default();
         Self { templates: next(), dtypes: next(), reductions: next(), algorithms: next() }
     }
 
-    /// A call in words.
+    /// Describes the 16 bytes of a call as text, as in `all_reduce(f32, 1000, sum)`.
     #[must_use]
     pub fn call(&self, call: &[u8; 16]) -> String {
         let [operation, dtype, reduction, _, r0, r1, r2, r3, ..] = *call;
@@ -76,10 +84,10 @@ impl Names {
         let reduction = (reduction != NO_REDUCTION).then(|| {
             item(&self.reductions, reduction).map_or_else(|| format!("reduction {reduction}"), str::to_owned)
         });
-        fill(&template, &dtype, reduction.as_deref(), root, count)
+        fill_template(&template, &dtype, reduction.as_deref(), root, count)
     }
 
-    /// The algorithm with this number, which counts from 1; `None` for 0.
+    /// Returns the name of the algorithm with this number, which counts from 1; `None` for 0.
     #[must_use]
     pub fn algorithm(&self, number: u8) -> Option<String> {
         let index = number.checked_sub(1)?;
@@ -106,8 +114,8 @@ mod tests {
     #[test]
     fn calls_read_as_their_writer_wrote_them() {
         let templates = ["barrier()", "sum(%t, %n%o, root %r)", "v(%x) 100%", "list(%n%l)"];
-        let text = write(&templates, &["f32"], &["max"], &["ring"]);
-        let names = Names::read(&text);
+        let text = encode(&templates, &["f32"], &["max"], &["ring"]);
+        let names = Names::parse(&text);
         assert_eq!(names.call(&call(0, 9, 0xFF, 0, 0)), "barrier()");
         assert_eq!(names.call(&call(1, 0, 0, 3, 1 << 40)), "sum(f32, 1099511627776, max, root 3)");
         assert_eq!(names.call(&call(1, 0, 0xFF, 3, 7)), "sum(f32, 7, root 3)");
@@ -118,16 +126,16 @@ mod tests {
     }
 
     #[test]
-    fn numbers_without_a_word_are_shown() {
-        let names = Names::read("");
+    fn numbers_without_a_name_are_shown() {
+        let names = Names::parse("");
         assert_eq!(names.call(&call(4, 5, 6, 7, 8)), "operation 4(type 5, 8, reduction 6)");
         assert_eq!(names.algorithm(3).as_deref(), Some("algorithm 2"));
     }
 
     #[test]
-    fn words_of_others_cannot_steer_a_terminal_or_grow() {
-        let names = Names::read(&format!("\u{1b}[2J{}", "x".repeat(1000)));
+    fn names_of_others_cannot_steer_a_terminal_or_grow() {
+        let names = Names::parse(&format!("\u{1b}[2J{}", "x".repeat(1000)));
         let shown = names.call(&call(0, 0, 0, 0, 0));
-        assert!(shown.starts_with('\u{fffd}') && shown.chars().count() == ITEM_CHARS, "{shown}");
+        assert!(shown.starts_with('\u{fffd}') && shown.chars().count() == MAX_ITEM_CHARS, "{shown}");
     }
 }

@@ -1,44 +1,48 @@
-//! Which process this is, and whether the one that made a recording lives.
+//! The identity of this process, and the status of the process that made a recording.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 
 use super::layout::Process;
 
-/// Whether a process lives.
+/// The status of a process, as seen from this one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Life {
-    /// It does.
+pub enum ProcessStatus {
+    /// The process is running.
     Alive,
-    /// It does not.
+    /// The process has ended.
     Gone,
-    /// It was on another host, or is in another container.
+    /// The process ran on another host, in another boot, or in another container.
     Unknown,
 }
 
-/// What the kernel calls this process.
+/// Returns the identity of this process.
 #[must_use]
-pub fn this() -> Process {
+pub fn current() -> Process {
     let pid = std::process::id();
     Process {
         pid,
-        start_ticks: running(pid).unwrap_or(0),
+        start_ticks: start_ticks(pid).unwrap_or(0),
         pid_namespace: fs::metadata("/proc/self/ns/pid").map_or(0, |metadata| metadata.ino()),
         boot_id: boot_id().unwrap_or(0),
     }
 }
 
-/// Whether `process` lives, as far as it can be seen from `here`, see [`this`].
+/// Returns the status of `process`. `here` is this process, see [`current`].
 #[must_use]
-pub fn life(process: &Process, here: &Process) -> Life {
+pub fn status(process: &Process, here: &Process) -> ProcessStatus {
     if process.boot_id == 0 || process.start_ticks == 0 {
-        return Life::Unknown;
+        return ProcessStatus::Unknown;
     }
     if process.boot_id != here.boot_id || process.pid_namespace != here.pid_namespace {
-        return Life::Unknown;
+        return ProcessStatus::Unknown;
     }
-    // Another process may have got its pid.
-    if running(process.pid) == Some(process.start_ticks) { Life::Alive } else { Life::Gone }
+    // The kernel may have given its pid to another process.
+    if start_ticks(process.pid) == Some(process.start_ticks) {
+        ProcessStatus::Alive
+    } else {
+        ProcessStatus::Gone
+    }
 }
 
 fn boot_id() -> Option<u128> {
@@ -46,14 +50,14 @@ fn boot_id() -> Option<u128> {
     u128::from_str_radix(&text.trim().replace('-', ""), 16).ok()
 }
 
-/// When the process was started, in clock ticks since the boot; `None` if it does not run.
-fn running(pid: u32) -> Option<u64> {
+/// Returns the start time of a process, in clock ticks since the boot; `None` if it is not running.
+fn start_ticks(pid: u32) -> Option<u64> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name in parentheses may hold anything.
+    // The name of the program, in parentheses, may contain any characters.
     let mut fields = stat.get(stat.rfind(')')? + 1..)?.split_ascii_whitespace();
     let state = fields.next()?;
     let started = fields.nth(18)?.parse().ok()?;
-    // A zombie only waits to be reaped.
+    // A zombie has ended.
     (!matches!(state, "Z" | "X" | "x")).then_some(started)
 }
 
@@ -63,19 +67,19 @@ mod tests {
 
     #[test]
     fn this_process_lives_and_one_that_has_ended_does_not() {
-        let here = this();
+        let here = current();
         assert!(here.start_ticks > 0 && here.boot_id > 0 && here.pid_namespace > 0, "{here:?}");
-        assert_eq!(life(&here, &here), Life::Alive);
+        assert_eq!(status(&here, &here), ProcessStatus::Alive);
         let earlier = Process { start_ticks: here.start_ticks - 1, ..here };
-        assert_eq!(life(&earlier, &here), Life::Gone, "another process with its pid");
+        assert_eq!(status(&earlier, &here), ProcessStatus::Gone, "another process with its pid");
         let mut child = std::process::Command::new("true").spawn().unwrap();
         let pid = child.id();
-        let started = running(pid);
-        // Its state changes to that of a zombie before it is reaped.
+        let started = start_ticks(pid);
+        // The child may already be a zombie here.
         let ended = Process { pid, start_ticks: started.unwrap_or(1), ..here };
         child.wait().unwrap();
-        assert_eq!(life(&ended, &here), Life::Gone);
+        assert_eq!(status(&ended, &here), ProcessStatus::Gone);
         let elsewhere = Process { boot_id: here.boot_id ^ 1, ..here };
-        assert_eq!(life(&elsewhere, &here), Life::Unknown);
+        assert_eq!(status(&elsewhere, &here), ProcessStatus::Unknown);
     }
 }

@@ -1,54 +1,54 @@
-//! A recording as a value. Pure.
+//! Decoding a recording. Pure.
 
 use super::layout::{
-    ENTRIES, ENTRY_WORDS, Entry, Exit, FILE_BYTES, FILE_WORDS, GROUP_WORDS, GROUPS, Group, HEADER_WORDS,
-    Header, MAGIC, Operation, State, VERSION, entry_at, group_at, header,
+    ENTRIES, ENTRY_LEN, Entry, Exit, FILE_BYTES, FILE_LEN, GROUP_LEN, GROUPS, Group, HEADER_LEN, Header,
+    MAGIC, Operation, State, VERSION, entry_at, group_at, header,
 };
 use super::names::Names;
 
-/// What one process recorded.
+/// The decoded recording of one process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Recording {
-    /// Which process, and when.
+    /// The process, and the start of the recording.
     pub header: Header,
-    /// How the process ended, once its launcher has written that.
+    /// The end of the process; `None` until its launcher has written it.
     pub exit: Option<Exit>,
-    /// Its words for calls.
+    /// The writer's names of calls and types.
     pub names: Names,
-    /// Its groups, the first first. Of those that have ended early ones may be missing.
+    /// The groups, in order of creation. Groups that ended early may be missing.
     pub groups: Vec<Group>,
-    /// Its last calls, the first first.
+    /// The last calls, in order.
     pub entries: Vec<Entry>,
-    /// Number of calls that it made, also of those that are not here any more.
+    /// Number of all calls of the process, including those that were overwritten.
     pub calls: u64,
-    /// Calls that cannot be read: they were being written when the process ended, or make no sense.
+    /// Number of unreadable call records: incomplete when the process ended, or malformed.
     pub torn: usize,
-    /// Calls that were not recorded because two threads met in one slot.
+    /// Number of calls that were not recorded because another thread was writing to their slot.
     pub lost: u64,
 }
 
-/// Bytes that are not a recording.
+/// The errors of bytes that are not a recording.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum FormatError {
-    /// They do not begin like one.
+    /// The bytes do not start with [`MAGIC`].
     #[error("not a recording of the flight recorder")]
     Foreign,
-    /// One of another version of this program.
+    /// The recording has another version of the layout.
     #[error("a recording of version {found}, and this program reads version {VERSION}")]
     Version {
-        /// Its version.
+        /// Version of the recording.
         found: u64,
     },
-    /// It is too short.
+    /// There are too few bytes.
     #[error("cut short: {found} of {FILE_BYTES} bytes")]
     Truncated {
-        /// Its length in bytes.
+        /// Number of bytes.
         found: usize,
     },
 }
 
 impl Recording {
-    /// Reads the header of a recording: its first 2 KiB are enough.
+    /// Decodes the header of a recording. `bytes` needs only the first 2 KiB of the file.
     ///
     /// # Errors
     /// [`FormatError`].
@@ -62,50 +62,52 @@ impl Recording {
             (Some(MAGIC) | None, _) => return Err(truncated),
             (Some(_), _) => return Err(FormatError::Foreign),
         }
-        let words: Vec<u64> = words.iter().take(HEADER_WORDS).map(|&word| u64::from_le_bytes(word)).collect();
+        let words: Vec<u64> = words.iter().take(HEADER_LEN).map(|&word| u64::from_le_bytes(word)).collect();
         words.first_chunk().map(Header::decode).ok_or(truncated)
     }
 
-    /// Reads a recording. Costs one pass over `bytes`, whatever stands there.
+    /// Decodes a recording. Costs one pass over `bytes`, whatever their contents. Malformed calls and
+    /// groups are left out.
     ///
     /// # Errors
-    /// [`FormatError`]. Calls and groups that make no sense are left out.
+    /// [`FormatError`].
     pub fn decode(bytes: &[u8]) -> Result<Self, FormatError> {
         let decoded = Self::header(bytes)?;
         let words: Vec<u64> =
-            bytes.as_chunks::<8>().0.iter().take(FILE_WORDS).map(|&word| u64::from_le_bytes(word)).collect();
-        if words.len() < FILE_WORDS {
+            bytes.as_chunks::<8>().0.iter().take(FILE_LEN).map(|&word| u64::from_le_bytes(word)).collect();
+        if words.len() < FILE_LEN {
             return Err(FormatError::Truncated { found: bytes.len() });
         }
         let mut groups: Vec<Group> = (0..GROUPS)
-            .filter_map(|slot| words[group_at(slot)..].first_chunk::<GROUP_WORDS>())
+            .filter_map(|slot| words[group_at(slot)..].first_chunk::<GROUP_LEN>())
             .filter_map(Group::decode)
             .collect();
         groups.sort_by_key(|group| group.number);
         let (mut entries, mut torn) = (Vec::new(), 0);
         for slot in 0..ENTRIES as u64 {
-            let Some(words) = words[entry_at(slot)..].first_chunk::<ENTRY_WORDS>() else { continue };
+            let Some(words) = words[entry_at(slot)..].first_chunk::<ENTRY_LEN>() else { continue };
             match Entry::decode(words) {
                 Some(entry) if entry.number % ENTRIES as u64 == slot => entries.push(entry),
                 Some(_) | None => torn += usize::from(words[0] != 0),
             }
         }
         entries.sort_by_key(|entry| entry.number);
-        let names = Names::read(&decoded.names);
+        let names = Names::parse(&decoded.names);
         let exit = Exit::decode([words[header::EXIT], words[header::EXIT + 1]]);
-        let (calls, lost) = (words[header::CLAIMED], words[header::LOST]);
+        let (calls, lost) = (words[header::CALL_COUNT], words[header::LOST]);
         Ok(Self { header: decoded, exit, names, groups, entries, calls, torn, lost })
     }
 
-    /// The group with this number, if it is still known.
+    /// Returns the group with this number; `None` if its record was overwritten.
     #[must_use]
     pub fn group(&self, number: u32) -> Option<&Group> {
         self.groups.iter().find(|group| group.number == number)
     }
 
-    /// A call in words: `all_reduce(f32, 1000, sum)`, `send(f32, 1000, tag 7) to rank 3`. Ranks are those in the world.
+    /// Describes a call as text, with world ranks: `all_reduce(f32, 1000, sum)` or
+    /// `send(f32, 1000, tag 7) to rank 3`.
     #[must_use]
-    pub fn words(&self, entry: &Entry) -> String {
+    pub fn describe(&self, entry: &Entry) -> String {
         let call = self.names.call(&entry.call);
         let peer = match entry.waits_for {
             0 => "any rank".to_owned(),
@@ -122,7 +124,7 @@ impl Recording {
         }
     }
 
-    /// The ranks in the world that a call waits for, as far as they are listed.
+    /// Returns the world ranks for which a call waits, as far as they are recorded.
     #[must_use]
     pub fn waits_for(&self, entry: &Entry) -> Vec<u32> {
         if entry.state == State::Done {

@@ -1,15 +1,15 @@
-//! What recordings say together; and what recordings that are none, or lie, can do.
+//! Tests of the snapshots of several recordings, and of malformed recordings.
 
 use proptest::prelude::*;
 
 use super::layout::*;
-use super::process::Life;
-use super::standing::{Standing, Witness, standings};
+use super::process::ProcessStatus;
+use super::snapshot::{GroupSnapshot, Observer, snapshots};
 use super::*;
 use crate::{ExitCause, Generation};
 
 const SECOND: u64 = 1_000_000_000;
-/// When everything began: in nanoseconds since 1970, and by the clock of the boot.
+/// Start of every test recording: in nanoseconds since 1970, and of CLOCK_MONOTONIC.
 const WALL: u64 = 1_795_249_985 * SECOND;
 const BOOT: u64 = 5000 * SECOND;
 const NAMES: &str = "barrier()\tall_reduce(%t, %n%o)\tsend/recv(%t, %n, tag %r)\nu8\tf32\nsum\nring";
@@ -26,15 +26,15 @@ fn message() -> [u8; 16] {
     [2, 1, 0xFF, 0, 7, 0, 0, 0, 3, 0, 0, 0, 0, 0, 0, 0]
 }
 
-/// A recording in the making.
+/// Builds a recording.
 #[derive(Clone)]
-struct Tape {
+struct TestRecording {
     words: Vec<u64>,
     next: u64,
     groups: u32,
 }
 
-impl Tape {
+impl TestRecording {
     fn of(rank: u32) -> Self {
         let header = Header {
             rank: Some(rank),
@@ -48,11 +48,11 @@ impl Tape {
             ..Header::default()
         };
         let mut words = header.encode().to_vec();
-        words.resize(FILE_WORDS, 0);
+        words.resize(FILE_LEN, 0);
         Self { words, next: 1, groups: 0 }
     }
 
-    /// Adds a group that formed when everything began.
+    /// Adds a group that was formed at the start of the recording.
     fn group(mut self, name: &str, rank: u32, size: u32, change: impl FnOnce(&mut Group)) -> Self {
         self.groups += 1;
         let mut group = Group {
@@ -63,14 +63,14 @@ impl Tape {
             size,
             id: 9,
             generation: Some(Generation::from_bytes([3; 16])),
-            made_ns: BOOT,
+            created_ns: BOOT,
             ended_ns: 0,
             name: name.to_owned(),
-            origin: None,
+            world_ranks: None,
         };
         change(&mut group);
         let at = group_at(self.groups as usize - 1);
-        self.words[at..at + GROUP_WORDS].copy_from_slice(&group.encode());
+        self.words[at..at + GROUP_LEN].copy_from_slice(&group.encode());
         self
     }
 
@@ -78,7 +78,7 @@ impl Tape {
         self.group("world", rank, 4, |_| {})
     }
 
-    /// Adds a call of group `group`, made `second` seconds after everything began, which took no time.
+    /// Adds a call of group number `group`, made `second` seconds after the start. It took no time.
     fn call(
         mut self,
         group: u32,
@@ -109,7 +109,7 @@ impl Tape {
         };
         change(&mut entry);
         let at = entry_at(self.next);
-        self.words[at..at + ENTRY_WORDS].copy_from_slice(&entry.encode());
+        self.words[at..at + ENTRY_LEN].copy_from_slice(&entry.encode());
         self.next += 1;
         self
     }
@@ -145,34 +145,35 @@ fn fails(peers: &'static [u32]) -> impl FnOnce(&mut Entry) {
     }
 }
 
-fn failed(kind: CauseKind, blamed: u32, second: u64) -> impl FnOnce(&mut Group) {
+fn failed(kind: CauseKind, suspect: u32, second: u64) -> impl FnOnce(&mut Group) {
     move |group| {
         group.state = GroupState::Failed;
-        group.cause = Some(Cause { kind, blamed: Some(blamed), by: 0 });
+        group.cause = Some(Cause { kind, suspect: Some(suspect), reported_by: 0 });
         group.ended_ns = BOOT + second * SECOND;
     }
 }
 
-/// What is said 40 seconds after everything began.
-fn said(tapes: &[Tape], life: Life) -> Vec<Standing> {
-    let recordings: Vec<Recording> = tapes.iter().map(Tape::recording).collect();
-    let witnesses: Vec<_> = recordings.iter().map(|recording| Witness { recording, life }).collect();
-    standings(&witnesses, WALL + 40 * SECOND)
+/// Returns the snapshots 40 seconds after the start of the recordings.
+fn snapshots_of(files: &[TestRecording], status: ProcessStatus) -> Vec<GroupSnapshot> {
+    let recordings: Vec<Recording> = files.iter().map(TestRecording::recording).collect();
+    let observers: Vec<_> = recordings.iter().map(|recording| Observer { recording, status }).collect();
+    snapshots(&observers, WALL + 40 * SECOND)
 }
 
-fn lines(tapes: &[Tape], life: Life) -> Vec<String> {
-    said(tapes, life).iter().map(ToString::to_string).collect()
+fn lines(files: &[TestRecording], status: ProcessStatus) -> Vec<String> {
+    snapshots_of(files, status).iter().map(ToString::to_string).collect()
 }
 
-fn line(tapes: &[Tape], life: Life) -> String {
-    let lines = lines(tapes, life);
+fn line(files: &[TestRecording], status: ProcessStatus) -> String {
+    let lines = lines(files, status);
     assert_eq!(lines.len(), 1, "{lines:?}");
     lines.concat()
 }
 
-/// Rank 2 does not call what the others wait in; around a ring, so that only one of them waits for it directly.
-fn one_is_late() -> Vec<Tape> {
-    let late = |rank: u32| Tape::of(rank).world(rank).call(1, 41, 10, barrier(), |_| {});
+/// Rank 2 does not make the call in which the others wait. They wait around a ring, so that only one of
+/// them waits for rank 2 directly.
+fn one_is_late() -> Vec<TestRecording> {
+    let late = |rank: u32| TestRecording::of(rank).world(rank).call(1, 41, 10, barrier(), |_| {});
     let peers: [&'static [u32]; 4] = [&[3], &[0], &[], &[2]];
     (0..4)
         .map(|rank| match rank {
@@ -185,7 +186,7 @@ fn one_is_late() -> Vec<Tape> {
 #[test]
 fn a_rank_that_does_not_call_is_named_with_how_long_it_has_been_idle() {
     assert_eq!(
-        line(&one_is_late(), Life::Alive),
+        line(&one_is_late(), ProcessStatus::Alive),
         "group world: rank 2 is at seq 41 barrier() (idle 30 s); \
          ranks 0,1,3 wait in seq 42 all_reduce(f32, 100, sum) for rank 2 (29 s)"
     );
@@ -194,7 +195,7 @@ fn a_rank_that_does_not_call_is_named_with_how_long_it_has_been_idle() {
 #[test]
 fn of_processes_that_are_gone_it_is_the_past_and_nobody_knows_how_long() {
     assert_eq!(
-        line(&one_is_late(), Life::Gone),
+        line(&one_is_late(), ProcessStatus::Gone),
         "group world: rank 2 was at seq 41 barrier(); \
          ranks 0,1,3 waited in seq 42 all_reduce(f32, 100, sum) for rank 2"
     );
@@ -202,34 +203,38 @@ fn of_processes_that_are_gone_it_is_the_past_and_nobody_knows_how_long() {
 
 #[test]
 fn a_rank_that_has_not_called_at_all_or_was_not_recorded_is_said_to_be_so() {
-    let mut tapes = one_is_late();
-    tapes[2] = Tape::of(2).world(2);
-    let text = line(&tapes, Life::Alive);
+    let mut files = one_is_late();
+    files[2] = TestRecording::of(2).world(2);
+    let text = line(&files, ProcessStatus::Alive);
     assert!(
         text.starts_with("group world: rank 2 has called nothing (idle 40 s); ranks 0,1,3 wait"),
         "{text}"
     );
-    // Its process is there, but not in this group.
-    tapes[2] = Tape::of(2);
-    let text = line(&tapes, Life::Alive);
+    // The process of rank 2 has a recording, but not of this group.
+    files[2] = TestRecording::of(2);
+    let text = line(&files, ProcessStatus::Alive);
     assert!(text.starts_with("group world: rank 2 has not come; ranks 0,1,3 wait in"), "{text}");
-    tapes.remove(2);
-    let text = line(&tapes, Life::Alive);
+    files.remove(2);
+    let text = line(&files, ProcessStatus::Alive);
     assert!(text.ends_with("for rank 2 (29 s); no recording of rank 2"), "{text}");
 }
 
 #[test]
 fn times_count_up_to_the_failure_of_the_group() {
-    let tapes: Vec<Tape> = (0..4)
+    let files: Vec<TestRecording> = (0..4)
         .map(|rank| {
-            let tape =
-                Tape::of(rank).group("world", rank, 4, failed(CauseKind::Timeout, 2, 25 + u64::from(rank)));
-            let tape = tape.call(1, 41, 10, barrier(), |_| {});
-            if rank == 2 { tape } else { tape.call(1, 42, 11, sum(100), fails(&[2])) }
+            let file = TestRecording::of(rank).group(
+                "world",
+                rank,
+                4,
+                failed(CauseKind::Timeout, 2, 25 + u64::from(rank)),
+            );
+            let file = file.call(1, 41, 10, barrier(), |_| {});
+            if rank == 2 { file } else { file.call(1, 42, 11, sum(100), fails(&[2])) }
         })
         .collect();
     assert_eq!(
-        line(&tapes, Life::Gone),
+        line(&files, ProcessStatus::Gone),
         "group world: rank 2 was at seq 41 barrier() (idle 15 s); \
          ranks 0,1,3 waited in seq 42 all_reduce(f32, 100, sum) for rank 2 (rank 0 timed out waiting for rank 2)"
     );
@@ -237,26 +242,26 @@ fn times_count_up_to_the_failure_of_the_group() {
 
 #[test]
 fn who_was_lost_has_died_and_who_was_stopped_has_not() {
-    let tape = |rank| Tape::of(rank).group("world", rank, 4, failed(CauseKind::Lost, 1, 20));
-    let mut tapes = vec![
-        tape(0).call(1, 5, 11, sum(100), fails(&[1])),
-        Tape::of(1).world(1).call(1, 5, 11, sum(100), waits(&[2])),
-        tape(2).call(1, 5, 11, sum(100), fails(&[1])),
-        Tape::of(3).world(3).call(1, 4, 9, barrier(), |_| {}),
+    let file = |rank| TestRecording::of(rank).group("world", rank, 4, failed(CauseKind::Lost, 1, 20));
+    let mut files = vec![
+        file(0).call(1, 5, 11, sum(100), fails(&[1])),
+        TestRecording::of(1).world(1).call(1, 5, 11, sum(100), waits(&[2])),
+        file(2).call(1, 5, 11, sum(100), fails(&[1])),
+        TestRecording::of(3).world(3).call(1, 4, 9, barrier(), |_| {}),
     ];
     let text = "group world: rank 1 died in seq 5 all_reduce(f32, 100, sum); rank 3 was at seq 4 barrier(); \
                 ranks 0,2 waited in seq 5 all_reduce(f32, 100, sum) for rank 1 (rank 1 was lost, says rank 0)";
-    assert_eq!(line(&tapes, Life::Gone).replace(" (idle 11 s)", ""), text);
-    // The same if nobody noticed, but the launcher has written how they ended.
+    assert_eq!(line(&files, ProcessStatus::Gone).replace(" (idle 11 s)", ""), text);
+    // The line is equal if no rank detected the loss and the launcher has written the exits.
     for rank in [0, 2] {
-        tapes[rank as usize] = Tape::of(rank).world(rank).call(1, 5, 11, sum(100), waits(&[1]));
+        files[rank as usize] = TestRecording::of(rank).world(rank).call(1, 5, 11, sum(100), waits(&[1]));
     }
-    tapes[1] = tapes[1].clone().exit(20, ExitCause::Signal(9), false);
+    files[1] = files[1].clone().exit(20, ExitCause::Signal(9), false);
     for rank in [0, 2, 3] {
-        tapes[rank] = tapes[rank].clone().exit(21, ExitCause::Signal(15), true);
+        files[rank] = files[rank].clone().exit(21, ExitCause::Signal(15), true);
     }
     assert_eq!(
-        line(&tapes, Life::Gone),
+        line(&files, ProcessStatus::Gone),
         "group world: rank 1 died in seq 5 all_reduce(f32, 100, sum); rank 3 was at seq 4 barrier() (idle 12 s); \
          ranks 0,2 waited in seq 5 all_reduce(f32, 100, sum) for rank 1 (10 s)"
     );
@@ -264,10 +269,10 @@ fn who_was_lost_has_died_and_who_was_stopped_has_not() {
 
 #[test]
 fn calls_that_differ_stand_side_by_side() {
-    let tape = |rank| Tape::of(rank).group("world", rank, 2, failed(CauseKind::Mismatch, 1, 20));
-    let tapes = [tape(0).call(1, 5, 11, sum(8), fails(&[1])), tape(1).call(1, 5, 11, sum(7), fails(&[0]))];
+    let file = |rank| TestRecording::of(rank).group("world", rank, 2, failed(CauseKind::Mismatch, 1, 20));
+    let files = [file(0).call(1, 5, 11, sum(8), fails(&[1])), file(1).call(1, 5, 11, sum(7), fails(&[0]))];
     assert_eq!(
-        line(&tapes, Life::Gone),
+        line(&files, ProcessStatus::Gone),
         "group world: rank 0 waited in seq 5 all_reduce(f32, 8, sum) for rank 1; \
          rank 1 waited in seq 5 all_reduce(f32, 7, sum) for rank 0 (the calls of rank 1 and rank 0 differ)"
     );
@@ -275,17 +280,19 @@ fn calls_that_differ_stand_side_by_side() {
 
 #[test]
 fn of_several_groups_it_is_told_who_is_in_another() {
-    let half = |tape: Tape, rank| tape.group("world/0.0", rank, 2, |group| group.origin = Some(vec![4, 6]));
+    let half = |file: TestRecording, rank| {
+        file.group("world/0.0", rank, 2, |group| group.world_ranks = Some(vec![4, 6]))
+    };
     let recv = |entry: &mut Entry| {
         waits(&[1])(entry);
         entry.operation = Operation::Recv;
     };
-    let tapes = [
-        half(Tape::of(4).group("world", 4, 8, |_| {}), 0).call(2, 0, 11, message(), recv),
-        half(Tape::of(6).group("world", 6, 8, |_| {}), 1).call(1, 2, 12, barrier(), waits(&[4])),
+    let files = [
+        half(TestRecording::of(4).group("world", 4, 8, |_| {}), 0).call(2, 0, 11, message(), recv),
+        half(TestRecording::of(6).group("world", 6, 8, |_| {}), 1).call(1, 2, 12, barrier(), waits(&[4])),
     ];
     assert_eq!(
-        lines(&tapes, Life::Alive),
+        lines(&files, ProcessStatus::Alive),
         [
             "group world: rank 4 is in group world/0.0: recv(f32, 3, tag 7) from rank 6; \
              rank 6 waits in seq 2 barrier() for rank 4 (28 s); no recording of ranks 0-3,5,7",
@@ -297,22 +304,23 @@ fn of_several_groups_it_is_told_who_is_in_another() {
 
 #[test]
 fn groups_that_form_did_not_form_or_are_of_an_earlier_round_are_told_apart() {
-    let forming = |rank| Tape::of(rank).group("world", rank, 3, |group| group.state = GroupState::Forming);
+    let forming =
+        |rank| TestRecording::of(rank).group("world", rank, 3, |group| group.state = GroupState::Forming);
     assert_eq!(
-        line(&[forming(0), forming(1)], Life::Alive),
+        line(&[forming(0), forming(1)], ProcessStatus::Alive),
         "group world: ranks 0,1 look for the others (40 s); no recording of rank 2"
     );
     let unformed = |group: &mut Group| {
         failed(CauseKind::Timeout, 2, 30)(group);
         group.state = GroupState::Unformed;
     };
-    let tape = |rank| {
-        Tape::of(rank).group("world", rank, 2, unformed).group("world", rank, 2, |group| {
+    let file = |rank| {
+        TestRecording::of(rank).group("world", rank, 2, unformed).group("world", rank, 2, |group| {
             group.generation = Some(Generation::from_bytes([4; 16]));
-            group.made_ns = BOOT + 35 * SECOND;
+            group.created_ns = BOOT + 35 * SECOND;
         })
     };
-    let both = said(&[tape(0), tape(1)], Life::Alive);
+    let both = snapshots_of(&[file(0), file(1)], ProcessStatus::Alive);
     assert_eq!(
         both[0].to_string(),
         "group world: ranks 0,1 did not find the others (rank 0 timed out waiting for rank 2)"
@@ -324,22 +332,27 @@ fn groups_that_form_did_not_form_or_are_of_an_earlier_round_are_told_apart() {
 
 #[test]
 fn a_rank_that_is_not_recorded_as_waiting_ends_the_chain_and_a_circle_has_no_end() {
-    let tape =
-        |rank, peers| Tape::of(rank).group("world", rank, 3, |_| {}).call(1, 1, 5, barrier(), waits(peers));
-    let circle = [tape(0, &[1]), tape(1, &[2]), tape(2, &[0])];
-    assert!(line(&circle, Life::Alive).contains("wait in seq 1 barrier() for each other (35 s)"));
-    assert!(line(&circle[..2], Life::Alive).contains("ranks 0,1 wait in seq 1 barrier() for rank 2 (35 s)"));
+    let file = |rank, peers| {
+        TestRecording::of(rank).group("world", rank, 3, |_| {}).call(1, 1, 5, barrier(), waits(peers))
+    };
+    let circle = [file(0, &[1]), file(1, &[2]), file(2, &[0])];
+    assert!(line(&circle, ProcessStatus::Alive).contains("wait in seq 1 barrier() for each other (35 s)"));
+    assert!(
+        line(&circle[..2], ProcessStatus::Alive)
+            .contains("ranks 0,1 wait in seq 1 barrier() for rank 2 (35 s)")
+    );
 }
 
 #[test]
 fn ranks_and_spans_are_short() {
-    let ranks = |ranks: &[u32]| Ranks(ranks).to_string();
+    let ranks = |ranks: &[u32]| RankList(ranks).to_string();
     assert_eq!(ranks(&[3]), "rank 3");
     assert_eq!(ranks(&[0, 1, 3]), "ranks 0,1,3");
     assert_eq!(ranks(&[0, 1, 2, 3, 7, 8]), "ranks 0-3,7,8");
     let odd: Vec<u32> = (0..1000).map(|rank| 2 * rank).collect();
     assert!(ranks(&odd).ends_with(",28,30 and others"), "{}", ranks(&odd));
-    let spans = [250_000, 42 * SECOND / 1000, 3 * SECOND + SECOND / 10, 30 * SECOND, 900 * SECOND].map(span);
+    let spans = [250_000, 42 * SECOND / 1000, 3 * SECOND + SECOND / 10, 30 * SECOND, 900 * SECOND]
+        .map(format_duration);
     assert_eq!(spans, ["0.25 ms", "42 ms", "3.1 s", "30 s", "15 min"]);
 }
 
@@ -364,10 +377,10 @@ fn everything_of_a_recording_round_trips() {
         read,
         Header { run_id: format!("\u{e9}{}", &texts[..118]), host: "node\u{fffd}[2J".to_owned(), ..header }
     );
-    let tape = Tape::of(1).group("a", 2, 100, |group| group.origin = Some((50..150).collect()));
-    let group = &tape.recording().groups[0];
+    let file = TestRecording::of(1).group("a", 2, 100, |group| group.world_ranks = Some((50..150).collect()));
+    let group = &file.recording().groups[0];
     assert_eq!(
-        (group.origin.as_ref().map(Vec::len), group.world_rank(63), group.world_rank(64)),
+        (group.world_ranks.as_ref().map(Vec::len), group.world_rank(63), group.world_rank(64)),
         (Some(64), 113, 64)
     );
     for cause in [ExitCause::Code(-3), ExitCause::Signal(9)] {
@@ -389,7 +402,7 @@ fn what_is_no_recording_of_this_version_says_what_it_is() {
     for length in [0, 7, 8, 15, 16, 2047, 2048, FILE_BYTES - 1] {
         assert_eq!(error(&whole[..length]), FormatError::Truncated { found: length });
     }
-    // A file that has room but was not begun.
+    // A file of zeros has the right size, but no header.
     assert_eq!(error(&vec![0; FILE_BYTES]), FormatError::Foreign);
     assert_eq!(error(b"{\"version\": 1, \"outcome\": \"failed\"}"), FormatError::Foreign);
 }
@@ -397,34 +410,34 @@ fn what_is_no_recording_of_this_version_says_what_it_is() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Whatever stands in recordings is read in bounded time, and said in bounded length.
+    /// Recordings with random changes give lines of bounded length without control characters.
     #[test]
     fn recordings_that_lie_do_no_harm(
-        changes in prop::collection::vec((0..4_usize, 0..FILE_WORDS, any::<u64>(), 0..3_u8), 0..40),
+        changes in prop::collection::vec((0..4_usize, 0..FILE_LEN, any::<u64>(), 0..3_u8), 0..40),
         length in prop_oneof![4 => Just(FILE_BYTES), 1 => 0..FILE_BYTES],
     ) {
-        let mut tapes = one_is_late();
+        let mut files = one_is_late();
         for (which, place, word, how) in changes {
-            // Anywhere, or among what all tapes have.
-            let place = if how == 0 { place } else { place % (HEADER_WORDS + GROUP_WORDS) };
-            let place = if how == 2 { entry_at(1) + place % (2 * ENTRY_WORDS) } else { place };
+            // A word of any record, of the header and first group, or of the first two calls.
+            let place = if how == 0 { place } else { place % (HEADER_LEN + GROUP_LEN) };
+            let place = if how == 2 { entry_at(1) + place % (2 * ENTRY_LEN) } else { place };
             if place > 1 {
-                tapes[which].words[place] = word;
+                files[which].words[place] = word;
             }
         }
         let recordings: Vec<Recording> =
-            tapes.iter().filter_map(|tape| Recording::decode(&tape.bytes()[..length]).ok()).collect();
+            files.iter().filter_map(|file| Recording::decode(&file.bytes()[..length]).ok()).collect();
         prop_assert_eq!(recordings.len(), if length == FILE_BYTES { 4 } else { 0 });
-        let witnesses: Vec<_> =
-            recordings.iter().map(|recording| Witness { recording, life: Life::Unknown }).collect();
-        for standing in standings(&witnesses, u64::MAX) {
+        let observers: Vec<_> =
+            recordings.iter().map(|recording| Observer { recording, status: ProcessStatus::Unknown }).collect();
+        for standing in snapshots(&observers, u64::MAX) {
             let text = standing.to_string();
             prop_assert!(text.len() < 10_000 && !text.contains(char::is_control), "{}", text);
             prop_assert!(serde_json::to_string(&standing).is_ok());
         }
     }
 
-    /// The same for bytes of all kinds behind a good beginning.
+    /// Random bytes after a correct magic number and version are refused or give bounded lines.
     #[test]
     fn random_bytes_are_read_or_refused(seed in any::<u64>(), length in 0..=FILE_BYTES) {
         let mut state = seed;
@@ -438,8 +451,8 @@ proptest! {
         let common = length.min(beginning.len());
         bytes[..common].copy_from_slice(&beginning[..common]);
         if let Ok(recording) = Recording::decode(&bytes) {
-            let witness = Witness { recording: &recording, life: Life::Gone };
-            for standing in standings(&[witness], 0) {
+            let observer = Observer { recording: &recording, status: ProcessStatus::Gone };
+            for standing in snapshots(&[observer], 0) {
                 prop_assert!(standing.to_string().len() < 10_000);
             }
         }

@@ -1,18 +1,19 @@
-//! A group in one line. Pure.
+//! The text of a [`GroupSnapshot`]: one line. Pure.
 
 use std::fmt;
 
-use super::standing::{Member, Position, Standing, Step};
+use super::snapshot::{CallSummary, GroupSnapshot, Member, Position};
 
-/// Most parts of a line, and ranks that one names.
-const PARTS: usize = 8;
-const NAMED_RANKS: usize = 16;
+/// Most clauses of a line.
+const MAX_CLAUSES: usize = 8;
+/// Most ranges of ranks that a list names.
+const MAX_RANGES: usize = 16;
 
-/// `rank 3`, `ranks 0,2,5-9`: numbers in order, and three and more in a row as a range.
+/// Prints ascending ranks as `rank 3` or `ranks 0,2,5-9`: three and more in a row become a range.
 #[derive(Debug, Clone, Copy)]
-pub struct Ranks<'a>(pub &'a [u32]);
+pub struct RankList<'a>(pub &'a [u32]);
 
-impl fmt::Display for Ranks<'_> {
+impl fmt::Display for RankList<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", if self.0.len() == 1 { "rank " } else { "ranks " })?;
         let mut runs: Vec<(u32, u32)> = Vec::new();
@@ -23,8 +24,8 @@ impl fmt::Display for Ranks<'_> {
             }
         }
         let texts: Vec<String> =
-            runs.iter().take(NAMED_RANKS).map(|&(first, last)| range(first, last)).collect();
-        let more = if runs.len() > NAMED_RANKS { " and others" } else { "" };
+            runs.iter().take(MAX_RANGES).map(|&(first, last)| range(first, last)).collect();
+        let more = if runs.len() > MAX_RANGES { " and others" } else { "" };
         write!(f, "{}{more}", texts.join(","))
     }
 }
@@ -37,9 +38,9 @@ fn range(first: u32, last: u32) -> String {
     }
 }
 
-/// A time span for people: `0.25 ms`, `3.1 s`, `30 s`, `12 min`.
+/// Formats a duration, given in nanoseconds: `0.25 ms`, `3.1 s`, `30 s`, `12 min`.
 #[must_use]
-pub fn span(ns: u64) -> String {
+pub fn format_duration(ns: u64) -> String {
     let ms = ns as f64 / 1e6;
     match ms {
         ..10.0 => format!("{ms:.2} ms"),
@@ -50,46 +51,46 @@ pub fn span(ns: u64) -> String {
     }
 }
 
-/// Members of whom the same can be said.
-struct Part<'a> {
+/// A clause of the line: a position, and the members that are there.
+struct Clause<'a> {
     order: (u8, Option<u64>),
     singular: String,
     plural: String,
-    /// How long, at most.
+    /// Longest time at this position.
     ms: Option<u64>,
     members: Vec<&'a Member>,
 }
 
-impl fmt::Display for Standing {
+impl fmt::Display for GroupSnapshot {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut parts: Vec<Part<'_>> = Vec::new();
+        let mut clauses: Vec<Clause<'_>> = Vec::new();
         for member in &self.members {
-            let part = part(member);
-            match parts.iter_mut().find(|other| other.plural == part.plural) {
+            let clause = clause(member);
+            match clauses.iter_mut().find(|other| other.plural == clause.plural) {
                 Some(other) => {
-                    other.ms = other.ms.max(part.ms);
-                    other.members.extend(part.members);
+                    other.ms = other.ms.max(clause.ms);
+                    other.members.extend(clause.members);
                 }
-                None => parts.push(part),
+                None => clauses.push(clause),
             }
         }
-        parts.sort_by_key(|part| part.order);
+        clauses.sort_by_key(|clause| clause.order);
         let mut texts: Vec<String> = Vec::new();
         if !self.absent.is_empty() {
             let verb = if self.absent.len() == 1 { "has" } else { "have" };
-            texts.push(format!("{} {verb} not come", Ranks(&self.absent)));
+            texts.push(format!("{} {verb} not come", RankList(&self.absent)));
         }
-        texts.extend(parts.iter().map(|part| self.part(part)));
-        if texts.len() > PARTS {
-            let more = texts.len() - PARTS;
-            texts.truncate(PARTS);
+        texts.extend(clauses.iter().map(|clause| self.clause(clause)));
+        if texts.len() > MAX_CLAUSES {
+            let more = texts.len() - MAX_CLAUSES;
+            texts.truncate(MAX_CLAUSES);
             texts.push(format!("and {more} more"));
         }
         if !self.unrecorded.is_empty() {
             let ranges: Vec<String> = self
                 .unrecorded
                 .iter()
-                .take(PARTS)
+                .take(MAX_CLAUSES)
                 .map(|&(first, last)| range(first, last.max(first)))
                 .collect();
             let one = self.unrecorded.len() == 1 && self.unrecorded[0].0 == self.unrecorded[0].1;
@@ -104,80 +105,88 @@ impl fmt::Display for Standing {
     }
 }
 
-impl Standing {
-    fn part(&self, part: &Part<'_>) -> String {
-        let ranks: Vec<u32> = part.members.iter().map(|member| member.rank).collect();
-        let verb = if ranks.len() == 1 { &part.singular } else { &part.plural };
-        let mut text = format!("{} {verb}", Ranks(&ranks));
+impl GroupSnapshot {
+    fn clause(&self, clause: &Clause<'_>) -> String {
+        let ranks: Vec<u32> = clause.members.iter().map(|member| member.rank).collect();
+        let verb = if ranks.len() == 1 { &clause.singular } else { &clause.plural };
+        let mut text = format!("{} {verb}", RankList(&ranks));
         let in_a_call = |member: &&Member| match &member.position {
-            Position::Waiting { step, .. } | Position::Failed { step } => {
-                step.seq.is_some() && !step.waits_for.is_empty()
+            Position::Waiting { call, .. } | Position::Failed { call } => {
+                call.seq.is_some() && !call.waits_for.is_empty()
             }
             _ => false,
         };
-        let of_it: Vec<&Member> = part.members.iter().copied().filter(in_a_call).collect();
-        if !of_it.is_empty() && !part.members[0].died {
-            let awaited: Vec<u32> = self.awaited(&part.members).into_iter().collect();
+        let of_it: Vec<&Member> = clause.members.iter().copied().filter(in_a_call).collect();
+        if !of_it.is_empty() && !clause.members[0].died {
+            let awaited: Vec<u32> = self.awaited(&clause.members).into_iter().collect();
             match awaited.is_empty() {
                 true => text.push_str(" for each other"),
-                false => text.push_str(&format!(" for {}", Ranks(&awaited))),
+                false => text.push_str(&format!(" for {}", RankList(&awaited))),
             }
         }
-        if let Some(ms) = part.ms {
-            let idle = if matches!(part.members[0].position, Position::Idle { .. }) { "idle " } else { "" };
-            text.push_str(&format!(" ({idle}{})", span(ms.saturating_mul(1_000_000))));
+        if let Some(ms) = clause.ms {
+            let idle = if matches!(clause.members[0].position, Position::Idle { .. }) { "idle " } else { "" };
+            text.push_str(&format!(" ({idle}{})", format_duration(ms.saturating_mul(1_000_000))));
         }
         text
     }
 }
 
-fn at(step: &Step) -> String {
-    match step.seq {
-        Some(seq) => format!("seq {seq} {}", step.call),
-        None => step.call.clone(),
+fn describe_call(call: &CallSummary) -> String {
+    match call.seq {
+        Some(seq) => format!("seq {seq} {}", call.text),
+        None => call.text.clone(),
     }
 }
 
-fn part(member: &Member) -> Part<'_> {
+fn clause(member: &Member) -> Clause<'_> {
     let now = |one: &'static str, many: &'static str, past: [&'static str; 2]| match member.alive {
         Some(false) => past,
         Some(true) | None => [one, many],
     };
     let (is, died) = (now("is", "are", ["was", "were"]), ["died"; 2]);
     let (order, [one, many], rest, ms) = match &member.position {
-        Position::Waiting { step, .. } if member.died => {
-            ((0, step.seq), died, format!("in {}", at(step)), None)
+        Position::Waiting { call, .. } if member.died => {
+            ((0, call.seq), died, format!("in {}", describe_call(call)), None)
         }
-        Position::Idle { after: Some(step), .. } | Position::Elsewhere { after: Some(step), .. }
+        Position::Idle { after: Some(call), .. } | Position::Elsewhere { after: Some(call), .. }
             if member.died =>
         {
-            ((0, step.seq), died, format!("after {}", at(step)), None)
+            ((0, call.seq), died, format!("after {}", describe_call(call)), None)
         }
         _ if member.died => ((0, None), died, "before the first call".to_owned(), None),
         Position::Idle { after: None, for_ms } => {
             let called = now("has called", "have called", ["called"; 2]);
             ((1, None), called, "nothing".to_owned(), *for_ms)
         }
-        Position::Idle { after: Some(step), for_ms } => {
-            ((1, step.seq), is, format!("at {}", at(step)), *for_ms)
+        Position::Idle { after: Some(call), for_ms } => {
+            ((1, call.seq), is, format!("at {}", describe_call(call)), *for_ms)
         }
-        Position::Elsewhere { after, group, step } => {
-            let after = after.as_ref().map_or_else(String::new, |step| format!(", here after {}", at(step)));
-            ((1, None), is, format!("in group {group}: {}{after}", at(step)), None)
+        Position::Elsewhere { after, group, call } => {
+            let after = after
+                .as_ref()
+                .map_or_else(String::new, |call| format!(", here after {}", describe_call(call)));
+            ((1, None), is, format!("in group {group}: {}{after}", describe_call(call)), None)
         }
         Position::Left { after } => {
-            let after = after.as_ref().map_or_else(String::new, |step| format!(" after {}", at(step)));
+            let after =
+                after.as_ref().map_or_else(String::new, |call| format!(" after {}", describe_call(call)));
             ((1, None), ["has left", "have left"], format!("the group{after}"), None)
         }
         Position::Forming { for_ms } => {
             ((2, None), now("looks", "look", ["looked"; 2]), "for the others".to_owned(), *for_ms)
         }
         Position::Unformed => ((2, None), ["did not find"; 2], "the others".to_owned(), None),
-        Position::Waiting { step, for_ms } => {
-            ((2, step.seq), now("waits", "wait", ["waited"; 2]), format!("in {}", at(step)), *for_ms)
+        Position::Waiting { call, for_ms } => (
+            (2, call.seq),
+            now("waits", "wait", ["waited"; 2]),
+            format!("in {}", describe_call(call)),
+            *for_ms,
+        ),
+        Position::Failed { call } => {
+            ((2, call.seq), ["waited"; 2], format!("in {}", describe_call(call)), None)
         }
-        Position::Failed { step } => ((2, step.seq), ["waited"; 2], format!("in {}", at(step)), None),
     };
     let (singular, plural) = (format!("{one} {rest}"), format!("{many} {rest}"));
-    Part { order, singular, plural, ms, members: vec![member] }
+    Clause { order, singular, plural, ms, members: vec![member] }
 }

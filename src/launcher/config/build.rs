@@ -114,8 +114,7 @@ pub(crate) fn config(given: &Given, env: Env<'_>, machine: &Machine) -> Result<C
         virtual_local_rank,
         gpus,
         cpus,
-        own_sessions: nproc_per_node <= machine.cpu_count()
-            || !convoke_env::schedules_sessions(&machine.root),
+        own_sessions: nproc_per_node <= machine.cpu_count() || !convoke_env::autogroup_enabled(&machine.root),
         orphans: orphans(given)?,
         report: match choice(given, "report", &["short", "full"])? {
             Some("full") => Form::Full,

@@ -1,7 +1,7 @@
 //! What is said, for programs. Fields may be added within a version.
 
 use convoke_env::flight::layout::{Entry, Operation, State};
-use convoke_env::flight::process::Life;
+use convoke_env::flight::process::ProcessStatus;
 use serde_json::{Value, json};
 
 use super::{View, Worker};
@@ -28,12 +28,12 @@ pub(super) fn json(view: &View) -> String {
 }
 
 fn worker(worker: &Worker, last: usize) -> Value {
-    let Worker { path, recording, life } = worker;
+    let Worker { path, recording, status } = worker;
     let header = &recording.header;
-    let alive = match life {
-        Life::Alive => Some(true),
-        Life::Gone => Some(false),
-        Life::Unknown => None,
+    let alive = match status {
+        ProcessStatus::Alive => Some(true),
+        ProcessStatus::Gone => Some(false),
+        ProcessStatus::Unknown => None,
     };
     let entries = &recording.entries[recording.entries.len().saturating_sub(last)..];
     json!({
@@ -73,7 +73,7 @@ fn call(worker: &Worker, entry: &Entry) -> Value {
             Operation::Probe => "probe",
         },
         "seq": (entry.operation == Operation::Collective).then_some(entry.seq),
-        "call": recording.words(entry),
+        "call": recording.describe(entry),
         "algorithm": recording.names.algorithm(entry.algorithm),
         "state": match entry.state {
             State::Queued => "queued",

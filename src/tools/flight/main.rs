@@ -10,9 +10,9 @@ use std::time::SystemTime;
 
 use clap::Parser;
 use convoke_env::flight::Recording;
-use convoke_env::flight::folder::{self, Found};
-use convoke_env::flight::process::{self, Life};
-use convoke_env::flight::standing::{Standing, Witness, standings};
+use convoke_env::flight::folder::{self, FoundRecordings};
+use convoke_env::flight::process::{self, ProcessStatus};
+use convoke_env::flight::snapshot::{GroupSnapshot, Observer, snapshots};
 
 /// Says who waits for whom in a job of convoke's runtime, from what its workers record.
 ///
@@ -39,7 +39,7 @@ struct Flags {
 
 /// Everything that is to be said.
 struct View {
-    groups: Vec<Standing>,
+    groups: Vec<GroupSnapshot>,
     workers: Vec<Worker>,
     skipped: Vec<(PathBuf, String)>,
     /// Most calls of a worker.
@@ -49,7 +49,7 @@ struct View {
 struct Worker {
     path: PathBuf,
     recording: Recording,
-    life: Life,
+    status: ProcessStatus,
 }
 
 fn main() -> ExitCode {
@@ -81,11 +81,11 @@ fn main() -> ExitCode {
 }
 
 impl View {
-    fn new(found: Found, last: usize) -> Self {
-        let here = process::this();
-        let life = |recording: &Recording| process::life(&recording.header.process, &here);
+    fn new(found: FoundRecordings, last: usize) -> Self {
+        let here = process::current();
+        let status = |recording: &Recording| process::status(&recording.header.process, &here);
         let mut workers: Vec<Worker> = (found.recordings.into_iter())
-            .map(|(path, recording)| Worker { life: life(&recording), path, recording })
+            .map(|(path, recording)| Worker { status: status(&recording), path, recording })
             .collect();
         // Rounds in their order, as far as restarts tell; in a round the ranks in theirs.
         workers.sort_by_key(|worker| {
@@ -94,11 +94,11 @@ impl View {
         });
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let now = u64::try_from(now.as_nanos()).unwrap_or(u64::MAX);
-        let witnesses: Vec<Witness<'_>> = workers
+        let observers: Vec<Observer<'_>> = workers
             .iter()
-            .map(|worker| Witness { recording: &worker.recording, life: worker.life })
+            .map(|worker| Observer { recording: &worker.recording, status: worker.status })
             .collect();
-        Self { groups: standings(&witnesses, now), workers, skipped: found.skipped, last }
+        Self { groups: snapshots(&observers, now), workers, skipped: found.skipped, last }
     }
 }
 

@@ -4,8 +4,8 @@ use std::fmt::Write;
 
 use convoke_env::ExitCause;
 use convoke_env::flight::layout::{Entry, Exit, Header, Operation, State};
-use convoke_env::flight::process::Life;
-use convoke_env::flight::{Ranks, span};
+use convoke_env::flight::process::ProcessStatus;
+use convoke_env::flight::{RankList, format_duration};
 use jiff::Timestamp;
 use jiff::tz::TimeZone;
 use nix::sys::signal::Signal;
@@ -34,7 +34,7 @@ pub(super) fn text(view: &View) -> String {
 }
 
 fn head(worker: &Worker) -> String {
-    let Worker { path, recording, life } = worker;
+    let Worker { path, recording, status } = worker;
     let Header { rank, world_size, restart_count, process, host, .. } = &recording.header;
     let mut out = match (rank, world_size) {
         (Some(rank), Some(size)) => format!("rank {rank} of {size}"),
@@ -43,7 +43,7 @@ fn head(worker: &Worker) -> String {
     if *restart_count > 0 {
         let _ = write!(out, " after restart {restart_count}");
     }
-    let lives = match (life, recording.exit) {
+    let lives = match (status, recording.exit) {
         (_, Some(Exit { stopped: true, .. })) => "stopped".to_owned(),
         (_, Some(Exit { cause: ExitCause::Code(code), .. })) => format!("ended with exit code {code}"),
         (_, Some(Exit { cause: ExitCause::Signal(number), .. })) => {
@@ -51,9 +51,9 @@ fn head(worker: &Worker) -> String {
                 Signal::try_from(number).map_or_else(|_| number.to_string(), |signal| signal.to_string());
             format!("ended by signal {name}")
         }
-        (Life::Alive, None) => "alive".to_owned(),
-        (Life::Gone, None) => "gone".to_owned(),
-        (Life::Unknown, None) => "not seen from here".to_owned(),
+        (ProcessStatus::Alive, None) => "alive".to_owned(),
+        (ProcessStatus::Gone, None) => "gone".to_owned(),
+        (ProcessStatus::Unknown, None) => "not seen from here".to_owned(),
     };
     let calls = if recording.calls == 1 { "call" } else { "calls" };
     let _ = write!(out, ", pid {} on {host}, {lives}: {} {calls}", process.pid, recording.calls);
@@ -79,7 +79,7 @@ fn line(worker: &Worker, entry: &Entry, zone: &TimeZone) -> String {
     };
     let took = match (entry.started_ns, entry.ended_ns) {
         (0, _) | (_, 0) => "-".to_owned(),
-        (start, end) => span(end.saturating_sub(start)),
+        (start, end) => format_duration(end.saturating_sub(start)),
     };
     let group =
         recording.group(entry.group).map_or_else(|| format!("#{}", entry.group), |group| group.name.clone());
@@ -87,7 +87,7 @@ fn line(worker: &Worker, entry: &Entry, zone: &TimeZone) -> String {
         Operation::Collective => format!("seq {} ", entry.seq),
         Operation::Send | Operation::Recv | Operation::Probe => String::new(),
     };
-    let call = recording.words(entry);
+    let call = recording.describe(entry);
     let mut out = format!("{at} {state:<7} {took:>9}  {group}: {seq}{call}");
     if let Some(algorithm) = recording.names.algorithm(entry.algorithm) {
         let _ = write!(out, " by {algorithm}");
@@ -101,7 +101,7 @@ fn line(worker: &Worker, entry: &Entry, zone: &TimeZone) -> String {
     out.push_str(&moved(entry.sent_bytes, entry.to_send_bytes, "out"));
     if entry.operation == Operation::Collective && entry.waits_for > 0 && entry.state != State::Done {
         let more = if entry.waits_for as usize > entry.listed_peers().len() { " and others" } else { "" };
-        let _ = write!(out, ", waits for {}{more}", Ranks(&recording.waits_for(entry)));
+        let _ = write!(out, ", waits for {}{more}", RankList(&recording.waits_for(entry)));
     }
     out
 }

@@ -10,8 +10,8 @@ use std::process::{Command, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use convoke_env::flight::layout::{
-    ENTRY_WORDS, Entry, FILE_BYTES, FILE_WORDS, GROUP_WORDS, Group, GroupState, Header, LISTED_PEERS,
-    Operation, Process, State, entry_at, group_at,
+    ENTRY_LEN, Entry, FILE_BYTES, FILE_LEN, GROUP_LEN, Group, GroupState, Header, LISTED_PEERS, Operation,
+    Process, State, entry_at, group_at,
 };
 use serde_json::Value;
 
@@ -64,8 +64,8 @@ fn recording(rank: u32) -> Vec<u8> {
         ..Header::default()
     };
     let mut words = header.encode().to_vec();
-    words[convoke_env::flight::layout::header::CLAIMED] = 12;
-    words.resize(FILE_WORDS, 0);
+    words[convoke_env::flight::layout::header::CALL_COUNT] = 12;
+    words.resize(FILE_LEN, 0);
     let group = Group {
         number: 1,
         state: GroupState::Formed,
@@ -74,12 +74,12 @@ fn recording(rank: u32) -> Vec<u8> {
         size: 2,
         id: 0,
         generation: None,
-        made_ns: 5_000_000_000,
+        created_ns: 5_000_000_000,
         ended_ns: 0,
         name: "world".to_owned(),
-        origin: None,
+        world_ranks: None,
     };
-    words[group_at(0)..][..GROUP_WORDS].copy_from_slice(&group.encode());
+    words[group_at(0)..][..GROUP_LEN].copy_from_slice(&group.encode());
     for number in 1..=12 {
         let last = number == 12;
         let at = 6_000_000_000 + number * 1_000_000;
@@ -102,7 +102,7 @@ fn recording(rank: u32) -> Vec<u8> {
             waits_for: 1,
             peers: [1 - rank; LISTED_PEERS],
         };
-        words[entry_at(number)..][..ENTRY_WORDS].copy_from_slice(&entry.encode());
+        words[entry_at(number)..][..ENTRY_LEN].copy_from_slice(&entry.encode());
     }
     words.iter().flat_map(|word| word.to_le_bytes()).collect()
 }

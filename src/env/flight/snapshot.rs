@@ -1,0 +1,420 @@
+//! Combines the recordings of several workers to a snapshot of each group: who waits for whom. Pure.
+//!
+//! ```text
+//! recordings ─► groups ─► members of each group ─► position of each member ─► a line (text)
+//! ```
+//!
+//! Two recordings have the same group if job, name, group id and generation are equal. Recordings of
+//! one boot are compared by CLOCK_MONOTONIC, others by the wall clocks of their hosts.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde::Serialize;
+
+use super::layout::{Cause, CauseKind, Entry, Group, GroupState, Operation, State};
+use super::process::ProcessStatus;
+use super::recording::Recording;
+use crate::ExitCause;
+
+/// Most group records, over all recordings, that are used.
+const MAX_GROUP_RECORDS: usize = 4096;
+
+/// The recording of one process, and the status of the process.
+#[derive(Debug, Clone, Copy)]
+pub struct Observer<'a> {
+    /// The recording of the process.
+    pub recording: &'a Recording,
+    /// The status of the process now.
+    pub status: ProcessStatus,
+}
+
+/// The state of one group, as far as its members have recorded it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct GroupSnapshot {
+    /// Id of the job.
+    pub run_id: String,
+    /// Name of the group.
+    pub group: String,
+    /// Generation of the group; `None` if it was not known yet.
+    pub generation: Option<String>,
+    /// Number of ranks of the group.
+    pub size: u32,
+    /// Members whose recording has this group, in order of rank.
+    pub members: Vec<Member>,
+    /// Ranks whose recording does not have this group.
+    pub absent: Vec<u32>,
+    /// Ranks without a recording, as ranges (first, last).
+    pub unrecorded: Vec<(u32, u32)>,
+    /// Description of the failure by the member that failed first; `None` without a failure.
+    pub failure: Option<String>,
+    /// True if a later group of the job has the same name.
+    pub superseded: bool,
+}
+
+/// One rank of a group. All ranks in snapshots are world ranks, as far as they are known.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Member {
+    /// World rank of the member.
+    pub rank: u32,
+    /// Index of its recording in the arguments of [`snapshots`].
+    pub recording: usize,
+    /// True if its process is running; `None` if that is unknown.
+    pub alive: Option<bool>,
+    /// True if the process ended by itself while the group needed it.
+    pub died: bool,
+    /// Position of the member.
+    pub position: Position,
+}
+
+/// The position of a rank in the sequence of calls of a group.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(tag = "position", rename_all = "snake_case")]
+pub enum Position {
+    /// The rank is connecting to the other ranks.
+    Forming {
+        /// Milliseconds since it started.
+        for_ms: Option<u64>,
+    },
+    /// The rank could not connect to the other ranks.
+    Unformed,
+    /// The rank is in no call.
+    Idle {
+        /// Its last collective; `None` if there was none.
+        after: Option<CallSummary>,
+        /// Milliseconds since the end of that call, or since the creation of the group.
+        for_ms: Option<u64>,
+    },
+    /// The rank is in a call of another group, or forms another group.
+    Elsewhere {
+        /// Its last collective in this group; `None` if there was none.
+        after: Option<CallSummary>,
+        /// Name of the other group.
+        group: String,
+        /// Its call in the other group.
+        #[serde(rename = "step")]
+        call: CallSummary,
+    },
+    /// The rank is in a call of this group.
+    Waiting {
+        /// The call.
+        #[serde(rename = "step")]
+        call: CallSummary,
+        /// Milliseconds since the call was made.
+        for_ms: Option<u64>,
+    },
+    /// The rank was in a call when the group failed.
+    Failed {
+        /// The call.
+        #[serde(rename = "step")]
+        call: CallSummary,
+    },
+    /// The rank has left the group without a failure.
+    Left {
+        /// Its last collective; `None` if there was none.
+        after: Option<CallSummary>,
+    },
+}
+
+/// A call, for readers.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct CallSummary {
+    /// Sequence number of a collective in its group, from 0; `None` for messages.
+    pub seq: Option<u64>,
+    /// Text of the call, see [`Recording::describe`].
+    #[serde(rename = "call")]
+    pub text: String,
+    /// Ranks for which it waits, as far as they are recorded.
+    pub waits_for: Vec<u32>,
+}
+
+/// Returns a snapshot of each group, in order of creation.
+///
+/// `now` is the current time, in nanoseconds since 1970. Waiting times end with the process, or with
+/// the failure of the group if that came first. They are `None` if a process has ended and its
+/// launcher has not written the time. Only the first 4096 group records are used.
+#[must_use]
+pub fn snapshots(observers: &[Observer<'_>], now: u64) -> Vec<GroupSnapshot> {
+    let clocks = Clocks::new(observers);
+    let mut records: BTreeMap<Key<'_>, Vec<RecordedGroup<'_>>> = BTreeMap::new();
+    let groups = observers.iter().enumerate().flat_map(|(index, observer)| {
+        observer.recording.groups.iter().map(move |group| RecordedGroup { index, observer, group })
+    });
+    for record in groups.take(MAX_GROUP_RECORDS) {
+        let own = record.group.generation.or(record.observer.recording.header.generation);
+        let run_id = record.observer.recording.header.run_id.as_str();
+        let key = (
+            run_id,
+            record.group.name.as_str(),
+            record.group.id,
+            own.map(|generation| generation.to_string()),
+        );
+        records.entry(key).or_default().push(record);
+    }
+    let mut all: Vec<(i128, GroupSnapshot)> = records
+        .into_iter()
+        .map(|(key, records)| {
+            let created =
+                records.iter().map(|record| clocks.unix(record.index, record.group.created_ns)).min();
+            (created.unwrap_or(0), snapshot(key, records, observers, &clocks, now))
+        })
+        .collect();
+    all.sort_by_key(|(created, _)| *created);
+    let mut all: Vec<GroupSnapshot> = all.into_iter().map(|(_, snapshot)| snapshot).collect();
+    let mut later = BTreeSet::new();
+    for snapshot in all.iter_mut().rev() {
+        snapshot.superseded = !later.insert((snapshot.run_id.clone(), snapshot.group.clone()));
+    }
+    all
+}
+
+/// The identity of a group: id of the job, name, group id, generation.
+type Key<'a> = (&'a str, &'a str, u64, Option<String>);
+
+/// The record of a group in the recording with this index.
+#[derive(Clone, Copy)]
+struct RecordedGroup<'a> {
+    index: usize,
+    observer: &'a Observer<'a>,
+    group: &'a Group,
+}
+
+/// For each recording, one instant by both clocks: nanoseconds since 1970, and CLOCK_MONOTONIC.
+/// Recordings of one boot share an instant.
+struct Clocks(Vec<(i128, i128)>);
+
+impl Clocks {
+    fn new(observers: &[Observer<'_>]) -> Self {
+        let mut of_boot = BTreeMap::new();
+        let mut pairs = Vec::new();
+        for Observer { recording, .. } in observers {
+            let header = &recording.header;
+            let own = (i128::from(header.started_unix_ns), i128::from(header.started_ns));
+            let shared = *of_boot.entry(header.process.boot_id).or_insert(own);
+            pairs.push(if header.process.boot_id == 0 { own } else { shared });
+        }
+        Self(pairs)
+    }
+
+    /// Converts a time of the recording to nanoseconds since 1970.
+    fn unix(&self, index: usize, ns: u64) -> i128 {
+        let (unix, own) = self.0[index];
+        unix + i128::from(ns) - own
+    }
+
+    /// Returns the milliseconds from a time of the recording (0: unknown) to `until`.
+    fn since(&self, index: usize, ns: u64, until: Option<i128>) -> Option<u64> {
+        u64::try_from((until? - self.unix(index, ns)) / 1_000_000).ok().filter(|_| ns > 0)
+    }
+}
+
+fn snapshot(
+    (run_id, name, _, generation): Key<'_>,
+    mut records: Vec<RecordedGroup<'_>>,
+    observers: &[Observer<'_>],
+    clocks: &Clocks,
+    now: u64,
+) -> GroupSnapshot {
+    // If two recordings claim one rank, only the later one is kept.
+    records.sort_by_key(|record| {
+        (record.group.rank, std::cmp::Reverse(clocks.unix(record.index, record.group.created_ns)))
+    });
+    records.dedup_by_key(|record| record.group.rank);
+    let size = records.iter().map(|record| record.group.size).max().unwrap_or(0);
+    let failed = |record: &&RecordedGroup<'_>| record.group.cause.is_some();
+    let failed_at = |record: RecordedGroup<'_>| clocks.unix(record.index, record.group.ended_ns);
+    let first_failed = records.iter().filter(failed).copied().min_by_key(|&record| failed_at(record));
+    let until = |record: &RecordedGroup<'_>| {
+        let ended = match record.observer.recording.exit {
+            Some(exit) => Some(exit.unix_ns),
+            None => (record.observer.status != ProcessStatus::Gone).then_some(now),
+        };
+        first_failed.map(failed_at).into_iter().chain(ended.map(i128::from)).min()
+    };
+    let somebody_lives = records.iter().any(|record| record.observer.status == ProcessStatus::Alive);
+    // All records of a group have the same world ranks.
+    let first = records.first().map(|record| record.group);
+    let world_rank = |rank: u32| first.map_or(rank, |group| group.world_rank(rank));
+    let causes = || records.iter().filter_map(|record| record.group.cause);
+    let lost: BTreeSet<u32> =
+        causes().filter(|cause| cause.kind == CauseKind::Lost).filter_map(|cause| cause.suspect).collect();
+    let members: Vec<Member> = records
+        .iter()
+        .map(|record| {
+            let ended =
+                matches!(record.group.state, GroupState::Failed | GroupState::Left | GroupState::Unformed);
+            let exit = record.observer.recording.exit;
+            let gone = record.observer.status == ProcessStatus::Gone || exit.is_some();
+            let died = match exit {
+                Some(exit) => !exit.stopped && exit.cause != ExitCause::Code(0),
+                // The rank was reported as lost, or it has ended while others are running.
+                None => gone && (lost.contains(&record.group.rank) || somebody_lives),
+            };
+            Member {
+                rank: world_rank(record.group.rank),
+                recording: record.index,
+                alive: (gone || record.observer.status == ProcessStatus::Alive).then_some(!gone),
+                died: died && !ended,
+                position: position(*record, clocks, until(record)),
+            }
+        })
+        .collect();
+    let present: BTreeSet<u32> = records.iter().map(|record| record.group.rank).collect();
+    let same_round = |observer: &&Observer<'_>| {
+        let own = observer.recording.header.generation.map(|generation| generation.to_string());
+        own.is_some() && own == generation
+    };
+    let others: BTreeSet<u32> =
+        observers.iter().filter(same_round).filter_map(|observer| observer.recording.header.rank).collect();
+    let absent: BTreeSet<u32> = (others.into_iter())
+        .filter_map(|rank| rank_of(first?, rank))
+        .filter(|rank| *rank < size && !present.contains(rank))
+        .collect();
+    let known: BTreeSet<u32> = present.union(&absent).copied().collect();
+    GroupSnapshot {
+        run_id: run_id.to_owned(),
+        group: name.to_owned(),
+        generation,
+        size,
+        members,
+        absent: absent.iter().map(|&rank| world_rank(rank)).collect(),
+        unrecorded: gaps(&known, size).into_iter().map(|(a, b)| (world_rank(a), world_rank(b))).collect(),
+        failure: first_failed.and_then(|record| record.group.cause).map(|cause| failure(cause, &world_rank)),
+        superseded: false,
+    }
+}
+
+/// Returns the numbers below `size` that are not in `known`, as ranges (first, last).
+fn gaps(known: &BTreeSet<u32>, size: u32) -> Vec<(u32, u32)> {
+    let mut out = Vec::new();
+    let mut next = 0;
+    for &rank in known.iter().chain([&size]) {
+        if next < rank {
+            out.push((next, rank - 1));
+        }
+        next = next.max(rank.saturating_add(1));
+    }
+    out
+}
+
+/// Returns the rank in `group` of a world rank; `None` if it is not a member.
+fn rank_of(group: &Group, world_rank: u32) -> Option<u32> {
+    match &group.world_ranks {
+        None => Some(world_rank),
+        Some(world_ranks) => {
+            world_ranks.iter().position(|&rank| rank == world_rank).and_then(|at| u32::try_from(at).ok())
+        }
+    }
+}
+
+fn failure(cause: Cause, world_rank: &dyn Fn(u32) -> u32) -> String {
+    let suspect =
+        cause.suspect.map_or_else(|| "a rank".to_owned(), |rank| format!("rank {}", world_rank(rank)));
+    let by = world_rank(cause.reported_by);
+    match cause.kind {
+        CauseKind::Lost => format!("{suspect} was lost, says rank {by}"),
+        CauseKind::Timeout => format!("rank {by} timed out waiting for {suspect}"),
+        CauseKind::Mismatch => format!("the calls of {suspect} and rank {by} differ"),
+        CauseKind::Aborted => format!("rank {by} gave it up"),
+        CauseKind::Other => format!("{suspect} broke the protocol, says rank {by}"),
+    }
+}
+
+fn position(record: RecordedGroup<'_>, clocks: &Clocks, until: Option<i128>) -> Position {
+    let RecordedGroup { index, observer: Observer { recording, .. }, group } = record;
+    let calls = || recording.entries.iter().filter(|entry| entry.group == group.number);
+    let summary = |entry: &Entry| summary(recording, entry);
+    let last = calls().filter(|entry| entry.operation == Operation::Collective && entry.state == State::Done);
+    let last = last.max_by_key(|entry| entry.seq);
+    let after = || last.map(summary);
+    // Collectives have precedence: they run in order, and messages may wait at the same time.
+    let first = |state: fn(&&Entry) -> bool| {
+        calls().filter(state).min_by_key(|entry| (entry.operation != Operation::Collective, entry.number))
+    };
+    match group.state {
+        GroupState::Forming => Position::Forming { for_ms: clocks.since(index, group.created_ns, until) },
+        GroupState::Unformed => Position::Unformed,
+        GroupState::Left => Position::Left { after: after() },
+        GroupState::Formed => match first(is_open) {
+            Some(entry) => Position::Waiting {
+                call: summary(entry),
+                for_ms: clocks.since(index, entry.enqueued_ns, until),
+            },
+            None => elsewhere(record, after()).unwrap_or_else(|| idle(last, after(), record, clocks, until)),
+        },
+        GroupState::Failed => match first(|entry| entry.state == State::Failed || is_open(entry)) {
+            Some(entry) => Position::Failed { call: summary(entry) },
+            None => idle(last, after(), record, clocks, until),
+        },
+    }
+}
+
+fn is_open(entry: &&Entry) -> bool {
+    matches!(entry.state, State::Queued | State::Running)
+}
+
+fn idle(
+    last: Option<&Entry>,
+    after: Option<CallSummary>,
+    record: RecordedGroup<'_>,
+    clocks: &Clocks,
+    until: Option<i128>,
+) -> Position {
+    let since = last.map_or(record.group.created_ns, |entry| entry.ended_ns);
+    Position::Idle { after, for_ms: clocks.since(record.index, since, until) }
+}
+
+/// Returns the position of a process that is in a call of another group, or forms another group.
+fn elsewhere(record: RecordedGroup<'_>, after: Option<CallSummary>) -> Option<Position> {
+    let RecordedGroup { observer: Observer { recording, .. }, group, .. } = record;
+    let open = recording.entries.iter().filter(is_open).find(|entry| entry.group != group.number);
+    if let Some(entry) = open {
+        let other = recording.group(entry.group).filter(|other| other.state == GroupState::Formed)?;
+        let call = summary(recording, entry);
+        return Some(Position::Elsewhere { after, group: other.name.clone(), call });
+    }
+    let forming = recording.groups.iter().find(|other| other.state == GroupState::Forming)?;
+    let call = CallSummary { seq: None, text: "looking for its ranks".to_owned(), waits_for: Vec::new() };
+    Some(Position::Elsewhere { after, group: forming.name.clone(), call })
+}
+
+fn summary(recording: &Recording, entry: &Entry) -> CallSummary {
+    let seq = (entry.operation == Operation::Collective).then_some(entry.seq);
+    CallSummary { seq, text: recording.describe(entry), waits_for: recording.waits_for(entry) }
+}
+
+impl GroupSnapshot {
+    /// Returns true if a member waits, waited when it ended, or died, and no later group has the name.
+    #[must_use]
+    pub fn is_open(&self) -> bool {
+        let stuck = |member: &Member| match member.position {
+            Position::Forming { .. }
+            | Position::Unformed
+            | Position::Waiting { .. }
+            | Position::Failed { .. } => true,
+            Position::Idle { .. } | Position::Elsewhere { .. } | Position::Left { .. } => member.died,
+        };
+        !self.superseded && self.members.iter().any(stuck)
+    }
+
+    /// Returns the ranks at the ends of the chains of waiting that start at `waiting`.
+    ///
+    /// A rank that waits itself is not an end: the chain continues with the ranks for which it waits.
+    /// Returns an empty set if the members wait only for each other.
+    pub(super) fn awaited(&self, waiting: &[&Member]) -> BTreeSet<u32> {
+        let of = |rank: u32| waiting.iter().find(|member| member.rank == rank).map(|member| &member.position);
+        let mut queue: Vec<u32> = waiting.iter().map(|member| member.rank).collect();
+        let mut seen: BTreeSet<u32> = queue.iter().copied().collect();
+        let mut ends = BTreeSet::new();
+        while let Some(rank) = queue.pop() {
+            match of(rank) {
+                Some(Position::Waiting { call, .. } | Position::Failed { call }) => {
+                    queue.extend(call.waits_for.iter().filter(|&&next| seen.insert(next)));
+                }
+                Some(_) | None => {
+                    ends.insert(rank);
+                }
+            }
+        }
+        ends
+    }
+}
