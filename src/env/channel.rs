@@ -167,7 +167,7 @@ impl ToWorker {
                 WireMessage::PeerExit { generation: generation.to_string(), rank: *rank, cause: *cause }
             }
         };
-        let mut bytes = serde_json::to_vec(&line).unwrap_or_default();
+        let mut bytes = serde_json::to_vec(&line).expect("strings and numbers are valid JSON");
         bytes.push(b'\n');
         bytes
     }

@@ -186,9 +186,10 @@ impl WorkerEnv {
             (Some(first), Some(placed)) => return Err(placed.missing_error(first)),
             (Some(_), None) => return Err(EnvError::Missing { present, missing }),
         }
+        let needed = |name: &str| get(name).expect("a missing variable has returned an error");
         let number = |name: &'static str, default: usize| parse(get, name, "a whole number", default);
-        let rank = number(vars::RANK, 0)?;
-        let world_size = number(vars::WORLD_SIZE, 1)?;
+        let rank = parse_value(vars::RANK, &needed(vars::RANK), "a whole number")?;
+        let world_size = parse_value(vars::WORLD_SIZE, &needed(vars::WORLD_SIZE), "a whole number")?;
         check_below((vars::RANK, rank), (vars::WORLD_SIZE, world_size))?;
         let local_rank = number(vars::LOCAL_RANK, rank)?;
         let local_world_size = number(vars::LOCAL_WORLD_SIZE, world_size)?;
@@ -199,11 +200,11 @@ impl WorkerEnv {
         let role_rank = number(vars::ROLE_RANK, rank)?;
         let role_world_size = number(vars::ROLE_WORLD_SIZE, world_size)?;
         check_below((vars::ROLE_RANK, role_rank), (vars::ROLE_WORLD_SIZE, role_world_size))?;
-        let master_addr = get(vars::MASTER_ADDR).unwrap_or_default();
+        let master_addr = needed(vars::MASTER_ADDR);
         if master_addr.is_empty() {
             return Err(invalid(vars::MASTER_ADDR, &master_addr, "a host name or address"));
         }
-        let master_port = parse(get, vars::MASTER_PORT, "a port (0 to 65535)", 0)?;
+        let master_port = parse_value(vars::MASTER_PORT, &needed(vars::MASTER_PORT), "a port (0 to 65535)")?;
         let text = |name: &str, default: &str| get(name).unwrap_or_else(|| default.to_owned());
         let use_agent_store = match get(vars::USE_AGENT_STORE).as_deref() {
             None | Some("" | "False") => false,

@@ -321,8 +321,7 @@ fn optional(number: u32) -> Option<u32> {
 /// Writes a text: its length in bytes into the first word, its bytes into the next words. A text that
 /// is too long is cut at a character boundary.
 fn put_text(words: &mut [u64], text: &str) {
-    let room = 8 * (words.len() - 1);
-    let end = (0..=room.min(text.len())).rev().find(|&end| text.is_char_boundary(end)).unwrap_or(0);
+    let end = text.floor_char_boundary(8 * (words.len() - 1));
     words[0] = end as u64;
     for (word, bytes) in words[1..].iter_mut().zip(text.as_bytes()[..end].chunks(8)) {
         let mut eight = [0; 8];

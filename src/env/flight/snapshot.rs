@@ -155,7 +155,10 @@ pub fn snapshots(observers: &[Observer<'_>], now: u64) -> Vec<GroupSnapshot> {
         .map(|(key, records)| {
             let created =
                 records.iter().map(|record| clocks.unix(record.index, record.group.created_ns)).min();
-            (created.unwrap_or(0), snapshot(key, records, observers, &clocks, now))
+            (
+                created.expect("a group comes from at least one record"),
+                snapshot(key, records, observers, &clocks, now),
+            )
         })
         .collect();
     all.sort_by_key(|(created, _)| *created);
@@ -219,7 +222,8 @@ fn snapshot(
         (record.group.rank, std::cmp::Reverse(clocks.unix(record.index, record.group.created_ns)))
     });
     records.dedup_by_key(|record| record.group.rank);
-    let size = records.iter().map(|record| record.group.size).max().unwrap_or(0);
+    let first = records.first().expect("a group comes from at least one record").group;
+    let size = records.iter().map(|record| record.group.size).fold(first.size, u32::max);
     let failed = |record: &&RecordedGroup<'_>| record.group.cause.is_some();
     let failed_at = |record: RecordedGroup<'_>| clocks.unix(record.index, record.group.ended_ns);
     let first_failed = records.iter().filter(failed).copied().min_by_key(|&record| failed_at(record));
@@ -232,8 +236,7 @@ fn snapshot(
     };
     let somebody_lives = records.iter().any(|record| record.observer.status == ProcessStatus::Alive);
     // All records of a group have the same world ranks.
-    let first = records.first().map(|record| record.group);
-    let world_rank = |rank: u32| first.map_or(rank, |group| group.world_rank(rank));
+    let world_rank = |rank: u32| first.world_rank(rank);
     let causes = || records.iter().filter_map(|record| record.group.cause);
     let lost: BTreeSet<u32> =
         causes().filter(|cause| cause.kind == CauseKind::Lost).filter_map(|cause| cause.suspect).collect();
@@ -266,7 +269,7 @@ fn snapshot(
     let others: BTreeSet<u32> =
         observers.iter().filter(same_round).filter_map(|observer| observer.recording.header.rank).collect();
     let absent: BTreeSet<u32> = (others.into_iter())
-        .filter_map(|rank| rank_of(first?, rank))
+        .filter_map(|rank| rank_of(first, rank))
         .filter(|rank| *rank < size && !present.contains(rank))
         .collect();
     let known: BTreeSet<u32> = present.union(&absent).copied().collect();
