@@ -43,12 +43,12 @@ pub struct TcpStore {
 #[derive(Debug, Clone, Copy, Default)]
 #[non_exhaustive]
 pub struct TcpOptions {
-    /// The form of keys on the wire. The default is that of torch's clients.
+    /// The form of keys on the wire. The default is a leading `/`, as in torch's clients.
     pub keys: KeyStyle,
 }
 
 impl TcpOptions {
-    /// Sets the form of keys on the wire.
+    /// Sets the form of keys on the wire, see [`TcpOptions::keys`](field@TcpOptions::keys).
     pub fn keys(mut self, keys: KeyStyle) -> TcpOptions {
         self.keys = keys;
         self

@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use crate::error::StoreError;
 use crate::wire::{MAX_KEY_BYTES, MAX_KEY_COUNT, MAX_VALUE_BYTES};
 
-/// The form in which a store holds the user's keys.
+/// The form in which a store holds the user's keys: with or without a leading `/`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum KeyStyle {
     /// `/` before every key, as in torch's TCP and file stores. Users do not see keys without it.

@@ -1,10 +1,10 @@
 //! The store server: one event loop on one thread, any number of listening addresses.
 
-mod broadcast;
 mod connection;
 mod event_loop;
 mod limits;
 mod listen;
+mod parallel_wake;
 
 use std::net::{SocketAddr, TcpListener};
 use std::sync::atomic::{AtomicBool, Ordering};

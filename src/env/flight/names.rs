@@ -13,9 +13,9 @@
 
 /// Stands for "no reduction" in the bytes of a call.
 const NO_REDUCTION: u8 = 0xFF;
-/// Most items of a list that are read.
+/// Most items of a list that a reader uses.
 const MAX_ITEMS: usize = 256;
-/// Most characters of an item that are read.
+/// Most characters of an item that a reader uses.
 const MAX_ITEM_CHARS: usize = 64;
 
 /// The names that one writer uses.

@@ -189,8 +189,8 @@ impl Connection {
         Ok(blobs)
     }
 
-    /// Waits for the byte that ends a wait. At the deadline it cancels the wait and asks the server
-    /// which of the keys `checked` exist.
+    /// Waits until the server ends a wait with READY. At the deadline it cancels the wait and asks the
+    /// server which of the keys `checked` exist.
     pub(super) fn finish_wait(
         &mut self,
         checked: &[&[u8]],
@@ -224,7 +224,7 @@ impl Connection {
         Ok(if ready { WaitOutcome::Ready } else { WaitOutcome::TimedOut { present } })
     }
 
-    /// Reads the byte that ends a wait.
+    /// Reads READY, with which the server ends a wait. Any other byte is a protocol error.
     pub(super) fn read_ready(&mut self, deadline: Instant) -> Result<(), ExchangeError> {
         match self.read_byte(deadline)? {
             byte::READY => Ok(()),

@@ -10,9 +10,9 @@ use nix::errno::Errno;
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 
 use super::Control;
-use super::broadcast;
 use super::connection::{Connection, ConnectionClosed, Interest, RequestContext};
 use super::listen::configure;
+use super::parallel_wake;
 use crate::state::ClientId;
 use crate::wire::encode::byte;
 
@@ -162,9 +162,9 @@ impl EventLoop {
     fn reply_to_woken(&mut self) {
         while !self.context.woken.is_empty() {
             let mut woken = std::mem::take(&mut self.context.woken);
-            if woken.len() >= broadcast::PARALLEL_THRESHOLD {
+            if woken.len() >= parallel_wake::PARALLEL_THRESHOLD {
                 let streams = self.connections.split_off_writable(&mut woken);
-                woken.extend(broadcast::send_ready(&streams));
+                woken.extend(parallel_wake::send_ready(&streams));
             }
             for &client in &woken {
                 let Some(connection) = self.connections.get_mut(client) else { continue };
@@ -172,7 +172,7 @@ impl EventLoop {
                 self.update_or_close(client, result);
             }
             woken.clear();
-            woken.shrink_to(broadcast::PARALLEL_THRESHOLD);
+            woken.shrink_to(parallel_wake::PARALLEL_THRESHOLD);
             // Closing a connection runs its last will, which may have woken others.
             if self.context.woken.is_empty() {
                 self.context.woken = woken;

@@ -67,12 +67,12 @@ fn file() -> Backend {
     Backend { name: "file".into(), one, two, other, has_queues: false, _alive: Box::new(folder) }
 }
 
-/// A deadline far enough for anything that should happen at once.
+/// Returns a deadline in 20 s, for operations that should succeed at once.
 fn soon() -> Instant {
     Instant::now() + Duration::from_secs(20)
 }
 
-/// A deadline that is meant to pass.
+/// Returns a deadline in 60 ms, for operations that should time out.
 fn short() -> Instant {
     Instant::now() + Duration::from_millis(60)
 }

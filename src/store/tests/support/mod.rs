@@ -31,7 +31,7 @@ pub(crate) const PING: u8 = 13;
 pub(crate) const QUEUE_PUSH: u8 = 14;
 pub(crate) const BARRIER: u8 = 18;
 
-/// A deadline far enough for anything that should happen at once.
+/// Returns a deadline in 20 s, for operations that should succeed at once.
 pub(crate) fn soon() -> Instant {
     Instant::now() + Duration::from_secs(20)
 }

@@ -1,4 +1,4 @@
-//! Sending READY to thousands of connections at once.
+//! Sending READY, the reply that ends a wait, to thousands of connections at once.
 //!
 //! Sending one byte costs some microseconds of kernel time, so ten thousand connections would take one
 //! thread tens of milliseconds. Short-lived helper threads share the work if there are cores for them.
