@@ -256,7 +256,13 @@ impl fmt::Display for Call {
             0 => kind.template().to_owned(),
             lens => kind.template().replace("%n", &format!("%n in a list of lengths {lens:06x}")),
         };
-        f.write_str(&names::fill_template(&template, dtype.name(), op.map(ReduceOp::name), *root, self.count()))
+        f.write_str(&names::fill_template(
+            &template,
+            dtype.name(),
+            op.map(ReduceOp::name),
+            *root,
+            self.count(),
+        ))
     }
 }
 
