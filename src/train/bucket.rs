@@ -1,4 +1,4 @@
-//! Which gradient lies where: parameters are put into buckets, and a bucket is reduced as one.
+//! Layout of gradients in buckets: which bucket and range holds each parameter. One call reduces a bucket.
 //!
 //! Pure: no clock, no I/O.
 
@@ -7,16 +7,16 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-/// The parameters of a network in buckets, the same on all ranks.
+/// The assignment of a network's parameters to buckets, identical on all ranks.
 ///
-/// The backward pass as a rule ends with the parameter that the forward pass begins with, so the buckets are filled from
-/// the last parameter on. One is full when it has reached its size; the first is smaller, so that the ranks begin to
-/// communicate early (Li et al. 2020, doi:10.14778/3415478.3415530).
+/// The backward pass usually ends with the first parameter of the forward pass, so buckets are filled from
+/// the last parameter on. A bucket is full when it has reached its size. The first bucket is smaller, so that
+/// communication starts early (Li et al. 2020, doi:10.14778/3415478.3415530).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Layout {
     /// Type of the elements.
     dtype: String,
-    /// What the ranks must have alike beside.
+    /// Options that all ranks must set alike, as text.
     settings: String,
     /// Names and numbers of elements.
     parameters: Vec<(String, usize)>,
@@ -25,11 +25,11 @@ pub(crate) struct Layout {
     buckets: Vec<Vec<usize>>,
 }
 
-/// Where a parameter's gradient lies.
+/// The position of a parameter's gradient.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Place {
     pub(crate) bucket: usize,
-    /// Elements of the bucket.
+    /// Element range inside the bucket.
     pub(crate) range: Range<usize>,
 }
 
@@ -65,7 +65,7 @@ impl Layout {
         Self { dtype: dtype.to_owned(), settings: String::new(), parameters, places, buckets }
     }
 
-    /// The same, where these settings are compared as well.
+    /// Adds options that [`Self::difference`] and [`Self::fingerprint`] compare as well.
     pub(crate) fn with_settings(self, settings: &str) -> Self {
         Self { settings: settings.to_owned(), ..self }
     }
@@ -93,7 +93,7 @@ impl Layout {
         self.buckets[bucket].iter().map(|&parameter| self.parameters[parameter].1).sum()
     }
 
-    /// Stands for all of it: ranks that have the same one have the same layout.
+    /// A hash of the whole layout: ranks with equal fingerprints have equal layouts.
     pub(crate) fn fingerprint(&self) -> u64 {
         let mut hash = Sha256::new();
         let mut word = |word: usize| hash.update((word as u64).to_le_bytes());
@@ -111,7 +111,7 @@ impl Layout {
         u64::from_le_bytes(*digest.first_chunk().unwrap_or(&[0; 8]))
     }
 
-    /// In what this differs from `other`, in words; `None` if it does not.
+    /// Describes the first difference from `other`; `None` if the layouts are equal.
     pub(crate) fn difference(&self, other: &Self) -> Option<String> {
         if self == other {
             return None;
@@ -156,7 +156,7 @@ mod tests {
 
     #[test]
     fn a_bucket_of_exactly_its_size_is_full() {
-        // Elements of 4 bytes: the first bucket takes 16 bytes, the others 40.
+        // Elements have 4 bytes: the first bucket is full at 16 bytes, the others at 40.
         assert_eq!(layout(&[10, 4, 6, 4], 16, 40).buckets(), [vec![3], vec![2, 1], vec![0]]);
     }
 

@@ -1,4 +1,4 @@
-//! Gradients averaged over all ranks, in buckets, while the next ones are computed.
+//! Averages gradients over all ranks in buckets, while the program computes the next gradients.
 
 mod gradient;
 mod join;
@@ -14,15 +14,16 @@ use join::Joined;
 pub use options::DdpOptions;
 pub use pass::Pass;
 
-/// Most parameters that an error names.
+/// Number of parameters that an error lists by name.
 pub(crate) const NAMED: usize = 8;
 
-/// The gradients of a network, and what makes them the average over all ranks: distributed data parallel training.
+/// Distributed data parallel training: holds the gradients of a network and averages them over all ranks.
 ///
-/// Every rank has the whole network and computes gradients on examples of its own. In a backward [pass](Self::pass) it
-/// hands over the gradient of each parameter as soon as it has it; several together make a bucket, and a bucket that
-/// is complete is on its way to the other ranks while the program computes the next. [`Pass::finish`] waits for the
-/// rest; then [`Self::average`] is the same on all ranks to the last bit, so parameters that began equal stay equal.
+/// Every rank has the whole network and computes gradients on its own examples. In a backward
+/// [pass](Self::pass) the program hands over the gradient of each parameter as soon as it is computed.
+/// Several parameters make a bucket. A complete bucket is sent to the other ranks while the program computes
+/// the next gradients. [`Pass::finish`] waits for the remaining buckets. [`Self::average`] is then bitwise
+/// identical on all ranks, so parameters that began equal stay equal.
 ///
 /// ```
 /// use convoke_train::Ddp;
@@ -40,18 +41,20 @@ pub(crate) const NAMED: usize = 8;
 /// # }
 /// ```
 ///
-/// Its collectives are calls of the group like any other: what else the ranks do in that group they do between passes,
-/// or in the same places of a pass; or they give it a group of its own (`group.subgroup`).
+/// The collectives of a `Ddp` are ordinary calls on the group. The ranks must make other calls on that group
+/// between passes, or at the same point of a pass on every rank. Alternatively, give the `Ddp` its own group
+/// (`group.subgroup`).
 ///
-/// The twin of torch's `DistributedDataParallel`. It holds gradients only; parameters that must begin equal are the
-/// program's to send (`group.broadcast_coalesced`).
+/// `Ddp` corresponds to torch's `DistributedDataParallel`, but holds gradients only. The program itself makes
+/// the initial parameters equal, with `group.broadcast_coalesced`.
 #[derive(Debug)]
 pub struct Ddp<T: Gradient = f32> {
     group: Group,
     layout: Layout,
     buckets: Vec<Bucket<T>>,
     shares: Vec<Share>,
-    /// Which parameters any rank had a gradient for in the last pass; empty if unused ones are not allowed.
+    /// For each parameter, whether any rank had a gradient in the last pass. Empty if unused parameters are
+    /// not allowed.
     used: Vec<bool>,
     joined: Option<Joined>,
     options: DdpOptions,
@@ -60,35 +63,37 @@ pub struct Ddp<T: Gradient = f32> {
 /// Gradients that are reduced together.
 #[derive(Debug)]
 struct Bucket<T: Element> {
-    /// Empty while they are on their way. Inside a host nothing of it is copied.
+    /// Empty while the bucket's operation is in flight. Ranks of one host reduce this memory without a copy.
     memory: SharedBuffer<T>,
-    /// Parameters whose gradients are not ready in this pass.
+    /// Number of parameters whose gradients are not ready in this pass.
     missing: usize,
     work: Option<Work<SharedBuffer<T>>>,
 }
 
-/// What the memory of a parameter holds.
+/// The content of a parameter's gradient memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Share {
-    /// The average of an earlier pass, or nothing yet: the next gradient takes its place.
+    /// The average of an earlier pass, or initial zeros; the next gradient overwrites it.
     Average,
-    /// What this rank has added up since then.
+    /// The sum of this rank's gradients since the last average.
     Own,
-    /// The same, and this pass adds no more.
+    /// The complete sum of this rank; this pass adds no more to it.
     Ready,
 }
 
 impl<T: Gradient> Ddp<T> {
-    /// Gradients for these parameters: a name, for errors, and the number of elements of each. All ranks of `group`
-    /// pass the same, in the same order, best that in which the forward pass uses them.
+    /// Allocates gradients for these parameters. Each has a name, used in errors, and a number of elements.
+    /// All ranks of `group` pass the same parameters in the same order, preferably the order of the forward
+    /// pass.
     ///
     /// # Errors
-    /// [`TrainError::Layout`] on all ranks if they do not; the group goes on. [`TrainError::InvalidArgument`] without
-    /// any parameter. Else as [`Group::all_gather`].
+    /// [`TrainError::Layout`] on all ranks if the parameters differ between ranks; the group stays usable.
+    /// [`TrainError::InvalidArgument`] if there are no parameters. Otherwise the errors of
+    /// [`Group::all_gather`].
     ///
     /// # Cost
-    /// An all-gather of 8 bytes, and what [`Group::alloc`] costs for each bucket. Memory for one gradient of the whole
-    /// network.
+    /// An all-gather of 8 bytes, and one [`Group::alloc`] for each bucket. The memory holds one gradient of
+    /// the whole network.
     pub fn new<N: Into<String>>(
         group: &Group,
         parameters: impl IntoIterator<Item = (N, usize)>,
@@ -96,10 +101,10 @@ impl<T: Gradient> Ddp<T> {
         Self::with_options(group, parameters, DdpOptions::default())
     }
 
-    /// As [`Self::new`], with options, which are the same on all ranks.
+    /// Does what [`Self::new`] does, with options. All ranks must pass equal options.
     ///
     /// # Errors
-    /// As [`Self::new`].
+    /// Returns the errors of [`Self::new`].
     pub fn with_options<N: Into<String>>(
         group: &Group,
         parameters: impl IntoIterator<Item = (N, usize)>,
@@ -109,7 +114,7 @@ impl<T: Gradient> Ddp<T> {
         let (dtype, bytes) = (T::DTYPE.to_string(), T::DTYPE.size_bytes());
         let sizes = Sizes { first: options.first_bucket_bytes, others: options.bucket_bytes };
         let layout = Layout::new(parameters, &dtype, bytes, sizes).with_settings(&options.compared());
-        // First, so that ranks which differ in whether they have any parameters all learn of it.
+        // The comparison comes first, so that all ranks get an error if only some have no parameters.
         compare(group, &layout)?;
         if layout.len() == 0 {
             return Err(TrainError::InvalidArgument("a network without parameters".to_owned()));
@@ -129,23 +134,23 @@ impl<T: Gradient> Ddp<T> {
         })
     }
 
-    /// Begins a backward pass, whose gradients are averaged over all ranks together with what
-    /// [passes without](Self::pass_no_sync) have left. All ranks of the group do.
+    /// Begins a backward pass. Its gradients are averaged over all ranks, together with the sums that [passes
+    /// without sending](Self::pass_no_sync) have left. All ranks of the group call it.
     pub fn pass(&mut self) -> Pass<'_, T> {
         Pass::new(self, true)
     }
 
-    /// Begins a backward pass whose gradients are only added up here: gradient accumulation. Nothing is sent.
+    /// Begins a backward pass that only accumulates gradients on this rank. Nothing is sent.
     ///
-    /// The average of the next pass that [is sent](Self::pass) is of all that was added since the one before, divided
-    /// by the number of ranks only: who wants a mean over passes divides by their number.
+    /// The next pass that [is sent](Self::pass) averages everything added since the previous sent pass. The
+    /// sum is divided by the number of ranks only. To get a mean over passes, divide by their number.
     #[doc(alias = "no_sync")]
     pub fn pass_no_sync(&mut self) -> Pass<'_, T> {
         Pass::new(self, false)
     }
 
-    /// The gradient of a parameter: the average over all ranks, once a pass that is sent is finished; after a pass
-    /// without sending, what this rank has added up. After an error it is unspecified.
+    /// The gradient of a parameter. After a finished pass with sending, this is the average over all ranks;
+    /// after a pass without sending, the sum of this rank. After an error the content is unspecified.
     ///
     /// # Panics
     /// If there is no such parameter.
@@ -155,7 +160,7 @@ impl<T: Gradient> Ddp<T> {
         self.buckets[*bucket].memory.get(range.clone()).unwrap_or_default()
     }
 
-    /// As [`Self::average`], to change it, such as to clip it. All ranks change theirs alike.
+    /// Mutable access to [`Self::average`], for example to clip it. All ranks must make equal changes.
     ///
     /// # Panics
     /// If there is no such parameter.
@@ -164,13 +169,13 @@ impl<T: Gradient> Ddp<T> {
         self.buckets[*bucket].memory.get_mut(range.clone()).unwrap_or_default()
     }
 
-    /// Forgets what passes without sending have added up on this rank: to skip a step.
+    /// Discards the sums of passes without sending on this rank, to skip a step.
     pub fn discard(&mut self) {
         self.shares.fill(Share::Average);
     }
 
-    /// Whether any rank had a gradient for this parameter in the last pass. `true` for all of them where
-    /// [unused parameters](DdpOptions::unused_parameters) are not allowed.
+    /// Returns whether any rank had a gradient for this parameter in the last pass. Always `true` if [unused
+    /// parameters](DdpOptions::unused_parameters) are not allowed.
     ///
     /// # Panics
     /// If there is no such parameter.
@@ -198,7 +203,7 @@ impl<T: Gradient> Ddp<T> {
         &self.group
     }
 
-    /// How shares become the average.
+    /// The reduction that turns the ranks' sums into the average.
     fn reduction(&self) -> Reduction<T> {
         match &self.joined {
             Some(joined) if joined.giving < self.group.size() && !self.options.divide_by_world => {
@@ -209,14 +214,14 @@ impl<T: Gradient> Ddp<T> {
     }
 }
 
-/// Compares what the ranks want to train.
+/// Returns an error if the layouts of the ranks differ.
 pub(crate) fn compare(group: &Group, layout: &Layout) -> Result<(), TrainError> {
     let mut fingerprints = vec![0; group.size()];
     group.all_gather(&[layout.fingerprint()], &mut fingerprints)?;
     if fingerprints.iter().all(|&other| other == fingerprints[0]) {
         return Ok(());
     }
-    // All ranks have seen the same, so all come here.
+    // All ranks have compared the same fingerprints, so all of them reach this call.
     let layouts = group.all_gather_object(layout)?;
     let differs =
         layouts.iter().enumerate().find_map(|(rank, other)| Some((rank, other.difference(&layouts[0])?)));

@@ -1,4 +1,4 @@
-//! Gradients on GPUs, averaged over all ranks in buckets while the next ones are computed.
+//! Averages gradients on GPUs over all ranks in buckets, while the program computes the next gradients.
 
 mod add;
 mod pass;
@@ -18,23 +18,23 @@ use crate::error::TrainError;
 use add::Adder;
 pub use pass::DevicePass;
 
-/// The gradients of a network on a GPU, and what makes them the average over all ranks: [`Ddp`](crate::Ddp) for a group with
-/// a [side on a device](Group::with_device).
+/// Distributed data parallel training on a GPU: [`Ddp`](crate::Ddp) for a group that has [a
+/// device](Group::with_device).
 ///
-/// In a [pass](Self::pass) the program hands over each gradient as soon as the stream that computes it has been told to; a bucket that is
-/// complete is averaged on a stream of its own, behind what it needs. Streams wait for each other by events, and the host
-/// for nothing: [`DevicePass::finish`] returns when all is enqueued, and what the computing stream does later finds the
-/// averages.
+/// In a [pass](Self::pass) the program hands over each gradient as soon as its computation is enqueued on a
+/// stream. A complete bucket is averaged on a separate stream, after the work that computes it. Streams wait
+/// for each other by events; the host does not wait. [`DevicePass::finish`] returns when everything is
+/// enqueued. Work that the computing stream gets later sees the averages.
 ///
-/// What goes wrong on the way is told by the next call: of the pass, or of the group.
+/// The next call of the pass or of the group reports errors of enqueued operations.
 pub struct DeviceDdp<T: Gradient + DeviceRepr + ValidAsZeroBits = f32> {
     group: Group,
     layout: Layout,
     buckets: Vec<Bucket<T>>,
     shares: Vec<Share>,
-    /// For operations of the group.
+    /// The stream on which the group's operations run.
     stream: Arc<CudaStream>,
-    /// From when it was first needed.
+    /// Loaded when it is first needed.
     adder: Option<Adder>,
     options: DdpOptions,
 }
@@ -42,17 +42,18 @@ pub struct DeviceDdp<T: Gradient + DeviceRepr + ValidAsZeroBits = f32> {
 /// Gradients that are reduced together.
 struct Bucket<T> {
     memory: CudaSlice<T>,
-    /// Parameters whose gradients are not ready in this pass.
+    /// Number of parameters whose gradients are not ready in this pass.
     missing: usize,
     work: Option<Work<()>>,
 }
 
 impl<T: Gradient + DeviceRepr + ValidAsZeroBits> DeviceDdp<T> {
-    /// As [`Ddp::with_options`](crate::Ddp::with_options), on the device of `group`, whose context this is. Parameters may not
-    /// be left out.
+    /// Does what [`Ddp::with_options`](crate::Ddp::with_options) does, on the device of `group`. `context` is
+    /// the context of that device. Unused parameters are not supported.
     ///
     /// # Errors
-    /// As there; [`CommError::Device`] if the group has no device, or that has no memory.
+    /// Returns the errors of [`Ddp::with_options`](crate::Ddp::with_options). [`CommError::Device`] if the
+    /// group has no device, or if the device has too little memory.
     pub fn new<N: Into<String>>(
         group: &Group,
         context: &Arc<CudaContext>,
@@ -74,13 +75,13 @@ impl<T: Gradient + DeviceRepr + ValidAsZeroBits> DeviceDdp<T> {
         let stream = context.new_stream().map_err(device("a stream cannot be made"))?;
         group.on(&stream)?;
         let buckets = layout.buckets().iter().enumerate().map(|(index, parameters)| {
-            // One element at least: CUDA has no empty memory.
+            // Each bucket has at least one element, because CUDA cannot allocate empty memory.
             let memory = stream.alloc_zeros(layout.bucket_len(index).max(1));
             let memory = memory.map_err(device("there is no memory on the device"))?;
             Ok(Bucket { memory, missing: parameters.len(), work: None })
         });
         let buckets = buckets.collect::<Result<_, CommError>>()?;
-        // Once: a context may have been told not to order streams by itself.
+        // One synchronization is needed, because the context may have automatic ordering of streams disabled.
         stream.synchronize().map_err(device("a stream failed"))?;
         Ok(Self {
             group: group.clone(),
@@ -93,18 +94,19 @@ impl<T: Gradient + DeviceRepr + ValidAsZeroBits> DeviceDdp<T> {
         })
     }
 
-    /// Begins a backward pass whose gradients `compute` computes. All ranks of the group do.
+    /// Begins a backward pass whose gradients are computed on the stream `compute`. All ranks of the group
+    /// call it.
     pub fn pass<'a>(&'a mut self, compute: &'a Arc<CudaStream>) -> DevicePass<'a, T> {
         DevicePass::new(self, compute, true)
     }
 
-    /// Begins a backward pass whose gradients are only added up here: gradient accumulation. Nothing is sent.
+    /// Begins a backward pass that only accumulates gradients on this rank. Nothing is sent.
     #[doc(alias = "no_sync")]
     pub fn pass_no_sync<'a>(&'a mut self, compute: &'a Arc<CudaStream>) -> DevicePass<'a, T> {
         DevicePass::new(self, compute, false)
     }
 
-    /// The gradient of a parameter, for streams that come behind a finished pass: the average over all ranks.
+    /// The average of a parameter's gradient over all ranks, for work that streams get after a finished pass.
     ///
     /// # Panics
     /// If there is no such parameter.
@@ -114,7 +116,7 @@ impl<T: Gradient + DeviceRepr + ValidAsZeroBits> DeviceDdp<T> {
         self.buckets[*bucket].memory.slice(range.clone())
     }
 
-    /// As [`Self::average`], to change it, such as to clip it. All ranks change theirs alike.
+    /// Mutable access to [`Self::average`], for example to clip it. All ranks must make equal changes.
     ///
     /// # Panics
     /// If there is no such parameter.
@@ -123,7 +125,7 @@ impl<T: Gradient + DeviceRepr + ValidAsZeroBits> DeviceDdp<T> {
         self.buckets[*bucket].memory.slice_mut(range.clone())
     }
 
-    /// Forgets what passes without sending have added up on this rank: to skip a step.
+    /// Discards the sums of passes without sending on this rank, to skip a step.
     pub fn discard(&mut self) {
         self.shares.fill(Share::Average);
     }
@@ -153,7 +155,7 @@ impl DdpOptions {
     }
 }
 
-/// An error of the driver, in words.
+/// Converts a driver error to a [`CommError`] that describes what failed.
 fn device(what: &'static str) -> impl FnOnce(convoke_comm::device::cudarc::driver::DriverError) -> CommError {
     move |error| CommError::Device(DeviceError::driver(what)(error))
 }

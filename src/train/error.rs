@@ -1,16 +1,16 @@
-//! What can go wrong.
+//! Errors of this crate.
 
 use convoke_comm::CommError;
 
-/// Why a call of this crate failed.
+/// An error of a call of this crate.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum TrainError {
-    /// The ranks could not do it together: one is gone, late, or does something else.
+    /// Communication failed: a rank is gone, is late, or made a different call.
     #[error(transparent)]
     Comm(#[from] CommError),
 
-    /// The ranks do not train the same network. The group goes on.
+    /// The ranks do not train the same network. The group stays usable.
     #[error(
         "rank {rank} has other gradients than rank {with}: {difference}; all ranks need the same parameters in the same \
          order, and the same sizes of buckets"
@@ -18,13 +18,13 @@ pub enum TrainError {
     Layout {
         /// The first rank that differs.
         rank: usize,
-        /// From which rank.
+        /// The rank it is compared with.
         with: usize,
         /// The first difference.
         difference: String,
     },
 
-    /// Parameters got no gradient in a backward pass. The group has ended, if it has other ranks.
+    /// Parameters got no gradient in a backward pass. The group is aborted if it has other ranks.
     #[error(
         "rank {rank}: a backward pass ended without a gradient for {}; if that is meant, allow it with \
          DdpOptions::unused_parameters(true) on all ranks",
@@ -33,36 +33,36 @@ pub enum TrainError {
     Unused {
         /// This rank.
         rank: usize,
-        /// The first of them.
+        /// The first parameters without a gradient.
         names: Vec<String>,
-        /// How many there are beside.
+        /// Number of further parameters without a gradient.
         more: usize,
     },
 
-    /// An argument makes no sense; nothing was sent.
+    /// An argument is invalid; nothing was sent.
     #[error("{0}")]
     InvalidArgument(String),
 
-    /// A rank that prepares something for others failed. The group goes on.
+    /// A rank failed to prepare something that other ranks wait for. The group stays usable.
     #[error("rank {rank} failed to prepare what others wait for: {reason}")]
     Preparation {
-        /// Which one.
+        /// The rank that failed.
         rank: usize,
         /// Its error.
         reason: String,
     },
 
-    /// A trace cannot be written.
+    /// A trace file cannot be written.
     #[error("cannot write the trace {}: {source}", path.display())]
     Trace {
-        /// Where to.
+        /// The path of the trace file.
         path: std::path::PathBuf,
-        /// Why not.
+        /// The I/O error.
         source: std::io::Error,
     },
 }
 
-/// As [`Display`](std::fmt::Display): what a `main` prints that returns it.
+/// Prints the text of [`Display`](std::fmt::Display), which appears when a `main` returns this error.
 impl std::fmt::Debug for TrainError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         std::fmt::Display::fmt(self, f)
@@ -75,7 +75,7 @@ fn listed(names: &[String], more: usize) -> String {
 }
 
 impl TrainError {
-    /// The rank to look at first, if one is known.
+    /// The rank to investigate first, if one is known.
     #[must_use]
     pub fn blame(&self) -> Option<usize> {
         match self {

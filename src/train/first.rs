@@ -1,4 +1,4 @@
-//! One rank prepares the data, the others wait for it.
+//! One rank prepares data while the other ranks wait for it.
 
 use std::fmt::Display;
 
@@ -6,10 +6,12 @@ use convoke_comm::Group;
 
 use crate::error::TrainError;
 
-/// Calls `prepare` on the first rank of each host, and when it is done there, on the others: what the first has fetched,
-/// unpacked or computed lies in the host's files by then, and is not made by all of them at the same time.
+/// Calls `prepare` on the first rank of each host, and then on the other ranks.
 ///
-/// All ranks of the group call it, and wait at most as long as calls on this handle may take.
+/// The first rank can fetch, unpack or compute data and store it in the host's files. The other ranks find
+/// the data there, so that they do not all produce it at the same time.
+///
+/// All ranks of the group call it. They wait no longer than the timeout of calls on this handle.
 ///
 /// ```
 /// # fn main() -> Result<(), convoke_train::TrainError> {
@@ -29,13 +31,14 @@ use crate::error::TrainError;
 /// ```
 ///
 /// # Errors
-/// [`TrainError::Preparation`] on all ranks if it fails on a first rank, and there on any; the group goes on. If it panics
-/// or that rank dies, the others get the error of [`Group::all_gather`], which names it.
+/// [`TrainError::Preparation`] on all ranks if `prepare` fails on a first rank. If it fails on a later rank,
+/// only that rank gets the error. The group stays usable. If `prepare` panics or its process dies, the other
+/// ranks get the error of [`Group::all_gather`], which names the rank.
 ///
 /// # Cost
-/// An all-gather of the outcomes, over all ranks: hosts wait for each other.
+/// An all-gather of the outcomes over all ranks, so all hosts wait for each other.
 ///
-/// The twin of accelerate's `local_main_process_first`.
+/// The function corresponds to accelerate's `local_main_process_first`.
 pub fn first_on_each_host<T, E: Display>(
     group: &Group,
     prepare: impl FnOnce() -> Result<T, E>,
@@ -43,12 +46,12 @@ pub fn first_on_each_host<T, E: Display>(
     first(group, group.place_on_host().0 == 0, prepare)
 }
 
-/// As [`first_on_each_host`], but the first rank of the group goes before all others: for files that all hosts share.
+/// Calls `prepare` on the first rank of the group, and then on all others, for files that all hosts share.
 ///
 /// # Errors
-/// As there.
+/// Returns the errors of [`first_on_each_host`].
 ///
-/// The twin of accelerate's `main_process_first`.
+/// The function corresponds to accelerate's `main_process_first`.
 pub fn first_of_all<T, E: Display>(
     group: &Group,
     prepare: impl FnOnce() -> Result<T, E>,
@@ -61,9 +64,9 @@ fn first<T, E: Display>(
     is_first: bool,
     prepare: impl FnOnce() -> Result<T, E>,
 ) -> Result<T, TrainError> {
-    // What came of it, or what is still to be done.
+    // The outcome of `prepare`, or `prepare` itself if this rank calls it later.
     let prepared = if is_first {
-        // The others wait for what this rank has to say: not until its process is gone.
+        // The others wait for this rank's outcome. A panic must end that wait at once.
         let awaited = Awaited(group);
         let prepared = prepare();
         std::mem::forget(awaited);
@@ -85,7 +88,7 @@ fn first<T, E: Display>(
     prepared.unwrap_or_else(|prepare| prepare()).map_err(failed)
 }
 
-/// Ends the group if it is dropped: a panic came in between.
+/// Aborts the group when dropped, which happens only if `prepare` panics.
 struct Awaited<'a>(&'a Group);
 
 impl Drop for Awaited<'_> {

@@ -24,13 +24,13 @@
 //! # }
 //! ```
 //!
-//! - [`Ddp`]: gradients averaged in buckets, while the next ones are computed.
-//! - `DeviceDdp` (with the feature `nccl`): the same of gradients on GPUs.
-//! - [`Sampler`]: who computes on which example; [`partition`]: a data set in parts of given sizes.
+//! - [`Ddp`]: averages gradients in buckets, while the program computes the next ones.
+//! - `DeviceDdp` (with the feature `nccl`): averages gradients on GPUs.
+//! - [`Sampler`]: assigns examples to ranks; [`partition`]: splits a data set into parts of given sizes.
 //! - [`first_on_each_host`], [`first_of_all`]: one rank prepares the data, the others wait for it.
-//! - [`Trace`]: what the ranks did when, for a browser's trace viewer.
+//! - [`Trace`]: records a timeline of the ranks for a browser's trace viewer.
 //!
-//! It uses the public face of `convoke-comm` and nothing else.
+//! The crate uses only the public API of `convoke-comm`.
 
 mod bucket;
 mod ddp;

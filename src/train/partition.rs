@@ -1,20 +1,21 @@
-//! A data set in parts.
+//! Splits a data set into parts.
 //!
 //! Pure: no clock, no I/O.
 
 use crate::error::TrainError;
 use crate::random::Random;
 
-/// Stream of random numbers for this; see [`Random::new`].
+/// The random stream of partitions; see [`Random::new`].
 const STREAM: u64 = 1 << 33;
-/// By how much the sum of fractions may be above 1: they are seldom exact.
+/// Amount by which the sum of fractions may exceed 1, because of rounding.
 const TOLERANCE: f64 = 1e-9;
 
-/// The examples `0 .. examples` in parts of these fractions of all, in random order: for training and validation, or for
-/// ranks that keep their share for good. All ranks get the same for the same `seed`.
+/// Splits the examples `0 .. examples` in random order into parts of the given fractions. Use it to separate
+/// training from validation data, or to give each rank a permanent share. All ranks get equal parts for equal
+/// `seed`.
 ///
-/// What is over goes to nobody. Each part has its fraction to within one example, and if the fractions add up to 1 the
-/// parts have all examples.
+/// Examples beyond the sum of the fractions are in no part. The size of each part is exact to within one
+/// example. If the fractions add up to 1, the parts contain all examples.
 ///
 /// ```
 /// let parts = convoke_train::partition(1000, &[0.7, 0.2, 0.1], 42)?;
@@ -23,7 +24,7 @@ const TOLERANCE: f64 = 1e-9;
 /// ```
 ///
 /// # Errors
-/// [`TrainError::InvalidArgument`] if a fraction is not between 0 and 1, or they add up to more than 1.
+/// [`TrainError::InvalidArgument`] if a fraction is not between 0 and 1, or if the sum exceeds 1.
 pub fn partition(examples: usize, fractions: &[f64], seed: u64) -> Result<Vec<Vec<usize>>, TrainError> {
     if let Some(fraction) = fractions.iter().find(|fraction| !(0.0..=1.0).contains(*fraction)) {
         return Err(TrainError::InvalidArgument(format!("a part of {fraction} of all examples")));

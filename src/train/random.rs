@@ -1,16 +1,16 @@
-//! Random numbers that are the same on all ranks, machines and versions.
+//! Random numbers that are identical on all ranks, machines and versions.
 //!
 //! Pure: no clock, no I/O.
 
 /// SplitMix64 (Steele, Lea, Flood 2014, doi:10.1145/2714064.2660195): one word of state, no weak seeds.
 ///
-/// For what all ranks must decide alike, such as the order of an epoch or initial weights. A later version gives the
-/// same numbers: runs that go on from a checkpoint depend on it. Not for secrets.
+/// Use it for decisions that must agree on all ranks, such as the order of an epoch or initial weights. Later
+/// versions generate the same numbers, because resumed runs depend on it. Not for cryptography.
 #[derive(Debug, Clone)]
 pub struct Random(u64);
 
 impl Random {
-    /// A sequence of its own for each pair of `seed` and `stream`; those of one seed do not overlap in practice.
+    /// Begins the sequence of the pair `seed` and `stream`. Streams of one seed do not overlap in practice.
     #[must_use]
     pub fn new(seed: u64, stream: u64) -> Self {
         let mut mixed = Self(seed);
@@ -25,19 +25,19 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// Uniform in `0 .. bound`, or 0 if `bound` is. The bias is below `bound` / 2^64.
+    /// Returns a uniform number in `0 .. bound`, or 0 if `bound` is 0. The bias is below `bound` / 2^64.
     pub fn below(&mut self, bound: usize) -> usize {
         ((u128::from(self.word()) * bound as u128) >> 64) as usize
     }
 
-    /// Uniform in `-bound .. bound`.
+    /// Returns a uniform number in `-bound .. bound`.
     pub fn symmetric(&mut self, bound: f32) -> f32 {
-        // 24 bits are what an f32 holds exactly.
+        // An f32 holds 24 bits exactly.
         let unit = (self.word() >> 40) as f32 / (1_u32 << 24) as f32;
         (2.0 * unit - 1.0) * bound
     }
 
-    /// Brings `items` into random order (Fisher-Yates).
+    /// Shuffles `items` (Fisher-Yates).
     pub fn shuffle<T>(&mut self, items: &mut [T]) {
         for i in (1..items.len()).rev() {
             items.swap(i, self.below(i + 1));

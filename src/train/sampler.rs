@@ -1,15 +1,15 @@
-//! Who computes on which example.
+//! Assigns examples to ranks.
 //!
 //! Pure: no clock, no I/O.
 
 use crate::random::Random;
 
-/// Streams of random numbers from here on are the epochs'; see [`Random::new`].
+/// The random stream of epoch 0; later epochs use the streams after it. See [`Random::new`].
 const FIRST_EPOCH_STREAM: u64 = 1 << 32;
 
-/// Deals the examples of each epoch out to the ranks.
+/// Distributes the examples of each epoch over the ranks.
 ///
-/// An epoch is one order of all examples, the same on every rank; they go round the ranks, one after the other.
+/// An epoch is one order of all examples, identical on every rank. Ranks take examples from it round-robin.
 ///
 /// ```text
 /// 10 examples in the order    d b h a c j e i g f        taken one by one, Tail::Pad
@@ -18,8 +18,8 @@ const FIRST_EPOCH_STREAM: u64 = 1 << 32;
 /// rank 2 of 3                     h     j     g     (b)
 /// ```
 ///
-/// The twin of torch's `DistributedSampler`, which shuffles if it is not told otherwise; here it must be
-/// [asked for](Self::shuffled).
+/// `Sampler` corresponds to torch's `DistributedSampler`. That shuffles by default; here shuffling must be
+/// [requested](Self::shuffled).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sampler {
     examples: usize,
@@ -29,21 +29,22 @@ pub struct Sampler {
     tail: Tail,
 }
 
-/// What becomes of the last examples where they are not enough for all ranks.
+/// Treatment of the last examples of an epoch, if there are too few for all ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Tail {
-    /// The first ones of the epoch are taken once more: every rank has as many, no example is left out.
+    /// Repeats the first examples of the epoch: all ranks have equally many, and no example is left out.
     #[default]
     Pad,
-    /// They are left out: every rank has as many, none is taken twice.
+    /// Leaves the last examples out: all ranks have equally many, and no example is repeated.
     Drop,
-    /// Some ranks have one less: each example is taken once. For who weighs averages, or [joins](crate::Ddp::join).
+    /// Gives some ranks one example less: each example is used once. Requires weighted averages, or
+    /// [`Ddp::join`](crate::Ddp::join).
     Uneven,
 }
 
 impl Sampler {
-    /// Of `examples` examples, those of `rank` of `world` ranks.
+    /// The examples of `rank` out of `world` ranks, for a data set of `examples` examples.
     ///
     /// # Panics
     /// If `rank` is not below `world`.
@@ -53,15 +54,15 @@ impl Sampler {
         Self { examples, rank, world, seed: None, tail: Tail::default() }
     }
 
-    /// In another order in each epoch, which depends on `seed` and the epoch alone: a run that goes on from a
-    /// checkpoint meets the same.
+    /// Shuffles each epoch. The order depends only on `seed` and the epoch, so a run resumed from a
+    /// checkpoint sees the same order.
     #[must_use]
     pub fn shuffled(mut self, seed: u64) -> Self {
         self.seed = Some(seed);
         self
     }
 
-    /// What becomes of the last examples.
+    /// Sets the treatment of the last examples.
     #[must_use]
     pub fn tail(mut self, tail: Tail) -> Self {
         self.tail = tail;
@@ -82,11 +83,11 @@ impl Sampler {
     }
 }
 
-/// The examples of one epoch: one by one as an iterator over those of this rank, or in [batches](Self::next_batch).
+/// The examples of one epoch. It iterates over this rank's examples, or returns [batches](Self::next_batch).
 #[derive(Debug, Clone)]
 pub struct Epoch {
     order: Vec<usize>,
-    /// Place in the order, of all ranks together, and where it ends. Beyond the order it begins anew.
+    /// Position in the order, over all ranks, and its end. Positions beyond the order wrap to its beginning.
     at: usize,
     end: usize,
     rank: usize,
@@ -95,13 +96,13 @@ pub struct Epoch {
 }
 
 impl Epoch {
-    /// How many examples all ranks together have taken: what a checkpoint keeps.
+    /// Number of examples that all ranks together have taken. A checkpoint stores it.
     #[must_use]
     pub fn position(&self) -> usize {
         self.at
     }
 
-    /// Goes on where an epoch with the same seed was at `position`, also with another number of ranks.
+    /// Resumes an epoch with the same seed at `position`, also with a different number of ranks.
     #[must_use]
     pub fn resumed_at(mut self, position: usize) -> Self {
         self.at = position.min(self.order.len());
@@ -115,11 +116,11 @@ impl Epoch {
         self
     }
 
-    /// Takes the next `examples` examples of all ranks together, fewer in the end; `None` if there are none left.
+    /// Takes the next `examples` examples of all ranks together, fewer at the end; `None` if none are left.
     ///
-    /// With a multiple of the number of ranks every rank has as many (but in the end with [`Tail::Uneven`]). The
-    /// batches are the same for any number of ranks, only who takes what differs; but for the last one, where the tail
-    /// depends on it ([`Tail::Pad`], [`Tail::Drop`]).
+    /// If `examples` is a multiple of the number of ranks, all ranks get equally many, except at the end with
+    /// [`Tail::Uneven`]. The batches do not depend on the number of ranks, but their split among ranks does.
+    /// The last batch also depends on it with [`Tail::Pad`] and [`Tail::Drop`].
     ///
     /// # Panics
     /// If `examples` is 0.
@@ -156,7 +157,7 @@ impl Iterator for Epoch {
 
 impl ExactSizeIterator for Epoch {}
 
-/// Some examples that the ranks share.
+/// A batch of examples that is split among the ranks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Batch {
     own: Vec<usize>,
@@ -164,13 +165,13 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// Those of this rank; there may be none.
+    /// The examples of this rank; there may be none.
     #[must_use]
     pub fn own(&self) -> &[usize] {
         &self.own
     }
 
-    /// How many all ranks have together.
+    /// Number of examples of all ranks together.
     #[must_use]
     pub fn examples(&self) -> usize {
         self.examples
@@ -189,7 +190,7 @@ mod tests {
         Sampler::new(examples, rank, world).shuffled(9)
     }
 
-    /// What all ranks take one by one, by rank.
+    /// The examples that each rank takes one by one, indexed by rank.
     fn dealt(examples: usize, world: usize, tail: Tail) -> Vec<Vec<usize>> {
         (0..world).map(|rank| sampler(examples, rank, world).tail(tail).epoch(3).collect()).collect()
     }
@@ -256,7 +257,7 @@ mod tests {
             let after = (0..4).map(|rank| sampler(101, rank, 4).tail(tail).epoch(5).resumed_at(30));
             taken.extend(after.flatten());
             let distinct: BTreeSet<usize> = taken.iter().copied().collect();
-            // 71 are left for four.
+            // 71 examples are left for four ranks.
             let (all, once) = match tail {
                 Tail::Pad => (102, 101),
                 Tail::Drop => (98, 98),

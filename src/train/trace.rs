@@ -1,4 +1,4 @@
-//! What the ranks did when, for a trace viewer.
+//! Records a timeline of the ranks for a trace viewer.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -12,18 +12,19 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::TrainError;
 
-/// Most spans that one rank keeps; later ones are left out.
+/// Maximum number of spans that one rank keeps; later spans are discarded.
 const SPANS: usize = 1 << 17;
 /// Longest title of a row, in bytes.
 const TITLE_BYTES: usize = 200;
-/// The row of what the program computes; buckets have the rows behind it.
+/// The row of the program's computation; the rows after it belong to buckets.
 const COMPUTATION: u32 = 0;
 
-/// Spans of time on this rank, written as one file for all ranks.
+/// Time spans of this rank; one file holds the spans of all ranks.
 ///
-/// The file is in the Trace Event Format, which <https://ui.perfetto.dev> and `chrome://tracing` show: a process for each
-/// rank, in it one row for what the program computes and one for each bucket of gradients, from when it is sent until its
-/// average is here, waiting for those before it included. Clocks of hosts are taken as they are. A rank keeps 131,072 spans.
+/// The file has the Trace Event Format, which <https://ui.perfetto.dev> and `chrome://tracing` display. Each
+/// rank is a process with one row for computation and one for each bucket of gradients. The span of a bucket
+/// lasts from its sending until its average arrives, including the wait for earlier buckets. Host clocks are
+/// not corrected. A rank keeps 131,072 spans.
 ///
 /// ```
 /// # fn main() -> Result<(), convoke_train::TrainError> {
@@ -41,45 +42,45 @@ const COMPUTATION: u32 = 0;
 /// # }
 /// ```
 ///
-/// Clones are the same trace.
+/// A clone records into the same trace.
 #[derive(Debug, Clone)]
 pub struct Trace {
     notes: Arc<Mutex<Notes>>,
-    /// A moment by both clocks.
+    /// One point in time on both clocks, to convert between them.
     begin: (Instant, SystemTime),
-    /// Most spans.
+    /// Maximum number of spans.
     room: usize,
 }
 
-/// What one rank has noted.
+/// The records of one rank.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 struct Notes {
     spans: Vec<Noted>,
-    /// Titles of the rows of buckets.
+    /// Titles of the bucket rows, by row.
     titles: BTreeMap<u32, String>,
 }
 
-/// A span that is over.
+/// A completed span.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Noted {
     name: String,
     row: u32,
-    /// Since 1970.
+    /// Time since 1970.
     start: Duration,
     time: Duration,
-    /// Of a bucket.
+    /// The size of the bucket, if the span is of a bucket.
     bytes: Option<u64>,
 }
 
 impl Default for Trace {
-    /// Nothing so far.
+    /// An empty trace.
     fn default() -> Self {
         Self { notes: Arc::default(), begin: (Instant::now(), SystemTime::now()), room: SPANS }
     }
 }
 
 impl Trace {
-    /// One that keeps nothing, for programs that trace only when they are asked to.
+    /// Returns a trace that records nothing, for programs whose tracing is optional.
     #[must_use]
     pub fn off() -> Self {
         Self { room: 0, ..Self::default() }
@@ -90,7 +91,7 @@ impl Trace {
         self.begin(name.into(), COMPUTATION, None)
     }
 
-    /// Begins the span of a bucket that is sent.
+    /// Begins the span of a bucket that is being sent.
     pub(crate) fn bucket<'a>(
         &self,
         index: usize,
@@ -110,10 +111,12 @@ impl Trace {
         self.notes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Writes what all ranks of the group have noted so far. All ranks call it; rank 0 writes.
+    /// Writes the spans that all ranks of the group have recorded so far. All ranks call it; rank 0 writes
+    /// the file.
     ///
     /// # Errors
-    /// [`TrainError::Trace`] on rank 0 if it cannot. Else as [`Group::gather_object`].
+    /// [`TrainError::Trace`] on rank 0 if the file cannot be written. Otherwise the errors of
+    /// [`Group::gather_object`].
     pub fn write(&self, group: &Group, path: &Path) -> Result<(), TrainError> {
         let noted = self.notes().clone();
         let Some(ranks) = group.gather_object(&noted, 0)? else { return Ok(()) };
@@ -126,7 +129,7 @@ impl Trace {
     }
 }
 
-/// Title of a bucket's row: its number, and as many of its parameters as there is room for.
+/// Title of a bucket's row: its number, and as many of its parameters' names as fit.
 fn title<'a>(index: usize, names: impl Iterator<Item = &'a str>) -> String {
     let mut title = format!("bucket {index}:");
     for name in names {
@@ -139,7 +142,7 @@ fn title<'a>(index: usize, names: impl Iterator<Item = &'a str>) -> String {
     title
 }
 
-/// Something that takes time, until it is dropped.
+/// A time span that is being measured; it ends when it is dropped.
 #[derive(Debug)]
 #[must_use = "it ends when it is dropped"]
 pub struct Span {
@@ -151,7 +154,7 @@ pub struct Span {
 }
 
 impl Span {
-    /// Ends it.
+    /// Ends the span.
     pub fn end(self) {}
 }
 
@@ -173,7 +176,7 @@ impl Drop for Span {
     }
 }
 
-/// The Trace Event Format, as far as it is used: an object with a list of events.
+/// The used part of the Trace Event Format: an object with a list of events.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 struct Chart<'a> {
@@ -186,7 +189,7 @@ struct Chart<'a> {
 struct Event<'a> {
     name: &'a str,
     ph: &'static str,
-    /// Microseconds.
+    /// Start time in microseconds.
     ts: f64,
     dur: f64,
     /// The rank.

@@ -8,12 +8,13 @@ mod sealed {
     pub trait Sealed {}
 }
 
-/// A type that gradients can have: `f32`, `f64`, [`struct@f16`], [`bf16`]. Halves are averaged in `f32` and rounded once.
+/// An element type of gradients: `f32`, `f64`, [`struct@f16`] or [`bf16`]. 16-bit types are averaged in `f32`
+/// and rounded once.
 pub trait Gradient: Element + AddAssign + sealed::Sealed {
     /// Zero.
     const ZERO: Self;
 
-    /// One of `count` equal parts.
+    /// The factor `1 / count`.
     #[doc(hidden)]
     fn one_of(count: usize) -> Self::Factor;
 }

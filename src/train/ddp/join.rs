@@ -1,25 +1,27 @@
-//! Ranks that have fewer batches than others.
+//! Uneven inputs: training when some ranks have fewer batches than others.
 
 use convoke_comm::ReduceOp;
 
 use super::{Ddp, Gradient, Share, TrainError};
 
-/// What the ranks have agreed on for the next pass that is sent.
+/// The agreement of the ranks for the next pass that is sent.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Joined {
-    /// Ranks that have gradients to give.
+    /// Number of ranks that contribute gradients.
     pub(super) giving: usize,
-    /// Whether this one has a batch.
+    /// True if this rank has a batch.
     pub(super) has_batch: bool,
 }
 
 impl<T: Gradient> Ddp<T> {
-    /// Goes on to the next batch together, also if some ranks have none left: uneven inputs.
+    /// Moves all ranks to the next batch, even if some ranks have none left (uneven inputs).
     ///
-    /// All ranks call it once before each pass that is [sent](Ddp::pass); a batch may be several, for passes
-    /// [without](Ddp::pass_no_sync) before it. `None` as soon as no rank has a batch; until then every rank does a pass,
-    /// and one without a batch adds nothing in it: it helps the others to their averages, and takes the same step with
-    /// its parameters. Averages are over the ranks that have gradients (see [`DdpOptions::divide_by_world`]).
+    /// All ranks call it once before each pass that is [sent](Ddp::pass). `batch` may stand for several
+    /// batches, if passes [without sending](Ddp::pass_no_sync) come first.
+    ///
+    /// Returns `None` as soon as no rank has a batch. Until then every rank runs each pass. A rank without a
+    /// batch adds no gradients, but takes part in the averages and updates its parameters by the same step.
+    /// Averages are taken over the ranks that have gradients (see [`DdpOptions::divide_by_world`]).
     ///
     /// ```
     /// # use convoke_train::{Ddp, TrainError};
@@ -40,17 +42,17 @@ impl<T: Gradient> Ddp<T> {
     /// ```
     ///
     /// # Errors
-    /// As [`Group::all_reduce`](convoke_comm::Group::all_reduce).
+    /// Returns the errors of [`Group::all_reduce`](convoke_comm::Group::all_reduce).
     ///
     /// # Cost
     /// An `all_reduce` of 8 bytes.
     ///
-    /// The twin of torch's `Join`; there parameters of ranks that had finished earlier are brought up to date in the end.
+    /// `join` corresponds to torch's `Join`, which updates the parameters of finished ranks at the end.
     ///
     /// [`DdpOptions::divide_by_world`]: crate::DdpOptions::divide_by_world
     pub fn join<B>(&mut self, batch: Option<B>) -> Result<Option<Option<B>>, TrainError> {
         let has_batch = batch.is_some();
-        // What was added up before counts as well.
+        // Gradients of earlier passes without sending count as well.
         let gives = has_batch || self.shares.contains(&Share::Own);
         let mut ranks = [u32::from(has_batch), u32::from(gives)];
         self.group.all_reduce(&mut ranks, ReduceOp::Sum)?;

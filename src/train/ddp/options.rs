@@ -1,8 +1,8 @@
-//! What can be chosen.
+//! Options of `Ddp`.
 
 use crate::trace::Trace;
 
-/// Options of a [`Ddp`](crate::Ddp), the same on all ranks but for the trace: they are compared.
+/// Options of a [`Ddp`](crate::Ddp). The ranks compare them: all but the trace must be equal on all ranks.
 #[derive(Debug, Clone)]
 #[must_use]
 pub struct DdpOptions {
@@ -15,7 +15,7 @@ pub struct DdpOptions {
 }
 
 impl Default for DdpOptions {
-    /// Buckets of 25 MiB, the first of 1 MiB, sent as soon as they are full; no parameter may be left out.
+    /// Buckets of 25 MiB, the first of 1 MiB, each sent when it is full. Every parameter needs a gradient.
     fn default() -> Self {
         Self {
             bucket_bytes: 25 << 20,
@@ -29,51 +29,55 @@ impl Default for DdpOptions {
 }
 
 impl DdpOptions {
-    /// What ranks must have alike beside the buckets, in words.
+    /// The options besides bucket sizes that all ranks must set alike, as text.
     pub(crate) fn compared(&self) -> String {
         let Self { unused_parameters, divide_by_world, .. } = self;
         format!("unused_parameters({unused_parameters}) and divide_by_world({divide_by_world})")
     }
 
-    /// A bucket is full when it has so many bytes. With fewer, the ranks begin to communicate earlier and more is done
-    /// side by side; with more, there are fewer calls.
+    /// Sets the size in bytes at which a bucket is full. Smaller buckets start communication earlier and
+    /// overlap more; larger buckets need fewer calls.
     pub fn bucket_bytes(mut self, bytes: usize) -> Self {
         self.bucket_bytes = bytes;
         self
     }
 
-    /// The same for the bucket that is sent first.
+    /// Sets the size in bytes of the bucket that is sent first.
     pub fn first_bucket_bytes(mut self, bytes: usize) -> Self {
         self.first_bucket_bytes = bytes;
         self
     }
 
-    /// Allows passes in which some parameters get no gradient, other ones on each rank perhaps. They count as zero, and
-    /// [`Ddp::is_used`](crate::Ddp::is_used) tells which no rank has used. Costs one more `all_reduce` in each pass, of a
-    /// byte for each parameter. Without it such a pass is an error, since it is a mistake as a rule.
+    /// Allows passes in which some parameters get no gradient, possibly different ones on each rank. A
+    /// missing gradient counts as zero. [`Ddp::is_used`](crate::Ddp::is_used) reports the parameters that no
+    /// rank has used.
+    ///
+    /// This costs one more `all_reduce` in each pass, of one byte for each parameter. By default a missing
+    /// gradient is an error, since it is usually a mistake.
     #[doc(alias = "find_unused_parameters")]
     pub fn unused_parameters(mut self, allowed: bool) -> Self {
         self.unused_parameters = allowed;
         self
     }
 
-    /// Whether a bucket is sent as soon as it is full, while the program goes on; else all are sent when the pass is
-    /// finished. Where all cores compute and nothing but memory lies between the ranks, there is little to gain.
+    /// Sets whether a bucket is sent as soon as it is full, while the program computes. Otherwise all buckets
+    /// are sent when the pass is finished. Overlap gains little if all cores compute and the ranks share one
+    /// host's memory.
     pub fn overlap(mut self, overlap: bool) -> Self {
         self.overlap = overlap;
         self
     }
 
-    /// With [`Ddp::join`](crate::Ddp::join): whether sums are divided by the number of all ranks also when some have
-    /// nothing to add, as torch does if it is not told otherwise. By default they are divided by the number of those that
-    /// have.
+    /// Sets the divisor after [`Ddp::join`](crate::Ddp::join) when some ranks have no gradients. If true,
+    /// sums are divided by the number of all ranks, as torch does by default. If false (the default here),
+    /// only ranks that have gradients count.
     #[doc(alias = "divide_by_initial_world_size")]
     pub fn divide_by_world(mut self, divide: bool) -> Self {
         self.divide_by_world = divide;
         self
     }
 
-    /// Notes when which bucket is on its way.
+    /// Records in `trace` the time during which each bucket is in flight.
     pub fn trace(mut self, trace: &Trace) -> Self {
         self.trace = Some(trace.clone());
         self

@@ -5,17 +5,18 @@ use convoke_comm::ReduceOp;
 use super::{Ddp, Gradient, NAMED, Share, TrainError};
 use crate::bucket::Place;
 
-/// A backward pass: gradients are handed over in it, and sent.
+/// A backward pass: the program hands over gradients, and complete buckets are sent.
 ///
-/// One that is sent and dropped before it is [finished](Self::finish) ends the group with that as the reason, since the
-/// others wait for it; so an error in the middle, passed on by `?`, or a panic keeps nobody waiting.
+/// Dropping a sending pass before it is [finished](Self::finish) aborts the group and gives that as the
+/// reason, because the other ranks wait for this pass. An error returned by `?` or a panic therefore leaves
+/// no rank waiting.
 #[derive(Debug)]
 #[must_use = "a pass that is not finished ends the group"]
 pub struct Pass<'a, T: Gradient> {
     ddp: &'a mut Ddp<T>,
-    /// Whether it is sent.
+    /// True if the pass sends its buckets.
     sync: bool,
-    /// Buckets that are on their way. They go in order, on all ranks the same.
+    /// Number of buckets sent so far. All ranks send buckets in the same order.
     sent: usize,
     finished: bool,
 }
@@ -25,11 +26,11 @@ impl<'a, T: Gradient> Pass<'a, T> {
         Self { ddp, sync, sent: 0, finished: false }
     }
 
-    /// Adds to the gradient of a parameter. That is all of it in this pass: [`Self::ready`] is called for it.
+    /// Adds to the gradient of a parameter and calls [`Self::ready`]: this pass can add nothing more to it.
     ///
     /// # Errors
-    /// [`TrainError::InvalidArgument`] if there is no such parameter, the lengths differ, or it is ready in a pass that is
-    /// sent. Else as
+    /// [`TrainError::InvalidArgument`] if there is no such parameter, if the lengths differ, or if a sending
+    /// pass already has this gradient. Otherwise the errors of
     /// [`Group::all_reduce`](convoke_comm::Group::all_reduce).
     pub fn add(&mut self, parameter: usize, gradient: &[T]) -> Result<(), TrainError> {
         let (sum, share) = self.place(parameter)?;
@@ -48,10 +49,10 @@ impl<'a, T: Gradient> Pass<'a, T> {
         self.ready(parameter)
     }
 
-    /// The place of a parameter's gradient, to add to: zeros, or what passes without sending have left.
+    /// Returns a parameter's gradient, to add to. It holds zeros, or the sum of passes without sending.
     ///
     /// # Errors
-    /// [`TrainError::InvalidArgument`] if there is no such parameter, or it is ready.
+    /// [`TrainError::InvalidArgument`] if there is no such parameter, or if it is ready.
     pub fn gradient(&mut self, parameter: usize) -> Result<&mut [T], TrainError> {
         let (gradient, share) = self.place(parameter)?;
         if *share == Share::Average {
@@ -61,7 +62,7 @@ impl<'a, T: Gradient> Pass<'a, T> {
         Ok(gradient)
     }
 
-    /// The memory of a parameter's gradient, and what it holds. Not of one that is ready.
+    /// Returns the memory of a parameter's gradient and its state; an error if the parameter is ready.
     fn place(&mut self, parameter: usize) -> Result<(&mut [T], &mut Share), TrainError> {
         let Ddp { layout, buckets, shares, .. } = &mut *self.ddp;
         let Some(share) = shares.get_mut(parameter) else {
@@ -77,11 +78,11 @@ impl<'a, T: Gradient> Pass<'a, T> {
         Ok((gradient, share))
     }
 
-    /// Nothing more is added to the gradient of this parameter in this pass. If that completes its bucket, and those
-    /// before are on their way, it is sent. Returns at once.
+    /// Declares that this pass adds nothing more to the gradient of this parameter. Its bucket is sent once
+    /// it is complete and all earlier buckets are sent. Returns without waiting.
     ///
     /// # Errors
-    /// As [`Self::add`].
+    /// Returns the errors of [`Self::add`].
     pub fn ready(&mut self, parameter: usize) -> Result<(), TrainError> {
         self.gradient(parameter)?;
         if self.sync {
@@ -94,12 +95,13 @@ impl<'a, T: Gradient> Pass<'a, T> {
         Ok(())
     }
 
-    /// Sends what has not been sent, and waits until all averages are here. A pass without sending only ends.
+    /// Sends the remaining buckets and waits for all averages. A pass without sending only ends.
     ///
     /// # Errors
-    /// [`TrainError::Unused`] if parameters have no gradient, which ends the group; not where that
-    /// [is allowed](crate::DdpOptions::unused_parameters), or where this rank [has no batch](Ddp::join). Else as
-    /// [`Group::all_reduce`](convoke_comm::Group::all_reduce): gradients are lost then.
+    /// [`TrainError::Unused`] if parameters have no gradient; this aborts the group. It is not an error if
+    /// [unused parameters are allowed](crate::DdpOptions::unused_parameters), or if this rank [has no
+    /// batch](Ddp::join). Otherwise the errors of [`Group::all_reduce`](convoke_comm::Group::all_reduce);
+    /// gradients are then lost.
     ///
     /// # Cost
     /// One `all_reduce` for each bucket.
@@ -118,7 +120,7 @@ impl<'a, T: Gradient> Pass<'a, T> {
         Ok(())
     }
 
-    /// Makes all parameters ready; which of them had a gradient.
+    /// Makes all parameters ready. Returns for each parameter whether it had a gradient.
     fn fill_up(&mut self) -> Result<Vec<bool>, TrainError> {
         let Ddp { group, layout, shares, joined, options, .. } = &*self.ddp;
         let used: Vec<bool> = shares.iter().map(|share| *share != Share::Average).collect();
@@ -142,7 +144,7 @@ impl<'a, T: Gradient> Pass<'a, T> {
         Ok(used)
     }
 
-    /// Sends the buckets that are complete, up to the first that is not.
+    /// Sends buckets in order, up to the first that is incomplete.
     fn send_complete(&mut self) -> Result<(), TrainError> {
         while self.ddp.buckets.get(self.sent).is_some_and(|bucket| bucket.missing == 0) {
             let reduction = self.ddp.reduction();
@@ -174,7 +176,7 @@ impl<'a, T: Gradient> Pass<'a, T> {
 }
 
 impl<T: Gradient> Ddp<T> {
-    /// What is there now are averages; gradients to come take their place.
+    /// Marks all gradients as averages, so that the next gradients overwrite them.
     fn begin_anew(&mut self) {
         self.shares.fill(Share::Average);
         for (bucket, parameters) in self.buckets.iter_mut().zip(self.layout.buckets()) {
@@ -184,11 +186,11 @@ impl<T: Gradient> Ddp<T> {
 }
 
 impl<T: Gradient> Pass<'_, T> {
-    /// Ends the group for `reason`: the others wait for this pass.
+    /// Aborts the group with `reason`, because the other ranks wait for this pass.
     fn give_up(&mut self, reason: &str) {
         self.finished = true;
         self.ddp.group.abort(reason);
-        // What is on its way ends at once, and is lost.
+        // The abort ends operations in flight at once; their data is lost.
         for index in 0..self.ddp.buckets.len() {
             let len = self.ddp.layout.bucket_len(index);
             let bucket = &mut self.ddp.buckets[index];

@@ -1,4 +1,4 @@
-//! Adding on a device, by a kernel of ours (`add.cu`).
+//! Adds vectors on a device, with the kernel in `add.cu`.
 
 use std::sync::Arc;
 
@@ -10,11 +10,11 @@ use convoke_comm::device::cudarc::nvrtc::Ptx;
 
 use super::Gradient;
 
-/// Threads of a block, and most blocks: each thread adds more than one element then.
+/// Threads per block, and the maximum number of blocks. Each thread adds several elements in a larger vector.
 const THREADS: usize = 256;
 const BLOCKS: usize = 4096;
 
-/// The kernel for one type.
+/// The kernel for one element type.
 #[derive(Debug)]
 pub(super) struct Adder(CudaFunction);
 
@@ -24,7 +24,7 @@ impl Adder {
         Ok(Self(module.load_function(&format!("add_{}", T::DTYPE))?))
     }
 
-    /// Has `stream` add `from` to `into`, of which it is as long.
+    /// Enqueues on `stream` the addition of `from` to `into`. Both have the same length.
     #[allow(unsafe_code)]
     pub(super) fn add<T: Gradient + DeviceRepr>(
         &self,
@@ -43,8 +43,8 @@ impl Adder {
         let ((into, _written), (from, _read)) = (into.device_ptr_mut(stream), from.device_ptr(stream));
         let mut launch = stream.launch_builder(&self.0);
         launch.arg(&into).arg(&from).arg(&elements);
-        // SAFETY: these are the kernel's arguments; both have that many elements of its type, and their guards have other
-        // streams wait for it.
+        // SAFETY: these are the kernel's arguments. Both buffers have `elements` elements of the kernel's
+        // type. Their guards make other streams wait for the kernel.
         unsafe { launch.launch(shape) }.map(drop)
     }
 }

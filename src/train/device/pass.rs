@@ -11,17 +11,17 @@ use super::{DeviceDdp, Gradient, Share, TrainError, device};
 use crate::bucket::Place;
 use crate::ddp::NAMED;
 
-/// A backward pass on a device: gradients are handed over in it, and sent.
+/// A backward pass on a device: the program hands over gradients, and complete buckets are sent.
 ///
-/// One that is sent and dropped before it is [finished](Self::finish) ends the group with that as the reason, since the
-/// others wait for it.
+/// Dropping a sending pass before it is [finished](Self::finish) aborts the group and gives that as the
+/// reason, because the other ranks wait for this pass.
 #[must_use = "a pass that is not finished ends the group"]
 pub struct DevicePass<'a, T: Gradient + DeviceRepr + ValidAsZeroBits> {
     ddp: &'a mut DeviceDdp<T>,
     compute: &'a Arc<CudaStream>,
-    /// Whether it is sent.
+    /// True if the pass sends its buckets.
     sync: bool,
-    /// Buckets that are on their way. They go in order, on all ranks the same.
+    /// Number of buckets sent so far. All ranks send buckets in the same order.
     sent: usize,
     finished: bool,
 }
@@ -31,12 +31,12 @@ impl<'a, T: Gradient + DeviceRepr + ValidAsZeroBits> DevicePass<'a, T> {
         Self { ddp, compute, sync, sent: 0, finished: false }
     }
 
-    /// Adds to the gradient of a parameter, behind what the computing stream has to do; and [`Self::ready`]. A copy, where
-    /// there is nothing yet.
+    /// Enqueues the addition to a parameter's gradient on the computing stream and calls [`Self::ready`]. If
+    /// the gradient is still empty, it enqueues a copy instead.
     ///
     /// # Errors
-    /// [`TrainError::InvalidArgument`] if there is no such parameter, the lengths differ, it is ready, or a
-    /// stream is on another device. Else as [`Self::ready`].
+    /// [`TrainError::InvalidArgument`] if there is no such parameter, if the lengths differ, if it is ready,
+    /// or if a stream is on another device. Otherwise the errors of [`Self::ready`].
     pub fn add(&mut self, parameter: usize, gradient: &impl DevicePtr<T>) -> Result<(), TrainError> {
         self.check(parameter)?;
         let Place { bucket, range } = self.ddp.layout.place(parameter).clone();
@@ -67,11 +67,12 @@ impl<'a, T: Gradient + DeviceRepr + ValidAsZeroBits> DevicePass<'a, T> {
         self.ready(parameter)
     }
 
-    /// The place of a parameter's gradient, for kernels of the computing stream to write or add to: zeros, or what passes
-    /// without sending have left.
+    /// Returns the memory of a parameter's gradient, for kernels of the computing stream to write or add to.
+    /// It holds zeros, or the sum of passes without sending.
     ///
     /// # Errors
-    /// [`TrainError::InvalidArgument`] if there is no such parameter, or it is ready. [`CommError::Device`](convoke_comm::CommError::Device).
+    /// [`TrainError::InvalidArgument`] if there is no such parameter, or if it is ready.
+    /// [`CommError::Device`](convoke_comm::CommError::Device) if the memory cannot be cleared.
     pub fn gradient(&mut self, parameter: usize) -> Result<CudaViewMut<'_, T>, TrainError> {
         self.check(parameter)?;
         let Place { bucket, range } = self.ddp.layout.place(parameter).clone();
@@ -85,11 +86,12 @@ impl<'a, T: Gradient + DeviceRepr + ValidAsZeroBits> DevicePass<'a, T> {
         Ok(place)
     }
 
-    /// Nothing more is added to the gradient of this parameter in this pass, once the computing stream has done what it
-    /// has to do now. If that completes its bucket, and those before are on their way, it is enqueued.
+    /// Declares that the computing stream has no further work for the gradient of this parameter in this
+    /// pass. Its bucket is enqueued once it is complete and all earlier buckets are enqueued.
     ///
     /// # Errors
-    /// [`TrainError::InvalidArgument`] if there is no such parameter, or it is ready. Else whatever ended the group.
+    /// [`TrainError::InvalidArgument`] if there is no such parameter, or if it is ready. Otherwise the error
+    /// that ended the group.
     pub fn ready(&mut self, parameter: usize) -> Result<(), TrainError> {
         self.gradient(parameter)?;
         if self.sync {
@@ -102,11 +104,12 @@ impl<'a, T: Gradient + DeviceRepr + ValidAsZeroBits> DevicePass<'a, T> {
         Ok(())
     }
 
-    /// Enqueues what has not been sent, and has the computing stream wait for all averages; the host does not. A pass without
-    /// sending only ends.
+    /// Enqueues the remaining buckets and makes the computing stream wait for all averages. The host does not
+    /// wait. A pass without sending only ends.
     ///
     /// # Errors
-    /// [`TrainError::Unused`] if parameters have no gradient, which ends the group. Else whatever ended it.
+    /// [`TrainError::Unused`] if parameters have no gradient; this aborts the group. Otherwise the error that
+    /// ended the group.
     pub fn finish(mut self) -> Result<(), TrainError> {
         if self.sync {
             self.check_all()?;
@@ -122,7 +125,7 @@ impl<'a, T: Gradient + DeviceRepr + ValidAsZeroBits> DevicePass<'a, T> {
         Ok(())
     }
 
-    /// There is such a parameter, and it is not ready.
+    /// Returns an error if there is no such parameter, or if it is ready.
     fn check(&self, parameter: usize) -> Result<(), TrainError> {
         self.check_context("the computing stream", self.compute)?;
         let layout = &self.ddp.layout;
@@ -134,7 +137,7 @@ impl<'a, T: Gradient + DeviceRepr + ValidAsZeroBits> DevicePass<'a, T> {
         Err(TrainError::InvalidArgument(what))
     }
 
-    /// It is of the context that the buckets are of.
+    /// Returns an error if the stream's context is not the context of the buckets.
     fn check_context(&self, what: &str, stream: &CudaStream) -> Result<(), TrainError> {
         if Arc::ptr_eq(stream.context(), self.ddp.stream.context()) {
             return Ok(());
@@ -155,7 +158,7 @@ impl<'a, T: Gradient + DeviceRepr + ValidAsZeroBits> DevicePass<'a, T> {
             self.give_up(&error.to_string());
             return Err(error);
         }
-        // What passes without sending have left.
+        // Gradients that passes without sending have left become ready here.
         for parameter in 0..self.ddp.shares.len() {
             if self.ddp.shares[parameter] != Share::Ready {
                 self.ready(parameter)?;
@@ -164,7 +167,7 @@ impl<'a, T: Gradient + DeviceRepr + ValidAsZeroBits> DevicePass<'a, T> {
         Ok(())
     }
 
-    /// Enqueues the buckets that are complete, up to the first that is not.
+    /// Enqueues buckets in order, up to the first that is incomplete.
     fn send_complete(&mut self) -> Result<(), TrainError> {
         while self.ddp.buckets.get(self.sent).is_some_and(|bucket| bucket.missing == 0) {
             let DeviceDdp { group, layout, buckets, stream, options, .. } = &mut *self.ddp;
@@ -182,7 +185,7 @@ impl<'a, T: Gradient + DeviceRepr + ValidAsZeroBits> DevicePass<'a, T> {
         Ok(())
     }
 
-    /// Ends the group for `reason`: the others wait for this pass.
+    /// Aborts the group with `reason`, because the other ranks wait for this pass.
     fn give_up(&mut self, reason: &str) {
         self.finished = true;
         self.ddp.group.abort(reason);
@@ -192,7 +195,7 @@ impl<'a, T: Gradient + DeviceRepr + ValidAsZeroBits> DevicePass<'a, T> {
 }
 
 impl<T: Gradient + DeviceRepr + ValidAsZeroBits> DeviceDdp<T> {
-    /// What is there now are averages; gradients to come take their place.
+    /// Marks all gradients as averages, so that the next gradients overwrite them.
     fn begin_anew(&mut self) {
         self.shares.fill(Share::Average);
         for (bucket, parameters) in self.buckets.iter_mut().zip(self.layout.buckets()) {

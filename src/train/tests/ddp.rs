@@ -1,4 +1,4 @@
-//! What ranks get that train together, and what becomes of those that do not do it right.
+//! Tests of data parallel training: averages, and the errors of incorrect use.
 
 #![allow(clippy::unwrap_used, clippy::panic, clippy::print_stderr)]
 
@@ -11,12 +11,13 @@ use common::{Gate, LONG, on_hosts, ranks, ranks_together};
 use convoke_comm::{CommError, Group, ReduceOp, bf16, f16};
 use convoke_train::{Ddp, DdpOptions, Gradient, Random, TrainError, first_of_all, first_on_each_host};
 
-/// Small buckets, so that a few parameters make several.
+/// Options with small buckets, so that a few parameters make several buckets.
 fn small() -> DdpOptions {
     DdpOptions::default().first_bucket_bytes(64).bucket_bytes(256)
 }
 
-/// The gradient of `parameter` on `rank` in `round`: small whole numbers, of which halves can hold the sums.
+/// The gradient of `parameter` on `rank` in `round`: small whole numbers, whose sums are exact in 16-bit
+/// types.
 fn share(round: usize, rank: usize, parameter: usize, count: usize) -> Vec<f32> {
     (0..count).map(|index| ((round * 7 + rank * 3 + parameter * 5 + index) % 16) as f32).collect()
 }
@@ -33,7 +34,7 @@ fn averages_of<T: Gradient>(from: fn(f32) -> T, to: fn(T) -> f32) {
         let counts: Vec<usize> = (0..12).map(|_| random.below(90)).collect();
         let overlap = random.below(2) == 0;
         let bits = ranks(world, |group| {
-            // Each rank comes to its parameters in an order of its own.
+            // Each rank hands over its parameters in a different order.
             let (rank, mut random) = (group.rank(), Random::new(seed, 1 + group.rank() as u64));
             let named = counts.iter().enumerate().map(|(index, &count)| (format!("p{index}"), count));
             let mut ddp = Ddp::<T>::with_options(&group, named, small().overlap(overlap)).unwrap();
@@ -86,13 +87,13 @@ fn what_was_accumulated_is_averaged_once() {
                 let last = part == 3;
                 let mut pass = if last { ddp.pass() } else { ddp.pass_no_sync() };
                 pass.add(0, &[(rank * part) as f32, 1.0]).unwrap();
-                // In one pass only: all that counts is that it has a gradient at all.
+                // Parameter 1 gets a gradient in one pass only; one gradient before the sent pass is enough.
                 if part == 1 {
                     pass.add(1, &[rank as f32]).unwrap();
                 }
                 pass.finish().unwrap();
             }
-            // Sums over the parts, means over the ranks.
+            // The result is summed over the parts and averaged over the ranks.
             assert_eq!((ddp.average(0), ddp.average(1)), (&[6.0, 3.0][..], &[1.0][..]));
         }
     });
@@ -114,7 +115,7 @@ fn who_has_no_batch_left_helps_the_others() {
                     pass.add(0, &[rank as f32; 40]).unwrap();
                 }
                 pass.finish().unwrap();
-                // Ranks 1 and 2 have a batch in two steps, rank 2 alone in two more.
+                // Ranks 1 and 2 have a batch in two steps; only rank 2 has one in two more.
                 let (sum, with_batch) = if steps < 2 { (3.0, 2.0) } else { (2.0, 1.0) };
                 let number = if divide_by_world { 3.0 } else { with_batch };
                 assert_eq!(
@@ -124,7 +125,7 @@ fn who_has_no_batch_left_helps_the_others() {
                 parameter += ddp.average(0)[0];
                 steps += 1;
             }
-            // Then all of them again.
+            // In a later pass without `join`, all ranks contribute again.
             let mut pass = ddp.pass();
             pass.add(0, &[3.0; 40]).unwrap();
             pass.add(1, &[3.0; 80]).unwrap();
@@ -147,7 +148,7 @@ fn steps_of(divide_by_world: bool) -> f32 {
 fn who_runs_out_in_the_middle_of_an_accumulation_still_gives_what_it_has() {
     let averages = ranks(3, |group| {
         let mut ddp = Ddp::new(&group, [("a", 1)]).unwrap();
-        // Rank 0 has one batch left, rank 1 two, rank 2 none; two make a step.
+        // Rank 0 has one batch left, rank 1 has two, rank 2 has none; a step takes two batches.
         if group.rank() < 2 {
             let mut pass = ddp.pass_no_sync();
             pass.add(0, &[1.0]).unwrap();
@@ -160,7 +161,7 @@ fn who_runs_out_in_the_middle_of_an_accumulation_still_gives_what_it_has() {
         }
         pass.finish().unwrap();
         let first = ddp.average(0)[0];
-        // What was agreed was for that pass. And a step may be skipped, and averages changed.
+        // The agreement of `join` applies to one pass only. A step can be skipped, and averages changed.
         let mut pass = ddp.pass_no_sync();
         pass.add(0, &[f32::NAN]).unwrap();
         pass.finish().unwrap();
@@ -171,7 +172,7 @@ fn who_runs_out_in_the_middle_of_an_accumulation_still_gives_what_it_has() {
         ddp.average_mut(0)[0] *= 2.0;
         (first, ddp.average(0)[0])
     });
-    // (1 + 2) from two ranks, then (0 + 1 + 2) from three, doubled.
+    // The first value is (1 + 2) / 2 from two ranks; the second is (0 + 1 + 2) / 3 from three ranks, doubled.
     assert_eq!(averages, [(1.5, 2.0); 3]);
 }
 
@@ -249,19 +250,19 @@ fn a_pass_that_is_given_up_keeps_nobody_waiting() {
     let (begin, gate) = (Instant::now(), Gate::new(3));
     let errors = ranks(3, |group| {
         let mut ddp = Ddp::with_options(&group, [("a", 100_000), ("b", 100_000)], small()).unwrap();
-        // No failure may overtake that.
+        // All ranks are set up before any rank fails.
         gate.wait();
         let mut pass = ddp.pass();
         pass.add(1, &vec![1.0; 100_000]).unwrap();
         let error = if group.rank() == 2 {
-            // As `?` does with it.
+            // An error returned by `?` drops the pass in this way.
             let error = pass.add(1, &[1.0]).unwrap_err();
             drop(pass);
             error
         } else {
             pass.add(0, &vec![1.0; 100_000]).and_then(|()| pass.finish()).unwrap_err()
         };
-        // It stays so, and nothing panics.
+        // Later passes fail with the same error, without a panic.
         let mut pass = ddp.pass();
         let again = pass.add(1, &vec![1.0; 100_000]).and_then(|()| pass.add(0, &vec![1.0; 100_000]));
         let again = again.and_then(|()| pass.finish()).unwrap_err();
@@ -302,7 +303,7 @@ fn arguments_without_a_meaning_are_refused() {
 
 #[test]
 fn the_first_rank_prepares_and_the_others_come_after_it() {
-    // Ranks 0 and 1 are first on their hosts.
+    // Ranks 0 and 1 are the first ranks of their hosts.
     let (first, later) = (AtomicUsize::new(0), AtomicUsize::new(0));
     let outcomes = on_hosts(&[0, 1, 1, 0, 1], "", |group| {
         first_on_each_host(&group, || {
@@ -354,7 +355,7 @@ fn a_panic_while_preparing_ends_the_wait() {
         };
         let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(prepare));
         assert_eq!(outcome.is_err(), group.rank() == 0);
-        // The rank that panicked is still there, and does not answer.
+        // The rank that panicked is still alive, but makes no calls.
         outcome.map_or_else(|_| group.barrier().unwrap_err().into(), Result::unwrap_err)
     });
     for error in errors {
@@ -374,7 +375,7 @@ fn a_trace_shows_all_ranks_and_what_was_sent_while_they_computed() {
         let mut pass = ddp.pass();
         pass.add(1, &[1.0; 64]).unwrap();
         let span = trace.span("backward of a");
-        // Computes until the other rank has sent its part of what is on its way.
+        // This all-reduce ends only after the other rank has sent its part of the bucket in flight.
         group.all_reduce(&mut [1.0_f32], ReduceOp::Sum).unwrap();
         span.end();
         pass.add(0, &[1.0; 64]).unwrap();

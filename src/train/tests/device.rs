@@ -1,4 +1,4 @@
-//! Averages of gradients on devices, with what stands in for CUDA and NCCL.
+//! Tests of gradient averages on devices, with stand-ins for CUDA and NCCL.
 
 #![cfg(feature = "nccl")]
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
@@ -13,7 +13,7 @@ use convoke_store::{MemoryStore, Store};
 use convoke_testkit::gpu::is_simulated;
 use convoke_train::{DdpOptions, DeviceDdp, Gradient, TrainError};
 
-/// Three parameters, of which the last two share a bucket.
+/// Three parameters; the last two share a bucket.
 const PARAMETERS: [(&str, usize); 3] = [("first", 5), ("second", 2), ("third", 3)];
 
 fn options() -> DdpOptions {
@@ -80,7 +80,7 @@ fn what_passes_without_sending_leave_is_sent_with_the_next() {
     });
 }
 
-/// What a device adds to `a`, where a pass without sending has left it: `b`.
+/// Returns the device's sum of `a`, left by a pass without sending, and `b`.
 fn added<T: Gradient + DeviceRepr + ValidAsZeroBits>(
     group: &Group,
     stream: &Arc<CudaStream>,
@@ -96,7 +96,7 @@ fn added<T: Gradient + DeviceRepr + ValidAsZeroBits>(
     stream.clone_dtoh(&ddp.average(0)).unwrap()
 }
 
-/// As on the host: in `f32`, rounded once.
+/// Asserts that the device adds as the host does: in `f32`, rounded once.
 fn same_as_on_the_host<T: Gradient + DeviceRepr + ValidAsZeroBits + PartialOrd + Debug>(
     group: &Group,
     stream: &Arc<CudaStream>,
@@ -104,14 +104,14 @@ fn same_as_on_the_host<T: Gradient + DeviceRepr + ValidAsZeroBits + PartialOrd +
     sum: impl Fn(&T, &T) -> T,
     bits: impl Fn(&T) -> u16,
 ) {
-    // All values, to each of which a few others are added: subnormal, huge, infinite ones, ties, and what is no number.
+    // Adds a few operands to all 65,536 values: subnormal, huge and infinite values, rounding ties, and NaN.
     let all: Vec<T> = (0..=u16::MAX).map(&of_bits).collect();
     for other in [0, 1, 0x0400, 0x3C00, 0x3F80, 0x7BFF, 0x7C00, 0x7F7F, 0x7F80, 0x8001, 0xBC01, 0xFF80] {
         let others = vec![of_bits(other); all.len()];
         let on_device = added(group, stream, &all, &others);
         for (a, got) in all.iter().zip(&on_device) {
             let expected = sum(a, &others[0]);
-            // Which of those that are no number is nobody's promise; they alone cannot be compared with themselves.
+            // The bits of a NaN are unspecified. Only a NaN is unordered with itself.
             let is_none = |value: &T| value.partial_cmp(value).is_none();
             let both_none = is_none(&expected) && is_none(got);
             assert!(
@@ -131,7 +131,7 @@ fn what_is_handed_over_is_added_to_what_is_there() {
     ranks(1, |group, stream| {
         assert_eq!(added(&group, &stream, &[1.0_f32, 2.0], &[0.5, -2.0]), [1.5, 0.0]);
         assert_eq!(added(&group, &stream, &[1e300_f64], &[1e300]), [2e300]);
-        // More elements than a launch has threads.
+        // The vector has more elements than a launch has threads.
         let many = 1_500_000;
         assert_eq!(added(&group, &stream, &vec![1.0_f32; many], &vec![2.0; many]), vec![3.0; many]);
         let sum = |a: &f16, b: &f16| f16::from_f32(a.to_f32() + b.to_f32());
@@ -158,7 +158,7 @@ fn mistakes_are_told_and_keep_nobody_waiting() {
         let again = pass.add(2, &third).unwrap_err();
         assert_eq!(again.to_string(), "third has had its gradient in this pass");
         if group.rank() == 0 {
-            // On the other the pass is dropped for the same reason, or ended by this.
+            // The other rank drops its pass because of its error, or because this rank aborts the group.
             let error = pass.finish().unwrap_err();
             let is_told = match &error {
                 TrainError::Unused { names, .. } => names.as_slice() == ["first", "second"],

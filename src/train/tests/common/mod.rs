@@ -1,4 +1,4 @@
-//! Ranks as threads around a store in memory.
+//! Runs ranks as threads that share an in-memory store.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,15 +7,15 @@ use convoke_comm::{Group, GroupOptions};
 use convoke_store::{MemoryStore, Store};
 pub(crate) use convoke_testkit::Gate;
 
-/// Bound for anything that should succeed.
+/// Timeout of operations that should succeed.
 pub(crate) const LONG: Duration = Duration::from_secs(60);
 
-/// Runs `body` on `world` ranks and returns what each returned, in order.
+/// Runs `body` on `world` ranks and returns their results, ordered by rank.
 pub(crate) fn ranks<R: Send>(world: usize, body: impl Fn(Group) -> R + Sync) -> Vec<R> {
     each(world, |_, options| options, body)
 }
 
-/// As [`ranks`]; `body` begins when the group has worked on all of them, so that no failure can overtake that.
+/// Runs [`ranks`], but starts `body` only after a barrier on all ranks, so that no failure interrupts setup.
 pub(crate) fn ranks_together<R: Send>(world: usize, body: impl Fn(Group) -> R + Sync) -> Vec<R> {
     let gate = Gate::new(world);
     ranks(world, |group| {
@@ -25,7 +25,7 @@ pub(crate) fn ranks_together<R: Send>(world: usize, body: impl Fn(Group) -> R + 
     })
 }
 
-/// As [`ranks`], a rank on each of `hosts`, with these choices of algorithms.
+/// Runs [`ranks`] with rank `i` on the host `hosts[i]`, and with the given choice of algorithms.
 pub(crate) fn on_hosts<R: Send>(
     hosts: &[usize],
     algorithms: &str,
