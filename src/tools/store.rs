@@ -1,4 +1,4 @@
-//! `convoke-store`: a TCPStore server alone, for torch's and convoke's clients.
+//! `convoke-store`: a standalone TCPStore server for clients of torch and convoke.
 
 use std::io::{self, Write};
 use std::net::{SocketAddr, ToSocketAddrs};
@@ -39,7 +39,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Why the tool ends with an error.
+/// An error that ends the tool.
 #[derive(Debug, thiserror::Error)]
 enum ToolError {
     #[error(transparent)]
@@ -53,7 +53,7 @@ enum ToolError {
 }
 
 fn run(flags: &Flags) -> Result<(), ToolError> {
-    // Before the server's thread starts, so that it inherits the mask.
+    // Signals are blocked before the server's thread starts, so that the thread inherits the mask.
     let signals = catch_signals().map_err(|source| ToolError::System { what: "catch signals", source })?;
     let server = serve(&look_up(&flags.host, flags.port)?)?;
     let mut stdout = io::stdout().lock();
@@ -83,7 +83,7 @@ fn look_up(host: &str, port: u16) -> Result<Vec<SocketAddr>, ToolError> {
     Ok(addresses)
 }
 
-/// Listens at every address of the name; those this host does not have are left out if another works.
+/// Listens on every address of the name. Addresses that this host does not have are skipped if another works.
 fn serve(addresses: &[SocketAddr]) -> Result<StoreServer, ServeError> {
     match StoreServer::bind(addresses) {
         Err(ServeError::Listen { address, source })
@@ -104,7 +104,7 @@ fn catch_signals() -> Result<SignalFd, Errno> {
     SignalFd::with_flags(&signals, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)
 }
 
-/// Waits for at most a second; whether a signal to end has come.
+/// Waits for at most a second. Returns whether a signal to end has arrived.
 fn wait_for_signal(signals: &SignalFd) -> Result<bool, Errno> {
     match poll(&mut [PollFd::new(signals.as_fd(), PollFlags::POLLIN)], PollTimeout::from(1000_u16)) {
         Ok(ready) => Ok(ready > 0),
@@ -113,7 +113,7 @@ fn wait_for_signal(signals: &SignalFd) -> Result<bool, Errno> {
     }
 }
 
-/// Writes a line for people. If stderr is gone, nobody reads it.
+/// Writes a line to stderr. A failed write is ignored, because nobody reads stderr then.
 fn say(line: &str) {
     let _ = writeln!(io::stderr(), "{line}");
 }

@@ -1,4 +1,4 @@
-//! `convoke-flight`: what the workers of a job are doing in their groups, or were when it ended.
+//! `convoke-flight`: shows what the workers of a job do in their groups, or did when the job ended.
 
 mod json;
 mod text;
@@ -16,9 +16,10 @@ use convoke_env::flight::snapshot::{GroupSnapshot, Observer, snapshots};
 
 /// Says who waits for whom in a job of convoke's runtime, from what its workers record.
 ///
-/// First one line for each group: who is in no call, who waits in which call for whom, who died. Then the last
-/// calls of each worker. The job may be running: it is not disturbed. Recordings of several nodes, given together, are
-/// read together. The folder is in the launcher's report, and in CONVOKE_FLIGHT_DIR of each worker.
+/// First one line for each group: who is in no call, who waits in which call for whom, who died. Then the
+/// last calls of each worker. The job may be running: it is not disturbed. Recordings of several nodes, given
+/// together, are read together. The folder is in the launcher's report, and in CONVOKE_FLIGHT_DIR of each
+/// worker.
 ///
 /// Ends with exit code 0, or 1 if a file could not be read or nothing was found.
 #[derive(Debug, Parser)]
@@ -37,12 +38,12 @@ struct Flags {
     json: bool,
 }
 
-/// Everything that is to be said.
+/// All data of the output.
 struct View {
     groups: Vec<GroupSnapshot>,
     workers: Vec<Worker>,
     skipped: Vec<(PathBuf, String)>,
-    /// Most calls of a worker.
+    /// Maximum number of calls shown for each worker.
     last: usize,
 }
 
@@ -87,7 +88,7 @@ impl View {
         let mut workers: Vec<Worker> = (found.recordings.into_iter())
             .map(|(path, recording)| Worker { status: status(&recording), path, recording })
             .collect();
-        // Rounds in their order, as far as restarts tell; in a round the ranks in theirs.
+        // Orders workers by restart, as far as restart counts show it, and then by rank.
         workers.sort_by_key(|worker| {
             let header = &worker.recording.header;
             (header.restart_count, header.generation, header.rank, header.started_unix_ns)
@@ -103,7 +104,7 @@ impl View {
 }
 
 impl Worker {
-    /// A moment of the recording, in nanoseconds since 1970; `None` if it has not come.
+    /// Converts a time of the recording to nanoseconds since 1970; `None` if the event has not happened.
     fn unix_ns(&self, ns: u64) -> Option<i128> {
         let header = &self.recording.header;
         let since = i128::from(ns) - i128::from(header.started_ns);
@@ -111,7 +112,7 @@ impl Worker {
     }
 }
 
-/// Writes to stdout; a reader that left early (`| head`) is no error.
+/// Writes to stdout. A reader that closes early (`| head`) is not an error.
 fn print(text: &str) -> io::Result<()> {
     let mut stdout = io::stdout().lock();
     match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
@@ -120,7 +121,7 @@ fn print(text: &str) -> io::Result<()> {
     }
 }
 
-/// Writes a line for people. If stderr is gone, nobody reads it.
+/// Writes a line to stderr. A failed write is ignored, because nobody reads stderr then.
 fn say(line: &str) {
     let _ = writeln!(io::stderr(), "convoke-flight: {line}");
 }

@@ -1,4 +1,4 @@
-//! What is said, for people.
+//! Text output for people.
 
 use std::fmt::Write;
 
@@ -12,7 +12,7 @@ use nix::sys::signal::Signal;
 
 use super::{View, Worker};
 
-/// The whole text.
+/// Returns the whole text.
 pub(super) fn text(view: &View) -> String {
     let mut out = String::new();
     for group in &view.groups {
@@ -106,7 +106,7 @@ fn line(worker: &Worker, entry: &Entry, zone: &TimeZone) -> String {
     out
 }
 
-/// `12 B`, `1.5 KiB`, `20 MiB`.
+/// Formats a size: `12 B`, `1.5 KiB`, `20 MiB`.
 fn bytes(count: u64) -> String {
     const UNITS: [&str; 6] = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
     if count < 1024 {

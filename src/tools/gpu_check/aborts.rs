@@ -1,4 +1,4 @@
-//! What would never end by itself, and must end when it is told to.
+//! Checks that an abort or a deadline ends operations that would otherwise never end.
 
 use std::sync::Arc;
 use std::sync::mpsc::channel;
@@ -15,15 +15,15 @@ use super::kernels::Spin;
 use super::place::{CheckError, Place};
 use super::report::Outcome;
 
-/// Within which an abort ends whatever is under way, and a deadline what it is for.
+/// Time limit for an abort or a deadline to take effect.
 const SOON: Duration = Duration::from_secs(2);
-/// How long it is under way before.
+/// Duration of the operation before the abort; also the deadline under test.
 const MEANWHILE: Duration = Duration::from_millis(500);
-/// For ranks to find together on the host.
+/// Timeout for connecting the ranks on the host.
 const LONG: Duration = Duration::from_secs(60);
 
-/// What a rank tells the others before NCCL is asked for anything; as in `Group::with_device`, for a rank that says it and then
-/// does not come.
+/// The message that ranks exchange before NCCL is initialized. It mirrors the message of
+/// `Group::with_device`, so that a rank can announce itself and then not call NCCL.
 #[derive(Debug, Serialize, Deserialize)]
 struct Told {
     version: Option<(u32, u32, u32)>,
@@ -31,7 +31,8 @@ struct Told {
     error: Option<String>,
 }
 
-/// A group of two ranks, of which the second says that it comes to NCCL and does not; then it does `then`. What the first gets, and when.
+/// Runs two ranks. The second announces that it initializes NCCL, does not do it, and calls `then`. Returns
+/// the outcome on the first rank and its time.
 fn without_the_second(
     place: &Place,
     options: DeviceOptions,
@@ -52,7 +53,7 @@ fn without_the_second(
             group.broadcast(&mut [0_u8; 128], 0)?;
             thread::sleep(MEANWHILE);
             then(&group);
-            // It stays until the other knows: it is absent, not dead.
+            // The second rank stays alive until the first has finished: it is absent, not dead.
             let _ = is_over.recv_timeout(LONG);
             Ok(())
         });
@@ -66,7 +67,7 @@ fn without_the_second(
     })
 }
 
-/// An abort while a rank does not come to NCCL.
+/// Checks an abort while a rank does not call NCCL.
 pub(crate) fn absent(place: &Place) -> Result<Outcome, CheckError> {
     let (told, when) = channel();
     let abort = move |group: &Group| {
@@ -78,7 +79,7 @@ pub(crate) fn absent(place: &Place) -> Result<Outcome, CheckError> {
     Ok(judged("abort", end - begun, SOON, matches!(got, Err(CommError::Aborted { .. })), got.err()))
 }
 
-/// The deadline for a rank that does not come.
+/// Checks the deadline for a rank that does not call NCCL.
 pub(crate) fn deadline(place: &Place) -> Result<Outcome, CheckError> {
     let options = DeviceOptions::default().init_timeout(MEANWHILE);
     let begun = Instant::now();
@@ -87,7 +88,7 @@ pub(crate) fn deadline(place: &Place) -> Result<Outcome, CheckError> {
     Ok(judged("deadline of 0.5 s", end - begun, SOON + MEANWHILE, is_right, got.err()))
 }
 
-/// An abort of an operation behind a kernel that does not end.
+/// Checks an abort of an operation that is enqueued behind a kernel that does not end.
 pub(crate) fn spinning(place: &Place) -> Result<Outcome, CheckError> {
     let (group, stream) = (place.group()?, place.stream()?);
     let (send, mut recv) = (stream.alloc_zeros::<f32>(1024)?, stream.alloc_zeros::<f32>(1024)?);
@@ -103,7 +104,7 @@ pub(crate) fn spinning(place: &Place) -> Result<Outcome, CheckError> {
     let took = begun.elapsed();
     let outcome = judged("abort", took, SOON, matches!(got, Err(CommError::Aborted { .. })), got.err());
     drop(spin);
-    // It is free again: what is enqueued on it is carried out.
+    // The stream is usable again: enqueued work runs to completion.
     stream.synchronize()?;
     Ok(outcome)
 }

@@ -11,11 +11,11 @@ const ONE_BLOCK: LaunchConfig =
 const ONE_THREAD: LaunchConfig =
     LaunchConfig { grid_dim: (1, 1, 1), block_dim: (1, 1, 1), shared_mem_bytes: 0 };
 
-/// Of CUDA that the driver is for: 12080 is 12.8.
+/// The CUDA version that the driver supports: 12080 is 12.8.
 #[allow(unsafe_code)]
 pub(crate) fn driver_version() -> Result<i32, DriverError> {
     let mut version = 0;
-    // SAFETY: writes one number.
+    // SAFETY: the call writes one number.
     unsafe { sys::cuDriverGetVersion(&raw mut version) }.result().map(|()| version)
 }
 
@@ -23,7 +23,7 @@ fn kernel(stream: &Arc<CudaStream>, name: &str) -> Result<CudaFunction, DriverEr
     stream.context().load_module(Ptx::from_src(include_str!("kernels.ptx")))?.load_function(name)
 }
 
-/// Adds 1 to numbers, and takes its time.
+/// A kernel that adds 1 to numbers after a delay.
 pub(crate) struct AddOne(CudaFunction);
 
 #[allow(unsafe_code)]
@@ -32,11 +32,11 @@ impl AddOne {
         Ok(Self(kernel(stream, "add_one")?))
     }
 
-    /// To `count` numbers, after so many ticks.
+    /// Enqueues the addition to `count` numbers after a delay of `ticks`.
     ///
     /// # Safety
-    /// At that address there are so many `f32`, and stay until the stream has come past this. No other stream is ordered
-    /// behind it.
+    /// `at` is the address of `count` numbers of type `f32`, which stay allocated until the kernel has ended.
+    /// Other streams do not wait for the kernel.
     pub(crate) unsafe fn run(
         &self,
         stream: &Arc<CudaStream>,
@@ -46,20 +46,20 @@ impl AddOne {
     ) -> Result<(), DriverError> {
         let mut launch = stream.launch_builder(&self.0);
         launch.arg(&at).arg(&count).arg(&ticks);
-        // SAFETY: the kernel's arguments; the rest is the caller's.
+        // SAFETY: these are the kernel's arguments; the caller guarantees the rest.
         unsafe { launch.launch(ONE_BLOCK) }.map(drop)
     }
 }
 
-/// A kernel that does not end until this is dropped.
+/// A running kernel, which ends when this value is dropped.
 pub(crate) struct Spin {
     flag: *mut i32,
-    /// Without it its module would be unloaded, which waits for the kernel.
+    /// Keeps the kernel's module loaded. Unloading it would wait for the kernel.
     _function: CudaFunction,
     stream: Arc<CudaStream>,
 }
 
-// SAFETY: an address in pinned memory, which is only written atomically.
+// SAFETY: the pointer is an address in pinned memory, which is only written atomically.
 #[allow(unsafe_code)]
 unsafe impl Send for Spin {}
 
@@ -67,14 +67,14 @@ unsafe impl Send for Spin {}
 impl Spin {
     pub(crate) fn on(stream: &Arc<CudaStream>) -> Result<Self, DriverError> {
         let function = kernel(stream, "spin")?;
-        // SAFETY: freed when the kernel has ended.
+        // SAFETY: `drop` frees the memory after the kernel has ended.
         let flag = unsafe { result::malloc_host(4, 0) }?.cast::<i32>();
-        // SAFETY: 4 bytes that are ours.
+        // SAFETY: the 4 bytes were allocated above.
         unsafe { flag.write(0) };
         let at = flag as u64;
         let mut launch = stream.launch_builder(&function);
         launch.arg(&at);
-        // SAFETY: the kernel's argument: an address of pinned memory is that on the device as well.
+        // SAFETY: this is the kernel's argument. An address of pinned memory is also valid on the device.
         unsafe { launch.launch(ONE_THREAD) }?;
         Ok(Self { flag, _function: function, stream: Arc::clone(stream) })
     }
@@ -83,10 +83,10 @@ impl Spin {
 #[allow(unsafe_code)]
 impl Drop for Spin {
     fn drop(&mut self) {
-        // SAFETY: it is there until below.
+        // SAFETY: the memory stays allocated until the code below frees it.
         unsafe { AtomicI32::from_ptr(self.flag) }.store(1, Ordering::SeqCst);
         if self.stream.synchronize().is_ok() {
-            // SAFETY: from `malloc_host`, and the kernel, which was the only one to know it, has ended.
+            // SAFETY: the memory is from `malloc_host`, and the kernel, its only other user, has ended.
             let _ = unsafe { result::free_host(self.flag.cast()) };
         }
     }

@@ -1,8 +1,9 @@
-//! `convoke-gpu-check`: what only a machine with a GPU can show. Run it there alone; `scripts/gpu-check` does, with all else that
-//! wants a GPU.
+//! `convoke-gpu-check`: checks that need a machine with a GPU. It can run alone; `scripts/gpu-check` runs it
+//! together with all other GPU tests.
 //!
-//! `order`: a result that another stream uses. `speed`: operations and training steps beside cudarc's own calls of NCCL, in
-//! one process. `aborts`: what never ends, ended. What comes of it goes into a `report`. `kernels` keep the GPU busy.
+//! `order` uses a result on another stream. `speed` compares operations and training steps with cudarc's own
+//! calls of NCCL, in one process. `aborts` ends operations that never end by themselves. Results go into a
+//! `report`. `kernels` keep the GPU busy.
 
 mod aborts;
 mod kernels;
@@ -23,7 +24,7 @@ use convoke_comm::nccl::Library;
 use place::{CheckError, Place};
 use report::{Outcome, Report};
 
-/// Set where cudarc finds NCCL.
+/// Environment variable that marks a process in which cudarc finds NCCL.
 const MARK: &str = "CONVOKE_GPU_CHECK";
 
 /// Checks convoke's GPU side on this machine's first GPU.
@@ -51,14 +52,14 @@ fn main() -> ExitCode {
     let flags = Flags::parse();
     let outcome = if env::var_os(MARK).is_none() { run_with_nccl() } else { run(&flags) };
     outcome.unwrap_or_else(|error| {
-        // When even this fails there is nobody left to tell.
+        // If this write fails, no other channel for errors is left.
         let _ = writeln!(io::stderr().lock(), "convoke-gpu-check: error: {error}");
         ExitCode::FAILURE
     })
 }
 
-/// Runs this program again where cudarc finds the NCCL that convoke has found: it looks for `libnccl.so` in the loader's places
-/// only, which are fixed when a program begins.
+/// Runs this program again, so that cudarc finds the NCCL library that convoke has found. The library
+/// `libnccl.so` must be in the loader's search path for cudarc, and that path is fixed at program start.
 fn run_with_nccl() -> Result<ExitCode, CheckError> {
     let library = Library::load()?;
     let folder = tempfile::Builder::new().prefix("convoke-gpu-check-").tempdir()?;
@@ -89,10 +90,10 @@ fn run(flags: &Flags) -> Result<ExitCode, CheckError> {
     checks.push(("the deadline while a rank is absent", Box::new(|| aborts::deadline(&place))));
     checks.push(("an abort behind a kernel that does not end", Box::new(|| aborts::spinning(&place))));
     for (name, check) in checks {
-        // One that cannot be made is one that fails: the others go on.
+        // A check that cannot run counts as failed; the other checks still run.
         let outcome = check().unwrap_or_else(|error| Outcome::failed(error.to_string()));
         report.add(name, &outcome)?;
-        // Each time: whatever hangs later, this is known.
+        // The report is written after each check, so that results are kept if a later check hangs.
         if let Some(path) = &flags.report {
             report.write(path)?;
         }

@@ -1,4 +1,4 @@
-//! The example of all tutorials about streams: the result of an operation is used on another stream.
+//! Checks that another stream sees the result of an operation, as in stream tutorials.
 
 use convoke_comm::ReduceOp;
 use convoke_comm::device::RawBuffer;
@@ -8,13 +8,13 @@ use super::kernels::AddOne;
 use super::place::{CheckError, Place};
 use super::report::Outcome;
 
-/// Enough numbers that one stream would see what another has not done.
+/// Enough numbers that a stream that runs too early would read unfinished results.
 const NUMBERS: usize = 4096;
-/// How long the first kernel takes, in ticks of the processor's clock: tens of µs.
+/// Duration of the first kernel in ticks of the GPU clock: tens of µs.
 const TICKS: i64 = 50_000;
 
-/// On one stream a kernel writes, slowly, and the operation comes behind it; on another a kernel changes the result, ordered by
-/// [`Work::wait_on`](convoke_comm::Work::wait_on) alone.
+/// Runs a slow kernel and then the operation on one stream. A kernel on another stream changes the result.
+/// Only [`Work::wait_on`](convoke_comm::Work::wait_on) orders the second stream.
 #[allow(unsafe_code)]
 pub(crate) fn check(place: &Place, times: u32) -> Result<Outcome, CheckError> {
     let group = place.group()?;
@@ -22,17 +22,17 @@ pub(crate) fn check(place: &Place, times: u32) -> Result<Outcome, CheckError> {
     let add_one = AddOne::new(&computing)?;
     let mut memory = computing.alloc_zeros::<f32>(NUMBERS)?;
     let at = memory.device_ptr(&computing).0;
-    // SAFETY: the memory outlives the loop, in which each stream is waited for. An address, so that cudarc, which would have
-    // streams wait for each other by itself, knows nothing of it.
+    // SAFETY: the memory outlives the loop, and each iteration waits for both streams. A raw address hides
+    // the memory from cudarc, which would otherwise order the streams itself.
     let mut buffer = unsafe { RawBuffer::<f32>::new(at, NUMBERS, computing.clone()) };
     let mut wrong = 0;
     for _ in 0..times {
         computing.memset_zeros(&mut memory)?;
-        // SAFETY: there are so many numbers.
+        // SAFETY: the memory holds `NUMBERS` elements.
         unsafe { add_one.run(&computing, at, NUMBERS as u64, TICKS)? };
         let work = group.on(&computing)?.all_reduce(&mut buffer, ReduceOp::Sum)?;
         work.wait_on(&other)?;
-        // SAFETY: as above; ordered behind the operation by the line before.
+        // SAFETY: the memory holds `NUMBERS` elements, and `wait_on` orders the kernel behind the operation.
         unsafe { add_one.run(&other, at, NUMBERS as u64, 0)? };
         other.synchronize()?;
         let numbers = computing.clone_dtoh(&memory)?;

@@ -1,4 +1,4 @@
-//! The GPU that is checked, and groups on it.
+//! The GPU under test, and groups on it.
 
 use std::io;
 use std::path::PathBuf;
@@ -12,7 +12,7 @@ use convoke_store::{MemoryStore, Store};
 use convoke_train::TrainError;
 use cudarc::nccl::result::NcclError as RawError;
 
-/// Why a check cannot be made.
+/// An error that prevents a check.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum CheckError {
     #[error(transparent)]
@@ -45,7 +45,7 @@ impl From<RawError> for CheckError {
     }
 }
 
-/// The first GPU that this process may see.
+/// The first GPU that is visible to this process.
 pub(crate) struct Place {
     pub(crate) context: Arc<CudaContext>,
 }
@@ -55,7 +55,7 @@ impl Place {
         Ok(Self { context: device::open(0)? })
     }
 
-    /// A group of this process alone, with a side on the GPU.
+    /// Returns a group of this process alone, with the GPU as its device.
     pub(crate) fn group(&self) -> Result<Group, CheckError> {
         let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
         let group = Group::new(store, 0, 1, GroupOptions::default())?;

@@ -1,4 +1,4 @@
-//! What came of the checks: a line each as they are made, and a file.
+//! Report of the checks: one line on stdout for each check, and a file.
 
 use std::fmt::Write as _;
 use std::io::{self, Write as _};
@@ -10,11 +10,11 @@ use jiff::Timestamp;
 use super::kernels;
 use super::place::{CheckError, Place};
 
-/// What came of one check.
+/// The outcome of one check.
 #[derive(Debug)]
 pub(crate) struct Outcome {
     pub(crate) passed: bool,
-    /// With figures and units.
+    /// Description with figures and units.
     pub(crate) seen: String,
 }
 
@@ -28,7 +28,7 @@ impl Outcome {
     }
 }
 
-/// What came of all of them, as Markdown.
+/// The outcomes of all checks, as Markdown.
 pub(crate) struct Report {
     text: String,
     failed: u32,

@@ -1,4 +1,4 @@
-//! Operations of groups beside the same calls of NCCL by cudarc, in one process, in turns.
+//! Compares operations of groups with cudarc's calls of NCCL. Both alternate in one process.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -11,16 +11,16 @@ use cudarc::nccl::{Comm, Id, ReduceOp as RawOp, group_end, group_start};
 use super::place::{CheckError, Place};
 use super::report::Outcome;
 
-/// A call of a few bytes may take so much longer than cudarc's, in µs.
+/// Maximum time in µs by which a small call may exceed cudarc's.
 const MOST_MICROS: f64 = 2.0;
-/// One of many bytes may take so many times as long.
+/// Maximum ratio of the time of a large call to cudarc's.
 const MOST_TIMES: f64 = 1.02;
-/// What counts as few bytes.
+/// Maximum size in bytes of a small call.
 const FEW_BYTES: usize = 4096;
-/// Operations that are enqueued as one.
+/// Number of operations that are enqueued as one batch.
 const TOGETHER: usize = 4;
 
-/// How it is measured.
+/// Settings of the measurement.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Speed {
     calls: u32,
@@ -28,7 +28,7 @@ pub(crate) struct Speed {
     judged: bool,
 }
 
-/// A group of this process alone, and a communicator of cudarc that is the same.
+/// A group of this process alone, and an equivalent cudarc communicator.
 struct Both {
     stream: Arc<CudaStream>,
     group: Group,
@@ -53,7 +53,7 @@ impl Speed {
         Self { calls, rounds, judged }
     }
 
-    /// Out of place, one after the other in a stream.
+    /// Compares calls out of place, one after the other in a stream.
     pub(crate) fn calls(self, elements: usize) -> Result<Outcome, CheckError> {
         let both = Both::new()?;
         let (send, mut recvs) = (both.buffers(elements, 1)?, both.buffers(elements, 2)?);
@@ -71,7 +71,7 @@ impl Speed {
         )
     }
 
-    /// Several as one, again and again.
+    /// Compares batches of several calls.
     pub(crate) fn grouped(self, elements: usize) -> Result<Outcome, CheckError> {
         let both = Both::new()?;
         let sends = both.buffers(elements, TOGETHER)?;
@@ -99,7 +99,8 @@ impl Speed {
         )
     }
 
-    /// A pass of `DeviceDdp` with one parameter beside what a program would write for it: copy, wait, average on another stream, wait.
+    /// Compares a pass of `DeviceDdp` with one parameter to a hand-written step: copy, wait, average on
+    /// another stream, wait.
     pub(crate) fn steps(self, elements: usize) -> Result<Outcome, CheckError> {
         let both = Both::new()?;
         let computing = both.stream.context().new_stream()?;
@@ -126,7 +127,7 @@ impl Speed {
         )
     }
 
-    /// Times both in turns: calls that are enqueued on a stream, and waited for together.
+    /// Times both functions alternately. Their calls are enqueued on a stream and waited for together.
     fn compare(
         self,
         what: &str,
@@ -142,7 +143,7 @@ impl Speed {
             stream.synchronize()?;
             Ok(begin.elapsed().as_secs_f64() * 1e6 / f64::from(self.calls))
         };
-        // The first calls set up what later ones find.
+        // The first calls do the setup, which is not timed.
         time(&mut raw)?;
         time(&mut ours)?;
         let (mut of_raw, mut of_ours) = (Vec::new(), Vec::new());
@@ -169,7 +170,7 @@ impl Speed {
     }
 }
 
-/// Of at least one.
+/// The median of at least one time.
 fn median(times: &mut [f64]) -> f64 {
     times.sort_by(f64::total_cmp);
     times[times.len() / 2]

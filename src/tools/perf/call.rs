@@ -1,23 +1,23 @@
-//! One call of a collective, in each of its forms.
+//! One call of a collective, in its blocking and nonblocking form.
 
 use convoke_comm::{CommError, Group, Nonblocking, ReduceOp, Reduction, SharedBuffer};
 
 use super::collective::{Collective, Shape};
 use super::values::{Numbers, Value};
 
-/// What one operation works on.
+/// The buffers of one operation.
 pub(crate) struct Buffers<T: Value> {
     pub(crate) a: SharedBuffer<T>,
     pub(crate) b: SharedBuffer<T>,
 }
 
-/// A call, ready to be made any number of times.
+/// A prepared call, which can be made any number of times.
 pub(crate) struct Call<T: Value> {
     shape: Shape,
     reduction: Reduction<T>,
     /// Lengths of the blocks in this rank's buffers.
     lens: Vec<usize>,
-    /// The rank that messages go to and come from.
+    /// The rank that this rank exchanges messages with, in `send_recv`.
     peer: Option<usize>,
 }
 
@@ -49,13 +49,13 @@ impl<T: Value> Call<T> {
         self.peer
     }
 
-    /// The parts of the buffers that the call is about.
+    /// Returns the parts of the buffers that the call uses.
     fn parts<'a>(&self, buffers: &'a mut Buffers<T>) -> (&'a mut [T], &'a mut [T]) {
         let (a, b) = self.shape.buffer_lens();
         (&mut buffers.a[..a], &mut buffers.b[..b])
     }
 
-    /// The same, of each of several.
+    /// Returns for each element of `buffers` the parts that the call uses.
     pub(crate) fn each_part<'a>(
         &self,
         buffers: &'a mut [Buffers<T>],
@@ -63,7 +63,7 @@ impl<T: Value> Call<T> {
         buffers.iter_mut().map(|buffers| self.parts(buffers))
     }
 
-    /// One operation with each of `buffers`, all of which are under way side by side if it is nonblocking.
+    /// Runs one operation with each element of `buffers`. Nonblocking operations run concurrently.
     pub(crate) fn run(
         &self,
         group: &Group,
@@ -123,7 +123,7 @@ impl<T: Value> Call<T> {
         let (a, b) = self.parts(buffers);
         let op = || self.reduction.clone();
         let lens = &self.lens[..];
-        // The scope waits for all whose handles are dropped.
+        // The scope waits for operations whose handles were dropped.
         match self.shape.collective {
             Collective::AllReduce => scope.all_reduce(a, op()).map(drop),
             Collective::Broadcast => scope.broadcast(a, root).map(drop),
@@ -146,7 +146,7 @@ impl<T: Value> Call<T> {
                     drop(scope.send(&*a, peer, 0)?);
                     scope.recv(b, peer, 0).map(drop)
                 }
-                // An answer: only what has come is sent back.
+                // This rank sends back data only after it has received the peer's message.
                 Some(peer) => {
                     scope.recv(b, peer, 0)?.wait()?;
                     scope.send(&*a, peer, 0).map(drop)
@@ -156,7 +156,7 @@ impl<T: Value> Call<T> {
         }
     }
 
-    /// Whether it sends first, and its peer receives first.
+    /// Returns whether this rank sends first and its peer receives first.
     pub(crate) fn is_first(&self) -> bool {
         self.shape.rank.is_multiple_of(2)
     }

@@ -1,38 +1,38 @@
-//! What results must be, and whether they are. Pure.
+//! Expected results of each collective, and the check of actual results. Pure.
 
 use std::ops::Range;
 
 use super::collective::{Collective, Shape};
 use super::values::{Numbers, PERIOD, Value};
 
-/// The first element that is not what it must be.
+/// The first element that differs from the expected result.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Wrong {
-    /// Its place in the buffer.
+    /// Index of the element in the buffer.
     pub(crate) index: usize,
     pub(crate) got: String,
     pub(crate) expected: String,
 }
 
-/// Elements of a result that come from the same ranks.
+/// Elements of a result that come from one set of ranks.
 #[derive(Debug, PartialEq, Eq)]
 struct Part {
-    /// Where they are.
+    /// Position of the elements in the result.
     range: Range<usize>,
-    /// Place of the first in the buffers of those ranks.
+    /// Index of the first element in the buffers of those ranks.
     from: usize,
     source: Source,
 }
 
 #[derive(Debug, PartialEq, Eq)]
 enum Source {
-    /// What this rank has.
+    /// The elements of one rank.
     Of(usize),
-    /// What these have, reduced.
+    /// The reduction of the elements of these ranks.
     Over(Range<usize>),
 }
 
-/// Fills the buffers before the call that is checked: `a` with this rank's numbers, `b` with those of nobody.
+/// Fills the buffers before the checked call. `a` gets this rank's numbers, `b` gets numbers of no rank.
 pub(crate) fn fill<T: Value>(numbers: &Numbers, shape: &Shape, a: &mut [T], b: &mut [T]) {
     for (buffer, rank) in [(a, shape.rank), (b, shape.ranks)] {
         let period: Vec<T> = (0..PERIOD).map(|index| numbers.of(rank, index)).collect();
@@ -42,7 +42,7 @@ pub(crate) fn fill<T: Value>(numbers: &Numbers, shape: &Shape, a: &mut [T], b: &
     }
 }
 
-/// Checks what the call has left in the buffers.
+/// Checks the contents of the buffers after the call.
 ///
 /// # Errors
 /// The first wrong element.
@@ -75,7 +75,7 @@ fn check_part<T: Value>(numbers: &Numbers, part: &Part, result: &[T]) -> Result<
     Ok(())
 }
 
-/// What the result of a call consists of; nothing on a rank that gets none.
+/// The parts of a call's result; empty on a rank that gets no result.
 fn parts(shape: &Shape, root: usize) -> Vec<Part> {
     let &Shape { collective, rank, ranks, count, .. } = shape;
     let whole = |source| vec![Part { range: 0..count, from: 0, source }];
@@ -113,7 +113,7 @@ mod tests {
 
     use super::*;
 
-    /// The result of rank `rank`, made of all ranks' buffers as the words of the collective say it.
+    /// Computes the result of `rank` from the buffers of all ranks, by the definition of the collective.
     fn model(collective: Collective, op: ReduceOp, root: usize, all: &[Vec<i64>], rank: usize) -> Vec<i64> {
         let shape = |rank| Shape::new(collective, all[0].len(), rank, all.len());
         let fold = |ranks: Range<usize>, index: usize| {
@@ -153,7 +153,8 @@ mod tests {
         }
     }
 
-    /// Each collective on 4 ranks, of blocks longer than what repeats; `then` gets the right result and may spoil it.
+    /// Tests each collective on 4 ranks, with blocks longer than the period of the numbers. `then` gets the
+    /// correct result, may change one element, and returns its index.
     fn each(then: impl Fn(Collective, usize, &mut [i64]) -> Option<usize>) {
         for (collective, op) in
             Collective::ALL.into_iter().flat_map(|c| [(c, ReduceOp::Sum), (c, ReduceOp::Max)])

@@ -1,4 +1,4 @@
-//! What is measured: each collective's sizes, roots and bus bandwidth. Pure.
+//! The measured collectives: their sizes, roots and bus bandwidth. Pure.
 
 use std::fmt;
 use std::ops::Range;
@@ -6,7 +6,7 @@ use std::ops::Range;
 use clap::ValueEnum;
 use convoke_comm::{Dtype, ReduceOp};
 
-/// What ranks do together, and a message there and back between ranks 2k and 2k+1.
+/// A collective, or `SendRecv`: a message and its reply between ranks 2k and 2k+1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 #[value(rename_all = "snake_case")]
 pub(crate) enum Collective {
@@ -72,7 +72,7 @@ impl Collective {
         }
     }
 
-    /// As what its algorithms are chosen: the unequal form by the rule of the equal one.
+    /// The collective whose algorithm choice applies. Forms with unequal blocks use that of the equal form.
     pub(crate) const fn tuned_as(self) -> &'static str {
         match self {
             Self::AllGatherV => "all_gather",
@@ -81,7 +81,7 @@ impl Collective {
         }
     }
 
-    /// Bus bandwidth over algorithm bandwidth, as nccl-tests define it.
+    /// Ratio of bus bandwidth to algorithm bandwidth, as nccl-tests define it.
     pub(crate) fn bus_factor(self, ranks: usize) -> f64 {
         let share = (ranks as f64 - 1.0) / ranks as f64;
         match self {
@@ -91,7 +91,7 @@ impl Collective {
         }
     }
 
-    /// Whether its size is that of one block for each rank.
+    /// Returns whether the size counts one block for each rank.
     pub(crate) const fn has_blocks(self) -> bool {
         self.is_unequal()
             || matches!(
@@ -100,7 +100,7 @@ impl Collective {
             )
     }
 
-    /// Whether its blocks may have different lengths.
+    /// Returns whether blocks may have different lengths.
     pub(crate) const fn is_unequal(self) -> bool {
         matches!(
             self,
@@ -108,7 +108,7 @@ impl Collective {
         )
     }
 
-    /// Whether it adds.
+    /// Returns whether the collective reduces elements.
     pub(crate) const fn reduces(self) -> bool {
         matches!(
             self,
@@ -121,13 +121,13 @@ impl Collective {
         )
     }
 
-    /// Whether `op` has a meaning for it and `dtype`.
+    /// Returns whether the collective supports `op` on `dtype`.
     pub(crate) const fn accepts(self, op: ReduceOp, dtype: Dtype) -> bool {
         let is_scan = matches!(self, Self::Scan | Self::ExclusiveScan);
         op.accepts(dtype) && !(is_scan && matches!(op, ReduceOp::Avg))
     }
 
-    /// Whether one rank has a part of its own.
+    /// Returns whether the collective has a root.
     pub(crate) const fn has_root(self) -> bool {
         matches!(
             self,
@@ -135,17 +135,18 @@ impl Collective {
         )
     }
 
-    /// Fewest ranks.
+    /// Minimum number of ranks.
     pub(crate) const fn least_ranks(self) -> usize {
         if matches!(self, Self::SendRecv) { 2 } else { 1 }
     }
 
-    /// How many of `ranks` take part: the last of an odd number has nobody to send to.
+    /// Number of ranks that take part. With an odd number of ranks, the last one has no peer in `send_recv`.
     pub(crate) const fn taking_part(self, ranks: usize) -> usize {
         if matches!(self, Self::SendRecv) { ranks - ranks % 2 } else { ranks }
     }
 
-    /// Elements that are measured where `bytes` are asked for: whole blocks, at least one element each, on average.
+    /// Number of elements to measure for a requested size of `bytes`. Blocks are whole and average at least
+    /// one element.
     pub(crate) fn count(self, bytes: usize, element_bytes: usize, ranks: usize) -> usize {
         match self {
             Self::Barrier => 0,
@@ -161,21 +162,21 @@ impl fmt::Display for Collective {
     }
 }
 
-/// The elements of one call as one rank sees them: it sends from a buffer `a`, and fills `b` or changes `a`.
+/// The elements of one call on one rank. The rank sends from buffer `a`; the result goes to `b`, or to `a`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Shape {
     pub(crate) collective: Collective,
     pub(crate) rank: usize,
     pub(crate) ranks: usize,
-    /// The whole vector, or the blocks of all ranks.
+    /// Number of elements of the whole vector, or of all ranks' blocks together.
     pub(crate) count: usize,
-    /// Lengths of the blocks; together `count`.
+    /// Lengths of the blocks; their sum is `count`.
     lens: Vec<usize>,
 }
 
 impl Shape {
     pub(crate) fn new(collective: Collective, count: usize, rank: usize, ranks: usize) -> Self {
-        // Blocks of unequal lengths grow by rank, the last is almost twice the mean.
+        // Blocks of unequal lengths grow with the rank; the last is almost twice the mean.
         let weight = |rank: usize| if collective.is_unequal() { rank + 1 } else { 1 };
         let total: u128 = (0..ranks).map(|rank| weight(rank) as u128).sum();
         let (mut weights, mut start) = (0, 0);
@@ -187,8 +188,8 @@ impl Shape {
         Self { collective, rank, ranks, count, lens: lens.collect() }
     }
 
-    /// Lengths of the blocks in a buffer of rank `rank`: all ranks' alike, but that what one sends another in
-    /// an unequal all-to-all must be what that one expects.
+    /// Lengths of the blocks in a buffer of rank `rank`. They are equal on all ranks, except in an unequal
+    /// all-to-all: there each rank must send the length that its receiver expects.
     pub(crate) fn lens_of(&self, rank: usize) -> Vec<usize> {
         let mut lens = self.lens.clone();
         if self.collective == Collective::AllToAllV {
@@ -197,7 +198,7 @@ impl Shape {
         lens
     }
 
-    /// The places of the blocks in a buffer of rank `rank`.
+    /// Positions of the blocks in a buffer of rank `rank`.
     pub(crate) fn blocks_of(&self, rank: usize) -> Vec<Range<usize>> {
         let mut start = 0;
         let place = |len| {

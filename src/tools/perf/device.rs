@@ -1,4 +1,4 @@
-//! Buffers on a GPU, where a call is only enqueued when it returns.
+//! Buffers on a GPU. A call there returns when its operation is enqueued.
 
 use std::sync::Arc;
 
@@ -14,15 +14,15 @@ use super::measure::Rules;
 use super::place::Place;
 use super::values::{Numbers, Value};
 
-/// Time for which calls are enqueued before the host waits: it costs as much as a small call.
+/// Time for which calls are enqueued before the host waits. Waiting costs as much as a small call.
 const MICROS: f64 = 500.0;
-/// Most calls that are enqueued.
+/// Maximum number of calls that are enqueued before the host waits.
 const MOST_CALLS: f64 = 100.0;
 
-/// The group with a side on this rank's device, and the stream for its calls.
+/// Returns the group with this rank's device, and the stream for its calls.
 ///
 /// # Errors
-/// [`CommError::Device`] and others, as [`Group::with_device`].
+/// Returns the errors of [`Group::with_device`], for example [`CommError::Device`].
 pub(crate) fn join(group: &Group, staged: bool) -> Result<(Group, Arc<CudaStream>), CommError> {
     let context = device::of_rank(group)?;
     let group = group.with_device(&context, DeviceOptions::default().staged(staged))?;
@@ -31,17 +31,17 @@ pub(crate) fn join(group: &Group, staged: bool) -> Result<(Group, Arc<CudaStream
     Ok((group, stream))
 }
 
-/// Memory of a device.
+/// Buffers in the memory of a device.
 pub(crate) struct Device<T: Value> {
     stream: Arc<CudaStream>,
     buffers: Vec<(DeviceBuffer<T>, DeviceBuffer<T>)>,
 }
 
 impl<T: Value> Device<T> {
-    /// Of at most `lens` elements in the buffers a and b.
+    /// Allocates buffers `a` and `b` with at most `lens` elements.
     ///
     /// # Errors
-    /// [`CommError::Device`] if there is no such memory.
+    /// [`CommError::Device`] if the device has too little memory.
     pub(crate) fn new(
         rules: &Rules,
         stream: &Arc<CudaStream>,

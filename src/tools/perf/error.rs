@@ -1,4 +1,4 @@
-//! Why the tool ends.
+//! Errors that end the tool.
 
 use std::io;
 use std::path::PathBuf;
@@ -9,7 +9,7 @@ use super::check::Wrong;
 use super::collective::Collective;
 use super::sizes;
 
-/// Why the tool ends with an error.
+/// An error that ends the tool.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum PerfError {
     #[error(transparent)]

@@ -17,9 +17,10 @@ use super::words::{List, What, Where, at_least, dtypes, ops, positive, zero_or_o
 ///
 ///   convoke --nproc-per-node=4 convoke-perf all_reduce -b 4 -e 64M -f 4
 ///
-/// For each size it checks the result, and then times calls back to back, in place, with another root for each call.
-/// A call's time is the mean over the ranks. Bus bandwidth is that of nccl-tests: what the links carry, whatever the
-/// number of ranks. Between several hosts it measures each pair as well, and names the slowest.
+/// For each size it checks the result, and then times calls back to back, in place, with another root for
+/// each call. A call's time is the mean over the ranks. Bus bandwidth is that of nccl-tests: what the links
+/// carry, whatever the number of ranks. Between several hosts it measures each pair as well, and names the
+/// slowest.
 ///
 /// Ends with exit code 0, 1 if a result is wrong or a rank is lost, or 2 for a wrong command line.
 #[derive(Debug, Parser)]
@@ -45,13 +46,13 @@ pub(crate) struct Flags {
     #[arg(short = 'i', long, value_name = "SIZE", value_parser = sizes::parse, conflicts_with = "factor", help_heading = "Sizes")]
     step_bytes: Option<usize>,
 
-    /// Types of the elements, with commas, or `all`: f32, f64, f16, bf16, i8 to i64, u8 to u64, bool, complex_f32,
-    /// complex_f64
+    /// Types of the elements, with commas, or `all`: f32, f64, f16, bf16, i8 to i64, u8 to u64, bool,
+    /// complex_f32, complex_f64
     #[arg(short, long, value_name = "TYPE", default_value = "f32", value_parser = dtypes, help_heading = "Elements")]
     dtype: List<Dtype>,
 
-    /// What is done with them, with commas, or `all` that have a meaning: sum, prod, min, max, avg, band, bor, bxor,
-    /// premul_sum
+    /// What is done with them, with commas, or `all` that have a meaning: sum, prod, min, max, avg, band,
+    /// bor, bxor, premul_sum
     #[arg(short, long, value_name = "OP", default_value = "sum", value_parser = ops, help_heading = "Elements")]
     op: List<ReduceOp>,
 
@@ -60,8 +61,8 @@ pub(crate) struct Flags {
     root: Option<usize>,
 
     /// Algorithms to compare, with commas, or `all` that a collective has: ring, direct, doubling, hierarchy,
-    /// binomial, chain, and `table` for the one that would be taken. Collectives with none of them are measured
-    /// as they are
+    /// binomial, chain, and `table` for the one that would be taken. Collectives with none of them are
+    /// measured as they are
     #[arg(long, value_name = "NAMES", value_delimiter = ',', help_heading = "Calls")]
     pub(crate) algorithms: Vec<String>,
 
@@ -81,8 +82,8 @@ pub(crate) struct Flags {
     #[arg(long, help_heading = "Calls")]
     alloc: bool,
 
-    /// Write the memory that is sent anew before each call, as a program does: it is in no other core's cache then. The
-    /// time of that is not counted
+    /// Write the memory that is sent anew before each call, as a program does: it is in no other core's cache
+    /// then. The time of that is not counted
     #[arg(long, help_heading = "Calls")]
     rewrite: bool,
 
@@ -139,7 +140,7 @@ pub(crate) struct Flags {
     pub(crate) transport: Option<String>,
 }
 
-/// How results are printed.
+/// The output format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Form {
     Table,
@@ -148,10 +149,10 @@ pub(crate) enum Form {
 }
 
 impl Flags {
-    /// What no single flag can know.
+    /// Checks conditions that the parser of a single flag cannot check.
     ///
     /// # Errors
-    /// Says what does not fit together.
+    /// Returns a description of the contradiction.
     pub(crate) fn check(&self) -> Result<(), String> {
         if self.min_bytes > self.max_bytes {
             let [least, most] = [self.min_bytes, self.max_bytes].map(sizes::text);
@@ -184,10 +185,10 @@ impl Flags {
         self.subjects_of(usize::MAX).map(drop)
     }
 
-    /// What to measure on so many ranks, in the order of the table.
+    /// Returns the subjects to measure on `ranks` ranks, in the order of the table.
     ///
     /// # Errors
-    /// What was asked for by name and has no meaning.
+    /// Returns a description of a subject that was requested by name and is invalid.
     pub(crate) fn subjects(&self, ranks: usize) -> Result<Vec<Subject>, String> {
         if let Some(root) = self.root.filter(|&root| root >= ranks) {
             return Err(format!("--root {root}: ranks are 0 to {}", ranks - 1));
@@ -224,7 +225,7 @@ impl Flags {
 
     fn add(&self, collective: Collective, named: bool, subjects: &mut Vec<Subject>) -> Result<(), String> {
         if collective == Collective::Barrier {
-            // Has no elements.
+            // A barrier has no elements.
             subjects.push(Subject { collective, dtype: self.dtype.items()[0], op: None });
             return Ok(());
         }
@@ -250,7 +251,7 @@ impl Flags {
         Ok(())
     }
 
-    /// Elements of each size, of one collective and type; none twice in a row.
+    /// Element counts of the sizes of one subject, without consecutive duplicates.
     pub(crate) fn counts(&self, subject: &Subject, ranks: usize) -> Vec<usize> {
         let step = self.step_bytes.map_or(Step::Times(self.factor), Step::Plus);
         let sizes = sizes::series(self.min_bytes, self.max_bytes, step);
@@ -283,18 +284,18 @@ impl Flags {
         }
     }
 
-    /// Whether to measure pairs of hosts, if there are several.
+    /// Returns whether to measure pairs of hosts, if there are several hosts.
     pub(crate) fn pairs(&self) -> bool {
         let named = self.what.contains(&What::Pairs);
         named || (!self.no_pairs && self.form() != Form::Csv)
     }
 
-    /// Whether several operations are measured, so that lines must tell which they are of.
+    /// Returns whether several operations are measured, so that each line must name its operation.
     pub(crate) fn has_several_ops(&self) -> bool {
         self.op.items().len() > 1
     }
 
-    /// How times are taken, in words.
+    /// Describes how times are measured.
     pub(crate) fn how(&self) -> String {
         let rules = self.rules();
         let length = match rules.length {

@@ -1,11 +1,13 @@
-//! `convoke-perf`: how fast the ranks of a job work together. Run it as a worker, one process for each rank.
+//! `convoke-perf`: a benchmark of the collectives of a job. Run it as a worker, one process for each rank.
 //!
-//! It keeps to the rules at the top of `peers/collectives/mpi_bench.c`: in place, iterations back to back, rotating
-//! roots, an iteration's time is the mean over the ranks, every size verified outside of the timed loop.
+//! It follows the rules at the top of `peers/collectives/mpi_bench.c`. Calls are in place, iterations run
+//! back to back, and roots rotate. An iteration's time is the mean over the ranks. Every size is verified
+//! outside of the timed loop.
 //!
-//! `flags`, made of `words`, say what is measured and `run` does it: `measure` checks (`check`, `values`) and times
-//! (`stats`) the calls (`call`) of a `collective` for each of the `sizes`, on buffers of a `place`, the host or a `device`; `pairs` measures hosts, in the order of a
-//! `tournament`. What comes of it are `rows`, which the `report` prints, as a `table` for people, and `plot` draws.
+//! `flags`, parsed with `words`, select what `run` measures. For each of the `sizes`, `measure` checks the
+//! calls (`call`) of a `collective` with `check` and `values`, and times them with `stats`. The buffers are
+//! in a `place`, the host or a `device`. `pairs` measures pairs of hosts in the order of a `tournament`.
+//! Results are `rows`, which `report` prints, as a `table` for people, and `plot` draws.
 
 mod call;
 mod check;
@@ -40,13 +42,13 @@ use convoke_comm::nccl::Library;
 use error::PerfError;
 use flags::Flags;
 
-/// A wrong command line.
+/// Exit code for a wrong command line.
 const EXIT_USAGE: u8 = 2;
 
 fn main() -> ExitCode {
     let flags = match Flags::try_parse() {
         Ok(flags) => flags,
-        // Help, version and what is wrong with the command line: once for the whole job.
+        // Only rank 0 prints help, version or a usage error, so that they appear once for the whole job.
         Err(said) => {
             let others = env::var("RANK").is_ok_and(|rank| rank != "0");
             let printed = others || said.print().is_ok() && also(said.kind()).is_ok();
@@ -66,7 +68,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// What else is said: beside the version, which NCCL there is.
+/// Prints the NCCL version after convoke's own version.
 fn also(said: ErrorKind) -> io::Result<()> {
     if said != ErrorKind::DisplayVersion {
         return Ok(());
@@ -77,9 +79,9 @@ fn also(said: ErrorKind) -> io::Result<()> {
     }
 }
 
-/// Says why this rank fails: on stderr, and to the launcher for its report.
+/// Reports the error of this rank on stderr, and to the launcher through the error file.
 fn complain(message: &str) {
-    // When even these fail there is nobody left to tell; the exit code still says it.
+    // If these writes fail, no other channel is left. The exit code still reports the failure.
     let _ = writeln!(io::stderr().lock(), "convoke-perf: error: {message}");
     if let Some(path) = env::var_os(convoke_env::vars::ERROR_FILE).filter(|path| !path.is_empty()) {
         let _ = convoke_env::error_file::write(Path::new(&path), message, "");

@@ -12,41 +12,41 @@ use super::place::Place;
 use super::stats::{self, Length, Percentiles};
 use super::values::{Numbers, Value};
 
-/// How calls are made and timed.
+/// Settings for making and timing calls.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Rules {
     pub(crate) length: Length,
-    /// Calls before; else as many as it takes to know how long one takes.
+    /// Number of warm-up calls; by default as many as the estimate of a call's time needs.
     pub(crate) warmup: Option<usize>,
-    /// `None`: another one for each call.
+    /// The root of all calls; `None` rotates the root.
     pub(crate) root: Option<usize>,
     pub(crate) checked: bool,
-    /// Write what is sent anew before each call.
+    /// Write the send buffers again before each call.
     pub(crate) rewrite: bool,
     pub(crate) nonblocking: bool,
-    /// Use memory that the ranks of a host share.
+    /// Allocate memory that the ranks of a host share.
     pub(crate) alloc: bool,
-    /// Operations under way at a time.
+    /// Number of operations in flight at a time.
     pub(crate) in_flight: usize,
 }
 
-/// What is measured: a collective of elements of one type.
+/// One measured combination: a collective, an element type and an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Subject {
     pub(crate) collective: Collective,
     pub(crate) dtype: Dtype,
-    /// `None` if nothing is added.
+    /// `None` if the collective does not reduce.
     pub(crate) op: Option<ReduceOp>,
 }
 
-/// Times of one call, in microseconds: of each the mean over the ranks that take part.
+/// Times of one call in microseconds. Each is the mean over the ranks that take part.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Timing {
     pub(crate) iterations: usize,
     pub(crate) micros: Percentiles,
 }
 
-/// A subject, with memory for its largest size.
+/// A subject, with buffers for its largest size.
 pub(crate) struct Bench<'a, P> {
     rules: &'a Rules,
     subject: Subject,
@@ -61,7 +61,7 @@ impl<'a, P> Bench<'a, P> {
     /// Checks and times calls of `count` elements.
     ///
     /// # Errors
-    /// [`PerfError::Wrong`], [`PerfError::Comm`], [`PerfError::Allocation`] for the times.
+    /// [`PerfError::Wrong`], [`PerfError::Comm`], or [`PerfError::Allocation`] for the array of times.
     pub(crate) fn measure<T: Value>(&mut self, group: &Group, count: usize) -> Result<Timing, PerfError>
     where
         P: Place<T>,
@@ -131,7 +131,7 @@ impl<'a, P> Bench<'a, P> {
             before = now;
         }
         let collective = self.subject.collective;
-        // There and back is two messages; and who does not take part has no time.
+        // `send_recv` sends two messages. Ranks that do not take part have no time.
         let (ways, taking_part) = match collective {
             Collective::SendRecv => (2.0, collective.taking_part(ranks)),
             _ => (1.0, ranks),
@@ -145,7 +145,8 @@ impl<'a, P> Bench<'a, P> {
         Ok(Timing { iterations: iterations * at_once, micros: stats::percentiles(&mut micros) })
     }
 
-    /// Makes calls until caches and connections are warm; microseconds that one iteration takes, the same on all ranks.
+    /// Makes calls until caches and connections are warm. Returns the estimated microseconds of one
+    /// iteration; all ranks get equal values.
     fn warm_up<T: Value>(&mut self, group: &Group, call: &Call<T>) -> Result<f64, CommError>
     where
         P: Place<T>,
@@ -158,7 +159,7 @@ impl<'a, P> Bench<'a, P> {
             Length::Fixed(_) => 5_000.0,
             Length::About { micros, .. } => micros / 5.0,
         };
-        // Somebody must know how long one takes.
+        // At least one call is needed to estimate the time of a call.
         calls = calls.max(1);
         for _ in 0..rounds {
             let start = Instant::now();

@@ -1,13 +1,13 @@
-//! Memory for what is measured: asked for before it is used, so that too much is an error and not the end of the process.
+//! Allocation of buffers. A request that exceeds memory becomes an error, instead of a process killed later.
 
 use std::fs;
 
 use super::error::PerfError;
 
-/// `len` times `value`.
+/// Returns a vector of `len` copies of `value`.
 ///
 /// # Errors
-/// [`PerfError::Allocation`] if the system has no such memory.
+/// [`PerfError::Allocation`] if the system refuses the memory.
 pub(crate) fn filled<T: Copy>(len: usize, value: T, what: &str) -> Result<Vec<T>, PerfError> {
     let mut buffer = Vec::new();
     let refused = buffer.try_reserve_exact(len).is_err();
@@ -18,10 +18,11 @@ pub(crate) fn filled<T: Copy>(len: usize, value: T, what: &str) -> Result<Vec<T>
     Ok(buffer)
 }
 
-/// Whether `bytes` on each of the `ranks` of this host are there; the system gives more than it has, and kills later.
+/// Checks that the host has free memory for `bytes` on each of its `ranks`. The kernel overcommits, so that
+/// allocation itself does not fail; the OOM killer would end the process later.
 ///
 /// # Errors
-/// [`PerfError::Memory`].
+/// [`PerfError::Memory`] if memory is too small.
 pub(crate) fn check(what: &str, bytes: usize, ranks: usize) -> Result<(), PerfError> {
     let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
     match available(&text) {
@@ -32,7 +33,7 @@ pub(crate) fn check(what: &str, bytes: usize, ranks: usize) -> Result<(), PerfEr
     }
 }
 
-/// Bytes that /proc/meminfo says programs can get without swapping.
+/// Bytes that programs can allocate without swapping, according to /proc/meminfo.
 fn available(meminfo: &str) -> Option<usize> {
     let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     line.trim().strip_suffix(" kB")?.parse::<usize>().ok()?.checked_mul(1024)

@@ -1,4 +1,4 @@
-//! Bandwidth between each two hosts.
+//! Measures the bandwidth between each two hosts.
 
 use std::time::Instant;
 
@@ -9,20 +9,20 @@ use super::error::PerfError;
 use super::tournament;
 use super::{memory, sizes, stats, table};
 
-/// A direction is measured for about so long, once it is known how long a message takes.
+/// Approximate duration of the measurement of one direction, in microseconds.
 const MICROS: f64 = 100_000.0;
 const MOST_MESSAGES: f64 = 256.0;
-/// Of more pairs only the slowest are listed.
+/// Maximum number of listed pairs; of more pairs only the slowest are listed.
 const LISTED: usize = 28;
 
-/// Microseconds of a message, and how many there were.
+/// Measurement of one direction: microseconds of a message, and number of messages.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 struct Way {
     micros: f64,
     messages: f64,
 }
 
-/// What was measured between two hosts: (lower, higher), there and back.
+/// Measurements between two hosts (lower, higher): there and back.
 #[derive(Debug, Clone, PartialEq)]
 struct Pair {
     hosts: (usize, usize),
@@ -37,9 +37,9 @@ pub(crate) struct Pairs {
     pairs: Vec<Pair>,
 }
 
-/// Measures each pair of hosts with messages of `bytes`; pairs without a host in common at the same time.
+/// Measures each pair of hosts with messages of `bytes`. Pairs without a common host run concurrently.
 ///
-/// All ranks of `world` call it. The first rank of each host sends and receives; the same is returned on all.
+/// All ranks of `world` call it. The first rank of each host sends and receives. All ranks get equal results.
 ///
 /// # Errors
 /// [`PerfError::Allocation`], [`PerfError::Comm`].
@@ -72,9 +72,9 @@ pub(crate) fn measure(
     Ok(Pairs { hosts: first.len(), bytes, pairs })
 }
 
-/// Sends, and times until the receiver has said that everything is there.
+/// Sends messages, and measures the time until the receiver has confirmed them.
 fn send(world: &Group, to: usize, buffer: &[u8]) -> Result<Way, CommError> {
-    // The first message opens the connection, the second says how long one takes.
+    // The first message opens the connection; the second gives an estimate of the time of a message.
     let mut micros = 0.0;
     for _ in 0..2 {
         micros = sent(world, to, buffer, 1)?;
@@ -97,7 +97,7 @@ fn sent(world: &Group, to: usize, buffer: &[u8], messages: usize) -> Result<f64,
     Ok(start.elapsed().as_secs_f64() * 1e6)
 }
 
-/// The other end of [`send`], which knows the times.
+/// Receives the messages of [`send`]. Only the sender measures times.
 fn receive(world: &Group, from: usize, buffer: &mut [u8]) -> Result<Way, CommError> {
     let mut received = |messages: usize| {
         (0..messages).try_for_each(|_| world.recv(&mut *buffer, from, 0))?;
@@ -113,7 +113,7 @@ fn receive(world: &Group, from: usize, buffer: &mut [u8]) -> Result<Way, CommErr
     Ok(Way::default())
 }
 
-/// Tells all ranks what each has measured.
+/// Distributes the measurements of each rank to all ranks.
 fn share(world: &Group, pairs: &mut [Pair]) -> Result<(), CommError> {
     let ways = pairs.iter().flat_map(|pair| pair.ways);
     let mut numbers: Vec<f64> = ways.flat_map(|way| [way.micros, way.messages]).collect();
@@ -129,7 +129,7 @@ impl Pairs {
         stats::gigabytes_per_second(self.bytes, way.micros)
     }
 
-    /// For people.
+    /// Returns the report for people, as lines.
     pub(crate) fn text(&self, names: &[String]) -> Vec<String> {
         let name = |(lower, higher): (usize, usize)| format!("{} - {}", names[lower], names[higher]);
         let mut pairs: Vec<&Pair> = self.pairs.iter().collect();
@@ -172,7 +172,7 @@ impl Pairs {
         there.min(back)
     }
 
-    /// Lines of the CSV, one for each way: `pair_h1_h2` is from h1 to h2.
+    /// Returns the lines of the CSV, one for each direction: `pair_h1_h2` is from h1 to h2.
     pub(crate) fn csv(&self, names: &[String], system: &str, transport: &str) -> Vec<String> {
         let line = |(from, to): (usize, usize), way: Way| {
             let (bandwidth, micros) = (self.bandwidth(way), way.micros);
@@ -188,7 +188,7 @@ impl Pairs {
         self.pairs.iter().flat_map(both).collect()
     }
 
-    /// One JSON object in each line.
+    /// Returns one JSON object for each pair, each on one line.
     pub(crate) fn json(&self, names: &[String]) -> Vec<String> {
         let one = |pair: &Pair| {
             let (lower, higher) = pair.hosts;
@@ -204,7 +204,7 @@ impl Pairs {
 mod tests {
     use super::*;
 
-    /// Each pair with the slower way's bandwidth in GB/s.
+    /// Builds pairs from the bandwidth of their slower direction in GB/s.
     fn pairs(hosts: usize, bandwidths: &[((usize, usize), f64)]) -> Pairs {
         let way = |bandwidth: f64| Way { micros: 1000.0 / bandwidth, messages: 3.0 };
         let pair =

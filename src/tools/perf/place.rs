@@ -1,4 +1,4 @@
-//! Where the buffers are that calls work on, and how calls are made there.
+//! The location of a call's buffers (host or device), and how calls run there.
 
 use std::hint::black_box;
 
@@ -11,38 +11,38 @@ use super::measure::Rules;
 use super::memory;
 use super::values::{Numbers, Value};
 
-/// Buffers for calls of one subject, wherever they are.
+/// Buffers for the calls of one subject, on the host or on a device.
 pub(crate) trait Place<T: Value> {
-    /// Fills them before the call that is checked.
+    /// Fills the buffers before the checked call.
     fn fill(&mut self, numbers: &Numbers, call: &Call<T>) -> Result<(), PerfError>;
 
-    /// Checks what the call has left in them.
+    /// Checks the contents of the buffers after the call.
     fn check(&self, numbers: &Numbers, call: &Call<T>, root: usize) -> Result<Result<(), Wrong>, PerfError>;
 
-    /// Zeros stay zeros, whatever is added how often.
+    /// Sets the buffers to zero. Repeated sums of zeros stay zero, so timed calls cannot overflow.
     fn clear(&mut self, call: &Call<T>) -> Result<(), PerfError>;
 
-    /// Writes what is sent anew, as a program does.
+    /// Writes the send buffers again, as a program does before each call.
     fn rewrite(&mut self, call: &Call<T>);
 
-    /// One operation with each of the buffers.
+    /// Runs one operation with each of the buffers.
     fn run(&mut self, group: &Group, call: &Call<T>, root: usize) -> Result<(), CommError>;
 
-    /// Waits until all that was run is done.
+    /// Waits until all operations have completed.
     fn settle(&mut self) -> Result<(), CommError>;
 
-    /// Calls that are timed together, where one takes about so long.
+    /// Number of calls to time together, if one call takes about `micros` microseconds.
     fn calls_at_once(&self, micros: f64) -> usize;
 }
 
-/// Memory of the host, where a call is done when it returns.
+/// Buffers in host memory. A call there is complete when it returns.
 pub(crate) struct Host<T: Value> {
     buffers: Vec<Buffers<T>>,
     nonblocking: bool,
 }
 
 impl<T: Value> Host<T> {
-    /// Of at most `lens` elements in the buffers a and b.
+    /// Allocates buffers `a` and `b` with at most `lens` elements.
     ///
     /// # Errors
     /// [`PerfError::Allocation`], [`PerfError::Comm`].

@@ -1,4 +1,4 @@
-//! A drawing of what was measured: bus bandwidth and latency over size.
+//! Draws bus bandwidth and latency over size.
 
 use std::ops::Range;
 use std::path::Path;
@@ -12,16 +12,16 @@ use super::sizes;
 
 const SIZE: (u32, u32) = (1000, 1000);
 const FONT: &str = "sans-serif";
-/// Steps of this part of the circle of colors lie far apart, however many there are.
+/// Hue step between lines: the golden ratio keeps any number of hues far apart.
 const GOLDEN: f64 = 0.618_034;
 
-/// What is drawn over the size of a row.
+/// The quantity of a row that is drawn over its size.
 type Height = fn(&Row) -> f64;
-/// Sizes and heights under one name.
+/// A named line: sizes and heights.
 type Line = (String, Vec<(f64, f64)>);
 
-/// Draws `rows` into an SVG file; one line for each collective, type, operation and algorithm. Rows without data, such
-/// as those of a barrier, are left out.
+/// Draws `rows` into an SVG file, with one line for each collective, type, operation and algorithm. Rows
+/// without data, such as rows of a barrier, are left out.
 ///
 /// # Errors
 /// [`PerfError::Plot`] if there is nothing to draw, or the file cannot be written.
@@ -46,11 +46,11 @@ fn svg(rows: &[Row]) -> Result<String, String> {
     Ok(text)
 }
 
-/// The rows as lines; what all have in common is not in their names.
+/// Converts the rows to lines. A property that all rows share is not part of the names.
 fn lines(rows: &[Row], height: Height) -> Vec<Line> {
     let rows: Vec<&Row> = rows.iter().filter(|row| row.count > 0 && height(row) > 0.0).collect();
     let differs = |part: fn(&Row) -> String| {
-        // Not counting rows that have no such part.
+        // Rows without this property do not count.
         let mut parts = rows.iter().map(|row| part(row)).filter(|part| !part.is_empty());
         let first = parts.next();
         parts.any(|part| Some(part) != first)
@@ -76,7 +76,7 @@ fn lines(rows: &[Row], height: Height) -> Vec<Line> {
     lines
 }
 
-/// One drawing with logarithmic axes.
+/// Draws one diagram with logarithmic axes.
 fn panel<DB: DrawingBackend>(
     area: &DrawingArea<DB, Shift>,
     title: &str,
@@ -119,7 +119,7 @@ fn panel<DB: DrawingBackend>(
         .draw()
 }
 
-/// From the least to the most of some positive numbers, with room around; logarithms need that both differ.
+/// Returns a range around some positive numbers, with a margin. A logarithmic axis needs two different ends.
 fn span(numbers: impl Iterator<Item = f64>) -> Range<f64> {
     let (least, most) =
         numbers.fold((f64::INFINITY, 0.0_f64), |(least, most), n| (least.min(n), most.max(n)));

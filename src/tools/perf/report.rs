@@ -1,4 +1,4 @@
-//! What rank 0 prints, and where to.
+//! Output of rank 0, on stdout and stderr.
 
 use std::io::{self, IsTerminal, Write};
 use std::{env, mem};
@@ -11,40 +11,40 @@ use super::rows::Row;
 use super::stats;
 use super::table::{self, Columns};
 
-/// Prints, on rank 0; elsewhere nothing is said.
+/// Prints on rank 0; prints nothing on other ranks.
 pub(crate) struct Report<'a> {
     flags: &'a Flags,
     transport: String,
-    /// Whether this rank prints.
+    /// True if this rank prints.
     speaks: bool,
-    /// Characters of a line and lines, if stdout is a terminal that can show bars.
+    /// Width and height in characters, if stdout is a terminal that can show bars.
     screen: Option<(usize, usize)>,
-    /// Where to say what is being done.
+    /// The stream for progress messages.
     progress: Option<Stream>,
     columns: Option<Columns>,
-    /// Rows on the screen whose bars are still to come: they need the largest of all.
+    /// Number of printed rows without bars. Bars need the largest value of all rows.
     without_bars: usize,
-    /// All that was printed.
+    /// All printed rows.
     rows: Vec<Row>,
 }
 
-/// One of this process's streams.
+/// A standard stream of this process.
 #[derive(Debug, Clone, Copy)]
 enum Stream {
     Stdout,
     Stderr,
 }
 
-/// Where the ranks are.
+/// The hosts and their ranks.
 pub(crate) struct Places {
-    /// Names of the hosts, all different.
+    /// Names of the hosts, all distinct.
     pub(crate) names: Vec<String>,
-    /// The ranks of each.
+    /// The ranks of each host.
     pub(crate) ranks: Vec<Vec<usize>>,
 }
 
 impl<'a> Report<'a> {
-    /// `backend` is what the group uses.
+    /// `backend` is the name of the group's transport.
     pub(crate) fn new(flags: &'a Flags, speaks: bool, backend: &str) -> Self {
         let set = |name| env::var_os(name).is_some_and(|value| !value.is_empty());
         let dumb = env::var_os("TERM").is_some_and(|term| term == "dumb");
@@ -68,7 +68,7 @@ impl<'a> Report<'a> {
         }
     }
 
-    /// What is measured, where, and how.
+    /// Prints the hosts, the ranks and the method of measurement.
     pub(crate) fn head(&mut self, places: &Places, ranks: usize, only_pairs: bool) -> io::Result<()> {
         if self.flags.form() != Form::Table {
             return Ok(());
@@ -91,7 +91,7 @@ impl<'a> Report<'a> {
         if only_pairs { Ok(()) } else { self.say(&format!("# {}", self.flags.how())) }
     }
 
-    /// The rows that follow are of one collective.
+    /// Begins the rows of one collective.
     fn begin(&mut self, first: &Row) -> io::Result<()> {
         if self.flags.form() != Form::Table {
             return Ok(());
@@ -122,14 +122,14 @@ impl<'a> Report<'a> {
         Ok(())
     }
 
-    /// The rows of one collective are complete: on a terminal they get their bars.
+    /// Ends the rows of one collective. On a terminal it prints them again with bars.
     pub(crate) fn end(&mut self) -> io::Result<()> {
         let lines = mem::take(&mut self.without_bars);
         let Some((columns, (_, height))) = self.columns.filter(|columns| columns.has_bars()).zip(self.screen)
         else {
             return Ok(());
         };
-        // What has left the screen cannot be written again.
+        // Lines that have scrolled off the screen cannot be overwritten.
         if !self.speaks || lines >= height {
             return Ok(());
         }
@@ -150,7 +150,7 @@ impl<'a> Report<'a> {
         lines.iter().try_for_each(|line| self.say(line))
     }
 
-    /// The last lines.
+    /// Prints the last lines.
     pub(crate) fn tail(&mut self) -> io::Result<()> {
         match self.flags.form() {
             Form::Csv => self.say("# done"),
@@ -173,12 +173,12 @@ impl<'a> Report<'a> {
         }
     }
 
-    /// What was printed so far.
+    /// The rows printed so far.
     pub(crate) fn rows(&self) -> &[Row] {
         &self.rows
     }
 
-    /// Says on a terminal what is being done, in a line that goes away.
+    /// Shows a progress message on a terminal, in a line that the next output overwrites.
     pub(crate) fn progress(&self, text: &str) {
         let write = |mut terminal: Box<dyn Write>, size: Option<(Width, Height)>| {
             let width = size.map_or(80, |(width, _)| usize::from(width.0));
@@ -186,14 +186,14 @@ impl<'a> Report<'a> {
             let _ = write!(terminal, "\r\x1b[K{text}").and_then(|()| terminal.flush());
         };
         match self.progress {
-            // In the order of the lines, which two ways to one terminal would not keep.
+            // Progress shares stdout with the lines if it can, because two streams may be reordered.
             Some(Stream::Stdout) => write(Box::new(io::stdout()), terminal_size_of(io::stdout())),
             Some(Stream::Stderr) => write(Box::new(io::stderr()), terminal_size_of(io::stderr())),
             None => {}
         }
     }
 
-    /// Prints a line; the one that goes away makes room.
+    /// Prints a line after erasing the progress message.
     fn say(&self, line: &str) -> io::Result<()> {
         if !self.speaks {
             return Ok(());

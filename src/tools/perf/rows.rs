@@ -1,20 +1,20 @@
-//! One measured size, and its forms for programs: CSV and JSON. Pure.
+//! The result of one measured size, and its CSV and JSON forms. Pure.
 
 use serde_json::json;
 
 use super::measure::{Subject, Timing};
 use super::stats;
 
-/// What was measured of one size.
+/// The result of one measured size.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Row {
     pub(crate) subject: Subject,
-    /// The one that was asked for; `None` where there is no choice, or none was made.
+    /// The requested algorithm; `None` if the collective has no choice, or if none was requested.
     pub(crate) algorithm: Option<String>,
-    /// `None`: another one for each call.
+    /// The root of all calls; `None` if the root rotates.
     pub(crate) root: Option<usize>,
     pub(crate) ranks: usize,
-    /// Elements.
+    /// Number of elements.
     pub(crate) count: usize,
     pub(crate) timing: Timing,
 }
@@ -24,23 +24,23 @@ impl Row {
         self.count.saturating_mul(self.subject.dtype.size_bytes())
     }
 
-    /// GB/s of the buffer.
+    /// Bandwidth in GB/s: buffer size divided by time.
     pub(crate) fn algorithm_bandwidth(&self) -> f64 {
         stats::gigabytes_per_second(self.bytes(), self.timing.micros.p50)
     }
 
-    /// GB/s of the links, as nccl-tests count them.
+    /// Bandwidth of the links in GB/s, as nccl-tests define it.
     pub(crate) fn bus_bandwidth(&self) -> f64 {
         self.algorithm_bandwidth() * self.subject.collective.bus_factor(self.ranks)
     }
 
-    /// Root in words, where there is one.
+    /// The root as text, if the collective has a root.
     pub(crate) fn root_text(&self) -> Option<String> {
         let text = || self.root.map_or("each".to_owned(), |root| root.to_string());
         self.subject.collective.has_root().then(text)
     }
 
-    /// A line of the CSV; `with_op` if the first column must tell the operation.
+    /// Returns a line of the CSV; with `with_op`, the first column names the operation.
     pub(crate) fn csv(&self, system: &str, transport: &str, with_op: bool) -> String {
         let op = self.subject.op.filter(|_| with_op).map(|op| op.to_string());
         let names: Vec<&str> =
@@ -59,7 +59,7 @@ impl Row {
         )
     }
 
-    /// A JSON object in one line.
+    /// Returns a JSON object on one line.
     pub(crate) fn json(&self, transport: &str) -> String {
         let Subject { collective, dtype, op } = self.subject;
         json!({

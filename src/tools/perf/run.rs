@@ -1,4 +1,4 @@
-//! From the command line to the last line.
+//! Runs the tool, from the parsed command line to the last line of output.
 
 use std::sync::Arc;
 
@@ -17,13 +17,13 @@ use super::values::{Value, with_type};
 use super::words::Where;
 use super::{memory, pairs, plot, sizes};
 
-/// All names of algorithms; which of them a collective has, its group says.
+/// Names of all algorithms. The group decides which of them a collective has.
 const ALGORITHMS: [&str; 7] = ["table", "ring", "direct", "doubling", "hierarchy", "binomial", "chain"];
 
-/// Measures what `flags` ask for, with all ranks of the job.
+/// Runs the measurements that `flags` request, with all ranks of the job.
 ///
 /// # Errors
-/// The first error; then the other ranks end as well, and get its reason.
+/// Returns the first error. The other ranks then end as well, and get this error as the reason.
 pub(crate) fn run(flags: &Flags) -> Result<(), PerfError> {
     flags.check().map_err(PerfError::Usage)?;
     check_algorithms(flags)?;
@@ -45,7 +45,7 @@ pub(crate) fn run(flags: &Flags) -> Result<(), PerfError> {
     outcome
 }
 
-/// Ends a group for a reason of this rank.
+/// Aborts a group because of an error of this rank.
 fn end(group: &Group, error: &PerfError) {
     if !matches!(error, PerfError::Comm(_)) {
         group.abort(&error.to_string());
@@ -100,13 +100,13 @@ fn measure(
     Ok(report.tail()?)
 }
 
-/// All sizes of one subject, each by every contender.
+/// All sizes of one subject, each measured with every contender.
 struct Sizes<'a> {
     flags: &'a Flags,
     rules: &'a Rules,
     subject: &'a Subject,
     contenders: &'a [(Option<String>, Group)],
-    /// Of a device.
+    /// The stream of a device; `None` on the host.
     stream: Option<&'a Arc<CudaStream>>,
 }
 
@@ -157,7 +157,7 @@ impl Sizes<'_> {
     }
 }
 
-/// Lengths of the largest buffers a and b on this rank.
+/// Lengths of the largest buffers `a` and `b` on this rank.
 fn most(flags: &Flags, subject: &Subject, world: &World) -> (usize, usize) {
     let counts = flags.counts(subject, world.size()).into_iter();
     let lens =
@@ -165,13 +165,13 @@ fn most(flags: &Flags, subject: &Subject, world: &World) -> (usize, usize) {
     lens.fold((0, 0), |most, lens| (most.0.max(lens.0), most.1.max(lens.1)))
 }
 
-/// Bytes of the largest size.
+/// Number of bytes of the largest size.
 fn largest(flags: &Flags, subject: &Subject, world: &World) -> usize {
     let most = flags.counts(subject, world.size()).into_iter().max().unwrap_or_default();
     most.saturating_mul(subject.dtype.size_bytes())
 }
 
-/// Names that are known at all, so that a mistake is told before anything is measured.
+/// Checks names of algorithms before anything is measured.
 fn check_algorithms(flags: &Flags) -> Result<(), PerfError> {
     let known = |name: &&String| *name == "all" || ALGORITHMS.contains(&name.as_str());
     match flags.algorithms.iter().find(|name| !known(name)) {
@@ -183,8 +183,8 @@ fn check_algorithms(flags: &Flags) -> Result<(), PerfError> {
     }
 }
 
-/// The groups that measure `collective`, with the algorithms of those that were asked for and that it has; else
-/// the world, which takes what its table says.
+/// Returns the groups that measure `collective`. Each uses one requested algorithm that the collective has.
+/// Otherwise it returns the world group, which uses its tuning table.
 fn contenders(
     flags: &Flags,
     world: &World,
@@ -199,21 +199,21 @@ fn contenders(
             "table" => String::new(),
             _ => format!("{}:{name}", collective.tuned_as()),
         };
-        // It says no where the collective has no such algorithm.
+        // An error means that the collective has no such algorithm.
         let Ok(handle) = world.with_algorithms(&overrides) else { continue };
         if let Some(group) = handle.subgroup(&everybody)? {
             contenders.push((Some((*name).to_owned()), group));
         }
     }
     match contenders.as_slice() {
-        // Nothing to compare with.
+        // With fewer than two algorithms there is nothing to compare.
         [] => Ok(vec![(None, world.group())]),
         [(Some(only), _)] if only == "table" => Ok(vec![(None, world.group())]),
         _ => Ok(contenders),
     }
 }
 
-/// The hosts by name; those with equal names get numbers.
+/// Returns the hosts by name. Hosts with equal names get numbers.
 fn places(world: &World) -> Result<Places, PerfError> {
     let own = nix::unistd::gethostname().map(|name| name.to_string_lossy().into_owned());
     let names = world.all_gather_object(&own.unwrap_or_else(|_| "?".to_owned()))?;

@@ -1,11 +1,11 @@
-//! Sizes in bytes: as people write them, which ones are measured, and as people read them. Pure.
+//! Sizes in bytes: parsing, series of sizes, and formatting. Pure.
 
 use std::iter;
 
 /// Reads `4`, `64K`, `64k`, `64KiB`, `1M`, `2GB`: powers of 1024, as in nccl-tests.
 ///
 /// # Errors
-/// Says what is wrong with the text.
+/// Describes the error in the text.
 pub(crate) fn parse(text: &str) -> Result<usize, String> {
     let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (number, unit) = text.split_at(digits);
@@ -24,14 +24,14 @@ pub(crate) fn parse(text: &str) -> Result<usize, String> {
     number.checked_mul(1 << shift).ok_or_else(|| "more bytes than there can be".to_owned())
 }
 
-/// How one size follows from the one before.
+/// Computation of the next size from the previous one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Step {
     Times(usize),
     Plus(usize),
 }
 
-/// The sizes from `least` to `most`, both at least 0, as they are asked for. A step that leads nowhere gives one.
+/// Returns the sizes from `least` to `most`. A step that does not increase the size gives one size.
 pub(crate) fn series(least: usize, most: usize, step: Step) -> impl Iterator<Item = usize> {
     let next = move |&size: &usize| {
         let next = match step {
@@ -43,7 +43,7 @@ pub(crate) fn series(least: usize, most: usize, step: Step) -> impl Iterator<Ite
     iter::successors((least <= most).then_some(least), next)
 }
 
-/// `64 KiB` where that is exact, else all digits: `65532 B`.
+/// Formats a size: `64 KiB` if that is exact, else all digits, such as `65532 B`.
 pub(crate) fn text(bytes: usize) -> String {
     let units = [(1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")];
     match units.into_iter().find(|&(unit, _)| bytes >= unit && bytes.is_multiple_of(unit)) {
@@ -52,7 +52,7 @@ pub(crate) fn text(bytes: usize) -> String {
     }
 }
 
-/// About so many bytes, in a unit that makes the number short: `3.7 GiB`.
+/// Formats an approximate size in a unit that makes the number short: `3.7 GiB`.
 pub(crate) fn approximate(bytes: usize) -> String {
     let units = [(1_u64 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")];
     match units.into_iter().find(|&(unit, _)| bytes as u64 >= unit) {

@@ -1,4 +1,4 @@
-//! What becomes of measured times. Pure.
+//! Statistics of measured times. Pure.
 
 /// Median and 99th percentile of some times.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -7,7 +7,7 @@ pub(crate) struct Percentiles {
     pub(crate) p99: f64,
 }
 
-/// Of at least one time; sorts them. 0 of none.
+/// Returns the percentiles of `times`, or 0 if there are none. Sorts `times`.
 pub(crate) fn percentiles(times: &mut [f64]) -> Percentiles {
     times.sort_by(f64::total_cmp);
     let at = |index: usize| times.get(index).copied().unwrap_or_default();
@@ -20,7 +20,7 @@ pub(crate) fn gigabytes_per_second(bytes: usize, micros: f64) -> f64 {
     if micros > 0.0 { bytes as f64 / micros / 1e3 } else { 0.0 }
 }
 
-/// The mean of the two in the middle, if their number is even. 0 of none.
+/// The median. With an even number of values, it is the mean of the middle two; 0 if there are none.
 pub(crate) fn median(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -31,22 +31,23 @@ pub(crate) fn median(values: &[f64]) -> f64 {
     }
 }
 
-/// 0 of none.
+/// The mean; 0 if there are no values.
 pub(crate) fn mean(values: &[f64]) -> f64 {
     if values.is_empty() { 0.0 } else { values.iter().sum::<f64>() / values.len() as f64 }
 }
 
-/// How long to measure.
+/// Length of a measurement.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Length {
-    /// So many iterations.
+    /// A fixed number of iterations.
     Fixed(usize),
-    /// Iterations of about so many microseconds together, in bounds.
+    /// As many iterations as fit into about `micros` microseconds, within bounds.
     About { micros: f64, least: usize, most: usize },
 }
 
 impl Length {
-    /// Iterations of which one takes about `estimate` microseconds; each of `roots` equally often where time decides.
+    /// Returns the number of iterations, if one takes about `estimate` microseconds. A number derived from
+    /// time is a multiple of `roots`, so that each root is used equally often.
     pub(crate) fn iterations(self, estimate: f64, roots: usize) -> usize {
         match self {
             Self::Fixed(iterations) => iterations,

@@ -1,26 +1,26 @@
-//! The table that people read. Pure.
+//! The table for people. Pure.
 
 use super::collective::Collective;
 use super::rows::Row;
 use super::sizes;
 
-/// Widest bar.
+/// Maximum width of a bar.
 const BAR: usize = 40;
-/// A bar below this tells nothing.
+/// Minimum width of a bar; a shorter one is unreadable.
 const LEAST_BAR: usize = 8;
 
-/// What the lines of one collective show.
+/// The columns shown for one collective.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Columns {
     op: bool,
     root: bool,
     algorithm: bool,
-    /// Characters of a full bar; 0 for none.
+    /// Number of characters of a full bar; 0 for no bars.
     bar: usize,
 }
 
 impl Columns {
-    /// Those of `collective`, with bars up to `width` characters of a line; `None` for no bars.
+    /// The columns of `collective`, with bars up to a line width of `width` characters; `None` for no bars.
     pub(crate) fn new(collective: Collective, algorithm: bool, width: Option<usize>) -> Self {
         let columns = Self { op: collective.reduces(), root: collective.has_root(), algorithm, bar: 0 };
         let room = width.unwrap_or(0).saturating_sub(columns.heading().len() + 3).min(BAR);
@@ -31,7 +31,7 @@ impl Columns {
         self.bar > 0
     }
 
-    /// Two lines: names and units.
+    /// Returns two header lines: names and units.
     pub(crate) fn head(self) -> [String; 2] {
         [self.heading(), self.line(["", "elements", "", "", "", "", "µs", "µs", "GB/s", "GB/s"])]
     }
@@ -47,7 +47,7 @@ impl Columns {
         cells.map(|((cell, width), _)| format!("{cell:>width$}")).collect()
     }
 
-    /// One size; `most` is the bus bandwidth of a full bar, if it shall have one.
+    /// Returns the line of one size. `most` is the bus bandwidth of a full bar; `None` for no bar.
     pub(crate) fn row(self, row: &Row, most: Option<f64>) -> String {
         let (algorithm_bandwidth, bus_bandwidth) = (row.algorithm_bandwidth(), row.bus_bandwidth());
         let is_barrier = row.subject.collective == Collective::Barrier;
@@ -72,7 +72,7 @@ impl Columns {
     }
 }
 
-/// Four digits, or all before the point.
+/// Formats a number with four significant digits, or with all digits before the decimal point.
 pub(crate) fn digits(number: f64) -> String {
     match number.abs() {
         n if n >= 1000.0 || n == 0.0 => format!("{number:.0}"),
@@ -83,14 +83,14 @@ pub(crate) fn digits(number: f64) -> String {
     }
 }
 
-/// `fraction` of `width` characters, to eighths of one.
+/// Draws `fraction` of `width` characters, with a resolution of an eighth of a character.
 fn bar(fraction: f64, width: usize) -> String {
     let eighths = (fraction.clamp(0.0, 1.0) * (8 * width) as f64).round() as usize;
     let rest = ["", "▏", "▎", "▍", "▌", "▋", "▊", "▉"][eighths % 8];
     format!("{}{rest}", "█".repeat(eighths / 8))
 }
 
-/// Ranks as a short text: `0-3, 6`.
+/// Formats ranks as a short text: `0-3, 6`.
 pub(crate) fn ranks(ranks: &[usize]) -> String {
     let runs = ranks.chunk_by(|a, b| a + 1 == *b).filter_map(|run| Some((run.first()?, run.last()?)));
     let texts =

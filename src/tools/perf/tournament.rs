@@ -1,10 +1,10 @@
-//! Which hosts meet when, and what their bandwidths say. Pure.
+//! Schedule of the pairs of hosts, and analysis of their bandwidths. Pure.
 
 use super::{stats, table};
 
-/// Rounds in which each of `hosts` meets at most one other, and all others once in all: (lower, higher).
+/// Returns rounds of pairs (lower, higher). A host is in at most one pair of a round; each pair occurs once.
 pub(crate) fn rounds(hosts: usize) -> Vec<Vec<(usize, usize)>> {
-    // One stays, the others walk around a circle; with an odd number who meets nobody rests.
+    // Circle method: one host stays, the others rotate. With an odd number, the unpaired host pauses.
     let seats = hosts.next_multiple_of(2);
     let others = seats.saturating_sub(1);
     let host = |seat: usize, round: usize| if seat == 0 { 0 } else { (seat - 1 + round) % others + 1 };
@@ -16,18 +16,18 @@ pub(crate) fn rounds(hosts: usize) -> Vec<Vec<(usize, usize)>> {
     (0..others).map(round).collect()
 }
 
-/// What is slower than the rest.
+/// A host or pair that is slower than the others.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Slowest<T> {
     pub(crate) what: T,
-    /// GB/s.
+    /// Bandwidth in GB/s.
     pub(crate) bandwidth: f64,
-    /// That of all.
+    /// Median bandwidth that it is compared with.
     pub(crate) median: f64,
 }
 
-/// The slowest of `pairs`, against the median of those without the host `slow`: the lower of both directions counts.
-/// `None` of none.
+/// Returns the slowest of `pairs`, compared with the median of the pairs without the host `slow`. The slower
+/// direction of a pair counts. `None` if there are no pairs.
 pub(crate) fn slowest_pair(
     pairs: &[((usize, usize), f64)],
     slow: Option<usize>,
@@ -38,8 +38,8 @@ pub(crate) fn slowest_pair(
     Some(Slowest { what, bandwidth, median: stats::median(&usual) })
 }
 
-/// The host whose best pair is less than half as fast as that of others. With 3 hosts two pairs of a slow one are the
-/// majority, so its pairs alone do not tell.
+/// Returns the host whose best pair is less than half as fast as the best pairs of other hosts. With 3 hosts,
+/// two of three pairs contain a slow host, so a median over pairs would not show it.
 pub(crate) fn slowest_host(hosts: usize, pairs: &[((usize, usize), f64)]) -> Option<Slowest<usize>> {
     if hosts < 3 {
         return None;
@@ -55,12 +55,12 @@ pub(crate) fn slowest_host(hosts: usize, pairs: &[((usize, usize), f64)]) -> Opt
 }
 
 impl<T> Slowest<T> {
-    /// The bandwidth in words.
+    /// Formats the bandwidth.
     pub(crate) fn text(&self) -> String {
         format!("{} GB/s", short(self.bandwidth))
     }
 
-    /// How far below the median, in words.
+    /// Describes the distance from the median.
     pub(crate) fn against_median(&self) -> String {
         let Self { bandwidth, median, .. } = self;
         let below = 100.0 * (1.0 - bandwidth / median);
@@ -72,7 +72,7 @@ impl<T> Slowest<T> {
     }
 }
 
-/// Two digits after the point, or more where these would be lost.
+/// Formats two digits after the decimal point, or more if the number is small.
 fn short(bandwidth: f64) -> String {
     if bandwidth >= 0.1 { format!("{bandwidth:.2}") } else { table::digits(bandwidth) }
 }

@@ -1,16 +1,16 @@
-//! The element types, and numbers whose results every one of them represents exactly. Pure.
+//! The element types, and test numbers whose results every type represents exactly. Pure.
 
 use std::fmt::Debug;
 use std::ops::Range;
 
 use convoke_comm::{Complex, Dtype, Element, ReduceOp, Reduction, bf16, f16};
 
-/// An element that can be made of whole numbers, and compared.
+/// An element that can be built from whole numbers and compared.
 pub(crate) trait Value: Element + PartialEq + Debug {
-    /// The number `re`, with the imaginary part `im` where there is one; wraps as the type does.
+    /// Converts `re`, with imaginary part `im` if the type has one. Overflow wraps as in the type.
     fn of(re: i64, im: i64) -> Self;
 
-    /// The sum of shares multiplied by `factor`, if the type has products.
+    /// The sum of shares multiplied by `factor`, if the type supports products.
     fn premul_sum(factor: u8) -> Option<Reduction<Self>>;
 }
 
@@ -70,7 +70,7 @@ impl Value for bool {
     }
 }
 
-/// Evaluates `$body` with `$type` standing for the Rust type of `$dtype`, or `$else` if this program has none.
+/// Evaluates `$body` with `$type` as the Rust type of `$dtype`, or `$else` if this program has no such type.
 macro_rules! with_type {
     ($dtype:expr, $type:ident => $body:expr, else $else:expr) => {{
         use convoke_comm::Dtype;
@@ -102,17 +102,19 @@ macro_rules! with_type {
 }
 pub(crate) use with_type;
 
-/// After so many elements the numbers repeat; a prime, so that blocks do not begin alike.
+/// Number of elements after which the numbers repeat. A prime, so that blocks begin differently.
 pub(crate) const PERIOD: usize = 251;
 
-/// Which number each rank contributes in each place, and what becomes of all of them.
+/// The numbers that each rank contributes at each index, and their reductions.
 ///
-/// Small whole numbers, so that results are exact: sums fit into the 24 bits in which floats and halves are added, and
-/// into the range of `f16` up to 2000 ranks. Where one element decides the result (a least value, a product with
-/// zeros) it is that of one rank, another one in each place: with random ones all results of many ranks were equal.
+/// The numbers are small and whole, so that results are exact. Sums fit into the 24-bit precision in which
+/// floats and 16-bit types are added, and into the range of `f16` up to 2000 ranks.
+///
+/// In some reductions one element decides the result, such as a minimum. That element comes from one rank, a
+/// different one at each index. With random numbers, all results of many ranks would be equal.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Numbers {
-    /// `None` if nothing is added. On bool the bitwise operation that it is.
+    /// `None` if the collective does not reduce. For bool, the equivalent bitwise operation.
     op: Option<ReduceOp>,
     is_bool: bool,
     has_imaginary: bool,
@@ -127,17 +129,17 @@ impl Numbers {
             Some(ReduceOp::Product | ReduceOp::Min) if is_bool => Some(ReduceOp::Band),
             op => op,
         };
-        // Products would mix the parts.
+        // Products would mix the real and imaginary parts.
         let has_imaginary = op != Some(ReduceOp::Product);
         Self { op, is_bool, has_imaginary, ranks }
     }
 
-    /// What `rank` has in place `index`. A rank beyond the last has numbers of nobody.
+    /// The element of `rank` at `index`. A rank beyond the last gets numbers that no rank has.
     pub(crate) fn of<T: Value>(&self, rank: usize, index: usize) -> T {
         self.value(self.number(rank, index))
     }
 
-    /// The reduction of what `ranks` have in place `index`.
+    /// The reduction of the elements of `ranks` at `index`.
     pub(crate) fn reduced<T: Value>(&self, ranks: Range<usize>, index: usize) -> T {
         let numbers = ranks.clone().map(|rank| self.number(rank, index));
         let result = match self.op {
@@ -156,7 +158,7 @@ impl Numbers {
         self.value(result)
     }
 
-    /// What `rank` multiplies its share of a premul_sum with.
+    /// The factor of `rank` in a premul_sum.
     pub(crate) fn factor(rank: usize) -> u8 {
         if rank.is_multiple_of(2) { 1 } else { 2 }
     }
@@ -196,7 +198,7 @@ impl Numbers {
         if self.is_bool { number & 1 } else { number }
     }
 
-    /// Numbers whose mean is whole: what one rank has more than it, its mirror image has less.
+    /// Numbers with a whole mean: each rank's difference from the mean is the opposite of its mirror rank's.
     fn around_mean(&self, rank: usize, place: usize) -> i64 {
         let mean = (mixed(usize::MAX, place) % 16) as i64;
         if rank >= self.ranks {
@@ -208,7 +210,7 @@ impl Numbers {
     }
 }
 
-/// A number that looks random.
+/// Returns a pseudo-random number.
 fn mixed(rank: usize, place: usize) -> u64 {
     let x = (rank as u64).wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15)
         ^ (place as u64 + 1).wrapping_mul(0xC2B2_AE3D_27D4_EB4F);
@@ -220,7 +222,7 @@ fn mixed(rank: usize, place: usize) -> u64 {
 mod tests {
     use super::*;
 
-    /// Every pair with a meaning, on one and on more ranks.
+    /// Tests every valid pair of operation and type, on one and on several ranks.
     fn each(check: impl Fn(ReduceOp, Dtype, usize)) {
         for (op, dtype) in ReduceOp::ALL.iter().flat_map(|op| Dtype::ALL.map(|dtype| (*op, dtype))) {
             if op.accepts(dtype) && op != ReduceOp::Custom {
@@ -234,7 +236,8 @@ mod tests {
         each(|op, dtype, ranks| {
             let numbers = Numbers::new(Some(op), dtype, ranks);
             with_type!(dtype, T => for index in 0..PERIOD {
-                // As complex numbers of 64 bits, which have all digits: what the type itself makes of it is the same.
+                // The result as a complex number of 64-bit floats is exact; the type's own result must equal
+                // it.
                 let exact: Complex<f64> = numbers.reduced(0..ranks, index);
                 if dtype.is_float() || dtype.is_complex() {
                     assert!(exact.re.fract() == 0.0 && exact.re.abs() <= 256.0 * ranks as f64);
@@ -251,7 +254,7 @@ mod tests {
         each(|op, dtype, ranks| {
             let numbers = Numbers::new(Some(op), dtype, ranks);
             with_type!(dtype, T => for lost in 0..ranks.min(PERIOD) {
-                // Another's numbers instead of its own change the result in some place.
+                // At some index, a wrong number of the rank must change the result.
                 let matters = |index: usize| {
                     let all: Vec<T> = (0..ranks).map(|rank| numbers.of(rank, index)).collect();
                     all[lost] != numbers.of::<T>(ranks, index)
@@ -282,7 +285,7 @@ mod tests {
                 premul,
                 own.iter().enumerate().map(|(i, x)| x * i64::from(1 + i as u8 % 2)).sum::<i64>()
             );
-            // Of bool: AND.
+            // A product of bools is AND.
             let (own, and) = reduced(ReduceOp::Product, Dtype::Bool, ranks);
             assert_eq!(and, i64::from(own.iter().all(|x| *x != 0)));
         }

@@ -1,4 +1,4 @@
-//! The words that flags take. Pure.
+//! Parsers for the values of flags. Pure.
 
 use clap::ValueEnum;
 use clap::builder::PossibleValue;
@@ -6,7 +6,7 @@ use convoke_comm::{Dtype, ReduceOp};
 
 use super::collective::Collective;
 
-/// A word of the command line.
+/// A value of the positional argument: a collective, `all` or `pairs`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum What {
     All,
@@ -39,7 +39,7 @@ impl ValueEnum for What {
     }
 }
 
-/// Where buffers are.
+/// The memory that holds the buffers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Where {
     /// Memory of the host
@@ -50,7 +50,7 @@ pub(crate) enum Where {
     Staged,
 }
 
-/// What a flag names, or everything.
+/// The items that a flag names, or all items.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum List<T> {
     All(Vec<T>),

@@ -1,5 +1,5 @@
-//! `convoke-flight` as its users see it. What it says of groups is tested in `convoke-env`, and with real jobs in
-//! `launcher-tests`.
+//! Tests of `convoke-flight` as its users see it. Tests of its statements about groups are in `convoke-env`,
+//! and tests with real jobs in `launcher-tests`.
 #![allow(clippy::unwrap_used, clippy::panic)] // in a test a broken expectation ends it
 
 use std::ffi::OsStr;
@@ -24,7 +24,7 @@ fn text(bytes: &[u8]) -> &str {
     std::str::from_utf8(bytes).unwrap()
 }
 
-/// A folder that is gone at the end of the test.
+/// A folder that is deleted at the end of the test.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -51,7 +51,7 @@ impl Drop for Folder {
     }
 }
 
-/// A recording of another host: 12 calls, the last of which waits for the other of two ranks.
+/// A recording from another host with 12 calls. The last call waits for the other of two ranks.
 fn recording(rank: u32) -> Vec<u8> {
     let header = Header {
         rank: Some(rank),
@@ -110,7 +110,7 @@ fn recording(rank: u32) -> Vec<u8> {
 #[test]
 fn groups_come_first_and_then_the_last_calls_of_each_worker() {
     let folder = Folder::new();
-    // Anywhere below the folder; other files are nobody's business.
+    // Recordings may be anywhere below the folder; other files are ignored.
     folder.write("node0/flight/rank-0.7.flight", &recording(0));
     let other = folder.write("of-another-node", &recording(1));
     folder.write("node0/attempt_0/0/stderr.log", b"Traceback");

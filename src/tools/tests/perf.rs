@@ -1,4 +1,4 @@
-//! `convoke-perf` as its users see it: jobs of real processes, started with torchrun's variables but without a launcher.
+//! Tests of `convoke-perf` as its users see it. Jobs are real processes with torchrun's variables.
 #![allow(clippy::unwrap_used, clippy::panic)] // in a test a broken expectation ends it
 
 use std::collections::BTreeSet;
@@ -11,7 +11,7 @@ use serde_json::Value;
 
 use convoke_testkit::process::{self, Process};
 
-/// Few and short calls: what is tested is that all is measured and said.
+/// Flags for few and short calls. The tests check that everything is measured and reported.
 const SHORT: [&str; 4] = ["--iters=2", "--warmup=1", "--max-bytes=4K", "--factor=32"];
 const COLLECTIVES: [&str; 17] = [
     "all_reduce",
@@ -39,7 +39,7 @@ fn perf<A: AsRef<str>>(arguments: &[A]) -> Command {
     command
 }
 
-/// Starts a job; `change` may give a rank other arguments or variables.
+/// Starts a job. `change` may give a rank other arguments or variables.
 fn start<A: AsRef<str>>(
     store: &StoreServer,
     world: usize,
@@ -55,9 +55,9 @@ fn start<A: AsRef<str>>(
     (0..world).map(&mut start_one).collect()
 }
 
-/// What each rank said, in order.
+/// Returns the output of each rank, in order.
 fn outputs(workers: Vec<Process>) -> Vec<Output> {
-    // A thread for each: who prints much must not wait for another.
+    // Each rank has a reader thread, so that a full pipe of one rank does not block the others.
     let waiting: Vec<_> = workers.into_iter().map(|worker| thread::spawn(|| worker.wait())).collect();
     waiting.into_iter().map(|thread| thread.join().unwrap()).collect()
 }
@@ -66,7 +66,7 @@ fn server() -> StoreServer {
     StoreServer::bind(&["127.0.0.1:0".parse().unwrap()]).unwrap()
 }
 
-/// Runs a job that goes well; what rank 0 printed.
+/// Runs a job that must succeed, and returns rank 0's output.
 fn run<A: AsRef<str>>(world: usize, arguments: &[A]) -> String {
     let outputs = outputs(start(&server(), world, arguments, |_, _| {}));
     for (rank, output) in outputs.iter().enumerate() {
@@ -85,7 +85,7 @@ fn text(bytes: &[u8]) -> &str {
     std::str::from_utf8(bytes).unwrap()
 }
 
-/// The fields of each line of a CSV that is as launcher-tests/peers/README.md has it.
+/// Returns the fields of each line of a CSV in the format of launcher-tests/peers/README.md.
 fn csv(text: &str) -> Vec<Vec<&str>> {
     let (last, lines) = text.lines().collect::<Vec<_>>().split_last().map(|(l, r)| (*l, r.to_vec())).unwrap();
     assert_eq!(last, "# done");
@@ -124,13 +124,14 @@ fn every_type_and_operation_that_have_a_meaning_are_right() {
         let of = rows.iter().filter(|row| row["collective"] == collective);
         of.map(|row| format!("{} {}", row["dtype"], row["op"])).collect::<BTreeSet<_>>()
     };
-    // The table of docs/reference/collectives.md: integers 8 each, floats and halves 6, complex 4, bool 7.
+    // Counts of operations from docs/reference/collectives.md: 8 for each integer type, 6 for floats and
+    // 16-bit types, 4 for complex types, 7 for bool.
     assert_eq!(pairs("all_reduce").len(), 8 * 8 + 4 * 6 + 2 * 4 + 7);
     assert_eq!(pairs("all_reduce"), pairs("reduce_scatter"));
     assert_eq!(pairs("scan").len(), pairs("all_reduce").len() - 6, "a scan has no avg");
     assert_eq!(pairs("broadcast").len(), 15);
     assert!(rows.iter().all(|row| row["p50_us"].as_f64() > Some(0.0) && row["iterations"] == 2));
-    // In the CSV the first column tells the operation.
+    // The first column of the CSV names the operation.
     let text = run_short(2, &["all_reduce", "--op=sum,max", "--csv"]);
     let systems: BTreeSet<_> = csv(&text).into_iter().map(|row| row[0].to_owned()).collect();
     assert_eq!(systems, ["convoke-max".to_owned(), "convoke-sum".to_owned()].into());
@@ -182,7 +183,7 @@ fn the_table_says_what_was_measured_where_and_how() {
         tail.starts_with("# average bus bandwidth, GB/s: all_reduce ") && tail.contains(", reduce "),
         "{text}"
     );
-    // One rank alone.
+    // A single rank works as well.
     let alone = run(1, &["all", "--root=0", "--step-bytes=2K", "--max-bytes=5K", "--iters=2"]);
     assert!(alone.contains("1 rank on 1 host"), "{alone}");
 }
@@ -197,7 +198,7 @@ fn a_terminal_shows_what_is_being_done_and_then_bars() {
         command.env("TERM", "xterm").env_remove("NO_COLOR").stdout(line.take().unwrap());
     });
     let mut seen = Vec::new();
-    // Ends with EIO when the last process has closed its end.
+    // The read ends with EIO when the last process has closed its end.
     let _ = fs::File::from(pty.master).read_to_end(&mut seen);
     let output = outputs(workers).remove(0);
     assert!(output.status.success() && output.stderr.is_empty(), "{}", text(&output.stderr));
@@ -278,7 +279,7 @@ fn a_dead_rank_ends_it_with_its_name() {
     let store = server();
     let mut workers = start(&store, 2, &["broadcast", "-n1000000", "-e4", "--root=0"], |_, _| {});
     let victim = workers.pop().unwrap();
-    // From its first line on the ranks know each other.
+    // After the first line of output the ranks are connected.
     let mut first = String::new();
     let mut stdout = BufReader::new(workers[0].child().stdout.take().unwrap());
     stdout.read_line(&mut first).unwrap();

@@ -1,4 +1,4 @@
-//! `convoke-store` as its users see it.
+//! Tests of `convoke-store` as its users see it.
 #![allow(clippy::unwrap_used, clippy::panic)] // in a test a broken expectation ends it
 
 use std::io::{BufRead, BufReader, Read};
@@ -23,7 +23,7 @@ fn run(flags: &[&str]) -> Output {
     start(flags).wait_with_output().unwrap()
 }
 
-/// The address on its first line.
+/// Returns the address in the server's first line.
 fn announced(server: &mut Child) -> String {
     let mut line = String::new();
     BufReader::new(server.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
