@@ -1,4 +1,4 @@
-//! Distributed data parallel: gradients on their way while the next ones are computed; accumulation; uneven inputs.
+//! Distributed data parallel training: overlapped gradient averaging, gradient accumulation, uneven inputs.
 //!
 //! ```text
 //! $ convoke --nproc-per-node=2 ddp
@@ -13,10 +13,10 @@
 use convoke_comm::{ReduceOp, init};
 use convoke_train::{Ddp, DdpOptions, Random, Sampler, Tail, TrainError};
 
-/// Units of the hidden layer; a network that learns y = x1 x2.
+/// Number of units of the hidden layer. The network learns y = x1 x2.
 const UNITS: usize = 32;
 const RATE: f32 = 0.16;
-/// Examples of all ranks in a backward pass, and passes in a step.
+/// Number of examples of all ranks in a backward pass, and number of passes in a step.
 const BATCH: usize = 8;
 const PASSES: usize = 2;
 
@@ -24,11 +24,11 @@ fn main() -> Result<(), TrainError> {
     let world = init()?;
     let mut random = Random::new(3, 0);
     let examples: Vec<[f32; 2]> = (0..4001).map(|_| [random.symmetric(1.0), random.symmetric(1.0)]).collect();
-    // The same on all ranks, as the seed is.
+    // All ranks use one seed, so their initial parameters are equal.
     let mut parameters = [2 * UNITS, UNITS, UNITS, 1].map(|len| vec![0.0; len]);
     parameters[..3].iter_mut().for_each(|values| values.fill_with(|| random.symmetric(0.5)));
 
-    // Names and sizes, in the order of the forward pass. Buckets are small here, to have some.
+    // Names and sizes, in the order of the forward pass. Small sizes give several buckets.
     let shapes = ["weights1", "bias1", "weights2", "bias2"].into_iter().zip(parameters.iter().map(Vec::len));
     let options = DdpOptions::default().first_bucket_bytes(4).bucket_bytes(200);
     let mut ddp = Ddp::with_options(&world, shapes, options)?;
@@ -36,12 +36,12 @@ fn main() -> Result<(), TrainError> {
         println!("{} ranks, buckets of parameters {:?}", world.size(), ddp.buckets());
     }
 
-    // So that averages are means over all examples of a step.
+    // With this factor, averages over ranks become means over all examples of a step.
     let scale = world.size() as f32 / (BATCH * PASSES) as f32;
     let sampler = Sampler::new(examples.len(), world.rank(), world.size()).shuffled(4).tail(Tail::Uneven);
     for epoch in 1..=3 {
         let (mut order, mut loss) = (sampler.epoch(epoch), [0.0]);
-        // Some rank has fewer examples than others: with `join` it helps those that go on.
+        // Some ranks have fewer examples than others; `join` keeps them in the collectives until the end.
         let mut next_step = || {
             let batches: Vec<_> = std::iter::from_fn(|| order.next_batch(BATCH)).take(PASSES).collect();
             batches.iter().any(|batch| !batch.own().is_empty()).then_some(batches)
@@ -49,7 +49,7 @@ fn main() -> Result<(), TrainError> {
         while let Some(batches) = ddp.join(next_step())? {
             let batches = batches.unwrap_or_default();
             for (index, batch) in batches.iter().enumerate() {
-                // All passes of a step but the last only add up.
+                // All passes of a step except the last only accumulate.
                 let mut pass = if index + 1 == batches.len() { ddp.pass() } else { ddp.pass_no_sync() };
                 let own = batch.own().iter().map(|&index| examples[index]);
                 let gradients = backward(&parameters, own, scale, &mut loss[0]);
@@ -72,7 +72,7 @@ fn main() -> Result<(), TrainError> {
     Ok(())
 }
 
-/// Gradients of some examples, times `scale`; adds up the squared errors.
+/// Returns the gradients of some examples, times `scale`. Adds the squared errors to `loss`.
 fn backward(
     parameters: &[Vec<f32>; 4],
     batch: impl Iterator<Item = [f32; 2]>,

@@ -1,4 +1,4 @@
-//! Elastic training: after a failure the job goes on from a checkpoint, with as many ranks as there are then.
+//! Elastic training: after a failure the job resumes from a checkpoint, with the available number of ranks.
 //!
 //! ```text
 //! $ convoke --nproc-per-node=2 --max-restarts=1 elastic state.txt --die-at=6
@@ -7,8 +7,9 @@
 //! done: 4096 examples, weight 2.998
 //! ```
 //!
-//! Rank 1 is killed in step 6 of the first attempt. On several nodes, which may come and go, with a file that all share:
-//! `convoke --nnodes=1:4 --rdzv-backend=c10d --rdzv-endpoint=node0:29400 --nproc-per-node=2 elastic state.txt` on each.
+//! Rank 1 is killed in step 6 of the first attempt. For several nodes, which may join and leave, put the file
+//! on shared storage. Then run `convoke --nnodes=1:4 --rdzv-backend=c10d --rdzv-endpoint=node0:29400` on each
+//! node, followed by `--nproc-per-node=2 elastic state.txt`.
 
 #![allow(clippy::print_stdout, clippy::print_stderr)]
 
@@ -19,7 +20,7 @@ use convoke_comm::{World, init};
 use convoke_train::{Ddp, Random, Sampler, Tail, TrainError};
 
 const EXAMPLES: usize = 4096;
-/// Examples in a step, of all ranks together, and steps between two checkpoints.
+/// Number of examples of all ranks in a step, and number of steps between two checkpoints.
 const BATCH: usize = 512;
 const STEPS: usize = 2;
 const RATE: f64 = 0.9;
@@ -28,7 +29,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut arguments = std::env::args().skip(1);
     let path = PathBuf::from(arguments.next().ok_or("where is the checkpoint?")?);
     let die_at = arguments.next().and_then(|word| word.strip_prefix("--die-at=")?.parse().ok());
-    // A restarted worker is a new process: whatever it needs comes from the launcher and the checkpoint.
+    // A restarted worker is a new process. All its state comes from the launcher and the checkpoint.
     Ok(train(&init()?, &path, die_at)?)
 }
 
@@ -37,15 +38,16 @@ fn train(world: &World, path: &Path, die_at: Option<usize>) -> Result<(), TrainE
     let mut random = Random::new(1, 0);
     let examples: Vec<f64> = (0..EXAMPLES).map(|_| f64::from(random.symmetric(1.0))).collect();
 
-    // One rank reads, all get the same: also if the file is on another host's disk, or somebody changes it.
+    // One rank reads and broadcasts the state. All ranks then agree, even if only that host has the file, or
+    // if the file changes.
     let saved = if rank == 0 { Some(read(path)) } else { None };
     let (position, mut weight): (usize, f64) = world.broadcast_object(saved, 0)?;
     if rank == 0 {
         println!("attempt {}: {size} ranks, from example {position}", world.restart_count());
     }
 
-    // The order depends on the seed only, and the place in it is counted over all ranks: whoever goes on, with more ranks
-    // or fewer, takes each example once.
+    // The order depends only on the seed, and the position counts examples of all ranks. A run that resumes
+    // with any number of ranks therefore uses each example once.
     let mut order =
         Sampler::new(EXAMPLES, rank, size).shuffled(2).tail(Tail::Uneven).epoch(0).resumed_at(position);
     let (mut ddp, mut step) = (Ddp::new(world, [("weight", 1)])?, position / BATCH);
@@ -56,7 +58,7 @@ fn train(world: &World, path: &Path, die_at: Option<usize>) -> Result<(), TrainE
         }
         let slopes = batch.own().iter().map(|&index| (weight - 3.0) * examples[index] * examples[index]);
         let mut pass = ddp.pass();
-        // The mean over the batch, also where ranks have different numbers of examples.
+        // This term gives the mean over the batch, even if ranks have different numbers of examples.
         pass.add(0, &[slopes.sum::<f64>() * size as f64 / batch.examples() as f64])?;
         pass.finish()?;
         weight -= RATE * 2.0 * ddp.average(0)[0];
@@ -70,7 +72,7 @@ fn train(world: &World, path: &Path, die_at: Option<usize>) -> Result<(), TrainE
     Ok(())
 }
 
-/// Place in the order, and weight.
+/// Reads the position in the order, and the weight.
 fn read(path: &Path) -> (usize, f64) {
     let text = std::fs::read_to_string(path).unwrap_or_default();
     let mut words = text.split_whitespace();
@@ -79,7 +81,7 @@ fn read(path: &Path) -> (usize, f64) {
     saved.unwrap_or_default()
 }
 
-/// In one step: a rank that dies in the middle leaves the checkpoint before.
+/// Replaces the file atomically. If the rank dies during the write, the previous checkpoint remains.
 fn write(path: &Path, position: usize, weight: f64) {
     let partial = path.with_extension("partial");
     let written = std::fs::write(&partial, format!("{position} {weight}\n"));

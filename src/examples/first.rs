@@ -1,4 +1,4 @@
-//! Zero-first: one rank of each host prepares the data, the others wait, and find it.
+//! One rank of each host prepares the data. The other ranks wait and then find it.
 //!
 //! ```text
 //! $ convoke --nproc-per-node=4 first data.csv
@@ -20,8 +20,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let path = PathBuf::from(std::env::args_os().nth(1).ok_or("which file?")?);
     let world = init()?;
 
-    // On the first rank of each host it fetches, unpacks or computes; the others come when that is done. If it fails, all
-    // learn why, and if the rank dies, who it was: nobody waits for ever, and nobody reads half a file.
+    // The first rank of each host fetches, unpacks or computes the data; the other ranks run when that is
+    // done. If it fails, all ranks get the reason. If the rank dies, they get an error that names it. No rank
+    // waits forever or reads an incomplete file.
     let (rows, made_it) = first_on_each_host(&world, || match read(&path) {
         Err(error) if error.kind() == ErrorKind::NotFound => {
             make(&path)?;
@@ -34,7 +35,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-/// Under another name first: who is killed in the middle leaves nothing that looks complete.
+/// Writes under another name first, so that a killed process leaves no incomplete file under the final name.
 fn make(path: &Path) -> io::Result<()> {
     let partial = path.with_extension("partial");
     let text: String = (0..ROWS).map(|row| format!("{row}\n")).collect();

@@ -1,4 +1,4 @@
-//! Groups of some ranks: by a list, by a color, along the axes of a mesh.
+//! Groups of some ranks: from a list, from a color, and along the axes of a mesh.
 //!
 //! ```text
 //! $ convoke --nproc-per-node=4 groups
@@ -16,7 +16,7 @@ fn main() -> Result<(), CommError> {
     let (rank, size) = (world.rank(), world.size());
     let is_chief = rank == 0;
 
-    // By a list: all ranks call it, those in the list get the group. It numbers its ranks anew.
+    // From a list: all ranks call it, and the listed ranks get the group. Ranks in the group count from 0.
     if let Some(pair) = world.subgroup(&[0, size / 2])? {
         let mut sum = [rank as u32];
         pair.all_reduce(&mut sum, ReduceOp::Sum)?;
@@ -26,7 +26,7 @@ fn main() -> Result<(), CommError> {
         assert_eq!(pair.global_rank(1), Some(size / 2));
     }
 
-    // By a color: who has the same is together, in the order of a key.
+    // From a color: ranks with equal colors form a group, ordered by a key.
     let color = (rank % 2) as u32;
     if let Some(half) = world.split(Some(color), rank as i64)? {
         let halves = world.all_gather_object(&(color, half.global_ranks().to_vec()))?;
@@ -39,11 +39,11 @@ fn main() -> Result<(), CommError> {
                 of(1).unwrap_or_default()
             );
         }
-        // Both work at the same time, and do not disturb each other.
+        // Both groups run concurrently and independently.
         half.barrier()?;
     }
 
-    // Along axes with names: tensor parallel inside, data parallel outside.
+    // From named axes: tensor parallelism on the inner axis, data parallelism on the outer axis.
     let mesh = Mesh::new(&world, &[("dp", size / 2), ("tp", 2)])?;
     let (tp, dp) = (mesh.group("tp")?, mesh.group("dp")?);
     if is_chief {

@@ -1,4 +1,4 @@
-//! Messages between ranks: waited for, on their way, from whoever sends.
+//! Messages between ranks: blocking, nonblocking, and from any source.
 //!
 //! ```text
 //! $ convoke --nproc-per-node=4 p2p
@@ -11,7 +11,7 @@
 
 use convoke_comm::{CommError, Work, init, wait_all};
 
-/// Tags tell messages between the same two ranks apart; each is in an order of its own.
+/// Tags separate messages between two ranks; messages of one tag stay in order.
 const TOKEN: u32 = 1;
 const GREETING: u32 = 2;
 const REPORT: u32 = 3;
@@ -21,8 +21,9 @@ fn main() -> Result<(), CommError> {
     let (rank, size) = (world.rank(), world.size());
     let (next, previous) = ((rank + 1) % size, (rank + size - 1) % size);
 
-    // Blocking: `recv` returns when the message is here, `send` when its buffer may be used again: a small one is on its
-    // way then, a large one (over 64 KiB) with its receiver. Rank 0 starts, each adds its rank.
+    // Blocking: `recv` returns when the message has arrived. `send` returns when its buffer may be used
+    // again: a small message may still be in flight then, a large one (over 64 KiB) has been received. Rank 0
+    // starts the token, and every other rank adds its rank number.
     let mut token = [0_u32];
     if size > 1 {
         if rank == 0 {
@@ -38,8 +39,8 @@ fn main() -> Result<(), CommError> {
         println!("{size} ranks passed a token round: {}", token[0]);
     }
 
-    // Nonblocking: all greet all at once. Blocking calls in this order could wait for each other for ever; with
-    // messages on their way nobody waits before everything has been begun.
+    // Nonblocking: all ranks greet all others at once. Blocking calls in this order could deadlock.
+    // Nonblocking calls are all started before any rank waits.
     let others = || (0..size).filter(|&other| other != rank);
     let receives: Vec<Work<Vec<f32>>> =
         others().map(|from| world.irecv(vec![0.0; 1000], from, GREETING)).collect::<Result<_, _>>()?;
@@ -54,7 +55,7 @@ fn main() -> Result<(), CommError> {
         println!("each got {} greetings", greetings.len());
     }
 
-    // From whoever is first; the number of elements is known before it is received, by a probe.
+    // Messages from any source. A probe returns the number of elements before they are received.
     if rank == 0 {
         let mut heard = Vec::new();
         while heard.len() < size - 1 {

@@ -1,4 +1,4 @@
-//! Model parallel over two groups: half of the network on each of two stages, each stage on several ranks.
+//! Model parallelism over two groups: each of two stages has half of the network and several ranks.
 //!
 //! ```text
 //! $ convoke --nproc-per-node=4 pipeline
@@ -7,8 +7,8 @@
 //! step 300 loss 0.000
 //! ```
 //!
-//! The network is y = w2 (w1 x), which learns y = x: w1 lives on stage 0, w2 on stage 1. A batch goes through in parts, so
-//! that both stages have something to do at the same time (GPipe, Huang et al. 2019, arXiv:1811.06965).
+//! The network y = w2 (w1 x) learns y = x. Stage 0 holds w1, stage 1 holds w2. A batch is split into parts,
+//! so that both stages compute concurrently (GPipe, Huang et al. 2019, arXiv:1811.06965).
 
 #![allow(clippy::print_stdout)]
 
@@ -18,18 +18,18 @@ use convoke_comm::{CommError, Group, Mesh, ReduceOp, init};
 use convoke_train::Random;
 
 const STAGES: usize = 2;
-/// Parts of a batch, and examples in each.
+/// Number of parts of a batch, and number of examples in each part.
 const PARTS: usize = 4;
 const EXAMPLES: usize = 64;
 const STEPS: usize = 300;
 const RATE: f32 = 0.2;
-/// Messages forward and back.
+/// Tags of messages forward and backward.
 const ACTIVATION: u32 = 0;
 const GRADIENT: u32 = 1;
 
 fn main() -> Result<(), CommError> {
     let world = init()?;
-    // Along "pp" are the stages of one pipeline, along "dp" the ranks that hold the same part of the network.
+    // Ranks along "pp" are the stages of one pipeline; ranks along "dp" hold copies of a stage.
     let mesh = Mesh::new(&world, &[("pp", STAGES), ("dp", world.size() / STAGES)])?;
     let (pipeline, copies, stage) = (mesh.group("pp")?, mesh.group("dp")?, mesh.local_rank("pp")?);
     if world.rank() == 0 {
@@ -39,7 +39,7 @@ fn main() -> Result<(), CommError> {
             copies.size()
         );
     }
-    // Each pipeline has examples of its own; its stages draw the same.
+    // Each pipeline draws different examples. All stages of a pipeline draw equal ones.
     let mut random = Random::new(5, copies.rank() as u64);
     let mut weight = if stage == 1 { 0.5 } else { 0.0 };
     for step in 1..=STEPS {
@@ -48,12 +48,12 @@ fn main() -> Result<(), CommError> {
         let (slope, loss) =
             if stage == 0 { first(pipeline, weight, &parts)? } else { last(pipeline, weight, &parts)? };
 
-        // Of each part of the network the average over its copies; both groups do so at the same time.
+        // Averages each part of the network over its copies. The groups of both stages run concurrently.
         let mut shared = [slope, loss];
         copies.all_reduce(&mut shared, ReduceOp::Avg)?;
         weight -= RATE * shared[0];
 
-        // The last stage knows the loss.
+        // Only the last stage knows the loss.
         let mut loss = [shared[1]];
         pipeline.broadcast(&mut loss, STAGES - 1)?;
         if world.rank() == 0 && (step == 1 || step == STEPS) {
@@ -63,12 +63,12 @@ fn main() -> Result<(), CommError> {
     Ok(())
 }
 
-/// Stage 0: all parts forward, one after the other, then their gradients back.
+/// Stage 0: sends all parts forward, and then receives their gradients.
 fn first(pipeline: &Group, weight: f32, parts: &[Vec<f32>]) -> Result<(f32, f32), CommError> {
     let mut sending = VecDeque::new();
     for part in parts {
         let activation: Vec<f32> = part.iter().map(|x| weight * x).collect();
-        // Not waited for: the next part is computed meanwhile.
+        // The send is not waited for, so that the next part is computed meanwhile.
         sending.push_back(pipeline.isend(activation, 1, ACTIVATION)?);
     }
     let mut slope = 0.0;
@@ -81,7 +81,7 @@ fn first(pipeline: &Group, weight: f32, parts: &[Vec<f32>]) -> Result<(f32, f32)
     Ok((slope, 0.0))
 }
 
-/// Stage 1: each part to its loss, and at once back.
+/// Stage 1: computes the loss of each part, and sends its gradient back at once.
 fn last(pipeline: &Group, weight: f32, parts: &[Vec<f32>]) -> Result<(f32, f32), CommError> {
     let (mut slope, mut loss, count) = (0.0, 0.0, (parts.len() * EXAMPLES) as f32);
     for part in parts {

@@ -1,4 +1,4 @@
-//! Ring all-reduce by hand, over send and receive: once as tutorials begin, once in chunks.
+//! Ring all-reduce implemented with send and receive: first with whole buffers, then in chunks.
 //!
 //! ```text
 //! $ convoke --nproc-per-node=4 ring
@@ -6,7 +6,7 @@
 //! chunks: right, each rank sent 1.50 times its buffer
 //! ```
 //!
-//! The runtime's own `all_reduce` is a ring as well where buffers are large, without steps and without copies.
+//! The runtime's own `all_reduce` also uses a ring for large buffers, but without separate steps or copies.
 
 #![allow(clippy::print_stdout)]
 
@@ -16,7 +16,7 @@ const TAG: u32 = 0;
 
 fn main() -> Result<(), CommError> {
     let world = init()?;
-    // A length that no number of ranks divides.
+    // The length is prime, so that chunks differ in size.
     let mine: Vec<f64> = (0..100_003).map(|index| ((world.rank() + 1) * (index % 17)) as f64).collect();
     let mut expected = mine.clone();
     world.all_reduce(&mut expected, ReduceOp::Sum)?;
@@ -32,15 +32,15 @@ fn main() -> Result<(), CommError> {
     Ok(())
 }
 
-/// Adds up the buffers of all ranks; how many elements this one has sent.
+/// A function that adds the buffers of all ranks. It returns the number of elements that this rank has sent.
 type Ring = fn(&Group, &mut [f64]) -> Result<usize, CommError>;
 
-/// Every buffer goes once round the ring: `(P - 1) * S` bytes from each rank, for S bytes and P ranks.
+/// Passes every buffer once around the ring. Each rank sends `(P - 1) * S` bytes, for S bytes and P ranks.
 fn whole(group: &Group, buffer: &mut [f64]) -> Result<usize, CommError> {
     let (next, previous) = neighbours(group);
     let mut passing = buffer.to_vec();
     for _ in 1..group.size() {
-        // On its way while this rank receives: if all sent first, all would wait.
+        // The send must be nonblocking: if all ranks blocked in a send first, all would wait.
         let sending = group.isend(passing.clone(), next, TAG)?;
         group.recv(&mut passing, previous, TAG)?;
         sending.wait()?;
@@ -49,8 +49,8 @@ fn whole(group: &Group, buffer: &mut [f64]) -> Result<usize, CommError> {
     Ok((group.size() - 1) * buffer.len())
 }
 
-/// In P chunks: first each rank gets all of one chunk and adds it up, then the sums go round. `2 * (P - 1) / P * S` bytes
-/// from each rank (Patarasuk & Yuan 2009, doi:10.1016/j.jpdc.2008.09.002).
+/// Splits the buffer into P chunks: reduce-scatter around the ring, then all-gather. Each rank sends
+/// `2 * (P - 1) / P * S` bytes (Patarasuk & Yuan 2009, doi:10.1016/j.jpdc.2008.09.002).
 fn chunked(group: &Group, buffer: &mut [f64]) -> Result<usize, CommError> {
     let (rank, size, len) = (group.rank(), group.size(), buffer.len());
     let (next, previous) = neighbours(group);
@@ -65,7 +65,7 @@ fn chunked(group: &Group, buffer: &mut [f64]) -> Result<usize, CommError> {
         group.recv(&mut incoming, previous, TAG)?;
         sending.wait()?;
         for (value, incoming) in buffer[chunk(receives)].iter_mut().zip(incoming) {
-            // The first half adds, the second hands out what is complete.
+            // The first half of the steps adds; the second half distributes complete sums.
             *value = if step < size - 1 { *value + incoming } else { incoming };
         }
     }

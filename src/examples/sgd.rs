@@ -1,4 +1,4 @@
-//! Distributed SGD by averaging: each rank has a part of the data, and all average their gradients by hand.
+//! Distributed SGD by averaging: each rank has a part of the data and averages its gradients by hand.
 //!
 //! ```text
 //! $ convoke --nproc-per-node=3 sgd
@@ -15,7 +15,7 @@ const EXAMPLES: usize = 1000;
 const HELD_OUT: f64 = 0.1;
 const RATE: f64 = 0.2;
 
-/// Two inputs and what they give, with a little noise: y = 2 x1 - 3 x2 + 0.5.
+/// Returns examples of two inputs and one output with a little noise: y = 2 x1 - 3 x2 + 0.5.
 fn examples() -> Vec<([f64; 2], f64)> {
     let mut random = Random::new(1, 0);
     let mut draw = |bound: f32| f64::from(random.symmetric(bound));
@@ -30,7 +30,7 @@ fn main() -> Result<(), TrainError> {
     let world = init()?;
     let examples = examples();
 
-    // The same parts on all ranks, since the seed is the same: one for each rank, and one for nobody.
+    // One seed gives equal parts on all ranks: one part for each rank, and one held out.
     let share = (1.0 - HELD_OUT) / world.size() as f64;
     let fractions: Vec<f64> = std::iter::repeat_n(share, world.size()).chain([HELD_OUT]).collect();
     let parts = partition(EXAMPLES, &fractions, 7)?;
@@ -44,7 +44,7 @@ fn main() -> Result<(), TrainError> {
         );
     }
 
-    // Parameters that begin equal and are moved by the same averages stay equal on all ranks.
+    // Parameters start equal and change by equal averages, so they stay equal on all ranks.
     let mut parameters = [0.0; 3];
     let mut random = Random::new(2, world.rank() as u64);
     for _ in 0..2000 {

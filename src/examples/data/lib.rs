@@ -1,60 +1,60 @@
-//! The images, inside the program: a worker needs no path and no network.
+//! The data set of images, compiled into the program, so that a worker needs no path and no network.
 
 use std::io::Read;
 
 use convoke_train::Random;
 use flate2::read::GzDecoder;
 
-/// Where the data comes from, its licence and what accuracy to expect: README.md beside this file.
+/// The compressed data. README.md beside this file gives its origin, its licence and the expected accuracy.
 const COMPRESSED: &[u8] = include_bytes!("digits.csv.gz");
 
-/// Pixels of one image, 8 x 8.
+/// Number of pixels of one image, 8 x 8.
 pub const PIXELS: usize = 64;
-/// Digits 0 to 9.
+/// Number of classes: digits 0 to 9.
 pub const CLASSES: usize = 10;
-/// Brightest value of a pixel in the file.
+/// Maximum value of a pixel in the file.
 const BRIGHTEST: u8 = 16;
 
-/// Stream of random numbers for the split; see [`Random::new`].
+/// The random stream of the split; see [`Random::new`].
 const SPLIT_STREAM: u64 = 1;
 
 /// One image and the digit that it shows.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Example {
-    /// Row by row, 0 (dark) to 1.
+    /// Brightness of the pixels, row by row, from 0 (dark) to 1.
     pub pixels: [f32; PIXELS],
-    /// Below [`CLASSES`].
+    /// The digit, below [`CLASSES`].
     pub label: usize,
 }
 
-/// The data set is not what this program was built for.
+/// The data set is damaged.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DataError {
-    /// The file is not what gzip writes.
+    /// The data is not valid gzip.
     #[error("images: not gzip, or damaged")]
     Compression,
     /// A line is not an image and its digit.
     #[error("images: line {line}: expected {PIXELS} pixels of 0 to {BRIGHTEST} and a digit")]
     Line {
-        /// From 1.
+        /// Number of the line, from 1.
         line: usize,
     },
 }
 
-/// Examples to train on and examples held out to measure with.
+/// Training examples, and held-out examples to measure accuracy.
 #[derive(Debug)]
 pub struct Split {
-    /// Four fifths.
+    /// Four fifths of the examples.
     pub training: Vec<Example>,
-    /// The other fifth.
+    /// One fifth of the examples.
     pub held_out: Vec<Example>,
 }
 
-/// All examples, a fifth of them held out. The seed alone decides which ones.
+/// Loads all examples and holds out a fifth of them. Only the seed decides which ones.
 ///
 /// # Errors
-/// The data set in this program is damaged.
+/// Returns an error if the data set in this program is damaged.
 pub fn load(seed: u64) -> Result<Split, DataError> {
     let mut text = String::new();
     GzDecoder::new(COMPRESSED).read_to_string(&mut text).map_err(|_| DataError::Compression)?;

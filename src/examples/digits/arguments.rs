@@ -28,7 +28,7 @@ Options:
   -h, --help             this text
 ";
 
-/// What the user asked for.
+/// The parsed command line.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Arguments {
     pub(crate) epochs: u32,
@@ -45,35 +45,35 @@ pub(crate) struct Arguments {
     pub(crate) die_at: Option<DieAt>,
 }
 
-/// How gradients are averaged.
+/// The method of averaging gradients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Gradients {
-    /// By `convoke_train::Ddp`, beside the backward pass or after it.
+    /// `convoke_train::Ddp` averages them during the backward pass or after it.
     Ddp { overlap: bool },
-    /// By one call after the backward pass.
+    /// One call averages them after the backward pass.
     ByHand,
 }
 
-/// Where it is computed.
+/// The device that computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Place {
     Cpu,
-    /// On a GPU; gradients by NCCL.
+    /// A GPU; gradients are averaged by NCCL.
     Cuda,
-    /// On a GPU; gradients through the host.
+    /// A GPU; gradients are averaged through host memory.
     Staged,
 }
 
-/// A failure on demand, to show what happens then.
+/// A failure on demand, for demonstration and tests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct DieAt {
-    /// Counted from 1, as the output does.
+    /// Number of the epoch, from 1 as in the output.
     pub(crate) epoch: u32,
     pub(crate) rank: usize,
 }
 
 impl Arguments {
-    /// `None` if help was asked for.
+    /// Parses the command line. `None` if the user requested help.
     pub(crate) fn parse(words: impl IntoIterator<Item = OsString>) -> Result<Option<Self>, lexopt::Error> {
         let mut arguments = Self {
             epochs: 30,
@@ -136,7 +136,7 @@ impl Arguments {
         Ok(Some(arguments))
     }
 
-    /// Whether gradients are sent while the next ones are computed.
+    /// Returns whether gradients are sent while the next ones are computed.
     pub(crate) fn overlaps(&self) -> bool {
         self.gradients == Gradients::Ddp { overlap: true }
     }
@@ -148,7 +148,7 @@ fn die_at(text: &str) -> Option<DieAt> {
     (at.epoch > 0).then_some(at)
 }
 
-/// At most 16 layers of at most 65,536 units: more would only be a mistake.
+/// Parses numbers of units. Limits of 16 layers and 65,536 units catch mistakes.
 fn units(text: &str) -> Option<Vec<usize>> {
     let units = text.split(',').map(|count| count.parse().ok().filter(|count| (1..=1 << 16).contains(count)));
     units.collect::<Option<Vec<usize>>>().filter(|units| units.len() <= 16)
@@ -172,7 +172,7 @@ fn place(text: &str) -> Option<Place> {
     }
 }
 
-/// Parses a value or says what it should have been.
+/// Parses a value, or returns an error that names the expected form.
 fn checked<T>(
     value: &OsString,
     expected: &str,

@@ -1,4 +1,4 @@
-//! Gradients averaged over all ranks: by `Ddp`, or by hand, to compare.
+//! Averages gradients over all ranks with `Ddp`, or by hand for comparison.
 
 use convoke_comm::{ReduceOp, World};
 use convoke_train::{Ddp, DdpOptions, Trace};
@@ -8,11 +8,11 @@ use crate::network::{Activations, Network};
 use crate::train::TrainError;
 use convoke_example_data::Example;
 
-/// The averages of the last step. The loss is one more parameter, the last: it is known first, and so sent first.
+/// The averages of the last step. The loss is an additional last parameter: known first, sent first.
 pub(crate) enum Averages<'a> {
-    /// In buckets.
+    /// Averages in buckets.
     Ddp(Box<Ddp>),
-    /// With one `all_reduce` after the backward pass.
+    /// Averages with one `all_reduce` after the backward pass.
     ByHand(&'a World, Vec<Vec<f32>>),
 }
 
@@ -34,7 +34,7 @@ impl<'a> Averages<'a> {
         Ok(Self::Ddp(Box::new(Ddp::with_options(world, parameters, options)?)))
     }
 
-    /// The backward pass over this rank's examples, whose gradients count `weight` times.
+    /// Runs the backward pass over this rank's examples, and multiplies their gradients by `weight`.
     pub(crate) fn backward(
         &mut self,
         network: &Network,

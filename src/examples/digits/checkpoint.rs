@@ -1,4 +1,4 @@
-//! What a restarted run goes on from: written after each epoch by rank 0, in one step.
+//! The checkpoint from which a restarted run continues. Rank 0 writes it atomically after each epoch.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -9,23 +9,24 @@ use crate::network::Network;
 
 /// First bytes of the file.
 const MAGIC: [u8; 8] = *b"digits\r\n";
-/// Form of the rest. Anything else is refused by name, never guessed at.
+/// Version of the format. A file of another version is an error.
 const VERSION: u32 = 2;
-/// Magic, version, epoch, seed, number of hidden layers. Their units follow, then parameters and momentum.
+/// Length of magic, version, epoch, seed and number of hidden layers. The numbers of units follow, then
+/// parameters and momentum.
 const HEADER_BYTES: usize = 8 + 4 + 4 + 8 + 4;
 const HASH_BYTES: usize = 8;
 
 /// The state after a whole number of epochs.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Checkpoint {
-    /// Epochs that are done.
+    /// Number of completed epochs.
     pub(crate) epoch: u32,
-    /// Seed of the run: it decides which images are held out, so another one must not go on from here.
+    /// Seed of the run. It decides which images are held out, so another seed must not use the file.
     pub(crate) seed: u64,
     pub(crate) network: Network,
 }
 
-/// A checkpoint cannot be written, read or used.
+/// An error of writing, reading or using a checkpoint.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum CheckpointError {
     #[error("checkpoint {}: cannot {action} it: {source}", path.display())]
@@ -53,15 +54,15 @@ pub(crate) enum CheckpointError {
 }
 
 impl Checkpoint {
-    /// Replaces `path` in one step: after a crash at any moment it holds the old state or the new one.
+    /// Replaces `path` atomically: after a crash at any time it holds the old state or the new one.
     pub(crate) fn write(&self, path: &Path) -> Result<(), CheckpointError> {
         let failed = |source| CheckpointError::Io { path: path.to_owned(), action: "write", source };
         let mut temporary = path.as_os_str().to_owned();
         temporary.push(".partial");
         let mut file = File::create(&temporary).map_err(failed)?;
         file.write_all(&self.to_bytes()).map_err(failed)?;
-        // The bytes before the name, the name before the next epoch: else a power failure may leave the
-        // new name on an empty file.
+        // The data is synced before the rename, and the rename before the next epoch. Otherwise a power
+        // failure may leave the new name with an empty file.
         file.sync_all().map_err(failed)?;
         fs::rename(&temporary, path).map_err(failed)?;
         let folder = match path.parent() {
@@ -71,7 +72,7 @@ impl Checkpoint {
         File::open(folder).and_then(|folder| folder.sync_all()).map_err(failed)
     }
 
-    /// The state in `path`, or `None` if there is no such file. Of a run with this seed and these hidden layers.
+    /// Reads the state in `path`; `None` if there is no such file. The seed and the hidden layers must match.
     pub(crate) fn read(path: &Path, seed: u64, hidden: &[usize]) -> Result<Option<Self>, CheckpointError> {
         let bytes = match fs::read(path) {
             Ok(bytes) => bytes,
@@ -132,7 +133,7 @@ impl Checkpoint {
         for _ in 0..layers {
             hidden.push(u32::from_le_bytes(take(&mut rest).ok_or_else(short)?) as usize);
         }
-        // Written by this program, since the hash fits: the network is not larger than it could be.
+        // The hash matches, so this program wrote the sizes, and the allocation is bounded.
         let mut network = Network::empty(&hidden);
         if rest.len() != 8 * network.len() + HASH_BYTES {
             let what = format!("{} bytes are not what a network of {hidden:?} hidden units has", bytes.len());

@@ -1,4 +1,4 @@
-//! Training steps on a GPU: the images, the network and its gradients stay there, and the host waits once an epoch.
+//! Training steps on a GPU. Images, network and gradients stay there, and the host waits once per epoch.
 
 mod kernels;
 
@@ -24,25 +24,25 @@ pub(crate) struct OnDevice {
     units: Vec<usize>,
     parameters: Vec<CudaSlice<f32>>,
     velocity: Vec<CudaSlice<f32>>,
-    /// All images to train on, one after the other, and which digit each is.
+    /// The pixels of all training images, one image after the other, and their digits.
     pixels: CudaSlice<f32>,
     labels: CudaSlice<u32>,
-    /// Those of the batch, by number.
+    /// Indices of the images of the current batch.
     chosen: CudaSlice<u32>,
-    /// What each layer is given, and what the last one gives: at first scores, then their errors.
+    /// The input of each layer, and the output of the last one: first the scores, then their errors.
     rows: Vec<CudaSlice<f32>>,
-    /// Errors of what a layer gives, and of what it is given.
+    /// Errors of a layer's outputs, and of its inputs.
     errors: CudaSlice<f32>,
     before: CudaSlice<f32>,
     losses: CudaSlice<f32>,
-    /// Of the epoch.
+    /// Total loss of the epoch.
     total_loss: CudaSlice<f64>,
-    /// Rate and momentum.
+    /// Learning rate and momentum.
     pace: (f32, f32),
 }
 
 impl OnDevice {
-    /// Of `network`, with all images of an epoch. All ranks call it.
+    /// Copies `network` and all images of an epoch to the GPU. All ranks call it.
     pub(crate) fn new(
         arguments: &Arguments,
         world: &World,
@@ -62,7 +62,7 @@ impl OnDevice {
         let most = arguments.batch.min(examples.len());
         let units = network.units();
         let widest = units.iter().copied().max().unwrap_or(1);
-        // Kernels count in 32 bits.
+        // The kernels use 32-bit indices.
         let counts =
             |a: usize, b: usize| a.checked_mul(b).is_some_and(|values| u32::try_from(values).is_ok());
         if !counts(most, widest) || !units.windows(2).all(|pair| counts(pair[0], pair[1])) {
@@ -91,7 +91,7 @@ impl OnDevice {
         })
     }
 
-    /// One step on a batch, of which `own` are this rank's examples, by number. Enqueued when it returns.
+    /// Enqueues one step on a batch. `own` are the indices of this rank's examples.
     pub(crate) fn step(&mut self, own: &[usize], weight: f32, examples: usize) -> Result<(), TrainError> {
         let chosen: Vec<u32> = own.iter().map(|&index| index as u32).collect();
         let count = chosen.len() as u32;
@@ -125,7 +125,8 @@ impl OnDevice {
         Ok(())
     }
 
-    /// As [`Network::backward`]: the loss first, then the last layer's gradients.
+    /// Does what [`Network::backward`] does on the host: first the loss, then the gradients from the last
+    /// layer on.
     fn backward(&mut self, weight: f32, count: u32) -> Result<(), TrainError> {
         let Self { kernels, ddp, rows, losses, errors, before, parameters, .. } = self;
         let last = self.units.len() - 1;
@@ -155,7 +156,7 @@ impl OnDevice {
         Ok(pass.finish()?)
     }
 
-    /// Waits for all steps of an epoch: the sum of their losses, and what they have made of `network`.
+    /// Waits for all steps of an epoch. Copies the parameters to `network` and returns the sum of the losses.
     pub(crate) fn end_epoch(&mut self, network: &mut Network) -> Result<f64, TrainError> {
         let (on_device, on_host) = (
             self.parameters.iter().chain(&self.velocity),

@@ -1,8 +1,8 @@
-//! Telling equal bytes from others.
+//! A hash to compare bytes.
 //!
 //! Pure: no clock, no I/O.
 
-/// FNV-1a, 64 bits: tells equal bytes from damaged or different ones; no protection against intent.
+/// FNV-1a, 64 bits. It detects damaged or different bytes, but not deliberate manipulation.
 pub(crate) fn fnv1a(bytes: impl IntoIterator<Item = u8>) -> u64 {
     bytes
         .into_iter()

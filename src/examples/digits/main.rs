@@ -1,8 +1,8 @@
 //! Trains a small network on real images of handwritten digits, on one worker or on many.
 //!
-//! Data-parallel training, complete: each rank computes on its share of every batch, the gradients are averaged while
-//! they are computed (`train`; on GPUs `device`), rank 0 keeps a checkpoint (`checkpoint`) from which a restarted job goes on, and at the
-//! end all ranks prove that they hold the same parameters.
+//! A complete data-parallel program. Each rank computes on its share of every batch, and gradients are
+//! averaged during the backward pass (`train`; on GPUs `device`). Rank 0 writes a checkpoint (`checkpoint`),
+//! from which a restarted job continues. At the end all ranks verify that their parameters are equal.
 
 mod arguments;
 mod averages;
@@ -19,7 +19,7 @@ use std::process::ExitCode;
 use arguments::Arguments;
 use train::TrainError;
 
-/// A wrong command line.
+/// Exit code for a wrong command line.
 const EXIT_USAGE: u8 = 2;
 
 fn main() -> ExitCode {
@@ -49,9 +49,9 @@ fn print_help() -> ExitCode {
     }
 }
 
-/// Says why this worker fails: on stderr, and to the launcher for its report.
+/// Reports the error of this worker on stderr, and to the launcher through the error file.
 fn complain(message: &str) {
-    // When even these fail there is nobody left to tell; the exit code still says it.
+    // If these writes fail, no other channel is left. The exit code still reports the failure.
     let _ = writeln!(io::stderr().lock(), "digits: error: {message}");
     if let Some(path) = std::env::var_os(convoke_env::vars::ERROR_FILE).filter(|path| !path.is_empty()) {
         let _ = convoke_env::error_file::write(Path::new(&path), message, "");

@@ -1,35 +1,36 @@
 //! A network of fully connected layers: 64 pixels, hidden layers of rectified units, softmax over 10 digits.
 //!
-//! Pure: no clock, no I/O. The backward pass gives the gradient of each layer as soon as it is known, the last layer's
-//! first, so that it can be sent while those before it are computed.
+//! Pure: no clock, no I/O. The backward pass computes gradients from the last layer to the first. It hands
+//! over each gradient at once, so that it can be sent while earlier layers are computed.
 
 use convoke_train::Random;
 
 use convoke_example_data::{CLASSES, Example, PIXELS};
 
-/// Stream of random numbers for the initial weights; see [`Random::new`].
+/// The random stream of the initial weights; see [`Random::new`].
 const WEIGHT_STREAM: u64 = 2;
-/// Sums that a dot product keeps side by side: so the compiler may use wide registers.
+/// Number of independent sums in a dot product, so that the compiler can use vector registers.
 const LANES: usize = 8;
 
-/// The parameters and what stochastic gradient descent remembers of earlier steps.
+/// The parameters, and the momentum of stochastic gradient descent.
 ///
-/// Layer `l` has two parameters: `2 l`, its weights, one row for each unit, and `2 l + 1`, one bias for each unit.
+/// Layer `l` has two parameters: `2 l` holds weights, one row per unit, and `2 l + 1` one bias per unit.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Network {
-    /// Units of each layer, the pixels first and the classes last.
+    /// Number of units of each layer; pixels are the first layer, classes the last.
     units: Vec<usize>,
     pub(crate) parameters: Vec<Vec<f32>>,
-    /// Momentum, one value a parameter.
+    /// Momentum, one value for each parameter value.
     pub(crate) velocity: Vec<Vec<f32>>,
 }
 
-/// What the layers gave for some examples: one row for each example.
+/// The outputs of all layers for some examples: one row for each example.
 #[derive(Debug)]
 pub(crate) struct Activations(Vec<Vec<f32>>);
 
 impl Network {
-    /// All zero, with hidden layers of so many units: a place for what another rank sends. It cannot be trained from.
+    /// Returns a network of zeros, with hidden layers of the given sizes. It only receives the parameters of
+    /// another rank; training cannot start from it.
     pub(crate) fn empty(hidden: &[usize]) -> Self {
         let units: Vec<usize> =
             std::iter::once(PIXELS).chain(hidden.iter().copied()).chain([CLASSES]).collect();
@@ -39,7 +40,8 @@ impl Network {
         Self { units, velocity: zeros.clone(), parameters: zeros }
     }
 
-    /// Uniform weights with the variance of He et al. 2015 (doi:10.1109/ICCV.2015.123), biases zero.
+    /// Returns uniform weights with the variance of He et al. 2015 (doi:10.1109/ICCV.2015.123) and zero
+    /// biases.
     pub(crate) fn initial(hidden: &[usize], seed: u64) -> Self {
         let mut random = Random::new(seed, WEIGHT_STREAM);
         let mut network = Self::empty(hidden);
@@ -50,12 +52,12 @@ impl Network {
         network
     }
 
-    /// Units of the hidden layers.
+    /// Number of units of each hidden layer.
     pub(crate) fn hidden(&self) -> &[usize] {
         &self.units[1..self.units.len() - 1]
     }
 
-    /// Units of each layer, the pixels first and the classes last.
+    /// Number of units of each layer; pixels are the first layer, classes the last.
     pub(crate) fn units(&self) -> &[usize] {
         &self.units
     }
@@ -72,12 +74,12 @@ impl Network {
         })
     }
 
-    /// Number of all values together.
+    /// Number of values of all parameters.
     pub(crate) fn len(&self) -> usize {
         self.parameters.iter().map(Vec::len).sum()
     }
 
-    /// What all layers give for these examples.
+    /// Computes the outputs of all layers for these examples.
     pub(crate) fn forward(&self, examples: &[&Example]) -> Activations {
         let pixels: Vec<f32> = examples.iter().flat_map(|example| example.pixels).collect();
         let mut rows = vec![pixels];
@@ -96,11 +98,12 @@ impl Network {
         Activations(rows)
     }
 
-    /// Hands the gradient of the examples' losses, times `weight`, to `take`, parameter by parameter, the last layer
-    /// first. Before them all, as one more parameter, the sum of the losses (cross-entropy, nats), times `weight`.
+    /// Passes the gradients of the examples' losses, times `weight`, to `take`, from the last layer to the
+    /// first. The first call passes the sum of the losses (cross-entropy, nats), times `weight`, as an
+    /// additional parameter.
     ///
     /// # Errors
-    /// The first of `take`.
+    /// Returns the first error of `take`.
     pub(crate) fn backward<E>(
         &self,
         examples: &[&Example],
@@ -111,7 +114,7 @@ impl Network {
         let (mut errors, mut loss) = (rows[self.layers()].clone(), 0.0);
         for (scores, example) in errors.as_chunks_mut::<CLASSES>().0.iter_mut().zip(examples) {
             loss += log_sum_exp(scores) - scores[example.label];
-            // Of the scores: softmax, less one for the right digit.
+            // The error of the scores is softmax, minus one for the correct digit.
             softmax(scores);
             scores[example.label] -= 1.0;
             scores.iter_mut().for_each(|error| *error *= weight);
@@ -137,7 +140,8 @@ impl Network {
         Ok(())
     }
 
-    /// Errors of what `layer` was given, which rectified units gave: those that gave nothing have none.
+    /// Computes the errors of the inputs of `layer`, which are outputs of rectified units. Where the output
+    /// is zero, the error is zero.
     fn errors_before(&self, layer: usize, errors: &[f32], given: &[f32]) -> Vec<f32> {
         let (inputs, outputs) = (self.units[layer], self.units[layer + 1]);
         let mut before = vec![0.0; given.len()];
@@ -153,7 +157,7 @@ impl Network {
         before
     }
 
-    /// The digit with the highest score.
+    /// Returns the digit with the highest score.
     pub(crate) fn predict(&self, example: &Example) -> usize {
         let Activations(rows) = self.forward(&[example]);
         let scores = &rows[self.layers()];
@@ -201,7 +205,7 @@ fn softmax(scores: &mut [f32; CLASSES]) {
 mod tests {
     use super::*;
 
-    /// The loss of these examples, and its gradient.
+    /// Returns the loss of these examples and its gradient.
     fn gradient(network: &Network, examples: &[&Example]) -> (f32, Vec<Vec<f32>>) {
         let mut gradient = network.parameters.clone();
         gradient.push(vec![0.0]);

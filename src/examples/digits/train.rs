@@ -1,4 +1,4 @@
-//! The training loop: where the ranks meet.
+//! The training loop and its communication.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -21,7 +21,7 @@ const MOMENTUM: f32 = 0.9;
 /// The rank that reads, writes and prints.
 const CHIEF: usize = 0;
 
-/// Why a worker gives up.
+/// An error that ends a worker.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum TrainError {
     #[error(transparent)]
@@ -46,14 +46,14 @@ pub(crate) enum TrainError {
     Output(#[from] io::Error),
 }
 
-/// Trains to the end; every rank of the job calls this.
+/// Trains to the end. Every rank of the job calls it.
 pub(crate) fn train(arguments: &Arguments, world: &World) -> Result<(), TrainError> {
     let (rank, size) = (world.rank(), world.size());
     if let Some(at) = arguments.die_at.filter(|at| at.rank >= size) {
         return Err(TrainError::NoSuchRank { rank: at.rank, world: size });
     }
     if let Some(path) = arguments.trace.as_ref().filter(|_| rank == CHIEF) {
-        // Not only after all the work.
+        // An unwritable path must fail before training, not after it.
         File::create(path).map_err(|source| TrainError::Trace { path: path.clone(), source })?;
     }
     let data = data::load(arguments.seed)?;
@@ -74,7 +74,7 @@ pub(crate) fn train(arguments: &Arguments, world: &World) -> Result<(), TrainErr
             ))?;
         }
     }
-    // Each example once in an epoch: where a rank has one less than others, its share weighs less.
+    // Each example is used once per epoch. If a rank has one example less, its contribution weighs less.
     let sampler = Sampler::new(data.training.len(), rank, size).shuffled(arguments.seed).tail(Tail::Uneven);
     let trace = if arguments.trace.is_some() { Trace::default() } else { Trace::off() };
     let at = match arguments.device {
@@ -93,7 +93,7 @@ pub(crate) fn train(arguments: &Arguments, world: &World) -> Result<(), TrainErr
         let network = &training.network;
         let accuracy = accuracy(world, network, &data.held_out)?;
         if rank == CHIEF {
-            // First the state, then the line that says so.
+            // The checkpoint is written before the line that reports the epoch.
             if let Some(path) = &arguments.checkpoint {
                 Checkpoint { epoch, seed: arguments.seed, network: network.clone() }.write(path)?;
             }
@@ -108,13 +108,13 @@ pub(crate) fn train(arguments: &Arguments, world: &World) -> Result<(), TrainErr
     finish(world, &training.network, &data.held_out, times)
 }
 
-/// The state to begin with, the same on all ranks: the chief's. And how many epochs it has behind it.
+/// Returns rank 0's initial state and its number of completed epochs on all ranks.
 fn start(arguments: &Arguments, world: &World) -> Result<(Network, u32), TrainError> {
     let hidden = &arguments.hidden;
     let mut network = Network::empty(hidden);
     let mut done = [0_u32];
     if world.rank() == CHIEF {
-        // If this fails the chief ends here, and the others with `PeerLost` that names it.
+        // If this fails, rank 0 ends here, and the others end with a `PeerLost` error that names it.
         let saved = match &arguments.checkpoint {
             Some(path) => Checkpoint::read(path, arguments.seed, hidden)?,
             None => None,
@@ -130,24 +130,24 @@ fn start(arguments: &Arguments, world: &World) -> Result<(Network, u32), TrainEr
     Ok((network, done[0]))
 }
 
-/// A run.
+/// A training run.
 struct Training<'a> {
     arguments: &'a Arguments,
     world: &'a World,
-    /// On a device this is what an epoch has left.
+    /// The network. With a GPU, this is a copy from the end of the last epoch.
     network: Network,
     at: At<'a>,
     trace: Trace,
 }
 
-/// Where steps are computed.
+/// The device that computes the steps.
 enum At<'a> {
     Host(Averages<'a>),
     Device(Box<OnDevice>),
 }
 
 impl Training<'_> {
-    /// One pass over the training images; the mean loss over all of them, and the number of steps.
+    /// Runs one epoch. Returns the mean loss over all training images, and the number of steps.
     fn epoch(
         &mut self,
         sampler: &Sampler,
@@ -160,8 +160,8 @@ impl Training<'_> {
             if order.position() > examples.len() / 2 {
                 self.die_if_asked(epoch);
             }
-            // The mean over ranks of (sum over a rank's examples) x size / (examples of all ranks) is the mean
-            // over examples, also where a rank has fewer of them, or none.
+            // The mean over ranks of (sum over a rank's examples) x size / (examples of all ranks) is the
+            // mean over examples. This holds even if a rank has fewer examples, or none.
             let weight = self.world.size() as f32 / batch.examples() as f32;
             match &mut self.at {
                 At::Host(averages) => {
@@ -183,13 +183,13 @@ impl Training<'_> {
     fn die_if_asked(&self, epoch: u32) {
         let (rank, first) = (self.world.rank(), self.world.restart_count() == 0);
         if first && self.arguments.die_at.is_some_and(|at| at.epoch == epoch && at.rank == rank) {
-            // Nobody can prepare for SIGKILL, as for a power failure. It cannot fail for oneself.
+            // SIGKILL cannot be caught, so it acts like a power failure. Sending it to oneself cannot fail.
             let _ = raise(Signal::SIGKILL);
         }
     }
 }
 
-/// One step on the host, on a batch of which `own` are this rank's examples; the mean loss.
+/// Runs one step on the host. `own` are this rank's examples of the batch. Returns the mean loss.
 fn step(
     averages: &mut Averages<'_>,
     network: &mut Network,
@@ -210,7 +210,7 @@ fn step(
     Ok(averages.of(loss)[0])
 }
 
-/// The share of these images that the network names rightly; each rank looks at some of them.
+/// Returns the share of correctly classified images. Each rank classifies a part of them.
 fn accuracy(world: &World, network: &Network, examples: &[Example]) -> Result<f64, CommError> {
     let own = examples.iter().skip(world.rank()).step_by(world.size());
     let mut right = [own.filter(|example| network.predict(example) == example.label).count() as i64];
@@ -218,7 +218,7 @@ fn accuracy(world: &World, network: &Network, examples: &[Example]) -> Result<f6
     Ok(right[0] as f64 / examples.len() as f64)
 }
 
-/// All ranks compare what they ended with.
+/// Verifies that all ranks have equal parameters, and prints the result.
 fn finish(
     world: &World,
     network: &Network,
@@ -226,7 +226,7 @@ fn finish(
     mut times: Vec<Duration>,
 ) -> Result<(), TrainError> {
     let accuracy = accuracy(world, network, held_out)?;
-    // Any 64 bits are an i64.
+    // The conversion keeps all 64 bits.
     let hash = fnv1a(network.parameters.iter().flatten().flat_map(|value| value.to_le_bytes())) as i64;
     let (mut least, mut most) = ([hash], [hash]);
     world.all_reduce(&mut least, ReduceOp::Min)?;

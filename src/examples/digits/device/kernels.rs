@@ -1,4 +1,4 @@
-//! What is asked of the GPU (`kernels.cu`), with the arguments in order.
+//! Launches the GPU kernels in `kernels.cu`, with their arguments in order.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use convoke_comm::device::cudarc::nvrtc::Ptx;
 
 const THREADS: u32 = 128;
 
-/// The kernels, on one stream.
+/// The kernels, bound to one stream.
 pub(crate) struct Kernels {
     stream: Arc<CudaStream>,
     gather: CudaFunction,
@@ -24,7 +24,7 @@ pub(crate) struct Kernels {
     add_loss: CudaFunction,
 }
 
-/// What a layer is: units that give, units that it gives, rows of a batch.
+/// The shape of a layer: number of inputs, number of units, and rows of a batch.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Layer {
     pub(crate) inputs: u32,
@@ -51,7 +51,7 @@ impl Kernels {
         })
     }
 
-    /// The pixels of the chosen examples.
+    /// Copies the pixels of the chosen examples to `rows`.
     pub(crate) fn gather(
         &self,
         rows: &mut CudaSlice<f32>,
@@ -63,11 +63,12 @@ impl Kernels {
         let values = pixels * count;
         let mut launch = self.stream.launch_builder(&self.gather);
         launch.arg(rows).arg(all).arg(chosen).arg(&pixels).arg(&values);
-        // SAFETY: the kernel's arguments; `rows` has that many values, and `chosen` names images that are in `all`.
+        // SAFETY: these are the kernel's arguments. `rows` has `values` elements, and `chosen` holds valid
+        // indices of images in `all`.
         unsafe { start(launch, values) }
     }
 
-    /// What a layer gives.
+    /// Computes the outputs of a layer.
     pub(crate) fn forward(
         &self,
         given: &mut CudaSlice<f32>,
@@ -87,11 +88,11 @@ impl Kernels {
             .arg(&units)
             .arg(&values)
             .arg(&rectified);
-        // SAFETY: the kernel's arguments, whose lengths are those of the layer.
+        // SAFETY: these are the kernel's arguments, whose lengths match the layer.
         unsafe { start(launch, values) }
     }
 
-    /// Turns scores into their errors, times `weight`, and gives the loss of each row.
+    /// Replaces scores by their errors, times `weight`, and computes the loss of each row.
     pub(crate) fn softmax(
         &self,
         (scores, losses): (&mut CudaSlice<f32>, &mut CudaSlice<f32>),
@@ -103,11 +104,12 @@ impl Kernels {
     ) -> Result<(), DriverError> {
         let mut launch = self.stream.launch_builder(&self.softmax);
         launch.arg(scores).arg(losses).arg(labels).arg(chosen).arg(&classes).arg(&weight).arg(&rows);
-        // SAFETY: the kernel's arguments; `labels` are less than `classes`, and `chosen` names some of them.
+        // SAFETY: these are the kernel's arguments. All `labels` are below `classes`, and `chosen` holds
+        // valid indices of `labels`.
         unsafe { start(launch, rows) }
     }
 
-    /// The sum of the first `count`, times `weight`.
+    /// Computes the sum of the first `count` values, times `weight`.
     pub(crate) fn sum(
         &self,
         mut into: impl DevicePtrMut<f32>,
@@ -118,7 +120,7 @@ impl Kernels {
         let (into, _written) = into.device_ptr_mut(&self.stream);
         let mut launch = self.stream.launch_builder(&self.sum);
         launch.arg(&into).arg(of).arg(&weight).arg(&count);
-        // SAFETY: the kernel's arguments; it writes one value.
+        // SAFETY: these are the kernel's arguments; it writes one value.
         unsafe { start(launch, 1) }
     }
 
@@ -132,7 +134,7 @@ impl Kernels {
         let (gradient, _written) = gradient.device_ptr_mut(&self.stream);
         let mut launch = self.stream.launch_builder(&self.weights_gradient);
         launch.arg(&gradient).arg(errors).arg(from).arg(&inputs).arg(&units).arg(&rows);
-        // SAFETY: the kernel's arguments, whose lengths are those of the layer.
+        // SAFETY: these are the kernel's arguments, whose lengths match the layer.
         unsafe { start(launch, inputs * units) }
     }
 
@@ -145,11 +147,11 @@ impl Kernels {
         let (gradient, _written) = gradient.device_ptr_mut(&self.stream);
         let mut launch = self.stream.launch_builder(&self.bias_gradient);
         launch.arg(&gradient).arg(errors).arg(&units).arg(&rows);
-        // SAFETY: the kernel's arguments, whose lengths are those of the layer.
+        // SAFETY: these are the kernel's arguments, whose lengths match the layer.
         unsafe { start(launch, units) }
     }
 
-    /// Errors of what a layer was given.
+    /// Computes the errors of a layer's inputs.
     pub(crate) fn errors_before(
         &self,
         before: &mut CudaSlice<f32>,
@@ -161,7 +163,7 @@ impl Kernels {
         let values = inputs * rows;
         let mut launch = self.stream.launch_builder(&self.errors_before);
         launch.arg(before).arg(errors).arg(weights).arg(from).arg(&inputs).arg(&units).arg(&values);
-        // SAFETY: the kernel's arguments, whose lengths are those of the layer.
+        // SAFETY: these are the kernel's arguments, whose lengths match the layer.
         unsafe { start(launch, values) }
     }
 
@@ -175,7 +177,7 @@ impl Kernels {
         let (gradient, _read) = gradient.device_ptr(&self.stream);
         let mut launch = self.stream.launch_builder(&self.descend);
         launch.arg(values).arg(velocity).arg(&gradient).arg(&rate).arg(&momentum).arg(&count);
-        // SAFETY: the kernel's arguments, all three of one parameter.
+        // SAFETY: these are the kernel's arguments; all three belong to one parameter.
         unsafe { start(launch, count) }
     }
 
@@ -188,19 +190,19 @@ impl Kernels {
         let (loss, _read) = loss.device_ptr(&self.stream);
         let mut launch = self.stream.launch_builder(&self.add_loss);
         launch.arg(total).arg(&loss).arg(&weight);
-        // SAFETY: the kernel's arguments; it changes one value.
+        // SAFETY: these are the kernel's arguments; it changes one value.
         unsafe { start(launch, 1) }
     }
 }
 
-/// Launches a kernel with at least so many threads.
+/// Launches a kernel with at least `threads` threads.
 ///
 /// # Safety
-/// The arguments are those of the kernel.
+/// The arguments must match the kernel's signature.
 #[allow(unsafe_code)]
 unsafe fn start(mut launch: LaunchArgs<'_>, threads: u32) -> Result<(), DriverError> {
     if threads == 0 {
-        // This rank has no example.
+        // This rank has no examples.
         return Ok(());
     }
     let shape = LaunchConfig {
@@ -208,6 +210,6 @@ unsafe fn start(mut launch: LaunchArgs<'_>, threads: u32) -> Result<(), DriverEr
         block_dim: (THREADS, 1, 1),
         shared_mem_bytes: 0,
     };
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees that the arguments match the kernel.
     unsafe { launch.launch(shape) }.map(drop)
 }

@@ -1,4 +1,4 @@
-//! `digits` as jobs of real processes, started with torchrun's variables but without a launcher.
+//! Tests of `digits` as jobs of real processes, with torchrun's variables and no launcher.
 
 #![allow(clippy::unwrap_used)] // in a test a broken expectation ends it
 
@@ -12,16 +12,16 @@ use tempfile::TempDir;
 
 use convoke_testkit::process::{self, Process};
 
-/// One process of each job's ranks, run to the end; `outputs[rank]` is what it said.
+/// The outputs of a finished job, indexed by rank, and its folder of error files.
 struct Job {
     outputs: Vec<Output>,
     folder: TempDir,
 }
 
-/// Runs `digits ARGUMENTS` on `world` ranks; `attempt` is what TORCHELASTIC_RESTART_COUNT says.
+/// Runs `digits ARGUMENTS` on `world` ranks. `attempt` is the value of TORCHELASTIC_RESTART_COUNT.
 fn run(world: usize, attempt: u32, arguments: &[&str]) -> Job {
     let folder = tempfile::tempdir().unwrap();
-    // As an agent does: a store that outlives any rank.
+    // As with a real agent, the store outlives all ranks.
     let store = StoreServer::bind(&["127.0.0.1:0".parse().unwrap()]).unwrap();
     let workers: Vec<Process> = (0..world)
         .map(|rank| {
@@ -36,7 +36,7 @@ fn run(world: usize, attempt: u32, arguments: &[&str]) -> Job {
             Process::start(&mut command)
         })
         .collect();
-    // One thread a pipe pair: a worker that prints much must not wait for the one before it.
+    // Each worker has a reader thread, so that a full pipe of one worker does not block the others.
     let waiting: Vec<_> = workers.into_iter().map(|worker| thread::spawn(|| worker.wait())).collect();
     Job { outputs: waiting.into_iter().map(|thread| thread.join().unwrap()).collect(), folder }
 }
@@ -54,7 +54,7 @@ impl Job {
         String::from_utf8(self.outputs[rank].stderr.clone()).unwrap()
     }
 
-    /// Accuracy in percent and parameter hash of a job that went well.
+    /// Returns the accuracy in percent and the parameter hash of a job that must succeed.
     fn result(&self) -> (f64, String) {
         for (rank, output) in self.outputs.iter().enumerate() {
             assert!(output.status.success(), "rank {rank}: {} {}", output.status, self.stderr(rank));
@@ -79,14 +79,14 @@ fn one_two_and_four_workers_learn_equally_well() {
 fn a_batch_that_the_ranks_cannot_share_evenly_trains_too() {
     let job = run(3, 0, &["--epochs=2", "--batch=64"]);
     assert!(job.result().0 > 80.0, "{}", job.stdout(0));
-    // Some ranks have nothing to do in each step.
+    // With a batch of 2, one of three ranks has no examples in each step.
     run(3, 0, &["--epochs=1", "--batch=2"]).result();
 }
 
 #[test]
 fn buckets_and_averaging_by_hand_end_with_the_same_parameters() {
     let folder = tempfile::tempdir().unwrap();
-    // Several hidden layers, and buckets of which each has a few parameters.
+    // The network has several hidden layers, and each bucket holds a few parameters.
     let train = |world: usize, gradients: &str| {
         let path = folder.path().join(format!("{world}-{gradients}"));
         let (checkpoint, gradients) =
@@ -95,7 +95,7 @@ fn buckets_and_averaging_by_hand_end_with_the_same_parameters() {
         let (_, hash) = run(world, 0, &arguments).result();
         (hash, floats(&path))
     };
-    // With two ranks there is only one order to add in.
+    // With two ranks there is only one order of addition, so results are bitwise equal.
     let (by_hand, _) = train(2, "by-hand");
     assert_eq!(train(2, "ddp").0, by_hand);
     assert_eq!(train(2, "late").0, by_hand);
@@ -104,7 +104,7 @@ fn buckets_and_averaging_by_hand_end_with_the_same_parameters() {
     assert!(by_hand.len() == ddp.len() && by_hand.len() > 10_000 && far < 1e-3, "{far}");
 }
 
-/// Parameters and momentum in a checkpoint of a network with three hidden layers.
+/// Returns the parameters and momentum in a checkpoint of a network with three hidden layers.
 fn floats(path: &Path) -> Vec<f32> {
     let bytes = fs::read(path).unwrap();
     let values = &bytes[28 + 3 * 4..bytes.len() - 8];
@@ -128,7 +128,7 @@ fn a_trace_shows_buckets_on_their_way_during_the_backward_pass() {
     for rank in 0..2 {
         let (backward, buckets) = (spans("backward", rank), spans("bucket 0", rank));
         assert!(!backward.is_empty() && backward.len() == buckets.len(), "{}", &text[..2000]);
-        // The first is sent before most of the pass is done, in each step.
+        // In most steps the first bucket is sent before half of the pass is done.
         let early = |(pass, bucket): &(&(f64, f64), &(f64, f64))| bucket.0 < pass.0 + pass.1 / 2.0;
         let count = backward.iter().zip(&buckets).filter(early).count();
         assert!(count > backward.len() / 2, "{count} of {}", backward.len());
