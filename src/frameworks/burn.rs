@@ -1,4 +1,4 @@
-//! Replicas of a burn module.
+//! Data-parallel replicas of a burn module.
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
@@ -6,25 +6,26 @@ use burn::tensor::{Tensor, TensorData};
 use convoke_comm::Group;
 use convoke_train::{Ddp, DdpOptions, Pass, TrainError};
 
-/// The average of a module's gradients over all ranks. Parameters are `f32`.
+/// Averages a module's gradients over all ranks. Parameters must be `f32`.
 #[derive(Debug)]
 pub struct Replicas {
     ddp: Ddp,
 }
 
 impl Replicas {
-    /// Gives all ranks of `group` the parameters that rank 0 has. All call it, with modules that are made alike.
+    /// Broadcasts rank 0's parameters to all ranks of `group`. All ranks call it, with modules of equal
+    /// structure.
     ///
     /// # Errors
-    /// [`TrainError::Layout`] if the modules differ. Else as [`Group::broadcast`].
+    /// [`TrainError::Layout`] if the modules differ. Otherwise the errors of [`Group::broadcast`].
     pub fn new<M: Module>(group: &Group, module: M) -> Result<(Self, M), TrainError> {
         Self::with_options(group, module, DdpOptions::default())
     }
 
-    /// As [`Self::new`], with options.
+    /// Does what [`Self::new`] does, with options.
     ///
     /// # Errors
-    /// As there.
+    /// Returns the errors of [`Self::new`].
     pub fn with_options<M: Module>(
         group: &Group,
         module: M,
@@ -39,11 +40,11 @@ impl Replicas {
         Ok((Self { ddp }, module))
     }
 
-    /// The averages over all ranks of these gradients of `module`, for the optimizer. `GradientsParams::new()` on a rank
-    /// that has [no batch left](Ddp::join).
+    /// Averages these gradients of `module` over all ranks and returns the averages for the optimizer. A rank
+    /// that has [no batch left](Ddp::join) passes `GradientsParams::new()`.
     ///
     /// # Errors
-    /// As [`Pass::finish`].
+    /// Returns the errors of [`Pass::finish`].
     pub fn average<M: Module>(
         &mut self,
         module: &M,
@@ -55,15 +56,15 @@ impl Replicas {
         Ok(receive.averages)
     }
 
-    /// Only adds these gradients up on this rank; the next [`Self::average`] sends the sum.
+    /// Only adds these gradients up on this rank. The next [`Self::average`] sends the sum.
     ///
     /// # Errors
-    /// [`TrainError::InvalidArgument`] if they are those of another module.
+    /// [`TrainError::InvalidArgument`] if the gradients are from another module.
     pub fn accumulate<M: Module>(&mut self, module: &M, own: GradientsParams) -> Result<(), TrainError> {
         hand_over(self.ddp.pass_no_sync(), module, own)
     }
 
-    /// What averages them: to [join](Ddp::join), for example.
+    /// The `Ddp` that averages the gradients, for example to [join](Ddp::join).
     pub fn ddp(&mut self) -> &mut Ddp {
         &mut self.ddp
     }
@@ -72,7 +73,7 @@ impl Replicas {
 fn hand_over<M: Module>(mut pass: Pass<'_, f32>, module: &M, own: GradientsParams) -> Result<(), TrainError> {
     let mut take = Take { own, gradients: Vec::new() };
     module.visit(&mut take);
-    // The last first, as the buckets are filled.
+    // The last parameter comes first, because buckets are filled in that order.
     for (index, gradient) in take.gradients.iter().enumerate().rev() {
         if let Some(gradient) = gradient {
             pass.add(index, gradient)?;
@@ -81,10 +82,10 @@ fn hand_over<M: Module>(mut pass: Pass<'_, f32>, module: &M, own: GradientsParam
     pass.finish()
 }
 
-// A module is visited in the same order each time, on all ranks: a parameter is known by its place in it. Those that need
-// no gradients, such as the running means of a batch norm, have none.
+// All ranks visit a module in one fixed order, so the position of a parameter identifies it. Parameters that
+// need no gradients, such as the running means of a batch norm, have no position.
 
-/// Names and sizes.
+/// Collects names and sizes of the parameters.
 #[derive(Default)]
 struct Sizes {
     path: Vec<String>,
@@ -94,7 +95,7 @@ struct Sizes {
 impl ModuleVisitor for Sizes {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         if param.val().is_require_grad() {
-            // Of a layer, its parameters have a number.
+            // The visitor knows only the layer's name, so the number makes the name unique.
             let name = format!("{}.{}", self.path.join("."), self.sizes.len());
             self.sizes.push((name, param.lazy_shape().num_elements()));
         }
@@ -109,7 +110,7 @@ impl ModuleVisitor for Sizes {
     }
 }
 
-/// Gives all ranks what rank 0 has.
+/// Broadcasts rank 0's parameters.
 struct Equal<'a> {
     group: &'a Group,
     result: Result<(), TrainError>,
@@ -129,7 +130,7 @@ impl ModuleMapper for Equal<'_> {
     }
 }
 
-/// Takes this rank's gradients.
+/// Collects this rank's gradients.
 struct Take {
     own: GradientsParams,
     gradients: Vec<Option<Vec<f32>>>,
@@ -143,7 +144,7 @@ impl ModuleVisitor for Take {
     }
 }
 
-/// Takes the averages.
+/// Collects the averages.
 struct Receive<'a> {
     ddp: &'a Ddp,
     averages: GradientsParams,

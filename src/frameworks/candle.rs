@@ -1,4 +1,4 @@
-//! Replicas of a candle model.
+//! Data-parallel replicas of a candle model.
 
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
@@ -6,19 +6,19 @@ use candle_nn::VarMap;
 use convoke_comm::{CommError, Group};
 use convoke_train::{Ddp, DdpOptions, Pass, TrainError};
 
-/// Why a call failed.
+/// An error of a call of this module.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum ReplicaError {
-    /// The ranks could not do it together.
+    /// Communication or averaging failed.
     #[error(transparent)]
     Train(#[from] TrainError),
-    /// candle refuses: variables that are not `f32`, for example.
+    /// candle returned an error, for example because variables are not `f32`.
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
 }
 
-/// As [`Display`](std::fmt::Display): what a `main` prints that returns it.
+/// Prints the text of [`Display`](std::fmt::Display), which appears when a `main` returns this error.
 impl std::fmt::Debug for ReplicaError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         std::fmt::Display::fmt(self, f)
@@ -31,9 +31,10 @@ impl From<CommError> for ReplicaError {
     }
 }
 
-/// The variables of a model, the same on all ranks, and the average of their gradients. Variables are `f32`.
+/// The variables of a model, equal on all ranks, and the averages of their gradients. Variables must be
+/// `f32`.
 ///
-/// Those that never get a gradient, such as the running means of a batch norm, need
+/// Variables that never get a gradient, such as the running means of a batch norm, require
 /// [`DdpOptions::unused_parameters`].
 #[derive(Debug)]
 pub struct Replicas {
@@ -42,19 +43,19 @@ pub struct Replicas {
 }
 
 impl Replicas {
-    /// Gives all ranks of `group` the variables that rank 0 has. All call it, with models that are made alike, before the
-    /// optimizer is made.
+    /// Broadcasts rank 0's variables to all ranks of `group`. All ranks call it before they create the
+    /// optimizer, with models of equal structure.
     ///
     /// # Errors
-    /// [`TrainError::Layout`] if the models differ. Else as [`Group::broadcast`].
+    /// [`TrainError::Layout`] if the models differ. Otherwise the errors of [`Group::broadcast`].
     pub fn new(group: &Group, variables: &VarMap) -> Result<Self, ReplicaError> {
         Self::with_options(group, variables, DdpOptions::default())
     }
 
-    /// As [`Self::new`], with options.
+    /// Does what [`Self::new`] does, with options.
     ///
     /// # Errors
-    /// As there.
+    /// Returns the errors of [`Self::new`].
     pub fn with_options(
         group: &Group,
         variables: &VarMap,
@@ -65,7 +66,7 @@ impl Replicas {
         let mut variables: Vec<(String, Var)> =
             data.iter().map(|(name, var)| (name.clone(), var.clone())).collect();
         drop(data);
-        // A map has another order on each rank.
+        // The iteration order of the map differs between ranks.
         variables.sort_by(|(a, _), (b, _)| a.cmp(b));
         let sizes = variables.iter().map(|(name, var)| (name.clone(), var.elem_count()));
         let ddp = Ddp::with_options(group, sizes, options)?;
@@ -77,14 +78,14 @@ impl Replicas {
         Ok(Self { variables, ddp })
     }
 
-    /// The averages over all ranks of these gradients, as `loss.backward()` gives them: for the step of the optimizer.
-    /// `None` on a rank that has [no batch left](Ddp::join).
+    /// Averages the gradients of `loss.backward()` over all ranks and returns the averages for the
+    /// optimizer's step. A rank that has [no batch left](Ddp::join) passes `None`.
     ///
     /// # Errors
-    /// As [`Pass::finish`].
+    /// Returns the errors of [`Pass::finish`].
     pub fn average(&mut self, gradients: Option<GradStore>) -> Result<GradStore, ReplicaError> {
         let pass = self.ddp.pass();
-        // candle makes no empty one.
+        // candle offers no way to create an empty `GradStore`.
         let nothing = || Tensor::zeros((), DType::F32, &Device::Cpu)?.backward();
         let mut gradients = gradients.map_or_else(nothing, Ok)?;
         hand_over(pass, &self.variables, &gradients)?;
@@ -96,20 +97,20 @@ impl Replicas {
         Ok(gradients)
     }
 
-    /// Only adds these gradients up on this rank; the next [`Self::average`] sends the sum.
+    /// Only adds these gradients up on this rank. The next [`Self::average`] sends the sum.
     ///
     /// # Errors
-    /// [`ReplicaError::Candle`].
+    /// [`ReplicaError::Candle`], for example if a gradient is not `f32`.
     pub fn accumulate(&mut self, gradients: &GradStore) -> Result<(), ReplicaError> {
         hand_over(self.ddp.pass_no_sync(), &self.variables, gradients)
     }
 
-    /// Names of the variables, in the order in which all ranks have them.
+    /// Names of the variables, in the order that all ranks use.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.variables.iter().map(|(name, _)| name.as_str())
     }
 
-    /// What averages them: to [join](Ddp::join), for example.
+    /// The `Ddp` that averages the gradients, for example to [join](Ddp::join).
     pub fn ddp(&mut self) -> &mut Ddp {
         &mut self.ddp
     }

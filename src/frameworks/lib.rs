@@ -1,7 +1,7 @@
-//! Frameworks for Rust on several ranks: their gradients averaged by [`convoke_train::Ddp`].
+//! Gradient averaging by [`convoke_train::Ddp`] for training frameworks written in Rust.
 //!
-//! One feature for each framework, none by default: `candle`, `burn`. Both compute all gradients in one call, so buckets
-//! are sent while the next ones are filled, but not while gradients are computed.
+//! Each framework has a feature, none enabled by default: `candle`, `burn`. Both compute all gradients in one
+//! call. Buckets are therefore sent while the next ones are filled, but not while gradients are computed.
 #![warn(missing_docs)]
 
 #[cfg(feature = "burn")]

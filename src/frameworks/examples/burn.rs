@@ -1,4 +1,4 @@
-//! Training with burn: its gradients averaged by `Ddp`.
+//! Training with burn: `Ddp` averages its gradients.
 //!
 //! ```text
 //! $ convoke --nproc-per-node=2 burn
@@ -16,7 +16,7 @@ use convoke_frameworks::burn::Replicas;
 use convoke_train::Sampler;
 
 const HIDDEN: usize = 64;
-/// Examples of all ranks in a step.
+/// Number of examples of all ranks in a step.
 const BATCH: usize = 64;
 
 #[derive(Module, Debug)]
@@ -75,7 +75,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-/// Whether all ranks have these values.
+/// Returns whether all ranks have equal values.
 fn is_equal(world: &Group, values: &[f32]) -> Result<bool, CommError> {
     let (mut least, mut most) = (values.to_vec(), values.to_vec());
     world.all_reduce(&mut least, ReduceOp::Min)?;

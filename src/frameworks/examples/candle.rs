@@ -1,4 +1,4 @@
-//! Training with candle: its gradients averaged by `Ddp`.
+//! Training with candle: `Ddp` averages its gradients.
 //!
 //! ```text
 //! $ convoke --nproc-per-node=2 candle
@@ -14,7 +14,7 @@ use convoke_frameworks::candle::Replicas;
 use convoke_train::Sampler;
 
 const HIDDEN: usize = 64;
-/// Examples of all ranks in a step.
+/// Number of examples of all ranks in a step.
 const BATCH: usize = 64;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -60,7 +60,7 @@ fn forward([hidden, output]: &[Linear; 2], pixels: &Tensor) -> candle_core::Resu
     output.forward(&hidden.forward(pixels)?.relu()?)
 }
 
-/// Whether all ranks have these values.
+/// Returns whether all ranks have equal values.
 fn is_equal(world: &Group, values: &[f32]) -> Result<bool, CommError> {
     let (mut least, mut most) = (values.to_vec(), values.to_vec());
     world.all_reduce(&mut least, ReduceOp::Min)?;
