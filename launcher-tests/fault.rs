@@ -1,4 +1,5 @@
-//! What the fault matrix orders its workers to do, and what they report: files of JSON in the job's folder.
+//! Data that the fault matrix exchanges with its workers: orders as an argument, reports as JSON files in
+//! the job's folder.
 
 use std::fs;
 use std::io;
@@ -8,54 +9,54 @@ use std::time::Duration;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-/// What every rank of a job does; the argument of `test-worker-faults fault`.
+/// Instructions for every rank of a job; the argument of `test-worker-faults fault`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Orders {
-    /// Where the files are.
+    /// The folder of the report files.
     pub folder: PathBuf,
-    /// What one call is.
+    /// The operation that one call performs.
     pub work: Work,
     /// Number of calls.
     pub calls: u64,
-    /// Time between two calls.
+    /// Pause after each call.
     pub pause: Duration,
-    /// Timeout of a call.
+    /// Timeout of one call.
     pub timeout: Duration,
-    /// How long the ranks may take to find together.
+    /// Timeout of the group's initialization.
     pub init_timeout: Duration,
-    /// Bound for noticing a dead host or path.
+    /// Time limit for detecting a dead host or path.
     pub peer_timeout: Duration,
-    /// Whether ranks of one host share memory.
+    /// True if ranks of one host share memory.
     pub shared_memory: bool,
-    /// A rank that makes only so many calls, then takes its leave.
+    /// A rank that leaves the group early, and the number of calls that it makes before.
     pub early: Option<(usize, u64)>,
-    /// What goes wrong; at most one thing on a rank.
+    /// Faults to inject; at most one for each rank.
     pub faults: Vec<Fault>,
 }
 
-/// What one call is, on every rank.
+/// The operation that one call performs, on every rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Work {
-    /// Sum of one number: recursive doubling.
+    /// All-reduce of one number, by recursive doubling.
     Small,
-    /// Sum of 64 KiB: direct exchange.
+    /// All-reduce of 64 KiB, by direct exchange.
     Direct,
-    /// Sum of 8 MiB: a ring.
+    /// All-reduce of 8 MiB, by a ring.
     Ring,
-    /// 4 MiB from a root that changes: a chain.
+    /// Broadcast of 4 MiB along a chain; the root changes with each call.
     Broadcast,
-    /// No data at all.
+    /// Barrier, without data.
     Barrier,
-    /// 256 KiB from each rank to each other.
+    /// All-to-all with 256 KiB from each rank to each other rank.
     AllToAll,
-    /// A message of 1 MiB around all ranks: one has it, the others wait for it.
+    /// A 1 MiB message passed from rank to rank around the ring; one rank holds it while the others wait.
     Messages,
-    /// Each rank waits for a message from the next that is never sent: nothing moves.
+    /// A receive from the next rank, which never sends: no data moves.
     Idle,
 }
 
 impl Work {
-    /// All but [`Self::Idle`].
+    /// All variants except [`Self::Idle`].
     pub const ALL: [Self; 7] = [
         Self::Small,
         Self::Ring,
@@ -67,97 +68,98 @@ impl Work {
     ];
 }
 
-/// Something goes wrong at a moment that the runtime (`src/comm/fault.rs`) or the worker (`computing`) comes to.
+/// A fault to inject at a fault point of the runtime (`src/comm/fault.rs`) or of the worker (`computing`).
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Fault {
-    /// Where it happens.
+    /// The rank that suffers the fault.
     pub rank: usize,
-    /// Name of the moment.
+    /// Name of the fault point.
     pub point: String,
-    /// The first collective or message in which it happens.
+    /// Sequence number of the first collective or message in which the fault may occur.
     pub seq: u64,
-    /// Bytes that have moved by then, at least.
+    /// Minimum number of bytes moved before the fault occurs.
     pub bytes: usize,
-    /// What happens.
+    /// The kind of fault.
     pub act: Act,
 }
 
-/// What goes wrong.
+/// The kind of fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Act {
     /// SIGKILL.
     Kill,
-    /// Exit with code 3, without a farewell.
+    /// Exit with code 3, without a leave message to the peers.
     Exit,
-    /// All sockets are closed; the process lives on and does nothing.
+    /// The process closes all its sockets, then stays alive and does nothing.
     Close,
-    /// SIGKILL, after a fork whose child lives on.
+    /// SIGKILL, after a fork whose child stays alive.
     ForkAndDie,
-    /// The same, and the child keeps copies of all sockets, made behind the runtime's back.
+    /// SIGKILL, after a fork whose child stays alive and holds copies of all sockets. The runtime does not
+    /// know of these copies.
     HoldAndDie,
     /// SIGSTOP.
     Stop,
-    /// Nothing for a while.
+    /// Sleep for the given time.
     Sleep(Duration),
-    /// From now on the process may open no more descriptors.
+    /// From now on the process cannot open further file descriptors.
     NoDescriptors,
 }
 
-/// How a rank has fared.
+/// The result of one rank.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Report {
-    /// Who.
+    /// The rank that reports.
     pub rank: usize,
-    /// Calls that succeeded.
+    /// Number of calls that succeeded.
     pub calls: u64,
-    /// When the last call returned (or the making of the group), see [`now`].
+    /// Time at which the last call, or the creation of the group, returned; see [`now`].
     pub returned: u64,
-    /// When the group was dropped.
+    /// Time at which the group was dropped.
     pub left: u64,
-    /// Why it ended early.
+    /// The error that ended the rank early.
     pub failed: Option<Failed>,
 }
 
 /// An error of the runtime.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Failed {
-    /// Variant of `CommError`.
+    /// Name of the `CommError` variant.
     pub kind: String,
-    /// Variant of `Loss`, if it has one.
+    /// Name of the `Loss` variant, if the error has one.
     pub how: Option<String>,
-    /// The rank to look at first.
+    /// The primary suspect of the error.
     pub blamed: Option<usize>,
-    /// All ranks that it names as the cause.
+    /// All ranks that the error names as the cause.
     pub named: Vec<usize>,
-    /// Who found the cause.
+    /// The rank that detected the cause.
     pub by: Option<usize>,
-    /// Whether the ranks agreed on it through the store.
+    /// True if the ranks agreed on the cause through the store.
     pub confirmed: bool,
-    /// In words.
+    /// The error message.
     pub text: String,
 }
 
-/// Nanoseconds of a clock that all processes of the machine share, simulated hosts included.
+/// Returns nanoseconds of a clock that all processes of the machine share, simulated hosts included.
 ///
 /// # Panics
-/// If the system has no such clock.
+/// Panics if the system has no monotonic clock.
 #[must_use]
 pub fn now() -> u64 {
     let time = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC).expect("CLOCK_MONOTONIC");
     time.tv_sec().cast_unsigned() * 1_000_000_000 + time.tv_nsec().cast_unsigned()
 }
 
-/// Writes `value` to `folder/name.rank`, in one piece.
+/// Writes `value` to `folder/name.rank` atomically.
 ///
 /// # Errors
-/// Whatever the file system says.
+/// Returns the error of the file system.
 pub fn note(folder: &Path, name: &str, rank: usize, value: &impl Serialize) -> io::Result<()> {
     let hidden = folder.join(format!(".{name}.{rank}"));
     fs::write(&hidden, serde_json::to_vec(value)?)?;
     fs::rename(hidden, folder.join(format!("{name}.{rank}")))
 }
 
-/// What was noted, if it was.
+/// Reads a value that [`note`] wrote; `None` if there is no such file.
 #[must_use]
 pub fn noted<T: DeserializeOwned>(folder: &Path, name: &str, rank: usize) -> Option<T> {
     serde_json::from_slice(&fs::read(folder.join(format!("{name}.{rank}"))).ok()?).ok()

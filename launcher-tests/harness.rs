@@ -1,6 +1,6 @@
-//! A job: one launcher with its own folder, and a tag by which all its processes are found.
+//! A job: one launcher with its own folder, and a tag that identifies all its processes.
 
-// A part of tests.
+// This module is test code.
 #![allow(
     clippy::unwrap_used,
     clippy::panic,
@@ -25,7 +25,7 @@ use convoke_testkit::{try_until, wait_until};
 /// Environment variable that every process of a job inherits.
 const TAG: &str = "CONVOKE_TEST_TAG";
 
-/// A folder and a tag.
+/// A job's folder and tag.
 pub struct Job {
     pub dir: tempfile::TempDir,
     tag: String,
@@ -38,7 +38,7 @@ pub struct Launcher {
     err: PathBuf,
 }
 
-/// How a launcher ended.
+/// Exit status and output of a launcher.
 pub struct Ended {
     pub status: ExitStatus,
     pub stdout: String,
@@ -67,12 +67,13 @@ impl Job {
         path
     }
 
-    /// A launcher with these arguments, its output in files, TMPDIR in the job's folder.
+    /// Builds a launcher command with these arguments. Its output goes to files, and TMPDIR is in the job's
+    /// folder.
     pub fn command<I: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = I>) -> Command {
         self.command_of(Command::new(shipped("convoke")), arguments)
     }
 
-    /// The same through another program, such as `unshare`, that executes its last arguments.
+    /// Builds a launcher command that another program, such as `unshare`, executes as its last arguments.
     pub fn command_through<I: AsRef<OsStr>>(
         &self,
         through: &[&str],
@@ -83,7 +84,7 @@ impl Job {
         self.command_of(command, arguments)
     }
 
-    /// Another program, as a launcher is started.
+    /// Builds a command for another program, in the environment that launchers get.
     pub fn command_of_other<I: AsRef<OsStr>>(
         &self,
         program: impl AsRef<OsStr>,
@@ -100,7 +101,7 @@ impl Job {
         command.args(arguments);
         without_job_variables(&mut command);
         command.env(TAG, &self.tag).env("TMPDIR", self.path("tmp")).env("JOB", self.dir.path());
-        // Whoever runs the tests may want backtraces of them.
+        // A developer may have set RUST_BACKTRACE for the tests; the expected output has no backtraces.
         command.env("RUST_BACKTRACE", "0");
         command.stdin(Stdio::null()).current_dir(self.dir.path());
         command
@@ -110,7 +111,7 @@ impl Job {
         self.start_to(command, None)
     }
 
-    /// Starts a launcher whose stdout is something else than a file of the job.
+    /// Starts a launcher; `stdout` replaces the job's output file.
     pub fn start_to(&self, mut command: Command, stdout: Option<Stdio>) -> Launcher {
         static COUNTER: AtomicU32 = AtomicU32::new(0);
         let number = COUNTER.fetch_add(1, Ordering::Relaxed);
@@ -124,7 +125,7 @@ impl Job {
         self.start(self.command(arguments)).wait()
     }
 
-    /// Pids of all living processes of this job.
+    /// Returns the pids of all living processes of this job.
     pub fn processes(&self) -> Vec<i32> {
         let needle = format!("{TAG}={}", self.tag);
         let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
@@ -132,7 +133,7 @@ impl Job {
             .flatten()
             .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
             .filter(|pid| {
-                // A zombie has no environment any more.
+                // A zombie no longer has an environment.
                 let environ = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
                 environ.split(|&byte| byte == 0).any(|variable| variable == needle.as_bytes())
             })
@@ -174,14 +175,14 @@ impl Launcher {
         nix::sys::signal::kill(self.pid(), signal).unwrap();
     }
 
-    /// Its guard: the only process that it starts itself.
+    /// Returns the pid of the launcher's guard, the only process that the launcher starts itself.
     pub fn guard(&self) -> nix::unistd::Pid {
         let children = children(self.pid());
         assert_eq!(children.len(), 1, "{:?}", children.iter().map(|pid| describe(pid.as_raw())));
         children[0]
     }
 
-    /// What it has said on stderr so far.
+    /// Returns the stderr output of the launcher so far.
     pub fn stderr(&self) -> String {
         String::from_utf8_lossy(&fs::read(&self.err).unwrap()).into_owned()
     }
@@ -214,7 +215,7 @@ impl Ended {
     }
 }
 
-/// The processes whose parent is this one.
+/// Returns the child processes of process `of`.
 pub fn children(of: nix::unistd::Pid) -> Vec<nix::unistd::Pid> {
     let pids = fs::read_dir("/proc").unwrap().flatten();
     let pids = pids.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
@@ -226,7 +227,7 @@ fn parent(pid: i32) -> String {
     status.lines().find_map(|line| line.strip_prefix("PPid:")).unwrap_or_default().trim().to_owned()
 }
 
-/// Pid, parent and command line, for messages.
+/// Formats pid, parent and command line for messages.
 pub fn describe(pid: i32) -> String {
     let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     let line = String::from_utf8_lossy(&line).replace('\0', " ");

@@ -1,4 +1,4 @@
-//! Constants that the killed ranks and the test that kills them share.
+//! Constants that the killed ranks share with the test that kills them.
 
-/// Ranks of each job.
+/// Number of ranks in each job.
 pub const WORLD: usize = 3;

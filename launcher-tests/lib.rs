@@ -11,19 +11,20 @@ use std::path::PathBuf;
 
 use convoke_testkit::programs::test_worker;
 
-/// Program and role of a worker of `worker/`, as arguments of a launcher.
+/// Program and role of a worker in `worker/`, as arguments of a launcher.
 #[must_use]
 pub fn worker_of(role: &str) -> [String; 2] {
     [path(test_worker()), role.to_owned()]
 }
 
-/// A path as an argument.
+/// Converts a path to an argument.
 #[must_use]
 pub fn path(path: PathBuf) -> String {
     path.into_os_string().into_string().unwrap_or_else(|path| unreachable!("not Unicode: {}", path.display()))
 }
 
-/// What `test-worker plain lines` writes: rank, number, and a filler whose length changes from line to line.
+/// A line that `test-worker plain lines` writes: rank, number, and a filler whose length varies from line to
+/// line.
 #[must_use]
 pub fn numbered_line(rank: usize, number: usize) -> String {
     format!("{rank} {number} {}", "x".repeat(number % 97))

@@ -1,4 +1,4 @@
-//! The launcher, which fails where a test orders it to.
+//! The launcher with fault injection: it fails at the points that a test orders.
 
 fn main() -> std::process::ExitCode {
     convoke::main()

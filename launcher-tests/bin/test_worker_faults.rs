@@ -1,4 +1,4 @@
-//! The workers of all tests, on a runtime that fails where a test orders it to.
+//! The workers of all tests, linked with a runtime with fault injection.
 
 fn main() -> Result<std::process::ExitCode, Box<dyn std::error::Error>> {
     convoke_launcher_tests::worker::main()

@@ -1,14 +1,14 @@
-//! What the matrix goes through: ranks, kinds of calls, moments of a call.
+//! The dimensions of the fault matrix: ranks, kinds of calls, fault points of a call.
 
 use convoke_launcher_tests::fault::{Act, Fault, Orders, Work};
 use convoke_testkit::is_full;
 
 use super::job::orders;
 
-/// The call in which it happens; before it all connections have been used.
+/// Sequence number of the call that fails. The calls before it have used all connections.
 pub const SEQ: u64 = 4;
 
-/// A moment: its name, and bytes that have moved by then.
+/// A fault point: its name, and the number of bytes moved before it.
 pub type Moment = (&'static str, usize);
 
 /// One cell of the matrix.
@@ -18,26 +18,28 @@ pub struct Case {
     pub victim: usize,
     pub work: Work,
     pub moment: Moment,
-    /// Data goes through memory that the ranks share, or over connections.
+    /// True if data goes through shared memory, false if it goes over connections.
     pub in_memory: bool,
 }
 
 impl Case {
-    /// Orders for all ranks, by which `act` happens to the victim.
+    /// Returns orders for all ranks that inject `act` into the victim.
     pub fn orders(&self, act: Act) -> Orders {
         let (faults, shared_memory) = (vec![fault(self.victim, self.moment, act)], self.in_memory);
         Orders { faults, shared_memory, ..orders(self.work) }
     }
 }
 
-/// `act` on `rank` when it comes to this moment of call [`SEQ`], or of a later one if it does not happen in that one.
+/// Injects `act` into `rank` at this fault point of call [`SEQ`], or of a later call if [`SEQ`] does not
+/// reach the point.
 pub fn fault(rank: usize, (point, bytes): Moment, act: Act) -> Fault {
     let in_call = ["computing", "calling", "sent", "received", "moved", "message sent", "message received"];
     let seq = if in_call.contains(&point) { SEQ } else { 0 };
     Fault { rank, point: point.to_owned(), seq, bytes, act }
 }
 
-/// Each rank in each phase of each kind of call, over connections and in memory; in the short form those calls that differ most, by three ranks.
+/// Returns the cases for each rank, each phase and each kind of call, over connections and in shared memory.
+/// The short form has three ranks and only the kinds of calls that differ most.
 pub fn cases() -> impl Iterator<Item = Case> {
     let (sizes, works): (&[usize], &[Work]) =
         if is_full() { (&[3, 4, 5], &Work::ALL) } else { (&[3], &Work::ALL[..3]) };
@@ -54,7 +56,8 @@ pub fn cases() -> impl Iterator<Item = Case> {
     })
 }
 
-/// Moments of a call, in order: before it, in the middle, when all is done but the caller does not know.
+/// Returns the fault points of a call in order: before it, in the middle, and after completion but before
+/// the caller returns.
 fn moments(work: Work) -> Vec<Moment> {
     let half = match work {
         Work::Small | Work::Barrier | Work::Idle => 0,

@@ -1,4 +1,4 @@
-//! Processes of one host that die, in each phase of a call.
+//! Tests in which processes of one host die, in each phase of a call.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use super::cases::{SEQ, cases, fault};
 use super::job::{Job, Place, orders};
 use super::table::{Promise, Times};
 
-/// `act` on each rank in each phase of each kind of call.
+/// Injects `act` into each rank in each phase of each kind of call.
 fn in_calls(case: &'static str, place: Place<'_>, act: Act) {
     let mut times = Times::new(case, "the rank", Promise::AT_ONCE);
     for case in cases() {
@@ -120,7 +120,8 @@ fn a_rank_that_leaves_is_named_by_those_who_need_it_dead_or_not() {
     times.hand_in();
 }
 
-/// While the group forms, in order. Nobody connects to the last rank, the first connects to nobody.
+/// Fault points during group formation, in order. No rank connects to the last rank; the first rank connects
+/// to no rank.
 const FORMING: [&str; 6] = ["recorded", "meeting", "greeted", "welcomed", "proving", "connected"];
 
 #[test]
@@ -133,7 +134,8 @@ fn a_rank_that_is_killed_while_the_group_forms_is_named() {
                 continue;
             }
             let faults = vec![fault(victim, (point, 0), Act::Kill)];
-            // Before it has gathered the others nobody knows where rank 0 listens, only that it does not come.
+            // Rank 0 dies before it publishes the table of addresses. The others only know that it is
+            // missing.
             let alone = (point, victim) == ("recorded", 0);
             let init_timeout = if alone { Duration::from_secs(2) } else { PATIENCE };
             let orders = Orders { faults, init_timeout, ..orders(Work::Small) };

@@ -1,4 +1,5 @@
-//! One case: ranks as processes, one of them with a fault; and what the survivors say.
+//! One case of the fault matrix: ranks as processes, one of them with a fault, and the reports of the
+//! survivors.
 
 use std::net::SocketAddr;
 use std::os::unix::process::ExitStatusExt;
@@ -17,20 +18,21 @@ use convoke_testkit::{PATIENCE, free_port, wait_until};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-/// Where the ranks run, and who serves their store.
+/// The hosts on which the ranks run, and the process that serves their store.
 #[derive(Clone, Copy)]
 pub enum Place<'a> {
-    /// On this host, as under torchrun: the store is served beside the ranks.
+    /// On this host; the test process serves the store, as a torchrun agent does.
     Here,
-    /// On this host, and rank 0 serves the store.
+    /// On this host; rank 0 serves the store.
     Alone,
-    /// On this host under `convoke`, which also says how ranks died.
+    /// On this host under `convoke`, which also reports how ranks died.
     Launcher,
-    /// On simulated hosts, so many ranks on each; the store is served on the switch, h0.
+    /// On simulated hosts, with the given number of ranks on each. A process on the switch h0 serves the
+    /// store.
     Hosts(&'a Hosts, usize),
 }
 
-/// Orders without a fault.
+/// Returns orders without a fault.
 pub fn orders(work: Work) -> Orders {
     Orders {
         folder: std::path::PathBuf::new(),
@@ -46,14 +48,14 @@ pub fn orders(work: Work) -> Orders {
     }
 }
 
-/// Ranks that are at work.
+/// The running ranks of one case.
 pub struct Job {
     folder: tempfile::TempDir,
-    /// One for each rank, or one launcher.
+    /// One process for each rank, or a single launcher.
     processes: Vec<Child>,
     orders: Orders,
     size: usize,
-    /// What serves the store, if it is none of the ranks.
+    /// The store, if the test process serves it.
     _store: Option<StoreServer>,
     store_process: Option<Child>,
 }
@@ -119,7 +121,7 @@ impl Job {
         }
     }
 
-    /// Where its ranks leave what they report.
+    /// The folder into which the ranks write their reports.
     pub fn folder(&self) -> &Path {
         self.folder.path()
     }
@@ -131,34 +133,37 @@ impl Job {
         }
     }
 
-    /// What rank `rank` reports in the end.
+    /// Waits for the final report of rank `rank`.
     pub fn report(&self, rank: usize) -> Report {
         wait_until(&format!("rank {rank} to report, {:?}", self.orders), || {
             noted(self.folder.path(), "report", rank)
         })
     }
 
-    /// When the fault happened, which others may know before the rank that fails does.
+    /// Waits for the time at which the fault occurred. The other ranks may notice the fault before the
+    /// failing rank records it.
     pub fn fault_at(&self, rank: usize) -> u64 {
         wait_until(&format!("rank {rank} to come to the fault, {:?}", self.orders), || {
             noted(self.folder.path(), "fault", rank)
         })
     }
 
-    /// When rank `rank` began to leave.
+    /// Waits for the time at which rank `rank` began to leave.
     pub fn leaving_at(&self, rank: usize) -> u64 {
         wait_until(&format!("rank {rank} to leave, {:?}", self.orders), || {
             noted(self.folder.path(), "leaving", rank)
         })
     }
 
-    /// All other ranks must say that `victim` is the cause; how long the last took from the fault.
+    /// Asserts that all other ranks blame `victim`. Returns the time from the fault to the last survivor's
+    /// error.
     pub fn blames(&self, victim: usize, kinds: &[&str]) -> Duration {
         let reports: Vec<_> = self.others(victim).map(|rank| self.report(rank)).collect();
         self.agree(&reports, &[victim], self.fault_at(victim), kinds)
     }
 
-    /// These must name one of `victims`, all the same one; how long the last took from `since`.
+    /// Asserts that all `reports` blame one and the same rank of `victims`. Returns the time from `since` to
+    /// the last error.
     pub fn agree(&self, reports: &[Report], victims: &[usize], since: u64, kinds: &[&str]) -> Duration {
         let context = || format!("{victims:?} {kinds:?}: {reports:#?}\n{:?}", self.orders);
         let failed =
@@ -168,7 +173,8 @@ impl Job {
             assert!(kinds.contains(&&*failed.kind), "{}", context());
             assert!(failed.blamed.is_some_and(|blamed| victims.contains(&blamed)), "{}", context());
             assert_eq!(failed.named, all[0].named, "{}", context());
-            // Who could not reach the store in time knows of the same death, but perhaps not who was first to see it.
+            // A rank that could not reach the store in time names the right victim, but perhaps not the rank
+            // that detected it.
             if failed.confirmed && all[0].confirmed {
                 assert_eq!((&failed.how, failed.by), (&all[0].how, all[0].by), "{}", context());
             }
@@ -193,7 +199,7 @@ impl Drop for Job {
     fn drop(&mut self) {
         for child in self.processes.iter_mut().chain(&mut self.store_process) {
             if let Ok(None) = child.try_wait() {
-                // Under a launcher the workers end with it; on a simulated host nobody ends them but we.
+                // A launcher's workers end with it. On a simulated host only this code ends them.
                 inside(child).into_iter().for_each(|pid| _ = kill(pid, Signal::SIGKILL));
                 let _ = child.kill();
             }
@@ -205,7 +211,8 @@ impl Drop for Job {
     }
 }
 
-/// The process that `child` runs: itself, or what `nsenter` runs on a simulated host for it.
+/// Returns the process that does the work: `child` itself, or the process that `nsenter` runs on a simulated
+/// host.
 fn inside(child: &Child) -> Vec<Pid> {
     let pid = child.id();
     let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
@@ -221,7 +228,7 @@ fn worker() -> [String; 2] {
     [path(with_faults("test-worker-faults")), "fault".to_owned()]
 }
 
-/// Runs `case` for all of `cases`, so many at a time; for those that mostly wait.
+/// Runs `case` for all of `cases`, at most `many` at a time; for cases that mostly wait.
 pub fn side_by_side<C: Send, R: Send>(
     many: usize,
     cases: impl IntoIterator<Item = C>,

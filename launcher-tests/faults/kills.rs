@@ -1,7 +1,8 @@
-//! Ranks of one host that share memory, one of which is killed at a random moment: in a call, between two, while the group
-//! forms or while it leaves. The others get that rank's loss or right results, and nothing is left anywhere.
+//! Jobs of ranks that share memory on one host. The test kills one rank at a random fault point: in a call,
+//! between calls, while the group forms or while it leaves.
+//! The other ranks must report the loss of that rank or get right results, and no resource may leak.
 //!
-//! CONVOKE_FULL=1 kills a thousand times, CONVOKE_KILLS so many times. The ranks run `worker/killed.rs`.
+//! CONVOKE_FULL=1 kills a thousand times, CONVOKE_KILLS=N kills N times. The ranks run `worker/killed.rs`.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,10 +12,10 @@ use convoke_testkit::process::{self, Process};
 use convoke_testkit::programs::with_faults;
 use convoke_testkit::{Random, is_full, wait_until};
 
-/// Kills in the short form.
+/// Number of kills in the short form.
 const KILLS: u64 = 60;
 
-/// How a rank has ended: what it said if it was not killed.
+/// Runs one job and returns each rank's output, or `None` for the rank that was killed.
 fn run(victim: usize, moment: Option<u64>) -> Vec<Option<String>> {
     let store = StoreServer::bind(&["127.0.0.1:0".parse().unwrap()]).unwrap();
     let ranks: Vec<Process> = (0..WORLD)
@@ -38,7 +39,8 @@ fn run(victim: usize, moment: Option<u64>) -> Vec<Option<String>> {
     ended.collect()
 }
 
-/// Abstract names of the Unix sockets by which ranks of one host meet: "convoke-" and hexadecimal digits.
+/// Returns the abstract names of the Unix sockets that local ranks use for bootstrap: "convoke-" and
+/// hexadecimal digits.
 fn sockets() -> BTreeSet<String> {
     let text = std::fs::read_to_string("/proc/net/unix").unwrap();
     let names = text.lines().filter_map(|line| line.split("@convoke-").nth(1));
@@ -58,12 +60,14 @@ fn a_rank_may_be_killed_at_any_moment() {
     let moments: u64 = moments.unwrap_or_else(|| panic!("{whole:?}"));
     let (mut ends, mut killed, mut runs) = (BTreeMap::new(), 0, 0);
     while killed < kills {
-        // As often in the moments in which a group forms as in all others together would be too often.
+        // One run in eight kills within the first 40 fault points, in which the group forms. An equal share
+        // for formation would test calls too rarely.
         let moment = if runs % 8 == 0 { below(40) } else { below(moments) };
         let victim = below(WORLD as u64) as usize;
         let ended = run(victim, Some(moment));
         let through = ended.iter().flatten().filter(|said| said.contains("through")).count();
-        // It may come through with fewer moments than others.
+        // The victim may finish before the chosen point, because ranks pass different numbers of fault
+        // points.
         let was_killed = ended[victim].is_none();
         killed += u64::from(was_killed);
         runs += 1;
@@ -74,6 +78,6 @@ fn a_rank_may_be_killed_at_any_moment() {
         let what = if *was_killed { "killed" } else { "not reached" };
         println!("{what}: {times} times, {through} ranks through");
     }
-    // Other tests use such names for a moment.
+    // Other tests hold sockets with such names for a short time.
     wait_until("the names of all sockets to be gone", || (&sockets() - &before).is_empty().then_some(()));
 }

@@ -1,5 +1,5 @@
-//! Hosts that lose their power or their network, wholly or in one direction, and networks that are slow. On simulated
-//! hosts, each case on its own.
+//! Hosts that lose power or network, wholly or in one direction, and slow networks. Each case has its own
+//! simulated hosts.
 
 use std::time::Duration;
 
@@ -12,31 +12,32 @@ use super::cases::fault;
 use super::job::{Job, Place, orders, side_by_side};
 use super::table::{Promise, Times};
 
-/// Bound for noticing a dead host or path, and what is promised: a second more.
+/// Time limit for detecting a dead host or path. The documentation promises an error within one further
+/// second.
 const PEER_TIMEOUT: Duration = Duration::from_secs(2);
 const PROMISED: Duration = Duration::from_secs(3);
-/// The same where nothing may end: what a busy machine adds must not be taken for a lost path.
+/// Time limit where no job may fail: delays of a busy machine must not look like a lost path.
 const LONG_PEER_TIMEOUT: Duration = Duration::from_secs(4);
-/// What a busy machine may add.
+/// Allowance for a busy machine.
 const MARGIN: Duration = Duration::from_secs(4);
 
-/// Sets of hosts at the same time; they mostly wait.
+/// Number of sets of hosts that run at a time; the ranks mostly wait.
 const TESTBEDS: usize = 6;
 
-/// What happens to the host of the victim.
+/// The fault of the victim's host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Cut {
-    /// The switch forgets it.
+    /// The switch drops all frames to and from the host.
     Partition,
-    /// No process of it says another word.
+    /// All processes of the host die without sending anything further.
     Power,
-    /// Its own network interface goes down.
+    /// The host's own network interface goes down.
     LinkDown,
-    /// It has no route to the others any more; theirs to it stay.
+    /// The host loses its routes to the others; the others keep theirs.
     NoRoute,
-    /// Frames from it are lost.
+    /// Frames from the host are lost.
     Mute,
-    /// Frames to it are lost.
+    /// Frames to the host are lost.
     Deaf,
     /// Only the path to the next host is cut.
     Path,
@@ -58,7 +59,7 @@ impl Cut {
         }
     }
 
-    /// Cuts `host`, the first is 1, of `count`.
+    /// Injects the fault into `host`, counted from 1, of `count` hosts.
     fn apply(self, hosts: &Hosts, host: usize, count: usize) {
         let name = host.to_string();
         let others = (1..=count).filter(|&other| other != host).map(|other| format!("10.77.0.{other}"));
@@ -79,12 +80,12 @@ impl Cut {
     }
 }
 
-/// Hosts, or a word that there can be none here.
+/// Starts simulated hosts; reports a skipped test and returns `None` if this machine cannot have them.
 fn hosts(count: usize) -> Option<Hosts> {
     Hosts::up(count).inspect_err(|why| skip(format!("faults of networks: {why}"))).ok()
 }
 
-/// Hosts whose wires can be slow, lossy or cut one way.
+/// Starts hosts whose links can be slow, lossy or cut in one direction.
 fn hosts_with_wires(count: usize) -> Option<Hosts> {
     Hosts::up_with_wires(count)
         .inspect_err(|why| skip(format!("slow, lossy and half cut networks: {why}")))
@@ -98,25 +99,26 @@ struct Case {
     work: Work,
     hosts: usize,
     ranks_on_each: usize,
-    /// From 1.
+    /// The number of the victim's host, counted from 1.
     victim: usize,
 }
 
 impl Case {
-    /// How long it took until the last survivor had its error; `None` where there are no simulated hosts.
+    /// Returns the time until the last survivor had its error; `None` if this machine cannot have simulated
+    /// hosts.
     fn run(self) -> Option<Duration> {
         let Self { cut, work, hosts: count, ranks_on_each: each, victim } = self;
         let is_one_way = matches!(cut, Cut::Mute | Cut::Deaf);
         let hosts = if is_one_way { hosts_with_wires(count)? } else { hosts(count)? };
         if is_one_way {
-            // The wire is there before, as a cable is.
+            // `delay` inserts the wire; it must be in place before the ranks connect.
             hosts.tell(["delay", &victim.to_string(), "1"]).unwrap();
         }
         let size = count * each;
         let pause = Duration::from_millis(5);
         let orders = Orders { peer_timeout: PEER_TIMEOUT, calls: u64::MAX, pause, ..orders(work) };
         let job = Job::start(Place::Hosts(&hosts, each), size, orders);
-        // Shown if it fails; a wait in vain names the folder.
+        // The test output shows this line on failure. A wait that times out names the folder.
         println!("{self:?} in {}", job.folder().display());
         job.wait_until_up();
         let since = now();
@@ -125,18 +127,20 @@ impl Case {
         let (lost, rest): (Vec<usize>, Vec<usize>) = (0..size).partition(|rank| on(victim).contains(rank));
         let reports = |ranks: &[usize]| ranks.iter().map(|&rank| job.report(rank)).collect::<Vec<_>>();
         let took = if cut == Cut::Path {
-            // Each end takes the other for the culprit, and all agree on one of them.
+            // Each end suspects the other, and all ranks agree on one of the two.
             let ends: Vec<usize> = lost.iter().copied().chain(on(victim % count + 1)).collect();
             job.agree(&reports(&(0..size).collect::<Vec<_>>()), &ends, since, &["PeerLost"])
         } else {
-            // If only one way is cut between two hosts, each is told by one that does not hear the other, and nobody can know.
+            // With two hosts and a cut in one direction, either end may report the other. No rank can know
+            // the right one.
             let all: Vec<usize> = (0..size).collect();
             let one_way = matches!(cut, Cut::Mute | Cut::Deaf | Cut::NoRoute);
             let named = if one_way && count == 2 { &all } else { &lost };
             let took = job.agree(&reports(&rest), named, since, &["PeerLost"]);
             if cut != Cut::Power {
-                // The lost host lives, and each of its ranks knows a little later that it is one of them. Who hears the others
-                // but is not heard learns it only if it is told in time.
+                // The lost host is alive, and each of its ranks learns a little later that it was declared
+                // lost. A rank that can receive but not send learns it only from a message that arrives in
+                // time.
                 let named = match (cut, count) {
                     (Cut::Mute | Cut::NoRoute | Cut::Deaf, 2) => &all,
                     (_, 2) => &rest,
@@ -188,10 +192,10 @@ fn a_host_that_is_lost_in_whatever_way_is_named_in_time() {
     }
 }
 
-/// What is slow about a rank.
+/// The kind of slowness of a rank.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Slow {
-    /// Its link: milliseconds each way, percent of its frames that are lost.
+    /// A slow link: milliseconds of delay in each direction, percentage of lost frames.
     Path(&'static str, &'static str),
     Stopped,
     Computing,
@@ -219,7 +223,7 @@ fn a_slow_network_or_host_ends_nothing() {
                 hosts.tell(["delay", "2", ms, loss]).unwrap();
                 orders.calls = 3;
                 if loss != "0" {
-                    // With 4 s three lost probes are enough.
+                    // With a limit of 4 s, three lost probes would end the job.
                     orders.peer_timeout = Duration::from_secs(10);
                 }
             }
@@ -234,7 +238,8 @@ fn a_slow_network_or_host_ends_nothing() {
         let job = Job::start(Place::Hosts(&hosts, 1), 3, orders);
         if slow == Slow::Stopped {
             job.fault_at(1);
-            // Longer than what proves that a host is gone: its kernel still answers.
+            // This wait exceeds the time limit for a dead host. The host is not lost, because its kernel
+            // still answers.
             std::thread::sleep(2 * LONG_PEER_TIMEOUT);
             job.signal(1, Signal::SIGCONT);
         }
@@ -247,7 +252,7 @@ fn a_slow_network_or_host_ends_nothing() {
 
 #[test]
 fn a_host_is_never_lost_to_itself() {
-    // As if no core that holds an end of a connection inside the host ran for a while.
+    // The cut loopback simulates a machine so busy that neither end of a local connection runs for a while.
     let Some(hosts) = hosts(1) else { return };
     let faults = vec![fault(1, ("computing", 0), Act::Sleep(3 * PEER_TIMEOUT))];
     let orders = Orders { peer_timeout: PEER_TIMEOUT, faults, ..orders(Work::Ring) };

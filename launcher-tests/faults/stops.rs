@@ -1,5 +1,6 @@
-//! Ranks that live but do nothing: stopped, slow, or dead behind sockets that somebody holds. Nothing tells them
-//! from a rank that computes, so they end as a timeout that names them, and never before.
+//! Ranks that are alive but silent: stopped, slow, or dead while another process holds their sockets. Their
+//! peers cannot tell them from a rank that computes. So the peers must report a timeout that names them, and
+//! not before the deadline.
 
 use std::time::Duration;
 
@@ -10,20 +11,21 @@ use super::cases::{Case, cases, fault};
 use super::job::{Job, Place, orders, side_by_side};
 use super::table::{Promise, Times};
 
-/// Timeout of the calls, and what a busy machine may add.
+/// Timeout of the calls, and the allowance for a busy machine.
 const TIMEOUT: Duration = Duration::from_secs(2);
-/// Jobs at the same time: they mostly wait, but who waits must get a core within half a second when it is asked for whom.
+/// Number of concurrent jobs. They mostly wait, but a waiting rank must get a core within 0.5 s when a peer
+/// asks which rank it waits for.
 const JOBS: usize = 6;
 const MARGIN: Duration = Duration::from_secs(5);
 
-/// `act` on each rank in each phase ends as a timeout that names it.
+/// Asserts that `act` on each rank in each phase ends in a timeout that names the rank.
 fn silent(case: &'static str, act: Act) {
     let mut times = Times::new(case, "the rank", Promise::within(TIMEOUT + MARGIN));
     let took = side_by_side(JOBS, cases(), |case| {
         let Case { size, victim, in_memory, .. } = case;
         let job = Job::start(Place::Here, size, Orders { timeout: TIMEOUT, ..case.orders(act) });
         if act == Act::HoldAndDie && in_memory {
-            // Who shares memory has a descriptor of its process as well.
+            // Ranks that share memory also hold a pidfd of the victim, so they detect its death at once.
             let took = job.blames(victim, &["PeerLost"]);
             assert!(took < TIMEOUT, "{took:?} after the fault: {case:?}");
             return None;
@@ -31,7 +33,7 @@ fn silent(case: &'static str, act: Act) {
         let took = job.blames(victim, &["Timeout"]);
         assert!(took > TIMEOUT / 2, "{took:?} after the fault: {case:?}");
         if act == Act::Stop {
-            // When it goes on it hears the same.
+            // After SIGCONT the victim must report an equal result.
             job.signal(victim, Signal::SIGCONT);
             let reports: Vec<_> = (0..size).map(|rank| job.report(rank)).collect();
             job.agree(&reports, &[victim], job.fault_at(victim), &["Timeout"]);
@@ -70,7 +72,7 @@ fn a_rank_that_is_stopped_while_the_group_forms_is_named_at_the_deadline() {
 
 #[test]
 fn what_a_stopped_rank_has_said_before_misleads_nobody() {
-    // All wait for a rank that is late, and say so. It comes, and then another one stops.
+    // All ranks wait for a late rank and report this. Then the late rank arrives, and another rank stops.
     let works = [Work::Ring, Work::Broadcast, Work::Direct];
     let cases = works.into_iter().flat_map(|work| (0..3).map(move |victim| (work, victim)));
     side_by_side(JOBS, cases, |(work, victim)| {
@@ -86,7 +88,7 @@ fn what_a_stopped_rank_has_said_before_misleads_nobody() {
 fn a_slow_rank_never_fails_before_the_deadline() {
     let peer_timeout = Duration::from_secs(2);
     side_by_side(JOBS, cases(), |case| {
-        // Longer than what proves that a host is gone, by much where a program computes.
+        // The delay exceeds the time limit for a dead host, threefold where the program computes.
         let slow = if case.moment.0 == "computing" { 3 * peer_timeout } else { 5 * peer_timeout / 4 };
         let job =
             Job::start(Place::Here, case.size, Orders { peer_timeout, ..case.orders(Act::Sleep(slow)) });

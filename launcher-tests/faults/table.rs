@@ -1,10 +1,11 @@
-//! Times of one kind of case: asserted against bounds, and a row of the table in docs/measurements/faults.md.
+//! Times of one kind of case: checked against bounds, and written as a row of the table in
+//! docs/measurements/faults.md.
 
 use std::fs::OpenOptions;
 use std::io::Write;
 use std::time::Duration;
 
-/// What is promised of the times of one kind of case.
+/// Bounds for the times of one kind of case.
 #[derive(Debug, Clone, Copy)]
 pub struct Promise {
     pub median: Duration,
@@ -12,8 +13,8 @@ pub struct Promise {
 }
 
 impl Promise {
-    /// A dead process on this host is noticed at once: 100 ms in the median (figures: docs/measurements/faults.md).
-    /// The rest is for a machine that does much else.
+    /// The death of a process on this host is detected after 100 ms in the median
+    /// (docs/measurements/faults.md). The remainder is an allowance for a busy machine.
     pub const AT_ONCE: Self = Self { median: Duration::from_secs(1), longest: Duration::from_secs(5) };
 
     pub fn within(bound: Duration) -> Self {
@@ -21,7 +22,7 @@ impl Promise {
     }
 }
 
-/// The times of one kind of case.
+/// The measured times of one kind of case.
 pub struct Times {
     case: &'static str,
     named: &'static str,
@@ -40,7 +41,7 @@ impl Times {
         self.all.push(time);
     }
 
-    /// Checks the median and hands in the row.
+    /// Checks the median and writes the row.
     pub fn hand_in(mut self) {
         self.all.sort_unstable();
         let Some(&longest) = self.all.last() else { return };

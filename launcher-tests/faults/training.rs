@@ -1,14 +1,14 @@
-//! A rank that dies while others wait for it in convoke-train: in the guard, in a bucket, in a join. The ranks run
-//! `worker/training.rs`.
+//! A rank that dies while others wait for it in convoke-train: in the guard, in a bucket, in a join. The
+//! ranks run `worker/training.rs`.
 
 use convoke_store::StoreServer;
 use convoke_testkit::process::{self, Process};
 use convoke_testkit::programs::with_faults;
 
-/// Ranks of each job.
+/// Number of ranks in each job.
 const WORLD: usize = 3;
 
-/// Runs the scene on all ranks, in which `victim` dies; the others must say that it did.
+/// Runs the scene on all ranks; `victim` dies in it, and the others must report its loss.
 fn play(scene: &str, victim: usize) {
     let store = StoreServer::bind(&["127.0.0.1:0".parse().unwrap()]).unwrap();
     let ranks: Vec<Process> = (0..WORLD)
@@ -45,7 +45,7 @@ fn a_rank_dies_in_a_bucket() {
 
 #[test]
 fn a_rank_dies_in_a_join() {
-    // Before others come to it, and while it helps them without a batch of its own.
+    // The victim dies before the others join it, and while it takes part without a batch of its own.
     for scene in ["joins", "helps"] {
         play(scene, 2);
     }

@@ -1,15 +1,15 @@
-//! Simulated hosts on this machine, through `hosts.sh`.
+//! Simulated hosts on this machine; `hosts.sh` sets them up.
 
 use std::io::{self, PipeReader, PipeWriter};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-/// Hosts h1 to hN and the switch h0, as long as this exists; they end with this process, however it ends.
+/// Hosts h1 to hN and the switch h0. They end when this value is dropped, or when this process ends.
 #[derive(Debug)]
 pub struct Hosts {
     state: tempfile::TempDir,
     leash: PipeReader,
-    /// Its other end.
+    /// The write end of the pipe; the hosts end when it closes.
     held: Option<PipeWriter>,
 }
 
@@ -17,7 +17,7 @@ impl Hosts {
     /// Brings up `count` hosts.
     ///
     /// # Errors
-    /// Says why there can be no such hosts here.
+    /// Returns the reason why this machine cannot have simulated hosts.
     pub fn up(count: usize) -> Result<Self, String> {
         if let Some(why) = lacks(&["ip", "nsenter", "unshare", "pgrep"]) {
             return Err(why);
@@ -30,16 +30,17 @@ impl Hosts {
         text(up).map(|_| hosts)
     }
 
-    /// Brings up `count` hosts whose wires can be slow, lossy or cut one way: `delay`, `mute` and `deaf` of `hosts.sh`.
+    /// Brings up `count` hosts whose links can be slow, lossy or cut in one direction: `delay`, `mute` and
+    /// `deaf` of `hosts.sh`.
     ///
     /// # Errors
-    /// As [`Self::up`], and if there are no tap devices.
+    /// Returns an error if [`Self::up`] does, or if the machine has no tap devices.
     pub fn up_with_wires(count: usize) -> Result<Self, String> {
         Self::can_have_wires()?;
         Self::up(count)
     }
 
-    /// Whether `delay`, `mute` and `deaf` of `hosts.sh` work on this machine.
+    /// Checks that `delay`, `mute` and `deaf` of `hosts.sh` work on this machine.
     ///
     /// # Errors
     /// Says what is missing and how to get it.
@@ -49,7 +50,7 @@ impl Hosts {
         tap.map(drop).map_err(|error| format!("no tap devices: /dev/net/tun: {error}; {remedy}"))
     }
 
-    /// `hosts.sh` with these arguments, for these hosts.
+    /// Builds a `hosts.sh` command with these arguments for these hosts.
     pub fn command<'a>(&self, arguments: impl IntoIterator<Item = &'a str>) -> Command {
         let mut command = Command::new(Self::script());
         let arguments: Vec<_> = arguments.into_iter().collect();
@@ -62,26 +63,26 @@ impl Hosts {
         command
     }
 
-    /// Runs `hosts.sh` with these arguments; what it says.
+    /// Runs `hosts.sh` with these arguments and returns its output.
     ///
     /// # Errors
-    /// What it says if it fails.
+    /// Returns the error output of `hosts.sh`.
     pub fn tell<'a>(&self, arguments: impl IntoIterator<Item = &'a str>) -> Result<String, String> {
         text(self.command(arguments).output())
     }
 
-    /// Lets go of the hosts, as if this process were killed.
+    /// Closes the pipe, as the kernel does when this process is killed; the hosts then end by themselves.
     pub fn abandon(&mut self) {
         self.held = None;
     }
 
-    /// TESTBED_DIR of these hosts.
+    /// The TESTBED_DIR of these hosts.
     #[must_use]
     pub fn state(&self) -> &Path {
         self.state.path()
     }
 
-    /// The script.
+    /// The path of `hosts.sh`.
     #[must_use]
     pub fn script() -> PathBuf {
         convoke_testkit::programs::root().join("launcher-tests/testbed/hosts.sh")
@@ -100,7 +101,7 @@ fn text(output: io::Result<Output>) -> Result<String, String> {
     if output.status.success() { Ok(text(&output.stdout)) } else { Err(text(&output.stderr)) }
 }
 
-/// Why simulated hosts and the like cannot be had here, if so: they need root and these programs.
+/// Returns the reason why tests that need root and these programs cannot run here; `None` if they can.
 #[must_use]
 pub fn lacks(tools: &[&str]) -> Option<String> {
     if !nix::unistd::geteuid().is_root() {

@@ -1,4 +1,4 @@
-//! Threads that sleep in the kernel: how a test knows that a call is blocked.
+//! Threads that sleep in the kernel: a test uses this to detect that a call is blocked.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -7,26 +7,26 @@ use std::time::Instant;
 
 use crate::PATIENCE;
 
-/// A thread of this process, as the other threads see it.
+/// A thread of this process, as seen by other threads.
 #[derive(Debug)]
 pub struct Thread {
-    /// `/proc/self/task/ID/stat`, open: a test may look when it has no descriptor left.
+    /// `/proc/self/task/ID/stat`, kept open because a test may read it when it has no free descriptor.
     stat: File,
 }
 
 impl Thread {
-    /// The calling thread.
+    /// Returns the calling thread.
     #[must_use]
     pub fn current() -> Self {
         Self { stat: File::open("/proc/thread-self/stat").unwrap() }
     }
 
-    /// The threads of this process with this name, of which the kernel keeps 15 bytes.
+    /// Returns the threads of this process with this name; the kernel keeps 15 bytes of a name.
     #[must_use]
     pub fn named(name: &str) -> Vec<Self> {
         let kept = &name[..name.len().min(15)];
         let tasks = fs::read_dir("/proc/self/task").unwrap().flatten().map(|entry| entry.path());
-        // A thread that ends meanwhile has no name.
+        // A thread that ends in the meantime has no name.
         let has_name =
             |task: &PathBuf| fs::read_to_string(task.join("comm")).is_ok_and(|text| text.trim_end() == kept);
         tasks.filter(has_name).map(|task| Self { stat: File::open(task.join("stat")).unwrap() }).collect()
@@ -43,7 +43,7 @@ impl Thread {
         self.until_idle();
     }
 
-    /// The first state of the thread in which it does nothing; `None` if it has ended.
+    /// Returns the first state in which the thread does not run; `None` if it has ended.
     fn until_idle(&self) -> Option<char> {
         let deadline = Instant::now() + PATIENCE;
         loop {
@@ -56,11 +56,11 @@ impl Thread {
         }
     }
 
-    /// The letter of its state; `None` if it has ended.
+    /// Returns the letter of the thread's state; `None` if it has ended.
     fn state(&self) -> Option<char> {
         let mut stat = [0; 512];
         let length = self.stat.read_at(&mut stat, 0).ok()?;
-        // The state follows the name, which may hold anything.
+        // The state follows the name, which may contain any character.
         String::from_utf8_lossy(&stat[..length]).rsplit(") ").next()?.chars().next()
     }
 }

@@ -1,18 +1,19 @@
-//! Damaged messages for decoders.
+//! Fuzzing of decoders with damaged messages.
 
 use std::fmt::Debug;
 
 use crate::{Random, memory};
 
-/// Messages that [`fuzz`] makes.
+/// Number of messages that [`fuzz`] makes.
 const ROUNDS: usize = 20_000;
-/// Bytes that leave a text a text.
+/// Replacement bytes that keep a text valid as text.
 const OF_TEXTS: &[u8] = b"0123456789-.e\"{}[],:=/&";
 
-/// Gives `decode` damaged copies of the `good` messages, and random bytes. `decode` may refuse them, but must not panic
-/// nor have more than `most_bytes` in use; and what it reads it must read again after `encode`.
+/// Passes damaged copies of the `good` messages, and random bytes, to `decode`.
 ///
-/// Memory is counted only if the test binary has [`memory::Counting`] as its allocator.
+/// `decode` may reject a message, but must not panic nor use more than `most_bytes`. A decoded value must
+/// survive `encode` and a second `decode`. Panics unless the test binary has [`memory::Counting`] as its
+/// allocator.
 pub fn fuzz<T: PartialEq + Debug>(
     test: &'static str,
     good: &[impl AsRef<[u8]>],
@@ -37,7 +38,7 @@ pub fn fuzz<T: PartialEq + Debug>(
     }
 }
 
-/// `good` with some bytes changed, added or cut off; sometimes random bytes instead.
+/// Returns `good` with some bytes changed, added or cut off; sometimes random bytes instead.
 fn damaged(random: &mut Random, good: &[u8]) -> Vec<u8> {
     let mut bytes = good.to_vec();
     if random.below(16) == 0 {

@@ -4,8 +4,8 @@ use std::sync::{Condvar, Mutex};
 
 use crate::PATIENCE;
 
-/// A [`std::sync::Barrier`] with a bounded wait: if a thread panics before it comes, the others panic as well, and the
-/// test ends.
+/// A [`std::sync::Barrier`] with a bounded wait. If one thread panics before it arrives, the other threads
+/// panic too, and the test ends.
 pub struct Gate {
     threads: usize,
     /// Number of arrivals in all rounds together.
@@ -20,7 +20,7 @@ impl Gate {
         Self { threads, arrivals: Mutex::new(0), open: Condvar::new() }
     }
 
-    /// Waits until all threads have come.
+    /// Waits until all threads have arrived.
     pub fn wait(&self) {
         let mut arrivals = self.arrivals.lock().unwrap();
         let enough = (*arrivals / self.threads + 1) * self.threads;

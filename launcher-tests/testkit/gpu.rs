@@ -1,4 +1,4 @@
-//! Simulated GPUs: libraries that stand in for CUDA's driver, kernels, NCCL and NVML.
+//! Simulated GPUs: libraries that replace CUDA's driver, kernels, NCCL and NVML.
 
 use std::fs;
 use std::io;
@@ -11,23 +11,23 @@ use rustix::fs::{FlockOperation, flock};
 use crate::assert_one_passed;
 use crate::programs::{root, target};
 
-/// Library, compiler, source, what it is linked with.
+/// Library, compiler, source, linker arguments.
 const LIBRARIES: [(&str, &str, &str, &[&str]); 4] = [
     ("libcuda.so.1", "cc", "driver.c", &["-ldl"]),
     ("libsimulated-kernels.so", "c++", "kernels.cpp", &["-std=c++17"]),
     ("libnccl.so.2", "cc", "nccl.c", &["-ldl"]),
     ("libnvidia-ml.so.1", "cc", "nvml.c", &[]),
 ];
-/// Set in a process that has simulated GPUs.
+/// Environment variable that is set in a process with simulated GPUs.
 const MARK: &str = "CONVOKE_TEST_SIMULATED";
 
-/// A folder with the libraries, for LD_LIBRARY_PATH. The first test of a gate compiles them.
+/// Returns a folder with the libraries, for LD_LIBRARY_PATH. The first test of a test run compiles them.
 pub fn libraries() -> &'static PathBuf {
     static COMPILED: OnceLock<PathBuf> = OnceLock::new();
     COMPILED.get_or_init(|| {
         let folder = target().join("tmp/simulated-gpu");
         fs::create_dir_all(&folder).unwrap();
-        // One process compiles, the others wait: each of them holds this lock while it looks.
+        // One process compiles while the others wait; each process holds this lock during its check.
         let lock = fs::File::create(folder.join("lock")).unwrap();
         flock(&lock, FlockOperation::LockExclusive).unwrap();
         for (library, compiler, source, linked) in LIBRARIES {
@@ -36,7 +36,8 @@ pub fn libraries() -> &'static PathBuf {
             if is_newer(&library, &source).unwrap_or(false) {
                 continue;
             }
-            // A process of an earlier gate may have the old one loaded: it keeps it.
+            // A process of an earlier test run may have loaded the old library. The rename leaves its copy
+            // intact.
             let made = library.with_extension("new");
             let mut command = Command::new(compiler);
             command.args(["-O1", "-shared", "-fPIC", "-pthread", "-o"]).arg(&made).arg(&source).args(linked);
@@ -51,14 +52,17 @@ fn is_newer(library: &PathBuf, source: &PathBuf) -> io::Result<bool> {
     Ok(fs::metadata(library)?.modified()? > fs::metadata(source)?.modified()?)
 }
 
-/// Whether this process has simulated GPUs.
+/// Returns true if this process has simulated GPUs.
 #[must_use]
 pub fn is_inside() -> bool {
     std::env::var_os(MARK).is_some()
 }
 
-/// Returns true in a process with simulated GPUs. Otherwise runs the test of this name in such a process, with 4 GPUs and
-/// these variables, because the libraries must be there when a process begins; panics if it fails; returns false.
+/// Returns true in a process with simulated GPUs.
+///
+/// Otherwise runs the test of this name in a new process with 4 GPUs and these variables, and returns false.
+/// A new process is needed because the libraries must be present when a process starts. Panics if that test
+/// fails.
 #[must_use]
 pub fn is_simulated(test: &str, variables: &[(&str, &str)]) -> bool {
     if is_inside() {

@@ -1,6 +1,6 @@
-//! What the tests of several packages share. Nothing of it is part of what users get.
+//! Helpers for the tests of several packages. Users do not get this crate.
 
-// All of this crate is for tests: they fail by panics and talk on stderr.
+// This crate is test code: it fails by panics and writes to stderr.
 #![allow(
     clippy::unwrap_used,
     clippy::panic,
@@ -31,7 +31,7 @@ pub use scene::{assert_one_passed, scene, scene_variable};
 pub use skip::skip;
 pub use wait::{PATIENCE, try_until, try_until_within, wait_until};
 
-/// Whether tests run in their long form: `scripts/check --full` sets CONVOKE_FULL.
+/// Returns true if tests run in their long form: `scripts/check --full` sets CONVOKE_FULL.
 #[must_use]
 pub fn is_full() -> bool {
     std::env::var_os("CONVOKE_FULL").is_some_and(|value| value == "1")

@@ -1,56 +1,56 @@
-//! How much memory a thread uses, counted by the allocator.
+//! Memory use of a thread, counted by the allocator.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
 thread_local! {
-    /// Bytes in use that this thread has allocated, and their maximum. Threads that free what others have allocated go
-    /// below zero.
+    /// Bytes in use that this thread has allocated, and their maximum. The count falls below zero on a
+    /// thread that frees memory of other threads.
     static USED: Cell<(isize, isize)> = const { Cell::new((0, 0)) };
 }
 
-/// The system's allocator, which counts. A test binary makes it its own by `#[global_allocator]`.
+/// The system allocator with counting. A test binary installs it with `#[global_allocator]`.
 pub struct Counting;
 
 fn count(bytes: isize) {
-    // A thread that is ending may free after its counter is gone.
+    // A thread that is ending may free memory after its counter is gone.
     let _ = USED.try_with(|used| {
         let (now, most) = used.get();
         used.set((now + bytes, most.max(now + bytes)));
     });
 }
 
-// SAFETY: the system's allocator, to which every call goes, keeps the contract; counting touches no other memory and does
-// not allocate (the counter is const-initialised and has no destructor).
+// SAFETY: the system allocator keeps the contract, and every call goes to it. Counting touches no other
+// memory and does not allocate, because the counter is const-initialised and has no destructor.
 #[allow(unsafe_code)]
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(layout.size() as isize);
-        // SAFETY: promised by the caller.
+        // SAFETY: the caller keeps the contract of `alloc`.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
         count(-(layout.size() as isize));
-        // SAFETY: promised by the caller.
+        // SAFETY: the caller keeps the contract of `dealloc`.
         unsafe { System.dealloc(memory, layout) }
     }
 
     unsafe fn realloc(&self, memory: *mut u8, layout: Layout, bytes: usize) -> *mut u8 {
         count(bytes as isize - layout.size() as isize);
-        // SAFETY: promised by the caller.
+        // SAFETY: the caller keeps the contract of `realloc`.
         unsafe { System.realloc(memory, layout, bytes) }
     }
 }
 
-/// The result of `work`, and the most bytes that it had in use at a time.
+/// Returns the result of `work`, and the maximum number of bytes that it had in use.
 pub fn most_of<R>(work: impl FnOnce() -> R) -> (R, usize) {
     USED.set((0, 0));
     let result = work();
     (result, USED.get().1.unsigned_abs())
 }
 
-/// Whether [`Counting`] is the allocator of this program.
+/// Returns true if [`Counting`] is the allocator of this program.
 #[must_use]
 pub fn is_counting() -> bool {
     most_of(|| drop(std::hint::black_box(vec![0_u8; 64]))).1 >= 64

@@ -6,21 +6,24 @@ use std::os::unix::net::{SocketAddr, UnixListener};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Below the ports that the kernel gives to outgoing connections, above those of `scripts/quickstart`.
+/// First port: below the kernel's ephemeral ports, above the ports of `scripts/quickstart`.
 const FIRST: u32 = 12_000;
 const COUNT: u32 = 8_000;
 
-/// One socket for each port that this process has taken: it shows the other tests of this machine that the port is taken.
+/// One Unix socket for each port that this process has reserved. It tells other tests on this machine that
+/// the port is taken.
 static RESERVED: Mutex<Vec<UnixListener>> = Mutex::new(Vec::new());
 
-/// A port of 127.0.0.1 that nobody uses; see [`free_ports`].
+/// Returns an unused port of 127.0.0.1; see [`free_ports`].
 #[must_use]
 pub fn free_port() -> u16 {
     free_ports(1)
 }
 
-/// The first of `count` ports in a row that nobody uses on 127.0.0.1. No other test of this machine gets them while this
-/// process lives: each is reserved by an abstract Unix socket of its name, which ends with the process.
+/// Returns the first of `count` consecutive unused ports of 127.0.0.1.
+///
+/// No other test on this machine gets these ports while this process lives. An abstract Unix socket named
+/// after the port reserves it until this process ends.
 #[must_use]
 pub fn free_ports(count: u16) -> u16 {
     static NEXT: AtomicU32 = AtomicU32::new(0);

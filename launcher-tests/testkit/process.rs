@@ -3,12 +3,12 @@
 use std::ffi::OsStr;
 use std::process::{Child, Command, Output, Stdio};
 
-/// First letters of the variables that tell a program of its job, or a test of its gate.
+/// Prefixes of the variables that describe a job to a program, or a test run to a test.
 const OF_A_JOB: [&str; 7] = ["PET_", "TORCHELASTIC_", "CONVOKE_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_"];
-/// The gate finds its processes by this one.
+/// The variable by which `scripts/check` finds its processes.
 const MARK: &str = "CONVOKE_CHECK_RUN";
 
-/// A process that ends with this value, so that none outlives a test that fails half-way.
+/// A process that is killed when this value is dropped, so that no process outlives a failing test.
 pub struct Process(Option<Child>);
 
 impl Process {
@@ -17,12 +17,12 @@ impl Process {
         Self(Some(command.spawn().unwrap()))
     }
 
-    /// The process, while it runs.
+    /// Returns the process while it runs.
     pub fn child(&mut self) -> &mut Child {
         self.0.as_mut().unwrap()
     }
 
-    /// Waits for its end; its exit status and output.
+    /// Waits until the process ends; returns its exit status and output.
     #[must_use]
     pub fn wait(mut self) -> Output {
         self.0.take().unwrap().wait_with_output().unwrap()
@@ -38,7 +38,8 @@ impl Drop for Process {
     }
 }
 
-/// `program` without the variables of a job that this test may itself run in; its output goes to pipes.
+/// Builds a command for `program` without job variables that this test may have inherited; its output goes
+/// to pipes.
 pub fn program(program: impl AsRef<OsStr>) -> Command {
     let mut command = Command::new(program);
     without_job_variables(&mut command);
@@ -46,7 +47,7 @@ pub fn program(program: impl AsRef<OsStr>) -> Command {
     command
 }
 
-/// Removes the variables of jobs from `command`, but for the gate's mark on its processes.
+/// Removes job variables from `command`, except the mark by which `scripts/check` finds its processes.
 pub fn without_job_variables(command: &mut Command) -> &mut Command {
     for (name, _) in std::env::vars_os() {
         let text = name.to_string_lossy();
@@ -57,7 +58,7 @@ pub fn without_job_variables(command: &mut Command) -> &mut Command {
     command
 }
 
-/// Makes `command` a rank of a job whose store outlives every rank, as the store of a launcher does.
+/// Makes `command` a rank of a job whose store outlives every rank, like the store of a launcher.
 pub fn as_rank(command: &mut Command, rank: usize, world: usize, port: u16) {
     command
         .env("RANK", rank.to_string())

@@ -1,14 +1,15 @@
 //! The programs under test: built once, shared by all tests.
 //!
-//! `scripts/check` builds them first. CONVOKE_BIN_DIR names the folder of those that users get, CONVOKE_TEST_BIN_DIR that of
-//! those that only tests have. If a variable is not set, a test builds what it needs: `cargo test` alone works.
+//! `scripts/check` builds them first. CONVOKE_BIN_DIR names the folder of the programs that users get,
+//! CONVOKE_TEST_BIN_DIR the folder of the programs that only tests use.
+//! If a variable is unset, a test builds the programs that it needs: `cargo test` works alone.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Arc, Mutex, OnceLock};
 
-/// A program as users get it: `convoke`, a tool, an example.
+/// Returns the path of a program that users get: `convoke`, a tool, an example.
 #[must_use]
 pub fn shipped(name: &str) -> PathBuf {
     let (package, kind) = match name {
@@ -26,22 +27,24 @@ pub fn shipped(name: &str) -> PathBuf {
     find("CONVOKE_BIN_DIR", &Path::new(folder).join(name), &["-p", package, kind, name])
 }
 
-/// `test-worker`: the workers of all tests, on the runtime that users get.
+/// Returns the path of `test-worker`: the workers of all tests, linked with the runtime that users get.
 #[must_use]
 pub fn test_worker() -> PathBuf {
     let name = "test-worker";
     find("CONVOKE_TEST_BIN_DIR", Path::new(name), &["-p", "convoke-launcher-tests", "--bin", name])
 }
 
-/// A program that fails where a test orders it to: `convoke-faults` or `test-worker-faults`.
+/// Returns the path of a program with fault injection: `convoke-faults` or `test-worker-faults`.
 #[must_use]
 pub fn with_faults(name: &str) -> PathBuf {
     let arguments = ["-p", "convoke-launcher-tests", "--features", "faults", "--bin", name];
     find("CONVOKE_TEST_BIN_DIR", Path::new(name), &arguments)
 }
 
-/// The program `file` below the folder that `variable` names; otherwise below `target/debug`, built by Cargo with
-/// `arguments`, once for each test process.
+/// Returns the path of `file` below the folder that `variable` names.
+///
+/// If the variable is unset, Cargo builds the program with `arguments` below `target/debug`, once for each
+/// test process.
 fn find(variable: &str, file: &Path, arguments: &[&str]) -> PathBuf {
     if let Some(folder) = std::env::var_os(variable) {
         let path = Path::new(&folder).join(file);
@@ -60,10 +63,10 @@ fn find(variable: &str, file: &Path, arguments: &[&str]) -> PathBuf {
     path
 }
 
-/// The root of the repository.
+/// Returns the root of the repository.
 ///
-/// Cargo and nextest set CARGO_MANIFEST_DIR where they run tests. What it was when this was compiled may be another clone:
-/// clones that share a target folder share what is built, and Cargo does not build again for another path.
+/// Cargo and nextest set CARGO_MANIFEST_DIR where they run tests. Its value at compile time may name another
+/// clone: clones with a common target folder share binaries, and Cargo does not rebuild for another path.
 #[must_use]
 pub fn root() -> PathBuf {
     let is_root = |folder: &&Path| folder.join("launcher-tests/testkit").is_dir();
@@ -75,7 +78,7 @@ pub fn root() -> PathBuf {
         .to_owned()
 }
 
-/// Cargo's target folder, to which this test was built.
+/// Returns Cargo's target folder, which contains this test binary.
 #[must_use]
 pub fn target() -> PathBuf {
     let program = std::env::current_exe().unwrap();

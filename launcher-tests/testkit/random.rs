@@ -1,7 +1,7 @@
-//! Random numbers whose seed a failing test prints.
+//! Random numbers with a seed that a failing test prints.
 
-/// A small generator (SplitMix64). CONVOKE_SEED sets the seed; otherwise the system chooses it. A test that fails
-/// prints how to replay it.
+/// A small generator (SplitMix64). CONVOKE_SEED sets the seed; otherwise the system chooses it. A failing
+/// test prints how to replay it.
 #[derive(Debug)]
 pub struct Random {
     state: u64,
@@ -10,7 +10,7 @@ pub struct Random {
 }
 
 impl Random {
-    /// A generator for the test of this name.
+    /// Returns a generator for the test of this name.
     #[must_use]
     pub fn new(test: &'static str) -> Self {
         let given = std::env::var("CONVOKE_SEED").ok();
@@ -20,13 +20,14 @@ impl Random {
         Self { state: seed, seed, test }
     }
 
-    /// A generator whose seed comes from another one, which prints it.
+    /// Returns a generator with the given seed. The caller prints the seed, or the seed of the generator
+    /// that produced it.
     #[must_use]
     pub fn from_seed(seed: u64) -> Self {
         Self { state: seed, seed, test: "" }
     }
 
-    /// Any number.
+    /// Returns a random number of the whole range.
     #[allow(clippy::should_implement_trait)]
     pub fn next(&mut self) -> u64 {
         self.state = self.state.wrapping_add(0x9E37_79B9_7F4A_7C15);
@@ -36,7 +37,7 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// A number below `bound`; 0 if that is 0.
+    /// Returns a number below `bound`; 0 if `bound` is 0.
     pub fn below(&mut self, bound: usize) -> usize {
         (self.next() % bound.max(1) as u64) as usize
     }

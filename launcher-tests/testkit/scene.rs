@@ -1,8 +1,8 @@
-//! Scenes: ignored tests that another test plays in processes of their own.
+//! Scenes: ignored tests that another test runs in processes of their own.
 
 use std::process::{Command, Output};
 
-/// This test binary, to run its ignored test `name` and no other.
+/// Builds a command that runs only the ignored test `name` of this test binary.
 #[must_use]
 pub fn scene(name: &str) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
@@ -10,13 +10,14 @@ pub fn scene(name: &str) -> Command {
     command
 }
 
-/// The variable of a scene. Panics if it is unset: the scene was not started by its test.
+/// Returns the value of a scene's variable. Panics if it is unset, because then no test started the scene.
 #[must_use]
 pub fn scene_variable(name: &str) -> String {
     std::env::var(name).unwrap_or_else(|_| panic!("{name} is unset: another test starts this scene"))
 }
 
-/// Panics unless the process of a scene has run one test, which passed. Its stdout must be a pipe.
+/// Panics unless the process of a scene ran one test and this test passed. The stdout of the process must be
+/// a pipe.
 pub fn assert_one_passed(output: &Output) {
     let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success() && text.contains("1 passed"), "{}: {text}", output.status);

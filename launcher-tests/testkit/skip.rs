@@ -4,12 +4,12 @@ use std::fmt::Display;
 use std::fs::OpenOptions;
 use std::io::{self, Write};
 
-/// Says that the test of this thread cannot run here, and why; the caller then returns. The line goes to stderr and to the
-/// file that CONVOKE_SKIPS names, which `scripts/check` prints at its end.
+/// Reports that the test of this thread cannot run here, and the reason; the caller then returns. The line
+/// goes to stderr and to the file that CONVOKE_SKIPS names. `scripts/check` prints this file at its end.
 pub fn skip(reason: impl Display) {
     let thread = std::thread::current();
     let line = format!("SKIPPED {}: {reason}\n", thread.name().unwrap_or("?"));
-    // Not by a macro, whose output is shown of failed tests only.
+    // The test harness captures the output of `eprintln!` and shows it only for failed tests.
     let _ = io::stderr().write_all(line.as_bytes());
     if let Some(file) = std::env::var_os("CONVOKE_SKIPS") {
         let mut file = OpenOptions::new().append(true).create(true).open(file).unwrap();

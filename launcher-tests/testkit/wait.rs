@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-/// Longest wait of a test for one condition.
+/// The longest time that a test waits for one condition.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 /// Time between two checks of the condition.
 const INTERVAL: Duration = Duration::from_millis(2);
