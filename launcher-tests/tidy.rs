@@ -1,5 +1,6 @@
-//! Rules of the tree that no compiler checks: what may depend on what, where the clock and `unsafe` may
-//! be, and that what is written can be found. `docs/internals/architecture.md` says why each rule is there.
+//! Rules of the source tree that no compiler checks: allowed dependencies, allowed places for the clock and
+//! `unsafe`, and working links in documents. `docs/internals/architecture.md` gives the reason for each
+//! rule.
 
 #![allow(clippy::unwrap_used, clippy::panic, clippy::print_stderr)] // a broken expectation ends the test
 
@@ -12,34 +13,35 @@ use std::{env, fs};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
-/// Files with `unsafe` code, tests apart: system calls that no safe wrapper offers, and memory shared with others. A
-/// new entry needs a reason that a reviewer accepts; an entry without `unsafe` left in it must go.
+/// Files that may contain `unsafe` code, tests excluded. They make system calls without a safe wrapper, or
+/// share memory. A new entry needs a reason that a reviewer accepts. An entry whose file has no `unsafe`
+/// must go.
 const UNSAFE_FENCE: &[&str] = &[
-    // The agent channel's descriptor, taken from a number in the environment.
+    // The agent channel takes its descriptor from a number in the environment.
     "src/env/channel.rs",
-    // The caller's buffers, lent to the thread that moves their bytes.
+    // The progress thread accesses buffers that the caller lends to it.
     "src/comm/engine/buffer.rs",
     "src/comm/engine/mod.rs",
-    // Those of operations that nobody waits for yet: kept by their handles, or by the scope that waits.
+    // Pending operations borrow buffers; their handles, or the scope that waits, keep the buffers alive.
     "src/comm/group/nonblocking.rs",
     "src/comm/group/work.rs",
-    // An ioctl.
+    // The file makes an ioctl.
     "src/comm/links/tcp.rs",
-    // Registration of a fork handler, and the closing of descriptors in it.
+    // The file registers a fork handler, which closes descriptors.
     "src/comm/links/fork.rs",
-    // Memory that is shared with other ranks, and loops that read it with the processor's vectors.
+    // Ranks share this memory, and vectorized loops read it.
     "src/comm/kernels/vectors.rs",
     "src/comm/shm/part.rs",
     "src/comm/shm/put.rs",
     "src/comm/shm/segment.rs",
-    // Functions of libraries that are opened at run time.
+    // The files call functions of libraries that are opened at run time.
     "src/comm/nccl/library.rs",
     "src/comm/nccl/functions.rs",
     "src/comm/nccl/communicator.rs",
     "src/comm/nccl/free.rs",
     "src/comm/nccl/split.rs",
     "src/comm/device/driver.rs",
-    // Memory of devices, which they work on after the call has returned, and pinned memory of the host.
+    // Devices access their memory after the call has returned. The host memory is pinned.
     "src/comm/device/batch.rs",
     "src/comm/device/raw.rs",
     "src/comm/device/registered.rs",
@@ -47,31 +49,31 @@ const UNSAFE_FENCE: &[&str] = &[
     "src/comm/device/join.rs",
     "src/comm/device/events.rs",
     "src/comm/device/staged.rs",
-    // Kernels, whose arguments nobody checks.
+    // The compiler does not check the arguments of kernels.
     "src/train/device/add.rs",
     "src/examples/digits/device/kernels.rs",
     "src/tools/gpu_check/kernels.rs",
     "src/tools/gpu_check/order.rs",
-    // A mapped file, as atomics.
+    // The file accesses a mapped file as atomics.
     "src/comm/flight/map.rs",
-    // Functions of the library that looks after GPUs.
+    // The file calls functions of NVML.
     "src/launcher/gpus/nvml.rs",
-    // fork, exec and what else happens between the two.
+    // The launcher calls fork and exec, and a few system calls between the two.
     "src/launcher/os.rs",
 ];
 
-/// Crates that a worker links. They must stay small and must not meddle with its runtime or signals.
+/// Crates that a worker links. They must stay small and must not touch the worker's runtime or signals.
 const WORKER_CRATES: &[&str] =
     &["convoke-env", "convoke-store", "convoke-comm", "convoke-train", "convoke-examples"];
-/// What must not reach a worker, however indirectly.
+/// Crates that no worker may link, directly or indirectly.
 const LAUNCHER_ONLY: &[&str] = &["clap", "tokio", "etcd-client", "convoke"];
 
-/// Crates that run protoc when something is built with them.
+/// Crates that run protoc at build time.
 const PROTOC_USERS: &[&str] = &["prost-build", "tonic-prost-build", "protobuf-codegen"];
 
-/// Folders whose files are pure, marked or not.
+/// Folders in which every file must be pure, with or without the mark.
 const PURE_FOLDERS: &[&str] = &["src/comm/plan"];
-/// What a file marked `Pure` must not name: clocks, the system, other threads.
+/// Names that a file marked `Pure` must not contain: clocks, the system, other threads.
 const IMPURE: &[&str] = &[
     "Instant::now",
     "SystemTime::now",
@@ -99,7 +101,8 @@ const IMPURE: &[&str] = &[
     "stderr()",
 ];
 
-/// Lines of one file, tests not counted: above the first a reader loses the thread, above the second we refuse.
+/// Maximum lines of one file, tests excluded. The test warns above the first limit and fails above the
+/// second.
 const LONG_FILE_LINES: usize = 400;
 const TOO_LONG_FILE_LINES: usize = 600;
 
@@ -107,7 +110,7 @@ fn root() -> PathBuf {
     convoke_testkit::programs::root()
 }
 
-/// Files of the project, relative to the root, in order; nothing that git ignores.
+/// Returns the files of the project in order, relative to the root, without files that git ignores.
 fn files() -> Vec<PathBuf> {
     let output = Command::new("git")
         .args(["ls-files", "-z", "--cached", "--others", "--exclude-standard"])
@@ -116,7 +119,7 @@ fn files() -> Vec<PathBuf> {
         .unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let names = String::from_utf8(output.stdout).unwrap();
-    // A file that was deleted but not yet from the index is listed too.
+    // git also lists a file that is deleted in the work tree but still in the index.
     names.split_terminator('\0').map(PathBuf::from).filter(|path| root().join(path).is_file()).collect()
 }
 
@@ -131,7 +134,7 @@ fn with_extension(extension: &str) -> impl Iterator<Item = (PathBuf, String)> {
     })
 }
 
-/// The lines before the tests at the end of the file.
+/// Returns the lines before the test module at the end of the file.
 fn without_tests(text: &str) -> impl Iterator<Item = &str> {
     let lines: Vec<&str> = text.lines().collect();
     let end = (0..lines.len())
@@ -140,7 +143,8 @@ fn without_tests(text: &str) -> impl Iterator<Item = &str> {
     lines.into_iter().take(end)
 }
 
-/// The code of a line, without a comment at its end. (A `//` inside a string cuts too much: good enough here.)
+/// Returns the code of a line without a trailing comment. A `//` inside a string also ends the code; this is
+/// good enough here.
 fn code(line: &str) -> &str {
     line.split("//").next().unwrap_or("")
 }
@@ -161,7 +165,7 @@ fn assert_none(found: &[String], rule: &str) {
     assert!(found.is_empty(), "{rule}:\n  {}", found.join("\n  "));
 }
 
-/// Normal and build dependencies by name, from `cargo metadata`.
+/// Normal and build dependencies of each package by name, from `cargo metadata`.
 struct Dependencies(BTreeMap<String, BTreeSet<String>>);
 
 impl Dependencies {
@@ -186,7 +190,7 @@ impl Dependencies {
         Self(edges.collect())
     }
 
-    /// A chain of dependencies from one package to another, if there is one.
+    /// Returns a chain of dependencies from one package to another, if one exists.
     fn path(&self, from: &str, to: &str) -> Option<String> {
         let mut came_from: BTreeMap<&str, &str> = BTreeMap::new();
         let mut queue = vec![from];
@@ -307,7 +311,7 @@ fn compiled_kernels_are_those_of_their_sources() {
 fn every_crate_takes_version_and_lints_from_the_workspace() {
     let mut found = Vec::new();
     for (path, text) in with_extension("toml").filter(|(path, _)| path.ends_with("Cargo.toml")) {
-        // One that is a workspace of its own says so; it has lints and versions of its own.
+        // A Cargo.toml with its own workspace has its own lints and versions.
         if text.lines().any(|line| line.starts_with("[workspace")) {
             continue;
         }
@@ -395,7 +399,7 @@ fn call_paths_name_functions_that_exist() {
     let page = read(Path::new("docs/internals/call-paths.md"));
     let mut found = Vec::new();
     let mut steps = 0;
-    // A step is "1. `function` (`file`) ...".
+    // A step has the form "1. `function` (`file`) ...".
     for line in page.lines().filter(|line| line.starts_with(|c: char| c.is_ascii_digit())) {
         let mut quoted = line.split('`').skip(1).step_by(2);
         let (Some(function), Some(file)) = (quoted.next(), quoted.next()) else {
@@ -412,7 +416,7 @@ fn call_paths_name_functions_that_exist() {
     assert_none(&found, "docs/internals/call-paths.md");
 }
 
-/// Targets of the Markdown links to files.
+/// Returns the targets of the Markdown links to files.
 fn links(text: &str) -> impl Iterator<Item = &str> {
     text.match_indices("](").filter_map(|(start, _)| {
         let target = text[start + 2..].split(')').next()?;
@@ -425,7 +429,7 @@ fn nothing_is_put_off_in_a_comment() {
     let marks = [concat!("TO", "DO"), concat!("FIX", "ME"), concat!("X", "XX"), concat!("to", "do!")];
     let mut found = Vec::new();
     for path in files() {
-        // Data is not text.
+        // Files that are not UTF-8 are data.
         let Ok(text) = fs::read_to_string(root().join(&path)) else { continue };
         for (number, line) in text.lines().enumerate() {
             if marks.iter().any(|mark| has_word(line, mark)) {
@@ -436,7 +440,7 @@ fn nothing_is_put_off_in_a_comment() {
     assert_none(&found, "do it, or write an issue");
 }
 
-/// Clones that share a target folder share what is built: the path of one of them must not be compiled in.
+/// Clones with a common target folder share binaries, so no binary may contain the path of one clone.
 #[test]
 fn only_testkit_compiles_the_path_of_the_repository_in() {
     let compiled = concat!("env!(\"CARGO_MANIFEST", "_DIR\")");

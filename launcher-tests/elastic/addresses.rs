@@ -1,4 +1,4 @@
-//! Names and addresses as hosts have them: nodes find each other, and the store of their workers.
+//! Names and addresses as real hosts have them: nodes must find each other and the store of their workers.
 
 use std::time::Duration;
 
@@ -6,7 +6,7 @@ use convoke_testkit::skip;
 
 use super::world::{Backend, World};
 
-/// Two nodes find each other, and begin anew when a worker is killed.
+/// Asserts that two nodes find each other, and begin a new round when a worker is killed.
 fn meets(mut world: World) {
     world.start_all(2);
     let round = world.round(2);
@@ -21,7 +21,7 @@ fn world(backend: Backend, what: &str) -> Option<World> {
     Some(world.with("--max-restarts=1"))
 }
 
-/// As Debian has it: the host's own name is 127.0.1.1 to itself.
+/// Debian's /etc/hosts maps the host's own name to 127.0.1.1.
 #[test]
 fn a_host_whose_own_name_is_loopback() {
     for backend in [Backend::C10d, Backend::Etcd(1)] {
@@ -55,7 +55,7 @@ fn hosts_with_ipv6_only_or_both() {
     }
 }
 
-/// The endpoint is nowhere: who tried what, and what came back.
+/// No server listens at the endpoint. The error says which node tried which address, and what came back.
 #[test]
 fn a_wrong_endpoint_is_named_with_what_came_back() {
     for (endpoint, words) in [

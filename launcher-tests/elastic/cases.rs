@@ -1,4 +1,4 @@
-//! The faults.
+//! The faults of elastic jobs.
 
 use std::time::Duration;
 
@@ -13,16 +13,16 @@ use super::world::{Backend, Round, Seen, World};
 use Backend::{C10d, Etcd, File};
 
 const ALL: &[Backend] = &[C10d, File, Etcd(1), Etcd(3)];
-/// Documented are 4 s until a silent node is noticed and another second until all workers run again; the margin is for
-/// a busy machine.
+/// The documentation promises 4 s to detect a silent node, and one further second until all workers run
+/// again. The remainder is an allowance for a busy machine.
 const SILENT: Duration = Duration::from_secs(4 + 6);
-/// Documented is half a second until the death of a process is noticed.
+/// The documentation promises 0.5 s to detect the death of a process.
 const DEATH: Duration = Duration::from_millis(500 + 5500);
 const AGAIN: Duration = Duration::from_secs(1 + 6);
-/// Long enough for a node to be taken for lost.
+/// A silence that is long enough for the others to declare a node lost.
 const LONG: Duration = Duration::from_secs(5);
 
-/// What a node says when a round is over for it.
+/// Phrases with which a node reports the end of a round.
 const BEGINS: &[&str] = &["begin anew", "nobody was heard"];
 
 const RUNS_ON: &str = "runs on";
@@ -30,7 +30,7 @@ const GOES_ON: &str = "goes on without it";
 const BEGINS_ANEW: &str = "begins anew";
 const ENDS: &str = "ends, exit code 1";
 
-/// Runs `case` with each of `all`, or, short, with those of `short`.
+/// Runs `case` with each backend of `all`, or in the short form with each of `short`.
 fn each(fault: &str, short: &[Backend], all: &[Backend], case: impl Fn(Backend) -> Result<Row, String>) {
     for &backend in if is_full() { all } else { short } {
         match case(backend) {
@@ -45,7 +45,7 @@ fn check(seen: &Seen, noticed: Duration) {
     assert!(seen.again.is_none_or(|time| time < noticed + AGAIN), "{seen:?}");
 }
 
-/// Three nodes of "2:3", workers up.
+/// Starts three nodes of "2:3" and waits for their workers.
 fn three(backend: Backend) -> Result<(World, Round), String> {
     three_with(backend, "--max-restarts=0")
 }
@@ -61,7 +61,7 @@ fn kill(pid: i32) -> String {
     format!("kill -9 {pid}")
 }
 
-/// A fault that nobody must notice; what the node on h1 says at the end, if it says anything.
+/// Asserts that no node notices the fault, and that the job finishes.
 fn unnoticed(
     mut world: World,
     round: &Round,
@@ -77,7 +77,7 @@ fn unnoticed(
     Row { outcome: RUNS_ON, seen: Seen::default(), said: String::new() }
 }
 
-/// Node `lost` is lost by `fault`, and the two others go on.
+/// Asserts that node `lost` is lost by `fault`, and that the two others go on.
 fn survived(
     mut world: World,
     round: &Round,
@@ -254,7 +254,7 @@ fn too_few_are_left() {
     });
 }
 
-/// A host that is cut off in some way, then is back.
+/// Asserts the outcome if a host is cut off in some way and then returns.
 fn cut(fault: &str, short: &[Backend], cut: &[&str], host: usize) {
     each(fault, short, ALL, |backend| {
         if matches!(cut[0], "mute" | "deaf") {
@@ -278,7 +278,7 @@ fn cut(fault: &str, short: &[Backend], cut: &[&str], host: usize) {
         let (seen, after) = world.again(&round, |world| world.tell(cut), &told, 2);
         check(&seen, SILENT);
         let said = quote(&world.nodes[&told[0]].stderr(), BEGINS);
-        // Its own workers have ended before.
+        // The workers of the host that was cut off must have ended before the next round started.
         let worker = round[&host].worker;
         world.on(host, &format!("! kill -0 {worker} 2> /dev/null"));
         if backend.is_fixed() {
@@ -312,7 +312,7 @@ fn a_host_is_cut_off_while_its_worker_does_not_stop() {
         };
         let (seen, _) = world.again(&round, fault, &[1, 2], 2);
         check(&seen, SILENT);
-        // It would have had half a minute.
+        // Without the cut, the launcher would give this worker 30 s after SIGTERM.
         world.on(3, &format!("! kill -0 {stubborn} 2> /dev/null"));
         let said = quote(&world.nodes[&1].stderr(), BEGINS);
         world.forget(3);
@@ -358,7 +358,7 @@ fn a_link_is_slow_or_flaps() {
                 world.tell(&["partition", "3"]);
                 std::thread::sleep(Duration::from_secs(1));
                 world.tell(&["heal", "3"]);
-                // Neighbours are looked for once a second.
+                // Nodes probe their neighbours once a second.
                 std::thread::sleep(Duration::from_secs(2));
             }
         };
@@ -447,7 +447,7 @@ fn clocks_differ() {
         }
         let round = world.round(3);
         let victim = round[&3].launcher;
-        // Only hosts that tell the true time are asked for it.
+        // The test measures this time itself, because the clocks of some hosts are wrong.
         let fault = |world: &mut World| world.on(3, &kill(victim));
         let start = std::time::Instant::now();
         fault(&mut world);
@@ -548,7 +548,7 @@ fn etcd_fails() {
     });
 }
 
-/// With a token, nobody without it joins, stops or disturbs a job, or makes its rendezvous hold much memory.
+/// Without the token, no client can join, stop or disturb a job, or make its rendezvous hold much memory.
 #[test]
 fn strangers_are_kept_out() {
     each(
@@ -568,7 +568,7 @@ fn strangers_are_kept_out() {
             node(&mut world, 2, Some("secret"));
             let round = world.round(2);
 
-            // A node that belongs to it, over a wire on which somebody listens.
+            // A legitimate node connects through a proxy that records its traffic.
             let tape = world.job.path("tape").display().to_string();
             let record = format!(
                 "{intruder} record 10.77.0.3:7000 h1:29400 {tape} > /dev/null 2>&1 & echo $! > {tape}.pid"
@@ -602,7 +602,7 @@ fn strangers_are_kept_out() {
     );
 }
 
-/// The most that a process of h1 has held so far, in KiB.
+/// Returns the peak memory of a process of h1, in KiB.
 fn memory(world: &World, pid: i32) -> usize {
     let status = world.says(1, &format!("grep VmHWM /proc/{pid}/status"));
     status.split_whitespace().nth(1).unwrap().parse().unwrap()

@@ -1,10 +1,10 @@
-//! Elastic jobs on simulated hosts, with each rendezvous: what becomes of them when something goes wrong, how soon it
-//! is noticed, and how soon all workers run again.
+//! Elastic jobs on simulated hosts, with each rendezvous backend. The tests check the outcome of each fault,
+//! the time to detect it, and the time until all workers run again.
 //!
-//! A short form runs by default, the whole one with CONVOKE_FULL=1. With CONVOKE_ELASTIC_TABLE=FILE the rows of the
-//! table in docs/measurements/faults.md are added to FILE (`scripts/bench elastic`).
+//! By default a short form runs; CONVOKE_FULL=1 selects the full set. With CONVOKE_ELASTIC_TABLE=FILE the
+//! tests append the rows of the table in docs/measurements/faults.md to FILE (`scripts/bench elastic`).
 
-#![allow(clippy::unwrap_used, clippy::panic, clippy::print_stderr, clippy::print_stdout, unreachable_pub)] // all of it is tests
+#![allow(clippy::unwrap_used, clippy::panic, clippy::print_stderr, clippy::print_stdout, unreachable_pub)] // this crate has only tests
 
 mod addresses;
 mod cases;

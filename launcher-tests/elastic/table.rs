@@ -6,12 +6,12 @@ use std::time::Duration;
 
 use super::world::{Backend, Seen};
 
-/// What was seen in one case.
+/// The observations of one case.
 pub struct Row {
-    /// What becomes of the job.
+    /// The outcome of the job.
     pub outcome: &'static str,
     pub seen: Seen,
-    /// What the user reads.
+    /// The message that the user reads.
     pub said: String,
 }
 
@@ -31,7 +31,7 @@ pub fn row(fault: &str, backend: Backend, row: &Row) {
     }
 }
 
-/// The first line of `said` with one of `words` in it, without what differs from run to run.
+/// Returns the first line of `said` that contains one of `words`, without parts that differ from run to run.
 pub fn quote(said: &str, words: &[&str]) -> String {
     let line = said.lines().find(|line| words.iter().any(|word| line.contains(word)));
     let line = line.unwrap_or_else(|| panic!("none of {words:?} in\n{said}"));

@@ -1,5 +1,5 @@
-//! Simulated hosts with one node of a job on each, a rendezvous, and workers that write down when they start and when they
-//! are told to stop.
+//! Simulated hosts with one node of a job on each, a rendezvous, and workers. The workers log when they
+//! start and when they receive SIGTERM.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -11,12 +11,12 @@ use convoke_launcher_tests::harness::{Ended, Job, Launcher};
 use convoke_launcher_tests::hosts::{Hosts, lacks};
 use convoke_testkit::wait_until;
 
-/// How nodes find each other. For `File` and `Etcd` any node may be lost.
+/// The rendezvous backend. With `File` and `Etcd` the job survives the loss of any node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Backend {
     C10d,
     File,
-    /// With so many members.
+    /// An etcd cluster with the given number of members.
     Etcd(usize),
 }
 
@@ -29,13 +29,13 @@ impl Backend {
         }
     }
 
-    /// The coordinator is on h1 or nowhere.
+    /// Returns true if the coordinator cannot move away from h1.
     pub fn is_fixed(self) -> bool {
         self == Self::C10d
     }
 }
 
-/// A worker that runs, by its host's own numbers of processes.
+/// A running worker; the pids are those of its host's pid namespace.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Up {
     at: u128,
@@ -51,12 +51,12 @@ pub struct Up {
 /// The workers of a round, by host.
 pub type Round = BTreeMap<usize, Up>;
 
-/// What was seen.
+/// The observed times of a fault.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Seen {
-    /// From the fault to the first worker that is told to stop, or to the end of the last launcher.
+    /// Time from the fault to the first SIGTERM of a worker, or to the end of the last launcher.
     pub noticed: Option<Duration>,
-    /// From the fault to the last worker of the next round.
+    /// Time from the fault to the start of the last worker of the next round.
     pub again: Option<Duration>,
 }
 
@@ -74,22 +74,22 @@ pub struct World {
     pub hosts: Hosts,
     pub job: Job,
     pub backend: Backend,
-    /// Where nodes of `C10d` are told to meet.
+    /// The rendezvous endpoint of nodes with `C10d`.
     pub endpoint: String,
     worker: PathBuf,
-    /// Of all nodes.
+    /// Arguments that all nodes get.
     arguments: Vec<String>,
     conf: String,
-    /// By host.
+    /// The launchers, by host.
     pub nodes: BTreeMap<usize, Launcher>,
     generations: Vec<String>,
 }
 
 impl World {
-    /// Hosts h1 to hN, etcd on h0.
+    /// Brings up hosts h1 to hN, and etcd on h0.
     ///
     /// # Errors
-    /// Why there cannot be any here.
+    /// Returns the reason why this machine cannot have simulated hosts or etcd.
     pub fn new(backend: Backend, hosts: usize, nnodes: &str) -> Result<Self, String> {
         if let (Backend::Etcd(_), Some(why)) = (backend, lacks(&["etcd", "etcdctl"])) {
             return Err(why);
@@ -123,7 +123,7 @@ impl World {
         self
     }
 
-    /// Tells etcd something, by `etcd.sh`.
+    /// Runs `etcd.sh` with these arguments on h0 and returns its output.
     pub fn etcd(&self, arguments: &[&str]) -> String {
         let mut all = vec!["exec", "0"];
         let script = Hosts::script().with_file_name("etcd.sh").display().to_string();
@@ -136,7 +136,7 @@ impl World {
         String::from_utf8_lossy(&output.stdout).trim().to_owned()
     }
 
-    /// Runs a command on a host; what it says.
+    /// Runs a command on a host and returns its output.
     pub fn says(&self, host: usize, command: &str) -> String {
         let output = self.run(host, command);
         assert!(output.status.success(), "{command}: {}", String::from_utf8_lossy(&output.stderr));
@@ -147,7 +147,7 @@ impl World {
         self.says(host, command);
     }
 
-    /// Whether a command succeeds there.
+    /// Returns true if the command succeeds on the host.
     pub fn tries(&self, host: usize, command: &str) -> bool {
         self.run(host, command).status.success()
     }
@@ -157,7 +157,7 @@ impl World {
         self.hosts.command(["exec", &host, "sh", "-c", command]).output().unwrap()
     }
 
-    /// Signals the launcher on a host, which has not started workers.
+    /// Signals the launcher on a host. That launcher must not have started workers.
     pub fn signal(&self, host: usize, signal: &str) {
         let script = format!("kill -{signal} $(pgrep -o -x convoke)");
         self.on(host, &script);
@@ -167,7 +167,7 @@ impl World {
         self.hosts.tell(arguments.iter().copied()).unwrap();
     }
 
-    /// The command of the node on this host.
+    /// Builds the launcher command of the node on this host.
     pub fn command(&self, host: usize) -> Command {
         let script = Hosts::script().display().to_string();
         let through = [script.as_str(), "exec", &host.to_string()];
@@ -203,7 +203,7 @@ impl World {
         self.nodes.insert(host, node);
     }
 
-    /// Starts nodes on hosts h1 to hN; the coordinator is on h1.
+    /// Starts nodes on hosts h1 to hN. Node h1 starts first, so that it becomes the coordinator.
     pub fn start_all(&mut self, hosts: usize) {
         self.start(1);
         if hosts > 1 {
@@ -218,7 +218,7 @@ impl World {
         });
     }
 
-    /// The workers of the next round of this size, one on each node, when all are up.
+    /// Waits until all workers of the next round of `size` nodes are up, one on each node, and returns them.
     pub fn round(&mut self, size: usize) -> Round {
         let round = wait_until(&format!("a round of {size}; so far {}", self.log()), || {
             let mut rounds: BTreeMap<String, Round> = BTreeMap::new();
@@ -239,7 +239,7 @@ impl World {
         round
     }
 
-    /// How many rounds have begun, also such that have not come to all their workers.
+    /// Returns the number of rounds that have begun, including rounds in which some workers never started.
     pub fn rounds(&self) -> usize {
         let log = self.log();
         let mut all: Vec<_> = log.lines().filter_map(up).map(|(_, up)| up.generation).collect();
@@ -252,7 +252,7 @@ impl World {
         fs::read_to_string(self.job.path("log")).unwrap_or_default()
     }
 
-    /// What the worker on this host has written of being told to stop in that round.
+    /// Returns the time at which the worker on this host received SIGTERM in that round.
     fn stopped(&self, host: usize, generation: &str) -> Option<u128> {
         self.log().lines().find_map(|line| {
             let mut words = line.split(' ');
@@ -261,7 +261,8 @@ impl World {
         })
     }
 
-    /// `fault` happens to a round; the survivors, those of the hosts `told`, begin anew with `size` nodes.
+    /// Injects `fault` into a round. The survivors are the nodes of the hosts `told`; they must begin a
+    /// round with `size` nodes.
     pub fn again(
         &mut self,
         before: &Round,
@@ -279,7 +280,7 @@ impl World {
         (Seen { noticed: first.map(since), again: Some(since(last)) }, round)
     }
 
-    /// `fault` ends the job on the nodes of `hosts`, with exit code 1; what they say.
+    /// Injects `fault` and asserts that the nodes of `hosts` end with exit code 1. Returns their output.
     pub fn ends(&mut self, fault: impl FnOnce(&mut Self), hosts: &[usize]) -> (Seen, Vec<Ended>) {
         let start = now();
         fault(self);
@@ -289,7 +290,7 @@ impl World {
         (Seen { noticed: Some(took), again: None }, ended)
     }
 
-    /// For so long the workers of this round run as if nothing had happened.
+    /// Asserts that for this time the workers of the round run undisturbed.
     pub fn nothing(&self, round: &Round, for_: Duration) {
         let rounds = self.rounds();
         std::thread::sleep(for_);
@@ -300,7 +301,7 @@ impl World {
         assert_eq!(self.rounds(), rounds, "{}", self.log());
     }
 
-    /// All nodes come to a good end.
+    /// Lets the workers finish, and asserts that all nodes succeed.
     pub fn finish(&mut self) {
         fs::write(self.job.path("go"), "").unwrap();
         for (_, node) in std::mem::take(&mut self.nodes) {
@@ -308,14 +309,14 @@ impl World {
         }
     }
 
-    /// Wakes a launcher that was stopped.
+    /// Continues a launcher that was stopped.
     pub fn wake(&self, host: usize, launcher: i32) {
         self.on(host, &format!("kill -CONT {launcher}"));
-        // Who has started it stops with it, but does not wake with it.
+        // `nsenter`, which started the launcher, stops together with it but needs its own SIGCONT.
         self.nodes[&host].signal(nix::sys::signal::Signal::SIGCONT);
     }
 
-    /// A launcher is no more, or its host.
+    /// Drops the launcher of a host that is gone, and returns its output.
     pub fn forget(&mut self, host: usize) -> String {
         let node = self.nodes.remove(&host).unwrap();
         let said = node.stderr();
@@ -352,7 +353,7 @@ fn up(line: &str) -> Option<(usize, Up)> {
     Some((host.parse().ok()?, up))
 }
 
-/// As the workers' `date` has it.
+/// Returns the time in the unit of the workers' `date +%s%N`.
 fn now() -> u128 {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_nanos()
 }

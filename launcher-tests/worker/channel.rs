@@ -1,6 +1,8 @@
-//! `test-worker channel FILE COUNT`: writes COUNT messages of the agent channel to FILE.RANK, one a line.
-//! The worker whose rank is DIE_AFTER_HELLO exits with 1 once all have had
-//! their first message.
+//! `test-worker channel FILE COUNT`: writes COUNT messages of the agent channel to FILE.RANK, one message
+//! per line.
+//!
+//! The worker whose rank is DIE_AFTER_HELLO exits with code 1 once all workers have received their first
+//! message.
 
 use std::error::Error;
 use std::io::Write;
@@ -38,7 +40,7 @@ pub(super) fn run(arguments: &[&str]) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Waits until all other workers have written down their hello: they must be up before one dies.
+/// Waits until all other workers have recorded their hello message. They must run before one worker dies.
 fn wait_for_hellos(path: &str, me: &WorkerEnv) -> Result<(), Box<dyn Error>> {
     let deadline = Instant::now() + PATIENCE;
     for rank in (0..me.world_size).filter(|&rank| rank != me.rank) {

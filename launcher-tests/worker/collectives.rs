@@ -1,6 +1,8 @@
-//! `test-worker collectives`: compares what collectives give with what they must give, to the last bit between the ranks,
-//! in the world and in parts of it. On success rank 0 prints, for one large `all_reduce`, its bytes and those that
-//! the network interface of each host has sent meanwhile: `sent S: A B ...`.
+//! `test-worker collectives`: checks the results of collectives in the world and in subgroups; the bits must
+//! be equal on all ranks.
+//!
+//! On success rank 0 prints `sent S: A B ...`: the bytes of one large `all_reduce`, and the bytes that each
+//! host's network interface sent during it.
 
 use std::error::Error;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -10,15 +12,17 @@ use convoke_comm::{Group, ReduceOp};
 
 use super::Outcome;
 
-/// Elements of 4 bytes: few, one less than the table's least for a hierarchy, that, and several chunks.
+/// Counts of 4-byte elements: few, one below the tuning table's minimum for a hierarchical algorithm, the
+/// minimum, and several chunks.
 const COUNTS: [usize; 4] = [5, 16_383, 16_384, 400_003];
-/// Elements of the `all_reduce` that is counted.
+/// Number of elements of the `all_reduce` whose traffic is counted.
 const COUNTED: usize = 1 << 20;
 
 pub(super) fn run() -> Outcome {
     let world = convoke_comm::init()?;
     check(&world)?;
-    // Unequal numbers of ranks on the hosts; the hosts in turn; one rank of each.
+    // The three splits give groups with unequal numbers of ranks per host, groups whose ranks alternate
+    // between hosts, and groups with one rank per host.
     let (rank, half) = (world.rank(), world.size() / 2);
     for (color, key) in [(rank % 2, rank), (0, rank % half), (rank % half, rank)] {
         if let Some(part) = world.split(Some(color as u32), -(key as i64))? {
@@ -38,7 +42,7 @@ fn check(group: &Group) -> Outcome {
     Ok(group.barrier()?)
 }
 
-/// A number whose sums are rounded.
+/// Returns a number whose sums need rounding.
 fn inexact(rank: usize, index: usize) -> f32 {
     ((index * 31 + rank * 17) as f32).sin() * 1.7
 }

@@ -1,5 +1,5 @@
-//! `test-worker comm SCENARIO [DIRECTORY]`: a worker of convoke's runtime. A barrier, then what the scenario says; whoever holds
-//! the others up waits for DIRECTORY/go.
+//! `test-worker comm SCENARIO [DIRECTORY]`: a worker that uses convoke's runtime. It enters a barrier, then
+//! plays the scenario. A rank that delays the others waits for the file DIRECTORY/go.
 
 use std::error::Error;
 use std::path::Path;
@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use convoke_comm::{CommError, ReduceOp, Reduction, Session, World};
 
 const PATIENCE: Duration = Duration::from_secs(60);
-/// The rank that does something else than the others.
+/// The rank that deviates from the others.
 const ODD_ONE: usize = 2;
 
 pub(super) fn run(arguments: &[&str]) -> Result<(), Box<dyn Error>> {
@@ -29,14 +29,14 @@ pub(super) fn run(arguments: &[&str]) -> Result<(), Box<dyn Error>> {
     let odd = world.rank() == ODD_ONE;
     match scenario {
         "good" | "absent" => {}
-        // One never calls what the others call, at least for a while.
+        // The odd rank does not join the collective of the others, at least for a while.
         "late" | "timeout" => {
             if odd {
                 wait_for_go(directory)?;
             }
             sum(&world, 1 << 20)?;
         }
-        // A function of the program that does not come back for a while, on all ranks.
+        // On all ranks, the program's own reduction function does not return for a while.
         "function" | "long-function" => {
             let directory = directory.to_owned();
             let waits = Reduction::new(move |into: &mut [f32], from: &[f32]| {
@@ -48,7 +48,8 @@ pub(super) fn run(arguments: &[&str]) -> Result<(), Box<dyn Error>> {
             world.all_reduce(&mut vec![1.0_f32; if scenario == "function" { 8 } else { 1 << 20 }], waits)?;
         }
         "mismatch" => sum(&world, if odd { 7 } else { 8 })?,
-        // Rank 0 waits for a message of the odd one in a group of their own, which waits for rank 0 in the world.
+        // Rank 0 waits for a message from the odd rank in their common group. The odd rank waits for rank 0
+        // in the world.
         "groups" => {
             let even = world.rank().is_multiple_of(2);
             let half = world.split(Some(u32::from(even)), 0)?.ok_or("no group")?;
@@ -70,7 +71,7 @@ pub(super) fn run(arguments: &[&str]) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Joins, works and leaves 100 times.
+/// Joins, runs a collective and leaves, 100 times.
 fn again() -> Result<(), Box<dyn Error>> {
     for round in 0..100 {
         let world = convoke_comm::init().map_err(|error| format!("round {round}: {error}"))?;

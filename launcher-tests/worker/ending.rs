@@ -1,17 +1,19 @@
-//! `test-worker ending HOW WHO WORK`: all ranks work together until rank WHO ends HOW, in the middle of it.
+//! `test-worker ending HOW WHO WORK`: all ranks work together until rank WHO ends in the way HOW, in the
+//! middle of the work.
 //!
-//! HOW: `error` and `panic` leave `main`, `exit`, `abort`, `segv` and `kill` do not; `return` and `exit0` end with 0 too early.
-//! WORK: `reduce`, all ranks need each other; `ring`, each needs its neighbours; `apart`, nobody needs WHO, and all but
-//! WHO wait for a message that never comes.
+//! HOW: `error` and `panic` leave `main`; `exit`, `abort`, `segv` and `kill` do not. `return` and `exit0`
+//! end too early with code 0.
+//! WORK: in `reduce`, all ranks need each other. In `ring`, each rank needs its neighbours. In `apart`, no
+//! rank needs WHO, and the others wait for a message that never comes.
 
-#![allow(clippy::exit, clippy::panic)] // its purpose
+#![allow(clippy::exit, clippy::panic)] // the worker must end in these ways
 
 use std::error::Error;
 
 use convoke_comm::{ReduceOp, World};
 use nix::sys::signal::{Signal, raise};
 
-/// Rounds of work before the end.
+/// Number of rounds before rank WHO ends.
 const ROUNDS: usize = 50;
 
 pub(super) fn run(arguments: &[&str]) -> Result<(), Box<dyn Error>> {
@@ -53,7 +55,8 @@ fn end(how: &str) -> Result<(), Box<dyn Error>> {
         "panic" => panic!("the loader is gone"),
         "exit" => std::process::exit(3),
         "abort" => std::process::abort(),
-        // The first time Rust's own handler gets it, which looks for an overflow of the stack.
+        // Rust's own handler, which checks for a stack overflow, receives the first signal. The second one
+        // kills the process.
         "segv" => loop {
             raise(Signal::SIGSEGV)?;
         },

@@ -1,6 +1,7 @@
-//! `test-worker failing HOW`: fails as Rust programs do, if RANK is FAILING_RANK; else sleeps until it is stopped.
+//! `test-worker failing HOW`: if RANK equals FAILING_RANK, fails as Rust programs do. Otherwise sleeps until
+//! it is stopped.
 
-#![allow(clippy::print_stdout)] // what it prints is nobody's business
+#![allow(clippy::print_stdout)] // no test reads this output
 
 use std::error::Error;
 use std::time::Duration;
@@ -30,7 +31,7 @@ fn panics(list: &[i32], at: usize) -> Result<(), String> {
     Ok(())
 }
 
-#[allow(unconditional_recursion)] // that is the point
+#[allow(unconditional_recursion)] // the recursion must overflow the stack
 fn overflow(depth: u64) -> u64 {
     let room = std::hint::black_box([depth; 512]);
     overflow(depth + 1) + room[usize::try_from(depth % 512).unwrap_or(0)]

@@ -1,5 +1,7 @@
-//! `test-worker-faults fault ORDERS`: a rank of the fault matrix. It makes its calls, fails where it is ordered to, and
-//! reports how it fared. `test-worker-faults fault store FOLDER` serves the store of a job until its stdin ends.
+//! `test-worker-faults fault ORDERS`: a rank of the fault matrix. It makes its calls, injects the ordered
+//! fault, and reports its result.
+//!
+//! `test-worker-faults fault store FOLDER` serves the store of a job until its stdin closes.
 
 use std::error::Error;
 use std::io::Read;
@@ -39,7 +41,8 @@ fn serve(folder: &Path) -> Result<(), Box<dyn Error>> {
 
 #[allow(unsafe_code)]
 fn work(orders: Orders) -> Result<ExitCode, Box<dyn Error>> {
-    // A launcher stops the others when one has died; how they learn of it themselves is what matters here.
+    // A launcher sends SIGTERM to the others when one rank dies. They ignore it, because the test checks how
+    // the runtime itself detects the death.
     // SAFETY: no handler is installed.
     unsafe { signal(Signal::SIGTERM, SigHandler::SigIgn) }?;
     let rank = std::env::var("RANK")?.parse()?;
@@ -56,7 +59,7 @@ fn work(orders: Orders) -> Result<ExitCode, Box<dyn Error>> {
     Ok(code)
 }
 
-/// How many calls succeeded, and what ended them.
+/// Returns the number of calls that succeeded, and the error that ended them.
 fn calls(rank: usize, orders: &Orders, world: &mut Option<World>) -> (u64, Result<(), CommError>) {
     let joined = Session::join().and_then(|session| {
         let times = |options: convoke_comm::GroupOptions| {
@@ -72,7 +75,8 @@ fn calls(rank: usize, orders: &Orders, world: &mut Option<World>) -> (u64, Resul
     let mut memory = Memory::default();
     let calls = orders.early.filter(|&(who, _)| who == rank).map_or(orders.calls, |(_, calls)| calls);
     for seq in 0..calls {
-        // Ranks that wait for ever in their first call are as much at work as those that are in their third.
+        // The rank announces that it is in its calls. With `Idle` it never leaves the first call, so the
+        // mark comes before that call.
         if seq == if orders.work == Work::Idle { 0 } else { 2 } {
             let _ = note(&orders.folder, "up", rank, &());
         }
@@ -99,7 +103,7 @@ impl Memory {
         match work {
             Work::Small => self.sum(world, 1),
             Work::Direct => self.sum(world, 16 << 10),
-            // 8 MiB: less is exchanged directly.
+            // 8 MiB, because direct exchange handles smaller sums.
             Work::Ring => self.sum(world, 2 * MIB),
             Work::Broadcast => {
                 self.bytes.resize(4 * MIB, 0);
@@ -166,7 +170,7 @@ fn failed(error: &CommError) -> Failed {
     }
 }
 
-/// Fails here if that is ordered, and notes when it leaves.
+/// Injects the ordered fault at its fault point. Records the time at which the rank begins to leave.
 fn moment(point: &str, seq: u64, bytes: usize) {
     static DONE: AtomicBool = AtomicBool::new(false);
     let Some((rank, Orders { faults, folder, .. })) = ORDERS.get() else { return };
@@ -193,7 +197,7 @@ fn act(act: Act) {
         }
         Act::HoldAndDie => {
             for socket in sockets() {
-                // SAFETY: the descriptor is open; its copy is meant to stay.
+                // SAFETY: the descriptor is open, and its copy stays open on purpose.
                 unsafe { libc::fcntl(socket, libc::F_DUPFD_CLOEXEC, 0) };
             }
             outlived();
@@ -205,15 +209,16 @@ fn act(act: Act) {
     }
 }
 
-/// Dies, and leaves a child.
+/// Kills this process and leaves a child behind.
 #[allow(unsafe_code)]
 fn outlived() {
     let piped = target(0).is_some_and(|target| target.starts_with("pipe:"));
-    // SAFETY: the child makes system calls only, until it ends with _exit.
+    // SAFETY: the child makes only system calls until it ends with _exit.
     match unsafe { fork() } {
         Ok(ForkResult::Parent { .. }) => drop(raise(Signal::SIGKILL)),
-        // SAFETY: reads one byte into a place of its own and ends. The driver's end of stdin closes when the
-        // case is over; a launcher, which gives no stdin, ends what its workers leave.
+        // SAFETY: the child reads one byte into its own memory and ends. If stdin is a pipe, the driver
+        // closes its end after the case. A launcher gives no stdin, and kills the processes that its workers
+        // leave behind.
         Ok(ForkResult::Child) => unsafe {
             let mut byte = 0_u8;
             if piped {
@@ -240,20 +245,21 @@ fn sockets() -> impl Iterator<Item = RawFd> {
     descriptors().into_iter().filter(|&fd| target(fd).is_some_and(|target| target.starts_with("socket:")))
 }
 
-/// Puts something else in the place of each socket, so that no later descriptor gets its number.
+/// Replaces each socket by /dev/null, so that no later descriptor gets its number.
 #[allow(unsafe_code)]
 fn close_sockets() {
     let Ok(null) = std::fs::File::open("/dev/null") else { return };
     let null = std::os::fd::AsRawFd::as_raw_fd(&null);
     for socket in sockets() {
-        // SAFETY: both are open. Whoever owns the socket finds that it is none any more.
+        // SAFETY: both descriptors are open. The owner of the socket gets errors, because the descriptor is
+        // no socket any more.
         unsafe { libc::dup2(null, socket) };
     }
 }
 
 fn no_descriptors() {
     let highest = descriptors().into_iter().max().unwrap_or(0);
-    // Fill the gaps, so that not one more can be opened.
+    // The loop fills gaps in the descriptor table, so that the limit below leaves no free number.
     while let Ok(file) = std::fs::File::open("/dev/null") {
         let number = std::os::fd::IntoRawFd::into_raw_fd(file);
         if number > highest {

@@ -1,4 +1,5 @@
-//! `test-worker group`: joins its job by whatever started it, adds up the ranks with all others and says who it is.
+//! `test-worker group`: joins its job under any starter, sums the ranks with all others and prints its own
+//! rank.
 
 use std::error::Error;
 use std::io::{self, Write};
@@ -11,7 +12,7 @@ pub(super) fn run() -> Result<(), Box<dyn Error>> {
     world.all_reduce(&mut sum, ReduceOp::Sum)?;
     let (rank, size) = (world.rank(), world.size());
     let (local_rank, local_size) = (world.local_rank(), world.local_world_size());
-    // In one piece: several write to one output.
+    // One write for the whole line, because several workers share the output.
     let line = format!("rank {rank} of {size}, {local_rank} of {local_size} here, sum {}\n", sum[0]);
     Ok(io::stdout().write_all(line.as_bytes())?)
 }

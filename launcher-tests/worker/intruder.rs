@@ -1,12 +1,12 @@
-//! Somebody on the network who does not belong to the job.
+//! A network client that does not belong to the job.
 //!
 //! ```text
-//! test-worker intruder flood ADDRESS COUNT      opens so many connections, says a little on each, holds them for 3 s
-//! test-worker intruder record LISTEN ADDRESS FILE   passes connections on, and writes down what callers of the first say
-//! test-worker intruder replay ADDRESS FILE      says that again, whole and in parts; prints what comes back
+//! test-worker intruder flood ADDRESS COUNT         opens COUNT connections, sends bytes, waits 3 s
+//! test-worker intruder record LISTEN ADDRESS FILE  forwards connections, records the first client's bytes
+//! test-worker intruder replay ADDRESS FILE         sends the record, whole and cut; prints reply sizes
 //! ```
 
-#![allow(clippy::unwrap_used, clippy::print_stdout)] // a part of tests
+#![allow(clippy::unwrap_used, clippy::print_stdout)] // test code
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -27,7 +27,7 @@ pub(super) fn run(arguments: &[&str]) -> super::Outcome {
     Ok(())
 }
 
-/// What strangers may say first.
+/// Returns first messages that an unauthenticated peer may send.
 fn openings() -> Vec<Vec<u8>> {
     let magic = b"convoke\x02".to_vec();
     let with = |more: &[u8]| [magic.as_slice(), more].concat();
@@ -39,7 +39,7 @@ fn openings() -> Vec<Vec<u8>> {
         with(&2048_u32.to_le_bytes()),
         with(&[&16_u32.to_le_bytes()[..], &[7; 16]].concat()),
         b"GET / HTTP/1.1\r\n\r\n".to_vec(),
-        // A client of a TCPStore that goes no further than its first byte.
+        // The first byte of a TCPStore client, without the remainder of its request.
         vec![0],
         vec![0xff; 4096],
     ]
@@ -51,7 +51,7 @@ fn flood(address: &str, count: usize) {
     let openings = openings();
     let mut held = Vec::new();
     for index in 0..count {
-        // Whoever is refused comes again, as strangers do.
+        // A refused connection is skipped; the next iteration connects again.
         let Ok(mut stream) = TcpStream::connect(address) else { continue };
         let _ = stream.write_all(&openings[index % openings.len()]);
         held.push(stream);
@@ -90,7 +90,8 @@ fn replay(address: &str, file: &str) {
         stream.set_read_timeout(Some(Duration::from_secs(1))).unwrap();
         let _ = stream.write_all(&said[..len]);
         let (mut answer, start) = (Vec::new(), Instant::now());
-        // What is cut off waits for its rest until the other side has had enough.
+        // A truncated message makes the server wait for the remainder, until its own limit ends the
+        // connection.
         while start.elapsed() < Duration::from_secs(1) {
             let mut bytes = [0; 4096];
             match stream.read(&mut bytes) {

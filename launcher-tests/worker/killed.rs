@@ -1,8 +1,10 @@
-//! `test-worker-faults killed VICTIM [MOMENT]`: one of three ranks that share memory. They make calls of all kinds and look
-//! at each result. With MOMENT this rank kills itself at its moment of that number; the others must lose VICTIM.
-//! Prints "lost", or how many moments it came through.
+//! `test-worker-faults killed VICTIM [MOMENT]`: one of three ranks that share memory. The ranks make calls
+//! of all kinds and check each result.
+//!
+//! With MOMENT this rank kills itself at the fault point of that number, and the others must report the loss
+//! of VICTIM. Prints "lost", or the number of fault points that it passed.
 
-#![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout)] // a part of tests
+#![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout)] // test code
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -13,12 +15,13 @@ use nix::sys::signal::{Signal, raise};
 use super::Outcome;
 use crate::kills::WORLD;
 
-/// Within this the survivors must know. If a rank dies before the others have met it, they wait [`FORMING`] for it.
+/// Time within which the survivors must detect the death. They wait [`FORMING`] for a rank that died before
+/// it met them.
 const SOON: Duration = Duration::from_secs(10);
 const FORMING: Duration = Duration::from_secs(2);
 const ROUNDS: usize = 4;
 
-/// Moments so far, and at which this process dies.
+/// Number of fault points passed so far, and the number at which this process dies.
 static MOMENTS: AtomicU64 = AtomicU64::new(0);
 static LAST: AtomicU64 = AtomicU64::new(u64::MAX);
 
@@ -31,7 +34,7 @@ pub(super) fn run(arguments: &[&str]) -> Outcome {
     LAST.store(last, Ordering::Relaxed);
     on_moment(|_| {
         if MOMENTS.fetch_add(1, Ordering::Relaxed) == LAST.load(Ordering::Relaxed) {
-            // It cannot fail for oneself.
+            // A process may always signal itself.
             let _ = raise(Signal::SIGKILL);
         }
     });
@@ -46,7 +49,7 @@ pub(super) fn run(arguments: &[&str]) -> Outcome {
         Err(error) => panic!("{error}"),
     }
     assert!(begin.elapsed() < SOON, "{:?}", begin.elapsed());
-    // What of the memory, the doorbells and the connections is still open would be found here.
+    // Leaked descriptors of shared memory, doorbells and connections would show up here.
     assert_eq!(descriptors(), before);
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
     assert!(!maps.contains("memfd:convoke"), "{maps}");
@@ -57,7 +60,7 @@ fn descriptors() -> usize {
     std::fs::read_dir("/proc/self/fd").unwrap().count()
 }
 
-/// Calls of all kinds, small, large, in memory of `alloc` and messages, each with a result that is looked at.
+/// Makes small and large calls of all kinds, in memory from `alloc` too, and messages; checks each result.
 fn job(formed: &mut bool) -> Result<(), CommError> {
     let mut session = Session::join()?.with_options(|options| options.timeout(SOON).init_timeout(FORMING));
     let world = session.world()?;

@@ -1,4 +1,4 @@
-//! `test-worker ROLE ARGUMENTS...`: all workers of the tests in one program, so that it is built once.
+//! `test-worker ROLE ARGUMENTS...`: all workers of the tests in one program, so that Cargo builds it once.
 
 mod channel;
 mod collectives;
@@ -19,13 +19,13 @@ mod training;
 use std::error::Error;
 use std::process::ExitCode;
 
-/// What the process does in its role.
+/// Result of a role.
 type Outcome = Result<(), Box<dyn Error>>;
 
 /// Runs the role that the command line names.
 ///
 /// # Errors
-/// Whatever makes the role fail; that is often its purpose.
+/// Returns the error of the role; many roles exist to fail.
 pub fn main() -> Result<ExitCode, Box<dyn Error>> {
     let mut words = std::env::args().skip(1);
     let role = words.next().unwrap_or_default();

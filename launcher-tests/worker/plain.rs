@@ -1,6 +1,8 @@
-//! `test-worker plain lines COUNT [stderr]`: writes that many lines to stdout and stderr, or to stderr only, as fast as it can
-//! and in pieces that do not end with lines, all workers at once.
-//! `test-worker plain connect DIRECTORY`: connects to its master, writes DIRECTORY/MASTER_PORT.RANK and waits for DIRECTORY/go.
+//! `test-worker plain lines COUNT [stderr]`: writes COUNT lines to stdout and stderr, or only to stderr, as
+//! fast as possible. All workers write at once, in pieces that do not end with lines.
+//!
+//! `test-worker plain connect DIRECTORY`: connects to its master, writes DIRECTORY/MASTER_PORT.RANK and
+//! waits for DIRECTORY/go.
 
 use std::error::Error;
 use std::fs::File;
@@ -14,7 +16,7 @@ use crate::numbered_line;
 use convoke_env::WorkerEnv;
 
 const PATIENCE: Duration = Duration::from_secs(60);
-/// No multiple of any line's length.
+/// Size of a piece; it is no multiple of any line's length.
 const PIECE_BYTES: usize = 10_007;
 
 pub(super) fn run(arguments: &[&str]) -> Result<(), Box<dyn Error>> {
@@ -32,7 +34,7 @@ fn lines(count: usize, stdout: bool) -> Result<(), Box<dyn Error>> {
     let text: String = (0..count).map(|number| numbered_line(rank, number) + "\n").collect();
     std::fs::write(format!("ready.{rank}"), "")?;
     wait_for(|| (0..worker.world_size).all(|rank| Path::new(&format!("ready.{rank}")).exists()))?;
-    // Not through the line buffer of io::stdout().
+    // A raw descriptor bypasses the line buffer of io::stdout().
     let mut out = File::from(io::stdout().as_fd().try_clone_to_owned()?);
     for piece in text.as_bytes().chunks(PIECE_BYTES) {
         if stdout {

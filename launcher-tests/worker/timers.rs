@@ -1,5 +1,5 @@
-//! `test-worker timers`: a program with an interval timer of a millisecond, whose handler interrupts every system call. It
-//! joins, works, makes groups and leaves; then it joins again.
+//! `test-worker timers`: a program with a 1 ms interval timer, whose signal handler interrupts every system
+//! call. The program joins, runs collectives, splits groups and leaves; then it joins again.
 
 use std::error::Error;
 
@@ -33,11 +33,12 @@ pub(super) fn run() -> Result<(), Box<dyn Error>> {
 #[allow(unsafe_code)]
 fn start_timer() -> Result<(), Box<dyn Error>> {
     let action = SigAction::new(SigHandler::Handler(nothing), SaFlags::empty(), SigSet::empty());
-    // SAFETY: the handler does nothing.
+    // SAFETY: the handler does nothing, so it is async-signal-safe.
     unsafe { sigaction(Signal::SIGALRM, &action) }?;
     let millisecond = libc::timeval { tv_sec: 0, tv_usec: 1000 };
     let timer = libc::itimerval { it_interval: millisecond, it_value: millisecond };
-    // SAFETY: both pointers are good for this call: one to a value on the stack, one null, as setitimer allows.
+    // SAFETY: both pointers are valid for this call: one points to a value on the stack, and setitimer
+    // accepts null for the other.
     match unsafe { libc::setitimer(libc::ITIMER_REAL, &raw const timer, std::ptr::null_mut()) } {
         0 => Ok(()),
         _ => Err(std::io::Error::last_os_error().into()),

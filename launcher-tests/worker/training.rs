@@ -1,7 +1,7 @@
-//! `test-worker-faults training SCENE VICTIM`: a rank that trains with others until rank VICTIM dies, which all others must
-//! notice.
+//! `test-worker-faults training SCENE VICTIM`: a rank that trains with others until rank VICTIM dies. All
+//! others must detect the death.
 
-#![allow(clippy::unwrap_used, clippy::panic)] // a part of tests
+#![allow(clippy::unwrap_used, clippy::panic)] // test code
 
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
@@ -12,9 +12,9 @@ use nix::sys::signal::{Signal, raise};
 
 use super::Outcome;
 
-/// Within this the survivors must know.
+/// Time within which the survivors must detect the death.
 const SOON: Duration = Duration::from_secs(10);
-/// Elements of the larger parameter: its bucket is on its way for a while.
+/// Number of elements of the larger parameter; the transfer of its bucket takes a while.
 const LARGE: usize = 1 << 20;
 
 pub(super) fn run(arguments: &[&str]) -> Outcome {
@@ -23,7 +23,7 @@ pub(super) fn run(arguments: &[&str]) -> Outcome {
     };
     let victim: usize = victim.parse()?;
     let joined = convoke_comm::init()?;
-    // Far beyond what is asked for, but not for ever.
+    // This timeout far exceeds `SOON`, but it bounds a test that hangs.
     let world = joined.with_timeout(Duration::from_secs(60));
     let is_victim = world.rank() == victim;
     world.barrier().unwrap();
@@ -35,11 +35,11 @@ pub(super) fn run(arguments: &[&str]) -> Outcome {
 }
 
 fn die() {
-    // It cannot fail for oneself.
+    // A process may always signal itself.
     let _ = raise(Signal::SIGKILL);
 }
 
-/// Dies when a large transfer is on its way.
+/// Kills this process in the middle of a large transfer.
 fn die_in(point: &'static str) {
     static POINT: OnceLock<&str> = OnceLock::new();
     POINT.get_or_init(|| point);
@@ -57,7 +57,7 @@ fn act(scene: &str, world: &Group, is_victim: bool) -> Result<(), TrainError> {
         }
     };
     if let "prepares" | "waits for the first" = scene {
-        // Before it comes to the guard, or inside.
+        // The victim dies before it enters the guard, or inside.
         die_if(scene == "waits for the first");
         return first_of_all(world, || {
             die_if(true);
@@ -70,7 +70,7 @@ fn act(scene: &str, world: &Group, is_victim: bool) -> Result<(), TrainError> {
         "sends" | "receives" if is_victim => die_in(if scene == "sends" { "sent" } else { "received" }),
         _ => {}
     }
-    // In the join ranks have different numbers of batches, and the victim has none from the second step on.
+    // In the join, ranks have different numbers of batches. The victim has no batch from the second step on.
     let mut batches = 0..if is_victim { 1 } else { 50 };
     while let Some(batch) = ddp.join(batches.next())? {
         let mut pass = ddp.pass();
