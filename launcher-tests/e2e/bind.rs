@@ -1,4 +1,4 @@
-//! Which CPUs workers run on.
+//! Binding of workers to CPUs.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -9,10 +9,10 @@ use std::process::Command;
 use convoke_launcher_tests::harness::{Ended, Job};
 use convoke_testkit::{free_port, wait_until};
 
-/// A worker that writes down its CPUs.
+/// A worker that writes its allowed CPUs to a file.
 const WORKER: &str = "grep Cpus_allowed_list /proc/self/status > \"$JOB/cpus.$RANK\"\n";
 
-/// The CPUs in a status file's `Cpus_allowed_list`.
+/// Parses the CPUs of `Cpus_allowed_list` in a status file.
 fn allowed(status: &str) -> BTreeSet<usize> {
     let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).unwrap();
     let number = |text: &str| text.parse::<usize>().unwrap();
@@ -27,7 +27,7 @@ fn ours() -> BTreeSet<usize> {
     allowed(&fs::read_to_string("/proc/self/status").unwrap())
 }
 
-/// The physical cores of these CPUs, each by its hyperthreads.
+/// Returns the physical cores of these CPUs; each core is named by the list of its hyperthreads.
 fn cores(cpus: &BTreeSet<usize>) -> BTreeSet<String> {
     let siblings = |cpu: &usize| {
         let path = format!("/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list");
@@ -93,7 +93,7 @@ fn the_launchers_own_cpus_are_the_limit() {
     assert_eq!(of_worker(&job, 0), [last].into());
 }
 
-/// A cpuset of this name with one CPU; removed at the end.
+/// A cpuset with one CPU; it is removed on drop.
 struct CpuSet(PathBuf);
 
 impl CpuSet {
@@ -110,7 +110,7 @@ impl CpuSet {
 
 impl Drop for CpuSet {
     fn drop(&mut self) {
-        // The last of its processes may still be on its way out.
+        // The last process of the cpuset may still be exiting.
         wait_until("the cpuset to be empty", || fs::remove_dir(&self.0).ok());
     }
 }
@@ -137,10 +137,10 @@ fn cpus_that_were_taken_away_are_the_reason_and_not_the_program() {
         command.args(["--node-rank", rank, "--master-port", &port]).args(flags).arg(&worker);
         job.start(command)
     };
-    // It has chosen CPUs when it serves the store, and starts workers when the other node is there.
+    // The launcher chooses CPUs before it serves the store, and starts workers once the other node joins.
     let bound = node("0", &["--bind=core", "--report-file=report.json"]);
     wait_until("the store", || TcpStream::connect(format!("127.0.0.1:{port}")).ok());
-    // The launcher and its guard.
+    // The two processes are the launcher and its guard.
     wait_until("two processes in the cpuset", || {
         let all = job.processes();
         all.iter().for_each(|pid| fs::write(cpuset.0.join("cgroup.procs"), pid.to_string()).unwrap());

@@ -1,4 +1,4 @@
-//! A corpus of failures: the report names the right rank and class in all of them.
+//! A collection of failures: in each case the report must name the right rank and the right class.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -11,18 +11,18 @@ use convoke_launcher_tests::harness::{Ended, Job, children};
 use convoke_launcher_tests::worker_of;
 use convoke_testkit::{free_port, skip, wait_until};
 
-/// One way to fail.
+/// One kind of failure.
 struct Case {
     name: &'static str,
-    /// What runs as every worker; its first line is `sh` or `py`.
+    /// The script of every worker; its first line is `sh` or `py`.
     script: &'static str,
     /// Flags before SCRIPT.
     flags: &'static [&'static str],
-    /// What runs instead of the script, and its arguments.
+    /// A program to run instead of the script, and its arguments.
     run: &'static [&'static str],
     rank: usize,
     class: &'static str,
-    /// What the report on the terminal says.
+    /// Texts that the report on the terminal contains.
     says: &'static [&'static str],
 }
 
@@ -45,7 +45,7 @@ impl Case {
     }
 }
 
-/// What scripts begin with.
+/// Prologues of the scripts.
 const SH: &str = r#"only() { [ "$RANK" = "$1" ] || exec sleep 1000; }
 await() { while [ ! -e "$JOB/$1" ]; do sleep 0.01; done; }
 "#;
@@ -69,7 +69,7 @@ def account(message, stamp):
         json.dump(text, f)
 ";
 
-/// Two ranks with a connection: rank 0 has `peer`, rank 1 too.
+/// Connects two ranks; both get a socket `peer`.
 const CONNECTED: &str = "
 if RANK == 0:
     server = socket.create_server(('127.0.0.1', 0))
@@ -118,7 +118,7 @@ const CASES: &[Case] = &[
     case("megabyte line last", 1, "exit", "py\nonly(1)\nsys.stderr.write('x' * (1 << 20))\nsys.stderr.flush()\nos._exit(4)").says(&["xxx [...] xxx"]),
     case("garbage", 1, "exit", "py\nonly(1)\nos.write(2, bytes(range(256)) * 300)\nos._exit(5)").says(&["exitcode  : 5"]),
     case("nothing but tracebacks that were handled", 1, "segfault", "py\nonly(1)\nimport traceback\ntry: 1/0\nexcept Exception: traceback.print_exc()\nos.kill(os.getpid(), 11)"),
-    // Who was first
+    // The rank that failed first
     case(
         "skewed clock in an error file", 0, "exit",
         "py\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nif RANK == 0:\n    wait_for('ready')\n    sys.exit(7)\ntouch('ready')\n\
@@ -177,13 +177,13 @@ const CASES: &[Case] = &[
     case("panic of a thread", 1, "panic", "").run(&["failing", "thread"]).says(&["thread 'loader'", "index out of bounds"]),
     case("stack overflow", 1, "abort", "").run(&["failing", "overflow"]).says(&["has overflowed its stack"]),
     case("error from main", 1, "exit", "").run(&["failing", "error"]).says(&["the data set is empty"]),
-    // Where stderr goes does not matter
+    // The cause is found wherever stderr goes
     case("redirected", 1, "exception", "py\nonly(1)\nraise ValueError('in a file')").flags(&["--nproc-per-node=3", "-r3"]).says(&["cause     : exception: ValueError: in a file"]),
     case("teed", 1, "exception", "py\nonly(1)\nraise ValueError('twice')").flags(&["--nproc-per-node=3", "-t3"]).says(&["[default1]:ValueError: twice"]),
     case("filtered", 1, "exception", "py\nonly(1)\nraise ValueError('unseen')").flags(&["--nproc-per-node=3", "--local-ranks-filter=0"]).says(&["cause     : exception: ValueError: unseen"]),
 ];
 
-/// Writes the worker of `case` and returns what to launch.
+/// Writes the worker of `case` and returns the command line to launch.
 fn program(job: &Job, case: &Case) -> Vec<PathBuf> {
     if let [role @ "failing", how] = case.run {
         return worker_of(role).map(PathBuf::from).into_iter().chain([how.into()]).collect();
@@ -200,7 +200,7 @@ fn program(job: &Job, case: &Case) -> Vec<PathBuf> {
     vec![path]
 }
 
-/// The launcher for `case`, three workers unless it says otherwise.
+/// Builds the launcher command for `case`, with three workers unless its flags set another number.
 fn launcher(job: &Job, case: &Case) -> Command {
     let mut command = job.command(["--report-file=report.json"]);
     if case.rank > 0 && !case.flags.iter().any(|flag| flag.starts_with("--nproc-per-node")) {
@@ -216,7 +216,7 @@ fn report(path: &Path) -> Value {
     serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
 }
 
-/// What is wrong with how `case` was told.
+/// Returns a description of the errors in the report of `case`, or `None`.
 fn complaint(case: &Case, ended: &Ended, report: &Value) -> Option<String> {
     let root = report["root_cause"].as_u64().map(|at| &report["failures"][at as usize]);
     let told =
@@ -244,7 +244,7 @@ fn complaint(case: &Case, ended: &Ended, report: &Value) -> Option<String> {
 fn every_cause_is_told() {
     let next = Mutex::new(CASES.iter());
     let complaints = Mutex::new(Vec::new());
-    // They mostly wait for processes.
+    // Four cases run at a time, because they mostly wait for processes.
     std::thread::scope(|scope| {
         for _ in 0..4 {
             scope.spawn(|| {
@@ -266,7 +266,7 @@ fn every_cause_is_told() {
     assert!(complaints.is_empty(), "{} of {}:\n{}", complaints.len(), CASES.len(), complaints.join("\n\n"));
 }
 
-/// Two static nodes; each is given by its workers' script.
+/// Runs two static nodes; each node's workers run their own script.
 fn two_nodes(job: &Job, scripts: [&Path; 2]) -> [(Ended, Value); 2] {
     let port = free_port().to_string();
     let nodes = [0, 1].map(|rank| {
@@ -333,17 +333,17 @@ fn a_missing_library_is_named() {
     assert_eq!(complaint(&case, &ended, &report(&job.path("report.json"))), None);
 }
 
-/// A memory cgroup of version 1, removed when it is dropped.
+/// A memory cgroup (version 1); it is removed on drop.
 struct Cgroup(PathBuf);
 
 impl Cgroup {
     fn with_limit(name: &str, bytes: u64) -> std::io::Result<Self> {
         let path = Path::new("/sys/fs/cgroup/memory").join(format!("convoke-{name}-{}", std::process::id()));
         std::fs::create_dir(&path)?;
-        // Only now: what was not made cannot be removed.
+        // The value exists only after the folder was created, so that drop removes only this test's folder.
         let group = Self(path);
         std::fs::write(group.0.join("memory.limit_in_bytes"), bytes.to_string())?;
-        // Without swap accounting there is no such file, and without swap no need.
+        // Without swap accounting this file does not exist; without swap it is not needed.
         let _ = std::fs::write(group.0.join("memory.memsw.limit_in_bytes"), bytes.to_string());
         Ok(group)
     }
@@ -351,7 +351,7 @@ impl Cgroup {
 
 impl Drop for Cgroup {
     fn drop(&mut self) {
-        // The last of its processes may still be on its way out.
+        // The last process of the cgroup may still be exiting.
         wait_until("the cgroup to be empty", || std::fs::remove_dir(&self.0).ok());
     }
 }
@@ -479,10 +479,10 @@ fn a_restart_says_why() {
 #[test]
 fn stderr_comes_whole_and_unchanged_and_can_be_left_alone() {
     let job = Job::new();
-    // 64 MiB of what is no text, by two workers at once.
+    // Two workers at once write 64 MiB with escape sequences, which the launcher must not change.
     let worker = job.script("yes \"rank $RANK \u{1b}[1m\" | head -c 33554432 >&2\n");
     let ended = job.run(["--nproc-per-node=2".as_ref(), worker.as_os_str()]).expect(0);
-    // `head` writes blocks that end within lines, and where it has to wait the other's line may come between.
+    // `head` writes blocks that end within lines. A line of the other worker may come between two blocks.
     let count = |rank| ended.stderr.matches(&format!("rank {rank} \u{1b}[1m\n")).count();
     let whole = 33_554_432 / "rank 0 \u{1b}[1m\n".len();
     assert!(count(0) > whole - 1000 && count(1) > whole - 1000, "{} and {} of {whole}", count(0), count(1));

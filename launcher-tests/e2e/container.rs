@@ -1,4 +1,5 @@
-//! The launcher as PID 1 of a container: whatever would end another process does not end PID 1, and all orphans are its own.
+//! The launcher as PID 1 of a container. Signals with a default action do not kill PID 1, and PID 1 inherits
+//! all orphans.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -11,10 +12,11 @@ use convoke_launcher_tests::path;
 use convoke_testkit::programs::shipped;
 use convoke_testkit::{free_port, skip, wait_until};
 
-/// Executes a program as PID 1 of new namespaces. It is killed when this ends, and ends as the program does.
+/// Executes a program as PID 1 of new namespaces. The program dies with `unshare`, and `unshare` returns its
+/// exit status.
 const UNSHARE: &[&str] = &["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"];
 
-/// Whether that works here; if not, says so.
+/// Returns true if `unshare` works here; otherwise reports a skipped test.
 fn can_unshare() -> bool {
     let works = Command::new(UNSHARE[0]).args(&UNSHARE[1..]).arg("true").output();
     let why = match works {
@@ -26,7 +28,7 @@ fn can_unshare() -> bool {
     false
 }
 
-/// The launcher, as a pid out here.
+/// Returns the launcher's pid as seen from outside the container.
 fn pid_1(unshare: &Launcher) -> Pid {
     let children = PathBuf::from(format!("/proc/{0}/task/{0}/children", unshare.pid()));
     let begin = path(shipped("convoke")) + "\0";
@@ -61,7 +63,8 @@ fn orphans_are_reaped_while_the_job_runs() {
     if !can_unshare() {
         return;
     }
-    // Of the worker's, and of what came in as by `docker exec`, whose orphans PID 1 itself gets.
+    // The test makes orphans of the worker, and orphans of a process that enters as with `docker exec`. The
+    // latter become children of PID 1 itself.
     let job = Job::new();
     let launcher = start(
         &job,
@@ -85,7 +88,7 @@ ls -d /proc/[0-9]* > "$JOB/left"
     let came = Command::new("nsenter").args(["-t", &pid, "-p", "-m", "sh", "-c", &forks]).status().unwrap();
     assert!(came.success());
     launcher.wait().expect(0);
-    // The launcher, its guard and the worker.
+    // The three processes are the launcher, its guard and the worker.
     assert_eq!(job.wait_for_file("left").lines().count(), 3, "{}", job.wait_for_file("left"));
 }
 
@@ -118,12 +121,13 @@ fn a_signal_before_there_are_workers_ends_it() {
         let port = free_port().to_string();
         let nodes = ["--nnodes=2", "--node-rank=0", "--master-addr=127.0.0.1", "--master-port", &port];
         let launcher = start(&job, &nodes, "exit 0\n");
-        // It listens.
+        // A successful connection shows that the launcher listens.
         wait_until("the launcher to wait for node 1", || {
             std::net::TcpStream::connect(format!("127.0.0.1:{port}")).ok()
         });
         kill(pid_1(&launcher), signal).unwrap();
-        // PID 1 cannot die by it: the code is what a shell makes of such a death.
+        // The signal cannot kill PID 1, so the launcher exits with the code that a shell gives for this
+        // death.
         let ended = launcher.wait().expect(128 + signal as i32);
         assert!(
             ended.stderr.contains(&format!("{signal} while waiting for other nodes")),

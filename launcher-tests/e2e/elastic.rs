@@ -1,4 +1,5 @@
-//! Elastic jobs with the built-in rendezvous: what becomes of a job whose nodes come, go and fail, and who cannot meddle.
+//! Elastic jobs with the built-in rendezvous. Nodes join, leave and fail; unauthorized clients must not
+//! disturb the job.
 
 use std::io::Write;
 use std::net::TcpStream;
@@ -11,12 +12,14 @@ use nix::sys::signal::Signal;
 use convoke_launcher_tests::harness::{Ended, Job, Launcher};
 use convoke_testkit::{free_port, wait_until};
 
-/// From the death of a launcher to new workers on the others; documented is a second.
+/// Time from the death of a launcher to new workers on the other nodes. The documentation promises one
+/// second.
 const AGAIN: Duration = Duration::from_secs(6);
-/// From the end of one node to that of the others: a stated second, with a margin for a busy machine.
+/// Time from the end of one node to the end of the others: one promised second, plus an allowance for a busy
+/// machine.
 const TOGETHER: Duration = Duration::from_secs(6);
 
-/// Its workers say `up.ROUND-SIZE.RANK` and wait until there is a file `go`.
+/// The worker writes its restart count to `up.WORLD_SIZE.RANK`, then waits for the file `go`.
 const WAITS: &str = "echo $TORCHELASTIC_RESTART_COUNT > \"$JOB/up.$WORLD_SIZE.$RANK\"\n\
                      while [ ! -e \"$JOB/go\" ]; do sleep 0.02; done\n";
 
@@ -42,7 +45,7 @@ fn endpoint() -> String {
     format!("127.0.0.1:{}", free_port())
 }
 
-/// Waits until the workers of a round of `size` are up; what the first says.
+/// Waits until the workers of a round of `size` are up; returns the restart count that rank 0 wrote.
 fn wait_for_round(job: &Job, size: usize) -> String {
     let said: Vec<String> = (0..size).map(|rank| job.wait_for_file(&format!("up.{size}.{rank}"))).collect();
     said[0].clone()
@@ -56,7 +59,7 @@ fn ended(nodes: impl IntoIterator<Item = Launcher>, code: i32) -> Vec<Ended> {
     nodes.into_iter().map(|node| node.wait().expect(code)).collect()
 }
 
-/// Two nodes in a round; the first serves the rendezvous.
+/// Starts two nodes and waits for their round; the first serves the rendezvous.
 fn two(job: &Job, endpoint: &str, nodes: &str, worker: &Path) -> [Launcher; 2] {
     let first = node(job, endpoint, nodes, worker);
     wait_until("the endpoint", || TcpStream::connect(endpoint).ok());
@@ -114,7 +117,7 @@ fn a_node_that_is_stopped_where_none_can_be_spared_is_waited_for_like_a_lost_one
     let worker = job.script(WAITS);
     let endpoint = job.path("shared").display().to_string();
     let start = || job.start(command(&job, &endpoint, "2", ",store_type=file", &worker));
-    // Whichever coordinates.
+    // Either node may become the coordinator.
     let [first, second] = [start(), start()];
     wait_for_round(&job, 2);
     second.signal(Signal::SIGTERM);
@@ -140,7 +143,7 @@ fn elastic_nodes_that_are_all_signalled_within_a_second_are_one_stop() {
     wait_for_round(&job, 3);
     for node in &nodes {
         node.signal(Signal::SIGTERM);
-        // The others have been told of it before they are signalled themselves.
+        // The other nodes must learn of the stop before the test signals them too.
         wait_until("the stop to be told", || {
             nodes.iter().any(|node| node.stderr().contains("stopped by SIGTERM")).then_some(())
         });
@@ -178,7 +181,7 @@ fn a_final_failure_ends_all_nodes_with_one_cause() {
 #[test]
 fn a_failure_that_a_loss_has_caused_does_not_end_a_job_without_restarts() {
     let (job, endpoint) = (Job::new(), endpoint());
-    // A worker of two fails as soon as the other node is dead; one of one succeeds.
+    // In a world of two, the worker fails as soon as the other node is dead. In a world of one, it succeeds.
     let worker = job.script(&format!(
         "{}if [ $WORLD_SIZE = 2 ]; then while [ -d /proc/$(cat \"$JOB/other\") ]; do sleep 0.01; done; exit 1; fi\n",
         "echo $TORCHELASTIC_RESTART_COUNT > \"$JOB/up.$WORLD_SIZE.$RANK\"\nwhile [ ! -e \"$JOB/other\" ]; do sleep 0.01; done\n",
@@ -213,7 +216,7 @@ fn with_a_shared_file_any_node_may_be_killed() {
     let worker = job.script(WAITS);
     let endpoint = job.path("shared").display().to_string();
     let start = |nodes| job.start(command(&job, &endpoint, nodes, ",store_type=file", &worker));
-    // The first coordinates.
+    // The first node becomes the coordinator.
     let first = start("1:2");
     wait_until("the entry", || std::fs::metadata(&endpoint).ok().filter(|file| file.len() > 0));
     let second = start("1:2");
@@ -251,7 +254,7 @@ fn jobs_without_an_id_do_not_meet_the_past_of_others() {
     let file = job.path("shared").display().to_string();
     let at_endpoint = endpoint();
     for (endpoint, conf) in [(&file, ",store_type=file"), (&at_endpoint, "")] {
-        // One after the other on each node, whichever node is faster.
+        // Each thread runs launchers one after the other, and the two threads do not wait for each other.
         std::thread::scope(|scope| {
             for _ in 0..2 {
                 scope.spawn(|| {
@@ -281,7 +284,7 @@ fn a_job_whose_launchers_were_all_killed_may_be_queued_again_with_another_number
     again.wait().expect(0);
 }
 
-/// Two jobs of a node each that meet at one endpoint, which the first serves.
+/// Starts two jobs of one node each at one endpoint; the first job serves it.
 fn strangers_at_one_endpoint(first_ends: &str) -> ([Job; 2], String, [Launcher; 2]) {
     let (jobs, endpoint) = ([Job::new(), Job::new()], endpoint());
     let start = |job: &Job, id: &str, ends: &str| {
@@ -320,7 +323,7 @@ fn a_launcher_that_stays_for_another_job_tells_it_when_a_signal_stops_it() {
     assert!(since.elapsed() < TOGETHER, "took {:?}", since.elapsed());
     let said = format!("that served the rendezvous at {endpoint} has ended: it was stopped by SIGTERM");
     assert!(second.contains(&said), "{second}");
-    // Its own job has ended well.
+    // The job of the first node itself has succeeded.
     first.wait().expect(0);
 }
 
@@ -370,7 +373,8 @@ fn strangers_can_neither_join_nor_disturb() {
     };
     let first = start(Some("sesame"), "");
     wait_until("the endpoint", || TcpStream::connect(&endpoint).ok());
-    // More connections that say nothing, half of something, or too much than it keeps of those that prove nothing.
+    // Unauthenticated connections, more than the server keeps. They send nothing, an incomplete message or
+    // an oversized one.
     let words: [&[u8]; 5] = [
         b"",
         b"convoke",

@@ -1,4 +1,5 @@
-//! Jobs that meet through a real etcd: ways into it, and what is said of those that are closed.
+//! Jobs with a real etcd as rendezvous: TLS and authentication, and the errors if etcd refuses or cannot be
+//! reached.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -8,13 +9,14 @@ use convoke_launcher_tests::harness::{Ended, Job};
 use convoke_launcher_tests::hosts::{Hosts, lacks};
 use convoke_testkit::{free_port, free_ports, skip};
 
-/// What is wrong for good is said at once; the margin is for a busy machine.
+/// A permanent error must be reported at once; the limit includes an allowance for a busy machine.
 const AT_ONCE: Duration = Duration::from_secs(10);
 
-/// An etcd on loopback, as long as this exists.
-/// From the base of `etcd.sh` on: 3 ports of clients after it, 3 of peers ten later.
+/// Number of ports of one etcd, counted from the base of `etcd.sh`: 3 client ports, and 3 peer ports ten
+/// numbers later.
 const ETCD_PORTS: u16 = 14;
 
+/// An etcd on loopback; dropping this value stops it.
 struct Etcd {
     state: tempfile::TempDir,
     settings: Vec<(String, String)>,
@@ -22,7 +24,8 @@ struct Etcd {
 }
 
 impl Etcd {
-    /// With these settings of `etcd.sh`; none, which it says, if there can be none here.
+    /// Starts etcd with these settings of `etcd.sh`. Reports a skipped test and returns `None` if etcd
+    /// cannot run here.
     fn up(settings: &[(&str, &str)]) -> Option<Self> {
         if let Some(why) = lacks(&["etcd", "etcdctl", "openssl"]) {
             skip(format!("etcd: {why}"));
@@ -61,7 +64,7 @@ impl Drop for Etcd {
     }
 }
 
-/// One node with these settings and variables.
+/// Runs a job of one node with these settings and variables.
 fn run(job: &Job, endpoint: &str, conf: &str, variables: &[(&str, &str)], worker: &Path) -> Ended {
     let conf = format!("--rdzv-conf=last_call_timeout=1,join_timeout=60{conf}");
     let arguments = ["--rdzv-backend=etcd-v2", "--rdzv-id=job", "--nnodes=1", &conf];
@@ -70,7 +73,7 @@ fn run(job: &Job, endpoint: &str, conf: &str, variables: &[(&str, &str)], worker
     job.start(command).wait()
 }
 
-/// It ends at once, with exit code 1, and says this.
+/// Asserts that the launcher ended promptly with exit code 1, and that its error contains `words`.
 fn expect(ended: Ended, since: Instant, words: &[&str]) {
     let ended = ended.expect(1);
     assert!(since.elapsed() < AT_ONCE, "took {:?}", since.elapsed());
@@ -106,7 +109,7 @@ fn a_refused_certificate_is_called_that() {
 
     let ended = run(&job, &etcd.endpoint, &https(&ca, &identity("client")), &[], &worker).expect(0);
     assert_eq!(ended.stdout, "ran\n");
-    // The names of the other backend.
+    // The options of torchrun's other etcd backend have other names.
     let names = https(&ca, &identity("client")).replace("ca_cert", "cacert").replace("ssl_cert", "cert");
     let names = names.replace("cert_key", "key");
     let ended = run(&job, &etcd.endpoint, &names, &[], &worker).expect(1);
@@ -147,7 +150,7 @@ fn who_has_come_and_what_came_back_is_told_of_an_etcd_that_is_none() {
     let job = Job::new();
     let worker = job.script("echo ran\n");
     let dead = format!("127.0.0.1:{}", free_port());
-    // The first of the list is dead, which does not matter.
+    // The first endpoint of the list is dead; the launcher must use the second one.
     let ended = run(&job, &format!("{dead},{}", etcd.endpoint), "", &[], &worker).expect(0);
     assert_eq!(ended.stdout, "ran\n");
     let ended = run(&job, &dead, ",join_timeout=1", &[], &worker).expect(1);
@@ -184,7 +187,7 @@ fn jobs_of_one_etcd_do_not_meet_each_others_past() {
     assert!(late.contains("the job with --rdzv-id=queued at etcd"), "{late}");
 }
 
-/// What another version, or somebody else, has written is not overwritten.
+/// The launcher must not overwrite keys of another version or another program.
 #[test]
 fn keys_of_others_are_left_alone() {
     let Some(etcd) = Etcd::up(&[]) else { return };

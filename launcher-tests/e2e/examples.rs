@@ -1,7 +1,7 @@
-//! Every example does what its head says, and the book says the same.
+//! Every example does what its header comment says, and the documentation repeats it.
 //!
-//! The head of an example has a command and what it prints. The command is run as it stands there, with nothing but the
-//! example and the launcher in front of PATH.
+//! The header of an example contains a command and its output. The test runs this command unchanged, with a
+//! PATH that begins with the example and the launcher.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -11,17 +11,17 @@ use std::process::{Command, Stdio};
 
 use convoke_testkit::programs::{root, shipped};
 
-/// Most lines of an example.
+/// Maximum number of lines of an example.
 const LINES: usize = 99;
 
-/// The examples that are one file each.
+/// The examples that consist of one file.
 const EXAMPLES: [&str; 8] = ["ddp", "elastic", "first", "groups", "p2p", "pipeline", "ring", "sgd"];
 
 fn source(name: &str) -> String {
     fs::read_to_string(root().join(format!("src/examples/{name}.rs"))).unwrap()
 }
 
-/// The command in the head of an example, and the lines that it prints.
+/// Returns the command in the header of an example, and the lines that it prints.
 fn transcript(name: &str) -> (String, Vec<String>) {
     let text = source(name);
     let head = text
@@ -88,7 +88,7 @@ fn the_book_has_the_same_commands_and_every_example() {
         .filter(is_example)
         .collect();
     let known: BTreeSet<String> = EXAMPLES.iter().map(|name| (*name).to_owned()).collect();
-    // Those with a framework of their own are not built here: `scripts/check` runs them.
+    // `scripts/check` runs the examples that use another framework, so no test here builds them.
     let frameworks = BTreeSet::from(["burn".to_owned(), "candle".to_owned()]);
     assert_eq!(files.difference(&frameworks).cloned().collect::<BTreeSet<_>>(), known);
 }

@@ -1,4 +1,4 @@
-//! The flight recorder: who waits for whom, while a job hangs and after it has ended.
+//! The flight recorder: it shows which rank waits for which, while a job hangs and after the job has ended.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -15,20 +15,20 @@ use convoke_testkit::{free_port, skip, wait_until};
 
 const SUM: &str = "seq 1 all_reduce(f32, 1048576, sum)";
 
-/// What `convoke-flight` says.
+/// Runs `convoke-flight` and returns its output.
 fn flight(arguments: &[&Path]) -> Ended {
     let output = Command::new(shipped("convoke-flight")).args(arguments).output().unwrap();
     let text = |bytes: &[u8]| String::from_utf8(bytes.to_vec()).unwrap();
     Ended { status: output.status, stdout: text(&output.stdout), stderr: text(&output.stderr) }
 }
 
-/// The same as JSON.
+/// Runs `convoke-flight --json` and parses its output.
 fn flight_json(arguments: &[&Path]) -> Value {
     let arguments: Vec<&Path> = [Path::new("--json")].into_iter().chain(arguments.iter().copied()).collect();
     serde_json::from_str(&flight(&arguments).stdout).unwrap()
 }
 
-/// Waits until the first line of `convoke-flight` has all these parts.
+/// Waits until the first line of `convoke-flight` contains all `parts`.
 fn wait_for_line(folders: &[&Path], parts: &[&str]) {
     let mut last = String::new();
     wait_until(&format!("{parts:?}"), || {
@@ -41,7 +41,8 @@ fn wait_for_line(folders: &[&Path], parts: &[&str]) {
     });
 }
 
-/// The lines of a report or of the launcher that tell what the recordings say, without times; and the folder.
+/// Extracts the summary of the recordings from the launcher's stderr, without times, and the folder of the
+/// recordings.
 fn told(stderr: &str) -> (String, PathBuf) {
     let line =
         |mark: &str| stderr.lines().find_map(|line| line.split_once(mark)).map(|(_, rest)| rest.trim());
@@ -50,7 +51,7 @@ fn told(stderr: &str) -> (String, PathBuf) {
     (without_times(calls), folder.into())
 }
 
-/// `(idle 30 s)` and `(29 ms)` depend on the moment.
+/// Removes times such as `(idle 30 s)` and `(29 ms)`, which differ from run to run.
 fn without_times(line: &str) -> String {
     let mut out = String::new();
     for (at, part) in line.split(" (").enumerate() {
@@ -66,15 +67,15 @@ fn without_times(line: &str) -> String {
     out
 }
 
-/// A job whose workers leave recordings.
+/// A job whose workers write recordings.
 trait Recorded {
-    /// Starts four workers with this scenario, their logs in `logs`.
+    /// Starts four workers with this scenario; their logs go to `logs`.
     fn four(&self, scenario: &str, flags: &[&str], variables: &[(&str, &str)]) -> Launcher;
 
-    /// Lets the worker go on for which the others wait.
+    /// Releases the worker that delays the others.
     fn go(&self);
 
-    /// All files below a folder.
+    /// Returns all files below a folder.
     fn files(&self, folder: &str) -> Vec<PathBuf>;
 }
 
@@ -121,11 +122,12 @@ fn who_waits_for_whom_is_seen_while_a_job_hangs_and_still_after_a_rank_was_kille
     let (calls, folder) = told(&ended.stderr);
     let parts = [
         format!("group world: rank 1 died in {SUM}; rank 2 was at seq 0 barrier(); "),
-        // For rank 2, also for rank 1, or for none: they may have lived long enough to see it go, and to fail.
+        // The line may end "for rank 2", "for ranks 1,2" or without a rank: the ranks may have seen rank 1
+        // die and failed themselves.
         format!("ranks 0,3 waited in {SUM}"),
     ];
     assert!(parts.iter().all(|part| calls.contains(part)), "{calls}");
-    // The same is read from the files, by whoever comes later.
+    // `convoke-flight` must read an equal summary from the files after the job has ended.
     let later = flight(&[&folder]).expect(0).stdout;
     assert_eq!(without_times(later.lines().next().unwrap()), calls);
     assert!(later.contains(" on ") && later.contains("ended by signal SIGKILL: 2 calls"), "{later}");
@@ -252,7 +254,7 @@ fn a_crash_in_no_call_is_told_with_a_restart_and_recordings_stay_in_a_folder_of_
     let warned = ended.stderr.lines().find(|line| line.contains("convoke: warning: group"));
     assert!(warned.is_some_and(|warning| warning.contains(line)), "{}", ended.stderr);
     let (calls, folder) = told(&ended.stderr);
-    // In the second attempt the others may not have come so far.
+    // In the second attempt the other ranks may not have reached the barrier.
     assert!(calls.starts_with("group world: rank 2 died after seq 0 barrier(); "), "{calls}");
     assert_eq!((folder, job.files("mine").len()), (job.path("mine"), 8));
     let both = flight(&[&job.path("mine")]).expect(0).stdout;
@@ -274,7 +276,8 @@ fn an_empty_variable_turns_files_off_and_a_folder_that_cannot_be_is_one_warning(
         warnings[0].starts_with("convoke: warning: CONVOKE_FLIGHT_DIR=/proc/no: No such file"),
         "{warnings:?}"
     );
-    // Workers of a job without log files record nothing, and do not hear of a folder of the launcher's launcher.
+    // Workers of a job without log files record nothing. They must not inherit the folder of an outer
+    // launcher.
     let mut command = job.command(["--log-dir=/dev/null", "--no-python", "env"]);
     command.env("CONVOKE_FLIGHT_DIR", "");
     assert!(!job.start(command).wait().expect(0).stdout.contains("CONVOKE_FLIGHT_DIR"));
@@ -288,7 +291,7 @@ fn a_full_disk_does_not_disturb_the_workers() {
     }
     let job = Job::new();
     fs::create_dir(job.path("full")).unwrap();
-    // Room for one recording of four.
+    // The file system has room for one recording of four.
     let through = "mount -t tmpfs -o size=200k tmpfs full && \"$@\" && ls full | wc -l > seen";
     let [program, role] = worker_of("comm");
     let mut command = job.command_through(

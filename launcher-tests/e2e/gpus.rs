@@ -1,4 +1,4 @@
-//! GPUs, with what stands in for NVIDIA's libraries.
+//! GPUs, with simulated NVIDIA libraries.
 
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -9,10 +9,10 @@ use convoke_testkit::gpu::libraries;
 use convoke_testkit::programs::shipped;
 use convoke_testkit::{skip, wait_until};
 
-/// Within which the survivors of a death are gone.
+/// Time within which the survivors of a death must end.
 const SOON: Duration = Duration::from_secs(10);
 
-/// A launcher on a node with so many GPUs.
+/// Builds a launcher command on a node with `count` GPUs.
 fn on_gpus(job: &Job, count: usize, arguments: &[&str]) -> Command {
     let mut command = job.command(arguments);
     on_simulated(job, &mut command, count);
@@ -27,7 +27,7 @@ fn on_simulated(job: &Job, command: &mut Command, count: usize) {
         .env_remove("CUDA_VISIBLE_DEVICES");
 }
 
-/// What the workers see, one line for each, in order.
+/// Returns the GPUs that the workers see, one sorted line for each worker.
 fn seen(count: usize, flags: &[&str], variables: &[(&str, &str)]) -> Vec<String> {
     let job = Job::new();
     let script = job.script("echo \"$LOCAL_RANK sees ${CUDA_VISIBLE_DEVICES-all}\"\n");
@@ -39,7 +39,7 @@ fn seen(count: usize, flags: &[&str], variables: &[(&str, &str)]) -> Vec<String>
     lines
 }
 
-/// What the launcher says to flags that do not go.
+/// Returns the launcher's error for invalid flags.
 fn refused(count: usize, flags: &[&str], variables: &[(&str, &str)]) -> String {
     let job = Job::new();
     let mut command = on_gpus(&job, count, flags);
@@ -129,7 +129,7 @@ fn a_rank_that_is_killed_ends_what_is_under_way_on_the_gpus_of_the_others() {
         "--max-iters=1000000",
     ]);
     let launcher = job.start(command);
-    // The file by which the ranks meet is there until all have come.
+    // The ranks delete the file of their bootstrap once all have arrived.
     let worker = wait_until("a group on GPUs", || {
         job.processes().into_iter().find(|&pid| {
             let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
@@ -151,7 +151,7 @@ fn rank(pid: i32) -> String {
     environ.split('\0').find_map(|variable| variable.strip_prefix("RANK=")).unwrap_or_default().to_owned()
 }
 
-/// The lines of `digits` that tell of an epoch: loss and accuracy.
+/// Runs `digits` and returns loss and accuracy of each epoch.
 fn epochs(flags: &[&str], of_digits: &[&str]) -> Vec<(f64, f64)> {
     let job = Job::new();
     let mut command = on_gpus(&job, 2, flags);
@@ -179,14 +179,14 @@ fn digits_trains_on_gpus_as_on_the_host() {
     ];
     for on_gpu in on_gpus {
         for ((loss, accuracy), (expected_loss, expected_accuracy)) in on_gpu.iter().zip(&on_host) {
-            // Sums are rounded in another order.
+            // The GPU sums in another order, so rounding differs.
             assert!((loss - expected_loss).abs() < 2e-3, "{on_gpu:?} {on_host:?}");
             assert!((accuracy - expected_accuracy).abs() < 1.0, "{on_gpu:?} {on_host:?}");
         }
     }
 }
 
-/// `scripts/gpu-check` as it is packed, with these programs, on a machine with one GPU.
+/// Builds a command for `scripts/gpu-check` as packed for users, on a machine with one GPU.
 fn gpu_check(job: &Job) -> Command {
     let folder = job.path("packed");
     std::fs::create_dir(&folder).unwrap();

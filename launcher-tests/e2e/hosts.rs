@@ -1,5 +1,5 @@
-//! Jobs on simulated hosts: what a node does when another host loses its power or its network, and what collectives
-//! send between hosts.
+//! Jobs on simulated hosts: the reaction of a node when another host loses power or network, and the traffic
+//! of collectives between hosts.
 
 use std::ffi::OsStr;
 use std::path::Path;
@@ -10,16 +10,16 @@ use convoke_launcher_tests::hosts::Hosts;
 use convoke_launcher_tests::worker_of;
 use convoke_testkit::{skip, wait_until};
 
-/// From the loss of a host to the end of the other node; documented are 4 s.
+/// Time from the loss of a host to the end of the other node. The documentation promises 4 s.
 const LIMIT: Duration = Duration::from_secs(15);
 const PORT: &str = "29500";
 
-/// Two hosts; none if there can be no such hosts here, which it says.
+/// Starts two hosts; reports a skipped test and returns `None` if this machine cannot have them.
 fn two_hosts() -> Option<Hosts> {
     Hosts::up(2).inspect_err(|why| skip(format!("jobs on several hosts: {why}"))).ok()
 }
 
-/// As when a test is killed: only then does nobody take them down.
+/// The hosts must end by themselves after a test is killed, because then no code takes them down.
 #[test]
 fn hosts_and_their_wires_end_with_whoever_has_them() {
     let hosts = Hosts::up_with_wires(2).inspect_err(|why| skip(format!("wires of simulated hosts: {why}")));
@@ -34,7 +34,8 @@ fn hosts_and_their_wires_end_with_whoever_has_them() {
     }
 }
 
-/// Node 0 on h1, node 1 on h2, with so many workers; `worker` is a program and its arguments.
+/// Starts node 0 on h1 and node 1 on h2 with these numbers of workers; `worker` is a program and its
+/// arguments.
 fn start<S: AsRef<OsStr>>(hosts: &Hosts, job: &Job, workers: [usize; 2], worker: &[S]) -> [Launcher; 2] {
     [0, 1].map(|node| {
         let through = [Hosts::script().display().to_string(), "exec".to_owned(), (node + 1).to_string()];
@@ -50,8 +51,8 @@ fn start<S: AsRef<OsStr>>(hosts: &Hosts, job: &Job, workers: [usize; 2], worker:
     })
 }
 
-/// Two nodes with two workers each that wait for ever; then `what` happens to the host of node `lost`, and the other
-/// node ends.
+/// Starts two nodes with two waiting workers each, and applies `what` to the host of node `lost`. Returns
+/// the output of the other node, and the time until it ended.
 fn survivor(what: &str, lost: usize) -> Option<(Ended, Duration)> {
     let hosts = two_hosts()?;
     let job = Job::new();
@@ -71,7 +72,7 @@ fn survivor(what: &str, lost: usize) -> Option<(Ended, Duration)> {
     let left: Vec<_> = job.processes().into_iter().filter(|&pid| pid_namespace(pid) == here).collect();
     assert!(left.is_empty(), "{:?}", left.into_iter().map(describe).collect::<Vec<_>>());
     if what == "partition" {
-        // It lives, and for it the survivor is lost.
+        // The node on the partitioned host lives on, and reports the survivor as lost.
         let stderr = other.wait().expect(1).stderr;
         assert!(stderr.contains(&format!("node {} (", 1 - lost)) && stderr.contains("is lost"), "{stderr}");
     }
@@ -100,7 +101,7 @@ fn a_host_without_network_is_lost_and_named() {
     expect_named("partition");
 }
 
-/// Six ranks: no power of two, and parts of the world that are unequal on the hosts.
+/// Six ranks are no power of two, and some subgroups have unequal numbers of ranks on the hosts.
 #[test]
 fn collectives_between_hosts_are_right_and_send_only_sums() {
     let Some(hosts) = two_hosts() else { return };
@@ -113,7 +114,8 @@ fn collectives_between_hosts_are_right_and_send_only_sums() {
         let (payload, sent) = ended.stdout.trim().strip_prefix("sent ").unwrap().split_once(": ").unwrap();
         let payload: u64 = payload.parse().unwrap();
         for sent in sent.split(' ').map(|sent| sent.parse::<u64>().unwrap()) {
-            // 2·S·(H−1)/H for two hosts, headers and acknowledgements. A flat ring would send two thirds more.
+            // The minimum for H = 2 hosts is 2·S·(H−1)/H, plus headers and acknowledgements. A flat ring
+            // would send two thirds more.
             assert!(payload <= sent && sent < payload + payload / 10, "{workers:?}: {}", ended.stdout);
         }
     }

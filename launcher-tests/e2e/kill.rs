@@ -1,4 +1,4 @@
-//! Whoever kills the launcher or its guard, at whatever moment: nothing is left over.
+//! A launcher or guard that is killed at a random moment leaves no processes and no files behind.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -10,13 +10,13 @@ use convoke_launcher_tests::harness::{Job, describe};
 use convoke_testkit::programs::with_faults;
 use convoke_testkit::{Random, free_port, wait_until};
 
-/// Kills per process; the phases share them.
+/// Number of kills for each of the two processes, over all phases.
 const KILLS: u64 = 200;
-/// A stated deadline, with a margin for a busy machine: in practice it takes milliseconds.
+/// A promised deadline with an allowance for a busy machine; the typical time is milliseconds.
 const GONE_WITHIN: Duration = Duration::from_secs(10);
 
-/// Two failing attempts, then a good one. Each worker leaves a process that forked twice and has its own
-/// session; rank 1 ends the attempt while the others would go on.
+/// The job has two failing attempts, then a successful one. Each worker leaves a process that forked twice
+/// and has its own session. Rank 1 ends the attempt while the others would continue.
 const WORKER: &str = r#"
 setsid --fork sh -c 'sleep 1000 & sleep 1000'
 sh -c 'setsid --fork sleep 1000 &'
@@ -25,7 +25,7 @@ if [ "$RANK" = 1 ]; then sleep 0.02; [ "$TORCHELASTIC_RESTART_COUNT" = 2 ]; exit
 [ "$TORCHELASTIC_RESTART_COUNT" = 2 ] || sleep 1000
 "#;
 
-/// Where the launcher comes along in such a job, and how often.
+/// Fault points of the launcher in such a job, and the number of times that it passes each.
 const LAUNCHER_POINTS: [(&str, u64); 9] = [
     ("starting", 1),
     ("joining", 3),
@@ -37,7 +37,7 @@ const LAUNCHER_POINTS: [(&str, u64); 9] = [
     ("ending", 1),
     ("starting", 1),
 ];
-/// The same for the guard.
+/// Fault points of the guard in such a job, and the number of times that it passes each.
 const GUARD_POINTS: [(&str, u64); 5] =
     [("spawning", 9), ("signalling", 4), ("sweeping", 3), ("leaving", 1), ("spawning", 9)];
 
@@ -47,12 +47,13 @@ fn seed() -> u64 {
     seed
 }
 
-/// Names of files of shared memory.
+/// Returns the names of the files in /dev/shm.
 fn shared_memory() -> BTreeSet<OsString> {
     std::fs::read_dir("/dev/shm").unwrap().flatten().map(|entry| entry.file_name()).collect()
 }
 
-/// One run in which `who` is killed at a moment that `seed` chooses; whether it was hit before the job ended.
+/// Runs one job and kills `who` at a moment that `seed` selects. Returns true if the kill came before the
+/// job ended.
 fn killed_once(who: &str, points: &[(&str, u64)], seed: u64) -> bool {
     let mut random = Random::from_seed(seed);
     let mut random = |bound: u64| random.next() % bound;
@@ -62,7 +63,7 @@ fn killed_once(who: &str, points: &[(&str, u64)], seed: u64) -> bool {
     let job = Job::new();
     let worker = job.script(WORKER);
     let before = shared_memory();
-    // Reserved, so that nobody else can serve it when the job has ended.
+    // The port stays reserved, so that no other process serves it after the job.
     let port = format!("--master-port={}", free_port());
     let flags = ["--nproc-per-node=3", "--max-restarts=2", "--shutdown-timeout=1", "--log-dir=logs", &port];
     let mut command = job.command_of_other(with_faults("convoke-faults"), flags);
@@ -77,7 +78,7 @@ fn killed_once(who: &str, points: &[(&str, u64)], seed: u64) -> bool {
     if hit && who == "launcher" {
         job.wait_until_all_gone(GONE_WITHIN);
     }
-    // A launcher that ends by itself leaves nothing behind from the moment it is gone.
+    // If a launcher ends by itself, no process of the job may outlive it.
     let left: Vec<_> = job.processes().into_iter().map(describe).collect();
     assert!(left.is_empty(), "left over: {left:?}; {}", context());
     if !hit {
@@ -100,7 +101,7 @@ fn killed_once(who: &str, points: &[(&str, u64)], seed: u64) -> bool {
     }
     let temporary: Vec<_> = std::fs::read_dir(job.path("tmp")).unwrap().flatten().map(|e| e.path()).collect();
     assert!(temporary.is_empty(), "temporary files {temporary:?}; {}", context());
-    // Other tests may have files there for a while.
+    // Other tests may have files in /dev/shm for a while.
     wait_until("shared memory to be freed", || (&shared_memory() - &before).is_empty().then_some(()));
     hit
 }

@@ -1,4 +1,5 @@
-//! What a machine has and what is run on it: run right, or refused before the first worker in words that say what to do.
+//! The launcher on unusual machines and with unusual programs: it runs them correctly, or refuses before the
+//! first worker with a remedy.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -15,13 +16,14 @@ fn executable(path: &Path, bytes: &[u8]) {
     fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
 }
 
-/// After these words of a shell.
+/// Builds a launcher command that starts after the shell commands `words`.
 fn after(job: &Job, words: &str, arguments: &[&str]) -> Command {
     let words = format!("set -e\n{words}\nexec \"$@\"\n");
     job.command_through(&["sh", "-c", &words, "sh"], arguments)
 }
 
-/// The same in namespaces of its own; none if there can be none here.
+/// Runs `words` and then the launcher in a new namespace. Reports a skipped test and returns `None` if that
+/// is impossible here.
 fn inside(job: &Job, namespace: &str, words: &str, arguments: &[&str]) -> Option<Ended> {
     let possible = Command::new("unshare").args([namespace, "true"]).output();
     if !possible.is_ok_and(|output| output.status.success()) {
@@ -38,7 +40,7 @@ fn programs_that_cannot_run_are_refused_with_the_reason_and_a_remedy() {
     let job = Job::new();
     let mut foreign = b"\x7fELF\x01\x01\x01".to_vec();
     foreign.resize(64, 0);
-    // A computer of IBM's, in the order of bytes of ours.
+    // Machine type 22 is IBM S/390.
     foreign[18] = 22;
     executable(&job.path("foreign"), &foreign);
     executable(&job.path("windows"), b"#!/bin/sh\r\nexit 0\r\n");
@@ -82,7 +84,7 @@ fn a_launcher_in_an_environment_runs_the_python_of_that() {
     symlink(shipped("convoke"), bin.join("torchrun")).unwrap();
     let ended = job.start(job.command_of_other(bin.join("torchrun"), ["train.py"])).wait().expect(0);
     assert_eq!(ended.stdout, "of the environment: -u train.py\n");
-    // Found in PATH, and an environment that was activated.
+    // The first command finds the program in PATH; the second uses an activated virtual environment.
     let mut named = job.command_of_other("torchrun", ["train.py"]);
     named.env("PATH", format!("{}:/usr/bin:/bin", bin.display()));
     let mut active = job.command(["train.py"]);
@@ -108,8 +110,9 @@ fn a_file_system_that_allows_no_programs_is_named() {
 #[test]
 fn an_environment_that_is_too_large_is_told_with_its_size() {
     let job = Job::new();
-    // The kernel gives words and variables a quarter of the stack: 256 KiB. The largest environment with which the launcher
-    // itself starts is too large for a worker, which has more variables.
+    // The kernel allows a quarter of the stack, 256 KiB, for arguments and variables. The loop finds the
+    // largest environment with which the launcher starts. It is too large for a worker, which has more
+    // variables.
     let most = (0..500).map(|step| 64_000 - step * 128).find_map(|bytes| {
         let mut command = after(&job, "ulimit -s 1024", &["--no-python", "true"]);
         for (name, bytes) in [("FIRST", 100_000), ("SECOND", 100_000), ("THIRD", bytes)] {
@@ -138,7 +141,7 @@ fn soft_limits_are_raised_for_the_launcher_and_given_back_to_workers() {
     for rank in 0..24 {
         assert_eq!(fs::read_to_string(job.path(&format!("limit.{rank}"))).unwrap(), "40\n");
     }
-    // What is not allowed is said at once.
+    // A limit that the launcher may not raise is reported at once.
     let mut command = after(&job, "ulimit -n 40", &flags);
     command.env("OMP_NUM_THREADS", "1");
     let ended = job.start(command).wait().expect(1);
@@ -165,7 +168,7 @@ fn a_log_that_may_not_grow_ends_and_the_job_goes_on() {
     );
 }
 
-/// A control group, until this is dropped.
+/// A control group; it is removed on drop.
 struct Group(PathBuf);
 
 impl Drop for Group {
@@ -174,7 +177,8 @@ impl Drop for Group {
     }
 }
 
-/// A new group of version 1 with this controller; none if there can be none here.
+/// Creates a cgroup (version 1) of this controller. Reports a skipped test and returns `None` if that is
+/// impossible here.
 fn group(controller: &str, files: &[(&str, &str)]) -> Option<Group> {
     let path = format!("/sys/fs/cgroup/{controller}/convoke-test-{}", std::process::id());
     let made = fs::create_dir(&path).map(|()| Group(path.into()));
@@ -233,7 +237,7 @@ fn a_loopback_that_is_down_is_said_at_once() {
 #[test]
 fn an_own_address_without_a_route_is_said_at_once() {
     let job = Job::new();
-    // An address of this host that its tables declare unreachable.
+    // The routing table of this host declares its own address unreachable.
     let words = "ip link set lo up\nip link add d0 type dummy 2>/dev/null || ip link add d0 type veth peer name d1\n\
                  ip addr add 10.9.9.9/24 dev d0\nip link set d0 up\n\
                  ip route del local 10.9.9.9 dev d0 table local\nip route add unreachable 10.9.9.9 table local";

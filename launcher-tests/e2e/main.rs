@@ -1,6 +1,6 @@
-//! The real launcher with real processes. Each module is one promise to the user.
+//! The real launcher with real processes. Each module tests one promise to the user.
 
-// All of this crate is tests, also what stands outside of #[test] functions.
+// This crate contains only tests, including the code outside of #[test] functions.
 #![allow(
     clippy::unwrap_used,
     clippy::panic,

@@ -1,4 +1,5 @@
-//! Static jobs of several nodes: one end for all, one cause, and mistakes between nodes named at once.
+//! Static jobs of several nodes: all nodes end together with one cause, and configuration mistakes are
+//! reported at once.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -8,7 +9,8 @@ use nix::sys::signal::Signal;
 use convoke_launcher_tests::harness::{Job, Launcher};
 use convoke_testkit::{PATIENCE, free_port, wait_until};
 
-/// From the end of one node to that of the others: a stated second, with a margin for a busy machine.
+/// Time from the end of one node to the end of the others: one promised second, plus an allowance for a busy
+/// machine.
 const TOGETHER: Duration = Duration::from_secs(6);
 
 fn node(job: &Job, port: &str, nodes: u32, rank: u32, worker: &Path) -> Launcher {
@@ -18,7 +20,7 @@ fn node(job: &Job, port: &str, nodes: u32, rank: u32, worker: &Path) -> Launcher
     job.start(command)
 }
 
-/// Three nodes whose workers wait for ever, but for what `extra` does on the rank `WHO`.
+/// Starts three nodes whose workers run `extra` and then wait for ever; `extra` may select a rank by itself.
 fn three(job: &Job, extra: &str) -> [Launcher; 3] {
     let worker = job.script(&format!("echo $PPID > \"$JOB/up.$RANK\"\n{extra}\nexec sleep 1000\n"));
     let port = free_port().to_string();
@@ -117,7 +119,7 @@ fn a_node_rank_that_is_taken_is_refused_and_disturbs_nobody() {
     let job = Job::new();
     let worker = job.script("exit 0\n");
     let port = free_port().to_string();
-    // Two of three are there for certain once one of them is refused.
+    // The refusal of one launcher proves that two of the three nodes have joined.
     let first = node(&job, &port, 3, 0, &worker);
     let [one, other] = [node(&job, &port, 3, 1, &worker), node(&job, &port, 3, 1, &worker)];
     let mut both = [Some(one), Some(other)];

@@ -1,4 +1,4 @@
-//! What workers write comes through whole, and trouble with where it goes does not stop them.
+//! The output of workers arrives complete, and errors at its destination do not stop the workers.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,14 +13,15 @@ use convoke_testkit::skip;
 const WORKERS: usize = 8;
 const LINES: usize = 80_000;
 
-/// The only folder in `path`.
+/// Returns the only entry of `path`.
 fn only_entry(path: &Path) -> PathBuf {
     let entries: Vec<_> = fs::read_dir(path).unwrap().map(|entry| entry.unwrap().path()).collect();
     assert_eq!(entries.len(), 1, "{entries:?}");
     entries[0].clone()
 }
 
-/// Each line is one of a worker's, whole, and each worker's are all there in their order.
+/// Asserts that each line is one whole line of a worker, and that each worker's lines are complete and in
+/// order.
 fn expect_all_lines(text: &str, prefix: impl Fn(usize) -> String) {
     let mut next = [0; WORKERS];
     for line in text.lines() {
@@ -74,8 +75,8 @@ fn stderr_lines_of_eight_busy_workers_are_whole_and_complete() {
     expect_all_lines(&ended.stderr, |_| String::new());
 }
 
-/// Runs `command` in a mount namespace of its own after `mounts`, which sees the arguments as its own; none if that
-/// cannot be done here.
+/// Runs the launcher in its own mount namespace after the shell commands `mounts`. Reports a skipped test
+/// and returns `None` if that is impossible here.
 fn with_mounts(job: &Job, mounts: &str, arguments: &[&str], worker: &str) -> Option<Ended> {
     let possible = Command::new("unshare").args(["-m", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]).output();
     let why = match possible {
@@ -93,7 +94,7 @@ fn with_mounts(job: &Job, mounts: &str, arguments: &[&str], worker: &str) -> Opt
     Some(job.start(command).wait())
 }
 
-/// Two workers write far more than fits, and do not care.
+/// Each worker writes far more than fits, and ignores write errors.
 const WRITES: &str = "seq 30000 2>/dev/null\nseq 30000 >&2\nexit 0\n";
 
 #[test]
@@ -102,7 +103,8 @@ fn a_full_disk_is_told_once_and_the_job_goes_on() {
         let job = Job::new();
         let mounts = "mount -t tmpfs -o size=64k tmpfs disk\nmkfifo both";
         let arguments = ["--nproc-per-node=2", "--log-dir=disk", "--max-restarts=1", flag];
-        // Also the second attempt has nowhere to write to. Neither fails before both have written everything.
+        // The second attempt has no space for output either. No worker fails before both have written
+        // everything.
         let meet = "if [ $RANK = 0 ]; then : > both; else : < both; fi\n[ $TORCHELASTIC_RESTART_COUNT = 1 ]";
         let worker = WRITES.replace("exit 0", meet);
         let Some(ended) = with_mounts(&job, mounts, &arguments, &worker) else { return };
@@ -136,21 +138,21 @@ fn a_log_folder_that_cannot_be_made_is_told_once_and_the_job_goes_on() {
         let told = format!("warning: no log files: cannot make a directory in {folder}: {error} (os error ");
         assert_eq!(ended.stderr.matches(&told).count(), 1, "{folder}: {}", ended.stderr);
         assert_eq!(ended.stderr.matches("--log-dir").count(), 1, "{folder}: {}", ended.stderr);
-        // Better on the console than lost.
+        // Without log files, output must go to the console instead of being lost.
         assert_eq!((ended.stdout.as_str(), ended.stderr.matches("err\n").count()), ("out\nout\n", 2));
     }
 }
 
 #[test]
 fn a_stdout_that_is_full_or_closed_is_told_once_and_the_job_goes_on() {
-    // Once in one short burst, once with much more than any pipe holds; each in two attempts.
+    // One worker writes a short line, the other much more than any pipe holds. Each makes two attempts.
     for worker in ["echo hello", "seq 100000"] {
         for full in [true, false] {
             let job = Job::new();
             let stdout = if full {
                 fs::File::create("/dev/full").unwrap().into()
             } else {
-                // Its reader has left, as `head` does.
+                // The reader of the pipe has closed it, as `head` does.
                 Stdio::from(std::io::pipe().unwrap().1)
             };
             let mut command = job.command(["--tee=1", "--log-dir=logs", "--max-restarts=1"]);
@@ -159,7 +161,7 @@ fn a_stdout_that_is_full_or_closed_is_told_once_and_the_job_goes_on() {
             let error = if full { "no storage space" } else { "broken pipe" };
             let told = format!("convoke: warning: cannot write to stdout: {error}; the job goes on\n");
             assert_eq!(ended.stderr.matches(&told).count(), 1, "{worker}: {}", ended.stderr);
-            // And that of the restart.
+            // The second line reports the restart.
             assert_eq!(ended.stderr.lines().count(), 2, "{worker}: {}", ended.stderr);
             let run = only_entry(&job.path("logs"));
             for attempt in 0..2 {

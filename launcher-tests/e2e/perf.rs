@@ -1,14 +1,15 @@
-//! `convoke-perf` between hosts: it names the one whose network is slow.
+//! `convoke-perf` between hosts names the host whose network is slow.
 
 use convoke_launcher_tests::harness::{Ended, Job, Launcher};
 use convoke_launcher_tests::hosts::Hosts;
 use convoke_testkit::programs::shipped;
 use convoke_testkit::skip;
 
-/// Of the slow host's link, each way; the others have none, and carry a hundred times as much.
+/// Bandwidth of the slow host's link in Mbit/s, in each direction. The other links have no limit, and are
+/// about a hundred times as fast.
 const MBIT: &str = "50";
 
-/// Runs `convoke-perf ARGUMENTS` on all of `count` hosts, one rank on each; what that of rank 0 said.
+/// Runs `convoke-perf ARGUMENTS` on `count` hosts, one rank on each; returns the output of node 0.
 fn run(hosts: &Hosts, count: usize, arguments: &[&str]) -> Ended {
     let job = Job::new();
     let nodes: Vec<Launcher> = (0..count)

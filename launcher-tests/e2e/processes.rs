@@ -26,7 +26,7 @@ fn orphans_are_kept_on_request() {
     let worker = job.script("setsid --fork sleep 1000\n");
     let ended = job.run(["--orphans=keep".as_ref(), worker.as_os_str()]).expect(0);
     assert_eq!(ended.stderr, "");
-    // `setsid --fork` itself may still be about to end.
+    // `setsid --fork` itself may not have exited yet.
     wait_until("the orphan alone to live on", || (job.processes().len() == 1).then_some(()));
 }
 
@@ -35,7 +35,7 @@ fn each_worker_leads_a_process_group_without_a_terminal_also_where_workers_share
     let cpus = std::thread::available_parallelism().unwrap().get();
     for workers in [1, cpus + 1] {
         let job = Job::new();
-        // Its own number, process group, session and terminal.
+        // The worker prints its pid, process group, session and terminal.
         let worker = job.script("cut -d ' ' -f 1,5-7 /proc/$$/stat > \"$JOB/stat.$RANK\"\n");
         let arguments =
             [format!("--nproc-per-node={workers}"), "--no-python".into(), worker.display().to_string()];
@@ -90,7 +90,7 @@ fn the_guard_ignores_signals_that_a_scheduler_sends_to_every_process() {
 fn workers_heed_signals_that_were_ignored_where_the_launcher_was_started() {
     for signal in [Signal::SIGINT, Signal::SIGQUIT] {
         let job = Job::new();
-        // As a shell without job control starts what stands before `&`.
+        // A shell without job control starts background commands with SIGINT and SIGQUIT ignored.
         let through = ["sh", "-c", "trap '' INT QUIT; exec \"$@\"", "sh"];
         let worker = "echo > \"$JOB/up.$RANK\"; exec sleep 1000";
         let handled = "--signals-to-handle=SIGINT,SIGQUIT";

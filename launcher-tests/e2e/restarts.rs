@@ -1,4 +1,4 @@
-//! When a failed worker is started again, and when not.
+//! Restarts of a failed worker: their conditions and their timing.
 
 use std::time::{Duration, Instant};
 
@@ -6,7 +6,7 @@ use convoke_launcher_tests::harness::Job;
 use convoke_testkit::wait_until;
 use nix::sys::signal::Signal;
 
-/// How often the worker has been started.
+/// Returns the number of times that the worker has been started.
 fn starts(job: &Job) -> usize {
     std::fs::read_to_string(job.path("starts")).unwrap_or_default().lines().count()
 }
@@ -19,7 +19,7 @@ fn a_worker_that_fails_at_once_is_not_restarted_as_fast_as_possible() {
     command.arg(&worker);
     let start = Instant::now();
     let launcher = job.start(command);
-    // Four at once, then after 1 and after 2 s.
+    // The launcher starts the worker four times at once, then after 1 s and after 2 s.
     wait_until("six starts", || (starts(&job) >= 6).then_some(()));
     assert!(start.elapsed() >= Duration::from_secs(3), "{:?}", start.elapsed());
     launcher.signal(Signal::SIGTERM);
@@ -45,7 +45,7 @@ fn a_restart_waits_as_long_as_the_user_says() {
 #[test]
 fn the_same_failure_again_and_again_ends_the_job() {
     let job = Job::new();
-    // The second failure is another one.
+    // The second failure differs from the others, so it resets the count.
     let worker = job.script(
         "echo x >> \"$JOB/starts\"\n[ $(wc -l < \"$JOB/starts\") = 2 ] && exit 4\necho 'no such data set' >&2\nexit 3\n",
     );

@@ -1,5 +1,5 @@
-//! Whoever fails first is the root cause, with its own words: in whatever way it ends, whatever the others do meanwhile,
-//! on however many nodes.
+//! The rank that fails first is the root cause, with its own error message. This holds for every kind of
+//! end, every kind of work and every number of nodes.
 
 use std::time::{Duration, Instant};
 
@@ -7,7 +7,7 @@ use convoke_launcher_tests::harness::{Ended, Job, Launcher};
 use convoke_launcher_tests::worker_of;
 use convoke_testkit::{Random, free_port, is_full};
 
-/// A way to end in the middle of the others' work: its class in the report, and what the report says of it.
+/// Argument HOW of the worker, class in the report, and text of the report for each kind of end.
 const ENDINGS: [(&str, &str, &str); 8] = [
     ("error", "exit", "the data set is empty"),
     ("panic", "panic", "the loader is gone"),
@@ -19,11 +19,11 @@ const ENDINGS: [(&str, &str, &str); 8] = [
     ("exit0", "early-exit", "exited with code 0 while the others went on"),
 ];
 
-/// All nodes have ended this long after the first that knows why, on a busy machine. A rank that nobody needed and that
-/// leaves well is not missed.
+/// Time limit from the start of the launchers to the end of the last one, with an allowance for a busy
+/// machine.
 const TOGETHER: Duration = Duration::from_secs(20);
 
-/// One job: `nodes` with `each` workers, of which `who` ends.
+/// One job: `nodes` with `each` workers; rank `who` ends early.
 #[derive(Debug, Clone, Copy)]
 struct Run {
     how: (&'static str, &'static str, &'static str),
@@ -31,7 +31,7 @@ struct Run {
     work: &'static str,
     nodes: usize,
     each: usize,
-    /// How several nodes meet.
+    /// The rendezvous backend for several nodes.
     backend: &'static str,
 }
 
@@ -42,9 +42,10 @@ impl Run {
         loop {
             let how = ENDINGS[random.below(ENDINGS.len())];
             let work = ["reduce", "ring", "apart"][random.below(3)];
-            // Who is not needed may leave.
+            // A rank that no other rank needs may leave.
             let misses_nobody = work == "apart" && how.0 == "return";
-            // No node knows of all others that they still need a rank which left well.
+            // With several nodes, no node can know that the other nodes still need a rank that exited with
+            // code 0.
             let is_elsewhere = nodes > 1 && how.1 == "early-exit";
             if !misses_nobody && !is_elsewhere {
                 let (who, backend) = (random.below(nodes * each), ["static", "c10d"][random.below(2)]);
@@ -72,13 +73,13 @@ impl Run {
         (0..self.nodes).map(start).collect()
     }
 
-    /// What is wrong with what a node said, if anything.
+    /// Returns a description of the errors in a node's report, or `None`.
     fn complaint(self, ended: &Ended) -> Option<String> {
         let (how, class, words) = self.how;
         let root = ended.stderr.split("Root Cause").nth(1).unwrap_or_default();
         let rank = format!("rank      : {} (local_rank: {})", self.who, self.who % self.each);
         let cause = format!("cause     : {class}");
-        // A plain exit code has no cause of its own.
+        // A plain exit code has no line for the cause.
         let is_right =
             root.contains(&rank) && root.contains(words) && (how == "exit" || root.contains(&cause));
         (!is_right || ended.status.code() != Some(1)).then(|| format!("{self:?}:\n{}", ended.stderr))

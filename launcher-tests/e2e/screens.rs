@@ -1,7 +1,7 @@
-//! What a user sees, screen by screen: docs/reference/screens.md shows what this test has seen.
+//! The output that users see: docs/reference/screens.md contains the output of this test.
 //!
-//! Numbers, host and paths differ from run to run. After a change that is meant, CONVOKE_WRITE_SCREENS=1 writes the
-//! document anew.
+//! Numbers, host and paths differ from run to run, so the test ignores them. After an intended change,
+//! CONVOKE_WRITE_SCREENS=1 rewrites the document.
 
 use std::fmt::Write;
 use std::fs;
@@ -22,7 +22,7 @@ with this page, except numbers, host names and paths. [The command line](cli.md#
 #[derive(Clone)]
 struct Screen {
     title: &'static str,
-    /// What the user typed.
+    /// The command line that the user typed.
     typed: &'static str,
     text: String,
 }
@@ -33,12 +33,12 @@ fn screen(title: &'static str, typed: &'static str, job: &Job, ended: &Ended, co
     Screen { title, typed, text: plain(&text, job) }
 }
 
-/// Without what is of this machine.
+/// Replaces the names and paths of this machine.
 fn plain(text: &str, job: &Job) -> String {
     let [worker, _] = worker_of("plain");
     let host = nix::unistd::gethostname().unwrap().into_string().unwrap();
     let me = std::env::current_exe().unwrap().file_name().unwrap().to_string_lossy().into_owned();
-    // A name in /proc has 15 bytes.
+    // /proc keeps 15 bytes of a process name.
     let me = &me[..me.len().min(15)];
     let folder = job.path("");
     let text =
@@ -55,13 +55,14 @@ fn plain(text: &str, job: &Job) -> String {
         .collect()
 }
 
-/// What must be equal: no numbers, no lists of them, and lines across a screen of any length.
+/// Returns the text without the parts that may differ: numbers, lists of numbers, and lengths of horizontal
+/// lines.
 fn shape(text: &str) -> String {
     let mut shape = String::new();
-    // Not every Python marks the place in a line.
+    // Some versions of Python do not mark the position in a line.
     let is_mark = |line: &&str| !line.trim().is_empty() && line.trim().chars().all(|c| c == '^' || c == '~');
     for line in text.lines().filter(|line| !is_mark(line)) {
-        // The names of runs are random.
+        // The name of a run contains random characters.
         let mut rest = line.find("/job/logs/").map_or(line, |at| &line[..at]);
         if line.len() > 3 && line.chars().all(|c| c == '=' || c == '-') {
             rest = &line[..3];
@@ -77,7 +78,7 @@ fn shape(text: &str) -> String {
         shape.push_str(rest);
         shape.push('\n');
     }
-    // One rank or several; seconds or less.
+    // Runs may differ in the number of ranks and in the unit of time.
     shape.replace("ranks #", "rank #").replace("# ms", "# s")
 }
 

@@ -1,4 +1,4 @@
-//! Signals to the launcher: which end the job, which go to the workers, which do nothing.
+//! Signals to the launcher: some end the job, some go to the workers, some have no effect.
 
 use std::fs::File;
 use std::io::Write;
@@ -12,14 +12,14 @@ use nix::unistd::Pid;
 use convoke_launcher_tests::harness::{Job, Launcher};
 use convoke_testkit::{free_port, wait_until};
 
-/// Two workers that wait for the file `go`; `extra` comes before.
+/// Writes a worker script that runs `extra`, then waits for the file `go`.
 fn worker(job: &Job, extra: &str) -> std::path::PathBuf {
     job.script(&format!(
         "{extra}\necho $$ > \"$JOB/up.$RANK\"\nwhile [ ! -e \"$JOB/go\" ]; do sleep 0.01; done\necho done > \"$JOB/done.$RANK\"\n"
     ))
 }
 
-/// Its workers are up.
+/// Starts the launcher and waits until its workers are up.
 fn started(job: &Job, command: Command, workers: usize) -> Launcher {
     let launcher = job.start(command);
     for rank in 0..workers {
@@ -38,7 +38,7 @@ fn go(job: &Job) {
     std::fs::write(job.path("go"), "\n").unwrap();
 }
 
-/// Letter of its state: T is stopped.
+/// Returns the letter of the process state: T means stopped.
 fn state(pid: i32) -> String {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     stat.rsplit_once(") ").map_or_else(String::new, |(_, rest)| rest[..1].to_owned())
@@ -58,7 +58,7 @@ fn a_signal_that_was_ignored_at_the_start_ends_nothing() {
         command.arg(worker(&job, ""));
         let launcher = started(&job, command, 2);
         launcher.signal(signal);
-        // It would have been told before this one is.
+        // If the launcher reported the ignored signal, it would do so before it reports SIGUSR2.
         launcher.signal(Signal::SIGUSR2);
         wait_until("SIGUSR2 to be told", || launcher.stderr().contains("SIGUSR2 was not sent").then_some(()));
         go(&job);
@@ -76,7 +76,7 @@ fn a_list_of_signals_that_the_user_gives_counts_also_if_they_were_ignored() {
     command.arg(worker(&job, ""));
     let launcher = started(&job, command, 1);
     launcher.signal(Signal::SIGHUP);
-    // The worker ignores it as well, and is killed when its time is over.
+    // The worker inherits the ignored SIGHUP, so the launcher kills it after the grace period.
     assert!(launcher.wait().expect(1).stderr.contains("stopped by SIGHUP"));
 }
 
@@ -109,11 +109,11 @@ fn a_program_behind_a_shell_gets_a_forwarded_signal() {
 
 #[test]
 fn no_signal_that_can_be_caught_makes_the_launcher_vanish() {
-    // The last is a real-time signal.
+    // Signal 40 is a real-time signal.
     for number in [14, 26, 27, 29, 30, 24, 25, 6, 16, 40] {
         let job = Job::new();
         let launcher = two(&job, "trap 'echo saved > \"$JOB/saved.$RANK\"; exit 0' TERM");
-        // A real-time signal has no name in `nix`.
+        // `nix` has no names for real-time signals, so the test uses kill(1).
         let sent = Command::new("kill").arg(format!("-{number}")).arg(launcher.pid().to_string()).status();
         assert!(sent.unwrap().success());
         let ended = launcher.wait();
@@ -127,7 +127,7 @@ fn no_signal_that_can_be_caught_makes_the_launcher_vanish() {
     }
 }
 
-/// Takes a moment to save, as checkpoints do.
+/// On SIGTERM or SIGINT the worker saves a checkpoint, which takes until the file `go` exists.
 const SAVES: &str = "trap 'echo begun > \"$JOB/begun.$RANK\"; while [ ! -e \"$JOB/go\" ]; do sleep 0.01; done; echo saved > \"$JOB/saved.$RANK\"; exit 0' TERM INT";
 
 #[test]
@@ -139,10 +139,10 @@ fn a_scheduler_that_says_it_twice_cuts_no_checkpoint_short() {
         launcher.signal(Signal::SIGTERM);
         (0..2).for_each(|rank| drop(job.wait_for_file(&format!("begun.{rank}"))));
         launcher.signal(Signal::SIGTERM);
-        // Not from a terminal.
+        // These SIGINTs do not come from a terminal, so they must not cut the checkpoint short.
         launcher.signal(Signal::SIGINT);
         launcher.signal(Signal::SIGINT);
-        // Told after those.
+        // The launcher handles signals in order: its report of SIGUSR2 shows that it has handled the others.
         launcher.signal(Signal::SIGUSR2);
         wait_until("SIGUSR2 to be told", || launcher.stderr().contains("SIGUSR2").then_some(()));
         go(&job);
@@ -166,7 +166,7 @@ fn nodes_that_are_all_signalled_at_once_let_their_workers_save() {
     (0..2).for_each(|rank| drop(job.wait_for_file(&format!("up.{rank}"))));
     nodes.iter().for_each(|node| node.signal(Signal::SIGTERM));
     (0..2).for_each(|rank| drop(job.wait_for_file(&format!("begun.{rank}"))));
-    // Also one who hears of the other's end before.
+    // A repeated signal must not cut the checkpoint short, even on a node that already knows of the stop.
     nodes.iter().for_each(|node| node.signal(Signal::SIGTERM));
     go(&job);
     for node in nodes {
@@ -177,7 +177,7 @@ fn nodes_that_are_all_signalled_at_once_let_their_workers_save() {
     }
 }
 
-/// A launcher at a terminal of its own, with what is typed there.
+/// Starts a launcher on its own terminal. The returned file is the keyboard of this terminal.
 fn at_a_terminal(job: &Job, script: &Path) -> (Launcher, File) {
     let pty = nix::pty::openpty(None, None).unwrap();
     let mut command = job.command_through(&["setsid", "--ctty"], ["--nproc-per-node=2"]);
@@ -204,7 +204,7 @@ fn ctrl_z_stops_the_workers_and_they_go_on_with_the_launcher() {
     let (all, own) = ([pid(&job, 0), pid(&job, 1)], launcher.pid());
     keys.write_all(b"\x1a").unwrap();
     wait_until("the launcher to stop", || (state(own.as_raw()) == "T").then_some(()));
-    // D: a shell that was just starting a program, which is stopped.
+    // A shell in state D waits in vfork for a child that is itself stopped.
     let is_stopped = |&pid: &i32| matches!(state(pid).as_str(), "T" | "D");
     wait_until("the workers to stop", || all.iter().all(is_stopped).then_some(()));
     kill(own, Signal::SIGCONT).unwrap();
@@ -232,7 +232,7 @@ fn workers_see_that_the_terminal_changes_its_size() {
     let mut resize = Command::new("stty");
     resize.args(["rows", "20", "cols", "60"]).stdin(pty.master.try_clone().unwrap());
     assert!(resize.status().unwrap().success());
-    // The terminal would tell its foreground process group.
+    // A real terminal would send SIGWINCH to its foreground process group.
     kill(Pid::from_raw(child.id().cast_signed()), Signal::SIGWINCH).unwrap();
     assert_eq!(job.wait_for_file("size"), "20 60\n");
     go(&job);

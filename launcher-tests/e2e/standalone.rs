@@ -1,4 +1,4 @@
-//! Standalone jobs do not know of each other.
+//! Standalone jobs are independent of each other.
 
 use std::collections::BTreeSet;
 
@@ -19,7 +19,8 @@ fn fifty_at_once_all_succeed_each_with_a_port_of_its_own() {
             job.start(command)
         })
         .collect();
-    // Each file is PORT.RANK, written by a worker that is connected to its master, and stays so until all are.
+    // A worker that is connected to its master writes a file PORT.RANK. It stays connected until all workers
+    // are.
     let names = wait_until("all workers to be connected", || {
         for launcher in &mut launchers {
             assert_eq!(launcher.child.try_wait().unwrap(), None, "{}", launcher.stderr());
@@ -47,7 +48,7 @@ fn a_job_that_goes_well_says_nothing_and_leaves_no_folder() {
     let ended = job.start(command).wait().expect(0);
     assert_eq!((ended.stdout.as_str(), ended.stderr.as_str()), ("done\ndone\n", ""));
     assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0);
-    // What a worker has written stays.
+    // The launcher must not delete the output of the workers.
     let mut command = job.command(["--standalone", "--redirects=3"]);
     command.arg(&worker).env("TMPDIR", &folder);
     job.start(command).wait().expect(0);

@@ -1,4 +1,4 @@
-//! Workers of the runtime that other launchers start: mpirun of Open MPI and of MPICH, and srun.
+//! Workers that other launchers start: mpirun of Open MPI and of MPICH, and srun.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -9,11 +9,13 @@ use convoke_launcher_tests::{path, worker_of};
 use convoke_testkit::programs::shipped;
 use convoke_testkit::skip;
 
-/// Executes its arguments where there is no network but loopback: mpirun listens everywhere.
+/// Executes its arguments in a network namespace with loopback only, because mpirun listens on all
+/// addresses.
 const ALONE: &str = "ip link set lo up && exec \"$@\"";
 const OPEN_MPI: &[&str] = &["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe"];
 
-/// Runs `starter`, with `rest` after it, on a host of its own; `None` if that cannot be done here, which it says.
+/// Runs `starter rest...` in its own network namespace. Reports a skipped test and returns `None` if that is
+/// impossible here.
 fn run(starter: &[&str], rest: &[&str]) -> Option<Ended> {
     if let Some(why) = lacks(&["unshare", "ip", starter[0]]) {
         skip(format!("workers under {}: {why}", starter[0]));
@@ -25,7 +27,8 @@ fn run(starter: &[&str], rest: &[&str]) -> Option<Ended> {
     Some(job.start(command).wait().expect(0))
 }
 
-/// What all workers say, in the order of their ranks; `here` is local rank and size of each.
+/// Returns the expected output of all workers in rank order; `here` has local rank and local size of each
+/// rank.
 fn expected(here: &[(usize, usize)]) -> Vec<String> {
     let size = here.len();
     let line = |(rank, (local, local_size)): (usize, &(usize, usize))| {
@@ -53,7 +56,7 @@ fn workers_under_mpichs_mpirun() {
     let [program, role] = worker_of("group");
     let Some(ended) = run(&["mpirun.mpich"], &["-n", "3", &program, &role]) else { return };
     assert_eq!(said(&ended), expected(&[(0, 3), (1, 3), (2, 3)]), "{}", ended.stderr);
-    // Also if a script stands in between.
+    // A shell between mpirun and the worker must make no difference.
     let script = format!("{program} {role}; exit $?");
     let Some(ended) = run(&["mpirun.mpich"], &["-n", "2", "sh", "-c", &script]) else { return };
     assert_eq!(said(&ended), expected(&[(0, 2), (1, 2)]), "{}", ended.stderr);
@@ -68,7 +71,7 @@ fn a_launcher_under_mpirun_has_the_last_word() {
     assert_eq!(said(&ended), expected(&[(0, 2), (1, 2)]), "{}", ended.stderr);
 }
 
-/// Slurm on two simulated hosts, as long as this exists.
+/// Slurm on two simulated hosts; dropping this value stops it.
 struct Slurm {
     state: tempfile::TempDir,
 }
@@ -101,7 +104,7 @@ impl Slurm {
         command
     }
 
-    /// Runs a command of Slurm's to its end.
+    /// Runs a Slurm command and waits for its end.
     fn run(&self, job: &Job, arguments: &[&str], variables: &[(&str, &str)]) -> Ended {
         let mut command = job.command_of_other(Self::script(), [&["exec"], arguments].concat());
         command.env("TESTBED_DIR", self.state.path()).envs(variables.iter().copied());
@@ -131,12 +134,13 @@ fn workers_on_two_hosts_under_srun_and_under_mpirun_inside_of_slurm() {
     check(&[&job_of_4[..], &["mpirun.openmpi", "--allow-run-as-root", &program, &role]].concat(), &[], &both);
     check(&[&job_of_4[..], &["mpirun.mpich", "-n", "4", "-ppn", "2", &program, &role]].concat(), &[], &both);
 
-    // Rank 0 is not on the first node: it says so, and is believed if told better.
+    // If rank 0 is not on the first node, it must report that it cannot serve the store. MASTER_ADDR then
+    // corrects the address.
     let list = job.path("hosts");
     std::fs::write(&list, "h2\nh1\n").unwrap();
     let list = ("SLURM_HOSTFILE", list.to_str().unwrap());
     let turned = ["srun", "-K", "-N2", "-n2", "-m", "arbitrary"];
-    // Written by the task itself: what is on its way to srun when the step is killed is lost.
+    // Each task writes its own error file. When the step is killed, output on its way to srun is lost.
     let errors = format!("exec {program} {role} 2> '{}'.$SLURM_PROCID", job.path("errors").display());
     let ended = slurm.run(&job, &[&turned[..], &["sh", "-c", &errors]].concat(), &[list]);
     assert_ne!(ended.status.code(), Some(0));

@@ -1,4 +1,4 @@
-//! What a person at a terminal sees, and what a log gets instead.
+//! Status output: a live line on a terminal, plain lines in a log.
 
 use std::fs::File;
 use std::io::Read;
@@ -7,7 +7,7 @@ use std::process::Command;
 use convoke_launcher_tests::harness::Job;
 use convoke_testkit::free_port;
 
-/// Runs `command` with a terminal of 91 columns as stderr; all that it wrote there.
+/// Runs `command` with a terminal of 91 columns as stderr; returns everything that the command wrote there.
 fn on_a_terminal(job: &Job, mut command: Command) -> String {
     let size = nix::pty::Winsize { ws_row: 33, ws_col: 91, ws_xpixel: 0, ws_ypixel: 0 };
     let pty = nix::pty::openpty(&size, None).unwrap();
@@ -15,13 +15,13 @@ fn on_a_terminal(job: &Job, mut command: Command) -> String {
     let mut child = command.stdout(File::create(job.path("out")).unwrap()).spawn().unwrap();
     drop(command);
     let mut seen = Vec::new();
-    // Ends with EIO when the last process has closed its end.
+    // The read ends with EIO when the last process closes its end.
     let _ = File::from(pty.master).read_to_end(&mut seen);
     child.wait().unwrap();
     String::from_utf8_lossy(&seen).into_owned()
 }
 
-/// Node 0 of two, the other of which never comes.
+/// Builds the launcher command of node 0 in a job of two nodes; node 1 never starts.
 fn alone(job: &Job) -> Command {
     let mut command =
         job.command(["--nnodes=2", "--node-rank=0", "--master-addr=127.0.0.1", "--master-port"]);
@@ -37,7 +37,7 @@ fn a_terminal_shows_one_live_line_while_nodes_are_awaited() {
     let seen = on_a_terminal(&job, alone(&job));
     let (live, rest) = seen.rsplit_once("\r\x1b[2K").expect(&seen);
     assert!(live.matches(WAITING).count() >= 2, "kept up to date: {seen:?}");
-    // One that stays: why the other may never come.
+    // A second line stays on the screen: it explains why the other node may never join.
     let stays = "--master-addr is 127.0.0.1, by which every host means itself";
     assert!(live.matches('\n').count() == 1 && live.contains(stays), "one line: {seen:?}");
     assert!(

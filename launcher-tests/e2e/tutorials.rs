@@ -1,4 +1,4 @@
-//! Commands and scripts as tutorials have them, unchanged.
+//! Commands and scripts copied from tutorials work unchanged.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -7,7 +7,7 @@ use convoke_launcher_tests::harness::{Ended, Job};
 use convoke_testkit::programs::shipped;
 use convoke_testkit::{free_port, skip};
 
-/// Whether there is a Python here; if not, says so.
+/// Returns true if Python is installed; otherwise reports a skipped test.
 fn has_python() -> bool {
     let found = Command::new("python3").arg("--version").output().is_ok_and(|output| output.status.success());
     if !found {
@@ -16,7 +16,7 @@ fn has_python() -> bool {
     found
 }
 
-/// A Python script that prints what it understood, with `parse` between.
+/// Writes a Python script that parses its arguments with `parse` and prints its rank.
 fn script(job: &Job, parse: &str) -> PathBuf {
     let path = job.path("train.py");
     let text = format!(
@@ -38,7 +38,7 @@ os.write(1, "rank {{RANK}} of {{WORLD_SIZE}}\n".format_map(os.environ).encode())
 const UNDERSCORE: &str = "parser.add_argument('--local_rank', type=int, default=-1)";
 const BOTH: &str = "parser.add_argument('--local-rank', '--local_rank', type=int, default=-1)";
 
-/// Runs the flags, which end before the script, with a script that parses so.
+/// Runs the launcher with `flags` and the script for `parse`.
 fn run(job: &Job, flags: &str, parse: &str) -> Ended {
     let mut command = job.command(flags.split_whitespace());
     command.arg(script(job, parse)).args(["--lr", "0.1"]);

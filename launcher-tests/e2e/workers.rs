@@ -1,4 +1,4 @@
-//! What workers are told.
+//! Messages from the launcher to its workers.
 
 use std::process::Command;
 
@@ -6,7 +6,7 @@ use convoke_launcher_tests::harness::Job;
 use convoke_launcher_tests::worker_of;
 use convoke_testkit::free_port;
 
-/// A launcher of the worker that writes down `count` messages of the agent channel.
+/// Builds a launcher command whose workers write `count` messages of the agent channel to files.
 fn channel(job: &Job, flags: &[&str], count: &str) -> Command {
     let mut command = job.command(flags);
     command.args(worker_of("channel")).args(["heard", count]);
@@ -40,7 +40,7 @@ fn the_users_token_is_handed_on_and_a_bad_one_is_refused() {
 #[test]
 fn the_death_of_a_peer_is_told() {
     let job = Job::new();
-    // The others ignore the SIGTERM that follows, so that they come to write down what they heard.
+    // The surviving workers ignore SIGTERM, so that they have time to record the message.
     let worker = job.script(&format!("trap '' TERM\nexec {} heard 2\n", worker_of("channel").join(" ")));
     let mut command = job.command(["--nproc-per-node=3"]);
     command.arg(&worker).env("DIE_AFTER_HELLO", "1");
