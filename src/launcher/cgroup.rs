@@ -1,4 +1,4 @@
-//! The control groups that this process is in, of version 1 and 2, and the limits that they and those above them set.
+//! The control groups (version 1 and 2) of this process, and the limits that they and their ancestors set.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ pub(crate) struct Group {
     /// As /proc/self/cgroup has it.
     pub(crate) name: String,
     pub(crate) folder: PathBuf,
-    /// Where its hierarchy is mounted: nothing above can be seen.
+    /// The mount point of the group's hierarchy. Groups above it are not visible.
     pub(crate) top: PathBuf,
     pub(crate) is_v2: bool,
 }
@@ -38,8 +38,8 @@ impl Group {
     }
 }
 
-/// The groups with this controller, as a machine with this root tells them: version 1 before 2, since a controller is in
-/// one of them only.
+/// Returns the groups with this controller, read below `root`. Groups of version 1 come before those of
+/// version 2; a controller belongs to only one of the versions.
 pub(crate) fn groups(root: &Path, controller: &str) -> Vec<Group> {
     let read = |path: &str| fs::read_to_string(root.join(path)).unwrap_or_default();
     let mut found = parse(&read("proc/self/cgroup"), &read("proc/self/mountinfo"), controller);
@@ -50,7 +50,8 @@ pub(crate) fn groups(root: &Path, controller: &str) -> Vec<Group> {
     found
 }
 
-/// How many CPUs' time the quotas allow, rounded down, but at least one; `None` without a quota.
+/// Returns the number of CPUs whose time the quotas allow, rounded down but at least one. `None` means no
+/// quota.
 pub(crate) fn cpu_quota(root: &Path) -> Option<usize> {
     let quotas = groups(root, "cpu");
     let quotas = quotas.iter().flat_map(|group| group.and_above().map(|folder| (group.is_v2, folder)));
@@ -116,7 +117,7 @@ fn parse(cgroups: &str, mounts: &str, controller: &str) -> Vec<Group> {
     found
 }
 
-/// Where the hierarchy is mounted, and the group `name` in it.
+/// Returns the mount point of the hierarchy, and the folder of the group `name` in it.
 fn mounted(mounts: &str, is_v2: bool, name: &str, controller: &str) -> Option<(PathBuf, PathBuf)> {
     mounts.lines().find_map(|line| {
         // 36 35 98:0 ROOT POINT options ... - TYPE source SUPEROPTIONS

@@ -22,7 +22,7 @@ pub(crate) use help::VERSION;
 pub(crate) use suggest::choice as suggest_choice;
 pub(crate) use values::{float, integer, streams, substrings};
 
-/// What the command line asks for.
+/// The action that the command line asks for.
 #[derive(Debug)]
 pub(crate) enum Invocation {
     /// `--help`: this text on stdout, exit code 0.
@@ -91,7 +91,7 @@ pub(crate) fn parse_on(
     Ok(if given.is_on("dry-run") { Invocation::DryRun(config) } else { Invocation::Run(config) })
 }
 
-/// What help and completions call the program: `torchrun` if called so, else `convoke`.
+/// Returns the program's name in help and completions: `torchrun` if called by that name, else `convoke`.
 fn program_name(word: Option<&OsStr>) -> &'static str {
     let torchrun = word.map(Path::new).and_then(Path::file_name).is_some_and(|name| name == "torchrun");
     if torchrun { "torchrun" } else { "convoke" }

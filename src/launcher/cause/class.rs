@@ -1,10 +1,11 @@
-//! The classes of causes. Pure. docs/reference/failure-model.md lists them for users; a test compares the two.
+//! The classes of causes. Pure. docs/reference/failure-model.md lists the classes for users; a test compares
+//! the two lists.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// What kind of end it was.
+/// The kind of event that ended a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Class {
@@ -41,7 +42,7 @@ pub(crate) enum Class {
     Unknown,
 }
 
-/// How well a class explains the end of a job.
+/// The strength with which a class explains the end of a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Weight {
     /// It happened in this process.

@@ -7,21 +7,21 @@ use super::findings::{Findings, NO_MAIN};
 use super::{Class, Evidence, OomKills};
 use crate::words;
 
-/// What is known.
+/// The known facts about the end of one process.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Facts<'a> {
-    /// How the process ended.
+    /// The exit code or signal of the process.
     pub(crate) cause: ExitCause,
     /// It had been told to stop by us before.
     pub(crate) stopped: bool,
     /// It was given to Python for want of a program of that name.
     pub(crate) guessed: bool,
     pub(crate) evidence: &'a Evidence,
-    /// What its stderr, or its own account, says.
+    /// The evidence from its stderr and from its error file.
     pub(crate) findings: &'a Findings,
 }
 
-/// What to say.
+/// The class, explanation and advice that the report shows.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Verdict {
     pub(crate) class: Class,
@@ -98,7 +98,7 @@ fn by_itself(facts: &Facts<'_>) -> Verdict {
 
 fn of_signal(facts: &Facts<'_>, signal: i32, code: Option<i32>) -> Verdict {
     let Facts { evidence, findings, .. } = *facts;
-    // How a shell, or a wrapper script, says that its program was ended by a signal.
+    // A shell or wrapper script exits with 128 + signal if a signal ended its program.
     let by = |text: &str| match code {
         Some(code) => {
             format!(
@@ -172,7 +172,8 @@ fn of_oom(oom: &OomKills) -> Verdict {
         .advise("raise the memory limit, or lower batch size, loader workers or workers per node; dmesg names the process")
 }
 
-/// What the C++ runtime says if a thread is destroyed that still runs, as those of gloo may while Python ends.
+/// The message of the C++ runtime if a running thread is destroyed. Threads of gloo may still run while
+/// Python exits.
 const THREAD_AT_EXIT: &str = "terminate called without an active exception";
 
 fn of_abort(findings: &Findings, otherwise: &str) -> Verdict {
@@ -255,7 +256,7 @@ fn of_code(facts: &Facts<'_>, code: i32) -> Verdict {
     Verdict::new(Class::Exit, format!("exited with code {code}{}", meaning(code)))
 }
 
-/// What is known of an exit code by convention.
+/// Returns the conventional meaning of an exit code.
 fn meaning(code: i32) -> &'static str {
     match code {
         2 => ", by convention a usage error",
@@ -336,7 +337,7 @@ fn of_argument(findings: &Findings, code: i32) -> Option<Verdict> {
     })
 }
 
-/// What the kernel or a device refused.
+/// Returns the verdict on a resource that the kernel or a device refused.
 fn of_resource(findings: &Findings) -> Option<Verdict> {
     if let Some(line) = &findings.device_memory {
         return Some(device_memory(line));

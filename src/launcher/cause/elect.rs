@@ -3,7 +3,7 @@
 use super::Class;
 use super::class::Weight;
 
-/// What counts in the election.
+/// The facts about one process that decide the election.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Candidate {
     pub(crate) rank: usize,
@@ -16,11 +16,13 @@ pub(crate) struct Candidate {
     pub(crate) time: i64,
 }
 
-/// Index of the root cause; `candidates` stand in the order in which their ends were noticed.
+/// Returns the index of the root cause. The order of `candidates` is the order in which their ends were
+/// noticed.
 ///
-/// What happened in a process itself comes before what follows from another's end, and that before
-/// those whom we stopped; among equals the earliest, then the first noticed. A worker that fails by
-/// itself although it had been told to stop counts only if nobody failed before by a cause of its own.
+/// A failure with a cause of its own wins over a failure that follows from the end of another process. Both
+/// win over processes that the launcher stopped. Among equals the earliest wins, then the first noticed. A
+/// worker that fails by itself after the launcher told it to stop counts only if no worker failed before it
+/// with a cause of its own.
 pub(crate) fn elect(candidates: &[Candidate]) -> Option<usize> {
     let blamed_and_here = |candidate: &Candidate| {
         let rank = candidate.blames?;
@@ -28,7 +30,8 @@ pub(crate) fn elect(candidates: &[Candidate]) -> Option<usize> {
     };
     let best = (0..candidates.len()).min_by_key(|&at| {
         let candidate = &candidates[at];
-        // Who blames a rank elsewhere knows more than who blames one of these, for that one has its own reason.
+        // A candidate that blames an absent rank knows more than one that blames another candidate: the
+        // other candidate has a reason of its own.
         (place(candidate), blamed_and_here(candidate).is_some(), candidate.time)
     })?;
     Some(best)

@@ -1,4 +1,4 @@
-//! What the last lines of a worker's stderr say about its end. Pure.
+//! Extracts the reason for a worker's end from the last lines of its stderr. Pure.
 
 use std::ops::Range;
 
@@ -7,18 +7,18 @@ const SHOWN_MAX_LINES: usize = 60;
 /// Lines of an exception's message after its first.
 const MESSAGE_MAX_LINES: usize = 12;
 
-/// How the runtime says that a rank panicked.
+/// The text with which the runtime reports that a rank panicked.
 const PANICKED: &str = " panicked; group ";
 
-/// How Python says that a folder or zip is none that it can run.
+/// Python's message if it cannot run a folder or zip file.
 pub(crate) const NO_MAIN: &str = "can't find '__main__' module in";
 
-/// What was found.
+/// The evidence found in the last lines of stderr.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Findings {
     /// The last uncaught Python exception: its last line, and the message's further lines.
     pub(crate) exception: Option<String>,
-    /// Where and why Rust or Go panicked, in one line.
+    /// The place and reason of a Rust or Go panic, in one line.
     pub(crate) panic: Option<String>,
     /// Last words of a C or C++ program: glibc, assert, terminate, stack overflow.
     pub(crate) last_words: Option<String>,
@@ -65,7 +65,7 @@ impl Findings {
         found
     }
 
-    /// What `own`, the worker's own account, found; what it did not find is taken from here.
+    /// Prefers the findings of `own`, the worker's own error file; takes from `self` only what `own` lacks.
     pub(crate) fn or(self, own: Self) -> Self {
         Self {
             exception: own.exception.or(self.exception),
@@ -298,7 +298,7 @@ fn one_traceback(lines: &[&str], at: usize) -> Option<(Range<usize>, String)> {
     Some((at..end, exception.to_owned()))
 }
 
-/// Whether the line is the beginning of something else than the rest of a message.
+/// Returns whether the line begins something new and so does not continue a message.
 fn starts_something(line: &str) -> bool {
     line.ends_with(HEADER)
         || line.starts_with("Exception ignored in")

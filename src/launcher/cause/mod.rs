@@ -26,7 +26,7 @@ pub(crate) use findings::{Findings, shown};
 pub(crate) use start::{NotStarted, Program, StartFailure, Step, Surroundings, not_started};
 pub(crate) use text::lines;
 
-/// What is known of a death beside its status; gathered by the guard.
+/// The evidence about a worker's death besides its exit status. The guard gathers it.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Evidence {
     /// The kernel wrote a core file, or gave it to a handler.

@@ -1,5 +1,5 @@
-//! Why a worker did not come to its program: from what the system refused, and what is known of the program and of limits,
-//! to a sentence and a remedy. Pure.
+//! Explains why a worker could not start its program. Turns the errno of the refusal, the program file and
+//! the limits into a sentence and a remedy. Pure.
 
 use std::fmt;
 use std::io;
@@ -14,7 +14,7 @@ use crate::config::FileKind;
 /// Longest word or variable that the kernel hands to a program.
 const WORD_MAX_BYTES: usize = 128 << 10;
 
-/// What the guard was refused.
+/// The step that the system refused to the guard, and its errno.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct StartFailure {
     pub(crate) step: Step,
@@ -32,12 +32,12 @@ pub(crate) enum Step {
     Exec,
 }
 
-/// What is known of the program, and of limits, after the refusal.
+/// The facts about the program and the limits, gathered after the refusal.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Surroundings {
     /// As it was called.
     pub(crate) program: String,
-    /// What is there, if something is.
+    /// The file at the program's path, if one exists.
     pub(crate) file: Option<Program>,
     /// A file of this name is in the current folder, where it is not looked for.
     pub(crate) is_here: bool,

@@ -373,7 +373,7 @@ fn the_documented_classes_are_those_of_the_code() {
 }
 
 proptest::proptest! {
-    /// Whatever a worker writes, there is a verdict and never a panic.
+    /// Any output of a worker gives a verdict and never a panic.
     #[test]
     fn any_text_is_survived(
         bytes in proptest::collection::vec(proptest::prelude::any::<u8>(), 0..400),

@@ -3,11 +3,11 @@
 /// Longest line that is kept; of a longer one its start and its end.
 const LINE_MAX_CHARS: usize = 1000;
 
-/// The lines of `bytes`, oldest first. The first is left out if `cut` says that bytes before it are gone and
-/// there are others.
+/// Returns the lines of `bytes`, oldest first. `cut` says that earlier bytes are gone; the first line is
+/// then left out if there are others.
 ///
-/// Of a line that was overwritten by `\r` the last state counts, as on a terminal. Escape sequences are
-/// removed, other control characters and what is no UTF-8 become `\u{fffd}`: what is shown must not steer a terminal.
+/// If `\r` overwrote a line, its last state counts, as on a terminal. Escape sequences are removed. Other
+/// control characters and invalid UTF-8 become `\u{fffd}`, because shown text must not control a terminal.
 pub(crate) fn lines(bytes: &[u8], cut: bool) -> Vec<String> {
     let text = String::from_utf8_lossy(bytes);
     let mut lines: Vec<String> = text.split('\n').map(clean).collect();

@@ -7,19 +7,20 @@ pub(crate) struct Flag {
     pub(crate) name: &'static str,
     /// Letter of the short form.
     pub(crate) short: Option<char>,
-    /// Whether it takes a value.
+    /// Says whether the flag takes a value.
     pub(crate) takes: Takes,
-    /// Whether `PET_<NAME>` is its default.
+    /// True if `PET_<NAME>` is the flag's default.
     pub(crate) pet: bool,
-    /// Whether torchrun has it. A prefix means torchrun's flags first, so that ours make none ambiguous.
+    /// True if torchrun has the flag. A prefix matches torchrun's flags first, so that convoke's own flags
+    /// make none ambiguous.
     pub(crate) torchrun: bool,
-    /// What the help says, without default and variable.
+    /// The help text without the default and the variable.
     pub(crate) help: &'static str,
     /// The default as the help shows it; empty if there is nothing to show.
     pub(crate) default: &'static str,
 }
 
-/// Whether a flag takes a value.
+/// Says whether a flag takes a value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Takes {
     /// A switch.

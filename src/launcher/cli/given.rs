@@ -64,7 +64,7 @@ impl Given {
         self.values.get(name)
     }
 
-    /// Whether a switch is on.
+    /// Returns whether a switch is on.
     pub(crate) fn is_on(&self, name: &str) -> bool {
         self.get(name).is_some()
     }

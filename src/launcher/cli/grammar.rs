@@ -14,11 +14,11 @@ pub(crate) struct Words {
     pub(crate) given: BTreeMap<&'static str, Option<OsString>>,
     /// SCRIPT.
     pub(crate) script: OsString,
-    /// What follows it, untouched.
+    /// The arguments after the script, unchanged.
     pub(crate) arguments: Vec<OsString>,
 }
 
-/// What the words ask for.
+/// The request that the command line makes.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Request {
     /// `--help` came before any error.
@@ -33,7 +33,7 @@ pub(crate) enum Request {
     Run(Words),
 }
 
-/// How one word before SCRIPT reads.
+/// The kind of one word before SCRIPT.
 enum Word {
     /// No flag.
     Plain,
@@ -140,7 +140,8 @@ fn immediate(flag: &Flag, value: Option<&OsStr>) -> Option<Request> {
     }
 }
 
-/// Whether a word can be the value of the flag before it: argparse refuses what looks like a flag.
+/// Returns whether a word can be the value of the flag before it. Like argparse, it rejects words that look
+/// like a flag.
 fn is_value(word: &OsStr) -> bool {
     word != "--" && matches!(classify(word), Word::Plain)
 }

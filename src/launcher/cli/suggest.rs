@@ -1,4 +1,4 @@
-//! What a misspelt or borrowed flag probably meant. Pure.
+//! Suggests the flag that a misspelt flag, or a flag of another launcher, probably meant. Pure.
 
 use super::flags;
 
@@ -40,7 +40,8 @@ pub(crate) fn flag(name: &str) -> Option<String> {
     }
     let (distance, flag) =
         flags::all().map(|flag| (distance(wanted, flag.name), flag)).min_by_key(|(distance, _)| *distance)?;
-    // A longer name may be further off; a name that continues or is continued by the flag is close in any case.
+    // A longer name may differ in more letters. If one name is a prefix of the other, up to 4 letters may
+    // differ.
     let continued = wanted.starts_with(flag.name) || flag.name.starts_with(wanted);
     (distance <= wanted.len() / 3 || continued && distance <= 4)
         .then(|| format!("did you mean {}?", flag.dashed()))

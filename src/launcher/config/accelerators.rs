@@ -23,7 +23,7 @@ struct Device {
     instances: Vec<String>,
 }
 
-/// What keeps a device from being found. Each ends with what to write, or to see to.
+/// The reasons why a device cannot be located. Each message ends with a remedy.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum DeviceError {
     #[error(
@@ -36,11 +36,12 @@ pub(super) enum DeviceError {
     Unreadable(#[from] TopologyError),
 }
 
-/// The NUMA node of each device that workers see, in the order of their indices. Those of one vendor: NVIDIA, else AMD,
-/// else Intel.
+/// Returns the NUMA node of each device that workers see, in the order of their indices. The devices are
+/// those of one vendor: NVIDIA, else AMD, else Intel.
 ///
 /// # Errors
-/// A device whose place is not told, or a name in CUDA_VISIBLE_DEVICES and the like that only the driver knows.
+/// The system does not report the NUMA node of a device, or a variable such as CUDA_VISIBLE_DEVICES holds a
+/// name that only the driver knows.
 pub(super) fn numa_nodes(machine: &Machine, env: Env<'_>) -> Result<Vec<usize>, DeviceError> {
     let vendors = [Vendor::Nvidia, Vendor::Amd, Vendor::Intel];
     let Some(vendor) = vendors.into_iter().find(|vendor| machine.devices(*vendor, &|_| None) > 0) else {
@@ -107,7 +108,8 @@ fn by_nvml(gpus: &[Gpu]) -> Vec<Device> {
     gpus.iter().map(device).collect()
 }
 
-/// Those with a device node, in order of the bus, as CUDA counts equal devices. (Minor numbers may have another order.)
+/// The GPUs with a device node, in PCI bus order, as CUDA counts equal devices. Minor numbers may have
+/// another order.
 fn nvidia(machine: &Machine) -> Result<Vec<Device>, DeviceError> {
     let dir = machine.root.join("proc/driver/nvidia/gpus");
     let mut told: Vec<(usize, Device)> = Vec::new();

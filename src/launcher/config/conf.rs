@@ -2,10 +2,10 @@
 
 use crate::cli::{float, integer, suggest_choice};
 
-/// Splits `k=v,k=v`: at commas, then at the first `=`, both sides trimmed; the last of equal keys counts.
+/// Splits `k=v,k=v` at commas, then at the first `=`, and trims both sides. The last of equal keys counts.
 ///
 /// # Errors
-/// What is wrong with it.
+/// A description of the malformed part.
 pub(crate) fn split(text: &str) -> Result<Vec<(String, String)>, String> {
     let mut out: Vec<(String, String)> = Vec::new();
     if text.trim().is_empty() {
@@ -28,7 +28,7 @@ pub(crate) fn split(text: &str) -> Result<Vec<(String, String)>, String> {
     Ok(out)
 }
 
-/// What a key's value must be.
+/// The kind of value that a key requires.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// A positive whole number (of seconds, mostly).
@@ -61,7 +61,7 @@ const DYNAMIC: &[(&str, Kind)] = &[
 const OF_C10D: &[(&str, Kind)] = &[
     ("is_host", Kind::Switch),
     ("store_type", Kind::Choice(&["tcp", "file"])),
-    // How torch's own store waits.
+    // Selects the backend of torch's own store.
     ("use_libuv", Kind::Text),
 ];
 
@@ -94,10 +94,10 @@ pub(crate) const STATIC: &Known = &[OF_STATIC];
 /// Keys of any of them.
 pub(crate) const ANY: &Known = &[DYNAMIC, OF_C10D, OF_STATIC, OF_ETCD];
 
-/// Checks the values of the keys that `known` lists; others are nobody's business.
+/// Checks the values of the keys that `known` lists; does not check other keys.
 ///
 /// # Errors
-/// What is wrong, and what to write.
+/// A description of the wrong value, and a valid example.
 pub(crate) fn check(conf: &[(String, String)], known: &Known) -> Result<(), String> {
     for (key, value) in conf {
         let Some((_, kind)) = known.iter().copied().flatten().find(|(name, _)| name == key) else { continue };
@@ -119,7 +119,8 @@ pub(crate) fn check(conf: &[(String, String)], known: &Known) -> Result<(), Stri
     Ok(())
 }
 
-/// What to say of keys that `known` does not list, which are ignored as torchrun does; `None` if there are none.
+/// Returns a warning about keys that `known` does not list. They are ignored, as in torchrun. `None` means
+/// that `known` lists all keys.
 pub(crate) fn ignored(conf: &[(String, String)], known: &Known, reader: &str) -> Option<String> {
     let all = || known.iter().copied().flatten().map(|(name, _)| *name);
     let unknown: Vec<&str> =

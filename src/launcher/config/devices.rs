@@ -10,11 +10,11 @@ pub(crate) struct TooFewDevices {
     local_rank: usize,
 }
 
-/// The variables that show one device to the worker of `local_rank`.
+/// Returns the variables that show one device to the worker of `local_rank`.
 ///
-/// The n-th entry of the parent's CUDA_VISIBLE_DEVICES, else the local rank. A HIP_VISIBLE_DEVICES that is set
-/// and not empty is the source instead, and both variables are set. A CUDA_VISIBLE_DEVICES that is set to
-/// nothing hides all devices, and goes on doing so.
+/// The device is the n-th entry of the parent's CUDA_VISIBLE_DEVICES, else the local rank. If
+/// HIP_VISIBLE_DEVICES is set and not empty, it is the source instead, and both variables are set. An empty
+/// CUDA_VISIBLE_DEVICES hides all devices and is left empty.
 ///
 /// # Errors
 /// The list is too short.

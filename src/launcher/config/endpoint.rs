@@ -25,7 +25,8 @@ pub(crate) enum EndpointError {
 }
 
 /// Reads `host`, `host:port`, `[v6]`, `[v6]:port`. The last colon separates, as in torchrun, so that
-/// `::1:29500` is port 29500 of `::1`; what can also be an address as a whole is an error. An empty text is `localhost`.
+/// `::1:29500` is port 29500 of `::1`. A text that is also an address as a whole is an error. An empty text
+/// is `localhost`.
 pub(crate) fn parse(text: &str) -> Result<(String, Option<u16>), EndpointError> {
     let text = text.trim();
     if text.is_empty() {
@@ -61,7 +62,7 @@ pub(crate) fn parse(text: &str) -> Result<(String, Option<u16>), EndpointError> 
     Ok((host, port))
 }
 
-/// Whether every host means itself by it.
+/// Returns whether the name means the local host on every host.
 pub(crate) fn is_loopback(host: &str) -> bool {
     host == "localhost" || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
 }

@@ -1,4 +1,4 @@
-//! What is needed to use an etcd cluster.
+//! The configuration for access to an etcd cluster: endpoints, TLS and credentials.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -70,7 +70,7 @@ impl EtcdCluster {
         })
     }
 
-    /// Whether anybody who reaches it may read and write there, or listen to who does.
+    /// Returns whether everyone who reaches the cluster can read and write it, or can intercept credentials.
     pub(crate) fn is_open(&self) -> bool {
         let is_user = std::env::var_os(vars::ETCD_USER).is_some_and(|name| !name.is_empty());
         self.tls.as_ref().is_none_or(|tls| tls.identity.is_none() && !is_user)

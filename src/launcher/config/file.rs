@@ -1,4 +1,4 @@
-//! What a file is that is to be run: a program, and of which kind, or something for Python.
+//! Classifies the file to run: a program of some kind, or an input for Python.
 
 use std::ffi::{OsStr, OsString};
 use std::fs;
@@ -11,7 +11,7 @@ use super::machine::is_executable;
 /// Longest `#!` line that the kernel reads.
 const LINE_MAX_BYTES: u64 = 256;
 
-/// What is under a path.
+/// The kind of file at a path.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum FileKind {
     /// An ELF file.
@@ -30,7 +30,7 @@ pub(crate) enum FileKind {
     Absent,
 }
 
-/// What the header of an ELF file says.
+/// The fields of an ELF header that decide whether this machine can run the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Elf {
     /// `e_machine`: the CPU that it is for; `None` if the file ends before.
@@ -131,12 +131,12 @@ impl Shebang {
         }
     }
 
-    /// What CR is a part of, if the line ends with CR LF.
+    /// Returns the word to which a CR belongs if the line ends with CR LF.
     pub(crate) fn last_word(&self) -> &OsStr {
         self.argument.as_ref().unwrap_or(&self.interpreter)
     }
 
-    /// Whether it is Python, directly or by `env`.
+    /// Returns whether the interpreter is Python, named directly or through `env`.
     pub(crate) fn is_python(&self) -> bool {
         let name = |word: &OsStr| Path::new(word).file_name().unwrap_or_default().to_owned();
         let of_python =

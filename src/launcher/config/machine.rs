@@ -1,4 +1,4 @@
-//! What this machine has: CPUs, devices, programs.
+//! The CPUs, devices and programs of this machine.
 
 use std::ffi::{OsStr, OsString};
 use std::fs;
@@ -19,7 +19,7 @@ use crate::gpus::visible::{self, VisibleError};
 const CUDA: &str = "CUDA_VISIBLE_DEVICES";
 const HIP: &str = "HIP_VISIBLE_DEVICES";
 
-/// Where to look; tests look elsewhere.
+/// The root below which the machine's files are read; tests use another root.
 #[derive(Debug, Clone)]
 pub(crate) struct Machine {
     /// `/`: holds dev/, proc/ and sys/.
@@ -32,7 +32,7 @@ pub(crate) struct Machine {
     pub(crate) launcher: Vec<PathBuf>,
 }
 
-/// Whose devices.
+/// The vendor of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Vendor {
     /// /dev/nvidia0, ...
@@ -51,17 +51,18 @@ impl Machine {
         Self { root: PathBuf::from("/"), cpus: affinity(), gpus: OnceLock::new(), launcher: own_folders() }
     }
 
-    /// How many CPUs this process may run on.
+    /// Returns the number of CPUs on which this process may run.
     pub(crate) fn cpu_count(&self) -> usize {
         self.cpus.len().max(1)
     }
 
-    /// How many CPUs' time this process may use: [`Self::cpu_count`], or less where a control group has a quota.
+    /// Returns the number of CPUs whose time this process may use: [`Self::cpu_count`], or less under a
+    /// control group's quota.
     pub(crate) fn cpu_share(&self) -> usize {
         cpu_quota(&self.root).map_or(self.cpu_count(), |quota| self.cpu_count().min(quota))
     }
 
-    /// How many devices of this vendor there are and may be used.
+    /// Returns the number of this vendor's devices that exist and may be used.
     pub(crate) fn devices(&self, vendor: Vendor, env: Env<'_>) -> usize {
         match vendor {
             Vendor::Nvidia => {
@@ -77,7 +78,8 @@ impl Machine {
         }
     }
 
-    /// NVIDIA's GPUs: those that the driver's library tells of, else as many without names as there are device nodes.
+    /// Returns NVIDIA's GPUs as the driver's library lists them. Without the library, returns one nameless
+    /// GPU for each device node.
     pub(crate) fn gpus(&self) -> &[Gpu] {
         self.gpus.get_or_init(|| {
             let told =
@@ -143,8 +145,8 @@ fn affinity() -> Vec<usize> {
     (0..CpuSet::count()).filter(|&cpu| set.is_set(cpu).unwrap_or(false)).collect()
 }
 
-/// How many of `count` devices the variables leave visible: like the drivers, up to the first entry
-/// that is no device.
+/// Returns the number of `count` devices that the variables leave visible. Like the drivers, it counts up to
+/// the first entry that is no device.
 fn left(count: usize, env: Env<'_>, variables: &[&str]) -> usize {
     variables.iter().fold(count, |left, variable| match env(variable) {
         Some(list) => {
@@ -160,7 +162,7 @@ fn left(count: usize, env: Env<'_>, variables: &[&str]) -> usize {
     })
 }
 
-/// Whether it is a file with a permission to execute it.
+/// Returns whether the path is a file with an execute permission.
 pub(crate) fn is_executable(path: &Path) -> bool {
     fs::metadata(path).is_ok_and(|metadata| metadata.is_file() && metadata.permissions().mode() & 0o111 != 0)
 }

@@ -1,4 +1,4 @@
-//! How the nodes meet: backend, endpoint, id and settings.
+//! The rendezvous settings: backend, endpoint, id and timeouts.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -18,14 +18,14 @@ const CLOSE_TIMEOUT: Duration = Duration::from_secs(30);
 /// A node that is not heard for so long is lost.
 const SILENCE: Duration = Duration::from_secs(3);
 const LONGEST_SILENCE: Duration = Duration::from_secs(24 * 3600);
-/// What torchrun takes for the one if only the other is given.
+/// torchrun's defaults for the interval and the attempts if only the other of them is given.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(5);
 const KEEP_ALIVE_ATTEMPTS: u32 = 3;
 const STATIC_TIMEOUT: Duration = Duration::from_secs(900);
 /// The run id of a job whose command line names none, as torchrun's.
 const NO_RUN_ID: &str = "none";
 
-/// Whether the user named the job by this run id.
+/// Returns whether the user named the job with this run id.
 pub(crate) fn is_named(run_id: &str) -> bool {
     run_id != NO_RUN_ID
 }
@@ -280,7 +280,7 @@ fn parse_member(given: &Given, text: &str) -> Result<(String, u16), CliError> {
     }
 }
 
-/// What on the command line is likely to be the reason if the nodes do not meet; `None` if nothing is.
+/// Returns the command-line value that is the likely reason if the nodes do not meet, or `None`.
 pub(super) fn doubt(given: &Given, nodes: NodeRange, rendezvous: &Rendezvous) -> Option<String> {
     let is_here = |host: &String| endpoint::is_loopback(host);
     let (host, what, flag) = match rendezvous {

@@ -1,4 +1,4 @@
-//! Where output goes: log files, tee, filters, events.
+//! The destinations of output: log files, tee, filters, events.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -129,7 +129,7 @@ pub(super) fn events(given: &Given, env: Env<'_>) -> Result<EventHandler, CliErr
 /// The default of LOGLEVEL.
 const WARNING: i128 = 30;
 
-/// Whether LOGLEVEL asks for no warnings.
+/// Returns whether LOGLEVEL suppresses warnings.
 pub(crate) fn is_quiet(env: Env<'_>) -> bool {
     log_level(env) > WARNING
 }

@@ -16,7 +16,7 @@ type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 const RUN_PATH: &str =
     "import runpy,sys; sys.argv=sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')";
 
-/// Who else than Python runs files whose name ends so.
+/// File name endings of other languages, with the interpreters that run such files.
 const OTHER_LANGUAGES: &[(&str, &str)] = &[
     (".sh", "sh"),
     (".bash", "bash"),
@@ -31,7 +31,7 @@ const OTHER_LANGUAGES: &[(&str, &str)] = &[
     (".R", "Rscript"),
 ];
 
-/// How SCRIPT is run.
+/// The method by which SCRIPT is run.
 enum Way {
     /// It is a program, called so.
     Itself(OsString),
@@ -89,8 +89,9 @@ pub(super) fn program(given: &Given, env: Env<'_>, machine: &Machine) -> Result<
     Ok(Program { argv, local_rank_argument, title, guessed })
 }
 
-/// How SCRIPT is run: by itself if it is an ELF file, an executable `#!` file that does not end in `.py`, or no file here but a program
-/// in PATH; by the interpreter of its `#!` line if only the permission is missing; else by Python.
+/// Decides how SCRIPT is run. It runs by itself if it is an ELF file, or an executable `#!` file that does
+/// not end in `.py`. It also runs by itself if no such file is here but PATH has a program of this name. The
+/// interpreter of its `#!` line runs it if only the permission is missing. Otherwise Python runs it.
 fn way(script: &OsStr, env: Env<'_>) -> Result<Way, CliError> {
     let here = || {
         // A bare name would be looked for in PATH, not here.
@@ -162,8 +163,8 @@ fn other_language(script: &OsStr) -> Option<String> {
     ))
 }
 
-/// The interpreter: PYTHON_EXEC, else that of the environment that the launcher is in, else that of VIRTUAL_ENV, else `python` or
-/// `python3` in PATH.
+/// Returns the interpreter: PYTHON_EXEC, else the Python of the environment that contains the launcher, else
+/// that of VIRTUAL_ENV, else `python` or `python3` in PATH.
 fn python(env: Env<'_>, machine: &Machine) -> Result<OsString, CliError> {
     if let Some(python) = env("PYTHON_EXEC").filter(|python| !python.is_empty()) {
         return Ok(python);

@@ -1,4 +1,4 @@
-//! What values mean, and what this machine adds to them.
+//! Tests of the meaning of values, and of the defaults that this machine adds.
 
 use std::ffi::{OsStr, OsString};
 use std::fs;

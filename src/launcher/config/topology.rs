@@ -36,7 +36,7 @@ pub(super) struct Topology {
     pub(super) cpus: Vec<Cpu>,
 }
 
-/// What keeps the CPUs from being known.
+/// The reasons why the CPU topology cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum TopologyError {
     #[error("{} holds `{text}`, which is no {wanted}", path.display())]
@@ -50,11 +50,11 @@ pub(super) enum TopologyError {
 impl Topology {
     /// Reads sysfs below `root` for those of the `allowed` CPUs (ascending) that are online.
     ///
-    /// What the kernel does not tell is taken as on a plain machine: one NUMA node, one socket, a core for each CPU, and
-    /// a socket for a cache.
+    /// If the kernel omits a fact, the default of a plain machine applies: one NUMA node, one socket, one
+    /// core for each CPU, and one cache for each socket.
     ///
     /// # Errors
-    /// A file that holds nonsense or cannot be read, or no CPU at all.
+    /// A file is malformed or cannot be read, or there is no CPU.
     pub(super) fn read(root: &Path, allowed: &[usize]) -> Result<Self, TopologyError> {
         let system = root.join("sys/devices/system");
         let online = list(&system.join("cpu/online"))?;
@@ -90,7 +90,7 @@ pub(super) fn groups<'a, K: Ord>(
     groups.into_values().collect()
 }
 
-/// What the files of one CPU tell of others, so that a large machine is read in a moment.
+/// Facts about other CPUs from files already read. The cache makes the reading of a large machine fast.
 #[derive(Debug, Default)]
 struct Known {
     /// Core and package by CPU.
@@ -154,7 +154,8 @@ fn nodes(dir: &Path) -> Result<HashMap<usize, usize>, TopologyError> {
     Ok(nodes)
 }
 
-/// The entries of a folder that are called `prefix` and a number, in order of the numbers; none without a folder.
+/// Returns the entries of a folder named `prefix` plus a number, sorted by number. Without the folder there
+/// are none.
 pub(super) fn numbered(dir: &Path, prefix: &str) -> Vec<(usize, PathBuf)> {
     let number = |name: OsString| decimal(name.to_str()?.strip_prefix(prefix)?);
     let mut found: Vec<_> = std::fs::read_dir(dir).map_or(Vec::new(), |entries| {

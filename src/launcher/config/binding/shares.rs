@@ -6,7 +6,7 @@ use super::super::topology::{Cpu, Topology, groups};
 use super::{Bind, NumaBinding};
 use crate::config::build::count;
 
-/// What leaves a worker without CPUs.
+/// The reasons why a worker would get no CPUs.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(super) enum ShareError {
     #[error(
@@ -33,8 +33,8 @@ pub(super) enum ShareError {
 
 /// `--bind`: the workers in blocks over all parts of this kind.
 pub(super) fn spread(topology: &Topology, kind: Bind, workers: usize) -> Result<Vec<Vec<usize>>, ShareError> {
-    // Parts that are close to each other stand side by side, however the machine numbers its CPUs. A cache that reaches
-    // over several nodes counts once in each.
+    // Sorts neighbouring parts next to each other, however the machine numbers its CPUs. A cache that spans
+    // several nodes counts once in each node.
     let parts = match kind {
         Bind::Node => topology.groups(|cpu| cpu.node),
         Bind::Socket => topology.groups(|cpu| cpu.package),
@@ -50,7 +50,8 @@ pub(super) fn spread(topology: &Topology, kind: Bind, workers: usize) -> Result<
     Ok((0..workers).map(|i| parts[i * parts.len() / workers].clone()).collect())
 }
 
-/// `--numa-binding`: CPUs near the worker's device, as torchrun chooses them. `devices` are the NUMA nodes of all devices.
+/// Implements `--numa-binding`: chooses CPUs near the worker's device, as torchrun does. `devices` are the
+/// NUMA nodes of all devices.
 pub(super) fn near(
     topology: &Topology,
     kind: NumaBinding,

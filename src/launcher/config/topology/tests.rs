@@ -1,4 +1,4 @@
-//! What sysfs tells of CPUs, and what is made of less.
+//! Tests of the topology read from full and from sparse sysfs trees.
 
 use super::tree::Tree;
 use super::*;

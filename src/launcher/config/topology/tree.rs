@@ -30,7 +30,8 @@ impl Tree {
         self.file(&format!("sys/devices/system/node/node{node}/cpulist"), cpus);
     }
 
-    /// The CPUs of one core of this package, with a cache for its code, one of its own, and one that `sharers` share.
+    /// Adds the CPUs of one core of this package. The core has an instruction cache, a private cache, and a
+    /// cache that `sharers` share.
     pub(in super::super) fn core(&self, cpus: &[usize], package: usize, sharers: &str) {
         let siblings = cpus.iter().map(usize::to_string).collect::<Vec<_>>().join(",");
         for cpu in cpus {
@@ -47,8 +48,8 @@ impl Tree {
         }
     }
 
-    /// Two sockets with two nodes each, two cores in a node, a cache for each node, and two hyperthreads in a core: CPU
-    /// c and c + 8 are core c of socket c / 4 and node c / 2.
+    /// Two sockets with two nodes each, two cores in a node, a cache for each node, and two hyperthreads in
+    /// a core. CPU c and c + 8 are core c of socket c / 4 and node c / 2.
     pub(in super::super) fn two_sockets() -> Self {
         let tree = Self::new();
         tree.file("sys/devices/system/cpu/online", "0-15");
@@ -63,7 +64,8 @@ impl Tree {
         tree
     }
 
-    /// One node with three caches over 2, 4 and 2 cores without hyperthreads, as where some cores are switched off.
+    /// One node with three caches over 2, 4 and 2 cores without hyperthreads, like a CPU with disabled
+    /// cores.
     pub(in super::super) fn core_complexes() -> Self {
         let tree = Self::new();
         tree.node(0, "0-7");
