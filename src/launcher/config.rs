@@ -1,4 +1,4 @@
-//! What the command line and PET_* variables ask for, checked once and then trusted.
+//! The configuration from the command line and PET_* variables, checked once and valid from then on.
 
 mod accelerators;
 mod binding;
@@ -41,11 +41,11 @@ pub(crate) struct Config {
     pub(crate) nodes: NodeRange,
     /// `--nproc-per-node`, resolved; at least 1.
     pub(crate) nproc_per_node: usize,
-    /// How the nodes of the job find each other.
+    /// The method by which the nodes of the job find each other.
     pub(crate) rendezvous: Rendezvous,
     /// `--rdzv-id`, or a random UUID.
     pub(crate) run_id: String,
-    /// What is likely to be the reason if the nodes do not meet.
+    /// The likely reason if the nodes do not meet.
     pub(crate) doubt: Option<String>,
     /// `--rdzv-conf`, in order, trimmed; unknown keys are kept and ignored.
     pub(crate) rendezvous_conf: Vec<(String, String)>,
@@ -62,15 +62,16 @@ pub(crate) struct Config {
     pub(crate) monitor_interval: Option<Duration>,
     /// `--role`.
     pub(crate) role: String,
-    /// What to execute.
+    /// The program to execute.
     pub(crate) program: Program,
-    /// Where output goes.
+    /// The destinations of output.
     pub(crate) logs: LogConfig,
     /// CONVOKE_FLIGHT_DIR: where workers record their calls.
     pub(crate) flight: FlightDir,
     /// `--event-log-handler`.
     pub(crate) events: EventHandler,
-    /// `--signals-to-handle`: signals that are passed on to the workers and end the job, unknown names dropped.
+    /// `--signals-to-handle`: signals that the launcher forwards to the workers and that end the job.
+    /// Unknown names are dropped.
     pub(crate) signals: Vec<nix::sys::signal::Signal>,
     /// The user gave that list.
     pub(crate) signals_given: bool,
@@ -82,14 +83,14 @@ pub(crate) struct Config {
     pub(crate) shutdown_timeout: Duration,
     /// `--virtual-local-rank`.
     pub(crate) virtual_local_rank: bool,
-    /// `--gpu-bind`, `--gpus-per-worker`: the devices that each worker sees, by local rank, and the variable that says
-    /// so; no list if they see what the launcher sees.
+    /// `--gpu-bind`, `--gpus-per-worker`: the variable that selects devices, and its value for each local
+    /// rank. The list is empty if the workers see what the launcher sees.
     pub(crate) gpus: (&'static str, Vec<String>),
     /// `--bind`, `--numa-binding`: the CPUs of each worker by local rank; empty if they are not bound.
     pub(crate) cpus: Vec<Vec<usize>>,
-    /// Each worker leads a session of its own, as under torchrun, and not only a process group. Not so where there are
-    /// more workers than CPUs and the scheduler knows sessions: a worker that yields its CPU to another one would
-    /// keep it then.
+    /// Each worker leads a session of its own, as under torchrun, and not only a process group. False if
+    /// there are more workers than CPUs and the scheduler groups tasks by session. A worker that yields its
+    /// CPU to another worker would then keep it.
     pub(crate) own_sessions: bool,
     /// `--orphans`: what happens to processes that outlive a successful worker.
     pub(crate) orphans: Orphans,
@@ -97,18 +98,19 @@ pub(crate) struct Config {
     pub(crate) report_file: Option<PathBuf>,
     /// `--report`.
     pub(crate) report: Form,
-    /// What was set for the workers without being asked for.
+    /// Settings that the launcher made for the workers without a request.
     pub(crate) notes: Vec<String>,
     /// `--stderr-tail`: lines of a failed worker's stderr in the report.
     pub(crate) stderr_lines: usize,
     /// Serve one store for the agents and the workers; off with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
     pub(crate) share_store: bool,
-    /// Warnings to print before anything starts, one line each (`--node-rank` without static, unknown signal, ...).
+    /// Warnings to print before anything starts, one line each (`--node-rank` without static, unknown
+    /// signal, ...).
     pub(crate) warnings: Vec<String>,
 }
 
 impl Config {
-    /// Whether `--max-restarts` counts for all nodes together.
+    /// Returns whether `--max-restarts` counts for all nodes together.
     pub(crate) fn has_job_budget(&self) -> bool {
         matches!(&self.rendezvous, Rendezvous::Elastic { terms, .. } if terms.job_budget)
     }
@@ -123,7 +125,7 @@ pub(crate) struct NodeRange {
     pub(crate) max: usize,
 }
 
-/// How rounds of an elastic job begin and end (`--rdzv-conf`).
+/// The rules by which rounds of an elastic job begin and end (`--rdzv-conf`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Terms {
     /// `last_call_timeout`: how long a first round stays open after the fewest nodes are there.
@@ -132,13 +134,14 @@ pub(crate) struct Terms {
     pub(crate) join_timeout: Duration,
     /// `close_timeout`: how long the end of a job may take to be written down.
     pub(crate) close: Duration,
-    /// A node that is not heard for so long is lost; `keep_alive_interval` times `keep_alive_max_attempt` if given.
+    /// The heartbeat timeout: a node that stays silent for longer is lost. The value is
+    /// `keep_alive_interval` times `keep_alive_max_attempt` if given.
     pub(crate) silence: Duration,
     /// `restart_budget=job`: `--max-restarts` counts for all nodes together.
     pub(crate) job_budget: bool,
 }
 
-/// Where the nodes of an elastic job meet.
+/// The rendezvous endpoint of an elastic job.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Endpoint {
     /// At the coordinator that is served there.
@@ -156,7 +159,7 @@ pub(crate) enum Endpoint {
     Etcd(EtcdCluster),
 }
 
-/// How the nodes of the job find each other.
+/// The method by which the nodes of the job find each other.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Rendezvous {
     /// One node that needs nobody: `--standalone`, or one node and neither endpoint nor port.
@@ -174,21 +177,22 @@ pub(crate) enum Rendezvous {
     },
     /// `c10d`, `etcd`, `etcd-v2`: nodes come and go.
     Elastic {
-        /// Where they meet.
+        /// The endpoint at which the nodes meet.
         endpoint: Endpoint,
-        /// How rounds begin and end.
+        /// The rules by which rounds begin and end.
         terms: Terms,
     },
 }
 
-/// What to execute, before macros are replaced.
+/// The program to execute, before macros are replaced.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Program {
     /// Program and its arguments; `${local_rank}` is not yet replaced. `argv[0]` is searched in PATH.
     pub(crate) argv: Vec<OsString>,
-    /// Index in `argv` before which the legacy `--local-rank=N` is inserted, with its spellings; `None` normally.
+    /// Index in `argv` before which the legacy `--local-rank=N` is inserted, with its spellings. Normally
+    /// `None`.
     pub(crate) local_rank_argument: Option<LocalRankArgument>,
-    /// What the report calls the program: the script as given, or PYTHON_EXEC if that is set.
+    /// The program's name in the report: the script as given, or PYTHON_EXEC if that is set.
     pub(crate) title: String,
     /// SCRIPT is no file here, no program in PATH, and not called `*.py`: Python gets what may be no script.
     pub(crate) guessed: bool,
@@ -197,7 +201,7 @@ pub(crate) struct Program {
 /// `--pass-local-rank`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct LocalRankArgument {
-    /// Where in `argv`.
+    /// The index in `argv`.
     pub(crate) index: usize,
     /// Pass `--local-rank=N`.
     pub(crate) dash: bool,
@@ -235,13 +239,13 @@ pub(crate) struct Streams {
 /// One `-r` or `-t` value.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum StreamChoice {
-    /// The same for all local ranks.
+    /// One choice for all local ranks.
     All(Streams),
     /// For these local ranks; none for the rest.
     Some(std::collections::BTreeMap<usize, Streams>),
 }
 
-/// Where output goes.
+/// The destinations of output.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct LogConfig {
     /// `--role`, for the prefix.
@@ -256,8 +260,8 @@ pub(crate) struct LogConfig {
     pub(crate) prefix_template: String,
     /// `--local-ranks-filter`: the only local ranks on the console; `None` is all.
     pub(crate) local_ranks_filter: Option<std::collections::BTreeSet<usize>>,
-    /// Let stderr pass through our hands where it would go to the console; off with `--stderr-tail=0`, and with
-    /// `--orphans=keep`, since it then has to outlive us.
+    /// The launcher reads a stderr that goes to the console, so that it can keep the last lines. Off with
+    /// `--stderr-tail=0`. Also off with `--orphans=keep`, since the stderr must then outlive the launcher.
     pub(crate) keep_stderr_tail: bool,
     /// `--duplicate-stdout-filters`; empty is off.
     pub(crate) duplicate_stdout: Vec<String>,

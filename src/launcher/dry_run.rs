@@ -82,8 +82,8 @@ pub(crate) fn text(config: &Config, env: Env<'_>) -> String {
     out
 }
 
-/// What this node would be told if all nodes came and started as many workers as this one; and whether
-/// the store's port is known now.
+/// Returns the assignment of this node if all nodes joined with as many workers as this one. The flag says
+/// whether the store's port is known now.
 fn assignment(config: &Config) -> (Assignment, bool) {
     let nodes = config.nodes.max;
     let alone = config.local_addr.clone().unwrap_or_else(|| "localhost".to_owned());

@@ -23,7 +23,7 @@ pub(crate) struct Events {
     meeting_since: Cell<Instant>,
 }
 
-/// What is the same in all events.
+/// The fields that are equal in all events.
 #[derive(Debug, Clone)]
 struct Job {
     run_id: String,
@@ -175,7 +175,7 @@ impl Events {
 /// One event as one line, without newline.
 fn line(job: &Job, happening: &Happening<'_>) -> String {
     let Happening { state, assignment, worker, error, restarts, total_s, duration_ms } = happening;
-    // What a worker has of its own; nothing without an assignment.
+    // The values of a single worker; empty without an assignment.
     let own = |of: fn(&Assignment, usize) -> usize| {
         assignment.zip(*worker).map(|(assignment, (rank, _))| [of(assignment, rank)])
     };

@@ -1,8 +1,10 @@
-//! The workers' recordings ([`convoke_env::flight`]): where they are, what they say of a failure, when they go.
+//! Manages the workers' flight recordings ([`convoke_env::flight`]): their folder, their account of a
+//! failure, their removal.
 //!
-//! Workers that use convoke's runtime record what they do in their groups. By default they do so below this launcher's
-//! log folder; they make the folder themselves, so that there is none if nobody records. It goes with a job that
-//! succeeds. CONVOKE_FLIGHT_DIR names another, where recordings stay; empty, nothing is recorded in files.
+//! Workers that use convoke's runtime record the operations of their groups. The default folder lies in this
+//! launcher's log folder. The workers create it, so that no folder exists if none of them records. A job
+//! that succeeds removes it. CONVOKE_FLIGHT_DIR names another folder, which keeps its recordings. If the
+//! variable is empty, workers record nothing in files.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -33,7 +35,7 @@ pub(crate) struct Flight {
     own: bool,
 }
 
-/// What the launcher knows of the workers of a round that has ended.
+/// The launcher's knowledge of the workers of a round that has ended.
 #[derive(Debug)]
 pub(crate) struct Round {
     pub(crate) generation: Option<Generation>,
@@ -65,13 +67,13 @@ impl Flight {
         }
     }
 
-    /// What the workers are told.
+    /// Returns the folder that the workers are given.
     pub(crate) fn folder(&self) -> Option<&OsStr> {
         self.folder.as_deref().map(Path::as_os_str)
     }
 
-    /// What the recordings say of a round; `None` if there are none. Also writes into them how their workers ended, for
-    /// those who read them later.
+    /// Returns the recordings' account of a round; `None` without recordings. Also writes into the
+    /// recordings how their workers ended, for later readers.
     pub(crate) fn told(&self, round: &Round) -> Option<report::Flight> {
         let folder = self.folder.as_ref()?;
         let here = process::current();
@@ -114,7 +116,7 @@ impl Flight {
 }
 
 impl Round {
-    /// Whether a recording was made in this round, also on other nodes.
+    /// Returns whether a recording was made in this round, here or on another node.
     fn has(&self, header: &Header, boot_id: u128) -> bool {
         match (self.generation, header.generation) {
             (Some(ours), Some(theirs)) => ours == theirs,

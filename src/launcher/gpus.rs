@@ -1,7 +1,7 @@
-//! NVIDIA's GPUs: which there are, what each worker sees of them, and what is known of them when one fails.
+//! NVIDIA's GPUs: the list of them, the share of each worker, and the evidence when one fails.
 //!
-//! `nvml` asks the driver's library, which is loaded when it is there; `visible` and `xid` (pure) read lists and the
-//! driver's messages; `evidence` gathers what is known of a failed worker's GPUs.
+//! `nvml` calls the driver's library and loads it if it exists. `visible` and `xid` (pure) read device lists
+//! and the driver's messages. `evidence` gathers the facts about a failed worker's GPUs.
 
 pub(crate) mod evidence;
 pub(crate) mod nvml;

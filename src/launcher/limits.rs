@@ -1,5 +1,6 @@
-//! The limits of the launcher's process: raised as far as allowed, since it has descriptors and files for all workers. Workers get
-//! those that the launcher was started with. What cannot suffice is said before the first worker.
+//! Raises the limits of the launcher's process as far as allowed, since it holds descriptors and files for
+//! all workers. Workers get the limits with which the launcher was started. Reports limits that cannot
+//! suffice before the first worker starts.
 
 use std::path::Path;
 
@@ -8,7 +9,7 @@ use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit, setrlimit};
 use crate::cgroup::{Tasks, task_limit};
 use crate::config::{Config, Rendezvous, StreamChoice, Streams, count};
 
-/// What the launcher has open besides what is there for each worker.
+/// The number of descriptors that the launcher has open besides those for each worker.
 const OWN_DESCRIPTORS: usize = 32;
 /// Descriptors of workers' streams that may be on their way to the guard at once.
 const ON_THEIR_WAY: usize = 256;
@@ -75,13 +76,14 @@ impl Limits {
     }
 }
 
-/// What a job needs on this node.
+/// The needs of a job on this node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Needs {
     workers: usize,
     /// Descriptors of the launcher.
     descriptors: usize,
-    /// The same with what workers may open to the store that this node may serve; or those of the guard, if they are more.
+    /// `descriptors` plus the workers' connections to the store that this node may serve. If the guard needs
+    /// more descriptors, its number.
     most: usize,
     /// Output is copied to files.
     copies: bool,
@@ -94,7 +96,8 @@ struct There {
     processes: Option<u64>,
     tasks: Option<Tasks>,
     file_bytes: Option<u64>,
-    /// Where something is there that locks memory.
+    /// The limit of locked memory. `None` also means that the host has no RDMA device, whose users lock
+    /// memory.
     locked_bytes: Option<u64>,
 }
 

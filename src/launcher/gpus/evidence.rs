@@ -1,4 +1,5 @@
-//! What the system knows of a failed worker's GPUs: messages of the driver in the kernel's log, and errors of their memory.
+//! Gathers evidence about a failed worker's GPUs: the driver's messages in the kernel's log, and memory
+//! errors.
 
 use std::io::Read;
 use std::os::unix::fs::OpenOptionsExt;
@@ -16,7 +17,7 @@ use super::xid::Xid;
 /// The variable that names another log, for tests.
 const CHOSEN: &str = "CONVOKE_KMSG";
 const KERNEL_LOG: &str = "/dev/kmsg";
-/// How long the driver may take: one whose GPU is gone may not answer.
+/// The time limit for the driver. It may never answer if a GPU is lost.
 const PATIENCE: Duration = Duration::from_secs(2);
 /// Clocks differ a little.
 const SLACK: Duration = Duration::from_secs(1);
@@ -34,7 +35,8 @@ pub(crate) struct Suspect {
     pub(crate) pid: Option<i32>,
 }
 
-/// What is known of the GPUs of each, since the job began; nothing where nothing can be read.
+/// Returns the evidence about the GPUs of each suspect since the job began. It is empty if nothing can be
+/// read.
 pub(crate) fn gather(suspects: Vec<Suspect>, began: SystemTime) -> Vec<Vec<String>> {
     let (count, (tell, told)) = (suspects.len(), channel());
     let gatherer = move || {
@@ -56,7 +58,7 @@ pub(crate) fn gather(suspects: Vec<Suspect>, began: SystemTime) -> Vec<Vec<Strin
     lines.unwrap_or_else(|| vec![Vec::new(); count])
 }
 
-/// What concerns one worker.
+/// Returns the lines that concern one worker.
 fn lines(suspect: &Suspect, gpus: &[Gpu], xids: &[Xid], errors: impl Fn(&Gpu) -> u64) -> Vec<String> {
     let own: Vec<&Gpu> = suspect.devices.iter().filter_map(|device| named(gpus, device)).collect();
     let is_own = |xid: &&Xid| {

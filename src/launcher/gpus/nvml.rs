@@ -65,7 +65,8 @@ impl Nvml {
         (0..gpus.min(MOST_GPUS)).map(|index| self.gpu(self.device(index)?)).collect()
     }
 
-    /// Errors of a GPU's memory that could not be corrected, since the driver was loaded; `None` where that is not counted.
+    /// Returns the number of uncorrected memory errors of a GPU since the driver was loaded. `None` means
+    /// that they are not counted.
     pub(crate) fn uncorrected_errors(&self, uuid: &str) -> Option<u64> {
         type Total = unsafe extern "C" fn(Device, c_int, c_int, *mut c_ulonglong) -> c_int;
         type ByUuid = unsafe extern "C" fn(*const c_char, *mut Device) -> c_int;

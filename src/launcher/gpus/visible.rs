@@ -1,4 +1,4 @@
-//! Which GPUs workers see: from the driver's list and the parent's CUDA_VISIBLE_DEVICES to that of each worker. Pure.
+//! Computes which GPUs each worker sees from the driver's list and the parent's CUDA_VISIBLE_DEVICES. Pure.
 
 use super::Gpu;
 
@@ -15,11 +15,12 @@ fn known(there: &[String]) -> String {
     if there.is_empty() { "none".to_owned() } else { there.join(", ") }
 }
 
-/// The devices that can be seen, as CUDA_VISIBLE_DEVICES calls them: indices, or the instances of GPUs that are cut into
-/// some, which have no indices.
+/// Returns the visible devices as CUDA_VISIBLE_DEVICES names them. Names are indices, except for the MIG
+/// instances of partitioned GPUs, which have no indices.
 ///
-/// `list` is the value of `variable`, if that is set. As for the driver, it ends at the first entry that is no device; names that
-/// nobody has are an error. `gpus` are those of the node, or as many without names.
+/// `list` is the value of `variable`, if that is set. As in the driver, the list ends at the first entry
+/// that is no device. An unknown name is an error. `gpus` are the GPUs of the node, without names if those
+/// are unknown.
 ///
 /// # Errors
 /// [`VisibleError::Unknown`].
@@ -41,12 +42,13 @@ pub(crate) fn devices(
     }
 }
 
-/// How many devices the driver shows, whatever ends the list.
+/// Returns the number of devices that the driver shows, for any reason that ends the list.
 pub(crate) fn count(gpus: &[Gpu], list: Option<&str>) -> usize {
     seen(gpus, list).0.len()
 }
 
-/// Whether an entry of a list is meant as a name of a GPU or MIG instance. `NoDevFiles`, `none` and `void` are none.
+/// Returns whether a list entry has the form of a GPU's or MIG instance's name. `NoDevFiles`, `none` and
+/// `void` do not.
 pub(crate) fn is_like_a_name(entry: &str) -> bool {
     entry.starts_with("GPU-") || entry.starts_with("MIG-")
 }
@@ -81,14 +83,15 @@ fn seen<'a>(gpus: &[Gpu], list: Option<&'a str>) -> (Vec<String>, Option<&'a str
     (devices, None)
 }
 
-/// Whether a device is called so: by the beginning of its name, as for the driver. Where names are not told, any may be one.
+/// Returns whether the entry is a prefix of a device's name, as in the driver. If no names are known, any
+/// name matches.
 fn is_named(gpus: &[Gpu], entry: &str) -> bool {
     let names = gpus.iter().flat_map(|gpu| std::iter::once(&gpu.uuid).chain(gpu.instances.iter().flatten()));
     let mut names = names.filter(|name| !name.is_empty()).peekable();
     is_like_a_name(entry) && (names.peek().is_none() || names.any(|name| name.starts_with(entry)))
 }
 
-/// What each of `workers` sees: `each` devices, one after the other.
+/// Returns the devices of each of `workers`: `each` devices, in order.
 ///
 /// # Errors
 /// [`VisibleError::TooFew`].
@@ -137,7 +140,7 @@ mod tests {
             error,
             "CUDA_VISIBLE_DEVICES names GPU-9, which is no GPU of this node (there are GPU-0a, GPU-1a, MIG-1-0, MIG-1-1, GPU-2a)"
         );
-        // A word that is meant for no device ends the list; so does, where they are only counted, a name that nobody has.
+        // A word that names no device ends the list. If devices are only counted, so does an unknown name.
         for (list, count) in [
             ("NoDevFiles", 0),
             ("none", 0),

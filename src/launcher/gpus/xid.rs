@@ -1,4 +1,4 @@
-//! What NVIDIA's driver writes to the kernel's log when a GPU fails: Xid messages. Pure.
+//! Parses Xid messages, which NVIDIA's driver writes to the kernel's log when a GPU fails. Pure.
 
 /// A message of the driver about a GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -8,7 +8,7 @@ pub(crate) struct Xid {
     pub(crate) number: u32,
     /// The process that was to blame, if the driver says so.
     pub(crate) pid: Option<u32>,
-    /// What the driver wrote behind the number.
+    /// The driver's text after the number.
     pub(crate) text: String,
 }
 
@@ -16,7 +16,8 @@ pub(crate) struct Xid {
 const TEXT_CHARS: usize = 200;
 
 impl Xid {
-    /// From a line of the kernel's log, such as `NVRM: Xid (PCI:0000:3b:00): 79, pid=123, name=python3, GPU has fallen off the bus.`
+    /// Parses a line of the kernel's log, such as `NVRM: Xid (PCI:0000:3b:00): 79, pid=123, name=python3,
+    /// GPU has fallen off the bus.`
     pub(crate) fn of_line(line: &str) -> Option<Self> {
         let (_, rest) = line.split_once("NVRM: Xid (PCI:")?;
         let (pci, rest) = rest.split_once("): ")?;
@@ -31,7 +32,7 @@ impl Xid {
         Some(Self { pci: pci.to_lowercase(), number: number.parse().ok()?, pid, text })
     }
 
-    /// What it means, and what to do; from NVIDIA's catalogue.
+    /// Returns the meaning and the remedy, from NVIDIA's catalogue.
     pub(crate) fn meaning(&self) -> &'static str {
         match self.number {
             13 | 31 => {

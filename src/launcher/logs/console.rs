@@ -8,25 +8,25 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// What may wait to be written; beyond it the workers are slowed down to the console's pace.
+/// The maximum of bytes waiting to be written. Beyond it the workers are slowed down to the console's pace.
 const PENDING_MAX_BYTES: usize = 8 << 20;
-/// A console that takes nothing at all for this long is left behind: a stopped terminal must not stop the job.
+/// A console that accepts nothing for this long is abandoned: a stopped terminal must not stop the job.
 const STALL: Duration = Duration::from_secs(10);
 /// A console that has written something within this time moves.
 const MOVING: Duration = Duration::from_secs(2);
-/// How much longer than asked for a slow console that moves is waited for at the end.
+/// The maximum time to wait for a slow console at the end, beyond the requested time, while it accepts data.
 const SLOW_MAX: Duration = Duration::from_secs(60);
 const ASK_AGAIN: Duration = Duration::from_millis(100);
-/// What is written at a time: small enough that a slow console still shows progress.
+/// The size of one write: small enough that a slow console still shows progress.
 const WRITE_BYTES: usize = 16 << 10;
 
 /// The side that lines are handed to. Used by one thread.
 #[derive(Debug)]
 pub(super) struct Console {
     shared: Arc<Shared>,
-    /// What the thread will need; it starts with the first bytes.
+    /// The parts that the thread needs. It starts with the first bytes.
     unstarted: Option<Unstarted>,
-    /// Whose line is on the console without its newline.
+    /// The source whose unfinished line is on the console.
     open: Option<usize>,
     /// That line was passed through as it came.
     open_raw: bool,
@@ -120,7 +120,8 @@ impl Console {
         }
     }
 
-    /// Adds bytes of `source` as they came. Lines of others that are not over stay so, as if each wrote by itself.
+    /// Adds bytes of `source` unchanged. Unfinished lines of other sources stay unfinished, as if each
+    /// source wrote directly.
     pub(super) fn pass_through(&mut self, source: usize, parts: [&[u8]; 2]) {
         if self.open.is_some() && !self.open_raw {
             self.close_line();
@@ -199,7 +200,7 @@ impl Console {
         state.broken
     }
 
-    /// How often something was written: a sign of life.
+    /// Returns a counter of writes, which shows whether the console makes progress.
     pub(super) fn writes(&self) -> Writes {
         Writes(Arc::clone(&self.shared))
     }
@@ -221,7 +222,7 @@ impl Writes {
     }
 }
 
-/// How long to wait for consoles: until a deadline, and beyond it while they move.
+/// The time to wait for consoles: until a deadline, and beyond it while they accept data.
 #[derive(Debug)]
 pub(super) struct Patience {
     until: Instant,
@@ -234,7 +235,7 @@ impl Patience {
         Self { until: deadline, latest: deadline + SLOW_MAX, seen: 0 }
     }
 
-    /// How long to wait before asking again; `None` when it is over.
+    /// Returns the time to wait before the next check; `None` when the wait is over.
     pub(super) fn left(&mut self, writes: u64) -> Option<Duration> {
         let now = Instant::now();
         if writes != self.seen {

@@ -8,7 +8,7 @@ pub(super) const LINE_MAX_BYTES: usize = 64 << 10;
 /// A line, or a piece of one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Piece<'a> {
-    /// What was not passed on before.
+    /// The text that was not passed on before.
     pub(super) text: &'a [u8],
     /// The line from its start; its newline is not included. For a line beyond [`LINE_MAX_BYTES`], since the
     /// last cut.
@@ -19,13 +19,13 @@ pub(super) struct Piece<'a> {
     pub(super) newline: bool,
 }
 
-/// Cuts a stream into lines, as text files are read by Python: a line ends with `\n`, `\r\n` or `\r`, the last
-/// as progress bars do.
+/// Cuts a stream into lines like Python's text files. A line ends with `\n`, `\r\n` or `\r`; progress bars
+/// write `\r`.
 #[derive(Debug, Default)]
 pub(super) struct Lines {
     /// The line that is not over.
     partial: Vec<u8>,
-    /// How much of it was passed on.
+    /// The number of its bytes that were passed on.
     shown: usize,
     /// The last byte was `\r`: a `\n` belongs to it.
     after_return: bool,
@@ -86,7 +86,7 @@ impl Lines {
         }
     }
 
-    /// Whether [`Lines::show_partial`] has something to show.
+    /// Returns whether [`Lines::show_partial`] has something to show.
     pub(super) fn has_partial(&self) -> bool {
         self.shown < self.partial.len()
     }
@@ -98,7 +98,7 @@ impl Lines {
     }
 }
 
-/// How many bytes at the end are the beginning of a character whose rest may still come.
+/// Returns the number of bytes at the end that begin a character whose rest may still come.
 pub(super) fn unfinished(bytes: &[u8]) -> usize {
     let longest = bytes.len().min(3);
     (1..=longest)

@@ -1,11 +1,11 @@
-//! Where the output of the workers goes: the console, files, or both.
+//! Routes the output of the workers to the console, to files, or to both.
 //!
-//! [`RunDir`] is one launcher's directory, [`AttemptDir`] the directory of one attempt, which hands out
-//! the descriptors of each worker. Files without tee are given to the worker itself; a teed stream is a
-//! pipe that [`Tee`] reads. So is a stderr that goes to the console, since its last lines are wanted if the
-//! worker fails; where the console is a terminal, it is one as well.
+//! [`RunDir`] is one launcher's directory. [`AttemptDir`] is the directory of one attempt and provides the
+//! descriptors of each worker. The worker itself writes a file without tee. A teed stream is a pipe that
+//! [`Tee`] reads. A stderr that goes to the console is also such a pipe, since the report needs its last
+//! lines if the worker fails. If the console is a terminal, the stream is a pseudo-terminal instead.
 //!
-//! Logs serve the job: what goes wrong here is told once, and the job goes on without files.
+//! Logs serve the job. The launcher reports a problem here once, and the job continues without files.
 
 mod console;
 mod lines;
@@ -44,7 +44,7 @@ pub(crate) enum LogError {
     /// The operating system refuses a pipe, a thread or /dev/null.
     #[error("{what}: {source}")]
     System {
-        /// What was tried.
+        /// The operation that failed.
         what: &'static str,
         /// Its answer.
         source: io::Error,
@@ -64,7 +64,7 @@ pub(crate) struct RunDir {
     path: Option<PathBuf>,
 }
 
-/// What all attempts share.
+/// The settings that all attempts share.
 #[derive(Debug)]
 struct Settings {
     config: LogConfig,
@@ -74,7 +74,7 @@ struct Settings {
     told: Arc<Told>,
 }
 
-/// What was told already: each kind of trouble is told once in the life of a launcher.
+/// The problems already reported. Each kind is reported once in the life of a launcher.
 #[derive(Debug, Default)]
 struct Told {
     /// Files.
@@ -92,7 +92,7 @@ pub(crate) struct AttemptDir {
     filtered: [Option<File>; 2],
 }
 
-/// What a worker gets.
+/// The descriptors and paths that a worker gets.
 #[derive(Debug)]
 pub(crate) struct WorkerStdio {
     /// Its standard output.
@@ -105,10 +105,10 @@ pub(crate) struct WorkerStdio {
     pub(crate) stderr_tail: StderrTail,
 }
 
-/// Where one stream of a worker goes.
+/// The destination of one stream of a worker.
 #[derive(Debug)]
 pub(crate) enum StdioTarget {
-    /// Where the launcher's own goes.
+    /// The launcher's own stream.
     Inherit,
     /// Nowhere.
     Null(OwnedFd),
@@ -154,7 +154,7 @@ impl RunDir {
         Self { settings, path }
     }
 
-    /// Where it is; `None` if there are no files.
+    /// Returns the directory; `None` if there are no files.
     pub(crate) fn path(&self) -> Option<&Path> {
         self.path.as_deref()
     }
@@ -168,8 +168,9 @@ impl RunDir {
         }
     }
 
-    /// The workers of an attempt have ended: tells if their files cannot have taken all that they wrote. Who has the
-    /// file itself hears of that alone, and may have nobody to tell it to.
+    /// Called when the workers of an attempt have ended. Reports if the disk may have been too full for
+    /// their files. A worker that writes its file itself is the only one to see the error, and may be unable
+    /// to report it.
     pub(crate) fn check_space(&self) {
         let Some(path) = &self.path else { return };
         if self.settings.config.redirects == StreamChoice::All(Streams::default()) {
@@ -210,7 +211,8 @@ impl RunDir {
     }
 }
 
-/// Blocks SIGXFSZ in a thread that writes: beyond `ulimit -f` a write then fails, and no signal ends the launcher.
+/// Blocks SIGXFSZ in a thread that writes. A write beyond `ulimit -f` then fails, and no signal ends the
+/// launcher.
 fn hold_file_size_signal() {
     // If it fails the signal ends the job, as it does elsewhere.
     let _ = SigSet::from(Signal::SIGXFSZ).thread_block();
@@ -281,7 +283,7 @@ fn append(path: &Path) -> io::Result<File> {
 }
 
 impl AttemptDir {
-    /// What the worker with this local and global rank gets. To be called once for each.
+    /// Returns the stdio of the worker with this local and global rank. To be called once for each worker.
     ///
     /// # Errors
     /// [`LogError::System`]: no pipe, no /dev/null.
@@ -407,12 +409,13 @@ fn streams_of(choice: &StreamChoice, local_rank: usize) -> Streams {
 fn pipe() -> Result<(OwnedFd, OwnedFd), LogError> {
     let (ours, theirs) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC)
         .map_err(|error| LogError::System { what: "no pipe for a worker's output", source: error.into() })?;
-    // More room means fewer switches between worker and launcher. A refusal (pipe-user-pages-soft) is no harm.
+    // A larger pipe means fewer switches between worker and launcher. A refusal (pipe-user-pages-soft) does
+    // no harm.
     let _ = nix::fcntl::fcntl(&ours, nix::fcntl::FcntlArg::F_SETPIPE_SZ(PIPE_BYTES));
     Ok((ours, theirs))
 }
 
-/// What stands before each teed line.
+/// Returns the prefix of each teed line.
 fn prefix(config: &LogConfig, host: &str, local_rank: usize, rank: usize) -> Vec<u8> {
     let (local_rank, rank) = (local_rank.to_string(), rank.to_string());
     expand(config.prefix_template.as_bytes(), |name| match name {

@@ -1,5 +1,5 @@
-//! A terminal of its own for a stderr that passes through on its way to a terminal: colours and progress
-//! bars go on working, and the last lines are known all the same.
+//! Provides a pseudo-terminal for a stderr that the launcher copies to a terminal. Colours and progress bars
+//! still work, and the launcher can keep the last lines.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};

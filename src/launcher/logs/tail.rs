@@ -5,7 +5,7 @@ use std::io::{self, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// How many bytes are kept of each worker's stderr: enough for a long traceback with something after it.
+/// The number of bytes kept of each worker's stderr: enough for a long traceback with some output after it.
 pub(super) const TAIL_BYTES: usize = 32 << 10;
 
 /// The last bytes of a stream that passes through our hands; clones share them.
@@ -45,7 +45,7 @@ impl Tail {
     }
 }
 
-/// Where the last lines of a worker's stderr can be had.
+/// The source of the last lines of a worker's stderr.
 #[derive(Debug, Clone)]
 pub(crate) enum StderrTail {
     /// Nowhere: it went past us, or nobody wants it.
