@@ -25,14 +25,14 @@ pub(crate) enum Forked {
     Guard { socket: UnixStream },
 }
 
-/// Becomes a subreaper, then forks the guard. To be called while this process has one thread only.
+/// Becomes a subreaper, then forks the guard. To be called while this process has only one thread.
 ///
-/// In this order, because prctl(PR_SET_CHILD_SUBREAPER) marks all descendants in the same word in which
-/// they keep their own flag, without a lock: a guard that makes itself a subreaper at that moment may
-/// lose it again (seen on Linux 6.18 in 118 of 60,000 tries that met), and with it all its daemons.
+/// The order matters. prctl(PR_SET_CHILD_SUBREAPER) marks all descendants, without a lock, in the word that
+/// also holds their own flag. A guard that makes itself a subreaper at that moment may lose the flag again,
+/// and with it all its daemons (seen on Linux 6.18 in 118 of 60,000 concurrent tries).
 ///
 /// # Errors
-/// More than one thread runs, or the system refuses a socket, a process or the rank of a subreaper.
+/// More than one thread runs, or the system refuses a socket, a process or the role of a subreaper.
 pub(crate) fn fork_guard() -> io::Result<Forked> {
     let threads = std::fs::read_dir("/proc/self/task").map_or(1, Iterator::count);
     if threads != 1 {
@@ -40,8 +40,8 @@ pub(crate) fn fork_guard() -> io::Result<Forked> {
     }
     nix::sys::prctl::set_child_subreaper(true)?;
     let (launcher, guard) = UnixStream::pair()?;
-    // SAFETY: one thread runs (checked above), so the child is a whole copy of this process: no lock is
-    // held by a thread that does not exist there, and the child may allocate and do anything else.
+    // SAFETY: one thread runs (checked above), so the child is a whole copy of this process. No thread that
+    // is missing in the child can hold a lock, so the child may allocate and call any function.
     match unsafe { nix::unistd::fork() }? {
         ForkResult::Parent { child } => Ok(Forked::Launcher { guard: child, socket: launcher }),
         ForkResult::Child => Ok(Forked::Guard { socket: guard }),
@@ -51,7 +51,7 @@ pub(crate) fn fork_guard() -> io::Result<Forked> {
 /// A program with everything that its start needs, made ready before the fork.
 #[derive(Debug)]
 pub(crate) struct Prepared {
-    /// Where the program may be.
+    /// The paths at which the program may be.
     paths: Vec<CString>,
     argv: Vec<CString>,
     environment: Vec<CString>,
@@ -75,7 +75,7 @@ fn to_bytes(StartFailure { step, errno }: StartFailure) -> [u8; FAILURE_BYTES] {
     [u8::from(step == Step::Bind), a, b, c, d]
 }
 
-/// What a process that was forked has said before it ended without its program.
+/// Decodes the message of a forked process that ended before its program started.
 pub(crate) fn failure_of([is_binding, errno @ ..]: [u8; FAILURE_BYTES]) -> StartFailure {
     let step = if is_binding == 0 { Step::Exec } else { Step::Bind };
     StartFailure { step, errno: i32::from_le_bytes(errno) }
@@ -86,11 +86,12 @@ fn failed(step: Step, errno: Errno) -> StartFailure {
 }
 
 impl Prepared {
-    /// With no `cpus` it keeps those of this process. It leads a session, or else only a process group of this
-    /// process's session. The program is searched in this process's PATH.
+    /// Without `cpus` the program keeps those of this process. It leads a session, or else only a process
+    /// group of this process's session. The program is searched in this process's PATH.
     ///
     /// # Errors
-    /// A word or variable with a NUL in it, no program, or a CPU above those that the system call can name.
+    /// A word or variable contains a NUL, there is no program, or a CPU is above those that the system call
+    /// supports.
     pub(crate) fn new(
         argv: Vec<OsString>,
         environment: Vec<(OsString, OsString)>,
@@ -118,7 +119,7 @@ impl Prepared {
     }
 }
 
-/// Where a program may be, in the order in which it is tried.
+/// Returns the paths at which a program may be, in the order in which they are tried.
 pub(crate) fn places(program: &OsStr) -> Vec<OsString> {
     if program.is_empty() || program.as_bytes().contains(&b'/') {
         return vec![program.to_owned()];
@@ -127,8 +128,9 @@ pub(crate) fn places(program: &OsStr) -> Vec<OsString> {
     std::env::split_paths(&path).map(|folder| folder.join(program).into_os_string()).collect()
 }
 
-/// Becomes the program; returns only if that cannot be. As `execvpe`, but for a program that is for another CPU: that gives
-/// it to the shell, as it does with all that the kernel does not know.
+/// Replaces the process by the program; returns only if that fails. Like `execvpe`, it gives a file of
+/// unknown format to the shell. Unlike `execvpe`, it does not do so with an ELF file, which was built for
+/// another CPU.
 fn execute(program: &Prepared) -> Errno {
     let (argv, environment) = (&program.argv, &program.environment);
     let mut reason = Errno::ENOENT;
@@ -158,13 +160,14 @@ fn is_elf(path: &CStr) -> bool {
     file.and_then(|mut file| file.read_exact(&mut start)).is_ok() && start == *b"\x7fELF"
 }
 
-/// Forks a worker: own session or process group, own CPUs, killed when this process dies, `channel` inherited under its
-/// own number. Does not wait for it to come to its program, so that several start side by side.
+/// Forks a worker with its own session or process group and its own CPUs. The kernel kills the worker when
+/// this process dies. The worker inherits `channel` under its own number. Does not wait until the program
+/// starts, so that several workers start concurrently.
 ///
 /// To be called by the only thread of the guard.
 ///
 /// # Errors
-/// The system refuses a pipe or a process: why.
+/// The reason why the system refuses a pipe or a process.
 pub(crate) fn start_worker(
     program: &Prepared,
     limits: &Limits,
@@ -199,9 +202,10 @@ fn become_worker(
 ) -> StartFailure {
     let mut step = Step::Exec;
     let result: Result<Infallible, Errno> = (|| {
-        // The guard blocks nearly all signals and Rust ignores SIGPIPE; both survive exec. A shell without job control
-        // ignores SIGINT and SIGQUIT in what it starts in the background, to keep a Ctrl-C from it that was meant for
-        // others. Workers get none but from the launcher, if the user has told it to handle them all the same.
+        // The guard blocks nearly all signals and Rust ignores SIGPIPE; both survive exec. A shell without
+        // job control ignores SIGINT and SIGQUIT in background processes, so that a Ctrl-C meant for others
+        // spares them. Workers get these signals only from the launcher, if the user has told it to handle
+        // them anyway.
         SigSet::empty().thread_set_mask()?;
         for ignored in [Signal::SIGPIPE, Signal::SIGINT, Signal::SIGQUIT] {
             // SAFETY: SIG_DFL runs no code of ours.
@@ -269,8 +273,8 @@ mod tests {
 
     use super::*;
 
-    /// Starts a program on these CPUs: its exit code, or why it does not come to run. (The child of a test with
-    /// several threads needs no more than system calls and malloc, which glibc's fork leaves in order.)
+    /// Starts a program on these CPUs. Returns its exit code, or the reason why it does not start. The child
+    /// of a test with several threads needs only system calls and malloc, which works after glibc's fork.
     fn start(argv: &[&str], cpus: &[usize]) -> Result<i32, StartFailure> {
         let argv = argv.iter().map(OsString::from).collect();
         let prepared = Prepared::new(argv, Vec::new(), cpus, true)?;
@@ -319,7 +323,7 @@ mod tests {
         header.resize(64, 0);
         header[18] = 250;
         assert_eq!(start(&[&file("foreign", &header)], &[]), Err(failed(Step::Exec, Errno::ENOEXEC)));
-        // What has no #! line is a script of the shell, as it is for execvp.
+        // The shell runs a file without a #! line, as with execvp.
         assert_eq!(start(&[&file("plain", b"exit $1"), "7"], &[]), Ok(7));
     }
 

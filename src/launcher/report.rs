@@ -31,7 +31,8 @@ pub(crate) use host::{full_host_name, host_name};
 pub(crate) use model::{Failure, Flight, Outcome, Report};
 use model::{SignalName, VERSION, root_of};
 
-/// How far a time in an error file may lie outside of the attempt and still count as told by this host's clock.
+/// The tolerance for a time in an error file. A time further outside the attempt was not told by this host's
+/// clock.
 const CLOCK_SLACK: Duration = Duration::from_secs(5);
 /// Lines of stderr that a report keeps by default.
 pub(crate) const STDERR_LINES: usize = 64;
@@ -41,20 +42,20 @@ const STDERR_MAX_BYTES: usize = 16 << 10;
 /// The launcher and its job.
 #[derive(Debug, Clone)]
 pub(crate) struct Job {
-    /// What the report calls the program.
+    /// The name of the program in the report.
     pub(crate) title: String,
     pub(crate) run_id: String,
     pub(crate) node: Option<usize>,
     pub(crate) nodes: Option<usize>,
     pub(crate) restarts: u32,
     pub(crate) max_restarts: u32,
-    /// What was to be executed was given to Python for want of a program of that name.
+    /// The program was given to Python because no program of that name exists.
     pub(crate) guessed: bool,
     /// When the workers of the attempt were started.
     pub(crate) began: SystemTime,
     /// Most lines of stderr to keep per worker.
     pub(crate) stderr_lines: usize,
-    /// What the launcher has set for the workers by itself.
+    /// Settings that the launcher made for the workers without a request.
     pub(crate) notes: Vec<String>,
 }
 
@@ -71,16 +72,16 @@ pub(crate) struct Ended {
     pub(crate) time: SystemTime,
     /// We had already told it to stop.
     pub(crate) stopped: bool,
-    /// Where it may have written why; the file need not exist.
+    /// The path of its error file; the file need not exist.
     pub(crate) error_file: Option<PathBuf>,
     /// The last bytes of its stderr, and whether others came before them.
     pub(crate) stderr: (Vec<u8>, bool),
     pub(crate) evidence: Evidence,
-    /// What is known of its GPUs.
+    /// The evidence about its GPUs.
     pub(crate) gpu: Vec<String>,
 }
 
-/// How a worker ended.
+/// The way in which a worker ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum How {
     Exited(ExitCause),
@@ -88,7 +89,7 @@ pub(crate) enum How {
     NotStarted(NotStarted),
 }
 
-/// How a process ended, as a verb: `exited with code 3`, `was killed by SIGSEGV`.
+/// Describes the end of a process as a verb: `exited with code 3`, `was killed by SIGSEGV`.
 pub(crate) fn describe(cause: ExitCause) -> String {
     match cause {
         ExitCause::Code(code) => format!("exited with code {code}"),
@@ -118,11 +119,11 @@ pub(crate) fn without_failures(job: &Job, outcome: Outcome, message: Option<Stri
     }
 }
 
-/// The report of an attempt in which workers failed.
+/// Builds the report of an attempt in which workers failed. Reads error files and the names of this host.
 ///
-/// `ended` are all workers of this node that have ended, in the order in which that was noticed, also those
-/// with exit code 0: one that left too early may be the root cause of all. Reads error files and the
-/// names of this host. The second value is a line about the first error file that cannot be understood.
+/// `ended` are all workers of this node that have ended, in the order in which their ends were noticed. It
+/// includes those with exit code 0: a worker that left too early may be the root cause. The second value is
+/// a line about the first error file that cannot be parsed.
 pub(crate) fn build(job: &Job, ended: &[Ended]) -> (Report, Option<String>) {
     let failed: Vec<&Ended> =
         ended.iter().filter(|worker| worker.how != How::Exited(ExitCause::Code(0))).collect();
@@ -147,7 +148,7 @@ pub(crate) fn build(job: &Job, ended: &[Ended]) -> (Report, Option<String>) {
     (report, wrong)
 }
 
-/// How much of a report goes to stderr (`--report`).
+/// The part of a report that goes to stderr (`--report`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Form {
     /// One screen: the root cause, and who else failed.
@@ -194,7 +195,7 @@ pub(crate) fn hand_on(report: &Report, ended: &[Ended], target: &Path) -> Result
     error_file::hand_on(file, root.exitcode.unwrap_or(1), target)
 }
 
-/// What the error files say, and the first that cannot be understood.
+/// Returns the contents of the error files, and a line about the first that cannot be parsed.
 fn accounts(failed: &[&Ended]) -> (Vec<Option<Account>>, Option<String>) {
     let mut wrong = None;
     let read = |worker: &&Ended| match worker.error_file.as_deref().map(error_file::read) {
@@ -285,8 +286,8 @@ fn failure(job: &Job, host: &str, worker: &Ended, account: Option<&Account>, tim
     }
 }
 
-/// A worker that exited with 0 and for want of which others failed: one that they name, else the first that had ended
-/// before them.
+/// Returns a worker that exited with 0 and whose absence made others fail. It is one that they name, else
+/// the first that had ended before them.
 fn early_exit<'a>(ended: &'a [Ended], failures: &[Failure]) -> Option<&'a Ended> {
     let lost = |failure: &&Failure| failure.class == Class::PeerLost && !failure.stopped_by_us;
     let mut others = failures.iter().filter(|failure| !failure.stopped_by_us);

@@ -1,4 +1,4 @@
-//! What the launcher says goes to stderr, never to stdout.
+//! Prints the launcher's messages to stderr, never to stdout.
 
 use std::io::{self, IsTerminal, StderrLock, Write};
 use std::sync::{Mutex, PoisonError};
@@ -33,7 +33,7 @@ pub(crate) fn say_report(text: &str) {
     if is_coloured() { say_raw(&coloured(text)) } else { say_raw(text) }
 }
 
-/// Whether colours are shown, and wanted: <https://no-color.org>.
+/// Returns whether the terminal shows colours and the user wants them: <https://no-color.org>.
 fn is_coloured() -> bool {
     let unwanted = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
     !unwanted && !is_dumb() && io::stderr().is_terminal()
@@ -67,8 +67,8 @@ fn write(text: &str, live: bool) {
     *was_live = live;
 }
 
-/// A wait for something that comes in steps: a terminal shows one line that is kept up to date, anything else gets a line for each
-/// change, and every 10 s. The terminal's line is gone when this is dropped.
+/// Shows the progress of a wait. A terminal shows one line that is updated. Other outputs get a line for
+/// each change, and every 10 s. Dropping the value removes the terminal's line.
 #[derive(Debug)]
 pub(crate) struct Progress {
     terminal: bool,
@@ -78,9 +78,9 @@ pub(crate) struct Progress {
 }
 
 impl Progress {
-    /// How often to look whether there is something new to show.
+    /// The interval at which callers update the progress.
     pub(crate) const INTERVAL: Duration = Duration::from_secs(1);
-    /// How often the same is said again to what is no terminal.
+    /// The interval at which an unchanged line is repeated on outputs other than terminals.
     const REPEAT: Duration = Duration::from_secs(10);
 
     /// For a wait that ends at `until`.
@@ -93,7 +93,7 @@ impl Progress {
         }
     }
 
-    /// What is waited for now. To be called every [`Self::INTERVAL`] or so.
+    /// Shows the current reason for the wait. To be called every [`Self::INTERVAL`] or so.
     pub(crate) fn show(&mut self, what: &str) {
         // Rounded up: a wait of a second does not begin with none left.
         let left = self.until.saturating_duration_since(Instant::now()).as_millis().div_ceil(1000);
@@ -101,7 +101,8 @@ impl Progress {
         self.tell(what, &format!("convoke: {what} ({left} s left)"), again);
     }
 
-    /// The same, of a wait that may last for ever; nobody needs to hear of that again and again.
+    /// Shows a wait that may last for ever. Does not repeat an unchanged line, since nobody needs to read it
+    /// again.
     pub(crate) fn show_endless(&mut self, what: &str) {
         self.tell(what, &format!("convoke: {what}"), false);
     }

@@ -1,4 +1,4 @@
-//! How signals and ranks are written in messages. Pure.
+//! Formats signals and ranks for messages. Pure.
 
 use nix::sys::signal::Signal;
 

@@ -1,10 +1,10 @@
-//! Copies what workers write into pipes to their files and, line by line, to the console.
+//! Copies the output of workers from pipes to their files and, line by line, to the console.
 //!
-//! One thread reads all pipes of an attempt. The file gets the bytes as they are; the console gets whole
-//! lines with prefix. A line that stays without its newline is shown after a while all the same.
+//! One thread reads all pipes of an attempt. The file gets the bytes unchanged; the console gets whole lines
+//! with a prefix. A line that lacks its newline for a while is shown anyway.
 //!
-//! A stderr that is neither redirected nor teed passes through here as well, so that its last lines are known when
-//! its worker fails: byte for byte, without prefix, whole lines at once.
+//! A stderr that is neither redirected nor teed also passes through here, so that its last lines are known
+//! when its worker fails. Its bytes stay unchanged and without prefix, and whole lines are written at once.
 
 mod copier;
 
@@ -28,12 +28,14 @@ use super::{Told, hold_file_size_signal};
 use crate::config::Streams;
 use copier::{Copier, Outputs};
 
-/// How long a line may stay without its newline before it is shown.
+/// The time after which a line without a newline is shown.
 const PARTIAL_AFTER: Duration = Duration::from_secs(2);
-/// The same for what passes through unchanged, counted from when anything was shown: long enough for the rest of a line
-/// from a worker that must wait for a processor in the middle of it, too short to wait for.
+/// The time after which an unfinished line of an unchanged stderr is shown, counted from the last output to
+/// the console. It suffices for a worker that loses its CPU in the middle of a line. It is too short for a
+/// user to notice.
 const RAW_PARTIAL_AFTER: Duration = Duration::from_millis(200);
-/// The same while others write all the time.
+/// The maximum time before an unfinished line of an unchanged stderr is shown while other sources keep
+/// writing.
 const RAW_PARTIAL_MAX: Duration = Duration::from_secs(1);
 
 /// Standard output or standard error.
@@ -70,7 +72,7 @@ pub(super) struct Source {
     /// Shown on the console and to the duplicate filters.
     on_console: bool,
     form: Form,
-    /// Where its last bytes are kept.
+    /// The buffer that keeps the last bytes of the stream.
     tail: Option<Tail>,
     /// It is a terminal, of this size.
     terminal: Option<Option<Winsize>>,
@@ -78,7 +80,7 @@ pub(super) struct Source {
     read_at: Instant,
 }
 
-/// How a stream reaches the console.
+/// The form in which a stream reaches the console.
 #[derive(Debug)]
 enum Form {
     /// Line by line, with prefix.
@@ -115,7 +117,7 @@ impl Source {
         Self { form, ..Self::new(Stream::Stderr, pipe, None, Vec::new(), on_console) }
     }
 
-    /// The same with a terminal on its other end.
+    /// A stderr that passes through unchanged from a pseudo-terminal.
     pub(super) fn terminal(pty: OwnedFd) -> Self {
         Self { terminal: Some(None), ..Self::raw(pty, true) }
     }
@@ -142,7 +144,7 @@ impl Source {
     }
 }
 
-/// How long the thread may take to give the workers' terminals another size.
+/// The time limit for the thread to resize the workers' terminals.
 const RESIZE_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// The thread that copies. Dropping it lets the thread go on until all pipes are closed.
@@ -157,14 +159,15 @@ pub(crate) struct Tee {
     writes: [Writes; 2],
 }
 
-/// What the thread is asked for.
+/// A request to the thread.
 #[derive(Debug, Clone, Copy)]
 enum Request {
-    /// Read what any pipe can hold by now, give terminals the size of the console, answer with this number, and go on.
+    /// Read all that a pipe can hold now, resize terminals to the console's size, answer with this number,
+    /// and continue.
     Glance(u64),
-    /// Copy what is there, answer with this number, and go on.
+    /// Copy the available bytes, answer with this number, and continue.
     Drain(u64, Instant),
-    /// Copy what is there, and end.
+    /// Copy the available bytes, and end.
     Finish(Instant),
 }
 
@@ -191,8 +194,9 @@ impl Tee {
         Ok(Self { wake, requests, answers, asked: Cell::new(0), writes })
     }
 
-    /// All workers have ended: copies what they have written, and waits for that, but beyond the deadline only for a
-    /// slow console that still takes something. What their descendants write is copied afterwards as well.
+    /// Called when all workers have ended. Copies their output and waits for the copy. Beyond the deadline
+    /// it waits only for a slow console that still accepts data. The thread also copies later output of
+    /// their descendants.
     pub(crate) fn drain(&self, deadline: Instant) {
         let number = self.next_number();
         self.ask(Request::Drain(number, deadline));
@@ -207,8 +211,8 @@ impl Tee {
         }
     }
 
-    /// A worker has ended while others go on: its last lines are read if that is possible within `limit`. Waits for no
-    /// console.
+    /// Called when one worker has ended while others continue. Reads its last lines if that is possible
+    /// within `limit`. Waits for no console.
     pub(crate) fn glance(&self, limit: Duration) {
         let number = self.next_number();
         self.ask(Request::Glance(number));
@@ -221,7 +225,7 @@ impl Tee {
         }
     }
 
-    /// The console has another size: the workers' terminals get it.
+    /// Called when the console was resized: resizes the workers' terminals.
     pub(crate) fn resize(&self) {
         self.glance(RESIZE_TIMEOUT);
     }
@@ -231,8 +235,8 @@ impl Tee {
         self.asked.get()
     }
 
-    /// As [`Tee::drain`], for the last time: from then on, processes that still hold such a pipe cannot write to it
-    /// any more.
+    /// Drains like [`Tee::drain`], then ends the thread. Afterwards, processes that still hold such a pipe
+    /// cannot write to it.
     pub(crate) fn finish(self, deadline: Instant) {
         self.ask(Request::Finish(deadline));
         let mut patience = Patience::new(deadline);

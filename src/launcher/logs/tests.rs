@@ -41,7 +41,7 @@ fn logs_in_temp() -> Result<(tempfile::TempDir, LogConfig)> {
     Ok((temp, config))
 }
 
-/// What a console was given.
+/// The bytes that a console received.
 #[derive(Debug, Clone, Default)]
 struct Screen(Arc<Mutex<Vec<u8>>>);
 
@@ -635,7 +635,7 @@ fn characters_of_a_line_beyond_the_limit_stay_whole() {
             }
         }
     }
-    // What is no character at all is passed on as it is.
+    // Bytes that form no character are passed on unchanged.
     let odd = [&vec![b'x'; LINE_MAX_BYTES - 2][..], b"\xff\x80\x80\x80\x80\n"].concat();
     let bytes: usize = cut(&[&odd]).iter().map(|(piece, _)| piece.chars().count()).sum();
     assert_eq!(bytes, odd.len() - 1);

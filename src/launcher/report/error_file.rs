@@ -14,14 +14,14 @@ const FILE_MAX_BYTES: u64 = 1 << 20;
 pub(super) struct Account {
     /// When, in seconds since 1970.
     pub(super) seconds: Option<i64>,
-    /// What to show.
+    /// The traceback that the report shows.
     pub(super) traceback: String,
 }
 
 /// Reads an account; `None` if there is no file.
 ///
 /// # Errors
-/// What is wrong with the file, with its name.
+/// A description of the problem, with the file's name.
 pub(super) fn read(path: &Path) -> Result<Option<Account>, String> {
     let Some(bytes) = bytes(path)? else { return Ok(None) };
     if bytes.len() as u64 > FILE_MAX_BYTES {

@@ -12,12 +12,12 @@ pub(crate) const VERSION: u32 = 1;
 /// Longest JSON form that is handed to other agents.
 pub(crate) const MESSAGE_MAX_BYTES: usize = 64 << 10;
 
-/// How the job ended on one node.
+/// The end of the job on one node.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Report {
     pub(crate) version: u32,
     pub(crate) outcome: Outcome,
-    /// What was to be executed, as the user wrote it.
+    /// The program, as the user wrote it.
     pub(crate) title: String,
     pub(crate) run_id: String,
     /// Rank of the node, and how many there are; `None` before they have met.
@@ -29,7 +29,7 @@ pub(crate) struct Report {
     pub(crate) max_restarts: u32,
     /// When the report was made, in milliseconds since 1970.
     pub(crate) time_unix_ms: i64,
-    /// What the launcher itself has to say, if it was not a worker that failed.
+    /// The launcher's own message, if the failure was not a worker's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) message: Option<String>,
     /// Workers that failed or were stopped, in the order in which it was noticed.
@@ -38,27 +38,27 @@ pub(crate) struct Report {
     /// Index in `failures`.
     #[serde(default)]
     pub(crate) root_cause: Option<usize>,
-    /// How many failures were left out to keep it short.
+    /// The number of failures left out to keep the report short.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub(crate) failures_left_out: usize,
-    /// What the workers of this node were doing in their groups, if they recorded it.
+    /// The recorded operations of this node's workers in their groups, if they recorded any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) flight: Option<Flight>,
-    /// What the launcher has set for the workers by itself.
+    /// Settings that the launcher made for the workers without a request.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) notes: Vec<String>,
 }
 
-/// What recordings say.
+/// The account of the flight recordings.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Flight {
-    /// Where they are.
+    /// The folder that holds the recordings.
     pub(crate) folder: String,
     /// A line for each group in which somebody waited or died.
     pub(crate) groups: Vec<String>,
 }
 
-/// How the job ended.
+/// The outcome of the job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Outcome {
@@ -100,7 +100,7 @@ pub(crate) struct Failure {
     /// The last lines of its stderr, oldest first, without the traceback.
     #[serde(default)]
     pub(crate) stderr_tail: Vec<String>,
-    /// What the driver said of its GPUs while the job ran, and errors of their memory.
+    /// The driver's messages about its GPUs while the job ran, and errors of their memory.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) gpu: Vec<String>,
     #[serde(default)]
@@ -122,7 +122,7 @@ fn is_zero(number: &usize) -> bool {
     *number == 0
 }
 
-/// How much of each text a short form keeps.
+/// The limits on each text in a short form.
 #[derive(Debug, Clone, Copy)]
 struct Limits {
     failures: usize,
@@ -136,7 +136,8 @@ impl Report {
         serde_json::to_string_pretty(self).unwrap_or_default() + "\n"
     }
 
-    /// The report in at most [`MESSAGE_MAX_BYTES`]: long texts and many failures are cut, the root cause last.
+    /// Serializes the report in at most [`MESSAGE_MAX_BYTES`]. Cuts long texts and many failures; cuts the
+    /// root cause last.
     pub(crate) fn to_json(&self) -> String {
         let mut limits = Limits { failures: 256, root_bytes: MESSAGE_MAX_BYTES, other_bytes: 16 << 10 };
         loop {
@@ -161,7 +162,7 @@ impl Report {
     }
 
     /// # Errors
-    /// What is wrong with the text.
+    /// A description of the error in the text.
     pub(crate) fn from_json(json: &str) -> Result<Self, String> {
         let report: Self = serde_json::from_str(json).map_err(|error| error.to_string())?;
         match report.root_cause {
@@ -222,7 +223,7 @@ impl Report {
 }
 
 impl Failure {
-    /// How it ended, as a verb.
+    /// Describes the end of the process as a verb.
     pub(crate) fn describe(&self) -> String {
         match (&self.signal, self.exitcode) {
             (Some(signal), _) => super::describe(ExitCause::Signal(signal.number)),

@@ -18,7 +18,8 @@ const CAUSE_LINES: usize = 4;
 /// Last lines of stderr, and fewer below a traceback.
 const STDERR_LINES: usize = 10;
 const STDERR_LINES_BELOW_TRACEBACK: usize = 5;
-/// Entries of workers that failed otherwise than the root cause, and how many of them show the end of a traceback.
+/// The number of entries for workers that failed otherwise than the root cause, and of those that show the
+/// end of a traceback.
 const ENTRIES: usize = 4;
 const ENTRIES_WITH_TRACEBACK: usize = 1;
 const ENTRY_TRACEBACK_LINES: usize = 4;
@@ -138,7 +139,7 @@ impl Screen {
         self.last(&tail, most).iter().for_each(|line| self.line(&format!("    {line}")));
     }
 
-    /// Who waited for whom.
+    /// Shows which ranks waited for which others.
     fn calls(&mut self, flight: &Flight) {
         for (at, line) in self.first(&flight.groups, CALL_LINES).iter().enumerate() {
             self.field(if at == 0 { "calls" } else { "" }, line);
@@ -193,7 +194,7 @@ impl Screen {
             None => String::new(),
         };
         self.line(&format!("  {}: {}{cause}", who(group), first.describe()));
-        // What follows from another's end is explained by that.
+        // A failure that follows from another process's end needs no traceback.
         if with_traceback && first.class != Class::PeerLost {
             let end = self.last(&traceback, ENTRY_TRACEBACK_LINES);
             end.iter().for_each(|line| self.line(&format!("    {line}")));
@@ -201,8 +202,8 @@ impl Screen {
     }
 }
 
-/// Failures with equal keys are alike: they differ in numbers at most. Some of those that raise the same exception may
-/// have been stopped before they exited.
+/// Returns a key that is equal for similar failures, which differ at most in numbers. A worker with the same
+/// exception may have been stopped before it exited.
 fn key(failure: &Failure) -> String {
     let (_, cause) = traceback_and_cause(failure);
     let how = if cause.is_empty() { failure.describe() } else { String::new() };

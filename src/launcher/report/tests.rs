@@ -54,7 +54,7 @@ fn made(title: &str, failures: &[Ended]) -> Report {
     report
 }
 
-/// The same as text, in UTC.
+/// Returns the full text of the report, in UTC.
 fn text(title: &str, failures: &[Ended]) -> String {
     text::report(&made(title, failures), &TimeZone::UTC)
 }
@@ -273,7 +273,7 @@ fn full_host_names_are_in_etc_hosts() {
 }
 
 proptest! {
-    /// Whatever a worker writes, there is a report or a line about the file, and never a panic.
+    /// Any output of a worker gives a report or a line about the file, and never a panic.
     #[test]
     fn any_error_file_is_survived(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
         let file = tempfile::NamedTempFile::new().expect("a file");
@@ -528,7 +528,7 @@ fn workers_that_failed_otherwise_are_told_apart_with_one_traceback() {
 }
 
 proptest! {
-    /// Whatever workers write and however many fail in however many ways: one screen of lines that end somewhere.
+    /// Any number of failures of any kind fits on one screen, with lines of limited length.
     #[test]
     fn any_failure_fits_on_a_screen(
         texts in proptest::collection::vec("(Traceback \\(most recent call last\\):\n)?([ -~]{0,300}\n){0,60}", 1..12),

@@ -50,7 +50,7 @@ pub(super) fn borders<'a>(lines: impl Iterator<Item = &'a str>) -> (String, Stri
     ("=".repeat(width), "-".repeat(width))
 }
 
-/// Who waited for whom.
+/// Formats which ranks waited for which others.
 fn flight(flight: &Flight) -> String {
     let groups = flight.groups.join("\n              ");
     let calls = if groups.is_empty() { String::new() } else { format!("  calls     : {groups}\n") };

@@ -19,10 +19,10 @@ use crate::logs::{PIPE_BYTES, Told, pty};
 const READ_BYTES: usize = 64 << 10;
 /// After so many reads, whatever a pipe held before them has been read.
 const GLANCE_ROUNDS: usize = PIPE_BYTES as usize / READ_BYTES + 1;
-/// How long is read on, once all workers are gone, from pipes that their descendants go on writing to.
+/// The maximum time to read on, after all workers have ended, while their descendants keep writing.
 const DRAIN_MAX: Duration = Duration::from_secs(1);
 
-/// What the thread works on.
+/// The streams and consoles of the thread.
 pub(super) struct Copier {
     /// With a number each, which the console tells them apart by.
     sources: Vec<(usize, Source)>,
@@ -45,7 +45,7 @@ impl Copier {
         answer: &mpsc::Sender<u64>,
     ) {
         let mut buffer = vec![0; READ_BYTES];
-        // What is being answered, and how long is read on for it.
+        // The request being answered, with the deadline for its reads.
         let mut current = None;
         let mut finish = None;
         let mut rounds = 0;
@@ -228,7 +228,7 @@ impl Copier {
         }
     }
 
-    /// How long until the next line without newline is to be shown.
+    /// Returns the time until the next unfinished line is due on the console.
     fn next_partial(&self) -> Option<Duration> {
         let first = self.sources.iter().filter_map(|(_, source)| source.partial_at(self.shown_at)).min()?;
         Some(first.saturating_duration_since(Instant::now()))
@@ -275,7 +275,7 @@ fn tell(told: &AtomicBool, console: &mut Console, line: &str) {
     }
 }
 
-/// Where lines go, for stdout and stderr.
+/// The destinations of lines, for stdout and stderr.
 pub(super) struct Outputs {
     pub(super) consoles: [Console; 2],
     pub(super) filters: [Vec<Finder<'static>>; 2],
@@ -290,7 +290,7 @@ impl Outputs {
     }
 }
 
-/// Where the lines of one source go.
+/// The destinations of the lines of one source.
 struct Sink<'a> {
     number: usize,
     prefix: &'a [u8],
