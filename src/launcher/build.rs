@@ -17,7 +17,7 @@ fn main() {
 
 /// The commit that is checked out; `None` outside a repository, as in a source archive.
 fn commit() -> Option<String> {
-    // Written with every commit and checkout.
+    // Git writes this file with every commit and checkout.
     let log = git(&["rev-parse", "--git-path", "logs/HEAD"])?;
     if Path::new(&log).exists() {
         println!("cargo:rerun-if-changed={log}");

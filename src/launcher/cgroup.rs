@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 /// A control group of this process that has a certain controller.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Group {
-    /// As /proc/self/cgroup has it.
+    /// The name in /proc/self/cgroup.
     pub(crate) name: String,
     pub(crate) folder: PathBuf,
     /// The mount point of the group's hierarchy. Groups above it are not visible.
@@ -32,7 +32,7 @@ impl Group {
         number(&self.folder, file)
     }
 
-    /// Its folder and those above it, whose limits count as well.
+    /// Returns its folder and those above it, whose limits also apply.
     fn and_above(&self) -> impl Iterator<Item = &Path> {
         self.folder.ancestors().take_while(|folder| folder.starts_with(&self.top))
     }
@@ -71,14 +71,14 @@ pub(crate) fn task_limit(root: &Path) -> Option<Tasks> {
 }
 
 fn quota_v1(folder: &Path) -> Option<usize> {
-    // -1 is no quota, and no number here.
+    // -1 means no quota, and does not parse as a number here.
     whole(number(folder, "cpu.cfs_quota_us")?, number(folder, "cpu.cfs_period_us")?)
 }
 
 fn quota_v2(folder: &Path) -> Option<usize> {
     let text = fs::read_to_string(folder.join("cpu.max")).ok()?;
     let (quota, period) = text.trim().split_once(' ')?;
-    // `max` is no number.
+    // `max` does not parse as a number.
     whole(quota.parse().ok()?, period.parse().ok()?)
 }
 

@@ -1,7 +1,7 @@
 //! The command line: torchrun's grammar, its `PET_` variables, and help.
 //!
 //! `flags` is the table of all flags, `grammar` cuts words into flags and SCRIPT, `given` merges them with
-//! the `PET_` variables. What the values mean is [`crate::config`]'s.
+//! the `PET_` variables. [`crate::config`] interprets the values.
 
 mod flags;
 mod given;
@@ -27,17 +27,17 @@ pub(crate) use values::{float, integer, streams, substrings};
 pub(crate) enum Invocation {
     /// `--help`: this text on stdout, exit code 0.
     Help(String),
-    /// `--version`: likewise.
+    /// `--version`: this text on stdout, exit code 0.
     Version(String),
-    /// `--print-completion`, `--print-man`: likewise.
+    /// `--print-completion`, `--print-man`: this text on stdout, exit code 0.
     Printed(String),
-    /// `--dry-run`: to say what would be run.
+    /// `--dry-run`: prints the plan of the job without running it.
     DryRun(Box<Config>),
-    /// To run a program.
+    /// Runs a program.
     Run(Box<Config>),
 }
 
-/// Why nothing can be started.
+/// The reason why nothing can be started.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{text}")]
 pub(crate) struct CliError {
@@ -61,10 +61,10 @@ impl CliError {
 
 /// Reads a command line, with the program's own name as first word, and the environment.
 ///
-/// Looks at the machine as well: CPUs, device nodes, programs in PATH.
+/// Reads the machine as well: CPUs, device nodes, programs in PATH.
 ///
 /// # Errors
-/// [`CliError`]: what is wrong and what to write instead, with torchrun's exit code.
+/// [`CliError`]: the error and the correct spelling, with torchrun's exit code.
 pub(crate) fn parse(
     args: impl Iterator<Item = OsString>,
     env: &dyn Fn(&str) -> Option<OsString>,
@@ -72,7 +72,7 @@ pub(crate) fn parse(
     parse_on(args, env, &Machine::here())
 }
 
-/// As [`parse`], on a machine of one's choice.
+/// Works like [`parse`], on a machine of the caller's choice.
 pub(crate) fn parse_on(
     mut args: impl Iterator<Item = OsString>,
     env: &dyn Fn(&str) -> Option<OsString>,

@@ -34,7 +34,7 @@ use std::time::Duration;
 
 use crate::report::Form;
 
-/// A launch, fully decided but for what other nodes have to say.
+/// A launch with all decisions made, except those that depend on other nodes.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Config {
     /// `--nnodes MIN:MAX`, 0 < MIN <= MAX.
@@ -66,7 +66,7 @@ pub(crate) struct Config {
     pub(crate) program: Program,
     /// The destinations of output.
     pub(crate) logs: LogConfig,
-    /// CONVOKE_FLIGHT_DIR: where workers record their calls.
+    /// CONVOKE_FLIGHT_DIR: the folder in which workers record their calls.
     pub(crate) flight: FlightDir,
     /// `--event-log-handler`.
     pub(crate) events: EventHandler,
@@ -94,7 +94,7 @@ pub(crate) struct Config {
     pub(crate) own_sessions: bool,
     /// `--orphans`: what happens to processes that outlive a successful worker.
     pub(crate) orphans: Orphans,
-    /// `--report-file`: where the report goes as JSON.
+    /// `--report-file`: the path of the JSON report.
     pub(crate) report_file: Option<PathBuf>,
     /// `--report`.
     pub(crate) report: Form,
@@ -128,11 +128,11 @@ pub(crate) struct NodeRange {
 /// The rules by which rounds of an elastic job begin and end (`--rdzv-conf`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Terms {
-    /// `last_call_timeout`: how long a first round stays open after the fewest nodes are there.
+    /// `last_call_timeout`: the time for which a first round stays open after it has the minimum of nodes.
     pub(crate) last_call: Duration,
-    /// `join_timeout`: how long a node waits for a round.
+    /// `join_timeout`: the time for which a node waits for a round.
     pub(crate) join_timeout: Duration,
-    /// `close_timeout`: how long the end of a job may take to be written down.
+    /// `close_timeout`: the time limit for recording the end of a job.
     pub(crate) close: Duration,
     /// The heartbeat timeout: a node that stays silent for longer is lost. The value is
     /// `keep_alive_interval` times `keep_alive_max_attempt` if given.
@@ -144,25 +144,25 @@ pub(crate) struct Terms {
 /// The rendezvous endpoint of an elastic job.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Endpoint {
-    /// At the coordinator that is served there.
+    /// A coordinator that one node serves at this address.
     Host {
         /// Its name or address.
         host: String,
         /// Its port.
         port: u16,
-        /// `is_host`: whether this node serves it; else whoever can.
+        /// `is_host`: says whether this node serves it; `None` leaves it to any node that can.
         is_host: Option<bool>,
     },
-    /// `store_type=file`: where this file says, which all share.
+    /// `store_type=file`: a shared file names the coordinator.
     File(PathBuf),
-    /// `etcd`, `etcd-v2`: where etcd says.
+    /// `etcd`, `etcd-v2`: etcd names the coordinator.
     Etcd(EtcdCluster),
 }
 
 /// The method by which the nodes of the job find each other.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Rendezvous {
-    /// One node that needs nobody: `--standalone`, or one node and neither endpoint nor port.
+    /// One node without peers: `--standalone`, or one node and neither endpoint nor port.
     Standalone,
     /// `static`: node ranks are given, node 0 serves the store.
     Static {
@@ -175,7 +175,7 @@ pub(crate) enum Rendezvous {
         /// Longest wait for the other nodes (`timeout`, 900 s).
         timeout: Duration,
     },
-    /// `c10d`, `etcd`, `etcd-v2`: nodes come and go.
+    /// `c10d`, `etcd`, `etcd-v2`: nodes may join and leave.
     Elastic {
         /// The endpoint at which the nodes meet.
         endpoint: Endpoint,
@@ -194,7 +194,8 @@ pub(crate) struct Program {
     pub(crate) local_rank_argument: Option<LocalRankArgument>,
     /// The program's name in the report: the script as given, or PYTHON_EXEC if that is set.
     pub(crate) title: String,
-    /// SCRIPT is no file here, no program in PATH, and not called `*.py`: Python gets what may be no script.
+    /// SCRIPT is no file here, no program in PATH, and not called `*.py`: Python gets a text that may be no
+    /// script.
     pub(crate) guessed: bool,
 }
 
@@ -227,7 +228,7 @@ pub(crate) enum Orphans {
     Keep,
 }
 
-/// Which of the two output streams.
+/// Selects among the two output streams.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Streams {
     /// Standard output.
@@ -272,11 +273,11 @@ pub(crate) struct LogConfig {
 /// CONVOKE_FLIGHT_DIR.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum FlightDir {
-    /// Not set: in the log folder.
+    /// Not set: the recordings lie in the log folder.
     Own,
     /// This directory.
     Given(PathBuf),
-    /// Empty: nowhere.
+    /// Set but empty: there are no recordings.
     Nowhere,
 }
 

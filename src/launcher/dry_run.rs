@@ -1,4 +1,5 @@
-//! `--dry-run`: what would be started where, and with which variables. Pure, but for the names of this host.
+//! Implements `--dry-run`: prints which processes would start where, with their variables. Pure, but for the
+//! names of this host.
 
 use std::ffi::{OsStr, OsString};
 use std::fmt::Write;
@@ -225,7 +226,7 @@ fn command(config: &Config, local_rank: usize) -> String {
     command_line(config, local_rank).iter().map(|word| quoted(word)).collect::<Vec<_>>().join(" ")
 }
 
-/// A word as a shell would have to be given it.
+/// Quotes a word for a shell.
 fn quoted(word: &OsStr) -> String {
     let text = word.to_string_lossy();
     let plain = |c: char| c.is_ascii_alphanumeric() || "_@%+=:,./-".contains(c);

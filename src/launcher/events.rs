@@ -1,4 +1,4 @@
-//! `--event-log-handler=console`: what happens, as torchrun's JSON lines on stderr.
+//! Implements `--event-log-handler=console`: prints events as torchrun's JSON lines on stderr.
 
 use std::cell::Cell;
 use std::io::{self, Write};
@@ -19,7 +19,7 @@ pub(crate) struct Events {
     /// `None`: events are dropped.
     job: Option<Job>,
     started: Instant,
-    /// When the current rendezvous began: at the start, or when the last worker ended.
+    /// The time at which the current rendezvous began: at the start, or when the last worker ended.
     meeting_since: Cell<Instant>,
 }
 
@@ -58,7 +58,7 @@ struct Metadata<'a> {
     duration_ms: Option<u64>,
 }
 
-/// JSON in JSON, as torch has it; ranks in lists, since torch wrote a comma too many.
+/// JSON inside JSON, as in torch. Ranks are lists, since torch wrote one comma too many.
 #[derive(Debug, Serialize)]
 struct Details<'a> {
     group_world_size: Option<usize>,
@@ -153,7 +153,7 @@ impl Events {
         self.write(Happening { state, assignment, worker, error, restarts, ..Happening::default() });
     }
 
-    /// All is done.
+    /// The job has succeeded on this node.
     pub(crate) fn agent_succeeded(&self, assignment: Option<&Assignment>, restarts: u32) {
         self.write(Happening { state: "SUCCEEDED", assignment, restarts, ..Happening::default() });
     }

@@ -31,7 +31,7 @@ const GROUPS: usize = 8;
 #[derive(Debug)]
 pub(crate) struct Flight {
     folder: Option<PathBuf>,
-    /// It goes with a job that succeeds.
+    /// A job that succeeds removes the folder.
     own: bool,
 }
 
@@ -82,7 +82,7 @@ impl Flight {
         for (path, recording) in &mut recordings {
             if let Some(exit) = round.exit(recording, here.boot_id) {
                 recording.exit = Some(exit);
-                // Without it they tell less.
+                // Without the exit status the recordings contain less, but remain readable.
                 let _ = folder::write_exit(path, &exit);
             }
         }
@@ -106,7 +106,7 @@ impl Flight {
         Some(report::Flight { folder: folder.display().to_string(), groups })
     }
 
-    /// The job has succeeded: nobody will ask.
+    /// Removes the recordings after the job has succeeded, since nobody needs them.
     pub(crate) fn discard(&self) {
         if let Some(folder) = self.folder.as_ref().filter(|_| self.own) {
             // As a rule there is one only if the workers use the runtime.

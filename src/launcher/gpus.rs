@@ -8,7 +8,7 @@ pub(crate) mod nvml;
 pub(crate) mod visible;
 mod xid;
 
-/// A GPU, as NVML tells of it; in the order of the PCI bus.
+/// A GPU as NVML reports it. Lists are in PCI bus order.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) struct Gpu {
     /// `GPU-...`.

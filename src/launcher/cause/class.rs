@@ -37,7 +37,7 @@ pub(crate) enum Class {
     Timeout,
     PeerLost,
     Stopped,
-    /// From a launcher of another version.
+    /// A class of a launcher of another version.
     #[serde(other)]
     Unknown,
 }
@@ -47,14 +47,14 @@ pub(crate) enum Class {
 pub(crate) enum Weight {
     /// It happened in this process.
     Own,
-    /// It most likely follows from what happened in another.
+    /// It most likely follows from a failure in another process.
     Consequence,
-    /// We did it.
+    /// The launcher ended the process.
     Ours,
 }
 
 impl Class {
-    /// All that this version gives.
+    /// All classes that this version assigns.
     #[cfg(test)]
     pub(crate) const ALL: [Self; 28] = [
         Self::Exception,
@@ -87,7 +87,7 @@ impl Class {
         Self::Stopped,
     ];
 
-    /// As in the JSON report.
+    /// Returns the name in the JSON report.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Exception => "exception",

@@ -1,4 +1,4 @@
-//! From what is known of a death to its class, a sentence and advice. Pure.
+//! Decides on the class, the explanation and the advice for a worker's death. Pure.
 
 use convoke_env::ExitCause;
 use nix::sys::signal::Signal;
@@ -12,9 +12,9 @@ use crate::words;
 pub(crate) struct Facts<'a> {
     /// The exit code or signal of the process.
     pub(crate) cause: ExitCause,
-    /// It had been told to stop by us before.
+    /// The launcher had told it to stop before.
     pub(crate) stopped: bool,
-    /// It was given to Python for want of a program of that name.
+    /// The program was given to Python because no program of that name exists.
     pub(crate) guessed: bool,
     pub(crate) evidence: &'a Evidence,
     /// The evidence from its stderr and from its error file.
@@ -47,7 +47,7 @@ impl Verdict {
     }
 }
 
-/// Decides. `facts.cause` is not exit code 0.
+/// Decides on the verdict. `facts.cause` is not exit code 0.
 pub(crate) fn decide(facts: &Facts<'_>) -> Verdict {
     let Facts { cause, stopped, findings, .. } = *facts;
     if !stopped {
@@ -60,7 +60,8 @@ pub(crate) fn decide(facts: &Facts<'_>) -> Verdict {
     let told =
         Verdict::new(Class::Stopped, format!("by the launcher, after another worker had failed ({how})"));
     if matches!(cause, ExitCause::Signal(9 | 15) | ExitCause::Code(137 | 143)) {
-        // It may have been about to end by itself: an uncaught exception takes a while to do that.
+        // The worker may have been about to end by itself: an uncaught exception takes a while to end
+        // Python.
         return match &findings.exception {
             Some(exception) if is_own(exception) => {
                 let verdict = of_exception(facts, exception);
@@ -83,7 +84,7 @@ pub(crate) fn decide(facts: &Facts<'_>) -> Verdict {
     }
 }
 
-/// Not merely what SIGTERM or SIGINT becomes in Python.
+/// Returns whether the exception is more than Python's reaction to SIGTERM or SIGINT.
 fn is_own(exception: &str) -> bool {
     let to_stop = ["KeyboardInterrupt", "SystemExit", "SIGTERM", "SIGINT", "SignalException", "signal: 15"];
     !to_stop.iter().any(|text| exception.contains(text))
@@ -319,7 +320,7 @@ fn of_exception(facts: &Facts<'_>, exception: &str) -> Verdict {
     Verdict::new(Class::Exception, exception)
 }
 
-/// Arguments that a program does not know.
+/// Returns the verdict on arguments that a program rejects.
 fn of_argument(findings: &Findings, code: i32) -> Option<Verdict> {
     let line = match (&findings.argument, findings.usage && code == 2) {
         (Some(line), _) => line.clone(),

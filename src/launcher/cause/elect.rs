@@ -1,4 +1,4 @@
-//! Which of several failures is the root cause. Pure.
+//! Selects the root cause among several failures. Pure.
 
 use super::Class;
 use super::class::Weight;

@@ -86,7 +86,7 @@ impl Findings {
         }
     }
 
-    /// A worker that panicked and says so in its log has not lost a peer.
+    /// Drops the lost peer of a worker that reports its own panic in its log.
     pub(crate) fn acquit(&mut self, rank: usize) {
         self.peer_lost.take_if(|(line, lost)| *lost == Some(rank) && line.contains(PANICKED));
     }
@@ -153,7 +153,7 @@ impl Findings {
     }
 }
 
-/// Without torch's `[rank3]: ` before the lines of a traceback.
+/// Removes torch's `[rank3]: ` prefix from a line of a traceback.
 fn without_rank(line: &str) -> &str {
     let rest = line.strip_prefix("[rank").map(|rest| rest.trim_start_matches(|c: char| c.is_ascii_digit()));
     match rest.and_then(|rest| rest.strip_prefix("]:")) {
@@ -184,7 +184,7 @@ fn is_last_word(line: &str) -> bool {
         || line.starts_with("Fatal Python error: ")
 }
 
-/// A collective gave up waiting; the rank that did not come, if it is named.
+/// Parses a collective's timeout. Returns the missing rank, if the line names it.
 fn timed_out(line: &str) -> Option<Option<usize>> {
     if let Some(rest) =
         line.split("waiting for rank(s) ").nth(1).filter(|_| line.contains("timed out after "))
@@ -199,7 +199,7 @@ fn timed_out(line: &str) -> Option<Option<usize>> {
     torch.then_some(None)
 }
 
-/// A peer or the connection to it is gone; its rank, if it is named.
+/// Parses the loss of a peer or of its connection. Returns the peer's rank, if the line names it.
 fn lost_peer(line: &str) -> Option<Option<usize>> {
     // convoke-comm, by Display: rank 3 at 10.0.0.1:4000 was ended by SIGSEGV; group ...
     let how = [
@@ -210,7 +210,7 @@ fn lost_peer(line: &str) -> Option<Option<usize>> {
         " has left the group",
         PANICKED,
     ];
-    // `fn main() -> Result` and `unwrap` print the same, behind words of theirs.
+    // `fn main() -> Result` and `unwrap` print this text after words of their own.
     for (at, _) in line.match_indices(" at ") {
         let (before, rest) = line.split_at(at);
         let rank = before.rsplit_once("rank ").and_then(|(_, digits)| digits.parse().ok());
@@ -220,11 +220,11 @@ fn lost_peer(line: &str) -> Option<Option<usize>> {
             return Some(Some(rank));
         }
     }
-    // As Debug of earlier versions printed it.
+    // Earlier versions printed this Debug form.
     if let Some(rest) = line.split("PeerLost { rank: ").nth(1) {
         return Some(number(rest));
     }
-    // NCCL and gloo through torch, sockets through Python.
+    // Messages of NCCL and gloo through torch, and of sockets through Python.
     const LOST: [&str; 11] = [
         "Connection closed by peer",
         "Connection reset by peer",
@@ -249,21 +249,21 @@ fn number(text: &str) -> Option<usize> {
 
 const HEADER: &str = "Traceback (most recent call last):";
 
-/// The last uncaught exception of Python: where its traceback stands, with those that led to it, and its
-/// last line.
+/// Finds the last uncaught Python exception: the range of its traceback with the chained ones, and its last
+/// line.
 fn python(lines: &[&str]) -> Option<(Range<usize>, String)> {
     let headers = (0..lines.len()).filter(|&at| lines[at].trim_start().ends_with(HEADER));
     let mut best = None;
     for at in headers {
         let before = at.checked_sub(1).map_or("", |before| lines[before]);
-        // These do not end a program, but may stand after the one that did.
+        // These do not end a program, but may follow the exception that did.
         let harmless = before.starts_with("Exception in thread") && best.is_some();
         if !harmless && !before.starts_with("Exception ignored in") {
             best = one_traceback(lines, at).or(best);
         }
     }
     let (mut range, text) = best.or_else(|| syntax_error(lines))?;
-    // Back to the first of the chain.
+    // Extends the range to the first traceback of the chain.
     while let Some(link) = (0..range.start).rev().find(|&at| !lines[at].trim().is_empty()) {
         let linked = lines[link].starts_with("During handling of the above exception")
             || lines[link].starts_with("The above exception was the direct cause");
@@ -278,7 +278,7 @@ fn python(lines: &[&str]) -> Option<(Range<usize>, String)> {
 
 /// The traceback whose header is line `at`.
 fn one_traceback(lines: &[&str], at: usize) -> Option<(Range<usize>, String)> {
-    // The frames of an exception group stand behind a bar.
+    // A bar precedes the frames of an exception group.
     let group = lines[at].trim_start().starts_with('+');
     let inner = |line: usize| {
         let bare = lines[line].trim_start().trim_start_matches(['|', '+']);
@@ -291,7 +291,7 @@ fn one_traceback(lines: &[&str], at: usize) -> Option<(Range<usize>, String)> {
     if kind.is_empty() || !kind.chars().all(|c| c.is_alphanumeric() || c == '_' || c == '.') {
         return None;
     }
-    // A message may have several lines; nobody says where it ends.
+    // A message may have several lines, and nothing marks its end.
     let stop = (last + 1 + MESSAGE_MAX_LINES).min(lines.len());
     let over = |&line: &usize| lines[line].trim().is_empty() || starts_something(lines[line]);
     let end = (last + 1..stop).find(over).unwrap_or(stop);
@@ -314,7 +314,7 @@ fn syntax_error(lines: &[&str]) -> Option<(Range<usize>, String)> {
     Some((start..last + 1, lines[last].to_owned()))
 }
 
-/// The first panic of Rust or Go: where it stands, and what it says in one line.
+/// Finds the first panic of Rust or Go: its range, and its place and reason in one line.
 fn panic(lines: &[&str]) -> Option<(Range<usize>, String)> {
     if let Some(at) =
         lines.iter().position(|line| line.starts_with("thread '") && line.contains(" panicked at "))

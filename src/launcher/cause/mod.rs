@@ -1,4 +1,4 @@
-//! Why a worker ended: from its exit status, the end of its stderr and what the kernel counted, to a
+//! Explains why a worker ended. The exit status, the last lines of stderr and the kernel's counters yield a
 //! class, a sentence and advice. Pure.
 //!
 //! ```text
@@ -6,7 +6,7 @@
 //! status, evidence ───────────┴─► decide ─► Verdict ─► elect: which of them came first
 //! ```
 //!
-//! `start` is for those that did not even come to their program.
+//! `start` explains workers that could not start their program.
 
 mod class;
 mod decide;
@@ -31,14 +31,14 @@ pub(crate) use text::lines;
 pub(crate) struct Evidence {
     /// The kernel wrote a core file, or gave it to a handler.
     pub(crate) core_dumped: bool,
-    /// Processes that the kernel killed for want of memory while the worker ran.
+    /// Processes that the kernel killed for lack of memory while the worker ran.
     pub(crate) oom: Option<OomKills>,
 }
 
 /// The counter `oom_kill` rose.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct OomKills {
-    /// By how much since the worker started, less what earlier deaths account for.
+    /// The increase since the worker started, minus the part that earlier deaths explain.
     pub(crate) count: u64,
     /// The cgroup whose counter it is; `None` if only the machine's counter could be read.
     pub(crate) cgroup: Option<String>,

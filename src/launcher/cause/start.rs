@@ -21,21 +21,21 @@ pub(crate) struct StartFailure {
     pub(crate) errno: i32,
 }
 
-/// On the way to a program.
+/// A step of the start of a program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Step {
-    /// A process, and the pipe to it.
+    /// Creating the process and the pipe to it.
     Fork,
-    /// Its CPUs.
+    /// Binding it to its CPUs.
     Bind,
-    /// The program.
+    /// Executing the program.
     Exec,
 }
 
 /// The facts about the program and the limits, gathered after the refusal.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Surroundings {
-    /// As it was called.
+    /// The name by which it was called.
     pub(crate) program: String,
     /// The file at the program's path, if one exists.
     pub(crate) file: Option<Program>,
@@ -62,7 +62,7 @@ pub(crate) struct Program {
     pub(crate) is_noexec: bool,
 }
 
-/// Why a worker could not be started, and what to do. Displays as both.
+/// The reason why a worker could not be started, and the remedy. Display prints both.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct NotStarted {
     pub(crate) class: Class,
@@ -76,7 +76,7 @@ impl fmt::Display for NotStarted {
     }
 }
 
-/// Decides.
+/// Derives the reason and the remedy from the refusal.
 pub(crate) fn not_started(failure: StartFailure, around: &Surroundings) -> NotStarted {
     let errno = Errno::from_raw(failure.errno);
     let error = io::Error::from(errno);
@@ -163,7 +163,7 @@ fn of_exec(errno: Errno, around: &Surroundings) -> Told {
     }
 }
 
-/// The kernel says of what a program needs that it is not there as if that were the program.
+/// If a program's interpreter or loader is missing, the kernel reports the program itself as missing.
 fn missing_interpreter(file: &Program) -> Told {
     match &file.kind {
         FileKind::Script(line) if line.has_cr => told(

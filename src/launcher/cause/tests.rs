@@ -1,4 +1,4 @@
-//! Texts as programs write them, and what is made of them.
+//! Tests of the verdicts on texts that real programs write.
 
 use std::collections::BTreeSet;
 

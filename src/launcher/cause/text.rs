@@ -1,6 +1,6 @@
-//! From the last bytes of a stream to lines that can be shown and searched. Pure.
+//! Converts the last bytes of a stream to lines that can be shown and searched. Pure.
 
-/// Longest line that is kept; of a longer one its start and its end.
+/// The length of the longest line that is kept. A longer line keeps its start and its end.
 const LINE_MAX_CHARS: usize = 1000;
 
 /// Returns the lines of `bytes`, oldest first. `cut` says that earlier bytes are gone; the first line is

@@ -25,7 +25,7 @@ pub(crate) struct Value {
     pub(crate) text: OsString,
     /// `--nnodes` or `PET_NNODES`.
     pub(crate) name: String,
-    /// On the command line, not by a variable.
+    /// True on the command line, false in a variable.
     pub(crate) on_command_line: bool,
 }
 
@@ -128,7 +128,7 @@ impl fmt::Display for Value {
     }
 }
 
-/// As a shell would need it: with quotes around what has blanks or control characters, or nothing at all.
+/// Quotes a text for a shell. A text with blanks or control characters, or an empty one, gets quotes.
 fn quoted(text: &OsStr) -> String {
     let text = text.to_string_lossy();
     if text.chars().any(|c| c.is_whitespace() || c.is_control()) {

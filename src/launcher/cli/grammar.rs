@@ -1,4 +1,4 @@
-//! From words to flags, as Python's argparse reads them for torchrun; no value is looked at here. Pure.
+//! Cuts words into flags like Python's argparse for torchrun; does not interpret values. Pure.
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
@@ -29,7 +29,7 @@ pub(crate) enum Request {
     Completion(OsString),
     /// `--print-man`.
     Man,
-    /// To run something.
+    /// A program to run.
     Run(Words),
 }
 
@@ -41,7 +41,7 @@ enum Word {
     Flag(&'static Flag, Attached),
     /// Starts like a flag, but is none.
     Unknown,
-    /// Starts with a dash of typography, as word processors and web pages make them.
+    /// Starts with a typographic dash, such as word processors and web pages insert.
     Typographic,
     /// A prefix of several flags.
     Ambiguous(Vec<String>),
@@ -49,7 +49,7 @@ enum Word {
 
 enum Attached {
     Nothing,
-    /// After `=`, or after a short flag's letter.
+    /// The text after `=`, or after a short flag's letter.
     Value(OsString),
     /// More letters after a short switch, as in `-mr3`.
     Letters(OsString),
@@ -129,7 +129,7 @@ pub(crate) fn read(words: impl Iterator<Item = OsString>) -> Result<Request, Str
     Ok(Request::Run(out))
 }
 
-/// Flags that end the reading at once, as argparse's do.
+/// Returns the request of a flag that ends the parsing at once, as in argparse.
 fn immediate(flag: &Flag, value: Option<&OsStr>) -> Option<Request> {
     match flag.name {
         "help" => Some(Request::Help),
@@ -194,11 +194,11 @@ enum Found {
     None,
 }
 
-/// The flag of this name or unique prefix.
+/// Finds the flag of this name or unique prefix.
 ///
-/// Both spellings of a flag are candidates of their own, as in argparse: `--nproc` is ambiguous between
-/// `--nproc-per-node` and `--nproc_per_node`. Prefixes of torchrun's flags mean those, never ours, and ours
-/// are not ambiguous with themselves.
+/// As in argparse, both spellings of a flag are separate candidates: `--nproc` is ambiguous between
+/// `--nproc-per-node` and `--nproc_per_node`. A prefix of a torchrun flag never means one of convoke's own
+/// flags. The two spellings of convoke's own flags do not make a prefix ambiguous.
 fn lookup(name: &[u8]) -> Found {
     let Ok(name) = std::str::from_utf8(name) else { return Found::None };
     for torchrun in [true, false] {

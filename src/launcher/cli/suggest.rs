@@ -2,7 +2,7 @@
 
 use super::flags;
 
-/// Flags of other launchers, and what they are called here.
+/// Flags of other launchers, and their names in convoke.
 const BORROWED: &[(&str, &str)] = &[
     ("-n", "--nproc-per-node"),
     ("-np", "--nproc-per-node"),
@@ -49,10 +49,10 @@ pub(crate) fn flag(name: &str) -> Option<String> {
 
 /// Dashes other than the one on the keyboard.
 const DASHES: &str = "\u{2010}\u{2011}\u{2012}\u{2013}\u{2014}\u{2015}\u{2212}\u{fe58}\u{fe63}\u{ff0d}";
-/// What is seen as a blank or not at all, and is no blank to a shell.
+/// Characters that look like a blank or are invisible, and that a shell does not treat as a blank.
 const INVISIBLE: &str = "\u{a0}\u{ad}\u{200b}\u{200c}\u{200d}\u{200e}\u{200f}\u{202f}\u{2060}\u{feff}";
 
-/// Whether a character comes from a text that was set for reading, and looks like a dash or like nothing.
+/// Returns whether a character is a typographic dash or an invisible character, as in a formatted document.
 pub(crate) fn is_typographic(c: char) -> bool {
     DASHES.contains(c) || INVISIBLE.contains(c)
 }

@@ -1,4 +1,4 @@
-//! The grammar: which words mean which settings.
+//! Tests of the grammar: the settings that the words of a command line give.
 
 mod malformed;
 
@@ -380,7 +380,7 @@ fn the_flags_of_tutorials_work_as_they_stand() {
 }
 
 proptest! {
-    /// No words make it panic, and every refusal is one line that begins and ends as it should.
+    /// No words cause a panic, and every refusal is one line with a fixed beginning and end.
     #[test]
     fn any_words_are_read_or_refused(words in proptest::collection::vec(any_word(), 0..6)) {
         let words: Vec<&OsStr> = words.iter().map(OsString::as_os_str).collect();
@@ -390,7 +390,7 @@ proptest! {
         }
     }
 
-    /// Whatever precedes SCRIPT, the words after it stay as they are.
+    /// The words after SCRIPT stay unchanged, for any words before it.
     #[test]
     fn arguments_are_never_touched(arguments in proptest::collection::vec(any_word(), 0..6)) {
         let words: Vec<&OsStr> = ["--max-restarts=1", "-t", "3", "x.py"].map(OsStr::new).into_iter()

@@ -1,4 +1,4 @@
-//! From text to values, as Python reads them. Pure.
+//! Parses text into values, as Python does. Pure.
 
 use std::collections::BTreeMap;
 

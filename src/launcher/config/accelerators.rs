@@ -1,4 +1,4 @@
-//! Which NUMA node each device hangs on, from /proc and sysfs.
+//! Reads from /proc and sysfs the NUMA node to which each device is attached.
 
 #[cfg(test)]
 mod tests;
@@ -13,7 +13,7 @@ use crate::gpus::Gpu;
 
 type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 
-/// A device, and how variables may call it besides its index.
+/// A device, with its names in variables besides its index.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Device {
     /// Address on the PCI bus, as sysfs writes it.
@@ -99,7 +99,7 @@ fn by_uuid<'a>(devices: &'a [Device], start: &str) -> Option<&'a Device> {
     found.next().filter(|_| is_name && found.next().is_none())
 }
 
-/// Those that the driver's library tells of.
+/// Returns the GPUs that the driver's library lists.
 fn by_nvml(gpus: &[Gpu]) -> Vec<Device> {
     let device = |gpu: &Gpu| {
         let (pci, uuid) = (gpu.pci.clone(), Some(gpu.uuid.clone()));

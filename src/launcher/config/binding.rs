@@ -1,4 +1,4 @@
-//! `--bind` and `--numa-binding`: from the flag and this machine to the CPUs of each worker.
+//! Implements `--bind` and `--numa-binding`: computes the CPUs of each worker on this machine.
 
 mod shares;
 #[cfg(test)]
@@ -11,7 +11,7 @@ use super::machine::Machine;
 use super::topology::Topology;
 use crate::cli::{CliError, Given, Value};
 
-/// `--bind`: what the workers are spread over.
+/// `--bind`: the kind of part over which the workers are spread.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Bind {
     Node,
@@ -21,7 +21,7 @@ enum Bind {
     Core,
 }
 
-/// `--numa-binding`: what a worker gets near its device.
+/// `--numa-binding`: the CPUs near its device that a worker gets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum NumaBinding {
     /// The CPUs of the device's NUMA node.
@@ -49,7 +49,7 @@ impl NumaBinding {
 /// The CPUs of each worker by local rank; empty if they are not bound.
 ///
 /// # Errors
-/// The machine does not have what the flag asks for, or does not tell.
+/// The machine lacks the parts that the flag asks for, or does not report them.
 pub(super) fn worker_cpus(
     given: &Given,
     env: &dyn Fn(&str) -> Option<OsString>,

@@ -1,4 +1,4 @@
-//! From flags to [`Config`]: all checks of values.
+//! Converts flags to [`Config`]; performs all checks of values.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -18,7 +18,7 @@ const SHUTDOWN_TIMEOUT_SECONDS: u64 = 30;
 const SIGNALS: &str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT";
 const FORWARDED: &str = "SIGUSR1,SIGUSR2";
 
-/// Checks all values and decides what they leave open.
+/// Checks all values and chooses the defaults.
 ///
 /// # Errors
 /// The first value that cannot be read (exit code 2) or makes no sense (exit code 1).
@@ -131,7 +131,7 @@ pub(crate) fn config(given: &Given, env: Env<'_>, machine: &Machine) -> Result<C
     })
 }
 
-/// The values that argparse converts itself: what cannot be converted is a usage error, before all else.
+/// The values that argparse converts itself. A failed conversion is a usage error, before all other checks.
 pub(super) struct Numbers {
     max_restarts: Option<i128>,
     pub(super) node_rank: Option<i128>,
@@ -280,7 +280,7 @@ fn nproc_per_node(
     }
 }
 
-/// Says which variable hides all GPUs, if there are some and one does.
+/// Returns a warning that names the variable that hides all GPUs, if GPUs exist and one does.
 fn hidden(env: Env<'_>, machine: &Machine) -> Option<String> {
     let names = ["ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"];
     let vendors = [(Vendor::Nvidia, &names[2..]), (Vendor::Amd, &names[..])];
@@ -342,7 +342,8 @@ pub(crate) fn count(number: usize, noun: &str) -> String {
     if number == 1 { format!("1 {noun}") } else { format!("{number} {noun}s") }
 }
 
-/// Signals by name. What no process can handle, or what the launcher lives by, is left out with a warning.
+/// Parses signals by name. Drops, with a warning, signals that no process can handle or that the launcher
+/// needs itself.
 fn signals(flag: &str, text: &str, warnings: &mut Vec<String>) -> Vec<Signal> {
     use Signal::{SIGCHLD, SIGFPE, SIGILL, SIGKILL, SIGSEGV, SIGSTOP};
     let mut out = Vec::new();

@@ -39,7 +39,7 @@ pub(crate) enum Kind {
     Switch,
     /// One of these.
     Choice(&'static [&'static str]),
-    /// Anything.
+    /// Any text.
     Text,
 }
 
@@ -75,7 +75,7 @@ const OF_ETCD: &[(&str, Kind)] = &[
     ("cert", Kind::Text),
     ("ssl_cert_key", Kind::Text),
     ("key", Kind::Text),
-    // Refused with advice.
+    // The check refuses it with advice.
     ("password", Kind::Text),
     ("etcd_password", Kind::Text),
 ];

@@ -15,14 +15,15 @@ pub(crate) struct EtcdCluster {
     pub(crate) endpoints: Vec<(String, u16)>,
     /// `protocol=https`.
     pub(crate) tls: Option<TlsFiles>,
-    /// `etcd_prefix`: what all keys begin with.
+    /// `etcd_prefix`: the prefix of all keys.
     pub(crate) prefix: String,
 }
 
 /// Files in PEM.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct TlsFiles {
-    /// `ca_cert`, `cacert`: who has signed the servers' certificates; else those that this host trusts.
+    /// `ca_cert`, `cacert`: the authority that signed the servers' certificates; else those that this host
+    /// trusts.
     pub(crate) ca: Option<PathBuf>,
     /// `ssl_cert` and `ssl_cert_key`, `cert` and `key`: the client's certificate and its key.
     pub(crate) identity: Option<(PathBuf, PathBuf)>,

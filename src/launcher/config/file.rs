@@ -26,7 +26,7 @@ pub(crate) enum FileKind {
     Dangling(PathBuf),
     /// It is there, or may be, and this user may not read it.
     Unreadable(io::ErrorKind),
-    /// Nothing.
+    /// No file of this name.
     Absent,
 }
 
@@ -63,7 +63,7 @@ impl FileKind {
             return Self::Folder { has_main: path.join("__main__.py").is_file() };
         }
         if !metadata.is_file() {
-            // To read from a pipe would take from the workers what they should read.
+            // A read from a pipe would take data that the workers should read.
             return Self::Other;
         }
         let mut start = Vec::new();
@@ -77,7 +77,7 @@ impl FileKind {
     fn of_start(start: &[u8], is_executable: bool) -> Self {
         if start.starts_with(b"\x7fELF") {
             let machine = match start {
-                // Byte 5 says in which order the others stand.
+                // Byte 5 gives the byte order of the others.
                 [_, _, _, _, _, 2, ..] => start.get(18..20).map(|two| u16::from_be_bytes([two[0], two[1]])),
                 _ => start.get(18..20).map(|two| u16::from_le_bytes([two[0], two[1]])),
             };
@@ -88,11 +88,11 @@ impl FileKind {
 }
 
 impl Elf {
-    /// The name of the CPU that it is for, if that is another than this host's.
+    /// Returns the name of the CPU that it is for, if this host has another.
     pub(crate) fn foreign(self) -> Option<String> {
         let machine = self.machine?;
         let is_own = match std::env::consts::ARCH {
-            // The smaller brother runs as well, where the kernel has it.
+            // An x86_64 kernel may also run i386 programs.
             "x86_64" => matches!(machine, 62 | 3),
             "aarch64" => matches!(machine, 183 | 40),
             _ => true,
@@ -115,7 +115,7 @@ impl Elf {
 }
 
 impl Shebang {
-    /// Of the first line after `#!`.
+    /// Parses the first line after `#!`.
     fn of(text: &[u8], is_executable: bool) -> Self {
         let line = text.split(|&byte| byte == b'\n').next().unwrap_or_default();
         let has_cr = line.ends_with(b"\r");

@@ -24,11 +24,11 @@ const HIP: &str = "HIP_VISIBLE_DEVICES";
 pub(crate) struct Machine {
     /// `/`: holds dev/, proc/ and sys/.
     pub(crate) root: PathBuf,
-    /// CPUs that this process may run on, ascending; empty if the system does not tell.
+    /// CPUs on which this process may run, ascending; empty if the system does not report them.
     pub(crate) cpus: Vec<usize>,
-    /// NVIDIA's GPUs, once somebody has asked.
+    /// NVIDIA's GPUs, read at the first request.
     pub(crate) gpus: OnceLock<Vec<Gpu>>,
-    /// Folders where the launcher is: as it was called, and where that leads by links.
+    /// Folders of the launcher: that of its path as called, and that to which the links lead.
     pub(crate) launcher: Vec<PathBuf>,
 }
 
@@ -91,7 +91,7 @@ impl Machine {
     /// The devices of each of `workers`, `each` for one, and the variable that shows them.
     ///
     /// # Errors
-    /// There are not as many, or the variable names what is not there.
+    /// There are too few devices, or the variable names a device that does not exist.
     pub(crate) fn gpus_of_workers(
         &self,
         env: Env<'_>,
@@ -152,7 +152,7 @@ fn left(count: usize, env: Env<'_>, variables: &[&str]) -> usize {
         Some(list) => {
             let list = list.to_string_lossy();
             let is_index = |text: &str| text.parse().is_ok_and(|index: usize| index < count);
-            // Names, and parts of a device as in 0.1, are known to the driver only.
+            // Only the driver knows names, and parts of a device such as 0.1.
             let is_part = |entry: &str| entry.split_once('.').is_some_and(|(device, _)| is_index(device));
             let is_device =
                 |entry: &&str| is_index(entry) || is_part(entry) || visible::is_like_a_name(entry);

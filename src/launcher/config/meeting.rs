@@ -15,7 +15,7 @@ const STATIC_PORT: u16 = 29500;
 const LAST_CALL: Duration = Duration::from_secs(30);
 const JOIN_TIMEOUT: Duration = Duration::from_secs(600);
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(30);
-/// A node that is not heard for so long is lost.
+/// The heartbeat timeout: a node that stays silent for longer is lost.
 const SILENCE: Duration = Duration::from_secs(3);
 const LONGEST_SILENCE: Duration = Duration::from_secs(24 * 3600);
 /// torchrun's defaults for the interval and the attempts if only the other of them is given.

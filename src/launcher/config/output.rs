@@ -31,7 +31,8 @@ pub(super) fn logs(
         None => LogDir::Temporary,
         Some(value) if value.text.is_empty() => LogDir::Temporary,
         Some(value) if value.text == "/dev/null" => LogDir::Nothing,
-        // A slip of the pen. Whatever else is wrong with it (no permission, a full disk) does not stop a job.
+        // The user probably mistyped. Other problems of the path (no permission, a full disk) do not stop a
+        // job.
         Some(value) if fs::metadata(&value.text).is_ok_and(|found| !found.is_dir()) => {
             return Err(CliError::value(value.wrong("not a directory", "DIRECTORY")));
         }

@@ -1,4 +1,4 @@
-//! From SCRIPT to the command of the workers.
+//! Builds the command of the workers from SCRIPT.
 
 use std::ffi::{OsStr, OsString};
 use std::io;
@@ -33,11 +33,11 @@ const OTHER_LANGUAGES: &[(&str, &str)] = &[
 
 /// The method by which SCRIPT is run.
 enum Way {
-    /// It is a program, called so.
+    /// It is a program, executed under this name.
     Itself(OsString),
-    /// By the interpreter in its `#!` line: that, its argument, the file.
+    /// The interpreter of its `#!` line runs it: interpreter, its argument, the file.
     Interpreter(Vec<OsString>),
-    /// By Python.
+    /// Python runs it.
     Python,
 }
 
@@ -94,7 +94,7 @@ pub(super) fn program(given: &Given, env: Env<'_>, machine: &Machine) -> Result<
 /// interpreter of its `#!` line runs it if only the permission is missing. Otherwise Python runs it.
 fn way(script: &OsStr, env: Env<'_>) -> Result<Way, CliError> {
     let here = || {
-        // A bare name would be looked for in PATH, not here.
+        // A bare name would be searched in PATH instead of the current folder.
         let mut path = OsString::from(if script.as_bytes().contains(&b'/') { "" } else { "./" });
         path.push(script);
         path
@@ -118,7 +118,7 @@ fn way(script: &OsStr, env: Env<'_>) -> Result<Way, CliError> {
             "is a folder without a __main__.py; name the script in it, or -m and the name of a package"
                 .to_owned(),
         ),
-        // The current folder is another user's, say.
+        // For example, the current folder belongs to another user.
         FileKind::Dangling(_) | FileKind::Unreadable(_) if in_path(script, env).is_some() => {
             Ok(Way::Itself(script.to_owned()))
         }
@@ -139,7 +139,7 @@ fn way(script: &OsStr, env: Env<'_>) -> Result<Way, CliError> {
     }
 }
 
-/// Why a file with line ends of Windows cannot be run.
+/// Explains why a file with Windows line ends cannot be run.
 fn with_cr(script: &OsStr, shebang: &Shebang) -> String {
     format!(
         "has line ends of Windows: by its #! line its interpreter is `{}\\r`; dos2unix {} makes others of them",
@@ -148,7 +148,7 @@ fn with_cr(script: &OsStr, shebang: &Shebang) -> String {
     )
 }
 
-/// Why a file without `#!` is none for Python, if its name says so.
+/// Explains why Python cannot run a file without `#!`, if its name shows another language.
 fn other_language(script: &OsStr) -> Option<String> {
     if script.as_bytes().ends_with(b".ipynb") {
         let name = script.display();

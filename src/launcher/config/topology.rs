@@ -1,4 +1,4 @@
-//! Which CPUs share a core, a cache, a socket or a NUMA node: sysfs, read once.
+//! Reads once from sysfs which CPUs share a core, a cache, a socket or a NUMA node.
 
 #[cfg(test)]
 mod tests;
@@ -11,7 +11,7 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-/// Highest number of a CPU or a NUMA node that is believed.
+/// The highest accepted number of a CPU or a NUMA node.
 const MAX_NUMBER: usize = 1 << 16;
 /// Far more than any list of CPUs needs.
 const MAX_FILE_BYTES: u64 = 1 << 20;
@@ -78,7 +78,7 @@ impl Topology {
     }
 }
 
-/// As [`Topology::groups`], of these CPUs only.
+/// Works like [`Topology::groups`], for these CPUs only.
 pub(super) fn groups<'a, K: Ord>(
     cpus: impl IntoIterator<Item = &'a Cpu>,
     key: impl Fn(&Cpu) -> K,
@@ -177,7 +177,7 @@ pub(super) fn text(path: &Path) -> Result<Option<String>, TopologyError> {
     }
 }
 
-/// A file with one number; what is not known (-1) counts as 0.
+/// Reads a file with one number. -1, which means unknown, counts as 0.
 pub(super) fn number(path: &Path) -> Result<Option<usize>, TopologyError> {
     let parse = |text: &str| if text == "-1" { Some(0) } else { text.parse().ok() };
     parsed(path, "number", parse)
@@ -219,7 +219,7 @@ fn cpu_list(text: &str) -> Option<Vec<usize>> {
     Some(cpus)
 }
 
-/// The reverse: ascending numbers as `0-3,8`.
+/// Formats ascending numbers as `0-3,8`.
 pub(crate) fn cpu_ranges(cpus: &[usize]) -> String {
     let parts = cpus.chunk_by(|a, b| a + 1 == *b).map(|part| match part {
         [first, .., last] => format!("{first}-{last}"),
@@ -228,7 +228,7 @@ pub(crate) fn cpu_ranges(cpus: &[usize]) -> String {
     parts.collect::<Vec<_>>().join(",")
 }
 
-/// Digits only, unlike `parse`, and no more than is believed.
+/// Parses digits only, unlike `parse`, up to the highest accepted number.
 fn decimal(text: &str) -> Option<usize> {
     let digits = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     text.parse().ok().filter(|number| digits && *number <= MAX_NUMBER)

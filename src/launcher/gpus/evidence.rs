@@ -19,7 +19,7 @@ const CHOSEN: &str = "CONVOKE_KMSG";
 const KERNEL_LOG: &str = "/dev/kmsg";
 /// The time limit for the driver. It may never answer if a GPU is lost.
 const PATIENCE: Duration = Duration::from_secs(2);
-/// Clocks differ a little.
+/// The tolerance for differences between clocks.
 const SLACK: Duration = Duration::from_secs(1);
 /// Longest record of the kernel's log, and most that are read.
 const RECORD_BYTES: usize = 8 << 10;
@@ -42,7 +42,7 @@ pub(crate) fn gather(suspects: Vec<Suspect>, began: SystemTime) -> Vec<Vec<Strin
     let gatherer = move || {
         let nvml = Nvml::open();
         if nvml.is_none() && std::env::var_os(CHOSEN).is_none() {
-            // Without NVIDIA's driver nobody has written such messages.
+            // Without NVIDIA's driver the log has no such messages.
             return;
         }
         let gpus = nvml.as_ref().and_then(Nvml::gpus).unwrap_or_default();
@@ -52,7 +52,7 @@ pub(crate) fn gather(suspects: Vec<Suspect>, began: SystemTime) -> Vec<Vec<Strin
         let lines: Vec<_> = suspects.iter().map(|suspect| lines(suspect, &gpus, &xids, errors)).collect();
         let _ = tell.send(lines);
     };
-    // A thread, which is left alone if the driver does not answer.
+    // Uses a thread, which is abandoned if the driver does not answer.
     let started = thread::Builder::new().name("gpus".to_owned()).spawn(gatherer);
     let lines = started.ok().and_then(|_| told.recv_timeout(PATIENCE).ok());
     lines.unwrap_or_else(|| vec![Vec::new(); count])

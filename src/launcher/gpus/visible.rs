@@ -2,7 +2,7 @@
 
 use super::Gpu;
 
-/// Why there are no devices for the workers.
+/// The reasons why the workers get no devices.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum VisibleError {
     #[error("{variable} names {entry}, which is no GPU of this node (there are {})", known(there))]
@@ -59,7 +59,7 @@ fn seen<'a>(gpus: &[Gpu], list: Option<&'a str>) -> (Vec<String>, Option<&'a str
         let is_cut = gpus.iter().any(|gpu| gpu.instances.is_some());
         let own = |(index, gpu): (usize, &Gpu)| match &gpu.instances {
             Some(instances) => instances.clone(),
-            // Beside instances, which are called by name, by name as well.
+            // If another GPU has MIG instances, which have only names, this GPU is also listed by name.
             None if is_cut => vec![gpu.uuid.clone()],
             None => vec![index.to_string()],
         };
@@ -74,7 +74,7 @@ fn seen<'a>(gpus: &[Gpu], list: Option<&'a str>) -> (Vec<String>, Option<&'a str
         if !is_there {
             return (devices, Some(entry));
         }
-        // It also ends at one that was named before.
+        // The list also ends at a repeated entry.
         if devices.iter().any(|before| before == entry) {
             break;
         }

@@ -27,7 +27,7 @@ impl Xid {
         let pid = text
             .split(", ")
             .find_map(|part| part.trim_start_matches('\'').strip_prefix("pid=")?.parse().ok());
-        // The function is not written where it is 0.
+        // The driver omits a PCI function of 0.
         let pci = if pci.contains('.') { pci.to_owned() } else { format!("{pci}.0") };
         Some(Self { pci: pci.to_lowercase(), number: number.parse().ok()?, pid, text })
     }

@@ -1,5 +1,5 @@
-//! Command lines and variables that are refused: words, a variable, exit code, message. Exit code 2 is for
-//! what cannot be read, 1 for what makes no sense, as in torchrun.
+//! Rejected command lines and variables, with exit code and message. As in torchrun, exit code 2 stands for
+//! text that cannot be parsed, and 1 for values that make no sense.
 
 use super::{here, parse_line};
 

@@ -1,4 +1,4 @@
-//! Which device is on which node, and which of them are meant.
+//! Tests of the NUMA nodes of devices, and of the devices that variables select.
 
 use std::os::unix::fs::symlink;
 

@@ -1,4 +1,4 @@
-//! Which CPUs each worker gets. Pure.
+//! Computes the CPUs of each worker. Pure.
 
 use std::ops::Range;
 

@@ -1,4 +1,4 @@
-//! Which worker gets which CPUs, from a command line and a machine.
+//! Tests of the CPUs that workers get, from a command line and a machine.
 
 use std::ffi::OsString;
 

@@ -1,4 +1,4 @@
-//! Machines to read from: a folder with the files that the kernel would have.
+//! Machines for tests: a folder with the files that the kernel would have.
 
 use std::fs;
 use std::path::Path;
