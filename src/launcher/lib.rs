@@ -1,7 +1,7 @@
-//! The `convoke` launcher: torchrun's command line, workers that never outlive it, failures told as
-//! they happened. `docs/internals/architecture.md` is the map of this crate.
+//! The `convoke` launcher: torchrun's command line, workers that never outlive it, and reports of failures
+//! in the order in which they happened. `docs/internals/architecture.md` is the map of this crate.
 //!
-//! A library only so that tests can build the binary as their own; [`main`] is all there is to call.
+//! It is a library only so that tests can build the binary as their own; [`main`] is the only entry point.
 
 #[cfg(not(target_os = "linux"))]
 compile_error!("convoke runs on Linux only: it relies on subreapers, pidfds and /proc");
@@ -83,7 +83,7 @@ pub fn main() -> ExitCode {
 }
 
 fn print(text: &str) -> ExitCode {
-    // A reader that left early (`convoke --help | head`) is no error.
+    // An output closed early by its reader (`convoke --help | head`) is no error.
     let _ = std::io::stdout().write_all(text.as_bytes());
     exit::SUCCESS
 }

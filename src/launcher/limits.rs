@@ -11,11 +11,11 @@ use crate::config::{Config, Rendezvous, StreamChoice, Streams, count};
 
 /// The number of descriptors that the launcher has open besides those for each worker.
 const OWN_DESCRIPTORS: usize = 32;
-/// Descriptors of workers' streams that may be on their way to the guard at once.
+/// The maximum number of descriptors of workers' streams in transit to the guard at once.
 const ON_THEIR_WAY: usize = 256;
 /// Processes and threads beside the workers: guard, copier of output, consoles.
 const OWN_TASKS: u64 = 4;
-/// Less locked memory than that does for no network card.
+/// A network card with RDMA needs more locked memory than that.
 const LITTLE_LOCKED_MEMORY: u64 = 64 << 20;
 
 const RAISED: [Resource; 4] =
@@ -24,23 +24,23 @@ const RAISED: [Resource; 4] =
 /// The limits that the launcher was started with.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Limits {
-    /// Soft and hard, by [`RAISED`]; `None` where the system does not tell.
+    /// Soft and hard limits, in the order of [`RAISED`]; `None` if the system does not report one.
     before: [Option<(u64, u64)>; RAISED.len()],
 }
 
 impl Limits {
-    /// Raises this process's own.
+    /// Raises the limits of this process.
     pub(crate) fn raise() -> Self {
         let before = RAISED.map(|resource| {
             let (soft, hard) = getrlimit(resource).ok()?;
-            // One that is refused (above fs.nr_open, say) stays as it is.
+            // If the system refuses a limit (above fs.nr_open, say), the limit stays unchanged.
             let _ = setrlimit(resource, hard, hard);
             Some((soft, hard))
         });
         Self { before }
     }
 
-    /// Gives this process, a worker on its way to its program, those of before.
+    /// Restores the original limits in this process, which is a worker before its program starts.
     pub(crate) fn give_back(&self) {
         for (resource, before) in RAISED.into_iter().zip(self.before) {
             if let Some((soft, hard)) = before {
@@ -49,15 +49,15 @@ impl Limits {
         }
     }
 
-    /// Looks whether they suffice for this job: warnings, one line each.
+    /// Checks whether the limits suffice for this job. Returns warnings, one line each.
     ///
     /// # Errors
-    /// They cannot: what is needed, what is there, how to raise it, in one line.
+    /// They cannot suffice. One line states the need, the limit, and how to raise it.
     pub(crate) fn check(&self, config: &Config) -> Result<Vec<String>, String> {
         let now =
             |resource| getrlimit(resource).ok().map(|(soft, _)| soft).filter(|soft| *soft != RLIM_INFINITY);
         let is_root = nix::unistd::geteuid().is_root();
-        // Workers get the old one.
+        // Workers get the original limit.
         let before =
             RAISED.into_iter().zip(self.before).find(|(known, _)| *known == Resource::RLIMIT_MEMLOCK);
         let locked = before.and_then(|(_, limit)| Some(limit?.0)).filter(|soft| *soft != RLIM_INFINITY);
@@ -66,7 +66,7 @@ impl Limits {
             &Needs::of(config),
             &There {
                 descriptors: now(Resource::RLIMIT_NOFILE),
-                // Root may have as many as it likes.
+                // The limit does not apply to root.
                 processes: now(Resource::RLIMIT_NPROC).filter(|_| !is_root),
                 tasks: task_limit(Path::new("/")),
                 file_bytes: now(Resource::RLIMIT_FSIZE),
@@ -112,10 +112,11 @@ impl Needs {
             stdout: teed.iter().any(|streams| streams.stdout),
             stderr: teed.iter().any(|streams| streams.stderr),
         };
-        // The channel; a pipe and a file for what is copied to one; a pipe for the end of stderr.
+        // The launcher holds the channel, a pipe and a file for each copied stream, and a pipe for the last
+        // lines of stderr.
         let stderr = if tee.stderr { 2 } else { usize::from(config.logs.keep_stderr_tail) };
         let in_launcher = workers * (1 + 2 * usize::from(tee.stdout) + stderr);
-        // One to see its end, one until it has come to its program.
+        // The guard holds one descriptor to see the worker's end, and one until its program has started.
         let in_guard = 2 * workers + (3 * workers).min(ON_THEIR_WAY);
         let serves = match &config.rendezvous {
             Rendezvous::Standalone | Rendezvous::Elastic { .. } => true,

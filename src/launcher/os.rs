@@ -1,4 +1,4 @@
-//! The fence: every system call of the launcher that Rust cannot prove safe.
+//! Contains every system call of the launcher that needs `unsafe`.
 
 use std::convert::Infallible;
 use std::ffi::{CStr, CString, OsStr, OsString};
@@ -16,7 +16,7 @@ use nix::unistd::{ForkResult, Pid};
 use crate::cause::{StartFailure, Step};
 use crate::limits::Limits;
 
-/// Which of the two processes this is after [`fork_guard`].
+/// The role of the current process after [`fork_guard`].
 #[derive(Debug)]
 pub(crate) enum Forked {
     /// The launcher: pid of the guard, and the socket to it.
@@ -48,7 +48,7 @@ pub(crate) fn fork_guard() -> io::Result<Forked> {
     }
 }
 
-/// A program with everything that its start needs, made ready before the fork.
+/// A program with all data that its start needs, prepared before the fork.
 #[derive(Debug)]
 pub(crate) struct Prepared {
     /// The paths at which the program may be.
@@ -59,15 +59,15 @@ pub(crate) struct Prepared {
     own_session: bool,
 }
 
-/// A process that has been forked and is on its way to its program.
+/// A forked process that has not yet started its program.
 #[derive(Debug)]
 pub(crate) struct Starting {
     pub(crate) pid: i32,
-    /// Closes when the program runs; before that it carries a [`StartFailure`] if it does not come to that.
+    /// Closes when the program runs. If the program cannot run, carries a [`StartFailure`] before that.
     pub(crate) status: OwnedFd,
 }
 
-/// A failure on its way through the pipe of [`Starting`].
+/// The size of a failure in the pipe of [`Starting`].
 pub(crate) const FAILURE_BYTES: usize = 5;
 
 fn to_bytes(StartFailure { step, errno }: StartFailure) -> [u8; FAILURE_BYTES] {
@@ -145,7 +145,7 @@ fn execute(program: &Prepared) -> Errno {
                 let Err(errno) = nix::unistd::execve(c"/bin/sh", &words, environment);
                 return errno;
             }
-            // Another one may do.
+            // Another path may work.
             Errno::EACCES => reason = errno,
             Errno::ENOENT | Errno::ENOTDIR | Errno::ESTALE | Errno::ENODEV | Errno::ETIMEDOUT => {}
             errno => return errno,
@@ -191,7 +191,7 @@ pub(crate) fn start_worker(
     }
 }
 
-/// The child's way to its program; returns only if it cannot get there.
+/// Runs in the child and executes the program; returns only if that fails.
 fn become_worker(
     program: &Prepared,
     limits: &Limits,
@@ -218,7 +218,7 @@ fn become_worker(
         }
         nix::sys::prctl::set_pdeathsig(Signal::SIGKILL)?;
         if Pid::parent() != guard {
-            // It died before the line above could see it.
+            // The parent died before prctl could register the signal.
             return Err(Errno::ESRCH);
         }
         if let Some(cpus) = &program.cpus {
@@ -240,9 +240,10 @@ fn become_worker(
 
 /// Ends this process by `signal`, as if it had never been caught.
 ///
-/// PID 1 of a container cannot die so: it ends with the code by which shells tell of such a death.
+/// The kernel ignores the signal in PID 1 of a container. The process then exits with the code by which
+/// shells report such a death.
 pub(crate) fn die_by(number: i32) -> ! {
-    // Those without a name, as real-time signals, become an exit code at once.
+    // Signals without a name, such as real-time signals, become an exit code at once.
     if let Ok(named) = Signal::try_from(number) {
         // SAFETY: SIG_DFL runs no code of ours.
         let _ = unsafe { signal(named, SigHandler::SigDfl) };
@@ -255,7 +256,7 @@ pub(crate) fn die_by(number: i32) -> ! {
 
 /// Stops this process until it is continued (SIGCONT).
 pub(crate) fn stop_this_process() {
-    // It cannot fail: nobody can catch or ignore it.
+    // This cannot fail, since no process can catch or ignore the signal.
     let _ = raise(Signal::SIGSTOP);
 }
 

@@ -4,8 +4,8 @@
 //! what the agent saw, error files, stderr ─► build ─► Report ─► text, JSON
 //! ```
 //!
-//! A failure's own account, its error file, wins over what the launcher saw: its traceback is shown,
-//! and its time counts where it can be compared.
+//! The error file, a failure's own account, wins over the launcher's observation. The report shows its
+//! traceback, and uses its time if it can be compared.
 
 mod error_file;
 mod host;
@@ -51,7 +51,7 @@ pub(crate) struct Job {
     pub(crate) max_restarts: u32,
     /// The program was given to Python because no program of that name exists.
     pub(crate) guessed: bool,
-    /// When the workers of the attempt were started.
+    /// The time at which the workers of the attempt were started.
     pub(crate) began: SystemTime,
     /// Most lines of stderr to keep per worker.
     pub(crate) stderr_lines: usize,
@@ -68,9 +68,9 @@ pub(crate) struct Ended {
     /// `None` if it never ran.
     pub(crate) pid: Option<i32>,
     pub(crate) how: How,
-    /// When its end was noticed.
+    /// The time at which its end was noticed.
     pub(crate) time: SystemTime,
-    /// We had already told it to stop.
+    /// The launcher had already told it to stop.
     pub(crate) stopped: bool,
     /// The path of its error file; the file need not exist.
     pub(crate) error_file: Option<PathBuf>,
@@ -151,13 +151,13 @@ pub(crate) fn build(job: &Job, ended: &[Ended]) -> (Report, Option<String>) {
 /// The part of a report that goes to stderr (`--report`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Form {
-    /// One screen: the root cause, and who else failed.
+    /// One screen: the root cause, and the other workers that failed.
     Short,
     /// A block for each worker, as torchrun prints it.
     Full,
 }
 
-/// The report as it goes to stderr.
+/// Formats the report for stderr.
 pub(crate) fn render(report: &Report, form: Form) -> String {
     match form {
         Form::Short => short::report(report, &TimeZone::system()),
@@ -170,7 +170,7 @@ pub(crate) fn render(report: &Report, form: Form) -> String {
 /// # Errors
 /// A line for the user.
 pub(crate) fn write(report: &Report, path: &Path) -> Result<(), String> {
-    // A device or a pipe is written to; a file appears whole.
+    // Writes directly to a device or a pipe. A regular file is replaced as a whole.
     let special = fs::metadata(path).is_ok_and(|metadata| !metadata.is_file() && !metadata.is_dir());
     let bytes = report.to_pretty_json();
     let written: io::Result<()> =
@@ -178,8 +178,8 @@ pub(crate) fn write(report: &Report, path: &Path) -> Result<(), String> {
     written.map_err(|error| format!("cannot write the report to {}: {error}", path.display()))
 }
 
-/// Hands the error file of the root cause on to whoever started the launcher: writes it to `target`
-/// (the launcher's own TORCHELASTIC_ERROR_FILE), with the exit code added as `message.errorCode`.
+/// Writes the error file of the root cause to `target`, for the process that started the launcher. `target`
+/// is the launcher's own TORCHELASTIC_ERROR_FILE. Adds the exit code as `message.errorCode`.
 ///
 /// Does nothing if the root cause wrote none, or is on another node.
 ///
@@ -210,10 +210,11 @@ fn accounts(failed: &[&Ended]) -> (Vec<Option<Account>>, Option<String>) {
     (accounts, wrong)
 }
 
-/// When each failed: by its own account, if these can be compared, else when its end was noticed.
+/// Returns the time of each failure: that of its own account if these can be compared, else the time at
+/// which its end was noticed.
 ///
-/// Times within the attempt are told by this host's clock. Others are not, so they count only if nobody
-/// can be compared with that clock.
+/// Times within the attempt come from this host's clock. Others come from another clock. They count only if
+/// every worker that was not stopped reports such a time.
 fn times(job: &Job, failed: &[&Ended], accounts: &[Option<Account>]) -> Vec<i64> {
     let own = |at: usize| accounts[at].as_ref().and_then(|account| account.seconds);
     let by_our_clock = |at: usize| {
@@ -300,7 +301,7 @@ fn early_exit<'a>(ended: &'a [Ended], failures: &[Failure]) -> Option<&'a Ended>
     if named.is_empty() {
         return ended[..first_lost].first();
     }
-    // The others may have been quicker to fail than it was to exit.
+    // Other workers may have failed before this one exited.
     ended.iter().filter(is_well).find(|worker| named.contains(&worker.rank))
 }
 
@@ -323,7 +324,7 @@ fn unix_ms(time: SystemTime) -> i64 {
     }
 }
 
-/// The exit code as Python shows it: negative for signals.
+/// Returns the exit code in Python's form: negative for signals.
 fn exit_code(cause: ExitCause) -> i32 {
     match cause {
         ExitCause::Code(code) => code,

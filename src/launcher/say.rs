@@ -10,7 +10,7 @@ const BOLD: &str = "\x1b[1m";
 const RED: &str = "\x1b[1;31m";
 const YELLOW: &str = "\x1b[1;33m";
 const PLAIN: &str = "\x1b[0m";
-/// The terminal's last line is one of [`Progress`], to be cleared before anything else is written.
+/// True if the terminal's last line belongs to [`Progress`]. It must be cleared before other output.
 static LIVE: Mutex<bool> = Mutex::new(false);
 
 /// One line of the launcher's own, on stderr.
@@ -39,12 +39,12 @@ fn is_coloured() -> bool {
     !unwanted && !is_dumb() && io::stderr().is_terminal()
 }
 
-/// A terminal that only takes text.
+/// Returns whether the terminal supports text only.
 fn is_dumb() -> bool {
     std::env::var_os("TERM").is_none_or(|term| term.is_empty() || term == "dumb")
 }
 
-/// The title, the headings and the names of the lines that matter most.
+/// Colours the title, the headings and the names of the most important lines.
 fn coloured(report: &str) -> String {
     let line = |line: &str| {
         let (name, rest) = line.split_once(':').unwrap_or((line, ""));
@@ -83,7 +83,7 @@ impl Progress {
     /// The interval at which an unchanged line is repeated on outputs other than terminals.
     const REPEAT: Duration = Duration::from_secs(10);
 
-    /// For a wait that ends at `until`.
+    /// Creates the progress of a wait that ends at `until`.
     pub(crate) fn new(until: Instant) -> Self {
         Self {
             terminal: !is_dumb() && io::stderr().is_terminal(),
@@ -95,7 +95,7 @@ impl Progress {
 
     /// Shows the current reason for the wait. To be called every [`Self::INTERVAL`] or so.
     pub(crate) fn show(&mut self, what: &str) {
-        // Rounded up: a wait of a second does not begin with none left.
+        // Rounds up: a wait of one second must not begin with 0 s left.
         let left = self.until.saturating_duration_since(Instant::now()).as_millis().div_ceil(1000);
         let again = self.told_at.elapsed() >= Self::REPEAT;
         self.tell(what, &format!("convoke: {what} ({left} s left)"), again);

@@ -4,7 +4,7 @@ use nix::sys::signal::Signal;
 
 use crate::config::cpu_ranges;
 
-/// `SIGTERM`; of a signal without a name `signal 40`.
+/// Formats a signal as `SIGTERM`, or as `signal 40` if it has no name.
 pub(crate) fn signal(number: i32) -> String {
     Signal::try_from(number).map_or_else(|_| format!("signal {number}"), |known| known.as_str().to_owned())
 }

@@ -1,5 +1,5 @@
-//! One of the launcher's own streams, written by a thread of its own, so that a slow terminal does not
-//! keep files and other streams waiting.
+//! Writes one of the launcher's own streams from a thread of its own, so that a slow terminal does not delay
+//! files and other streams.
 
 use std::fmt;
 use std::io::{self, Write};
@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 const PENDING_MAX_BYTES: usize = 8 << 20;
 /// A console that accepts nothing for this long is abandoned: a stopped terminal must not stop the job.
 const STALL: Duration = Duration::from_secs(10);
-/// A console that has written something within this time moves.
+/// A console is making progress if it has written something within this time.
 const MOVING: Duration = Duration::from_secs(2);
 /// The maximum time to wait for a slow console at the end, beyond the requested time, while it accepts data.
 const SLOW_MAX: Duration = Duration::from_secs(60);
@@ -20,7 +20,7 @@ const ASK_AGAIN: Duration = Duration::from_millis(100);
 /// The size of one write: small enough that a slow console still shows progress.
 const WRITE_BYTES: usize = 16 << 10;
 
-/// The side that lines are handed to. Used by one thread.
+/// The sending side, which collects lines. Used by one thread.
 #[derive(Debug)]
 pub(super) struct Console {
     shared: Arc<Shared>,
@@ -28,7 +28,7 @@ pub(super) struct Console {
     unstarted: Option<Unstarted>,
     /// The source whose unfinished line is on the console.
     open: Option<usize>,
-    /// That line was passed through as it came.
+    /// True if that line was passed through unchanged.
     open_raw: bool,
     /// Collected lines, not yet handed over.
     batch: Vec<u8>,
@@ -52,7 +52,7 @@ impl fmt::Debug for Unstarted {
 struct Shared {
     state: Mutex<State>,
     changed: Condvar,
-    /// Counts writes, as a sign of life.
+    /// Counts writes, which shows whether the console makes progress.
     writes: AtomicU64,
 }
 
@@ -61,9 +61,9 @@ struct State {
     pending: Vec<u8>,
     /// The thread is about to write what it took.
     writing: bool,
-    /// Nothing more will come.
+    /// The sender is gone, so no more bytes will come.
     closed: bool,
-    /// The stream is broken; all else is dropped.
+    /// The error that broke the stream. All later bytes are dropped.
     broken: Option<io::ErrorKind>,
 }
 
@@ -139,9 +139,9 @@ impl Console {
         self.batch.extend_from_slice(format!("convoke: {line}\n").as_bytes());
     }
 
-    /// Hands over what was added; waits while the console is behind.
+    /// Hands the collected lines to the thread. Waits while the console is behind.
     ///
-    /// Returns why the stream is broken, once it is.
+    /// Returns the error that broke the stream, if any.
     pub(super) fn hand_over(&mut self) -> Option<io::ErrorKind> {
         if self.batch.is_empty() {
             return None;
@@ -187,13 +187,13 @@ impl Console {
         None
     }
 
-    /// Waits until all that was handed over is written or the stream is broken, as long as `patience` lasts.
+    /// Waits, as long as `patience` lasts, until all bytes are written or the stream is broken.
     ///
-    /// Returns why the stream is broken, if it is.
+    /// Returns the error that broke the stream, if any.
     pub(super) fn settle(&self, patience: &mut Patience) -> Option<io::ErrorKind> {
         let mut state = self.shared.lock();
         while state.broken.is_none() && (state.writing || !state.pending.is_empty()) {
-            // At the end the thread ends with the process.
+            // When the launcher exits, the process's end also ends the thread.
             let Some(left) = patience.left(self.shared.writes.load(Ordering::Relaxed)) else { break };
             state = self.shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }

@@ -1,4 +1,4 @@
-//! From bytes as they arrive to lines. Pure.
+//! Splits bytes into lines as they arrive. Pure.
 
 use memchr::memchr2;
 
@@ -10,10 +10,10 @@ pub(super) const LINE_MAX_BYTES: usize = 64 << 10;
 pub(super) struct Piece<'a> {
     /// The text that was not passed on before.
     pub(super) text: &'a [u8],
-    /// The line from its start; its newline is not included. For a line beyond [`LINE_MAX_BYTES`], since the
-    /// last cut.
+    /// The line from its start, without its newline. For a line beyond [`LINE_MAX_BYTES`], the part after
+    /// the last cut.
     pub(super) line: &'a [u8],
-    /// `line` is over: by a newline or a cut, so that nothing more will be added to it.
+    /// A newline or a cut ended `line`, so that nothing more will be added to it.
     pub(super) complete: bool,
     /// A newline follows.
     pub(super) newline: bool,
@@ -23,11 +23,11 @@ pub(super) struct Piece<'a> {
 /// write `\r`.
 #[derive(Debug, Default)]
 pub(super) struct Lines {
-    /// The line that is not over.
+    /// The unfinished line.
     partial: Vec<u8>,
     /// The number of its bytes that were passed on.
     shown: usize,
-    /// The last byte was `\r`: a `\n` belongs to it.
+    /// The last byte was `\r`; a following `\n` belongs to it.
     after_return: bool,
 }
 
@@ -68,7 +68,7 @@ impl Lines {
         self.partial.extend_from_slice(bytes);
     }
 
-    /// Passes on the line that is not over, as far as its characters are whole.
+    /// Passes on the unfinished line, up to its last whole character.
     pub(super) fn show_partial(&mut self, mut pass: impl FnMut(Piece<'_>)) {
         let text = &self.partial[self.shown..];
         let whole = text.len() - unfinished(text);
@@ -79,7 +79,7 @@ impl Lines {
         }
     }
 
-    /// Passes on what is left at the end of the stream.
+    /// Passes on the rest at the end of the stream.
     pub(super) fn finish(&mut self, mut pass: impl FnMut(Piece<'_>)) {
         if !self.partial.is_empty() {
             self.pass_partial(true, false, &mut pass);

@@ -38,7 +38,7 @@ use tee::{Source, Stream};
 const RANDOM_CHARS: usize = 8;
 const PIPE_BYTES: i32 = 256 << 10;
 
-/// Why there can be no logs.
+/// The reasons why there can be no logs.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum LogError {
     /// The operating system refuses a pipe, a thread or /dev/null.
@@ -46,12 +46,12 @@ pub(crate) enum LogError {
     System {
         /// The operation that failed.
         what: &'static str,
-        /// Its answer.
+        /// The operating system's error.
         source: io::Error,
     },
 }
 
-/// Adds what was tried to an error.
+/// Adds the failed operation to an error.
 fn system(what: &'static str) -> impl FnOnce(io::Error) -> LogError {
     move |source| LogError::System { what, source }
 }
@@ -69,7 +69,8 @@ pub(crate) struct RunDir {
 struct Settings {
     config: LogConfig,
     host: String,
-    /// Our own stderr is one: then a worker's is one too, so that colours and progress bars work.
+    /// The launcher's own stderr is a terminal. A worker's stderr is then one too, so that colours and
+    /// progress bars work.
     terminal: bool,
     told: Arc<Told>,
 }
@@ -77,13 +78,13 @@ struct Settings {
 /// The problems already reported. Each kind is reported once in the life of a launcher.
 #[derive(Debug, Default)]
 struct Told {
-    /// Files.
+    /// A problem with files.
     files: AtomicBool,
-    /// Our own stdout. Of our stderr nobody could be told.
+    /// A problem with the launcher's stdout. A broken stderr cannot be reported anywhere.
     stdout: AtomicBool,
 }
 
-/// The directory of one attempt, `attempt_<restarts>`, and what its workers were given.
+/// The directory of one attempt, `attempt_<restarts>`, and the streams of its workers.
 #[derive(Debug)]
 pub(crate) struct AttemptDir {
     settings: Arc<Settings>,
@@ -110,11 +111,11 @@ pub(crate) struct WorkerStdio {
 pub(crate) enum StdioTarget {
     /// The launcher's own stream.
     Inherit,
-    /// Nowhere.
+    /// The stream is discarded.
     Null(OwnedFd),
     /// A file.
     File(OwnedFd),
-    /// To [`Tee`]; to be closed here once the worker has it.
+    /// A pipe to [`Tee`], to be closed here once the worker has it.
     Pipe(OwnedFd),
 }
 
@@ -129,7 +130,7 @@ impl StdioTarget {
 }
 
 impl RunDir {
-    /// Makes the directory. If it cannot be made that is told, and there will be no files.
+    /// Creates the directory. If that fails, reports it, and there will be no files.
     pub(crate) fn create(config: &LogConfig, run_id: &str) -> Self {
         Self::create_on(config, run_id, io::stderr().is_terminal())
     }
@@ -159,7 +160,7 @@ impl RunDir {
         self.path.as_deref()
     }
 
-    /// The job has ended: removes what nobody has written to, if nobody asked for this folder.
+    /// Called when the job has ended. Removes empty directories, unless the user named the folder.
     pub(crate) fn remove_empty(&self) {
         let (Some(path), LogDir::Temporary) = (&self.path, &self.settings.config.dir) else { return };
         remove_empty(path);
@@ -188,7 +189,7 @@ impl RunDir {
     /// Makes the directory of an attempt anew, with one directory for each of `nproc` local ranks.
     ///
     /// # Errors
-    /// None at present: trouble is told, and there will be no files.
+    /// None at present: a problem is reported, and there will be no files.
     pub(crate) fn attempt(&self, restarts: u32, nproc: usize) -> Result<AttemptDir, LogError> {
         let mut attempt = AttemptDir {
             settings: Arc::clone(&self.settings),
@@ -214,11 +215,11 @@ impl RunDir {
 /// Blocks SIGXFSZ in a thread that writes. A write beyond `ulimit -f` then fails, and no signal ends the
 /// launcher.
 fn hold_file_size_signal() {
-    // If it fails the signal ends the job, as it does elsewhere.
+    // If this fails, the signal ends the job, as in other programs.
     let _ = SigSet::from(Signal::SIGXFSZ).thread_block();
 }
 
-/// "File exists" is said of a directory that is something else.
+/// Replaces the error "File exists" if the path is no directory.
 fn clearer(error: io::Error, base: &Path) -> io::Error {
     if error.kind() == io::ErrorKind::AlreadyExists && fs::metadata(base).is_ok_and(|found| !found.is_dir()) {
         return io::Error::from_raw_os_error(nix::libc::ENOTDIR);
@@ -226,7 +227,7 @@ fn clearer(error: io::Error, base: &Path) -> io::Error {
     error
 }
 
-/// Removes `directory` if there is nothing in it but such directories. What cannot be removed stays.
+/// Removes `directory` if it contains only empty directories. Entries that cannot be removed stay.
 fn remove_empty(directory: &Path) {
     for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
         if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
@@ -236,7 +237,7 @@ fn remove_empty(directory: &Path) {
     let _ = fs::remove_dir(directory);
 }
 
-/// Writes a block to a file without a name, which is gone at once.
+/// Writes a block to an unnamed file, which the system removes at once.
 fn try_space(directory: &Path) -> io::Result<()> {
     const BLOCK: [u8; 4096] = [0; 4096];
     OpenOptions::new().write(true).custom_flags(nix::libc::O_TMPFILE).open(directory)?.write_all(&BLOCK)
@@ -347,7 +348,7 @@ impl AttemptDir {
         if let (Some(file), Some(path)) = (file, path) {
             return Ok((StdioTarget::File(file.into()), StderrTail::File(path)));
         }
-        // Better on the console than lost, if there could be no file.
+        // If no file could be made, the output goes to the console rather than being lost.
         let inherit = on_console && !(redirected && config.dir == LogDir::Nothing);
         let nowhere = redirected && !inherit;
         if tail_wanted && !nowhere {
@@ -381,14 +382,14 @@ impl AttemptDir {
 }
 
 impl Settings {
-    /// One line on stderr, the first time.
+    /// Prints one line on stderr, the first time only.
     fn tell(&self, what: &str) {
         if !self.told.files.swap(true, Ordering::Relaxed) {
             say(&format!("warning: {what}"));
         }
     }
 
-    /// That there will be no files, what becomes of the output, and what to do about it.
+    /// Reports that there will be no files, where the output goes instead, and the remedy.
     fn tell_no_files(&self, directory: &Path, error: &io::Error) {
         let redirected = self.config.redirects != StreamChoice::All(Streams::default());
         let instead = if redirected { "with its output on the console" } else { "without them" };

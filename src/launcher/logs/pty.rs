@@ -7,10 +7,10 @@ use std::os::fd::{AsFd, OwnedFd};
 use rustix::pty::{OpenptFlags, grantpt, ioctl_tiocgptpeer, openpt, unlockpt};
 use rustix::termios::{OptionalActions, Winsize, tcgetattr, tcgetwinsize, tcsetattr, tcsetwinsize};
 
-/// Our end and the worker's. What is written there comes here byte for byte.
+/// Opens a pseudo-terminal: the launcher's end and the worker's. Bytes pass from the worker's end unchanged.
 ///
 /// # Errors
-/// The system has no pseudo-terminal to give (no /dev/pts, too many).
+/// The system cannot provide a pseudo-terminal (no /dev/pts, too many).
 pub(super) fn open() -> io::Result<(OwnedFd, OwnedFd)> {
     let flags = OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC;
     let ours = openpt(flags)?;
@@ -24,7 +24,7 @@ pub(super) fn open() -> io::Result<(OwnedFd, OwnedFd)> {
     Ok((ours, theirs))
 }
 
-/// Gives a worker's terminal the size of the console; `last` is what it has.
+/// Resizes a worker's terminal to the size of the console; `last` is its current size.
 pub(super) fn follow(ours: &impl AsFd, last: &mut Option<Winsize>) {
     let Ok(size) = tcgetwinsize(io::stderr()) else { return };
     let same = |last: &Winsize| (last.ws_row, last.ws_col) == (size.ws_row, size.ws_col);

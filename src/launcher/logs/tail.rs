@@ -8,19 +8,19 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// The number of bytes kept of each worker's stderr: enough for a long traceback with some output after it.
 pub(super) const TAIL_BYTES: usize = 32 << 10;
 
-/// The last bytes of a stream that passes through our hands; clones share them.
+/// The last bytes of a stream that the launcher copies; clones share them.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Tail(Arc<Mutex<Kept>>);
 
 #[derive(Debug, Default)]
 struct Kept {
     bytes: Vec<u8>,
-    /// Others came before them.
+    /// Earlier bytes were dropped.
     cut: bool,
 }
 
 impl Tail {
-    /// Adds what just passed.
+    /// Adds the bytes just copied.
     pub(super) fn push(&self, bytes: &[u8]) {
         let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if bytes.len() >= TAIL_BYTES {
@@ -29,7 +29,7 @@ impl Tail {
             kept.bytes.extend_from_slice(&bytes[bytes.len() - TAIL_BYTES..]);
             return;
         }
-        // Moved once in a while only, so that each byte costs one copy more.
+        // Moves the bytes only rarely, so that each byte is copied only once more.
         if kept.bytes.len() + bytes.len() > 2 * TAIL_BYTES {
             let gone = kept.bytes.len() + bytes.len() - TAIL_BYTES;
             kept.bytes.drain(..gone);
@@ -48,9 +48,9 @@ impl Tail {
 /// The source of the last lines of a worker's stderr.
 #[derive(Debug, Clone)]
 pub(crate) enum StderrTail {
-    /// Nowhere: it went past us, or nobody wants it.
+    /// No source: the stream bypassed the launcher, or its tail is not needed.
     Unknown,
-    /// It passed through our hands.
+    /// The launcher copied the stream.
     Stream(TailHandle),
     /// The worker's own file.
     File(PathBuf),
@@ -67,7 +67,7 @@ impl From<Tail> for StderrTail {
 }
 
 impl StderrTail {
-    /// The last bytes, and whether others came before them. Whatever cannot be read is left out.
+    /// Returns the last bytes, and whether others came before them. Leaves out unreadable parts.
     pub(crate) fn read(&self) -> (Vec<u8>, bool) {
         match self {
             Self::Unknown => (Vec::new(), false),

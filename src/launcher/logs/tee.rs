@@ -76,7 +76,7 @@ pub(super) struct Source {
     tail: Option<Tail>,
     /// It is a terminal, of this size.
     terminal: Option<Option<Winsize>>,
-    /// When its last bytes came.
+    /// The time at which its last bytes arrived.
     read_at: Instant,
 }
 
@@ -85,7 +85,7 @@ pub(super) struct Source {
 enum Form {
     /// Line by line, with prefix.
     Lines(Lines),
-    /// As it is. Holds the line that is not over, until `since` is too long ago.
+    /// Unchanged. Holds the unfinished line until `since` is too long ago.
     Raw { held: Vec<u8>, since: Instant },
 }
 
@@ -127,7 +127,7 @@ impl Source {
         Self { tail: Some(tail), ..self }
     }
 
-    /// When what is there of a line is to be shown; `None` if nothing waits.
+    /// Returns the time at which an unfinished line is to be shown; `None` if there is none.
     fn partial_at(&self, shown_at: Instant) -> Option<Instant> {
         match &self.form {
             Form::Lines(lines) => lines.has_partial().then(|| self.read_at + PARTIAL_AFTER),
@@ -150,10 +150,10 @@ const RESIZE_TIMEOUT: Duration = Duration::from_millis(100);
 /// The thread that copies. Dropping it lets the thread go on until all pipes are closed.
 #[derive(Debug)]
 pub(crate) struct Tee {
-    /// Written to after each request.
+    /// The launcher writes to it after each request.
     wake: EventFd,
     requests: mpsc::Sender<Request>,
-    /// One answer to each [`Request::Glance`] and [`Request::Drain`]; closed when all is done.
+    /// One answer to each [`Request::Glance`] and [`Request::Drain`]; closed when the thread ends.
     answers: mpsc::Receiver<u64>,
     asked: Cell<u64>,
     writes: [Writes; 2],
@@ -186,7 +186,7 @@ impl Tee {
         let writes = [consoles[0].writes(), consoles[1].writes()];
         let outputs = Outputs { filtered, filters, consoles };
         let copier = Copier::new(sources, outputs, told);
-        // Its end closes `answer`.
+        // The thread's end closes `answer`.
         thread::Builder::new().name("tee".to_owned()).spawn(move || {
             hold_file_size_signal();
             copier.run(theirs, &asked, &answer);
@@ -204,7 +204,7 @@ impl Tee {
         while let Some(left) = patience.left(self.writes.iter().map(Writes::count).sum()) {
             match self.answers.recv_timeout(left) {
                 Ok(answered) if answered == number => return,
-                // An answer may be left of a `drain` that lost its patience.
+                // An answer to a `drain` that timed out may still be queued.
                 Ok(_) | Err(mpsc::RecvTimeoutError::Timeout) => {}
                 Err(mpsc::RecvTimeoutError::Disconnected) => return,
             }
@@ -249,7 +249,7 @@ impl Tee {
     }
 
     fn ask(&self, request: Request) {
-        // The thread may have broken off: then `answers` is closed.
+        // If the thread has ended early, `answers` is closed.
         let _ = self.requests.send(request);
         let _ = self.wake.write(1);
     }
@@ -261,7 +261,7 @@ pub(super) fn consoles() -> io::Result<[Console; 2]> {
     Ok([Console::new("stdout", Box::new(stdout)), Console::new("stderr", Box::new(LockedStderr))])
 }
 
-/// Holds the lock while a chunk is written, so that the launcher's own lines do not fall into ours.
+/// Holds the lock during each write, so that the launcher's own lines do not interrupt a chunk.
 struct LockedStderr;
 
 impl Write for LockedStderr {

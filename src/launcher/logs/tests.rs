@@ -1,4 +1,4 @@
-//! Real pipes, files and threads; a line of test is a line of output.
+//! Tests with real pipes, files and threads. A line of test is a line of output.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -64,7 +64,7 @@ impl Screen {
         Ok(Console::new("screen", Box::new(self.clone())))
     }
 
-    /// Waits until the text is there; the last text if it never comes.
+    /// Waits until the text is there; returns the last text if it never comes.
     fn wait_for(&self, wanted: &str, limit: Duration) -> String {
         let end = Instant::now() + limit;
         loop {
@@ -448,7 +448,7 @@ fn a_stream_that_is_never_empty_is_read_for_a_while_only() -> Result {
     Ok(())
 }
 
-/// Takes nothing until it is let go.
+/// A console that accepts nothing until it is released.
 struct Stuck(std::sync::mpsc::Receiver<()>, Screen);
 
 impl Write for Stuck {
@@ -490,7 +490,7 @@ fn a_stopped_console_does_not_stop_the_workers() -> Result {
     Ok(())
 }
 
-/// Takes its time.
+/// A slow console.
 struct Slow(Screen);
 
 impl Write for Slow {
@@ -540,7 +540,7 @@ fn a_stopped_console_does_not_hold_the_end() -> Result {
     Ok(())
 }
 
-/// As a pipe whose reader has left.
+/// A console that behaves like a pipe whose reader has left.
 struct Broken;
 
 impl Write for Broken {
@@ -682,7 +682,7 @@ fn a_partial_line_is_shown_up_to_its_last_whole_character() {
 }
 
 proptest! {
-    /// However the bytes are cut into reads, the same lines come out.
+    /// Any division of the bytes into reads gives equal lines.
     #[test]
     fn cuts_do_not_matter(text in "[ab\r\n]{0,60}", cuts in proptest::collection::vec(0usize..60, 0..6)) {
         let bytes = text.as_bytes();

@@ -1,4 +1,4 @@
-//! Error files: what a worker wrote about its own failure, by torch's `@record` or otherwise.
+//! Reads error files, in which a worker describes its own failure, by torch's `@record` or otherwise.
 
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -12,7 +12,7 @@ const FILE_MAX_BYTES: u64 = 1 << 20;
 /// A worker's account of its failure.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Account {
-    /// When, in seconds since 1970.
+    /// The time of the failure, in seconds since 1970.
     pub(super) seconds: Option<i64>,
     /// The traceback that the report shows.
     pub(super) traceback: String,
@@ -51,7 +51,7 @@ pub(super) fn read(path: &Path) -> Result<Option<Account>, String> {
                 traceback: shown,
             }
         }
-        // Without a timestamp torch writes 0, which nobody means.
+        // Without a timestamp torch writes 0.
         other => Account { seconds: value.get("timestamp").and_then(seconds), traceback: text(other) },
     }))
 }
@@ -86,7 +86,7 @@ pub(super) fn replace(target: &Path, bytes: &[u8]) -> io::Result<()> {
 fn bytes(path: &Path) -> Result<Option<Vec<u8>>, String> {
     let failed = |error: io::Error| format!("cannot read error file {}: {error}", path.display());
     match fs::metadata(path) {
-        // A worker may have made anything of it; a FIFO would block.
+        // A worker may have replaced it by another kind of file; a FIFO would block.
         Ok(metadata) if !metadata.is_file() => return Ok(None),
         Ok(_) => {}
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -111,6 +111,6 @@ fn seconds(value: &Value) -> Option<i64> {
         Value::String(text) => text.trim().parse::<f64>().ok()?,
         _ => return None,
     };
-    // 0 is what torch writes for "unknown"; beyond year 9999 no clock goes.
+    // torch writes 0 for "unknown". Times beyond the year 9999 are invalid.
     (1.0..253_402_300_800.0).contains(&number).then_some(number as i64)
 }

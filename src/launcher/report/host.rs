@@ -1,4 +1,4 @@
-//! Names of this host, from the host name and /etc/hosts alone: a silent name server would cost 10 s.
+//! Names of this host, from the host name and /etc/hosts alone. An unreachable name server would cost 10 s.
 
 use std::fs;
 
@@ -15,8 +15,8 @@ pub(crate) fn full_host_name() -> String {
     full_name(&name, &hosts).unwrap_or(name)
 }
 
-/// As Python's `socket.getfqdn`: the first name with a dot in the line that names this host, else the
-/// line's first name. `None` if no line names it.
+/// Works like Python's `socket.getfqdn`. Returns the first name with a dot in the line that names this host,
+/// else the line's first name. `None` if no line names it.
 pub(super) fn full_name(name: &str, hosts: &str) -> Option<String> {
     hosts.lines().find_map(|line| {
         let mut words = line.split('#').next().unwrap_or("").split_whitespace();

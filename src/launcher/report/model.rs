@@ -1,4 +1,4 @@
-//! The report as data: what `--report-file` holds and what agents tell each other. Pure.
+//! The report as data: the content of `--report-file` and of messages between agents. Pure.
 //!
 //! Fields may be added within a version; readers ignore those that they do not know.
 
@@ -24,15 +24,15 @@ pub(crate) struct Report {
     pub(crate) node: Option<usize>,
     pub(crate) nodes: Option<usize>,
     pub(crate) host: String,
-    /// Restarts before this end.
+    /// The number of restarts before this end.
     pub(crate) restarts: u32,
     pub(crate) max_restarts: u32,
-    /// When the report was made, in milliseconds since 1970.
+    /// The time at which the report was made, in milliseconds since 1970.
     pub(crate) time_unix_ms: i64,
     /// The launcher's own message, if the failure was not a worker's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) message: Option<String>,
-    /// Workers that failed or were stopped, in the order in which it was noticed.
+    /// Workers that failed or were stopped, in the order in which their ends were noticed.
     #[serde(default)]
     pub(crate) failures: Vec<Failure>,
     /// Index in `failures`.
@@ -54,7 +54,7 @@ pub(crate) struct Report {
 pub(crate) struct Flight {
     /// The folder that holds the recordings.
     pub(crate) folder: String,
-    /// A line for each group in which somebody waited or died.
+    /// One line for each group in which a rank waited or died.
     pub(crate) groups: Vec<String>,
 }
 
@@ -65,7 +65,7 @@ pub(crate) enum Outcome {
     Succeeded,
     /// A worker failed.
     Failed,
-    /// A signal to the launcher ended it.
+    /// A signal to the launcher ended the job.
     Stopped,
     /// The launcher could not go on: no rendezvous, no guard, ...
     Error,
@@ -73,7 +73,7 @@ pub(crate) enum Outcome {
     Unknown,
 }
 
-/// A worker that failed, or that we stopped.
+/// A worker that failed, or that the launcher stopped.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Failure {
     pub(crate) rank: usize,
@@ -82,10 +82,10 @@ pub(crate) struct Failure {
     pub(crate) host: String,
     /// 0 if it never ran.
     pub(crate) pid: i32,
-    /// As Python has it, negative for signals; `None` if it never ran.
+    /// The exit code in Python's form, negative for signals; `None` if the worker never ran.
     pub(crate) exitcode: Option<i32>,
     pub(crate) signal: Option<SignalName>,
-    /// By its own account, else when its end was noticed.
+    /// The time in its own account, else the time at which its end was noticed.
     pub(crate) time_unix_ms: i64,
     pub(crate) class: Class,
     pub(crate) explanation: String,
@@ -95,7 +95,7 @@ pub(crate) struct Failure {
     pub(crate) blames: Option<usize>,
     /// Its error file, if it wrote one.
     pub(crate) error_file: Option<String>,
-    /// Of its error file, else picked out of its stderr.
+    /// The traceback in its error file, else the one found in its stderr.
     pub(crate) traceback: Option<String>,
     /// The last lines of its stderr, oldest first, without the traceback.
     #[serde(default)]
@@ -105,7 +105,7 @@ pub(crate) struct Failure {
     pub(crate) gpu: Vec<String>,
     #[serde(default)]
     pub(crate) core_dumped: bool,
-    /// It had been told to stop before it ended.
+    /// The launcher had told it to stop before it ended.
     #[serde(default)]
     pub(crate) stopped_by_us: bool,
 }
@@ -145,7 +145,8 @@ impl Report {
             if json.len() <= MESSAGE_MAX_BYTES {
                 return json;
             }
-            // The texts of others go first, then some of the others, then the root cause's own.
+            // Cuts the texts of other failures first, then some of the other failures, then the root cause's
+            // text.
             if limits.other_bytes > 256 {
                 limits.other_bytes /= 2;
             } else if limits.failures > 8 {
@@ -171,19 +172,19 @@ impl Report {
         }
     }
 
-    /// This report with the root cause alone, for nodes that have their own to say about the rest.
+    /// Returns this report with the root cause alone, for nodes that report the other failures themselves.
     pub(crate) fn root_only(&self) -> Self {
         let failures: Vec<Failure> = self.root().cloned().into_iter().collect();
         let root_cause = (!failures.is_empty()).then_some(0);
         Self { failures_left_out: 0, failures, root_cause, flight: None, ..self.clone() }
     }
 
-    /// The failure that came first.
+    /// Returns the root cause.
     pub(crate) fn root(&self) -> Option<&Failure> {
         self.root_cause.and_then(|at| self.failures.get(at))
     }
 
-    /// This report with the root cause of `other`, the failure that all nodes agreed on, as its own.
+    /// Returns this report with the root cause of `other`, on which all nodes agreed.
     pub(crate) fn with_root_of(mut self, other: &Self) -> Self {
         let Some(root) = other.root() else { return self };
         let same = |mine: &Failure| (mine.node, mine.rank, mine.pid) == (root.node, root.rank, root.pid);
@@ -199,7 +200,7 @@ impl Report {
         let mut report = Self { failures: Vec::new(), root_cause: None, ..self.clone() };
         for (at, failure) in self.failures.iter().enumerate() {
             let root = self.root_cause == Some(at);
-            // One place is kept for the root cause.
+            // Reserves one entry for the root cause.
             let root_to_come = self.root_cause.is_some_and(|root| root > at);
             if !root && report.failures.len() + usize::from(root_to_come) >= limits.failures {
                 report.failures_left_out += 1;
@@ -255,7 +256,7 @@ impl Failure {
     }
 }
 
-/// Keeps start and end of `text`, `bytes` of it together.
+/// Keeps the start and end of `text`, `bytes` in total.
 fn shorten(text: &mut String, bytes: usize) {
     if text.len() <= bytes {
         return;
@@ -273,7 +274,7 @@ pub(crate) fn root_of(failures: &[Failure]) -> Option<usize> {
         class: failure.class,
         stopped: failure.stopped_by_us,
         blames: failure.blames,
-        // Error files tell seconds.
+        // Error files give times in seconds.
         time: failure.time_unix_ms.div_euclid(1000),
     };
     elect(&failures.iter().map(candidate).collect::<Vec<_>>())

@@ -1,6 +1,6 @@
 //! The report on one screen: the root cause, then all other workers in a few lines. Pure.
 //!
-//! Workers that failed alike are one entry. The whole report and the JSON form have every worker.
+//! Workers with similar failures share one entry. The full report and the JSON form list every worker.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,7 +15,7 @@ use crate::words;
 const TRACEBACK_LINES: usize = 12;
 /// Lines of the cause.
 const CAUSE_LINES: usize = 4;
-/// Last lines of stderr, and fewer below a traceback.
+/// The number of last lines of stderr, and a smaller number below a traceback.
 const STDERR_LINES: usize = 10;
 const STDERR_LINES_BELOW_TRACEBACK: usize = 5;
 /// The number of entries for workers that failed otherwise than the root cause, and of those that show the
@@ -23,10 +23,10 @@ const STDERR_LINES_BELOW_TRACEBACK: usize = 5;
 const ENTRIES: usize = 4;
 const ENTRIES_WITH_TRACEBACK: usize = 1;
 const ENTRY_TRACEBACK_LINES: usize = 4;
-/// Lines of what the driver said of GPUs, and of the calls of groups.
+/// The number of lines for the driver's messages about GPUs, and for the calls of groups.
 const GPU_LINES: usize = 2;
 const CALL_LINES: usize = 4;
-/// Hosts that an entry names.
+/// The number of hosts that an entry names.
 const HOSTS: usize = 4;
 
 /// The report, with an empty line before it and a newline at its end.
@@ -113,7 +113,7 @@ impl Screen {
         self.stderr(root, !traceback.is_empty());
     }
 
-    /// The first line and the last ones.
+    /// Shows the first line and the last ones.
     fn traceback(&mut self, lines: &[&str]) {
         let Some((first, rest)) = lines.split_first() else { return };
         self.field("traceback", first);
@@ -147,7 +147,7 @@ impl Screen {
         self.field("recorded", &format!("convoke-flight {}", flight.folder));
     }
 
-    /// All but the root cause.
+    /// Shows all failures but the root cause.
     fn others(&mut self, report: &Report) {
         let others = report.failures.iter().enumerate().filter(|&(at, _)| report.root_cause != Some(at));
         let (stopped, failed): (Vec<_>, Vec<_>) =
@@ -181,7 +181,7 @@ impl Screen {
         }
     }
 
-    /// Workers that failed alike; `as_root`: as the root cause did.
+    /// Shows workers with similar failures; `as_root` says that they failed like the root cause.
     fn entry(&mut self, group: &[&Failure], as_root: bool, with_traceback: bool) {
         let [first, ..] = group else { return };
         if as_root {
@@ -232,7 +232,7 @@ fn traceback_and_cause(failure: &Failure) -> (Vec<&str>, Vec<&str>) {
     } else if let Some(at) = traceback.iter().rposition(|line| *line == said) {
         cause = traceback.split_off(at);
     }
-    // A plain exit code without a word on stderr says no more than what stands there already.
+    // For a plain exit code without stderr, the cause would repeat the line above.
     if failure.class == Class::Exit && failure.stderr_tail.is_empty() {
         cause.clear();
     }

@@ -1,4 +1,4 @@
-//! The layout, the order of blame, and what workers leave in their error files.
+//! Tests of the layout, of the choice of the root cause, and of error files.
 
 use std::fs;
 use std::time::{Duration, SystemTime};
@@ -283,7 +283,7 @@ proptest! {
         prop_assert!(text.contains("x FAILED"));
     }
 
-    /// Timestamps of any size are shown or passed over.
+    /// Timestamps of any size are shown or ignored.
     #[test]
     fn any_timestamp_is_survived(seconds in any::<f64>()) {
         let file = tempfile::NamedTempFile::new().expect("a file");
@@ -323,7 +323,7 @@ fn times_of_another_clock_do_not_decide_against_times_of_ours() -> Result {
     failures[0].error_file = None;
     failures[1].time += Duration::from_secs(1);
     assert_eq!(root_cause(&failures), Some(0));
-    // Within the attempt, an error file tells more exactly than our notice.
+    // Within the attempt, an error file's time is more exact than the time of the notice.
     let (_dir, mut failures) = with_files(&["", &told(AT - 3)])?;
     failures[0].error_file = None;
     failures[1].time += Duration::from_secs(1);
@@ -348,7 +348,7 @@ fn who_left_too_early_is_to_blame_only_if_the_others_merely_lost_it() {
         Some(5),
         "it left afterwards"
     );
-    // Unless they name it: they may be quicker to fail than it is to exit.
+    // It counts if they name it, since they may fail before it exits.
     let lost = Ended {
         stderr: (b"rank 4 at 127.0.0.1:4 has left the group; group world\n".to_vec(), false),
         ..failure(1, ExitCause::Code(1))

@@ -1,4 +1,5 @@
-//! The whole report (`--report=full`): torchrun's layout, with lines of our own at the end of a block. Pure.
+//! Formats the full report (`--report=full`): torchrun's layout, with lines of convoke at the end of a
+//! block. Pure.
 
 use jiff::Timestamp;
 use jiff::tz::TimeZone;
@@ -75,7 +76,7 @@ fn block(index: usize, failure: &Failure, root: bool, zone: &TimeZone) -> String
         "[{index}]:\n  time      : {time}\n  host      : {host}\n  rank      : {rank} (local_rank: {local_rank})\n  \
          exitcode  : {code} (pid: {pid}) {shown_signal}\n  error_file: {file}\n  traceback : {traceback}"
     );
-    // A plain exit code without a word on stderr says no more than what stands there already.
+    // For a plain exit code without stderr, the explanation would repeat the line above.
     let says_more = failure.class != Class::Exit || !failure.stderr_tail.is_empty();
     if says_more {
         let core = if failure.core_dumped { " (core dumped)" } else { "" };

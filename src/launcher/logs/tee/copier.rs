@@ -17,18 +17,18 @@ use crate::logs::lines::{LINE_MAX_BYTES, Piece, unfinished};
 use crate::logs::{PIPE_BYTES, Told, pty};
 
 const READ_BYTES: usize = 64 << 10;
-/// After so many reads, whatever a pipe held before them has been read.
+/// After this number of reads, all bytes that a pipe held before them have been read.
 const GLANCE_ROUNDS: usize = PIPE_BYTES as usize / READ_BYTES + 1;
 /// The maximum time to read on, after all workers have ended, while their descendants keep writing.
 const DRAIN_MAX: Duration = Duration::from_secs(1);
 
 /// The streams and consoles of the thread.
 pub(super) struct Copier {
-    /// With a number each, which the console tells them apart by.
+    /// The sources, each with the number by which the console identifies it.
     sources: Vec<(usize, Source)>,
     outputs: Outputs,
     told: Arc<Told>,
-    /// When something last passed through to the console.
+    /// The time of the last output that passed through to the console.
     shown_at: Instant,
 }
 
@@ -77,7 +77,7 @@ impl Copier {
                 None if woken => drop(wake.read(&mut [0; 8])),
                 None => {}
             }
-            // From the back, so that removing one does not move those that follow.
+            // Iterates in reverse, so that removing one does not move those that follow.
             for at in readable.into_iter().rev() {
                 self.read(at, &mut buffer);
             }
@@ -89,7 +89,7 @@ impl Copier {
         }
         self.hand_over();
         let mut request = current.map(|(request, _)| request);
-        // All pipes may have been closed before the workers ended: then all time is ours.
+        // All pipes may have been closed before the workers ended. There is then no need to hurry.
         let until = finish.unwrap_or_else(|| {
             loop {
                 match request.take().map_or_else(|| requests.recv(), Ok) {
@@ -115,11 +115,11 @@ impl Copier {
         }
     }
 
-    /// Shows all that is there, and waits for the consoles.
+    /// Shows all available output, and waits for the consoles.
     fn settle(&mut self, deadline: Instant) {
         self.show_partials(Instant::now() + RAW_PARTIAL_MAX);
         self.hand_over();
-        // Stdout first: that it is broken is said on stderr.
+        // Stdout comes first, because stderr reports that stdout is broken.
         let broken = self.outputs.consoles[0].settle(&mut Patience::new(deadline));
         self.tell_stdout(broken);
         let _ = self.outputs.consoles[1].hand_over();
@@ -130,7 +130,7 @@ impl Copier {
     fn wait(&self, wake: &File, timeout: Option<Duration>) -> nix::Result<(bool, Vec<usize>)> {
         let timeout = match timeout {
             None => PollTimeout::NONE,
-            // Rounded up, else the last millisecond is spent in a loop.
+            // Rounds up, because a timeout of 0 would make a busy loop of the last millisecond.
             Some(Duration::ZERO) => PollTimeout::ZERO,
             Some(time) => PollTimeout::try_from(time.as_millis() + 1).unwrap_or(PollTimeout::MAX),
         };
@@ -158,7 +158,7 @@ impl Copier {
         let count = match source.pipe.read(buffer) {
             Ok(count) => count,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => return,
-            // A terminal ends with EIO.
+            // Reads from a closed pseudo-terminal fail with EIO.
             Err(_) => 0,
         };
         if let Some(size) = &mut source.terminal {
@@ -174,7 +174,7 @@ impl Copier {
         if let Some((file, path)) = &mut source.file
             && let Err(error) = file.write_all(bytes)
         {
-            // Tried again with the next bytes: space may be freed.
+            // The next bytes are tried again, since space may be freed.
             let line = format!("warning: cannot write {}: {error}; the job goes on", path.display());
             tell(&self.told.files, &mut self.outputs.consoles[1], &line);
         }
@@ -243,7 +243,7 @@ impl Copier {
                 Form::Lines(lines) => {
                     let mut sink = self.outputs.sink(*number, source.stream, &source.prefix);
                     lines.show_partial(|piece| sink.pass(piece));
-                    // A character that is not whole is shown with the rest, not waited for in a loop.
+                    // An incomplete character is shown with the rest; waiting for it would be a busy loop.
                     source.read_at = now;
                 }
                 Form::Raw { held, .. } => {
@@ -257,7 +257,7 @@ impl Copier {
     fn hand_over(&mut self) {
         let broken = self.outputs.consoles[0].hand_over();
         self.tell_stdout(broken);
-        // If stderr itself is broken there is nowhere left to say so.
+        // If stderr itself is broken, nothing can report it.
         let _ = self.outputs.consoles[1].hand_over();
     }
 
@@ -305,7 +305,7 @@ impl Sink<'_> {
         self.console.add(self.number, self.prefix, piece.text, piece.newline, continued);
         let Some(file) = self.filtered else { return };
         if piece.complete && self.filters.iter().any(|filter| filter.find(piece.line).is_some()) {
-            // One write for one line. A full disk was or will be told for the log itself.
+            // Each line is one write. The copy to the log itself reports a full disk.
             let _ = file.write_all(&[self.prefix, piece.line, b"\n"].concat());
         }
     }
