@@ -21,8 +21,8 @@ pub(crate) struct Candidate {
 ///
 /// A failure with a cause of its own wins over a failure that follows from the end of another process. Both
 /// win over processes that the launcher stopped. Among equals the earliest wins, then the first noticed. A
-/// worker that fails by itself after the launcher told it to stop counts only if no worker failed before it
-/// with a cause of its own.
+/// worker that fails by itself after the launcher told it to stop counts only if no other worker has a cause
+/// of its own. An early exit counts last among own causes.
 pub(crate) fn elect(candidates: &[Candidate]) -> Option<usize> {
     let blamed_and_here = |candidate: &Candidate| {
         let rank = candidate.blames?;
@@ -30,8 +30,8 @@ pub(crate) fn elect(candidates: &[Candidate]) -> Option<usize> {
     };
     let best = (0..candidates.len()).min_by_key(|&at| {
         let candidate = &candidates[at];
-        // A candidate that blames an absent rank knows more than one that blames another candidate: the
-        // other candidate has a reason of its own.
+        // A candidate that blames a rank outside this list knows more than one that blames another
+        // candidate: that candidate has a reason of its own.
         (place(candidate), blamed_and_here(candidate).is_some(), candidate.time)
     })?;
     Some(best)
