@@ -1,10 +1,11 @@
-//! Ranks that the system has put on the wrong cores: two on one though there is another, or three on one and one on
-//! another. They go elsewhere, once; what they are allowed stays as it is. (Linux 6.2 and later remember it as asked for: a
-//! cpuset that grows gives such a thread no more.)
+//! Moves a thread away from a core that the system gave to too many ranks while another core has fewer. The
+//! affinity mask of the thread is restored afterwards. (Linux 6.2 and later remember a mask that was set: a
+//! thread does not get the new cores of a cpuset that grows.)
 //!
-//! Linux wakes who sleeps in a receive on the core of who sends, and so brings two ranks together that wait for each
-//! other; where all cores share a cache it may leave them there. A message then takes 3 to 5 times as long. And it does
-//! not move who has run just now, so that ranks which never run for long stay where they began.
+//! Linux wakes a thread that sleeps in a receive on the core of the sender. This puts two ranks that wait for
+//! each other on one core, and Linux may leave them there if all cores share a cache. A message then takes 3
+//! to 5 times as long. Linux does not migrate a thread that has just run, so ranks with short run times stay
+//! where they began.
 
 use std::time::{Duration, Instant};
 
@@ -15,26 +16,26 @@ use super::core::Engine;
 use super::patience::Crowd;
 use crate::links::conn::Conn;
 
-/// Time between two moves: who has not been helped by one sleeps.
+/// Least time between two moves. A rank that a move has not helped sleeps.
 const BETWEEN: Duration = Duration::from_millis(1);
-/// The same with more ranks than cores.
+/// Least time between two moves if there are more ranks than cores.
 const BETWEEN_CROWDED: Duration = Duration::from_millis(10);
 
-/// How a rank shares the cores of its host with others.
+/// Describes how a rank shares the cores of its host with others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Sharing {
     pub(crate) crowd: Crowd,
-    /// Its place among ranks that share cores, of which there are fewer, evenly.
+    /// The index of this rank among the ranks that share too few cores evenly.
     pub(crate) place: Option<usize>,
 }
 
 impl Engine {
-    /// Groups that come from this one share cores not only with their own ranks, but as this one does.
+    /// Returns the core sharing of this group, for the groups that are made from it.
     pub(crate) fn sharing(&self) -> Sharing {
         self.settings.sharing
     }
 
-    /// Leaves this core if a rank that is waited for was last seen sending on it; whether it did.
+    /// Leaves this core if an awaited rank last sent from it. Returns whether the thread moved.
     pub(super) fn leave_shared_core(&mut self) -> bool {
         let core = sched_getcpu()
             .ok()
@@ -47,8 +48,8 @@ impl Engine {
         left
     }
 
-    /// Takes this rank's place among cores that it shares evenly with others, if it does: with more ranks than cores, which
-    /// all may use.
+    /// Moves this thread to the core that belongs to its index, if ranks share the cores evenly. This is the
+    /// case if there are more ranks than cores and all ranks may use all cores.
     pub(super) fn take_place(&mut self) {
         if let Some(index) = self.settings.sharing.place.filter(|_| self.may_move(BETWEEN_CROWDED)) {
             self.moved_at = Some(Instant::now());
@@ -69,14 +70,14 @@ impl Engine {
     }
 }
 
-/// Has this thread go on at another core; whether there is one.
+/// Moves this thread to a core other than `core`. Returns whether there is one.
 fn leave(core: usize) -> bool {
     let Ok(allowed) = sched_getaffinity(Pid::from_raw(0)) else { return false };
     let mut others = allowed;
     others.unset(core).is_ok() && go(others, &allowed)
 }
 
-/// Has this thread go on at that one of the cores it may use which comes to `place` if they are dealt out.
+/// Moves this thread to core number `place` (modulo their count) of the cores that it may use.
 fn place(place: usize) {
     let Ok(allowed) = sched_getaffinity(Pid::from_raw(0)) else { return };
     let cores = cores(&allowed);
@@ -96,7 +97,7 @@ fn cores(set: &CpuSet) -> Vec<usize> {
     (0..CpuSet::count()).filter(|&core| set.is_set(core) == Ok(true)).collect()
 }
 
-/// Whether there is a core to go to.
+/// Moves this thread to a core of `there`, then restores its mask. Returns whether that worked.
 fn go(there: CpuSet, allowed: &CpuSet) -> bool {
     let this = Pid::from_raw(0);
     sched_setaffinity(this, &there).is_ok() && sched_setaffinity(this, allowed).is_ok()

@@ -1,7 +1,8 @@
-//! Collectives and messages through memory that are done before anybody would have had to wait for them.
+//! Runs collectives and messages in shared memory on the calling thread, as long as they need not wait.
 //!
-//! A call that nothing is before is carried out where it is made, without a task for whoever drives; a collective also
-//! without a ticket. If the others do not come soon it becomes an operation like every other.
+//! If no operation is queued, the calling thread runs the call inline, without a task for the progress
+//! thread. A collective needs no ticket either. If the other ranks do not arrive soon, the call becomes a
+//! queued operation.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -23,34 +24,34 @@ use crate::flight::{self, now_ns};
 use crate::shm::small::Small;
 use crate::shm::{self, Node};
 
-/// Attempts between two pauses. A pause takes as long as what is waited for.
+/// Attempts between two pauses. One pause takes about as long as the awaited data.
 const SPINS_PER_PAUSE: u32 = 8;
-/// Calls between two looks at what is not data: aborts, farewells, messages that nobody has asked for.
+/// Calls between two polls for aborts, farewells and unexpected messages.
 const CALLS_BETWEEN_LOOKS: u32 = 256;
-/// Collectives until it is looked again whether ranks, where there are more than cores, share these evenly. Seldomer between
-/// messages: long ones gain nothing by it.
+/// Collectives between two checks of the core assignment, if there are more ranks than cores. Messages are
+/// checked less often: long ones gain nothing from it.
 const CALLS_BETWEEN_PLACES: u32 = 16;
-/// Most turns: who moves much must look around.
+/// Most turns of one inline call. An operation that moves much data must poll other events too.
 const TURNS: u32 = 32;
 
-/// What has become of a call.
+/// The result of an attempt to run an operation inline.
 #[derive(Debug)]
 pub(super) enum AtOnce {
     Done(Outcome),
-    /// It is in the engine.
+    /// The operation is queued in the engine.
     Begun(Arc<Ticket>),
 }
 
-/// What has become of a small call.
+/// The result of an attempt to run a small call inline.
 #[derive(Debug)]
 enum Tried {
     Done,
-    /// It is no small one.
+    /// The call is not small.
     Not,
     Begun(Box<Rest>),
 }
 
-/// What is left of a small call, what the recorder knows it by, and why it stopped if it did.
+/// The remaining work of a small call, its flight recorder entry, and the error that stopped it, if any.
 #[derive(Debug)]
 struct Rest {
     small: Small,
@@ -59,7 +60,7 @@ struct Rest {
 }
 
 impl Engine {
-    /// Takes `operation` if it goes through memory and nothing is before it.
+    /// Runs `operation` inline if it goes through memory and no operation is queued.
     pub(super) fn at_once(
         &mut self,
         operation: &mut Option<Operation<'static>>,
@@ -149,7 +150,7 @@ impl Engine {
         if let Ok(Received::Whole) = received {
             step.map_or_else(|| self.settings.flight.done(&told()), |step| attempts.end(&step));
             if self.peers[from].messages.is_busy() {
-                // It is owed credit.
+                // The peer may be owed credit.
                 self.turn_messages(from);
             }
             return Some(AtOnce::Done(Ok(Some(Envelope { from, call }))));
@@ -224,7 +225,8 @@ impl Engine {
             node.ring();
             flight.begin(&told(small))
         };
-        // Who sleeps is woken, and the call recorded, while the others are waited for; at the end if that need not be.
+        // While this rank waits, it wakes sleeping ranks and records the call. A call that need not wait does
+        // both at the end.
         let mut step = runs_function(*call).then(|| begin(node, &small));
         let error = loop {
             match node.meet_small(&mut small) {
@@ -285,25 +287,27 @@ impl Engine {
     }
 }
 
-/// Whether a call runs a function of the program, which may take any time: it is begun and recorded before.
+/// Returns whether a call runs a function of the program. Such a function may take any time, so the call is
+/// begun and recorded before.
 fn runs_function(call: Call) -> bool {
     call.op == Some(ReduceOp::Custom)
 }
 
-/// Whether one of `ranks` shares this one's core.
+/// Returns whether one of `ranks` shares this rank's core.
 fn is_near(node: &mut Option<Node>, ranks: impl IntoIterator<Item = usize>) -> bool {
     node.as_mut().is_some_and(|node| node.is_near(ranks))
 }
 
-/// How long an operation is tried at once.
+/// Limits for how long an operation is tried inline.
 struct Attempts {
     patience: Patience,
     turns: u32,
     vain: u32,
-    /// With more ranks than cores it matters who shares one: to be found out, at first and after each yield.
+    /// There are more ranks than cores. `unknown` says that it must be found out (again, after each yield)
+    /// whether an awaited rank shares this core.
     crowded: bool,
     unknown: bool,
-    /// It has done nothing but spin.
+    /// The attempt has only spun so far.
     brief: bool,
 }
 
@@ -314,7 +318,7 @@ impl Attempts {
         Self { patience: Patience::brief(crowd), turns: 0, vain: 0, crowded, unknown: crowded, brief: true }
     }
 
-    /// Waits for a moment if nothing `moved`; whether to try again. `near` tells whether one that is waited for shares
+    /// Pauses if nothing `moved`. Returns whether to try again. `near` says whether an awaited rank shares
     /// this rank's core.
     #[inline]
     fn go_on(&mut self, moved: bool, near: impl FnOnce() -> bool) -> bool {
@@ -346,7 +350,7 @@ impl Attempts {
         true
     }
 
-    /// Records that what was tried is done.
+    /// Records that the operation is done.
     #[inline]
     fn end(&self, step: &flight::Step) {
         if self.brief { step.end_soon() } else { step.end(true) }

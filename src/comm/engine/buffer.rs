@@ -1,4 +1,4 @@
-//! The caller's buffers while an operation works on them: the one place where lent memory becomes a slice.
+//! The caller's buffers while an operation uses them. Only this module turns borrowed memory into slices.
 
 use std::any::Any;
 use std::marker::PhantomData;
@@ -11,34 +11,34 @@ use crate::kernels::copy;
 
 /// Memory that a caller lends to the engine, seen as one row of bytes.
 ///
-/// A rank may hold only parts of the row: a window of what all ranks have together, what is only read and what
-/// is filled, the buffers of a list. A part holds whole elements.
+/// A rank may hold only parts of the row: a window of the memory of all ranks, separate send and receive
+/// buffers, or a list of buffers. A part holds whole elements.
 ///
-/// While a value exists, its memory is there and nobody but the thread that drives the engine touches it
-/// (writes it, where it was lent to be read only): that is what the borrows for `'a` say, and what whoever
-/// gives up the lifetime ([`Operation::outliving`](super::Operation::outliving)) promises.
+/// While a value exists, its memory is valid, and only the thread that drives the engine accesses it. (Memory
+/// that is lent to be read may be read by others.) The borrows for `'a` guarantee this. A caller that gives
+/// up the lifetime with [`Operation::outliving`](super::Operation::outliving) promises it.
 #[derive(Debug, Default)]
 pub(crate) struct Lent<'a> {
-    /// In the order of the row; they do not overlap.
+    /// The parts in row order; they do not overlap.
     parts: SmallVec<[Part; 2]>,
-    /// What is copied from one lent memory to another, beside the row.
+    /// Copies between borrowed buffers that are not part of the row.
     copies: Vec<Copied>,
-    /// Memory of its own in which a part lies.
+    /// Owned memory that backs one part.
     scratch: Option<Box<dyn Any + Send>>,
-    /// Elements are `bool`: not any byte is one.
+    /// The elements are `bool`, for which not every byte is valid.
     bools: bool,
     borrowed: PhantomData<&'a mut [u8]>,
 }
 
-/// Bytes of lent memory that are changed. Those that are no elements have become some when this is dropped: nobody
-/// sees a `bool` that is neither true nor false, whatever a peer sends.
+/// Mutable bytes of borrowed memory. On drop, bytes that are not valid elements are replaced by valid ones.
+/// So a caller never sees an invalid `bool`, whatever a peer sends.
 #[derive(Debug)]
 pub(crate) struct BytesMut<'a> {
     bytes: &'a mut [u8],
     bools: bool,
 }
 
-/// The rest of a copy.
+/// The part of a copy that is still to be done.
 #[derive(Debug)]
 struct Copied {
     from: *const u8,
@@ -51,11 +51,11 @@ struct Part {
     start: *mut u8,
     len: usize,
     writable: bool,
-    /// Where in the row it begins.
+    /// The offset in the row at which the part begins, in bytes.
     at: usize,
 }
 
-// SAFETY: the memory is used by one thread at a time, the one that drives the engine (see the type), and plain
+// SAFETY: only one thread at a time uses the memory, the one that drives the engine (see the type). Plain
 // bytes may be read and written from any thread.
 #[allow(unsafe_code)]
 unsafe impl Send for Lent<'_> {}
@@ -78,7 +78,8 @@ impl<'a> Lent<'a> {
         lent
     }
 
-    /// Adds memory of its own for the whole row but `hole`, in elements: what is there of `row` is not used.
+    /// Adds owned memory for the whole row except `hole` (in elements). The part of `row` inside `hole` is
+    /// not used.
     pub(crate) fn scratch_around<T: Element>(self, hole: Range<usize>, mut row: Vec<T>) -> Self {
         let start = row.as_mut_ptr();
         let (before, behind) = (row.get(..hole.start), row.get(hole.end..));
@@ -89,7 +90,7 @@ impl<'a> Lent<'a> {
         lent
     }
 
-    /// Has the elements of `from` copied into `into`, which is as long and no part of the row, when there is time.
+    /// Requests a later copy of `from` into `into`, which has the length of `from` and is no part of the row.
     pub(crate) fn copied<T: Element>(mut self, from: &'a [T], into: &'a mut [T]) -> Self {
         debug_assert_eq!(from.len(), into.len());
         let len = size_of_val(from).min(size_of_val(into));
@@ -109,12 +110,12 @@ impl<'a> Lent<'a> {
         self
     }
 
-    /// Bytes in all.
+    /// Returns the number of bytes in all parts.
     pub(crate) fn len(&self) -> usize {
         self.parts.iter().map(|part| part.len).sum()
     }
 
-    /// The address of the row, and its bytes, if it is one part that may be changed to whatever others write there.
+    /// Returns address and length of the row, if it is one part in which others may write any bytes.
     pub(crate) fn whole(&self) -> Option<(usize, usize)> {
         match &self.parts[..] {
             [Part { start, len, writable: true, at: 0 }] if !self.bools => Some((*start as usize, *len)),
@@ -122,13 +123,13 @@ impl<'a> Lent<'a> {
         }
     }
 
-    /// Where in the row its parts are, in bytes, and whether they are writable.
+    /// Returns the byte range of each part in the row, and whether it is writable.
     pub(crate) fn ranges(&self) -> impl Iterator<Item = (Range<usize>, bool)> + use<> {
         let ranges = self.parts.iter().map(|part| (part.at..part.at + part.len, part.writable));
         ranges.collect::<SmallVec<[_; 2]>>().into_iter()
     }
 
-    /// The part in which `range` begins, else an empty one; and where in it, and how long.
+    /// Returns the part in which `range` begins (else an empty one), the offset in it, and the length.
     fn clip(&self, range: &Range<usize>) -> (&Part, usize, usize) {
         let index = self.parts.partition_point(|part| part.at <= range.start);
         let part = index.checked_sub(1).map_or(&Part::NONE, |index| &self.parts[index]);
@@ -141,14 +142,14 @@ impl<'a> Lent<'a> {
 #[allow(unsafe_code)]
 impl Lent<'_> {
     /// # Safety
-    /// As [`Operation::outliving`](super::Operation::outliving).
+    /// The caller keeps the promise of [`Operation::outliving`](super::Operation::outliving).
     #[cfg(test)]
     pub(crate) unsafe fn outliving(self) -> Lent<'static> {
         let Self { parts, copies, scratch, bools, .. } = self;
         Lent { parts, copies, scratch, bools, borrowed: PhantomData }
     }
 
-    /// Copies at most `most` bytes of what [`Self::copied`] asked for; how many.
+    /// Copies at most `most` bytes of the copies that [`Self::copied`] requested. Returns how many.
     pub(crate) fn copy_some(&mut self, most: usize) -> usize {
         let mut done = 0;
         while done < most {
@@ -244,7 +245,7 @@ mod tests {
         assert_eq!(Lent::default().bytes(3..5), [0; 0]);
     }
 
-    /// What a place of a row may be.
+    /// The kinds of memory that one place of a row may have.
     #[derive(Debug, Clone, Copy, PartialEq)]
     enum Place {
         Gap,
@@ -253,7 +254,7 @@ mod tests {
         Scratch,
     }
 
-    /// Bytes of the rows that are tried.
+    /// Bytes of each row under test.
     const ROW: usize = 5;
 
     /// All rows of [`ROW`] places, with one part of scratch memory at most.
@@ -278,11 +279,11 @@ mod tests {
     #[test]
     fn parts_are_one_row() {
         for row in rows() {
-            // Each place has its number in the row, wherever its memory is.
+            // Each place holds its own index in the row, whichever buffer it is in.
             let mut memory: Vec<Vec<u8>> =
                 parts(&row).iter().map(|&(at, len, _)| (at..at + len).map(|at| at as u8).collect()).collect();
             let mut lent = Lent::default();
-            // In no order of their places.
+            // The parts are added in reverse order.
             for ((at, _, place), memory) in parts(&row).into_iter().zip(&mut memory).rev() {
                 lent = match place {
                     Place::Sent => lent.sent(at, memory),

@@ -1,14 +1,14 @@
-//! What is to be done for the owners of nonblocking operations, outside the engine's lock.
+//! Completions: work for the owners of nonblocking operations that must run outside the engine's lock.
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use super::sync::{AtomicBool, AtomicUsize, Mutex, MutexGuard, Ordering, PoisonError};
 
-/// Calls a callback, wakes a task, drops a buffer: code that is not ours.
+/// Code of the user: it calls a callback, wakes a task or drops a buffer.
 pub(crate) type Chore = Box<dyn FnOnce() + Send>;
 
-/// The chores of one group, and how many of its nonblocking operations are not done.
+/// The completions of one group, and the number of its nonblocking operations that are pending.
 #[derive(Default)]
 pub(crate) struct Chores {
     pending: AtomicUsize,
@@ -17,12 +17,12 @@ pub(crate) struct Chores {
 }
 
 impl Chores {
-    /// One more nonblocking operation.
+    /// Counts one more pending nonblocking operation.
     pub(super) fn begin(&self) {
         self.pending.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// One less, and what is to be done now.
+    /// Counts one pending operation less, and queues its completions.
     pub(super) fn end(&self, chores: impl Iterator<Item = Chore>) {
         let mut list = self.list();
         list.extend(chores);
@@ -34,17 +34,17 @@ impl Chores {
         self.pending.fetch_sub(1, Ordering::SeqCst);
     }
 
-    /// Number of nonblocking operations that are not done.
+    /// Returns the number of nonblocking operations that are pending.
     pub(super) fn pending(&self) -> usize {
         self.pending.load(Ordering::SeqCst)
     }
 
-    /// Whether somebody should leave the engine and do them.
+    /// Returns whether completions are queued, so that a thread should leave the engine and run them.
     pub(crate) fn any(&self) -> bool {
         self.any.load(Ordering::Relaxed)
     }
 
-    /// Does them; whether all went well. One that panics harms nobody else.
+    /// Runs the queued completions. Returns whether none panicked. The others run even if one panics.
     pub(crate) fn run(&self) -> bool {
         if !self.any() || !self.any.swap(false, Ordering::SeqCst) {
             return true;

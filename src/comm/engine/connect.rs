@@ -1,4 +1,4 @@
-//! Before the group is whole: connecting to everybody, or giving up.
+//! Connecting to all ranks before the group is complete, or giving up.
 
 use std::sync::PoisonError;
 use std::time::Instant;
@@ -12,8 +12,8 @@ use crate::error::CommError;
 use crate::links::hello::Lane;
 
 impl Engine {
-    /// Opens control connections to all ranks and the lanes in `lanes`; whether all are there by
-    /// `until`. For the bootstrap, before anybody else uses the engine.
+    /// Opens control connections to all ranks, and the lanes in `lanes`. Returns whether all are open by
+    /// `until`. The bootstrap calls this before any other thread uses the engine.
     pub(crate) fn connect(&mut self, lanes: &[(usize, Lane)], until: Instant) -> Result<bool, CommError> {
         self.connecting = true;
         loop {
@@ -43,22 +43,23 @@ impl Engine {
         }
     }
 
-    /// Ranks to which not all of `lanes` are open.
+    /// Returns the ranks to which not all of `lanes` are open.
     pub(crate) fn unconnected(&self, lanes: &[(usize, Lane)]) -> impl Iterator<Item = usize> {
         lanes.iter().filter(|&&(peer, lane)| self.lacks(peer, lane)).map(|&(peer, _)| peer)
     }
 
-    /// A rank that has said goodbye was connected with everybody, as far as it needed to know.
+    /// Returns whether `lane` to `peer` is missing. A rank that has said goodbye had all the connections it
+    /// needed.
     fn lacks(&self, peer: usize, lane: Lane) -> bool {
         !self.peers[peer].is_open(lane) && !self.peers[peer].left
     }
 
-    /// Whether `peer` has proven itself.
+    /// Returns whether `peer` has authenticated.
     pub(crate) fn is_connected(&self, peer: usize) -> bool {
         self.peers[peer].control.is_some()
     }
 
-    /// Ends the group for what another rank left in the store.
+    /// Ends the group for the failure report that another rank left in the store.
     pub(crate) fn aborted(&mut self, report: &[u8]) -> CommError {
         match Report::decode(report) {
             Ok(report) => self.give_up(report),
@@ -66,7 +67,7 @@ impl Engine {
         }
     }
 
-    /// Ends the group before it was whole, and tells those who are there.
+    /// Ends the group before it is complete, and tells the ranks that are connected.
     pub(crate) fn give_up(&mut self, report: Report) -> CommError {
         self.fail(report.clone());
         let failure = self.failure.clone().unwrap_or(Failure::new(report));
@@ -85,7 +86,7 @@ impl Engine {
         }
     }
 
-    /// Watches the agent channel, and reads what came together with its first message.
+    /// Watches the agent channel, and reads data that came together with its first message.
     pub(super) fn register_agent(&mut self) {
         if let Some((agent, _)) = &self.settings.agent {
             let agent = agent.lock().unwrap_or_else(PoisonError::into_inner);

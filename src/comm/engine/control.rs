@@ -1,4 +1,4 @@
-//! What ranks tell each other beside the data: aborts, farewells, what they wait in.
+//! Control messages between ranks: aborts, farewells, and the calls in which ranks wait.
 
 use std::collections::BTreeSet;
 use std::io::IoSlice;
@@ -18,16 +18,17 @@ use crate::frame::{CONTROL_PAYLOAD_BYTES, Frame, HEADER_BYTES, Kind};
 use crate::links::conn::{Broken, Conn};
 use crate::links::hello::Lane;
 
-/// How long calls stand still before their rank tells the others what it waits in; a quarter of the timeout if
-/// that is less.
+/// Time without progress after which a rank tells the others which call it waits in. It is a quarter of the
+/// timeout if that is less.
 const STILL: Duration = Duration::from_millis(100);
-/// How long before a deadline the others are asked what they wait in; a quarter of the timeout if that is less.
+/// Time before a deadline at which the others are asked what they wait in. It is a quarter of the timeout if
+/// that is less.
 const ASK: Duration = Duration::from_millis(500);
-/// Most control bytes that wait for one peer; more are not worth keeping.
+/// Most control bytes queued for one peer; further frames are dropped.
 const CONTROL_QUEUE_BYTES: usize = 64 << 10;
-/// Most requests to the system for what one peer says, before the others have their turn.
+/// Most reads of one peer's control connection before the others have their turn.
 const CONTROL_FILLS: u32 = 16;
-/// Longest sleep: nothing depends on it.
+/// Longest sleep. Correctness does not depend on it.
 const LONGEST_SLEEP: Duration = Duration::from_secs(30);
 
 impl Engine {
@@ -36,7 +37,8 @@ impl Engine {
         Frame { kind, generation: ours.generation, group: ours.group, seq, call: [0; 16], len: 0 }
     }
 
-    /// Sends a control frame, as soon as there is a connection with room. To who is gone there is nothing to say.
+    /// Sends a control frame as soon as there is a connection with room. Frames to a peer that is gone are
+    /// dropped.
     pub(super) fn tell(&mut self, peer: usize, frame: &Frame, payload: &[u8]) {
         let Peer { control_out: out, silent, .. } = &mut self.peers[peer];
         if silent.is_none() && out.len() < CONTROL_QUEUE_BYTES {
@@ -60,17 +62,18 @@ impl Engine {
             return;
         }
         if let Some(control) = &mut peer.control {
-            // That the connection is gone is found when reading.
+            // A broken connection is detected when reading.
             let sent = control.send(&[IoSlice::new(&peer.control_out)]).unwrap_or(0);
             peer.control_out.drain(..sent);
         }
     }
 
-    /// Reads and obeys what a peer says on its control connection.
+    /// Reads and handles the frames on the control connection of a peer.
     pub(super) fn read_control(&mut self, peer: usize) {
         let mut fills = 0;
         loop {
-            // The connection stays in its place while a frame is obeyed: the peer may have to be told.
+            // The connection stays in `peers` while a frame is handled, because handling it may send to the
+            // peer.
             let place = &mut self.peers[peer];
             let Some(control) = place.control.as_mut().filter(|_| place.silent.is_none()) else { return };
             let frame = match control.unread().first_chunk::<HEADER_BYTES>().map(Frame::decode) {
@@ -98,14 +101,14 @@ impl Engine {
         }
     }
 
-    /// Nothing more comes from a peer.
+    /// Notes that nothing more comes from a peer.
     pub(super) fn silenced(&mut self, peer: usize, how: Broken) {
         let place = &mut self.peers[peer];
         if let Some(fd) = place.control.as_ref().and_then(Conn::pollable) {
             self.poller.remove(fd);
         }
         place.silent = Some((Instant::now(), how));
-        // Nobody will ever take them, and who waits until they are taken would wait in vain.
+        // The peer will never read these bytes. A caller that waits until they are sent would wait in vain.
         place.control_out.clear();
         self.heard = true;
     }
@@ -158,8 +161,8 @@ impl Engine {
         }
     }
 
-    /// Compares what others say they wait in with what was called here: it finds different calls
-    /// also where no data flows between the ranks that differ.
+    /// Compares the calls in which others say they wait with the calls of this rank. This finds different
+    /// calls even if no data flows between the ranks that differ.
     pub(super) fn compare_with_states(&mut self) {
         let differs = |seq: u64, call: &Call| {
             self.history
@@ -180,7 +183,7 @@ impl Engine {
         }
     }
 
-    /// What this rank waits in: its first collective, else its messages.
+    /// Returns what this rank waits in: its first collective, else its messages.
     fn waits(&self) -> Option<Wait> {
         if let Some(first) = self.collectives.front() {
             let awaits = first.awaited(self.settings.me, &self.peers).take(NAMED_RANKS).collect();
@@ -191,8 +194,9 @@ impl Engine {
         Some((0, call, awaits.into_iter().take(NAMED_RANKS).collect()))
     }
 
-    /// What others may hear of that, who wait in a collective or for messages. If nobody waits for what this rank has
-    /// begun, the program computes, and others may wait for what it calls next; but a collective is one for all.
+    /// Returns what this rank tells others that wait in a collective or for messages. If no caller waits for
+    /// a pending operation, the program computes, and others may wait for its next call. A collective is told
+    /// anyway to ranks that wait in one.
     fn waits_to_tell(&self, in_collective: bool) -> Option<Wait> {
         let attended = || self.attended || self.message_waits().any(|(ticket, ..)| ticket.is_awaited());
         let told = |kind| in_collective && kind != CallKind::PointToPoint || attended();
@@ -204,7 +208,7 @@ impl Engine {
         (Frame { call: call.encode(), ..self.frame(Kind::State, *seq) }, payload)
     }
 
-    /// Tells all ranks what this one waits in, if it has been long enough and they do not know.
+    /// Tells all ranks what this one waits in, if it has waited long enough and they do not know yet.
     fn tell_state(&mut self, now: Instant) {
         if self.tell_at().is_none_or(|at| now < at) {
             return;
@@ -216,13 +220,13 @@ impl Engine {
         self.tell_all(&frame, &payload);
     }
 
-    /// When the others shall hear what this rank waits in.
+    /// Returns the time at which the others are told what this rank waits in.
     fn tell_at(&self) -> Option<Instant> {
         Some(self.still_since? + STILL.min(self.haste()?.shortest / 4))
     }
 
-    /// Asks all ranks what they wait in, shortly before a deadline: what they have said before may be out of date,
-    /// and who cannot answer is not waiting for anybody.
+    /// Asks all ranks shortly before a deadline what they wait in. Their earlier answers may be out of date,
+    /// and a rank that cannot answer waits for nobody.
     fn ask(&mut self, now: Instant) {
         if self.haste().is_none_or(|haste| now < haste.ask_at) {
             return;
@@ -235,23 +239,23 @@ impl Engine {
         }
     }
 
-    /// Asks what somebody waits in.
+    /// Returns the frame that asks a rank what it waits in.
     pub(super) fn question(&self) -> Frame {
         self.frame(Kind::Ask, u64::from(self.collectives.is_empty()))
     }
 
-    /// When a call has waited long enough: at its deadline; later if this rank was late to ask the others.
+    /// Returns when a call times out: at its deadline, or later if this rank was late to ask the others.
     pub(super) fn due(&self, ticket: &Ticket) -> Instant {
         let answered = self.asked.map_or(ticket.deadline, |asked| asked + time_to_answer(ticket));
         answered.clamp(ticket.deadline, ticket.deadline + ASK)
     }
 
-    /// Reads what the launcher says about the deaths of others.
+    /// Reads the launcher's reports about the deaths of other ranks.
     pub(super) fn look_at_agent(&mut self) {
         let Some((agent, generation)) = self.settings.agent.clone() else { return };
         let mut agent = agent.lock().unwrap_or_else(PoisonError::into_inner);
         let mut deaths = Vec::new();
-        // Bounded: a launcher that talks without end must not stop the data.
+        // The loop is bounded: a launcher that sends without end must not stop the data.
         for _ in 0..64 {
             match agent.receive(Duration::ZERO) {
                 Ok(ToWorker::PeerExit { generation: g, rank, cause }) if g == generation => {
@@ -275,7 +279,8 @@ impl Engine {
             if rank >= self.settings.size || rank == self.settings.me || self.peers[rank].left {
                 continue;
             }
-            // If it told why before it went, that is the cause, and its death a consequence.
+            // If the rank reported a failure before it died, that is the cause, and its death is a
+            // consequence.
             self.read_all_controls();
             if !self.peers[rank].left {
                 self.fail(Report::new(self.settings.me, Cause::PeerLost { rank, how }));
@@ -289,10 +294,10 @@ impl Engine {
         }
     }
 
-    /// When to look at the clock again though nothing is ready.
+    /// Returns when to look at the clock again even if no descriptor is ready.
     pub(super) fn wake_at(&self, now: Instant) -> Instant {
         let tell = self.tell_at().filter(|&at| at > now);
-        // Looked through one by one only when the time of the first has come.
+        // The tickets are scanned one by one only when the earliest time has come.
         let haste = self.haste().map(|haste| haste.ask_at);
         let late = || haste.is_some_and(|at| now >= at).then(|| self.tickets()).into_iter().flatten();
         let asks = late().map(ask_at).filter(|&at| self.asked.is_none_or(|asked| asked < at));
@@ -316,7 +321,7 @@ fn time_to_answer(ticket: &Ticket) -> Duration {
     ASK.min(ticket.timeout / 4)
 }
 
-/// When the others are to be asked what they wait in.
+/// Returns when to ask the others what they wait in.
 pub(super) fn ask_at(ticket: &Ticket) -> Instant {
     ticket.deadline - time_to_answer(ticket)
 }

@@ -31,7 +31,7 @@ use crate::shm::{self, Node};
 
 /// Turns between two looks at control connections and clock while data keeps moving.
 const TURNS_BETWEEN_LOOKS: u32 = 64;
-/// Calls that are remembered to compare with what others say they are waiting in.
+/// Calls that are remembered for comparison with the calls in which others say they wait.
 const HISTORY: usize = 64;
 
 #[derive(Debug)]
@@ -47,38 +47,38 @@ pub(crate) struct Engine {
     /// Receives from anybody, and probes that wait.
     pub(super) open: Open,
     pub(super) probes: Vec<Probe>,
-    /// What this rank shares with the others of its host, and who these are.
+    /// The shared memory of this rank with the others of its host, and the numbers of those ranks.
     pub(super) node: Option<Node>,
     pub(super) beside: Vec<usize>,
     pub(super) history: VecDeque<(u64, Call)>,
     pub(super) failure: Option<Failure>,
-    /// Since when nothing moved.
+    /// The time since which nothing moved.
     pub(super) still_since: Option<Instant>,
-    /// What the others were last told that this rank waits in.
+    /// The wait that this rank last told the others.
     pub(super) told: Option<Wait>,
-    /// When the others were last asked what they wait in.
+    /// The time at which the others were last asked what they wait in.
     pub(super) asked: Option<Instant>,
     /// A caller waits for what is driven.
     pub(super) attended: bool,
     pub(super) agent_registered: bool,
     pub(super) left: bool,
-    /// The group is not whole yet.
+    /// The group is not complete yet.
     pub(super) connecting: bool,
-    /// It leaves as soon as what was begun is done, and makes no other call.
+    /// This rank makes no more calls, and leaves as soon as its pending operations are done.
     pub(super) finishing: Option<Finishing>,
     patience: Patience,
     /// A control connection has said something, or ended.
     pub(super) heard: bool,
-    /// When this rank last went to another core.
+    /// The time at which this rank last moved to another core.
     pub(super) moved_at: Option<Instant>,
-    /// Who waits until nothing is under way and this rank has left.
+    /// Tickets of callers that wait until nothing is pending and this rank has left.
     leaving: Vec<Arc<Ticket>>,
-    /// Turns so far: looking around must not wait for a call that is long enough.
+    /// Turns so far. They are counted across calls, so that polling does not wait for a long call.
     pub(super) turns: u32,
 }
 
 impl Engine {
-    /// `listener` is where the others reach this rank, if there are any.
+    /// Makes an engine. The others connect to `listener`, if there are any.
     pub(crate) fn new(settings: Settings, listener: Option<Listener>) -> Result<Self, CommError> {
         let system = |what: &'static str| move |error| CommError::system(what, error);
         let poller = Poller::new().map_err(system("cannot make an epoll set"))?;
@@ -190,7 +190,7 @@ impl Engine {
         }
     }
 
-    /// The next collective: numbered, and with the connections that it needs.
+    /// Starts the next collective: numbers it and opens the connections that it needs.
     pub(super) fn run(&mut self, call: Call, way: Way, lent: Lent<'static>, kernel: Option<Kernel>) -> Run {
         let seq = self.number(call);
         match (way, &mut self.node) {
@@ -200,7 +200,7 @@ impl Engine {
         }
     }
 
-    /// The number of a collective.
+    /// Returns the number of the next collective.
     pub(super) fn number(&mut self, call: Call) -> u64 {
         let seq = self.next_seq;
         self.next_seq += 1;
@@ -243,7 +243,7 @@ impl Engine {
         }
     }
 
-    /// Sees to it that a lane is opened if it is not.
+    /// Opens a lane if it is not open: dials the peer or asks it to dial.
     pub(super) fn need(&mut self, peer: usize, lane: Lane) {
         if self.peers[peer].is_open(lane) || peer == self.settings.me {
             return;
@@ -280,7 +280,7 @@ impl Engine {
             }
         }
         if !self.open.recvs.is_empty() || !self.probes.is_empty() {
-            // From whom, only the connections know.
+            // Only the connections know which peers have sent something.
             self.look_at_ready();
             moved |= self.answer_probes();
         }
@@ -365,7 +365,7 @@ impl Drive for Engine {
         if let Some(reason) = abort {
             self.fail(Report::new(self.settings.me, Cause::Aborted { reason }));
         }
-        // Starting one may have ended the group before the next was in.
+        // Starting one operation may have ended the group before the next was queued.
         self.answer_everybody();
     }
 

@@ -1,11 +1,11 @@
-//! Connections that are being made: calling peers, answering the listener, and turning strangers away.
+//! Connections that are not open yet: the connector, the acceptor, and the refusal of unauthenticated peers.
 //!
-//! On each pair the rank with the higher number connects, so no two connections can cross; the other
-//! asks it to with an Open frame if it wants one first.
+//! Of each pair, the rank with the higher number connects, so no two connections can cross. The other rank
+//! sends an Open frame if it wants one first.
 //!
-//! Whoever connects is a stranger until it has proven itself. Strangers get little: [`STRANGERS`] at a
-//! time, [`STRANGER_TIME`] each, memory for one small frame. What is not convoke is closed without an
-//! answer; what is convoke but not ours hears why.
+//! A peer is unauthenticated until it has proven that it knows the secret. Such peers get few resources:
+//! [`STRANGERS`] at a time, [`STRANGER_TIME`] each, memory for one small frame. A peer that does not speak
+//! the protocol is closed without an answer. A convoke process of another group is told the reason.
 
 mod dial;
 
@@ -24,30 +24,31 @@ use crate::links::tcp::Listener;
 use crate::room;
 use dial::Dial;
 
-/// Most connections that have not said a valid hello; as many more that have, than there can be real ones, but have
-/// proven nothing.
+/// Most connections without a valid hello. It also bounds how many with a valid hello but without a proof are
+/// kept beyond the number of connections that real peers can have.
 const STRANGERS: usize = 64;
-/// How long a connection may take for its hello.
+/// Longest time until a connection has sent its hello.
 const STRANGER_TIME: Duration = Duration::from_secs(5);
-/// How long a connection with a valid hello may take for its proof: its process may be stopped.
+/// Longest time from a valid hello to the proof. It is long because the peer's process may be stopped.
 const GREETED_TIME: Duration = Duration::from_secs(300);
-/// Connections taken from the listener in one go, so that a flood does not hold up everything else.
+/// Most connections accepted in one go, so that a flood does not hold up everything else.
 const ACCEPTS: usize = 128;
-/// How long nobody is let in if there was no descriptor for it.
+/// Time for which no connection is accepted after descriptors ran out.
 const REST: Duration = Duration::from_millis(100);
 /// Notes on refused connections that are kept for error messages.
 const NOTES: usize = 4;
 /// Largest frame of a handshake.
 const HANDSHAKE_BYTES: usize = HEADER_BYTES + 512;
 
-/// What came of it.
+/// A result of connecting or accepting.
 #[derive(Debug)]
 pub(crate) enum DoorEvent {
-    /// The connection is there and proven. It is still registered as [`Source::Door`].
+    /// The connection is open and the peer has authenticated. It is still registered as [`Source::Door`].
     Opened { peer: usize, lane: Lane, conn: Conn },
     /// The peer at a published address does not know the secret.
     Unauthorized { from: String, what: String },
-    /// There is no descriptor for a connection: one that this rank makes, if it `dials`, or one that waits at the listener.
+    /// No descriptor is left for a connection: one that this rank makes (`dials`), or one that waits at the
+    /// listener.
     Exhausted { dials: bool, source: io::Error },
 }
 
@@ -56,14 +57,15 @@ pub(crate) struct Door {
     me: usize,
     size: usize,
     credentials: Credentials,
-    /// `None` after [`Self::close`], and where nobody else is to come.
+    /// `None` after [`Self::close`], and if no other rank is to connect.
     listener: Option<Listener>,
     inbound: Vec<Inbound>,
     dials: Vec<Dial>,
     notes: Vec<String>,
-    /// Until when nobody is let in, as there was no descriptor for it: the listener is not watched.
+    /// The time until which nothing is accepted because descriptors ran out. Until then the listener is not
+    /// watched.
     resting: Option<Instant>,
-    /// Connections turned away, for tests and curiosity.
+    /// Number of connections turned away, for tests and diagnosis.
     pub(crate) turned_away: u64,
 }
 
@@ -72,7 +74,7 @@ struct Inbound {
     conn: Conn,
     from: String,
     since: Instant,
-    /// Its hello and our nonce, once it has said a valid one.
+    /// The hello of the peer and our nonce, once the peer has sent a valid hello.
     greeted: Option<(Hello, [u8; 32])>,
 }
 
@@ -82,49 +84,49 @@ impl Door {
         Self { me, size, credentials, listener, inbound, dials, notes, resting, turned_away: 0 }
     }
 
-    /// Lets nobody in any more, and calls nobody.
+    /// Stops accepting and dialing.
     pub(crate) fn close(&mut self) {
         self.listener = None;
         self.inbound.clear();
         self.dials.clear();
     }
 
-    /// Begins to connect, unless that is under way.
+    /// Begins to connect, unless a dial is under way.
     pub(crate) fn dial(&mut self, peer: usize, lane: Lane, address: SocketAddr, now: Instant) {
         if !self.dials.iter().any(|dial| dial.peer == peer && dial.lane == lane) {
             self.dials.push(Dial::new(peer, lane, address, now));
         }
     }
 
-    /// Begins to look whether `peer` still listens, until it has connected with `lane`.
+    /// Begins to probe whether `peer` still listens, until it has connected with `lane`.
     pub(crate) fn expect(&mut self, peer: usize, lane: Lane, address: SocketAddr, now: Instant) {
         if !self.dials.iter().any(|dial| dial.peer == peer && dial.lane == lane) {
             self.dials.push(Dial::probe(peer, lane, address, now));
         }
     }
 
-    /// When it wants a turn though no descriptor is ready.
+    /// Returns when the acceptor wants a turn though no descriptor is ready.
     pub(crate) fn wake_at(&self) -> Option<Instant> {
         let dials = self.dials.iter().filter_map(Dial::wake_at);
         let inbound = self.inbound.iter().map(Inbound::expires);
         dials.chain(inbound).chain(self.resting).min()
     }
 
-    /// What went wrong with connections so far, for an error message.
+    /// Returns the connection problems so far, for an error message.
     pub(crate) fn notes(&self) -> Vec<String> {
         let dials =
             self.dials.iter().map(|dial| format!("rank {} at {}: {}", dial.peer, dial.address, dial.last));
         dials.take(NOTES).chain(self.notes.iter().cloned()).collect()
     }
 
-    /// Peers where nobody has been listening for at least `time`.
+    /// Returns the peers at whose address nobody has been listening for at least `time`.
     pub(crate) fn refusing(&self, time: Duration, now: Instant) -> impl Iterator<Item = usize> + '_ {
         let long =
             move |dial: &&Dial| dial.refused_since.is_some_and(|since| now.duration_since(since) >= time);
         self.dials.iter().filter(long).map(|dial| dial.peer)
     }
 
-    /// Takes every connection a step further.
+    /// Takes every connection one step further.
     pub(crate) fn turn(&mut self, poller: &Poller, now: Instant, out: &mut Vec<DoorEvent>) {
         self.accept(poller, now, out);
         let mut index = 0;
@@ -169,7 +171,7 @@ impl Door {
                 Some(Ok(accepted)) => accepted,
                 Some(Err(source)) if room::is_without_descriptors(&source) => {
                     out.push(DoorEvent::Exhausted { dials: false, source });
-                    // It stays ready, and who waits for it would spin.
+                    // The listener stays ready, so a thread that polls it would spin.
                     if let Some(listener) = &self.listener {
                         poller.remove(listener.pollable());
                     }
@@ -188,8 +190,8 @@ impl Door {
         }
     }
 
-    /// Closes the oldest of those that have said hello, or have not, if there are more than `most`: a real peer does
-    /// all at once, so it is the least likely to be one.
+    /// Closes the oldest connection with (or without) a hello, if there are more than `most`. A real peer
+    /// finishes its handshake at once, so the oldest is the least likely to be a real peer.
     fn keep_few(&mut self, greeted: bool, most: usize) {
         let alike = self.inbound.iter().enumerate().filter(|(_, one)| one.greeted.is_some() == greeted);
         if alike.clone().count() > most
@@ -200,7 +202,8 @@ impl Door {
         }
     }
 
-    /// One step with whoever connected. The error closes the connection; its text is worth a note.
+    /// Takes one step of the handshake with an incoming connection. An error closes the connection; its text
+    /// is noted.
     fn answer(&mut self, index: usize, now: Instant) -> Result<Option<DoorEvent>, Option<String>> {
         let inbound = &mut self.inbound[index];
         if inbound.conn.fill(HANDSHAKE_BYTES).is_err() {
@@ -274,11 +277,11 @@ fn check(hello: &Hello, me: usize, size: usize) -> Result<(), String> {
     }
 }
 
-/// The first whole frame of a handshake that was read ahead, with its payload.
+/// Returns the first whole frame of a handshake that was read ahead, with its payload.
 fn handshake_frame(conn: &Conn) -> Result<Option<(Frame, Vec<u8>)>, FrameError> {
     let unread = conn.unread();
     let Some(header) = unread.first_chunk::<HEADER_BYTES>() else {
-        // Garbage need not be as long as a header to be recognised.
+        // Garbage that is shorter than a header is recognised by its first bytes.
         return match unread.first_chunk::<4>() {
             Some(&magic) if magic != crate::frame::MAGIC => Err(FrameError::Magic(magic)),
             _ => Ok(None),
@@ -292,7 +295,7 @@ fn handshake_frame(conn: &Conn) -> Result<Option<(Frame, Vec<u8>)>, FrameError> 
     Ok(unread.get(HEADER_BYTES..end).map(|payload| (frame, payload.to_vec())))
 }
 
-/// Sends a small frame whole; the buffer of a fresh connection holds it.
+/// Sends a small frame whole. The socket buffer of a new connection has room for it.
 fn send(conn: &mut Conn, kind: Kind, generation: Generation, group: u64, payload: &[u8]) -> io::Result<()> {
     debug_assert!(payload.len() <= HELLO_BYTES.max(200));
     let frame = Frame { kind, generation, group, seq: 0, call: [0; 16], len: payload.len() as u64 };
@@ -304,7 +307,7 @@ fn send(conn: &mut Conn, kind: Kind, generation: Generation, group: u64, payload
     }
 }
 
-/// Tells a convoke process why it is turned away, and returns that.
+/// Tells a convoke process why it is refused, and returns that reason.
 fn refuse(conn: &mut Conn, generation: Generation, group: u64, why: String) -> String {
     let text: String = why.chars().take(150).collect();
     let _ = send(conn, Kind::Refuse, generation, group, &text.as_bytes()[..text.len().min(200)]);

@@ -1,4 +1,4 @@
-//! How a group ends: one cause, told to everybody, agreed through the store.
+//! The end of a group by failure: one cause, told to every rank, agreed through the store.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -15,16 +15,16 @@ use crate::error::{CommError, Place};
 use crate::fault::moment;
 use crate::frame::Kind;
 
-/// How long the store may take to confirm the cause.
+/// Longest time for the store to confirm the cause.
 const CONFIRM: Duration = Duration::from_millis(100);
-/// Most turns that calls get to use what has already arrived when the group fails.
+/// Most turns in which calls may use data that has already arrived when the group fails.
 const LAST_TURNS: u32 = 64;
 
-/// A call that was taken out of the engine: which one, its number, bytes received and expected, and
-/// who waits for it.
+/// A call that was taken out of the engine: the call, its number, bytes received and expected, and its
+/// ticket.
 pub(super) type Ended = (Call, u64, (u64, u64), Arc<Ticket>);
 
-/// Why the group has ended.
+/// The reason why the group has ended.
 #[derive(Debug, Clone)]
 pub(super) struct Failure {
     report: Report,
@@ -38,13 +38,13 @@ impl Failure {
 }
 
 impl Engine {
-    /// Ends the group: tells the others, agrees on the cause, and answers everybody who waits.
+    /// Ends the group: tells the others, agrees on the cause, and completes every waiting call.
     pub(super) fn fail(&mut self, report: Report) {
         if self.failure.is_some() {
             return;
         }
-        // First, so that the others learn of it even if this process dies of it at once. A placeholder
-        // keeps what comes in meanwhile from failing again.
+        // The others are told first, so that they learn the cause even if this process dies at once. The
+        // placeholder keeps incoming frames from failing the group again.
         self.failure = Some(Failure { report: report.clone(), confirmed: false });
         moment("failing", 0, 0);
         self.announce_failure(&report);
@@ -53,13 +53,13 @@ impl Engine {
         failure.report.note(self.settings.me);
         log::error!("{}", self.error(&failure, None, 0, (0, 0)));
         self.failure = Some(failure);
-        // A call whose data is all here has succeeded, though the news of a later failure overtook it.
+        // A call whose data has all arrived succeeds, even if the report of a later failure came first.
         let _ = (0..LAST_TURNS).find(|_| !self.turn());
         self.answer_everybody();
         self.settings.flight.save();
     }
 
-    /// Tells the others, and who reads memory or the recording.
+    /// Tells the other ranks, the shared memory and the flight recorder.
     fn announce_failure(&mut self, report: &Report) {
         let abort = self.frame(Kind::Abort, 0);
         self.tell_all(&abort, &report.encode());
@@ -77,7 +77,7 @@ impl Engine {
         }
     }
 
-    /// The first cause that any rank wrote to the store is that of all ranks.
+    /// Confirms the cause through the store. The first cause that any rank writes there holds for all ranks.
     fn confirm(&self, report: Report) -> Failure {
         let served_by = self.settings.store_rank;
         if matches!(report.cause, Cause::PeerLost { rank, .. } if Some(rank) == served_by) {
@@ -92,7 +92,8 @@ impl Engine {
         }
     }
 
-    /// A thread panicked while it drove: its memory may be gone, so no task may be touched again.
+    /// Handles a panic of the driving thread: the memory of its tasks may be gone, so no task may be touched
+    /// again.
     pub(super) fn forget_all_tasks(&mut self) {
         let me = self.settings.me;
         let cause = Cause::Aborted { reason: format!("a thread of rank {me} panicked inside a call") };
@@ -120,7 +121,7 @@ impl Engine {
         Presence { here: (0..self.peers.len()).filter(is_here).collect(), lost }
     }
 
-    /// Whether the group goes on; if not, the error that `call` gets.
+    /// Returns `Ok` if the group still works, else the error for `call`.
     #[cfg(feature = "nccl")]
     pub(super) fn check(&mut self, call: Option<Call>) -> Result<(), CommError> {
         if self.left {
@@ -134,7 +135,7 @@ impl Engine {
         }
     }
 
-    /// Ends the group, unless it has ended.
+    /// Ends the group, unless it has ended already.
     #[cfg(feature = "nccl")]
     pub(super) fn end(&mut self, cause: Cause) {
         self.fail(Report::new(self.settings.me, cause));
@@ -162,7 +163,7 @@ impl Engine {
         ended
     }
 
-    /// What a call returns after `failure`.
+    /// Returns the error of a call after `failure`.
     pub(super) fn error(
         &self,
         failure: &Failure,
@@ -193,7 +194,8 @@ impl Engine {
         collectives.chain(messages).chain(self.open_tickets())
     }
 
-    /// The haste of all of them, or more.
+    /// Returns a bound for all pending calls: at most the shortest timeout, and at most the earliest time to
+    /// ask.
     pub(super) fn haste(&self) -> Option<Haste> {
         let few = self.collectives.iter().map(|collective| &*collective.ticket).chain(self.open_tickets());
         let few = few.map(|ticket| Haste { shortest: ticket.timeout, ask_at: ask_at(ticket) });
@@ -201,13 +203,13 @@ impl Engine {
         all.reduce(|a, b| Haste { shortest: a.shortest.min(b.shortest), ask_at: a.ask_at.min(b.ask_at) })
     }
 
-    /// Of receives from anybody, and of probes.
+    /// Returns the tickets of receives from any rank, and of probes.
     pub(super) fn open_tickets(&self) -> impl Iterator<Item = &Ticket> {
         let recvs = self.open.recvs.iter().map(|recv| &*recv.ticket);
         recvs.chain(self.probes.iter().map(|probe| &*probe.ticket))
     }
 
-    /// Whose time is over?
+    /// Fails the group if a call is overdue or a peer has been silent for too long.
     pub(super) fn look_for_overdue(&mut self, now: Instant) {
         self.look_for_silence(now);
         if let Some((awaited, timeout)) = self.overdue(now) {
@@ -216,7 +218,7 @@ impl Engine {
         }
     }
 
-    /// For whom an overdue call waits, and its timeout.
+    /// Returns the ranks for which an overdue call waits, and its timeout.
     fn overdue(&self, now: Instant) -> Option<(Vec<usize>, Duration)> {
         let late = |ticket: &Ticket| now >= self.due(ticket);
         if let Some(collective) = self.collectives.iter().find(|collective| late(&collective.ticket)) {
@@ -224,7 +226,7 @@ impl Engine {
                 self.collectives.front().map(|first| first.awaited(self.settings.me, &self.peers).collect());
             return Some((awaited.unwrap_or_default(), collective.ticket.timeout));
         }
-        // Of many messages only the time is looked at.
+        // The bound of all messages is checked first, because there may be many.
         if self.haste().is_none_or(|haste| now < haste.ask_at) || !self.tickets().any(late) {
             return None;
         }
@@ -232,7 +234,8 @@ impl Engine {
         messages.find_map(|(ticket, _, awaited)| late(ticket).then_some((awaited, ticket.timeout)))
     }
 
-    /// All sends, receives and probes, and for whom they wait; calls of sends are [marked](Call::of_sender).
+    /// Returns all sends, receives and probes, and the ranks for which they wait. Calls of sends are
+    /// [marked](Call::of_sender).
     pub(super) fn message_waits(&self) -> impl Iterator<Item = (&Arc<Ticket>, Call, Vec<usize>)> {
         let alone = self.settings.size == 1;
         let here = move |&rank: &usize| alone || rank != self.settings.me && !self.peers[rank].left;
@@ -249,9 +252,9 @@ impl Engine {
         with.chain(open).chain(probes)
     }
 
-    /// Ranks on which this one, which waits for `awaited`, waits in the end.
+    /// Returns the ranks at which the wait chains from `awaited` end.
     fn missing(&self, awaited: &[usize]) -> Vec<usize> {
-        // What was said before they were asked may be out of date.
+        // Answers from before the question may be out of date.
         let answer =
             |rank: usize| self.peers[rank].state.as_ref().filter(|said| Some(said.heard) >= self.asked);
         let waits = |rank| answer(rank).map(|said| said.awaits.as_slice());

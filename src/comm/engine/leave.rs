@@ -1,4 +1,4 @@
-//! The end of an engine: farewell, and nothing left behind.
+//! Teardown of an engine: it says goodbye and leaves no connection open.
 
 use std::io::IoSlice;
 use std::os::fd::BorrowedFd;
@@ -14,33 +14,33 @@ use crate::fault::moment;
 use crate::frame::Kind;
 use crate::links::conn::Conn;
 
-/// How long peers may take to accept what was sent to them, before the connections are closed anyway.
+/// Longest time for peers to accept data that was sent to them. After it the connections are closed anyway.
 const LINGER: Duration = Duration::from_secs(2);
 
-/// A rank that waits for a message is asked so long after the last bytes went to it, and again at this interval. When it
-/// says then what it waits for, it has received all that was on the way.
+/// Delay after the last bytes sent to a waiting rank before it is asked what it waits for, and interval of
+/// further questions. When it answers, it has received all that was on the way.
 const SETTLE: Duration = Duration::from_millis(250);
 
-/// What a rank notes that leaves when its operations are done.
+/// The state of a rank that leaves when its operations are done.
 #[derive(Debug)]
 pub(super) struct Finishing {
     since: Instant,
-    /// When the others were last asked what they wait in.
+    /// The time at which the others were last asked what they wait in.
     asked: Instant,
-    /// When bytes were last on the way to each of them.
+    /// For each peer, the time at which bytes were last on the way to it.
     busy: Vec<Instant>,
 }
 
 impl Finishing {
-    /// When to ask again.
+    /// Returns when to ask again.
     pub(super) fn wake_at(&self) -> Instant {
         self.asked + SETTLE
     }
 }
 
 impl Engine {
-    /// Leaves because the thread that had this rank's last handle panics. That ends the group for all ranks: without it the
-    /// others would take this rank for one that has done its part.
+    /// Leaves because the thread that held this rank's last handle panics. This ends the group for all ranks.
+    /// Without it the others would assume that this rank has left in good order.
     pub(crate) fn leave_in_panic(&mut self) {
         if !self.left {
             let rank = self.settings.me;
@@ -49,21 +49,21 @@ impl Engine {
         self.leave();
     }
 
-    /// The last handle goes: what was begun and nobody waits for is to be done before. Receives are given up, as nobody has
-    /// what they would fill.
+    /// Prepares to leave when the last handle is dropped: pending operations are finished first. Receives are
+    /// given up, because nobody holds the buffers that they would fill.
     pub(super) fn finish(&mut self) {
         let given_up = self.peers.iter_mut().flat_map(|peer| peer.messages.give_up_receives());
         let given_up: Vec<_> = given_up.chain(self.open.recvs.drain(..).map(|recv| recv.ticket)).collect();
         given_up.iter().for_each(|ticket| ticket.complete(Err(self.destroyed())));
         let now = Instant::now();
         self.finishing = Some(Finishing { since: now, asked: now, busy: vec![now; self.settings.size] });
-        // They may have told it before, and will not again.
+        // The others may have told their state before, and will not repeat it unasked.
         let ask = self.question();
         self.tell_all(&ask, &[]);
     }
 
-    /// Whether this rank must leave before all is done, since another waits for what it will never do: then what is under
-    /// way ends.
+    /// Returns whether this rank must leave before all is done, because another rank waits for a call that
+    /// will never come. Pending operations then end.
     pub(super) fn gives_up_finishing(&mut self) -> bool {
         let Some((rank, since)) = self.is_missed_by() else { return false };
         let ended = self.end_everything();
@@ -79,8 +79,8 @@ impl Engine {
         true
     }
 
-    /// A rank that has said that it waits for this one, which is finishing, in something that this one has not begun; and
-    /// since when this one finishes.
+    /// Returns a rank that waits for an operation which this finishing rank has not begun, and the time since
+    /// which this rank finishes.
     fn is_missed_by(&mut self) -> Option<(usize, Instant)> {
         let now = Instant::now();
         let finishing = self.finishing.as_mut()?;
@@ -113,10 +113,10 @@ impl Engine {
 
     /// Says goodbye and closes all connections.
     ///
-    /// Closing a connection that holds unread bytes resets it, and a reset discards what the peer's
-    /// kernel has not accepted yet. So: say that nothing more comes, read away what comes, wait until
-    /// all that was sent is accepted (not until it is read), then close. Then a reset does no harm any more,
-    /// and does good: it leaves no port waiting.
+    /// Closing a connection that holds unread bytes resets it, and a reset discards bytes that the peer's
+    /// kernel has not accepted yet. So the engine announces the end, reads and drops incoming bytes, and
+    /// waits until the peer's kernel has accepted everything. (It does not wait until the peer reads it.)
+    /// Then it closes: a reset does no harm any more, and it leaves no port in TIME_WAIT.
     pub(crate) fn leave(&mut self) {
         if std::mem::replace(&mut self.left, true) {
             return;
@@ -144,7 +144,7 @@ impl Engine {
                 break;
             }
             let fds: Vec<_> = parting.iter().filter_map(Parting::poll).collect();
-            // Acceptance makes no descriptor ready, so look again soon.
+            // Acceptance makes no descriptor ready, so the loop looks again soon.
             self.poller.sleep(&fds, Duration::from_millis(1));
         }
         self.door.close();
@@ -155,17 +155,17 @@ impl Engine {
 /// A connection that is about to be closed.
 struct Parting {
     conn: Conn,
-    /// What the connection has not taken yet: a farewell, or why the group has ended.
+    /// Bytes that the connection has not taken yet: a farewell, or the cause of the failure.
     words: Vec<u8>,
-    /// Nothing more will be sent.
+    /// The write side is closed.
     closed: bool,
 }
 
 impl Parting {
-    /// Takes it a step further; whether it can be closed.
+    /// Takes one step of the close. Returns whether the connection can be closed.
     fn is_over(&mut self) -> bool {
         while !self.words.is_empty() {
-            // That the connection is gone is found when reading.
+            // A broken connection is detected when reading.
             let sent = self.conn.send(&[IoSlice::new(&self.words)]).unwrap_or(0);
             if sent == 0 {
                 break;
@@ -174,7 +174,7 @@ impl Parting {
         }
         let said = self.words.is_empty();
         if said && !self.conn.is_flushed() && !std::mem::replace(&mut self.closed, true) {
-            // The end of a connection is acknowledged at once, a word only after a while.
+            // The peer's kernel acknowledges the end of a connection at once, and data only after a delay.
             self.conn.close_write();
         }
         let over = self.conn.discard() || said && self.conn.is_flushed();

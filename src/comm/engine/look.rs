@@ -1,4 +1,4 @@
-//! Looking around: whatever is not the data in progress. And sleeping until something happens.
+//! Polling for all events but the data in progress, and sleeping until something happens.
 
 use std::time::Instant;
 
@@ -16,7 +16,7 @@ use crate::plan::Direction;
 use crate::room;
 
 impl Engine {
-    /// Looks at everything that is not the data in progress: registered descriptors, door, clock.
+    /// Polls for all events but the data in progress: registered descriptors, acceptor, clock.
     pub(super) fn look_around(&mut self, now: Instant) {
         self.look_at_ready();
         self.look_at_door(now);
@@ -46,7 +46,7 @@ impl Engine {
                 DoorEvent::Unauthorized { from, what } => {
                     self.fail(Report::new(self.settings.me, Cause::Unauthorized { from, what }));
                 }
-                // A stranger alone, who cannot be let in, does no harm.
+                // An unauthenticated peer that cannot be accepted does no harm if no rank is expected.
                 DoorEvent::Exhausted { dials, source } if dials || self.expects_a_connection() => {
                     let what = room::without_descriptors(&source, self.settings.size, self.beside.len() + 1);
                     self.fail(Report::new(self.settings.me, Cause::Exhausted { what }));
@@ -56,7 +56,7 @@ impl Engine {
         }
     }
 
-    /// Whether another rank may be about to connect.
+    /// Returns whether another rank may be about to connect.
     fn expects_a_connection(&self) -> bool {
         let asked =
             |peer: &Peer| Lane::ALL.iter().any(|&lane| peer.asked[lane as usize] && !peer.is_open(lane));
@@ -85,7 +85,7 @@ impl Engine {
                 let _ = conn.watch_path(self.settings.peer_timeout);
                 self.peers[peer].control = Some(conn);
                 self.flush_control(peer);
-                // It may have spoken right behind its proof: no event will tell.
+                // The peer may have sent frames right after its proof, for which no event comes.
                 self.read_control(peer);
             }
             Lane::Collective => self.peers[peer].collective = Some(conn),
@@ -96,7 +96,7 @@ impl Engine {
         }
     }
 
-    /// Sleeps until something can move, time has come or `goal` has changed; then looks around.
+    /// Sleeps until data can move, a time has come or `goal` has changed. Then polls once.
     pub(super) fn sleep(&mut self, goal: &Goal<'_>) {
         let now = Instant::now();
         self.still_since.get_or_insert(now);
@@ -134,7 +134,7 @@ impl Engine {
             self.flush_control(peer);
         }
         let now = Instant::now();
-        // Woken by data, as a rule: then it need not ask for anything else.
+        // As a rule data has woken the thread, and then no other source needs a poll.
         if registered || self.door.wake_at().is_some_and(|at| now >= at) {
             self.look_around(now);
         } else {

@@ -1,4 +1,4 @@
-//! Who is gone: the connections that have ended, and what that proves.
+//! Detection of lost peers: which connections have ended, and what that proves.
 
 use std::time::{Duration, Instant};
 
@@ -8,29 +8,29 @@ use crate::cause::{Cause, Report};
 use crate::error::Loss;
 use crate::links::conn::{Broken, Conn};
 
-/// How long the launcher may take to say how a rank died whose connections have closed.
+/// Longest time for the launcher to say how a rank died whose connections have closed.
 const VERDICT: Duration = Duration::from_millis(60);
-/// How long a control connection may take to explain why a data connection ended.
+/// Longest time for a control connection to explain why a data connection ended.
 const EXPLAIN: Duration = Duration::from_millis(500);
-/// How long data that is already here may keep a dead peer from being noticed.
+/// Longest time for which data that has already arrived may delay the detection of a dead peer.
 const SILENCE: Duration = Duration::from_millis(50);
-/// How long the kernels of other hosts may take to show that they are there.
+/// Longest time for the kernels of other hosts to show that they are alive.
 const SIGN_OF_LIFE: Duration = Duration::from_millis(500);
-/// A connection that ends after so long a silence may have been given up by the other end.
+/// If a connection ends after this long a silence, the other end may have given it up.
 const DOUBTFUL: Duration = Duration::from_millis(500);
 
 impl Engine {
-    /// A data connection has ended. That is no verdict: the control connection of that peer must say
-    /// whether it died, left, or closed because of somebody else.
+    /// Handles the end of a data connection. This alone proves nothing: the control connection of that peer
+    /// must show whether it died, left, or closed because of another rank.
     pub(super) fn suspect(&mut self, peer: usize, why: &Broken) {
         self.read_control(peer);
         let until = Instant::now() + EXPLAIN;
         self.peers[peer].suspect.get_or_insert((until, why.to_string()));
     }
 
-    /// Nothing moves: is it because somebody is gone?
+    /// Checks, when nothing moves, whether a peer is gone.
     pub(super) fn look_for_losses(&mut self, now: Instant) {
-        // Who is gone may have written what is needed before: memory keeps it.
+        // A peer that is gone may have written the needed data before: shared memory keeps it.
         if self.collectives.front().is_some_and(|first| first.run.is_in_memory()) && self.turn() {
             return;
         }
@@ -45,7 +45,7 @@ impl Engine {
             self.lose(rank, how, since);
             return;
         }
-        // Peers that left in good order, but are needed.
+        // Awaited peers that have left in good order.
         let first = self.collectives.front();
         let awaited = first.into_iter().flat_map(|first| first.run.awaited());
         let in_memory = first.is_some_and(|first| first.run.is_in_memory());
@@ -67,7 +67,7 @@ impl Engine {
         }
     }
 
-    /// Who has been silent for too long, though data keeps moving?
+    /// Checks whether a peer has been silent for too long though data keeps moving.
     pub(super) fn look_for_silence(&mut self, now: Instant) {
         let silent = |peer: &Peer| {
             peer.silent.as_ref().is_some_and(|(since, _)| now >= *since + SILENCE && !peer.left)
@@ -88,7 +88,7 @@ impl Engine {
         }
     }
 
-    /// Waits until somebody says how `rank` went, or why.
+    /// Waits until the launcher or a peer reports how `rank` ended.
     fn wait_for_verdict(&mut self, rank: usize, until: Instant) {
         self.read_all_controls();
         self.look_at_agent();
@@ -103,8 +103,8 @@ impl Engine {
         }
     }
 
-    /// `rank` was given up at `since`. Says so, or that this rank is cut off: or else one that hears nobody, or that all
-    /// have given up because they do not hear it, would accuse others.
+    /// Fails the group because `rank` was given up at `since`, or because this rank is cut off. Without this
+    /// check, a rank that hears nobody, or that nobody hears, would accuse others.
     fn lose(&mut self, rank: usize, how: Loss, since: Instant) {
         let unheard = self.peers[rank].control.as_ref().and_then(Conn::unheard);
         let doubtful = how != Loss::Disconnected || unheard.is_some_and(|unheard| unheard > DOUBTFUL);
@@ -117,7 +117,8 @@ impl Engine {
         self.fail(Report::new(self.settings.me, Cause::PeerLost { rank, how }));
     }
 
-    /// Whether no other host is heard though there are some beside that of `lost`. With that one alone nobody can tell.
+    /// Returns whether no other host is heard, though there are some besides that of `lost`. With only that
+    /// host the question cannot be decided.
     fn is_cut_off(&mut self, lost: usize, since: Instant) -> bool {
         let host = |rank: usize| self.settings.addresses[rank].ip();
         let (ours, theirs) = (host(self.settings.me), host(lost));
@@ -126,7 +127,7 @@ impl Engine {
             ours != theirs && ![ours, theirs].contains(&host(rank)) && peer.control.is_some() && !peer.left
         };
         let others: Vec<usize> = (0..self.peers.len()).filter(elsewhere).collect();
-        // Their kernels acknowledge the question, though nobody reads it.
+        // The kernels of the others acknowledge the question even if no process reads it.
         let ask = self.question();
         others.iter().for_each(|&rank| self.tell(rank, &ask, &[]));
         let until = Instant::now() + SIGN_OF_LIFE;
@@ -141,8 +142,9 @@ impl Engine {
         !others.is_empty()
     }
 
-    /// Whether the host of `rank` has acknowledged all that this rank told it. What it sends by itself proves only that
-    /// it is heard, not that it hears. If its connection has ended, that must have come from it after `since`.
+    /// Returns whether the host of `rank` has acknowledged all that this rank sent it. Incoming data proves
+    /// only that the host is heard, not that it hears. A connection that has ended counts if its end came
+    /// after `since`.
     fn is_reached(&self, rank: usize, since: Instant) -> bool {
         let peer = &self.peers[rank];
         let Some(control) = &peer.control else { return false };

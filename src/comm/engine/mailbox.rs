@@ -1,4 +1,4 @@
-//! What threads tell the one that drives the engine.
+//! The submission queue: requests of other threads to the one that drives the engine.
 
 use std::os::fd::{AsFd, BorrowedFd};
 
@@ -23,10 +23,11 @@ impl Bell for EventFd {
 #[derive(Debug)]
 pub(crate) struct Mailbox<T = Task, B = EventFd> {
     letters: Mutex<Letters<T>>,
-    /// What `letters` holds, which saves the lock: tasks or an abort ([`LETTERS`]), threads that wait for the seat
-    /// ([`QUEUED`]). Above these bits: how often the seat was left.
+    /// Flags for the content of `letters`, so that readers need no lock: tasks or an abort ([`LETTERS`]),
+    /// threads that wait for the progress lock ([`QUEUED`]). The higher bits count how often the lock was
+    /// released.
     notes: AtomicUsize,
-    /// Whether the driver sleeps and the bell must be rung.
+    /// The driver sleeps, so the doorbell must be rung.
     asleep: AtomicBool,
     bell: B,
 }
@@ -39,7 +40,7 @@ const LEFT: usize = 4;
 pub(super) struct Letters<T> {
     pub(super) tasks: Vec<T>,
     pub(super) abort: Option<String>,
-    /// Threads that wait for the seat.
+    /// Threads that wait for the progress lock.
     waiting: Vec<Thread>,
 }
 
@@ -68,28 +69,29 @@ impl<T, B: Bell> Mailbox<T, B> {
         self.letters.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Leaves something for the driver.
+    /// Queues a request for the driver.
     pub(super) fn post(&self, write: impl FnOnce(&mut Letters<T>)) {
         write(&mut self.letters());
         self.notes.fetch_or(LETTERS, Ordering::SeqCst);
         self.rouse();
     }
 
-    /// Has a driver that sleeps look around.
+    /// Wakes a driver that sleeps.
     pub(super) fn rouse(&self) {
-        // Together with that of `fall_asleep`: either we see that it sleeps, or it sees what we have written.
+        // This fence pairs with that of `fall_asleep`: either this thread sees that the driver sleeps, or the
+        // driver sees the request.
         fence(Ordering::SeqCst);
         if self.asleep.load(Ordering::SeqCst) {
             self.bell.ring();
         }
     }
 
-    /// Whether anything was left that nobody has taken.
+    /// Returns whether a request is queued.
     pub(super) fn has_letters(&self) -> bool {
         self.notes.load(Ordering::SeqCst) & LETTERS != 0
     }
 
-    /// Tasks and the reason of an abort, if any came.
+    /// Takes the queued tasks and the reason of an abort, if there are any.
     pub(super) fn collect(&self) -> Option<(Vec<T>, Option<String>)> {
         if !self.has_letters() || self.notes.fetch_and(!LETTERS, Ordering::SeqCst) & LETTERS == 0 {
             return None;
@@ -98,8 +100,8 @@ impl<T, B: Bell> Mailbox<T, B> {
         Some((std::mem::take(&mut letters.tasks), letters.abort.take()))
     }
 
-    /// Announces that the driver is about to sleep; whether it may. `wanted` is looked at after the
-    /// announcement, so whoever changes what it says and then [rouses](Self::rouse) is not missed.
+    /// Announces that the driver is about to sleep. Returns whether it may. `wanted` is evaluated after the
+    /// announcement, so a thread that changes its result and then [rouses](Self::rouse) is not missed.
     pub(super) fn fall_asleep(&self, wanted: impl FnOnce() -> bool) -> bool {
         self.asleep.store(true, Ordering::SeqCst);
         fence(Ordering::SeqCst);
@@ -110,17 +112,18 @@ impl<T, B: Bell> Mailbox<T, B> {
         self.asleep.store(false, Ordering::SeqCst);
     }
 
-    /// Has this thread woken when the seat is free. It must look once more after this: it may be free already. (If who
-    /// has left it did not see the note, it changed it before this thread did, which so sees the seat free.)
+    /// Queues this thread to be woken when the progress lock is free. The caller must try the lock once more
+    /// after this: it may be free already. (If the thread that released it did not see the flag, it released
+    /// it before the flag was set, so this thread sees the lock free.)
     pub(super) fn queue(&self) {
         self.letters().waiting.push(current());
         self.notes.fetch_or(QUEUED, Ordering::SeqCst);
     }
 
-    /// Tells that the seat is free: wakes the threads that wait for it. Whether there are letters that nobody has
-    /// taken: from now on who leaves one finds the seat free.
+    /// Announces that the progress lock is free: wakes a thread that waits for it. Returns whether requests
+    /// are queued. From now on, a thread that queues a request finds the lock free.
     pub(super) fn leave(&self) -> bool {
-        // Always a change, which costs less than a fence.
+        // The counter changes each time, so that no fence is needed; this costs less.
         let notes = self.notes.fetch_add(LEFT, Ordering::SeqCst);
         if notes & QUEUED != 0 {
             self.call_next();

@@ -32,8 +32,8 @@ use crate::links::hello::Credentials;
 pub(crate) const EAGER_BYTES: usize = 64 << 10;
 /// What a receiver keeps for each peer until it is asked for, headers included.
 pub(crate) const CREDIT_BYTES: usize = 1 << 20;
-/// Most announcements from one peer that wait to be asked for. What a sender has beyond waits with it, in order, until
-/// one of them is; few in tests of this module.
+/// Most announcements from one peer that wait to be asked for. What a sender has beyond waits with it, in
+/// order, until one of them is; few in tests of this module.
 pub(crate) const ANNOUNCEMENTS: usize = if cfg!(test) { 50 } else { 1 << 20 };
 
 /// A message that this rank sends.
@@ -160,8 +160,8 @@ impl Open {
     }
 }
 
-/// Of all sends and receives since there were none last: the shortest time of one, and when the others are first to be
-/// asked what they wait in. So that there may be many, and the clock is looked at often.
+/// Of all sends and receives since there were none last: the shortest time of one, and when the others are
+/// first to be asked what they wait in. So that there may be many, and the clock is looked at often.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Haste {
     pub(crate) shortest: Duration,
@@ -292,8 +292,8 @@ impl Mailbox {
         }
     }
 
-    /// The first message with this tag that came early and that nobody has claimed: its place in the order of all
-    /// early messages of the group, and what it is.
+    /// The first message with this tag that came early and that nobody has claimed: its place in the order of
+    /// all early messages of the group, and what it is.
     pub(crate) fn early(&self, tag: u32) -> Option<(u64, Envelope)> {
         let early = &self.early[self.early_index(tag)?];
         Some((early.came, Envelope { from: self.peer, call: early.call }))
@@ -360,7 +360,8 @@ impl Mailbox {
         others.into_iter().map(|recv| recv.ticket).collect()
     }
 
-    /// Whether the peer may not have received all bytes that were sent to it: some are not written, or not acknowledged.
+    /// Whether the peer may not have received all bytes that were sent to it: some are not written, or not
+    /// acknowledged.
     pub(crate) fn has_bytes_on_the_way(&self) -> bool {
         !self.out.is_empty() || self.conn.as_ref().is_some_and(|conn| !conn.is_flushed())
     }

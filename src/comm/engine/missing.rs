@@ -4,8 +4,8 @@ use std::collections::BTreeSet;
 
 /// Ranks on which rank `me`, which waits for `awaited`, waits in the end; in order.
 ///
-/// Follows whom those wait for that said so when they were asked (`waits`). One that has not answered waits for
-/// nobody: it is missing. If all wait for each other, it is `awaited`.
+/// Follows whom those wait for that said so when they were asked (`waits`). One that has not answered waits
+/// for nobody: it is missing. If all wait for each other, it is `awaited`.
 pub(super) fn missing<'a>(
     me: usize,
     awaited: &[usize],

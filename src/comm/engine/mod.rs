@@ -139,9 +139,9 @@ impl Shared {
 
     /// Carries out an operation, which it takes, and waits for it.
     pub(crate) fn call(&self, operation: &mut Option<Operation<'_>>, limit: Limit) -> Outcome {
-        // SAFETY: the borrows last until this function returns, and it returns only with the outcome. It does not
-        // unwind before: what is not ours and may panic, callbacks and user's reductions, is caught or runs with
-        // the seat, whose poison makes the next driver forget all tasks.
+        // SAFETY: the borrows last until this function returns, and it returns only with the outcome. It does
+        // not unwind before: what is not ours and may panic, callbacks and user's reductions, is caught or
+        // runs with the seat, whose poison makes the next driver forget all tasks.
         #[allow(unsafe_code)]
         let operation = unsafe { Operation::outliving(operation) };
         match self.if_free(|engine| engine.at_once(operation, limit)).flatten() {
@@ -174,7 +174,8 @@ impl Shared {
         outcomes.into_iter().try_for_each(|outcome| outcome.map(drop))
     }
 
-    /// Before the last handle goes: has done what was begun and nobody waits for, each within its time, and leaves.
+    /// Before the last handle goes: has done what was begun and nobody waits for, each within its time, and
+    /// leaves.
     pub(crate) fn finish(&self) {
         if self.chores().pending() == 0 {
             return;
@@ -248,11 +249,13 @@ impl Operation<'_> {
     /// The same, though nothing says any more that its memory is there.
     ///
     /// # Safety
-    /// Until what is taken from it is dropped its memory stays valid, as it was borrowed for: nothing else touches what
-    /// was lent to be filled, nothing writes what was lent to be read. Nothing else is put there.
+    /// Until what is taken from it is dropped its memory stays valid, as it was borrowed for: nothing else
+    /// touches what was lent to be filled, nothing writes what was lent to be read. Nothing else is put
+    /// there.
     #[allow(unsafe_code)]
     unsafe fn outliving(operation: &mut Option<Self>) -> &mut Option<Operation<'static>> {
-        // SAFETY: types that differ in a lifetime alone are laid out alike. The rest is passed on to the caller.
+        // SAFETY: types that differ in a lifetime alone are laid out alike. The rest is passed on to the
+        // caller.
         unsafe { &mut *std::ptr::from_mut(operation).cast() }
     }
 }

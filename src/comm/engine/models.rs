@@ -1,5 +1,6 @@
-//! What threads share, in every order of events that a processor allows: `scripts/check` builds the tests with
-//! `--cfg loom` and runs these. A thread that sleeps for ever is a failure, as is a model that does not end.
+//! What threads share, in every order of events that a processor allows: `scripts/check` builds the tests
+//! with `--cfg loom` and runs these. A thread that sleeps for ever is a failure, as is a model that does not
+//! end.
 
 use std::sync::Arc;
 use std::task::Wake;

@@ -1,27 +1,29 @@
 //! What a rank does that waits and finds nothing to move: spin, yield its core, or sleep. Pure.
 //!
-//! A sleeper costs its sender a wake-up, and wakes late; who spins or yields burns what somebody else may need. Where
-//! there is a core for each rank, what is waited for is nearly always there within microseconds. Where there is not,
-//! whoever is waited for needs this core, and has it soonest if this rank yields; but a system that schedules sessions
-//! before threads (autogroups) takes no notice of a yield, and then only sleeping helps.
+//! A sleeper costs its sender a wake-up, and wakes late; who spins or yields burns what somebody else may
+//! need. Where there is a core for each rank, what is waited for is nearly always there within microseconds.
+//! Where there is not, whoever is waited for needs this core, and has it soonest if this rank yields; but a
+//! system that schedules sessions before threads (autogroups) takes no notice of a yield, and then only
+//! sleeping helps.
 
 use std::time::Duration;
 
 /// Attempts that only spin, and those after it that yield.
 const SPINS: u32 = 20;
 const YIELDS: u32 = 100;
-/// With more ranks than cores: yields in a row that let nobody else run. As a rule nobody else needs the core then, and
-/// what is waited for comes from another one.
+/// With more ranks than cores: yields in a row that let nobody else run. As a rule nobody else needs the core
+/// then, and what is waited for comes from another one.
 const CROWDED_VAIN_YIELDS: u32 = 30;
 /// The same where a yield does not reach the other ranks.
 const APART_VAIN_YIELDS: u32 = 3;
 /// A yield that takes as long as this let somebody else run.
 const SWITCH: Duration = Duration::from_nanos(900);
-/// Yields that let somebody else run, though there are cores for all, until this rank sleeps for once, or goes to
-/// another core.
+/// Yields that let somebody else run, though there are cores for all, until this rank sleeps for once, or
+/// goes to another core.
 const SHARED: u32 = 16;
 
-/// Of an attempt to be through with a call before it becomes an operation: attempts that only look again, and yields.
+/// Of an attempt to be through with a call before it becomes an operation: attempts that only look again, and
+/// yields.
 const BRIEF_SPINS: u32 = 1000;
 const CROWDED_SPINS: u32 = 100;
 const BRIEF_YIELDS: u32 = 64;
@@ -42,7 +44,8 @@ pub(crate) enum Crowd {
     No,
     /// There are more ranks than cores.
     Cores,
-    /// The same, and a yield may not reach them: the system schedules sessions, and this rank has one of its own.
+    /// The same, and a yield may not reach them: the system schedules sessions, and this rank has one of its
+    /// own.
     Apart,
 }
 
@@ -80,8 +83,8 @@ impl Patience {
         Self::of(crowd, Limits { spins, yields: YIELDS, vain })
     }
 
-    /// For one call that is hoped to be over soon: in place of sleeping it becomes an operation. With more ranks than cores
-    /// it spins as long as those that it waits for are not [near](Self::is_near).
+    /// For one call that is hoped to be over soon: in place of sleeping it becomes an operation. With more
+    /// ranks than cores it spins as long as those that it waits for are not [near](Self::is_near).
     pub(super) fn brief(crowd: Crowd) -> Self {
         let limits = match crowd {
             Crowd::No => Limits { spins: BRIEF_SPINS, yields: 0, vain: 0 },
@@ -122,8 +125,8 @@ impl Patience {
         Step::Yield
     }
 
-    /// Whether the rank may go to another core in place of a sleep: not twice in a row. Deadlines and lost peers are
-    /// looked at when it sleeps, and on a busy machine it could go back and forth for ever.
+    /// Whether the rank may go to another core in place of a sleep: not twice in a row. Deadlines and lost
+    /// peers are looked at when it sleeps, and on a busy machine it could go back and forth for ever.
     pub(super) fn may_move(&self) -> bool {
         !self.moved_core
     }

@@ -1,7 +1,8 @@
 //! Monitored barriers: each rank tells every other that it is there, so that all know all who are not.
 //!
-//! The signs travel on the control connections, which every rank has with every other, and a rank is through when
-//! it has those of all. No rank collects them for the others: whose patience ends first can name everybody.
+//! The signs travel on the control connections, which every rank has with every other, and a rank is through
+//! when it has those of all. No rank collects them for the others: whose patience ends first can name
+//! everybody.
 
 use super::core::Engine;
 use super::state::{Collective, Peer};
@@ -40,9 +41,11 @@ impl Collective {
         (0..peers.len()).filter(absent)
     }
 
-    /// Whether all others have given their signs, and ours is on its way to them: nothing happens between calls.
+    /// Whether all others have given their signs, and ours is on its way to them: nothing happens between
+    /// calls.
     ///
-    /// Not after a failure: who comes too late finds all signs there, and the news that nobody waits any more.
+    /// Not after a failure: who comes too late finds all signs there, and the news that nobody waits any
+    /// more.
     pub(super) fn is_attended(&self, me: usize, peers: &[Peer], failed: bool) -> bool {
         let told = |peer: &Peer| peer.control_out.is_empty() || peer.control.is_none();
         let all = || peers.iter().all(told) && self.absent(me, peers).next().is_none();

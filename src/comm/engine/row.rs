@@ -1,5 +1,5 @@
-//! The row of elements that a plan works on: the caller's memory, or a copy of it with other elements; and what is
-//! done to elements that arrive.
+//! The row of elements that a plan works on: the caller's memory, or a copy of it with other elements; and
+//! what is done to elements that arrive.
 
 use std::ops::Range;
 
@@ -16,7 +16,8 @@ pub(crate) struct Row<'m> {
     wide: Option<&'static Wide>,
     /// Instead of the memory, if the plan's elements are wider, or what is only read must be changed.
     copy: Option<Vec<u8>>,
-    /// Sums in progress beside the row: those of the elements of a fold one after the other, and from the front again.
+    /// Sums in progress beside the row: those of the elements of a fold one after the other, and from the
+    /// front again.
     sums: Vec<u8>,
     window: usize,
     begun: bool,
@@ -46,8 +47,8 @@ impl<'m> Row<'m> {
         Self { lent, kernel, wide, copy, sums, window, begun: false, element_bytes }
     }
 
-    /// Makes this rank's shares what the kernel adds. Not before the plan is carried out: what waits for others
-    /// takes no memory.
+    /// Makes this rank's shares what the kernel adds. Not before the plan is carried out: what waits for
+    /// others takes no memory.
     pub(crate) fn begin(&mut self) {
         let Some(kernel) = self.kernel.as_ref().filter(|_| !self.begun) else { return };
         self.begun = true;
@@ -76,7 +77,8 @@ impl<'m> Row<'m> {
         self.lent.whole().filter(|_| self.copy.is_none())
     }
 
-    /// Copies some of what the operation copies beside its row, while there is nothing else to do; whether it did.
+    /// Copies some of what the operation copies beside its row, while there is nothing else to do; whether it
+    /// did.
     pub(crate) fn copy_some(&mut self) -> bool {
         self.lent.copy_some(QUANTUM_BYTES) > 0
     }

@@ -1,9 +1,9 @@
 //! Who drives the engine: whichever thread waits, and a thread of our own for what nobody waits for.
 //!
-//! A call puts its task into the mailbox and tries to take the seat (the lock of the engine). Who has the seat
-//! drives everybody's tasks until its own is done; the others sleep until theirs is done or the seat is free.
-//! The background thread exists from the first nonblocking operation on. It never spins, leaves the seat to
-//! whoever asks for it, and comes back when nobody has taken it for a while.
+//! A call puts its task into the mailbox and tries to take the seat (the lock of the engine). Who has the
+//! seat drives everybody's tasks until its own is done; the others sleep until theirs is done or the seat is
+//! free. The background thread exists from the first nonblocking operation on. It never spins, leaves the
+//! seat to whoever asks for it, and comes back when nobody has taken it for a while.
 
 use std::fmt::Debug;
 use std::io;
@@ -354,8 +354,8 @@ struct Next<'a, E: Drive>(&'a Core<E>);
 
 impl<E: Drive> Drop for Next<'_, E> {
     fn drop(&mut self) {
-        // What came after this thread had looked for the last time, from somebody who found the seat still taken,
-        // was left to it: an abort, which nobody waits for.
+        // What came after this thread had looked for the last time, from somebody who found the seat still
+        // taken, was left to it: an abort, which nobody waits for.
         if self.0.mailbox.leave()
             && let Some(mut seat) = self.0.try_seat()
         {

@@ -21,8 +21,8 @@ use crate::shm::{Layout, Node, RingLane};
 const NEWS: Duration = Duration::from_millis(100);
 
 impl Engine {
-    /// Finds together with the other `ranks` of this host (this one is among them), and has data go through memory from
-    /// then on. If that cannot be, all of them use connections, and the answer says why.
+    /// Finds together with the other `ranks` of this host (this one is among them), and has data go through
+    /// memory from then on. If that cannot be, all of them use connections, and the answer says why.
     pub(crate) fn share(
         &mut self,
         ranks: &[usize],
@@ -128,8 +128,8 @@ impl Engine {
         }
     }
 
-    /// Has the other ranks of the host ring from now on when they have written to memory; whether what they wrote before
-    /// leaves nothing to do.
+    /// Has the other ranks of the host ring from now on when they have written to memory; whether what they
+    /// wrote before leaves nothing to do.
     pub(super) fn may_sleep_beside(&mut self, goal: &Goal<'_>) -> bool {
         let Some(node) = &self.node else { return true };
         node.fall_asleep();
@@ -146,8 +146,8 @@ impl Engine {
         }
     }
 
-    /// Hears why another rank of the host has ended the group, if one has: no collective in memory that is called later
-    /// succeeds, though the stamps of all that it needs may be there from before.
+    /// Hears why another rank of the host has ended the group, if one has: no collective in memory that is
+    /// called later succeeds, though the stamps of all that it needs may be there from before.
     pub(super) fn hear_of_failure(&mut self) {
         let until = Instant::now() + NEWS;
         while self.failure.is_none() && self.node.as_ref().is_some_and(Node::has_failed) {

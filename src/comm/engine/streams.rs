@@ -17,8 +17,8 @@ use crate::plan::{Algorithm, Apply, Direction, Plan, Segment};
 const SHORT_BYTES: usize = 12 << 10;
 /// Pieces of this size and more are received into the buffer without reading ahead.
 const DIRECT_BYTES: usize = 4 << 10;
-/// A rank that has sent all of its share waits for one peer after the other, if what is to come is not more than this
-/// from each, and so does not hold up who sends it.
+/// A rank that has sent all of its share waits for one peer after the other, if what is to come is not more
+/// than this from each, and so does not hold up who sends it.
 const PATIENT_BYTES: usize = 64 << 10;
 /// Most pieces of one send.
 const PARTS: usize = 8;

@@ -24,8 +24,8 @@ pub(super) fn park_timeout(_: std::time::Duration) {
     loom::thread::yield_now();
 }
 
-/// A lock that is tried more often than waited for. loom's own does not look at what happens when somebody tries just
-/// before it is released; with an atomic in its place it does.
+/// A lock that is tried more often than waited for. loom's own does not look at what happens when somebody
+/// tries just before it is released; with an atomic in its place it does.
 #[cfg(loom)]
 #[derive(Debug)]
 pub(super) struct SeatLock<T> {

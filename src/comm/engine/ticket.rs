@@ -18,8 +18,8 @@ use crate::flight::Step;
 /// How an operation ended; a message tells what it was.
 pub(crate) type Outcome = Result<Option<Envelope>, CommError>;
 
-/// How long an operation may take, and since when, if that is known yet: one that waits for nothing need not read the
-/// clock for it.
+/// How long an operation may take, and since when, if that is known yet: one that waits for nothing need not
+/// read the clock for it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Limit {
     timeout: Duration,

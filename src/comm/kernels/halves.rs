@@ -50,8 +50,9 @@ fn widen_bf16(from: &[u8], into: &mut [u8]) {
     convert(from, into, |half: u16| u32::from(half) << 16);
 }
 
-/// Half of the last digit is added, less a trifle where that digit is even, and the rest is cut off. That would
-/// carry a NaN over to a number, so it is told apart; without a branch, so that all this becomes vectors.
+/// Half of the last digit is added, less a trifle where that digit is even, and the rest is cut off. That
+/// would carry a NaN over to a number, so it is told apart; without a branch, so that all this becomes
+/// vectors.
 fn narrow_bf16(from: &[u8], into: &mut [u8]) {
     convert(from, into, |number: f32| {
         let bits = number.to_bits();

@@ -1,11 +1,12 @@
 //! Arithmetic on buffers: one table from (type, operation) to functions, looked up once per call.
 //!
-//! Kernels work in place on bytes: `into = into op from`, element by element in native byte order. Bytes need no
-//! alignment, and loops over them become those of the widest [`vectors`] that the processor has: the two sides cannot
-//! overlap, so no scalar fall-back is compiled. What is only read may lie in memory that processes share.
+//! Kernels work in place on bytes: `into = into op from`, element by element in native byte order. Bytes need
+//! no alignment, and loops over them become those of the widest [`vectors`] that the processor has: the two
+//! sides cannot overlap, so no scalar fall-back is compiled. What is only read may lie in memory that
+//! processes share.
 //!
-//! Every operation is commutative to the last bit (NaN payloads excepted), which is what lets both
-//! ends of an exchange compute the same result from swapped operands.
+//! Every operation is commutative to the last bit (NaN payloads excepted), which is what lets both ends of an
+//! exchange compute the same result from swapped operands.
 //!
 //! Types share functions where their bits allow it: complex numbers are added as twice as many real ones,
 //! truth values are combined as bits, and halves are added as `f32` ([`halves`]).
@@ -124,8 +125,8 @@ impl Kernel {
         self.wide
     }
 
-    /// Adds a contribution: `into[i] = into[i] op from[i]`, or `from[i] op into[i]` if that one `is_first`; then
-    /// ends the reduction if it is the `last`. Both slices have the same length, in whole elements.
+    /// Adds a contribution: `into[i] = into[i] op from[i]`, or `from[i] op into[i]` if that one `is_first`;
+    /// then ends the reduction if it is the `last`. Both slices have the same length, in whole elements.
     ///
     /// The error says how a function of the program failed.
     pub(crate) fn reduce(
@@ -219,8 +220,8 @@ fn complex<T: Multiply<N>, const N: usize, R: Arith<M>, const M: usize>(op: Redu
     if op == ReduceOp::Product { Some((product::<T, N>, None)) } else { numbers::<R, M>(op) }
 }
 
-/// Truth values are the bytes 0 and 1. What a peer sends instead is not trusted to be one of them, neither here nor
-/// where it is stored (`engine/buffer.rs`).
+/// Truth values are the bytes 0 and 1. What a peer sends instead is not trusted to be one of them, neither
+/// here nor where it is stored (`engine/buffer.rs`).
 fn truths(op: ReduceOp) -> Functions {
     integers::<u8, 1>(match op {
         ReduceOp::Sum | ReduceOp::Max => ReduceOp::Bor,

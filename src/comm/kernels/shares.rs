@@ -18,9 +18,9 @@ impl Kernel {
     /// Bytes that [`Self::add_up`] needs beside the shares.
     pub(crate) const SCRATCH_BYTES: usize = 2 * WIDE_BLOCK_BYTES + BLOCK_BYTES;
 
-    /// Adds to `own`, the share of `ranks.me`, those of all others; `share` tells where so many bytes of
-    /// one are, from a place on. `added` is called for
-    /// each piece of `own` in which the sums are, with its place; of these bytes no share is looked at any more.
+    /// Adds to `own`, the share of `ranks.me`, those of all others; `share` tells where so many bytes of one
+    /// are, from a place on. `added` is called for each piece of `own` in which the sums are, with its place;
+    /// of these bytes no share is looked at any more.
     ///
     /// Sums of halves are rounded once. The error says how a function of the program failed.
     #[inline]
@@ -47,7 +47,8 @@ impl Kernel {
         Ok(())
     }
 
-    /// Adds up copies of the shares: a function of the program must not see shared memory, and halves become wider.
+    /// Adds up copies of the shares: a function of the program must not see shared memory, and halves become
+    /// wider.
     fn add_copies<'a>(
         &self,
         ranks: Ranks,
@@ -82,7 +83,8 @@ impl Kernel {
     }
 }
 
-/// Each operation is commutative, to the bit: so the sum of the ranks before this one can be added to its share.
+/// Each operation is commutative, to the bit: so the sum of the ranks before this one can be added to its
+/// share.
 #[inline]
 fn add_in_place<'a>(
     reduce: ReduceFn,

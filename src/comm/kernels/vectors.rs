@@ -1,8 +1,8 @@
 //! The vectors that the processor has, and loops that are compiled for each kind of them.
 //!
-//! A loop is written once, over single elements, and compiled three times on x86-64: for what every such processor has
-//! (SSE2), for AVX2 and for AVX-512. Elsewhere once, with what every processor of the kind has (NEON on aarch64). Which
-//! of them is taken is decided where it runs.
+//! A loop is written once, over single elements, and compiled three times on x86-64: for what every such
+//! processor has (SSE2), for AVX2 and for AVX-512. Elsewhere once, with what every processor of the kind has
+//! (NEON on aarch64). Which of them is taken is decided where it runs.
 
 use std::marker::PhantomData;
 
@@ -77,7 +77,8 @@ impl Vectors {
     fn run(self, work: impl Loop) {
         match self.0 {
             Kind::Portable => work.run(),
-            // SAFETY: there is no such value but where the processor has these vectors, see `widest` and `each`.
+            // SAFETY: there is no such value but where the processor has these vectors, see `widest` and
+            // `each`.
             #[cfg(target_arch = "x86_64")]
             Kind::Avx2 => unsafe { with_avx2(work) },
             // SAFETY: as above.
@@ -135,13 +136,14 @@ impl Source<'_> {
 /// Fewer bytes `memcpy` copies by vectors anyway.
 const LONG_BYTES: usize = 2048;
 
-/// Copies `len` bytes as `memcpy` does, but for a trap of it: with AMD's Zen 3 and 4 glibc copies many bytes by
-/// `rep movsb`, which takes 5 to 20 times as long (1.8 GB/s) if the target begins, in its page, 1 to 31 bytes after the
-/// source in its own (glibc's bug 30994). Much memory of `malloc` begins 16 bytes after a page, and what is shared on one.
+/// Copies `len` bytes as `memcpy` does, but for a trap of it: with AMD's Zen 3 and 4 glibc copies many bytes
+/// by `rep movsb`, which takes 5 to 20 times as long (1.8 GB/s) if the target begins, in its page, 1 to 31
+/// bytes after the source in its own (glibc's bug 30994). Much memory of `malloc` begins 16 bytes after a
+/// page, and what is shared on one.
 ///
 /// # Safety
-/// `len` bytes from `from` on can be read and nobody writes them, those from `into` on can be written and are nobody
-/// else's, and the two are apart.
+/// `len` bytes from `from` on can be read and nobody writes them, those from `into` on can be written and are
+/// nobody else's, and the two are apart.
 #[allow(unsafe_code)]
 #[inline(always)]
 pub(crate) unsafe fn copy(from: *const u8, into: *mut u8, len: usize) {

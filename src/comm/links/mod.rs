@@ -31,8 +31,8 @@ pub(crate) trait Link: fmt::Debug + Send {
     /// Whether the peer's side has got everything that was sent.
     fn is_flushed(&self) -> bool;
 
-    /// Has the system keep nothing of the connection when it is dropped, where it would keep its port for a minute
-    /// (TIME_WAIT). Only for what [is flushed](Self::is_flushed): the rest is lost.
+    /// Has the system keep nothing of the connection when it is dropped, where it would keep its port for a
+    /// minute (TIME_WAIT). Only for what [is flushed](Self::is_flushed): the rest is lost.
     fn give_up_port(&self) {}
 
     /// Asks the system to notice a dead peer host or path within `bound` though nothing is sent.

@@ -1,5 +1,5 @@
-//! Real connections as awkward as a system may make them: a few bytes at a time, refused though something could move,
-//! interrupted. And readiness in any order, or told later.
+//! Real connections as awkward as a system may make them: a few bytes at a time, refused though something
+//! could move, interrupted. And readiness in any order, or told later.
 //!
 //! Whatever a thread connects after [`on`] is so, until [`on`] is called with `None`.
 
@@ -74,7 +74,8 @@ impl Rough {
 
     fn most(&mut self) -> io::Result<usize> {
         match self.random.below(2 * self.trouble) {
-            // Only where the system says again that something can move; shared memory does not, nor does it refuse.
+            // Only where the system says again that something can move; shared memory does not, nor does it
+            // refuse.
             0 if self.link.pollable().is_some() => Err(io::ErrorKind::WouldBlock.into()),
             1 => Err(io::ErrorKind::Interrupted.into()),
             // Without these a program of many bytes takes half a minute on a busy machine.

@@ -24,12 +24,13 @@ pub(crate) struct Tcp {
     outside: Outside,
 }
 
-/// The congestion control of the system, where another stands in for it until it is known where a connection leads.
+/// The congestion control of the system, where another stands in for it until it is known where a connection
+/// leads.
 ///
-/// Inside a host there is no path to probe, and one that paces (BBR) only adds timers there: it made the ring at
-/// 2 ranks 18 or 35 ms for 64 MiB by chance, where Reno needs 17 ms each time. But a socket that was once paced stays
-/// so, whatever is set later (an all-reduce of 256 KiB by 4 ranks took 1.1 ms instead of 0.2). So sockets begin with
-/// Reno. Without effect where the system refuses.
+/// Inside a host there is no path to probe, and one that paces (BBR) only adds timers there: it made the ring
+/// at 2 ranks 18 or 35 ms for 64 MiB by chance, where Reno needs 17 ms each time. But a socket that was once
+/// paced stays so, whatever is set later (an all-reduce of 256 KiB by 4 ranks took 1.1 ms instead of 0.2). So
+/// sockets begin with Reno. Without effect where the system refuses.
 type Outside = Option<Vec<u8>>;
 
 /// Has a socket without a connection begin with Reno.
@@ -111,8 +112,8 @@ impl Link for Tcp {
         let _ = self.socket.set_linger(Some(Duration::ZERO));
     }
 
-    /// For control connections only: on a data lane the same settings would end a peer that is alive
-    /// but slow to read. Not inside a host, which cannot lose itself: there a core that its machine does not run for
+    /// For control connections only: on a data lane the same settings would end a peer that is alive but slow
+    /// to read. Not inside a host, which cannot lose itself: there a core that its machine does not run for
     /// `bound`, while it holds one end, would be taken for a lost host.
     fn watch_path(&self, bound: Duration) -> io::Result<()> {
         if self.is_inside_the_host() {

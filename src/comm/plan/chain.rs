@@ -56,8 +56,8 @@ pub(super) fn scan(rank: usize, world: usize, count: usize) -> Plan {
     plan
 }
 
-/// Exclusive scan, as `rank` of `world` sees it: an inclusive one over the first half of the row, whose result then
-/// goes to the second half of the next rank.
+/// Exclusive scan, as `rank` of `world` sees it: an inclusive one over the first half of the row, whose
+/// result then goes to the second half of the next rank.
 pub(super) fn exclusive_scan(rank: usize, world: usize, count: usize) -> Plan {
     let mut plan = scan(rank, world, count);
     let got = (rank > 0).then_some(0);

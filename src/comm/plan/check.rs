@@ -72,7 +72,8 @@ pub(crate) fn flat(world: usize) -> Vec<Topology> {
     vec![Topology::one_host(world)]
 }
 
-/// Also on several hosts: one after the other, with as many ranks on each but the last, or in turn, or anyhow.
+/// Also on several hosts: one after the other, with as many ranks on each but the last, or in turn, or
+/// anyhow.
 pub(crate) fn on_hosts(world: usize) -> Vec<Topology> {
     let mut topologies = flat(world);
     if world <= LARGEST_ON_HOSTS {
@@ -125,7 +126,8 @@ pub(crate) fn broadcast_is_right(
     });
 }
 
-/// Checks `plan(rank, topology, count, root)`: the root has everybody's share, the order is that of no accident.
+/// Checks `plan(rank, topology, count, root)`: the root has everybody's share, the order is that of no
+/// accident.
 pub(crate) fn reduce_is_right(topologies: Topologies, plan: impl Fn(usize, &Topology, usize, usize) -> Plan) {
     each_root(topologies, plan, |root, plans, end| {
         let (world, first) = (plans.len(), end[root].first());
@@ -155,7 +157,8 @@ pub(crate) fn scan_is_right(plan: impl Fn(usize, usize, usize) -> Plan) {
     scans_are_right(1, plan, |rank, row| assert!(row.iter().all(|value| value.ranks == (2 << rank) - 1)));
 }
 
-/// Checks `plan(rank, world, count)`: the second half of each rank's row ends with the shares of all before it.
+/// Checks `plan(rank, world, count)`: the second half of each rank's row ends with the shares of all before
+/// it.
 pub(crate) fn exclusive_scan_is_right(plan: impl Fn(usize, usize, usize) -> Plan) {
     scans_are_right(2, plan, |rank, row| {
         let expected = if rank == 0 { 1 } else { (1 << rank) - 1 };
@@ -290,8 +293,8 @@ fn blocks_are_right(
     });
 }
 
-/// A barrier `plan(rank, topology)` over `rounds(topology)` elements is right if it ends nowhere as long as one
-/// rank has not come, and everywhere when all have.
+/// A barrier `plan(rank, topology)` over `rounds(topology)` elements is right if it ends nowhere as long as
+/// one rank has not come, and everywhere when all have.
 pub(crate) fn barrier_is_right(rounds: impl Fn(&Topology) -> usize, plan: impl Fn(usize, &Topology) -> Plan) {
     each_topology(on_hosts, |topology| {
         let world = topology.world();

@@ -24,8 +24,8 @@ pub(super) fn all_reduce(rank: usize, world: usize, count: usize, folds: Option<
     plan
 }
 
-/// Reduce to `root` in two rounds, as `rank` of `world` sees it: as the all-reduce, but only the root is sent the
-/// sums.
+/// Reduce to `root` in two rounds, as `rank` of `world` sees it: as the all-reduce, but only the root is sent
+/// the sums.
 pub(super) fn reduce(rank: usize, world: usize, count: usize, root: usize, window: usize) -> Plan {
     let mut plan = Plan::default();
     let own = block(rank, world, count);
@@ -45,8 +45,8 @@ pub(super) fn reduce(rank: usize, world: usize, count: usize, root: usize, windo
 
 /// Receives everybody's share of `range` and adds it to what is there; which stream ends it.
 ///
-/// Into the buffer in the order i, i+1, ..., or folded in that of the ranks, with so many elements in progress.
-/// What arrives early waits in its connection: each stream waits for the one before it.
+/// Into the buffer in the order i, i+1, ..., or folded in that of the ranks, with so many elements in
+/// progress. What arrives early waits in its connection: each stream waits for the one before it.
 fn add(
     plan: &mut Plan,
     rank: usize,
@@ -76,8 +76,8 @@ pub(super) fn all_gather(rank: usize, blocks: &Blocks) -> Plan {
     plan
 }
 
-/// Reduce-scatter in one round, as `rank` sees it: in the end its own block is summed over all ranks. The others
-/// are only sent.
+/// Reduce-scatter in one round, as `rank` sees it: in the end its own block is summed over all ranks. The
+/// others are only sent.
 pub(super) fn reduce_scatter(rank: usize, blocks: &Blocks, folds: Option<usize>) -> Plan {
     let (mut plan, world) = (Plan::default(), blocks.world());
     for peer in others(rank, world) {

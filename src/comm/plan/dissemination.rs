@@ -13,10 +13,10 @@ fn rounds_among(parties: usize) -> usize {
 
 /// Barrier in so many [`rounds`], as `rank` sees it.
 ///
-/// In round k a rank tells the one 2^k places further that it and all it has heard of are there. Once all ranks of
-/// a host have heard of each other, host tells host in the same way, each rank its counterpart, so that only
-/// log2(H) rounds wait for the network. One byte a round; only its coming counts, and it counts only after those
-/// of the rounds before: what is told in round k is true only then.
+/// In round k a rank tells the one 2^k places further that it and all it has heard of are there. Once all
+/// ranks of a host have heard of each other, host tells host in the same way, each rank its counterpart, so
+/// that only log2(H) rounds wait for the network. One byte a round; only its coming counts, and it counts
+/// only after those of the rounds before: what is told in round k is true only then.
 ///
 /// Hensgen, Finkel & Manber 1988, doi:10.1007/BF01379320.
 pub(super) fn barrier(rank: usize, topology: &Topology) -> Plan {

@@ -1,7 +1,7 @@
 //! Folds: all ranks' shares, added by one rank in the order of the ranks.
 //!
-//! Who adds has all shares, not sums of some, so it can add them with more digits than they have and round once.
-//! The result is that of a plain loop over the ranks, whatever the number of elements.
+//! Who adds has all shares, not sums of some, so it can add them with more digits than they have and round
+//! once. The result is that of a plain loop over the ranks, whatever the number of elements.
 
 use std::ops::Range;
 
@@ -49,8 +49,8 @@ pub(super) enum Start {
     Window(usize),
 }
 
-/// All-reduce in one round, as `rank` of `world` sees it: everybody sends everything to everybody, and all ranks
-/// add the same in the same order.
+/// All-reduce in one round, as `rank` of `world` sees it: everybody sends everything to everybody, and all
+/// ranks add the same in the same order.
 ///
 /// The result replaces what is sent, so it waits until that is gone: to one rank after the other.
 pub(super) fn all_reduce(rank: usize, world: usize, count: usize) -> Plan {

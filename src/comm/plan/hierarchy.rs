@@ -46,7 +46,8 @@ pub(super) fn all_reduce(rank: usize, topology: &Topology, count: usize, chunk: 
     })
 }
 
-/// Reduce-scatter in place over hosts of equal size: in the end the rank's own block is summed over all ranks.
+/// Reduce-scatter in place over hosts of equal size: in the end the rank's own block is summed over all
+/// ranks.
 pub(super) fn reduce_scatter(rank: usize, topology: &Topology, blocks: &Blocks, chunk: usize) -> Plan {
     of_blocks(rank, topology, Halves::Reduce, blocks, chunk)
 }
@@ -70,8 +71,8 @@ fn within(outer: &Range<usize>, inner: &Range<usize>) -> Range<usize> {
     outer.start + inner.start..outer.start + inner.end
 }
 
-/// The plan over `chunks`, where `block(chunk, host, lane)` is what that lane of that host owns. `cuts` is in how many
-/// blocks a part is cut: as many as there are hosts, or one for two hosts that exchange all of it.
+/// The plan over `chunks`, where `block(chunk, host, lane)` is what that lane of that host owns. `cuts` is in
+/// how many blocks a part is cut: as many as there are hosts, or one for two hosts that exchange all of it.
 fn stages(
     rank: usize,
     topology: &Topology,
@@ -134,8 +135,8 @@ impl Place<'_> {
         sum
     }
 
-    /// Reduce-scatter of this lane's part around the hosts, once `inside` has it. Returns what the block of this
-    /// host, complete in the end, has to wait for.
+    /// Reduce-scatter of this lane's part around the hosts, once `inside` has it. Returns what the block of
+    /// this host, complete in the end, has to wait for.
     fn add_across(
         self,
         plan: &mut Plan,
@@ -157,8 +158,8 @@ impl Place<'_> {
         Some(Gate { stream: sums, lead: -lead(others) })
     }
 
-    /// All-reduce of this lane's part between two hosts, once `inside` has it. Both add the same two numbers, and
-    /// addition commutes to the last bit. As the part is sent from where it is received into, nothing is
+    /// All-reduce of this lane's part between two hosts, once `inside` has it. Both add the same two numbers,
+    /// and addition commutes to the last bit. As the part is sent from where it is received into, nothing is
     /// received that was not sent before.
     fn exchange(
         self,
@@ -173,8 +174,8 @@ impl Place<'_> {
         Some(Gate { stream, lead: 0 })
     }
 
-    /// All-gather of this lane's part around the hosts, where the gate `own` opens for the block of this host.
-    /// Returns the stream of the others' blocks.
+    /// All-gather of this lane's part around the hosts, where the gate `own` opens for the block of this
+    /// host. Returns the stream of the others' blocks.
     fn gather_across(
         self,
         plan: &mut Plan,
@@ -190,8 +191,8 @@ impl Place<'_> {
         Some(copies)
     }
 
-    /// All-gather inside the host: each lane gives its part to all others, the block of this host as its gate opens
-    /// and then the others' as they come.
+    /// All-gather inside the host: each lane gives its part to all others, the block of this host as its gate
+    /// opens and then the others' as they come.
     fn gather_inside(
         self,
         plan: &mut Plan,
@@ -229,7 +230,8 @@ impl Place<'_> {
         (self.host + self.hosts() - places % self.hosts()) % self.hosts()
     }
 
-    /// The other ranks of the host with their places, from the next one on, so that not all begin with the same.
+    /// The other ranks of the host with their places, from the next one on, so that not all begin with the
+    /// same.
     fn others(self) -> impl Iterator<Item = (usize, usize)> {
         let here = &self.topology.hosts()[self.host];
         (1..here.len()).map(move |distance| {
@@ -238,7 +240,8 @@ impl Place<'_> {
         })
     }
 
-    /// The ranks of this lane on the next host and the one before; `None` if it is no lane or there is one host.
+    /// The ranks of this lane on the next host and the one before; `None` if it is no lane or there is one
+    /// host.
     fn neighbours(self) -> Option<(usize, usize)> {
         let there = |host: usize| self.topology.hosts()[host][self.place];
         let ring = self.is_lane(self.place) && self.hosts() > 1;

@@ -251,8 +251,8 @@ pub(crate) fn all_gather(
     Plan { algorithm: Some(algorithm), ..plan }
 }
 
-/// Reduce-scatter of a row of blocks; the result is in this rank's own. The direct exchange only reads the others,
-/// and else they are partial sums in the end.
+/// Reduce-scatter of a row of blocks; the result is in this rank's own. The direct exchange only reads the
+/// others, and else they are partial sums in the end.
 pub(crate) fn reduce_scatter(
     algorithm: Algorithm,
     rounding: Rounding,
@@ -291,8 +291,8 @@ pub(crate) fn scan(rounding: Rounding, rank: usize, world: usize, count: usize) 
     Plan { wide: rounding.is_wide(Algorithm::Chain), ..chain::scan(rank, world, count) }
 }
 
-/// Exclusive scan: an inclusive one over the first half of the row, whose result goes to the second half of the next
-/// rank.
+/// Exclusive scan: an inclusive one over the first half of the row, whose result goes to the second half of
+/// the next rank.
 pub(crate) fn exclusive_scan(rounding: Rounding, rank: usize, world: usize, count: usize) -> Plan {
     Plan { wide: rounding.is_wide(Algorithm::Chain), ..chain::exclusive_scan(rank, world, count) }
 }

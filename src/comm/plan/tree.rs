@@ -34,8 +34,8 @@ pub(super) fn reduce(rank: usize, topology: &Topology, count: usize, root: usize
     plan
 }
 
-/// A rank's place in a binomial tree of hosts whose nodes are binomial trees of their ranks: every host but the
-/// root's is reached over one edge.
+/// A rank's place in a binomial tree of hosts whose nodes are binomial trees of their ranks: every host but
+/// the root's is reached over one edge.
 struct Family {
     parent: Option<usize>,
     /// Smallest subtree first, those on other hosts last.

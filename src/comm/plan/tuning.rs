@@ -18,13 +18,15 @@ const DOUBLING_BYTES: usize = 8 << 10;
 const DOUBLING_GATHER_BYTES: usize = 64 << 10;
 /// Most ranks for a direct exchange: each is connected to all others.
 const DIRECT_RANKS: usize = 8;
-/// Largest direct exchange, in bytes, where ranks share several hosts: it sends the same over the network more than once.
+/// Largest direct exchange, in bytes, where ranks share several hosts: it sends the same over the network
+/// more than once.
 const DIRECT_DEEP_BYTES: usize = 256 << 10;
-/// Largest all-reduce by direct exchange elsewhere. Beyond, the ring's one neighbour each way is better for the caches;
-/// blocks are exchanged at any size, since a ring has to pass them on.
+/// Largest all-reduce by direct exchange elsewhere. Beyond, the ring's one neighbour each way is better for
+/// the caches; blocks are exchanged at any size, since a ring has to pass them on.
 const DIRECT_BYTES: usize = 4 << 20;
-/// Most ranks among which every share of what is rounded once goes to who adds it: those that are all connected from
-/// the start. Beyond, fewer connections are worth more than bytes, and partial sums travel as wide elements.
+/// Most ranks among which every share of what is rounded once goes to who adds it: those that are all
+/// connected from the start. Beyond, fewer connections are worth more than bytes, and partial sums travel as
+/// wide elements.
 const FOLD_RANKS: usize = 16;
 /// Largest broadcast and reduce by the binomial tree, in bytes.
 const BINOMIAL_BYTES: usize = 64 << 10;

@@ -1,4 +1,4 @@
-//! One connection that this rank makes.
+//! One outgoing connection.
 
 use std::io;
 use std::net::SocketAddr;
@@ -17,8 +17,8 @@ use crate::room;
 /// First and longest pause between two attempts to connect.
 const PAUSE: Duration = Duration::from_millis(5);
 const LONGEST_PAUSE: Duration = Duration::from_millis(200);
-/// Longest wait for an answer to a hello before the call is made anew. The peer answers only when it
-/// is in a call itself, so this is long.
+/// Longest wait for an answer to a hello before the dial is repeated. It is long because the peer answers
+/// only while it is in a call itself.
 const ANSWER_TIME: Duration = Duration::from_secs(300);
 #[derive(Debug)]
 pub(super) struct Dial {
@@ -27,11 +27,11 @@ pub(super) struct Dial {
     pub(super) address: SocketAddr,
     step: Step,
     pause: Duration,
-    /// What the last attempt met.
+    /// The error of the last attempt.
     pub(super) last: String,
-    /// Since when nobody listens there.
+    /// The time since which nobody listens at the address.
     pub(super) refused_since: Option<Instant>,
-    /// Only to see whether somebody listens there: the peer is the one that connects.
+    /// This dial only checks whether the peer listens; the peer is the one that connects.
     pub(super) probes: bool,
 }
 
@@ -49,7 +49,8 @@ impl Dial {
         Self { peer, lane, address, step, pause: PAUSE, last, refused_since: None, probes: false }
     }
 
-    /// Looks again and again whether `peer` listens, which is to connect with `lane`. Begins after a while.
+    /// Repeatedly checks whether `peer` listens, which is to connect with `lane`. The first check comes after
+    /// a pause.
     pub(super) fn probe(peer: usize, lane: Lane, address: SocketAddr, now: Instant) -> Self {
         let step = Step::Pausing { until: now + LONGEST_PAUSE };
         Self { step, pause: LONGEST_PAUSE, probes: true, ..Self::new(peer, lane, address, now) }
@@ -59,7 +60,7 @@ impl Dial {
         matches!(self.step, Step::Done)
     }
 
-    /// When it wants a turn though nothing has come.
+    /// Returns when the dial wants a turn though no data has come.
     pub(super) fn wake_at(&self) -> Option<Instant> {
         match self.step {
             Step::Pausing { until } => Some(until),
@@ -69,7 +70,7 @@ impl Dial {
         }
     }
 
-    /// One step; what came of it.
+    /// Takes one step and returns its result.
     pub(super) fn turn(
         &mut self,
         me: usize,

@@ -1,4 +1,5 @@
-//! Messages that are sent and received where they are called, without a place in any queue, if nothing is before them.
+//! Messages that are sent and received where they are called, without a place in any queue, if nothing is
+//! before them.
 //!
 //! They look the same on the way, and whatever is not as it mostly is goes the long way.
 

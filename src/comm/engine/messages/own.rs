@@ -1,5 +1,5 @@
-//! Messages of a rank to itself: into the receive that waits for them, else copied and kept until one does. So sending
-//! never waits, whatever its length.
+//! Messages of a rank to itself: into the receive that waits for them, else copied and kept until one does.
+//! So sending never waits, whatever its length.
 
 use std::io;
 use std::sync::Arc;

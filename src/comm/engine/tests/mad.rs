@@ -15,8 +15,8 @@ use crate::links::hello::Lane;
 use convoke_testkit::Random;
 use convoke_testkit::memory;
 
-/// Most memory that a rank may use at a time while it is attacked: read-ahead of its connections, the messages for
-/// which it gives credit, and what it needs itself.
+/// Most memory that a rank may use at a time while it is attacked: read-ahead of its connections, the
+/// messages for which it gives credit, and what it needs itself.
 const MEMORY_BYTES: usize = 4 << 20;
 
 /// What a mad third rank sends, on which lane, and what the error must say.
