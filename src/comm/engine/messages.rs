@@ -1,13 +1,13 @@
-//! Point-to-point messages: matching by (peer, tag) in order, credits, and large messages on demand.
+//! Point-to-point messages: matching by (peer, tag) in order, credits, and a rendezvous protocol for large
+//! messages.
 //!
-//! Up to [`EAGER_BYTES`] a message is sent at once. If nobody has asked for it yet, the receiver keeps
-//! it; the sender knows how much the receiver is willing to keep ([`CREDIT_BYTES`] for each peer) and
-//! gets credit back as messages are taken. A message that is larger, or for which no credit is left,
-//! only announces itself (Rts), keeps its place in the order, and is sent (Cts, Message) straight into
-//! the buffer of the call that asks for it. So what nobody has asked for yet can never block the tag
-//! that somebody waits for.
+//! A message of up to [`EAGER_BYTES`] is sent at once. If no receive matches it yet, the receiver keeps it.
+//! The sender knows how much the receiver keeps ([`CREDIT_BYTES`] for each peer) and gets credit back as
+//! messages are taken. A message that is larger, or for which no credit is left, only announces itself (Rts)
+//! and keeps its place in the order. When a receive matches it (Cts), it is sent (Message) straight into the
+//! buffer of that receive. So unexpected messages can never block the tag that a receive waits for.
 //!
-//! What a rank sends to itself needs no connection (`own`).
+//! A message of a rank to itself needs no connection (`own`).
 
 pub(crate) mod direct;
 mod own;
@@ -28,12 +28,12 @@ use crate::kernels::Source;
 use crate::links::conn::{Broken, Conn, QUANTUM_BYTES};
 use crate::links::hello::Credentials;
 
-/// Largest message that is sent before it is asked for.
+/// Largest message that is sent eagerly, before a receive matches it.
 pub(crate) const EAGER_BYTES: usize = 64 << 10;
-/// What a receiver keeps for each peer until it is asked for, headers included.
+/// Bytes of unexpected messages that a receiver keeps for each peer, headers included.
 pub(crate) const CREDIT_BYTES: usize = 1 << 20;
-/// Most announcements from one peer that wait to be asked for. What a sender has beyond waits with it, in
-/// order, until one of them is; few in tests of this module.
+/// Most announcements from one peer that no receive has matched. The sender holds further messages back, in
+/// order, until one is matched. The limit is low in tests of this module.
 pub(crate) const ANNOUNCEMENTS: usize = if cfg!(test) { 50 } else { 1 << 20 };
 
 /// A message that this rank sends.
@@ -46,28 +46,28 @@ pub(crate) struct Sending {
     stage: Stage,
 }
 
-/// What the receiver knows of a message.
+/// The part of a message that the receiver knows of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stage {
-    /// Nothing: there are too many announcements.
+    /// The receiver knows nothing: there are too many announcements.
     Held,
     Announced,
     /// Its elements are on their way.
     Sent,
 }
 
-/// A message that this rank waits for.
+/// A receive that waits for its message.
 #[derive(Debug)]
 pub(crate) struct Receiving {
     id: u64,
-    /// Its place among all receives of the group.
+    /// Its index among all receives of the group.
     order: u64,
     pub(crate) call: Call,
     pub(crate) ticket: Arc<Ticket>,
     lent: Lent<'static>,
-    /// What it was matched with; `None` until then.
+    /// The message that it was matched with; `None` until then.
     matched: Option<Match>,
-    /// Bytes that are in the buffer.
+    /// Bytes that are in the buffer already.
     pub(crate) done: usize,
 }
 
@@ -75,27 +75,27 @@ pub(crate) struct Receiving {
 enum Match {
     /// A small message that is being read.
     Eager,
-    /// A large one with this number, which was asked for.
+    /// A large one with this number, which the receiver has requested.
     Large(u64),
 }
 
-/// A message that came before it was asked for.
+/// An unexpected message: it came before a receive matched it.
 #[derive(Debug)]
 struct Early {
-    /// Ours: the peer's number may be anything.
+    /// A local number, because a peer may choose any `seq`.
     id: u64,
     seq: u64,
-    /// Its place among all early messages of the group.
+    /// Its index among all unexpected messages of the group.
     came: u64,
     call: Call,
     /// `None` for the announcement of a large message.
     bytes: Option<Vec<u8>>,
     complete: bool,
-    /// The receive that takes it when it is complete.
+    /// The receive that takes the message when it is complete.
     claimed: Option<u64>,
 }
 
-/// Something on its way out.
+/// A frame that is being sent.
 #[derive(Debug)]
 struct Out {
     header: [u8; HEADER_BYTES],
@@ -104,11 +104,11 @@ struct Out {
     sent: usize,
 }
 
-/// What the next bytes from the peer are.
+/// The meaning of the next bytes from the peer.
 #[derive(Debug, Clone, Copy)]
 enum Reading {
     Header,
-    /// The rest of a small message that nobody has asked for: the last of `early`.
+    /// The rest of a small unexpected message: the last of `early`.
     Early {
         total: usize,
         id: u64,
@@ -120,7 +120,7 @@ enum Reading {
     },
 }
 
-/// What stops the messages with a peer.
+/// The reasons why the messages with a peer stop.
 #[derive(Debug)]
 pub(crate) enum MessageError {
     Broken(Broken),
@@ -128,17 +128,17 @@ pub(crate) enum MessageError {
     Protocol(String),
 }
 
-/// What the messages of all peers have in common: receives from whoever sends, and the order of things.
+/// State that the mailboxes of all peers share: receives from any source, and the counters that order them.
 #[derive(Debug, Default)]
 pub(crate) struct Open {
     pub(crate) recvs: VecDeque<Anybody>,
-    /// Receives so far.
+    /// Number of receives so far.
     posted: u64,
-    /// Early messages so far.
+    /// Number of unexpected messages so far.
     came: u64,
 }
 
-/// A message from anybody that this rank waits for.
+/// A receive from any source.
 #[derive(Debug)]
 pub(crate) struct Anybody {
     order: u64,
@@ -148,7 +148,7 @@ pub(crate) struct Anybody {
 }
 
 impl Open {
-    /// The number of the next receive.
+    /// Returns the number of the next receive.
     pub(crate) fn order(&mut self) -> u64 {
         self.posted += 1;
         self.posted
@@ -160,8 +160,8 @@ impl Open {
     }
 }
 
-/// Of all sends and receives since there were none last: the shortest time of one, and when the others are
-/// first to be asked what they wait in. So that there may be many, and the clock is looked at often.
+/// Bounds over all sends and receives since there were last none: the shortest timeout, and the earliest time
+/// to ask the others. With these bounds a check of the clock costs little even with many messages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Haste {
     pub(crate) shortest: Duration,
@@ -176,17 +176,17 @@ pub(crate) struct Mailbox {
     /// In the order of their numbers; the last `held` are not announced.
     pub(crate) sends: VecDeque<Sending>,
     held: usize,
-    /// How many are announced and not asked for.
+    /// Number of messages that are announced and not requested.
     announced: usize,
     pub(crate) recvs: VecDeque<Receiving>,
     haste: Option<Haste>,
     early: VecDeque<Early>,
-    /// Of `early`: bytes that are kept, headers included, and announcements.
+    /// Totals of `early`: bytes kept, headers included, and announcements.
     kept: usize,
     offers: usize,
     out: VecDeque<Out>,
     reading: Reading,
-    /// Bytes that the peer still takes unasked.
+    /// Bytes that the peer still accepts eagerly.
     credit: usize,
     /// Bytes that were taken and not yet credited to the peer.
     owed: usize,
@@ -196,7 +196,7 @@ pub(crate) struct Mailbox {
     pub(crate) full: bool,
 }
 
-/// The place of a message among those that are sent.
+/// Returns the index of a message among those that are sent.
 fn place(sends: &VecDeque<Sending>, seq: u64) -> Option<usize> {
     sends.binary_search_by_key(&seq, |send| send.seq).ok()
 }
@@ -237,12 +237,12 @@ impl Mailbox {
         }));
     }
 
-    /// `None` if nothing is sent or received.
+    /// Returns the bounds of all messages; `None` if nothing is sent or received.
     pub(crate) fn haste(&self) -> Option<Haste> {
         self.haste.filter(|_| !self.sends.is_empty() || !self.recvs.is_empty())
     }
 
-    /// Forgets everything that is under way, after all calls were taken out.
+    /// Drops all state in progress, after all calls were taken out.
     pub(crate) fn stop(&mut self) {
         self.conn = None;
         self.early.clear();
@@ -266,7 +266,7 @@ impl Mailbox {
         self.send_held(ours);
     }
 
-    /// Sends or announces what is held, in order, as far as that may be.
+    /// Sends or announces held messages, in order, as far as credit and limits allow.
     fn send_held(&mut self, ours: &Credentials) {
         while self.held > 0 {
             let index = self.sends.len() - self.held;
@@ -292,8 +292,8 @@ impl Mailbox {
         }
     }
 
-    /// The first message with this tag that came early and that nobody has claimed: its place in the order of
-    /// all early messages of the group, and what it is.
+    /// Returns the first unexpected message with this tag that no receive has claimed: its index among all
+    /// unexpected messages of the group, and its envelope.
     pub(crate) fn early(&self, tag: u32) -> Option<(u64, Envelope)> {
         let early = &self.early[self.early_index(tag)?];
         Some((early.came, Envelope { from: self.peer, call: early.call }))
@@ -303,7 +303,7 @@ impl Mailbox {
         self.early.iter().position(|early| early.call.root == tag && early.claimed.is_none())
     }
 
-    /// Posts the receive that is `order` of all, and gives it what came early.
+    /// Posts a receive with the index `order`, and gives it a message that came early.
     pub(crate) fn post_recv(
         &mut self,
         ours: &Credentials,
@@ -330,7 +330,7 @@ impl Mailbox {
                 let bytes = self.early.remove(index).and_then(|early| early.bytes).unwrap_or_default();
                 self.kept -= bytes.len() + HEADER_BYTES;
                 Source::from(&*bytes).copy_to(&mut recv.lent.bytes_mut(0..bytes.len()));
-                // Nothing is owed to itself, nor to who is gone.
+                // This rank owes no credit to itself, nor to a peer that is gone.
                 if self.conn.is_some() {
                     self.owe(ours, bytes.len());
                 }
@@ -352,7 +352,7 @@ impl Mailbox {
         Receiving { id, order, call, ticket, lent, matched: None, done: 0 }
     }
 
-    /// Takes out receives for which nothing has come.
+    /// Removes and returns receives that no message has matched.
     pub(crate) fn give_up_receives(&mut self) -> Vec<Arc<Ticket>> {
         let (matched, others): (VecDeque<_>, VecDeque<_>) =
             std::mem::take(&mut self.recvs).into_iter().partition(|recv| recv.matched.is_some());
@@ -360,13 +360,14 @@ impl Mailbox {
         others.into_iter().map(|recv| recv.ticket).collect()
     }
 
-    /// Whether the peer may not have received all bytes that were sent to it: some are not written, or not
-    /// acknowledged.
+    /// Returns whether some bytes that were sent to the peer may not have arrived: they are not written, or
+    /// not acknowledged.
     pub(crate) fn has_bytes_on_the_way(&self) -> bool {
         !self.out.is_empty() || self.conn.as_ref().is_some_and(|conn| !conn.is_flushed())
     }
 
-    /// Whether the peer, which says that it waits in `call`, waits for what is sent here or on its way.
+    /// Returns whether the peer, which says that it waits in `call`, waits for a message that is queued or on
+    /// its way.
     pub(crate) fn is_owed(&self, call: &Call) -> bool {
         let receives = call.of_sender() != *call;
         let comes = |send: &Sending| send.stage == Stage::Sent || receives && send.call.root == call.root;
@@ -377,11 +378,11 @@ impl Mailbox {
         Envelope { from: self.peer, call }
     }
 
-    /// Moves what can be moved now; whether that was anything.
+    /// Moves pending data. Returns whether anything moved.
     pub(crate) fn turn(&mut self, ours: &Credentials, open: &mut Open) -> Result<bool, MessageError> {
         let Some(mut conn) = self.conn.take() else { return Ok(false) };
         let result = self.write(&mut conn).and_then(|wrote| Ok(self.read(ours, open, &mut conn)? | wrote));
-        // What was read may have to be answered.
+        // Data that was read may need an answer.
         let result = result.and_then(|moved| Ok(self.write(&mut conn)? | moved));
         self.conn = Some(conn);
         result
@@ -428,7 +429,7 @@ impl Mailbox {
     }
 }
 
-/// A header without call and payload.
+/// Returns a header without call and payload.
 fn bare(ours: &Credentials, kind: Kind, seq: u64) -> Frame {
     Frame { kind, generation: ours.generation, group: ours.group, seq, call: [0; 16], len: 0 }
 }

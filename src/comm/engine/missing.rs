@@ -1,11 +1,12 @@
-//! For whom a call waits in the end. Pure: from what ranks have said they wait for to who has not said so.
+//! Finds the ranks on which a blocked call waits in the end. Pure: it maps reported waits to ranks without a
+//! report.
 
 use std::collections::BTreeSet;
 
-/// Ranks on which rank `me`, which waits for `awaited`, waits in the end; in order.
+/// Returns the ranks at which the wait chains of rank `me` end, in order. `me` itself waits for `awaited`.
 ///
-/// Follows whom those wait for that said so when they were asked (`waits`). One that has not answered waits
-/// for nobody: it is missing. If all wait for each other, it is `awaited`.
+/// The search follows the waits that ranks reported when asked (`waits`). A rank that has not answered ends a
+/// chain: it is missing. If all ranks wait for each other, the result is `awaited`.
 pub(super) fn missing<'a>(
     me: usize,
     awaited: &[usize],
@@ -32,7 +33,7 @@ pub(super) fn missing<'a>(
 mod tests {
     use super::*;
 
-    /// What rank 0 finds that waits for `awaited`; of others, by rank, for whom they said they wait.
+    /// Returns what rank 0 finds when it waits for `awaited`. `said` holds the reported waits by rank.
     fn found(awaited: &[usize], said: &[Option<&[usize]>]) -> Vec<usize> {
         missing(0, awaited, |rank| said[rank]).into_iter().collect()
     }

@@ -1,7 +1,7 @@
-//! Carries out operations: one engine for each group, driven by whichever thread waits ([`seat`]).
+//! Runs operations: one engine for each group, driven by whichever thread waits ([`seat`]).
 //!
-//! Nothing happens while no call is in progress, but for nonblocking operations, which a background thread
-//! carries out if nobody waits for them.
+//! Without a call in progress nothing happens, except for nonblocking operations. A background thread runs
+//! them if no thread waits for them.
 
 mod affinity;
 mod at_once;
@@ -55,12 +55,12 @@ use row::Row;
 pub(crate) use state::Settings;
 pub(crate) use ticket::{Limit, Outcome, Ticket};
 
-/// How a collective is carried out.
+/// The transport of a collective.
 #[derive(Debug)]
 pub(crate) enum Way {
-    /// By streams over connections.
+    /// Streams over connections.
     Streams(Arc<Plan>),
-    /// Through the memory that all ranks share.
+    /// The memory that all ranks share.
     Memory,
 }
 
@@ -78,25 +78,25 @@ pub(crate) enum Operation<'a> {
         call: Call,
         lent: Lent<'a>,
     },
-    /// From any rank if `from` is `None`.
+    /// A receive from rank `from`, or from any rank if `from` is `None`.
     Recv {
         from: Option<usize>,
         call: Call,
         lent: Lent<'a>,
     },
-    /// Tells of a message that could be received; of its `call` only the tag counts.
+    /// A probe for a message that could be received; only the tag of its `call` counts.
     Probe {
         from: Option<usize>,
         call: Call,
         wait: bool,
     },
-    /// Something that the engine answers at once, also after the group has ended.
+    /// A question that the engine answers at once, also after the group has ended.
     Ask(Question),
-    /// Takes leave of the others when all that was begun before is done.
+    /// Says goodbye to the others when all earlier operations are done.
     Leave,
 }
 
-/// What is asked of the engine, by whoever drives next.
+/// A function that the next driver calls with the engine.
 pub(crate) struct Question(Box<dyn FnOnce(&mut Engine) -> Outcome + Send>);
 
 impl fmt::Debug for Question {
@@ -105,23 +105,23 @@ impl fmt::Debug for Question {
     }
 }
 
-/// Which ranks will still make calls of a group, as far as this one knows.
+/// The ranks that will still make calls of a group, as far as this rank knows.
 #[derive(Debug, Default)]
 pub(crate) struct Presence {
-    /// Those whose processes have it.
+    /// Ranks whose processes still have the group.
     pub(crate) here: Vec<usize>,
-    /// The one that it ended for, if one is lost.
+    /// The lost rank for which the group ended, if there is one.
     pub(crate) lost: Option<usize>,
 }
 
-/// An operation, who waits for it and how long.
+/// An operation and its ticket, which knows the waiters and the deadline.
 #[derive(Debug)]
 pub(crate) struct Task {
     operation: Operation<'static>,
     ticket: Arc<Ticket>,
 }
 
-/// Carries out the collective of a group of one, without an engine: what a rank does to its own share.
+/// Runs the collective of a group of one without an engine: only the rank's own share is changed.
 pub(crate) fn alone(lent: Lent<'_>, kernel: Option<Kernel>, dtype: Dtype, plan: &Plan) {
     let mut row = Row::new(lent, kernel, dtype.size_bytes(), plan);
     row.begin();
@@ -137,11 +137,11 @@ impl Shared {
         Self::of(engine, mailbox)
     }
 
-    /// Carries out an operation, which it takes, and waits for it.
+    /// Takes an operation, runs it and waits for it.
     pub(crate) fn call(&self, operation: &mut Option<Operation<'_>>, limit: Limit) -> Outcome {
         // SAFETY: the borrows last until this function returns, and it returns only with the outcome. It does
-        // not unwind before: what is not ours and may panic, callbacks and user's reductions, is caught or
-        // runs with the seat, whose poison makes the next driver forget all tasks.
+        // not unwind before. Callbacks and reductions of the user may panic. They are caught, or they run
+        // with the lock held, whose poison makes the next driver forget all tasks.
         #[allow(unsafe_code)]
         let operation = unsafe { Operation::outliving(operation) };
         match self.if_free(|engine| engine.at_once(operation, limit)).flatten() {
@@ -157,12 +157,13 @@ impl Shared {
         self.outcome(&ticket)
     }
 
-    /// Carries out operations side by side, and waits for all of them.
+    /// Runs operations concurrently, and waits for all of them.
     pub(crate) fn call_all(&self, operations: Vec<Operation<'_>>, limit: Limit) -> Result<(), CommError> {
         let limit = limit.begun();
         let begin = |operation| {
             let ticket = Arc::new(Ticket::new(limit));
-            // SAFETY: as in `call`.
+            // SAFETY: `call_all` returns only when all tickets are done, so the borrows outlast the
+            // operations, as in `call`.
             #[allow(unsafe_code)]
             unsafe {
                 self.begin(operation, &ticket);
@@ -174,8 +175,8 @@ impl Shared {
         outcomes.into_iter().try_for_each(|outcome| outcome.map(drop))
     }
 
-    /// Before the last handle goes: has done what was begun and nobody waits for, each within its time, and
-    /// leaves.
+    /// Finishes pending operations that no caller waits for, each within its timeout, and leaves. It runs
+    /// before the last handle is dropped.
     pub(crate) fn finish(&self) {
         if self.chores().pending() == 0 {
             return;
@@ -187,7 +188,7 @@ impl Shared {
         let _ = self.call(&mut Some(Operation::Leave), Limit::from(Duration::MAX));
     }
 
-    /// Which ranks still have the group.
+    /// Returns which ranks still have the group.
     pub(crate) fn look(&self) -> Presence {
         let presence = Arc::new(Mutex::default());
         let into = Arc::clone(&presence);
@@ -198,7 +199,7 @@ impl Shared {
         std::mem::take(&mut *presence.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Whether the group goes on; if not, the error that `call` gets.
+    /// Returns `Ok` if the group still works, else the error for `call`.
     #[cfg(feature = "nccl")]
     pub(crate) fn check(&self, call: Option<Call>) -> Result<(), CommError> {
         self.ask(move |engine| engine.check(call).map(|()| None)).map(drop)
@@ -217,7 +218,7 @@ impl Shared {
         self.call(&mut Some(Operation::Ask(Question(Box::new(question)))), Limit::from(Duration::MAX))
     }
 
-    /// Waits until a ticket, which only this thread has, is done.
+    /// Waits until a ticket that only this thread has is done.
     fn outcome(&self, ticket: &Arc<Ticket>) -> Outcome {
         loop {
             self.wait(std::slice::from_ref(ticket), None);
@@ -229,16 +230,16 @@ impl Shared {
 
     /// Begins an operation that ends when `ticket` is done.
     ///
-    /// A ticket is done only when the engine has let go of the memory of its operation: it is completed by
-    /// whoever took the task out of the engine. If a thread panics while it drives, the seat is poisoned, and
-    /// whoever takes it next first forgets all tasks.
+    /// A ticket is done only when the engine has let go of the memory of its operation: the thread that took
+    /// the task out of the engine completes it. If a thread panics while it drives, it poisons the lock. The
+    /// next thread that takes the lock first forgets all tasks.
     ///
     /// # Safety
-    /// What `operation` borrows stays borrowed until `ticket` is done.
+    /// The borrows of `operation` last until `ticket` is done.
     #[allow(unsafe_code)]
     pub(crate) unsafe fn begin(&self, operation: Operation<'_>, ticket: &Arc<Ticket>) {
         let mut operation = Some(operation);
-        // SAFETY: passed on to the caller.
+        // SAFETY: the caller guarantees that the borrows last until `ticket` is done.
         if let Some(operation) = unsafe { Operation::outliving(&mut operation) }.take() {
             self.post(Task { operation, ticket: Arc::clone(ticket) });
         }
@@ -246,16 +247,15 @@ impl Shared {
 }
 
 impl Operation<'_> {
-    /// The same, though nothing says any more that its memory is there.
+    /// Returns the operation with its lifetime removed.
     ///
     /// # Safety
-    /// Until what is taken from it is dropped its memory stays valid, as it was borrowed for: nothing else
-    /// touches what was lent to be filled, nothing writes what was lent to be read. Nothing else is put
-    /// there.
+    /// Until every value that is taken from the result is dropped, the memory stays valid as it was borrowed.
+    /// Memory that was lent to be filled is not accessed, memory that was lent to be read is not written. The
+    /// caller puts no other operation into the place.
     #[allow(unsafe_code)]
     unsafe fn outliving(operation: &mut Option<Self>) -> &mut Option<Operation<'static>> {
-        // SAFETY: types that differ in a lifetime alone are laid out alike. The rest is passed on to the
-        // caller.
+        // SAFETY: types that differ only in a lifetime have one layout. The caller guarantees the rest.
         unsafe { &mut *std::ptr::from_mut(operation).cast() }
     }
 }

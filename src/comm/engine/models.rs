@@ -1,6 +1,6 @@
-//! What threads share, in every order of events that a processor allows: `scripts/check` builds the tests
-//! with `--cfg loom` and runs these. A thread that sleeps for ever is a failure, as is a model that does not
-//! end.
+//! Model tests of the state that threads share, over all interleavings that a processor allows.
+//! `scripts/check` builds the tests with `--cfg loom` and runs these. A thread that sleeps for ever fails the
+//! model, and so does a model that does not end.
 
 use std::sync::Arc;
 use std::task::Wake;
@@ -18,7 +18,7 @@ use super::ticket::Ticket;
 
 const LONG: Duration = Duration::from_secs(3600);
 
-/// The eventfd of the real one.
+/// A stand-in for the eventfd that wakes the driver.
 #[derive(Debug, Default)]
 struct Gong {
     rung: Mutex<bool>,
@@ -42,7 +42,7 @@ impl Gong {
     }
 }
 
-/// An engine whose tasks are done when they have been driven once more than it takes to see them.
+/// An engine that completes a task on the turn after the one that collects it.
 #[derive(Debug)]
 struct Fake {
     mailbox: Arc<Mailbox<Arc<Ticket>, Arc<Gong>>>,
@@ -93,7 +93,8 @@ fn core() -> Core<Fake> {
     Core::new(Fake { mailbox: Arc::clone(&mailbox), gong, tasks: Vec::new(), aborted: false }, mailbox)
 }
 
-/// All orders, but for those with more than so many interruptions of a thread that could have gone on.
+/// Runs `body` in all interleavings with at most `interruptions` preemptions of a thread that could have gone
+/// on.
 fn model(interruptions: usize, body: impl Fn() + Send + Sync + 'static) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = Some(interruptions);
@@ -259,7 +260,7 @@ fn what_is_kept_for_an_operation_is_dropped_once_and_not_before_it_is_done() {
             engine.complete(Ok(None));
             doing.run();
         });
-        // As a handle that is dropped.
+        // This models a handle that is dropped.
         let memory = Count(Arc::clone(&dropped));
         if ticket.is_done() {
             drop(memory);

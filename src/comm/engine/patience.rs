@@ -1,35 +1,33 @@
-//! What a rank does that waits and finds nothing to move: spin, yield its core, or sleep. Pure.
+//! Wait policy: a rank that finds nothing to move spins, yields its core, or sleeps. Pure.
 //!
-//! A sleeper costs its sender a wake-up, and wakes late; who spins or yields burns what somebody else may
-//! need. Where there is a core for each rank, what is waited for is nearly always there within microseconds.
-//! Where there is not, whoever is waited for needs this core, and has it soonest if this rank yields; but a
-//! system that schedules sessions before threads (autogroups) takes no notice of a yield, and then only
-//! sleeping helps.
+//! A sleeping rank costs its sender a wake-up, and wakes late. A rank that spins or yields takes a core that
+//! others may need. If each rank has a core, the awaited data nearly always comes within microseconds. If
+//! not, the awaited rank needs this core, and gets it soonest if this rank yields. But a kernel that
+//! schedules sessions before threads (autogroups) ignores such a yield, and then only sleeping helps.
 
 use std::time::Duration;
 
-/// Attempts that only spin, and those after it that yield.
+/// Attempts that only spin, and the following attempts that yield.
 const SPINS: u32 = 20;
 const YIELDS: u32 = 100;
-/// With more ranks than cores: yields in a row that let nobody else run. As a rule nobody else needs the core
-/// then, and what is waited for comes from another one.
+/// Yields in a row that let no other thread run, if there are more ranks than cores. After so many, as a rule
+/// no other thread needs this core, and the awaited data comes from another core.
 const CROWDED_VAIN_YIELDS: u32 = 30;
-/// The same where a yield does not reach the other ranks.
+/// Limit for yields that let no other thread run, if a yield does not reach the other ranks (autogroups).
 const APART_VAIN_YIELDS: u32 = 3;
-/// A yield that takes as long as this let somebody else run.
+/// Least time of a yield that let another thread run.
 const SWITCH: Duration = Duration::from_nanos(900);
-/// Yields that let somebody else run, though there are cores for all, until this rank sleeps for once, or
-/// goes to another core.
+/// Yields that let another thread run, although each rank has a core. After so many, this rank sleeps once or
+/// moves to another core.
 const SHARED: u32 = 16;
 
-/// Of an attempt to be through with a call before it becomes an operation: attempts that only look again, and
-/// yields.
+/// Limits for an inline call before it becomes a queued operation: spins and yields.
 const BRIEF_SPINS: u32 = 1000;
 const CROWDED_SPINS: u32 = 100;
 const BRIEF_YIELDS: u32 = 64;
 const BRIEF_VAIN_YIELDS: u32 = 10;
 
-/// What to do next.
+/// The next action of a waiting rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Step {
     Spin,
@@ -37,15 +35,15 @@ pub(super) enum Step {
     Sleep,
 }
 
-/// How the ranks of a host share its cores.
+/// The ratio of ranks and cores on a host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Crowd {
-    /// There is a core for each.
+    /// There is a core for each rank.
     No,
     /// There are more ranks than cores.
     Cores,
-    /// The same, and a yield may not reach them: the system schedules sessions, and this rank has one of its
-    /// own.
+    /// There are more ranks than cores, and a yield may not reach the other ranks: the kernel schedules
+    /// sessions, and this rank has its own session.
     Apart,
 }
 
@@ -55,17 +53,17 @@ pub(super) struct Patience {
     limits: Limits,
     spins: u32,
     yields: u32,
-    /// Yields in a row that let nobody else run.
+    /// Yields in a row that let no other thread run.
     vain: u32,
-    /// Yields since the last sleep that did.
+    /// Yields since the last sleep that let another thread run.
     shared: u32,
-    /// One that is waited for needs this core.
+    /// An awaited rank needs this core.
     near: bool,
-    /// It went to another core in place of its last sleep.
+    /// The rank moved to another core instead of its last sleep.
     moved_core: bool,
 }
 
-/// Attempts that spin, yields, and yields in a row that let nobody else run.
+/// Limits of one wait: spins, yields, and yields in a row that let no other thread run.
 #[derive(Debug, Clone, Copy)]
 struct Limits {
     spins: u32,
@@ -83,8 +81,8 @@ impl Patience {
         Self::of(crowd, Limits { spins, yields: YIELDS, vain })
     }
 
-    /// For one call that is hoped to be over soon: in place of sleeping it becomes an operation. With more
-    /// ranks than cores it spins as long as those that it waits for are not [near](Self::is_near).
+    /// Returns the policy for an inline call: instead of sleeping, the call becomes a queued operation. If
+    /// there are more ranks than cores, it spins only while no awaited rank is [near](Self::is_near).
     pub(super) fn brief(crowd: Crowd) -> Self {
         let limits = match crowd {
             Crowd::No => Limits { spins: BRIEF_SPINS, yields: 0, vain: 0 },
@@ -98,17 +96,17 @@ impl Patience {
         Self { crowd, limits, spins: 0, yields: 0, vain: 0, shared: 0, near: false, moved_core: false }
     }
 
-    /// Whether a rank that is waited for shares this one's core, as far as anybody knows.
+    /// Notes whether an awaited rank shares this rank's core, as far as is known.
     pub(super) fn is_near(&mut self, near: bool) {
         (self.near, self.spins) = (near, 0);
     }
 
-    /// Something has moved.
+    /// Notes that data has moved.
     pub(super) fn moved(&mut self) {
         (self.spins, self.yields, self.vain) = (0, 0, 0);
     }
 
-    /// Nothing could be moved. `background`: no caller waits for it.
+    /// Returns the next action after an attempt that moved nothing. `background` says that no caller waits.
     pub(super) fn step(&mut self, background: bool) -> Step {
         let Limits { spins, yields, vain } = self.limits;
         let shared = self.crowd == Crowd::No && self.shared >= SHARED;
@@ -125,23 +123,24 @@ impl Patience {
         Step::Yield
     }
 
-    /// Whether the rank may go to another core in place of a sleep: not twice in a row. Deadlines and lost
-    /// peers are looked at when it sleeps, and on a busy machine it could go back and forth for ever.
+    /// Returns whether the rank may move to another core instead of sleeping: not twice in a row. Only a
+    /// sleep checks deadlines and lost peers, and on a busy machine a rank could move back and forth for
+    /// ever.
     pub(super) fn may_move(&self) -> bool {
         !self.moved_core
     }
 
-    /// It went to another core and did not sleep.
+    /// Notes that the rank moved to another core and did not sleep.
     pub(super) fn moved_core(&mut self) {
         self.moved_core = true;
     }
 
-    /// It sleeps.
+    /// Notes that the rank sleeps.
     pub(super) fn slept(&mut self) {
         self.moved_core = false;
     }
 
-    /// How long the yield took.
+    /// Notes how long a yield took.
     pub(super) fn yielded(&mut self, took: Duration) {
         if took >= SWITCH {
             self.shared = self.shared.saturating_add(1);
@@ -162,7 +161,7 @@ mod tests {
     /// Longest wait in steps: a rank whose peer is away must sleep in the end.
     const BOUND: usize = 10_000;
 
-    /// What it does, up to and with its next sleep, if each yield takes so long.
+    /// Returns the steps up to the next sleep, and that sleep, if each yield takes `took`.
     fn until_sleep(patience: &mut Patience, took: Duration) -> Vec<Step> {
         let mut steps = Vec::new();
         while steps.len() < BOUND {
@@ -194,7 +193,7 @@ mod tests {
         assert_eq!(slept, [false, true, false, true, false, true]);
     }
 
-    /// The steps without repetitions.
+    /// Returns the steps without repetitions.
     fn phases(steps: &[Step]) -> Vec<Step> {
         let mut phases = steps.to_vec();
         phases.dedup();
@@ -205,7 +204,7 @@ mod tests {
         steps.iter().filter(|&&taken| taken == step).count()
     }
 
-    /// One wait that ends after a single yield, which let others run.
+    /// Runs one wait that ends after a single yield, which let others run. Returns its last step.
     fn short_wait(patience: &mut Patience) -> Step {
         let mut step = patience.step(false);
         for _ in 0..BOUND {
@@ -249,7 +248,7 @@ mod tests {
     fn a_rank_that_shares_its_core_though_there_are_enough_sleeps_for_once() {
         let yields = |took| count(&until_sleep(&mut Patience::new(Crowd::No), took), Step::Yield);
         assert!(yields(SWITCHED) < yields(VAIN), "{} and {}", yields(SWITCHED), yields(VAIN));
-        // Also if each wait is short.
+        // Short waits count too.
         let mut patience = Patience::new(Crowd::No);
         let waits = (0..BOUND).take_while(|_| short_wait(&mut patience) == Step::Yield).count();
         assert!((1..BOUND).contains(&waits), "{waits}");

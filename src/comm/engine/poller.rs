@@ -1,8 +1,8 @@
-//! Sleeping until something happens on one of many descriptors.
+//! Sleeping until an event comes on one of many descriptors.
 //!
-//! What seldom speaks (control, messages, the listener, the launcher, the doorbell) stays registered
-//! in an epoll set. The few connections that a collective waits for come and go with every call and
-//! are polled beside that set, so that a call registers nothing.
+//! Descriptors with rare events (control, messages, the listener, the launcher, the doorbell) stay registered
+//! in an epoll set. The few connections that a collective waits for change with every call. They are polled
+//! beside that set, so that a call registers nothing.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -17,17 +17,17 @@ use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTime
 /// Most events taken at once.
 const EVENTS: usize = 64;
 
-/// What a registered descriptor belongs to.
+/// The owner of a registered descriptor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Source {
     Doorbell,
     Listener,
-    /// A connection whose other end is not proven yet.
+    /// A connection whose peer has not authenticated yet.
     Door,
     Agent,
     Control(usize),
     Message(usize),
-    /// The process of a rank, which has ended.
+    /// The process of a rank; the event says that it has ended.
     Process(usize),
 }
 
@@ -75,7 +75,7 @@ impl Poller {
         })
     }
 
-    /// Watches `fd` for something to read, and if `write` for room to write.
+    /// Watches `fd` for incoming data, and for room to write if `write` is set.
     pub(crate) fn add(&self, fd: BorrowedFd<'_>, source: Source, write: bool) -> io::Result<()> {
         Ok(self.epoll.add(fd, event(source, write))?)
     }
@@ -88,7 +88,7 @@ impl Poller {
         let _ = self.epoll.delete(fd);
     }
 
-    /// What is ready now among the registered, at most 64 of it.
+    /// Returns the registered sources that are ready, at most 64.
     pub(crate) fn ready(&self) -> impl Iterator<Item = Source> + use<> {
         let mut events = [EpollEvent::empty(); EVENTS];
         let count = self.epoll.wait(&mut events, EpollTimeout::ZERO).unwrap_or(0);
@@ -98,18 +98,18 @@ impl Poller {
         ready
     }
 
-    /// Sleeps until something registered or one of `others` is ready, at most `timeout`; whether
-    /// something registered is.
+    /// Sleeps until a registered descriptor or one of `others` is ready, at most `timeout`. Returns whether a
+    /// registered one is ready.
     pub(crate) fn sleep(&self, others: &[(BorrowedFd<'_>, PollFlags)], timeout: Duration) -> bool {
         #[cfg(test)]
         if self.chance.next().is_some_and(|mut random| random.below(8) == 0) {
-            // As if a signal had come.
+            // This simulates a signal.
             return false;
         }
         let mut fds = Vec::with_capacity(others.len() + 1);
         fds.push(PollFd::new(self.epoll.0.as_fd(), PollFlags::POLLIN));
         fds.extend(others.iter().map(|&(fd, flags)| PollFd::new(fd, flags)));
-        // Rounded up: waking before the time only to sleep again would spin.
+        // The time is rounded up: a thread that woke too early would spin.
         let millis = timeout.as_micros().div_ceil(1000).min(60_000) as u16;
         match nix::poll::poll(&mut fds, PollTimeout::from(millis)) {
             Ok(0) | Err(Errno::EINTR) => false,

@@ -1,4 +1,4 @@
-//! Looking for messages that have come and that nobody has asked for yet.
+//! Probes for messages that have come and that no receive has matched yet.
 
 use std::sync::Arc;
 
@@ -28,7 +28,7 @@ impl Engine {
         }
     }
 
-    /// Ends the probes that have found something; whether there were any.
+    /// Ends the probes that have found a message. Returns whether there were any.
     pub(super) fn answer_probes(&mut self) -> bool {
         let waiting = self.probes.len();
         let mut probes = std::mem::take(&mut self.probes);
@@ -43,7 +43,7 @@ impl Engine {
         self.probes.len() < waiting
     }
 
-    /// The first message with this tag, from that rank or from any, that came early.
+    /// Returns the first unexpected message with this tag, from rank `from` or from any rank.
     pub(super) fn first_early(&self, from: Option<usize>, tag: u32) -> Option<Envelope> {
         let peers = self.peers.iter().enumerate().filter(|(rank, _)| from.is_none_or(|from| from == *rank));
         let first = peers.filter_map(|(_, peer)| peer.messages.early(tag)).min_by_key(|(came, _)| *came);

@@ -1,4 +1,4 @@
-//! What the engine tells the flight recorder.
+//! Entries of the engine in the flight recorder.
 
 use convoke_env::flight::layout;
 
@@ -13,7 +13,7 @@ use crate::plan::Algorithm;
 use crate::shm::small::Small;
 
 impl Engine {
-    /// A collective has come, and those that are there are before it.
+    /// Records a new collective, which runs after those that are queued.
     pub(super) fn record_collective(&self, run: &Run, at_ns: u64) -> Step {
         let told = Told {
             operation: layout::Operation::Collective,
@@ -29,7 +29,7 @@ impl Engine {
         self.settings.flight.begin(&told)
     }
 
-    /// If it is about a message: it has come. Questions that are answered at once are not recorded.
+    /// Records a new message operation. Probes that do not wait and questions are not recorded.
     pub(super) fn record_message(&self, operation: &Operation<'_>, ticket: &Ticket) {
         let (kind, peer, call) = match *operation {
             Operation::Collective { .. } | Operation::Probe { wait: false, .. } => return,
@@ -42,14 +42,14 @@ impl Engine {
         let _ = ticket.step.set(self.settings.flight.begin(&told));
     }
 
-    /// A collective has ended, and it is the turn of the next.
+    /// Records that the next collective starts.
     pub(super) fn record_turn(&self) {
         if let Some(step) = self.collectives.front().and_then(|first| first.ticket.step.get()) {
             step.start();
         }
     }
 
-    /// Nothing moves: for whom, and how far the collective in progress is.
+    /// Records that nothing moves: the awaited ranks, and the progress of the current collective.
     pub(super) fn record_waiting(&self) {
         let Some(first) = self.collectives.front() else { return };
         if let Some(step) = first.ticket.step.get() {
@@ -61,14 +61,14 @@ impl Engine {
         }
     }
 
-    /// The group fails.
+    /// Records the failure of the group.
     pub(super) fn record_failure(&self, report: &Report) {
         self.record_waiting();
         self.settings.flight.failed(report);
     }
 }
 
-/// What a message says of itself.
+/// Returns the recorded description of a message.
 pub(super) fn told_of_message(
     operation: layout::Operation,
     peer: Option<usize>,
@@ -89,7 +89,7 @@ pub(super) fn told_of_message(
     }
 }
 
-/// What a small call in memory says of itself; nothing is before it.
+/// Returns the recorded description of a small call in shared memory, which no operation precedes.
 pub(super) fn told_of_small(call: Call, small: &Small, at_ns: u64) -> Told {
     let (to_send_bytes, to_receive_bytes) = small.volume();
     Told {

@@ -1,8 +1,9 @@
-//! Monitored barriers: each rank tells every other that it is there, so that all know all who are not.
+//! Monitored barriers: each rank tells every other that it has arrived, so that each rank knows all missing
+//! ranks.
 //!
-//! The signs travel on the control connections, which every rank has with every other, and a rank is through
-//! when it has those of all. No rank collects them for the others: whose patience ends first can name
-//! everybody.
+//! The frames travel on the control connections, which every pair of ranks has. A rank has passed the barrier
+//! when it has the frames of all others. No rank collects them for the others, so each rank that times out
+//! can name all missing ranks.
 
 use super::core::Engine;
 use super::state::{Collective, Peer};
@@ -10,7 +11,7 @@ use crate::call::CallKind;
 use crate::frame::{Frame, Kind};
 
 impl Engine {
-    /// Tells all others that this rank is there, when it is the turn of a monitored barrier.
+    /// Tells all others that this rank has arrived, when a monitored barrier is the current collective.
     pub(super) fn sign(&mut self) {
         let Some(first) = self.collectives.front_mut() else { return };
         if !first.is_roll_call() || first.signed {
@@ -28,23 +29,23 @@ impl Collective {
         self.run.call().kind == CallKind::MonitoredBarrier
     }
 
-    /// Ranks that it waits for.
+    /// Returns the ranks that it waits for.
     pub(super) fn awaited(&self, me: usize, peers: &[Peer]) -> impl Iterator<Item = usize> {
         self.run.awaited().into_iter().chain(self.absent(me, peers))
     }
 
-    /// Ranks that have not given their signs, if it is a monitored barrier.
+    /// Returns the ranks that have not arrived, if it is a monitored barrier.
     pub(super) fn absent(&self, me: usize, peers: &[Peer]) -> impl Iterator<Item = usize> {
         let peers = if self.is_roll_call() { peers } else { &[] };
-        // A rank that gave the sign of a later one was through with this one.
+        // A rank that has arrived at a later barrier had passed this one.
         let absent = move |&rank: &usize| rank != me && peers[rank].signed < Some(self.run.seq());
         (0..peers.len()).filter(absent)
     }
 
-    /// Whether all others have given their signs, and ours is on its way to them: nothing happens between
-    /// calls.
+    /// Returns whether all others have arrived, and this rank's frames are sent. They must be sent, because
+    /// between calls nothing moves.
     ///
-    /// Not after a failure: who comes too late finds all signs there, and the news that nobody waits any
+    /// After a failure the result is `false`: a late rank finds the frames of all others, but they wait no
     /// more.
     pub(super) fn is_attended(&self, me: usize, peers: &[Peer], failed: bool) -> bool {
         let told = |peer: &Peer| peer.control_out.is_empty() || peer.control.is_none();

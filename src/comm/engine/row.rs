@@ -1,5 +1,5 @@
-//! The row of elements that a plan works on: the caller's memory, or a copy of it with other elements; and
-//! what is done to elements that arrive.
+//! The row of elements that a plan works on: the caller's memory, or a copy of it with wider elements. It
+//! also applies elements that arrive.
 
 use std::ops::Range;
 
@@ -12,12 +12,13 @@ use crate::plan::{Apply, Plan};
 pub(crate) struct Row<'m> {
     lent: Lent<'m>,
     kernel: Option<Kernel>,
-    /// How elements of the memory become those of the plan, if these are wider.
+    /// The conversion from elements of the memory to those of the plan, if these are wider.
     wide: Option<&'static Wide>,
-    /// Instead of the memory, if the plan's elements are wider, or what is only read must be changed.
+    /// The copy that replaces the memory, if the plan's elements are wider or read-only memory must be
+    /// changed.
     copy: Option<Vec<u8>>,
-    /// Sums in progress beside the row: those of the elements of a fold one after the other, and from the
-    /// front again.
+    /// Partial sums of an ordered reduction, outside the row. The buffer holds a window of elements and is
+    /// used again from its front.
     sums: Vec<u8>,
     window: usize,
     begun: bool,
@@ -25,21 +26,21 @@ pub(crate) struct Row<'m> {
     pub(crate) element_bytes: usize,
 }
 
-/// Elements that have arrived, and where they belong.
+/// Elements that have arrived, and the place where they belong.
 #[derive(Debug)]
 pub(crate) struct Arrival<'a> {
     pub(crate) bytes: &'a [u8],
     pub(crate) apply: Apply,
-    /// Where they begin, in bytes of the row.
+    /// The offset of the elements in the row, in bytes.
     pub(crate) at: usize,
-    /// Elements of their stream before them.
+    /// Number of elements of the stream before these.
     pub(crate) before: usize,
-    /// They come from a rank before this one: both ends of an exchange have the operands in one order.
+    /// The elements come from a lower rank. So both ends of an exchange use the operands in one order.
     pub(crate) is_first: bool,
 }
 
 impl<'m> Row<'m> {
-    /// A row for `plan` of the elements in `lent`; `kernel` is there if the plan reduces.
+    /// Makes a row of the elements in `lent` for `plan`; `kernel` is `Some` if the plan reduces.
     pub(crate) fn new(lent: Lent<'m>, kernel: Option<Kernel>, element_bytes: usize, plan: &Plan) -> Self {
         let wide = kernel.as_ref().and_then(Kernel::wide).filter(|_| plan.wide);
         let element_bytes = if wide.is_some() { WIDE_BYTES } else { element_bytes };
@@ -47,8 +48,8 @@ impl<'m> Row<'m> {
         Self { lent, kernel, wide, copy, sums, window, begun: false, element_bytes }
     }
 
-    /// Makes this rank's shares what the kernel adds. Not before the plan is carried out: what waits for
-    /// others takes no memory.
+    /// Converts and scales this rank's share for the kernel. This happens when the plan starts, so that
+    /// queued operations take no memory.
     pub(crate) fn begin(&mut self) {
         let Some(kernel) = self.kernel.as_ref().filter(|_| !self.begun) else { return };
         self.begun = true;
@@ -72,18 +73,17 @@ impl<'m> Row<'m> {
         self.copy = Some(copy);
     }
 
-    /// Where the row lies, and its bytes, if it is all in one piece of memory that may be changed.
+    /// Returns address and length of the row, if it is one piece of memory that may be changed.
     pub(crate) fn whole(&self) -> Option<(usize, usize)> {
         self.lent.whole().filter(|_| self.copy.is_none())
     }
 
-    /// Copies some of what the operation copies beside its row, while there is nothing else to do; whether it
-    /// did.
+    /// Does some of the copies beside the row, while there is nothing else to do. Returns whether it copied.
     pub(crate) fn copy_some(&mut self) -> bool {
         self.lent.copy_some(QUANTUM_BYTES) > 0
     }
 
-    /// Leaves the results where the caller has its memory, after everything else.
+    /// Finishes the operation: writes the results to the caller's memory.
     pub(crate) fn finish(&mut self) {
         self.lent.copy_some(usize::MAX);
         let Some(copy) = self.copy.take() else { return };
@@ -96,15 +96,15 @@ impl<'m> Row<'m> {
         }
     }
 
-    /// Uses as much of what has arrived as can be; how many bytes.
+    /// Applies as much of the arrived elements as possible. Returns the number of bytes used.
     ///
     /// The error says how a function of the program failed.
     pub(crate) fn take(&mut self, arrival: &Arrival<'_>) -> Result<usize, String> {
         let Arrival { bytes, apply, at, before, is_first } = *arrival;
         let sum_bytes = self.sum_bytes();
-        // Not through `self`, which would lend the sums and the kernel as well.
+        // This does not go through `self`, which would also borrow the sums and the kernel.
         let mut into = bytes_mut(&mut self.lent, self.copy.as_mut(), at..at + bytes.len());
-        // Cut where a part of the row ends.
+        // The range is cut at the end of a part of the row.
         let mut used = into.len();
         if apply != Apply::Copy {
             used -= used % self.element_bytes;
@@ -127,12 +127,13 @@ impl<'m> Row<'m> {
         Ok(used)
     }
 
-    /// What is added up of `range`, as far as it lies together and may be changed, and by what.
+    /// Returns the operand bytes in `range`, up to the end of their part, if they may be changed; and the
+    /// kernel.
     pub(crate) fn summands(&mut self, range: Range<usize>) -> (BytesMut<'_>, Option<&Kernel>) {
         (bytes_mut(&mut self.lent, self.copy.as_mut(), range), self.kernel.as_ref())
     }
 
-    /// Most bytes that can be used at once, `before` elements of their stream being done.
+    /// Returns the most bytes that can be used at once after `before` elements of their stream.
     pub(crate) fn most(&self, apply: Apply, before: usize) -> usize {
         match apply {
             Apply::Copy | Apply::Reduce | Apply::ReduceLast => usize::MAX,
@@ -140,7 +141,7 @@ impl<'m> Row<'m> {
         }
     }
 
-    /// The bytes in `range` of the row, as far as they lie together.
+    /// Returns the bytes in `range` of the row, up to the end of their part.
     pub(crate) fn bytes(&self, range: Range<usize>) -> &[u8] {
         match &self.copy {
             None => self.lent.bytes(range),
@@ -148,17 +149,17 @@ impl<'m> Row<'m> {
         }
     }
 
-    /// The bytes in `range` of the row, as far as they lie together and may be changed.
+    /// Returns the bytes in `range` of the row, up to the end of their part; none if they may not be changed.
     pub(crate) fn bytes_mut(&mut self, range: Range<usize>) -> BytesMut<'_> {
         bytes_mut(&mut self.lent, self.copy.as_mut(), range)
     }
 
-    /// Size of the elements in which shares are folded.
+    /// Returns the element size of an ordered reduction's sums.
     fn sum_bytes(&self) -> usize {
         self.kernel.as_ref().and_then(Kernel::wide).map_or(self.element_bytes, |_| WIDE_BYTES)
     }
 
-    /// Bytes of the copy for one of the memory.
+    /// Returns the bytes of the copy for each byte of the memory.
     fn wider(&self) -> usize {
         self.wide.map_or(1, |_| WIDE_BYTES / Wide::NARROW_BYTES)
     }
@@ -168,7 +169,7 @@ impl<'m> Row<'m> {
     }
 }
 
-/// The bytes in `range` of a row, as far as they lie together and may be changed.
+/// Returns the bytes in `range` of a row, up to the end of their part; none if they may not be changed.
 fn bytes_mut<'a>(lent: &'a mut Lent<'_>, copy: Option<&'a mut Vec<u8>>, range: Range<usize>) -> BytesMut<'a> {
     match copy {
         None => lent.bytes_mut(range),

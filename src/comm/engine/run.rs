@@ -15,7 +15,7 @@ pub(super) enum Run {
 pub(super) use streams::RunError;
 
 impl Run {
-    /// Does what can be done now; whether that was anything.
+    /// Moves pending data. Returns whether anything moved.
     pub(super) fn turn(&mut self, peers: &mut [Peer], node: Option<&mut Node>) -> Result<bool, RunError> {
         match (self, node) {
             (Self::Streams(streams), _) => streams.turn(&mut Collectives(peers)),
@@ -31,7 +31,7 @@ impl Run {
         }
     }
 
-    /// Which of the group's collectives it is.
+    /// Returns the number of this collective in its group.
     pub(super) fn seq(&self) -> u64 {
         match self {
             Self::Streams(streams) => streams.seq,
@@ -46,7 +46,7 @@ impl Run {
         }
     }
 
-    /// Bytes received, and bytes that are to be received in all.
+    /// Returns bytes received, and bytes to receive in total.
     pub(super) fn received(&self) -> (u64, u64) {
         match self {
             Self::Streams(streams) => streams.received(),
@@ -54,7 +54,7 @@ impl Run {
         }
     }
 
-    /// The same of what it sends.
+    /// Returns bytes sent, and bytes to send in total.
     pub(super) fn sent(&self) -> (u64, u64) {
         match self {
             Self::Streams(streams) => streams.sent(),
@@ -62,7 +62,7 @@ impl Run {
         }
     }
 
-    /// Which of several algorithms it is.
+    /// Returns the algorithm, if the collective has several.
     pub(super) fn algorithm(&self) -> Option<Algorithm> {
         match self {
             Self::Streams(streams) => streams.algorithm(),
@@ -70,7 +70,7 @@ impl Run {
         }
     }
 
-    /// Peers whose turn it is.
+    /// Returns the peers that the collective waits for.
     pub(super) fn awaited(&self) -> Vec<usize> {
         match self {
             Self::Streams(streams) => streams.awaited().collect(),
@@ -78,7 +78,7 @@ impl Run {
         }
     }
 
-    /// Peers whose connection it waits for, and in which direction.
+    /// Returns the peers whose connection blocks the collective, and the direction.
     pub(super) fn blocked(&self) -> impl Iterator<Item = (usize, Direction)> + '_ {
         let streams = match self {
             Self::Streams(streams) => Some(streams),

@@ -1,9 +1,10 @@
-//! Who drives the engine: whichever thread waits, and a thread of our own for what nobody waits for.
+//! Progress: the thread that waits drives the engine, and a background thread drives operations nobody waits
+//! for.
 //!
-//! A call puts its task into the mailbox and tries to take the seat (the lock of the engine). Who has the
-//! seat drives everybody's tasks until its own is done; the others sleep until theirs is done or the seat is
-//! free. The background thread exists from the first nonblocking operation on. It never spins, leaves the
-//! seat to whoever asks for it, and comes back when nobody has taken it for a while.
+//! A call queues its task and tries to take the progress lock. The thread that has the lock drives all tasks
+//! until its own is done. The others sleep until their task is done or the lock is free. The background
+//! thread exists from the first nonblocking operation on. It never spins, releases the lock when a caller
+//! asks for it, and takes it again when no caller has taken it for a while.
 
 use std::fmt::Debug;
 use std::io;
@@ -20,37 +21,37 @@ use super::sync::{
 };
 use super::ticket::Ticket;
 
-/// How long the seat must have been free before the background thread takes it: who begins an operation often
-/// waits for it next, and handing the seat over costs two wake-ups.
+/// Time for which the lock must have been free before the background thread takes it. A thread that begins an
+/// operation often waits for it next, and a handover of the lock costs two wake-ups.
 const QUIET: Duration = Duration::from_micros(300);
 const PANICKED: &str = "a callback panicked";
 
-/// What is driven.
+/// The engine, as the progress lock sees it.
 pub(crate) trait Drive: Debug + Send + 'static {
     type Task: Debug + Send;
     type Bell: Debug + Bell + Send + Sync;
 
-    /// Carries out tasks until `goal` is reached.
+    /// Runs tasks until `goal` is reached.
     fn drive(&mut self, goal: &Goal<'_>);
 
-    /// Takes what is in the mailbox.
+    /// Takes all requests from the submission queue.
     fn collect(&mut self);
 
-    /// Takes what is in the mailbox, and moves what can be moved at once.
+    /// Takes all requests from the submission queue, and moves data that can move at once.
     fn nudge(&mut self);
 
-    /// A thread panicked while it drove: no task may be touched again.
+    /// Handles a panic of the driving thread: no task may be touched again.
     fn forget_everything(&mut self);
 }
 
-/// Until when a thread drives.
+/// The condition that ends a drive.
 #[derive(Debug)]
 pub(crate) struct Goal<'a> {
-    /// Until one of these is done; if there is none, until nothing is pending.
+    /// The drive ends when one of these is done, or, if there are none, when nothing is pending.
     pub(super) tickets: &'a [Arc<Ticket>],
     pub(super) until: Option<Instant>,
     chores: &'a Chores,
-    /// Callers that wait for the seat.
+    /// Number of callers that wait for the lock.
     callers: &'a AtomicUsize,
     closing: &'a AtomicBool,
 }
@@ -60,19 +61,19 @@ impl Goal<'_> {
         self.tickets.iter().any(|ticket| ticket.is_done()) || self.is_unwanted() || self.chores.any()
     }
 
-    /// Whether the background thread has no reason to drive.
+    /// Returns whether the background thread has no reason to drive.
     pub(super) fn is_unwanted(&self) -> bool {
         let unwanted = || self.callers.load(Ordering::SeqCst) > 0 || self.closing.load(Ordering::SeqCst);
         self.is_background() && (self.chores.pending() == 0 || unwanted())
     }
 
-    /// Whether nobody waits for what is done, so that spinning would only take a core from others.
+    /// Returns whether no caller waits for the tasks, so that spinning would only take a core from others.
     pub(super) fn is_background(&self) -> bool {
         self.tickets.is_empty()
     }
 }
 
-/// An engine that several threads use, one of them our own.
+/// An engine that callers and one background thread share.
 #[derive(Debug)]
 pub(crate) struct Shared<E: Drive> {
     core: Arc<Core<E>>,
@@ -88,12 +89,13 @@ impl<E: Drive> Shared<E> {
         self.core.chores()
     }
 
-    /// Hands a task to whoever drives; does not wait.
+    /// Queues a task for the driver, without waiting.
     pub(crate) fn post(&self, task: E::Task) {
         self.core.post(task);
     }
 
-    /// Sees to it that nonblocking operations are carried out though nobody waits for them.
+    /// Starts the background thread if there is none. It runs nonblocking operations that no caller waits
+    /// for.
     pub(crate) fn ensure_background(&self) -> io::Result<()> {
         let mut background = self.background();
         if background.is_none() {
@@ -104,7 +106,7 @@ impl<E: Drive> Shared<E> {
         Ok(())
     }
 
-    /// Begins at once what was posted, and leaves the rest to the background thread.
+    /// Begins queued tasks at once, and leaves the rest to the background thread.
     pub(crate) fn nudge(&self) {
         self.core.nudge(|| {
             if let Some(background) = &*self.background() {
@@ -118,17 +120,17 @@ impl<E: Drive> Shared<E> {
         self.core.wait(tickets, until);
     }
 
-    /// Gives the engine to `look` if no other thread has it.
+    /// Calls `look` with the engine if no other thread has it.
     pub(super) fn if_free<R>(&self, look: impl FnOnce(&mut E) -> R) -> Option<R> {
         self.core.if_free(look)
     }
 
-    /// Ends the group for `reason`, from any thread.
+    /// Ends the group for `reason`; any thread may call it.
     pub(crate) fn abort(&self, reason: String) {
         self.core.abort(reason);
     }
 
-    /// Stops the background thread, and gives the engine to `last`.
+    /// Stops the background thread, and calls `last` with the engine.
     pub(crate) fn close(&self, last: impl FnOnce(&mut E)) {
         let background = self.background().take();
         self.core.close(|| {
@@ -136,7 +138,7 @@ impl<E: Drive> Shared<E> {
                 background.thread().unpark();
             }
         });
-        // The last handle may have been dropped by a callback: then this is that thread, which ends next.
+        // A callback may drop the last handle. Then this is the background thread itself, which ends next.
         if let Some(background) = background.filter(|other| other.thread().id() != thread::current().id()) {
             let _ = background.join();
         }
@@ -148,18 +150,18 @@ impl<E: Drive> Shared<E> {
     }
 }
 
-/// The engine, its mailbox, and what threads that want to drive it must know of each other.
+/// The engine, its submission queue, and the state by which threads agree who drives.
 #[derive(Debug)]
 pub(super) struct Core<E: Drive> {
     seat: SeatLock<E>,
     mailbox: Arc<Mailbox<E::Task, E::Bell>>,
     chores: Arc<Chores>,
-    /// Callers that wait for the seat.
+    /// Number of callers that wait for the lock.
     callers: AtomicUsize,
     closing: AtomicBool,
-    /// How often a caller took the seat.
+    /// Number of times that a caller took the lock.
     taken: AtomicUsize,
-    /// Whether the background thread sleeps until it is woken.
+    /// The background thread sleeps until it is woken.
     idle: AtomicBool,
 }
 
@@ -214,7 +216,7 @@ impl<E: Drive> Core<E> {
                     queued = None;
                     seat.engine.drive(&self.goal(tickets, until));
                 }
-                // Whoever has the seat wakes us when our task is done, or when the seat is free.
+                // The thread that has the lock wakes this one when its task is done or the lock is free.
                 None if tickets.iter().all(|ticket| ticket.unpark_me()) => {
                     left.map_or_else(park, park_timeout)
                 }
@@ -237,12 +239,13 @@ impl<E: Drive> Core<E> {
         wake_background();
     }
 
-    /// What the background thread does until the group is closed.
+    /// The loop of the background thread; it ends when the group is closed.
     pub(super) fn background(&self) {
         let mut taken = None;
         while !self.closing.load(Ordering::SeqCst) {
             self.run_chores();
-            // Not a store: it must see what was begun before somebody else found it set.
+            // This is a swap, not a store: it must see operations that were begun before another thread found
+            // the flag set.
             self.idle.swap(true, Ordering::SeqCst);
             if self.chores.pending() == 0 {
                 park();
@@ -259,7 +262,7 @@ impl<E: Drive> Core<E> {
             if self.callers.load(Ordering::SeqCst) > 0 {
                 park();
             } else if let Some(mut seat) = self.try_seat() {
-                // A panic poisons the seat, and the next to take it ends everything.
+                // A panic poisons the lock, and the next thread that takes it ends everything.
                 let _ = catch_unwind(AssertUnwindSafe(move || seat.engine.drive(&self.goal(&[], None))));
                 continue;
             } else {
@@ -267,16 +270,16 @@ impl<E: Drive> Core<E> {
             }
             taken = None;
         }
-        // Of what was done last: nobody else may come by.
+        // The completions of the last drive run now, because no other thread may come.
         self.run_chores();
     }
 
-    /// For who is alone with it.
+    /// Calls `look` with the engine. The caller is the only thread that uses it.
     pub(super) fn with_engine<R>(&self, look: impl FnOnce(&mut E) -> R) -> R {
         look(&mut self.seat.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Gives the engine to `look` if nobody has it.
+    /// Calls `look` with the engine if no other thread has it.
     pub(super) fn if_free<R>(&self, look: impl FnOnce(&mut E) -> R) -> Option<R> {
         let mut seat = self.take_seat()?;
         Some(look(&mut seat.engine))
@@ -289,7 +292,7 @@ impl<E: Drive> Core<E> {
     fn take_seat(&self) -> Option<Seat<'_, E>> {
         let seat = self.try_seat();
         if seat.is_some() {
-            // Nobody else counts: that needs the seat.
+            // Only the thread that has the lock counts.
             self.taken.store(self.taken.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
         }
         seat
@@ -307,7 +310,7 @@ impl<E: Drive> Core<E> {
         }
     }
 
-    /// Asks to be woken when the seat is free; by then it may be free already.
+    /// Asks to be woken when the lock is free, and tries once more, because it may be free already.
     fn queue_for_seat(&self) -> Option<Seat<'_, E>> {
         self.mailbox.queue();
         self.take_seat()
@@ -323,7 +326,8 @@ impl<E: Drive> Core<E> {
     }
 }
 
-/// A caller that found the seat taken, until it has it or needs it no more: the background thread makes room.
+/// A caller that found the lock taken, until it has the lock or needs it no more. The background thread makes
+/// room.
 struct Caller<'a, E: Drive>(&'a Core<E>);
 
 impl<'a, E: Drive> Caller<'a, E> {
@@ -337,13 +341,13 @@ impl<'a, E: Drive> Caller<'a, E> {
 impl<E: Drive> Drop for Caller<'_, E> {
     fn drop(&mut self) {
         if self.0.callers.fetch_sub(1, Ordering::SeqCst) == 1 {
-            // If it never took the seat, nobody else wakes the background thread.
+            // If this caller never took the lock, no other thread wakes the background thread.
             self.0.mailbox.leave();
         }
     }
 }
 
-/// The engine, while one thread drives it. Fields are dropped in order: first the lock, then the
+/// The engine, while one thread drives it. Fields are dropped in order: the lock is released first, then the
 /// threads that wait for it are woken.
 struct Seat<'a, E: Drive> {
     engine: SeatGuard<'a, E>,
@@ -354,8 +358,8 @@ struct Next<'a, E: Drive>(&'a Core<E>);
 
 impl<E: Drive> Drop for Next<'_, E> {
     fn drop(&mut self) {
-        // What came after this thread had looked for the last time, from somebody who found the seat still
-        // taken, was left to it: an abort, which nobody waits for.
+        // A thread that found the lock taken may have queued an abort after this thread looked last. Nobody
+        // waits for an abort, so this thread must take it.
         if self.0.mailbox.leave()
             && let Some(mut seat) = self.0.try_seat()
         {

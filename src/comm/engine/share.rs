@@ -1,4 +1,4 @@
-//! Memory that is shared with the other ranks of the host: how the engine comes to it, and what it changes.
+//! Shared memory with the other ranks of the host: how the engine sets it up and uses it.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,12 +17,12 @@ use crate::shm::meeting::{self, Joining, Leading, Meeting, Party};
 use crate::shm::obstacle::Obstacle;
 use crate::shm::{Layout, Node, RingLane};
 
-/// How long the news of a failure may take on a connection inside the host.
+/// Longest time for the report of a failure to arrive on a connection inside the host.
 const NEWS: Duration = Duration::from_millis(100);
 
 impl Engine {
-    /// Finds together with the other `ranks` of this host (this one is among them), and has data go through
-    /// memory from then on. If that cannot be, all of them use connections, and the answer says why.
+    /// Sets up shared memory with the other `ranks` of this host (this one is among them), which then carries
+    /// the data. If one of them cannot, all of them use connections, and the result says why.
     pub(crate) fn share(
         &mut self,
         ranks: &[usize],
@@ -72,7 +72,7 @@ impl Engine {
         }
     }
 
-    /// The memory of programs that the ranks of the host know together, if they share any.
+    /// Returns the registry of user memory that the ranks of the host share, if they share any.
     pub(crate) fn allocations(&self) -> Option<Arc<Allocations>> {
         self.node.as_ref().map(|node| Arc::clone(node.allocations()))
     }
@@ -110,14 +110,14 @@ impl Engine {
             self.peers[rank].collective = Some(conn(RingLane::Collectives));
         }
         for (rank, process) in node.processes().filter(|&(rank, _)| rank != self.settings.me) {
-            // If it cannot be watched, its connection tells.
+            // If the process cannot be watched, its connection reports its end.
             let _ = self.poller.add(process, Source::Process(rank), false);
         }
         self.beside = node.others().map(|(_, rank)| rank).collect();
         self.node = Some(node);
     }
 
-    /// The process of a rank has ended. Its connection says so as well, unless somebody else still has that.
+    /// Handles the end of a rank's process. Its connection ends too, unless another process still holds that.
     pub(super) fn process_ended(&mut self, rank: usize) {
         if let Some(process) = self.node.as_ref().and_then(|node| node.process(rank)) {
             self.poller.remove(process);
@@ -128,14 +128,14 @@ impl Engine {
         }
     }
 
-    /// Has the other ranks of the host ring from now on when they have written to memory; whether what they
-    /// wrote before leaves nothing to do.
+    /// Asks the other ranks of the host to ring the doorbell when they write to shared memory. Returns
+    /// whether their earlier writes leave nothing to do.
     pub(super) fn may_sleep_beside(&mut self, goal: &Goal<'_>) -> bool {
         let Some(node) = &self.node else { return true };
         node.fall_asleep();
         self.heard = false;
         let moved = self.turn_beside() | self.turn();
-        // What was heard on the way may have been waited for, and no descriptor tells of it again.
+        // A control frame may have arrived that the goal waits for, and no descriptor will report it again.
         let still = !moved && !self.heard && self.failure.is_none() && !goal.is_reached();
         still && self.node.as_ref().is_some_and(Node::is_asleep)
     }
@@ -146,8 +146,8 @@ impl Engine {
         }
     }
 
-    /// Hears why another rank of the host has ended the group, if one has: no collective in memory that is
-    /// called later succeeds, though the stamps of all that it needs may be there from before.
+    /// Waits for the report of why another rank of the host has ended the group, if one has. After that no
+    /// later collective in shared memory succeeds, though the stamps that it needs may be there from before.
     pub(super) fn hear_of_failure(&mut self) {
         let until = Instant::now() + NEWS;
         while self.failure.is_none() && self.node.as_ref().is_some_and(Node::has_failed) {
@@ -159,7 +159,7 @@ impl Engine {
         }
     }
 
-    /// Moves messages from and to the ranks of this host, which no descriptor announces.
+    /// Moves messages with the ranks of this host, which no descriptor announces.
     pub(super) fn turn_beside(&mut self) -> bool {
         let mut moved = false;
         for index in 0..self.beside.len() {

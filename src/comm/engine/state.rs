@@ -1,4 +1,4 @@
-//! What an engine knows: its settings, its peers, its calls in progress.
+//! The state of an engine: its settings, its peers, its calls in progress.
 
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
@@ -17,7 +17,7 @@ use crate::flight::Track;
 use crate::links::conn::{Broken, Conn};
 use crate::links::hello::{Credentials, Lane};
 
-/// What an engine needs to know from the start.
+/// The settings of an engine, which do not change.
 #[derive(Debug)]
 pub(crate) struct Settings {
     /// Name of the group, for messages.
@@ -25,19 +25,19 @@ pub(crate) struct Settings {
     pub(crate) me: usize,
     pub(crate) size: usize,
     pub(crate) credentials: Credentials,
-    /// Where each rank listens.
+    /// The address at which each rank listens.
     pub(crate) addresses: Vec<SocketAddr>,
-    /// Where the ranks agree on the cause of a failure, and under which key.
+    /// The store in which the ranks agree on the cause of a failure; `abort_key` is the key.
     pub(crate) store: Arc<dyn Store>,
     pub(crate) abort_key: Vec<u8>,
     /// The rank in whose process the store lives, if it lives in one.
     pub(crate) store_rank: Option<usize>,
-    /// The launcher's news of deaths, and the generation it knows this round by.
+    /// The channel on which the launcher reports deaths, and the generation of this round.
     pub(crate) agent: Option<(Arc<Mutex<AgentChannel>>, Generation)>,
-    /// Bound for noticing a dead host or path.
+    /// Longest time until a dead host or path is noticed.
     pub(crate) peer_timeout: Duration,
     pub(crate) sharing: Sharing,
-    /// What the flight recorder knows the group by.
+    /// The group's track in the flight recorder.
     pub(crate) flight: Arc<Track>,
 }
 
@@ -49,19 +49,19 @@ pub(super) struct Peer {
     pub(super) control_out: Vec<u8>,
     pub(super) collective: Option<Conn>,
     pub(super) messages: Messages,
-    /// It said goodbye.
+    /// The peer said goodbye.
     pub(super) left: bool,
-    /// Its control connection has ended: when, and how.
+    /// The time and manner in which its control connection ended.
     pub(super) silent: Option<(Instant, Broken)>,
-    /// A data connection ended: until when its control connection must say why.
+    /// The time until which its control connection must explain why a data connection ended, and the error.
     pub(super) suspect: Option<(Instant, String)>,
-    /// The last monitored barrier in which it said that it is there.
+    /// The last monitored barrier at which the peer said that it has arrived.
     pub(super) signed: Option<u64>,
-    /// What it last said it waits in, and for whom.
+    /// The last report of what the peer waits in, and for whom.
     pub(super) state: Option<PeerState>,
-    /// Where it offers to meet, to share memory.
+    /// The peer's offer to share memory, which says how to reach it.
     pub(super) offer: Option<Vec<u8>>,
-    /// Lanes that it was asked to open.
+    /// Lanes that the peer was asked to open.
     pub(super) asked: [bool; 3],
 }
 
@@ -77,11 +77,11 @@ pub(super) struct PeerState {
 pub(super) struct Collective {
     pub(super) run: Run,
     pub(super) ticket: Arc<Ticket>,
-    /// In a monitored barrier: the others were told that this rank is there.
+    /// In a monitored barrier: the others were told that this rank has arrived.
     pub(super) signed: bool,
 }
 
-/// What a rank waits in: the number of the call, the call, and for whom.
+/// A wait of a rank: the number of the call, the call, and the awaited ranks.
 pub(super) type Wait = (u64, Call, Vec<usize>);
 
 impl Peer {

@@ -1,4 +1,4 @@
-//! Carries out a plan over connections. No clock and no waiting: [`Streams::turn`] moves what it can.
+//! Runs a plan over connections. It uses no clock and never waits: [`Streams::turn`] moves what it can.
 
 use std::io::IoSlice;
 use std::sync::Arc;
@@ -17,15 +17,15 @@ use crate::plan::{Algorithm, Apply, Direction, Plan, Segment};
 const SHORT_BYTES: usize = 12 << 10;
 /// Pieces of this size and more are received into the buffer without reading ahead.
 const DIRECT_BYTES: usize = 4 << 10;
-/// A rank that has sent all of its share waits for one peer after the other, if what is to come is not more
-/// than this from each, and so does not hold up who sends it.
+/// Most bytes from each peer for which a rank that has sent all of its share waits for one peer after the
+/// other. It then holds up no sender.
 const PATIENT_BYTES: usize = 64 << 10;
 /// Most pieces of one send.
 const PARTS: usize = 8;
 
-/// Where a run finds its connections.
+/// The source of a run's connections.
 pub(crate) trait Lanes {
-    /// The connection to `peer`, `None` as long as there is none.
+    /// Returns the connection to `peer`, or `None` as long as there is none.
     fn lane(&mut self, peer: usize) -> Option<&mut Conn>;
 }
 
@@ -42,7 +42,7 @@ pub(crate) struct Streams {
     moved: Vec<usize>,
     flows: Vec<Flow>,
     unfinished: usize,
-    /// Flows to others that are not finished.
+    /// Number of send flows that are not finished.
     unsent: usize,
     /// No more than [`PATIENT_BYTES`] come from any peer.
     short: bool,
@@ -56,36 +56,37 @@ struct Flow {
     /// Indices of its streams in the plan; `streams[at]` is being moved.
     streams: Vec<usize>,
     at: usize,
-    /// Place within the stream: segment, and bytes of it that are done.
+    /// The position within the stream: the segment, and the bytes of it that are done.
     segment: usize,
     offset: usize,
     /// Bytes of all its streams, and how many of them are done.
     total: usize,
     done: usize,
-    /// Bytes of the header that are done.
+    /// Bytes of the header that are done already.
     header: usize,
     finished: bool,
-    /// The connection could not move more: wait for it, not for a gate.
+    /// The connection could not move more: the flow waits for it, not for a gate.
     blocked: bool,
-    /// The connection is gone; somebody finds out why.
+    /// The connection is gone; the engine finds out why.
     broken: bool,
 }
 
-/// What stops a run.
+/// The reasons why a run stops.
 #[derive(Debug)]
 pub(crate) enum RunError {
     /// The connection to `peer` is gone. The run can go on with the others.
     Broken { peer: usize, why: Broken },
     /// `peer` made another call.
     Mismatch { peer: usize, theirs: Call, seq: u64 },
-    /// `peer` sent what makes no sense.
+    /// `peer` sent data that violates the protocol.
     Protocol { peer: usize, what: String },
-    /// The program's own function failed.
+    /// The program's own reduction function failed.
     Function(String),
 }
 
 impl Streams {
-    /// `kernel` is there if the plan reduces. `buffer` holds the elements of the plan.
+    /// Makes a run of `plan`; `kernel` is `Some` if the plan reduces. `buffer` holds the elements of the
+    /// plan.
     pub(crate) fn new(
         credentials: &Credentials,
         call: Call,
@@ -126,12 +127,12 @@ impl Streams {
         self.unfinished == 0
     }
 
-    /// Bytes received, and bytes that are to be received in all.
+    /// Returns bytes received, and bytes to receive in total.
     pub(crate) fn received(&self) -> (u64, u64) {
         self.bytes(Direction::Recv)
     }
 
-    /// The same of what it sends.
+    /// Returns bytes sent, and bytes to send in total.
     pub(crate) fn sent(&self) -> (u64, u64) {
         self.bytes(Direction::Send)
     }
@@ -141,34 +142,35 @@ impl Streams {
         flows.fold((0, 0), |(done, total), flow| (done + flow.done as u64, total + flow.total as u64))
     }
 
-    /// Which of several algorithms its plan is.
+    /// Returns the algorithm of the plan, if the collective has several.
     pub(crate) fn algorithm(&self) -> Option<Algorithm> {
         self.plan.algorithm
     }
 
-    /// Peers with which it exchanges anything.
+    /// Returns the peers with which it exchanges data.
     pub(crate) fn peers(&self) -> impl Iterator<Item = usize> + '_ {
         self.flows.iter().map(|flow| flow.peer)
     }
 
-    /// Peers whose turn it is: something of them must arrive, or they must take something.
+    /// Returns the peers that the run waits for: they must send or accept data.
     pub(crate) fn awaited(&self) -> impl Iterator<Item = usize> + '_ {
         self.flows.iter().filter(|flow| !flow.finished && self.is_open(flow)).map(|flow| flow.peer)
     }
 
-    /// Peers whose connection it waits for, and in which direction.
+    /// Returns the peers whose connection blocks the run, and the direction.
     pub(crate) fn blocked(&self) -> impl Iterator<Item = (usize, Direction)> + '_ {
         let waiting = self.flows.iter().filter(|flow| flow.blocked && !flow.finished && !flow.broken);
         let most = if self.is_patient() { 1 } else { usize::MAX };
         waiting.map(|flow| (flow.peer, flow.direction)).take(most)
     }
 
-    /// Whether it is enough to wait for one peer: nobody waits for this rank, and it needs all of the rest.
+    /// Returns whether waiting for one peer is enough: no peer waits for this rank, and it needs all of the
+    /// rest.
     fn is_patient(&self) -> bool {
         self.short && self.unsent == 0
     }
 
-    /// Moves what can be moved now; whether that was anything.
+    /// Moves pending data. Returns whether anything moved.
     pub(crate) fn turn(&mut self, lanes: &mut dyn Lanes) -> Result<bool, RunError> {
         self.row.begin();
         let mut any = false;
@@ -194,7 +196,7 @@ impl Streams {
                 Err(Stop::Mismatch(theirs, seq)) => return Err(RunError::Mismatch { peer, theirs, seq }),
                 Err(Stop::Protocol(what)) => return Err(RunError::Protocol { peer, what }),
                 Err(Stop::Function(what)) => {
-                    // Some elements may have been added already: not again.
+                    // Some elements may have been added already and must not be added again.
                     self.flows[index].broken = true;
                     return Err(RunError::Function(what));
                 }
@@ -218,7 +220,7 @@ impl Streams {
         Ok(any)
     }
 
-    /// Bytes that the gate of the flow's current stream lets it move now.
+    /// Returns the bytes that the gate of the flow's current stream lets it move now.
     fn allowance(&self, flow: &Flow) -> usize {
         let Some(&index) = flow.streams.get(flow.at) else { return 0 };
         let gate = self.plan.streams[index].gate;
@@ -232,7 +234,7 @@ impl Streams {
         flow.done == flow.total || self.allowance(flow) > 0
     }
 
-    /// Where the flow is: the rest of its segment in bytes of the buffer. Steps over what is empty.
+    /// Returns the rest of the flow's current segment, in bytes of the buffer. Skips empty segments.
     fn place(&mut self, index: usize) -> Option<(std::ops::Range<usize>, Apply)> {
         let flow = &mut self.flows[index];
         loop {
@@ -292,7 +294,7 @@ impl Streams {
         Ok(any)
     }
 
-    /// The next `most` bytes of the flow's current stream; how many parts.
+    /// Gathers the next `most` bytes of the flow's current stream. Returns the number of parts.
     fn gather<'a>(&'a self, flow: &Flow, most: usize, parts: &mut [IoSlice<'a>]) -> usize {
         let Some(&stream) = flow.streams.get(flow.at) else { return 0 };
         let (mut used, mut left, mut skip) = (0, most, flow.offset);
@@ -301,7 +303,7 @@ impl Streams {
             let end = (segment.range.end * self.row.element_bytes).min(start.saturating_add(left));
             skip = 0;
             while start < end && used < parts.len() {
-                // Cut where a part of the row ends.
+                // The piece is cut at the end of a part of the row.
                 let bytes = self.row.bytes(start..end);
                 if bytes.is_empty() {
                     return used;
@@ -326,7 +328,7 @@ impl Streams {
                 return Ok(any);
             }
         }
-        // At most one request to the system for each turn, so that sending gets its turn as well.
+        // Each turn makes at most one system call, so that sending gets its turn as well.
         let mut asked = any;
         loop {
             let Some((range, apply)) = self.place(index) else { return Ok(any) };
@@ -368,7 +370,7 @@ impl Streams {
         }
     }
 
-    /// Reads the header and compares it before any data is touched; whether anything moved.
+    /// Reads the header and compares it before any data is touched. Returns whether anything moved.
     fn recv_header(&mut self, index: usize, lane: &mut Conn) -> Result<bool, Stop> {
         let total = self.flows[index].total;
         let mut any = false;
@@ -409,7 +411,7 @@ impl Streams {
     }
 }
 
-/// [`RunError`] before it is known whom it concerns.
+/// A [`RunError`] before the peer is known.
 enum Stop {
     Broken(Broken),
     Mismatch(Call, u64),

@@ -1,4 +1,4 @@
-//! The primitives by which threads meet, so that loom can take their place in `engine/models.rs`.
+//! Synchronisation primitives of the engine, which `engine/models.rs` replaces by those of loom.
 
 pub(super) use std::sync::PoisonError;
 
@@ -18,14 +18,14 @@ pub(super) use loom::{
 #[cfg(loom)]
 pub(super) use std::sync::TryLockError;
 
-/// loom knows no clock: that time is over is one of the things that can happen.
+/// loom has no clock: a timeout is modelled as an event that can happen at any time.
 #[cfg(loom)]
 pub(super) fn park_timeout(_: std::time::Duration) {
     loom::thread::yield_now();
 }
 
-/// A lock that is tried more often than waited for. loom's own does not look at what happens when somebody
-/// tries just before it is released; with an atomic in its place it does.
+/// A lock that threads mostly try and seldom wait for. loom's own lock does not explore a try just before the
+/// release; this one uses an atomic, so that loom does.
 #[cfg(loom)]
 #[derive(Debug)]
 pub(super) struct SeatLock<T> {
@@ -52,7 +52,7 @@ impl<T> SeatLock<T> {
         Ok(SeatGuard { held: &self.held, inner: self.inner.lock().ok() })
     }
 
-    /// For who is alone with it.
+    /// Locks without waiting. The caller is the only thread that uses the lock.
     pub(super) fn lock(&self) -> std::sync::LockResult<SeatGuard<'_, T>> {
         Ok(self.try_lock().expect("somebody else holds it"))
     }

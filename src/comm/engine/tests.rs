@@ -1,5 +1,5 @@
-//! Strangers at the door: real ranks against a hand-written one. In `mad` it goes mad after it was let in, in
-//! `called` it is the one that is called, in `leaver` one that leaves without having listened.
+//! Unauthenticated and misbehaving peers: real ranks against a scripted one. In `mad` it misbehaves after it
+//! has authenticated, in `called` it is the acceptor, and in `leaver` it leaves without having read.
 
 mod alone;
 mod called;
@@ -46,7 +46,7 @@ fn credentials() -> Credentials {
     Credentials::new(Some(&token()), generation(), 0)
 }
 
-/// Two real ranks that wait for a third, and what it takes to be that.
+/// Two real ranks that wait for a third, and all that a test needs to play the third.
 struct Siege {
     store: Arc<dyn Store>,
     addresses: Vec<SocketAddr>,
@@ -219,7 +219,7 @@ fn strangers_are_turned_away_and_the_real_peers_still_connect() {
                 // Those that were turned away already cannot be written to.
                 let _ = stream.write_all(&greeting(FAKE, 0)[..index % HEADER_BYTES]);
             }
-            // The same with all that can be said without the secret.
+            // These frames are all that a peer can send without the secret.
             let greet = |_| {
                 let mut stream = siege.call(0);
                 stream.write_all(&greeting(FAKE, 0)).unwrap();
@@ -271,7 +271,7 @@ fn strangers_disturb_no_call() {
     );
 }
 
-/// What the third rank adds.
+/// Makes the call of the third rank.
 fn sum(shared: &super::Shared) -> i32 {
     let call = Call::new(CallKind::AllReduce, Dtype::I32, Some(ReduceOp::Sum), 0, 1);
     let rounding = call.rounding();

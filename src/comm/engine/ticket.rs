@@ -1,4 +1,4 @@
-//! The outcome of an operation, and who is told of it.
+//! The outcome of an operation, and the threads and tasks that are notified of it.
 
 use std::any::Any;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -15,11 +15,11 @@ use crate::call::Envelope;
 use crate::error::CommError;
 use crate::flight::Step;
 
-/// How an operation ended; a message tells what it was.
+/// The result of an operation; a message also returns its envelope.
 pub(crate) type Outcome = Result<Option<Envelope>, CommError>;
 
-/// How long an operation may take, and since when, if that is known yet: one that waits for nothing need not
-/// read the clock for it.
+/// The timeout of an operation, and its start if that is known yet. An operation that need not wait does not
+/// read the clock.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Limit {
     timeout: Duration,
@@ -33,30 +33,30 @@ impl From<Duration> for Limit {
 }
 
 impl Limit {
-    /// The same, from now on if it has not begun.
+    /// Returns the limit with its start set: now, if it has not begun.
     pub(crate) fn begun(self) -> Self {
         Self { since: Some(self.made()), ..self }
     }
 
-    /// When it began: now, if it had not yet.
+    /// Returns the start: now, if it has not begun.
     fn made(self) -> Instant {
         self.since.unwrap_or_else(Instant::now)
     }
 
-    /// How long it is.
+    /// Returns the timeout.
     #[cfg(feature = "nccl")]
     pub(crate) fn timeout(self) -> Duration {
         self.timeout
     }
 
-    /// When it is over.
+    /// Returns the time at which the timeout expires.
     pub(crate) fn deadline(self) -> Instant {
-        // "For ever" is far enough away, but must not overflow the clock.
+        // A timeout of "for ever" is cut to 100 years, so that the clock does not overflow.
         self.made() + self.timeout.min(Duration::from_secs(100 * 365 * 86_400))
     }
 }
 
-/// Set once by whoever drives the engine, taken once by the caller.
+/// The completion of an operation: the driver sets it once, the caller takes it once.
 #[derive(Debug)]
 pub(crate) struct Ticket {
     pub(crate) timeout: Duration,
@@ -64,24 +64,25 @@ pub(crate) struct Ticket {
     pub(crate) deadline: Instant,
     done: AtomicBool,
     state: Mutex<State>,
-    /// Becomes readable when it is done, once somebody has asked for it.
+    /// A descriptor that becomes readable when the operation is done; it is made when a caller first asks for
+    /// it.
     descriptor: OnceLock<EventFd>,
-    /// Of a nonblocking operation: what is to be done for its owner outside the engine's lock.
+    /// The completion queue of a nonblocking operation: its callbacks run outside the engine's lock.
     chores: Option<Arc<Chores>>,
-    /// What the flight recorder knows it by, once the engine has it.
+    /// The flight recorder's entry of the operation, once the engine has it.
     pub(crate) step: OnceLock<Step>,
 }
 
 #[derive(Default)]
 struct State {
     outcome: Option<Outcome>,
-    /// Of a handle that was moved out of its scope, there may be two.
+    /// Threads that wait. There may be two if the handle was moved out of its scope.
     waiters: SmallVec<[Thread; 1]>,
     waker: Option<Waker>,
     callbacks: Vec<Chore>,
-    /// What nobody waits for any more, but the engine still works on.
+    /// Memory that nobody waits for any more, but that the engine still uses.
     keep: Option<Box<dyn Any + Send>>,
-    /// Its handle was dropped: whoever else has it may take the outcome.
+    /// The handle was dropped: any other owner of the ticket may take the outcome.
     dropped: bool,
 }
 
@@ -146,17 +147,17 @@ impl Ticket {
         self.done.load(Ordering::SeqCst)
     }
 
-    /// Whether it is done and somebody has its outcome.
+    /// Returns whether the operation is done and its outcome was taken.
     pub(crate) fn is_taken(&self) -> bool {
         self.is_done() && self.state().outcome.is_none()
     }
 
-    /// The outcome, once.
+    /// Takes the outcome; later calls return `None`.
     pub(crate) fn take(&self) -> Option<Outcome> {
         if self.is_done() { self.state().outcome.take() } else { None }
     }
 
-    /// Has this thread unparked when it is done; `false` if it is.
+    /// Registers this thread to be unparked on completion. Returns `false` if the operation is done already.
     pub(crate) fn unpark_me(&self) -> bool {
         let (mut state, me) = (self.state(), current());
         if state.waiters.iter().all(|known| known.id() != me.id()) {
@@ -165,15 +166,15 @@ impl Ticket {
         !self.is_done()
     }
 
-    /// Whether a thread sleeps for it, or a future was polled.
+    /// Returns whether a thread sleeps for the operation, or a future was polled.
     pub(super) fn is_awaited(&self) -> bool {
         let state = self.state();
         !state.waiters.is_empty() || state.waker.is_some()
     }
 
-    /// Has `waker` woken when it is done; `false` if it is.
+    /// Registers `waker` to be woken on completion. Returns `false` if the operation is done already.
     pub(crate) fn wake(&self, waker: &Waker) -> bool {
-        // Copied, and the one before dropped, outside the lock: that is code which is not ours.
+        // The waker is cloned, and the old one dropped, outside the lock, because that is code of the user.
         let waker = waker.clone();
         let (before, waits) = {
             let mut state = self.state();
@@ -183,7 +184,7 @@ impl Ticket {
         waits
     }
 
-    /// Has `callback` called when it is done; gives it back if it is.
+    /// Registers `callback` to be called on completion. Returns it if the operation is done already.
     pub(crate) fn call(&self, callback: Chore) -> Result<(), Chore> {
         let mut state = self.state();
         if self.is_done() {
@@ -193,17 +194,17 @@ impl Ticket {
         Ok(())
     }
 
-    /// Its handle was dropped.
+    /// Notes that the handle was dropped.
     pub(crate) fn drop_handle(&self) {
         self.state().dropped = true;
     }
 
-    /// The outcome that nobody else will ask for, once.
+    /// Takes the outcome if the handle was dropped, so that nobody else will ask for it.
     pub(crate) fn take_dropped(&self) -> Option<Outcome> {
         if self.state().dropped { self.take() } else { None }
     }
 
-    /// Keeps what the operation works on until it is done; gives it back if it is.
+    /// Keeps the memory of the operation until it is done. Returns it if the operation is done already.
     pub(crate) fn keep(&self, what: Box<dyn Any + Send>) -> Result<(), Box<dyn Any + Send>> {
         let mut state = self.state();
         if self.is_done() {
@@ -213,7 +214,7 @@ impl Ticket {
         Ok(())
     }
 
-    /// A descriptor that is readable as soon as it is done.
+    /// Returns a descriptor that is readable as soon as the operation is done.
     pub(crate) fn descriptor(&self) -> Result<BorrowedFd<'_>, CommError> {
         let descriptor = match self.descriptor.get() {
             Some(descriptor) => descriptor,
@@ -223,7 +224,8 @@ impl Ticket {
                 self.descriptor.get_or_init(|| made)
             }
         };
-        // With the lock: either `complete` finds the descriptor, or we find that it is done.
+        // This needs the lock: either `complete` finds the descriptor, or this thread finds that the
+        // operation is done.
         let state = self.state();
         if self.is_done() {
             let _ = descriptor.write(1);

@@ -6,8 +6,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::dtype::Element;
 
-/// A function of the program, as a kernel calls it: whether the second operand stands first. The error says
-/// how it failed.
+/// A function of the program, as a kernel calls it. The flag says that the second operand is the left one.
+/// The error says how the function failed.
 pub(crate) type Function = dyn Fn(&mut [u8], &[u8], bool) -> Result<(), String> + Send + Sync;
 
 /// Elements that the function is given at once.
@@ -17,16 +17,16 @@ thread_local! {
     static INSIDE: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Whether this thread is in a function of the program that the engine called: there it must not wait for the
-/// engine.
+/// Returns whether this thread is in a function of the program that the engine called. There it must not wait
+/// for the engine.
 pub(crate) fn is_inside_function() -> bool {
     INSIDE.get()
 }
 
-/// The kernel's form of `function`.
+/// Wraps `function` as a kernel.
 ///
-/// It works on copies: what has arrived is not aligned, and a function that panics leaves no half of a result
-/// behind.
+/// It works on copies, because arrived data is not aligned, and a function that panics must not leave half a
+/// result.
 pub(crate) fn function<T: Element>(
     function: impl Fn(&mut [T], &[T]) + Send + Sync + 'static,
 ) -> impl Fn(&mut [u8], &[u8], bool) -> Result<(), String> + Send + Sync + 'static {

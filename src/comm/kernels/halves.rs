@@ -17,7 +17,7 @@ pub(crate) const WIDE_BYTES: usize = size_of::<f32>();
 pub(super) const F16_INFINITY: u16 = 0x7C00;
 pub(super) const BF16_INFINITY: u16 = 0x7F80;
 
-/// How elements become `f32` and back.
+/// The conversion of elements to `f32` and back.
 #[derive(Debug)]
 pub(crate) struct Wide {
     /// From elements to as many `f32`.
@@ -50,9 +50,9 @@ fn widen_bf16(from: &[u8], into: &mut [u8]) {
     convert(from, into, |half: u16| u32::from(half) << 16);
 }
 
-/// Half of the last digit is added, less a trifle where that digit is even, and the rest is cut off. That
-/// would carry a NaN over to a number, so it is told apart; without a branch, so that all this becomes
-/// vectors.
+/// Rounds by adding half of the last digit (a little less if that digit is even) and cutting the rest off.
+/// That would turn a NaN into a number, so a NaN is handled apart. No branch is used, so that the loop
+/// becomes vectors.
 fn narrow_bf16(from: &[u8], into: &mut [u8]) {
     convert(from, into, |number: f32| {
         let bits = number.to_bits();

@@ -44,13 +44,13 @@ pub(crate) type ScaleFn = dyn Fn(&mut [u8]) + Send + Sync;
 /// Elements that are worked on at once where they need memory of their own: at home in the L1 cache.
 const CHUNK: usize = 256;
 
-/// What a reduction does to elements.
+/// The arithmetic of a reduction.
 #[derive(Clone)]
 pub(crate) struct Kernel {
     reduce: Reduce,
     /// Ends the reduction of an element, after its last contribution.
     divide: Option<DivideFn>,
-    /// What averages are divided by.
+    /// The divisor of averages.
     world: u32,
     scale: Option<Arc<ScaleFn>>,
     /// There if the other functions are those of wider elements.
@@ -115,12 +115,12 @@ impl Kernel {
         Self { reduce: Reduce::Function(function), divide: None, world: 1, scale: None, wide: None }
     }
 
-    /// What changes this rank's own share before anything is added to it.
+    /// Returns the function that changes this rank's own share before anything is added to it.
     pub(crate) fn scale(&self) -> Option<&ScaleFn> {
         self.scale.as_deref()
     }
 
-    /// How elements become those that the kernel adds, if these are others.
+    /// Returns the conversion to the elements that the kernel adds, if these are wider.
     pub(crate) fn wide(&self) -> Option<&'static Wide> {
         self.wide
     }
@@ -220,8 +220,8 @@ fn complex<T: Multiply<N>, const N: usize, R: Arith<M>, const M: usize>(op: Redu
     if op == ReduceOp::Product { Some((product::<T, N>, None)) } else { numbers::<R, M>(op) }
 }
 
-/// Truth values are the bytes 0 and 1. What a peer sends instead is not trusted to be one of them, neither
-/// here nor where it is stored (`engine/buffer.rs`).
+/// Truth values are the bytes 0 and 1. Bytes from a peer are not trusted to be one of them, neither here nor
+/// when they are stored (`engine/buffer.rs`).
 fn truths(op: ReduceOp) -> Functions {
     integers::<u8, 1>(match op {
         ReduceOp::Sum | ReduceOp::Max => ReduceOp::Bor,

@@ -4,10 +4,10 @@ use super::{Kernel, Reduce, ReduceFn, Source, WIDE_BYTES, Wide};
 
 /// Bytes that are added up at a time: at home in the L1 cache. A multiple of all elements' sizes.
 const BLOCK_BYTES: usize = 4 << 10;
-/// The same as `f32`, if they are halves.
+/// Block size of shares whose elements are halves, after they became `f32`.
 const WIDE_BLOCK_BYTES: usize = BLOCK_BYTES / Wide::NARROW_BYTES * WIDE_BYTES;
 
-/// Whose shares are added up.
+/// The number of ranks whose shares are added up, and the own rank.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Ranks {
     pub(crate) count: usize,
@@ -18,9 +18,9 @@ impl Kernel {
     /// Bytes that [`Self::add_up`] needs beside the shares.
     pub(crate) const SCRATCH_BYTES: usize = 2 * WIDE_BLOCK_BYTES + BLOCK_BYTES;
 
-    /// Adds to `own`, the share of `ranks.me`, those of all others; `share` tells where so many bytes of one
-    /// are, from a place on. `added` is called for each piece of `own` in which the sums are, with its place;
-    /// of these bytes no share is looked at any more.
+    /// Adds the shares of all other ranks to `own`, the share of `ranks.me`. `share` returns the bytes of one
+    /// share from a given place on. `added` is called for each finished piece of `own`, with its place. After
+    /// that, no share is read at these bytes.
     ///
     /// Sums of halves are rounded once. The error says how a function of the program failed.
     #[inline]
@@ -47,7 +47,7 @@ impl Kernel {
         Ok(())
     }
 
-    /// Adds up copies of the shares: a function of the program must not see shared memory, and halves become
+    /// Adds copies of the shares: a function of the program must not see shared memory, and halves become
     /// wider.
     fn add_copies<'a>(
         &self,
@@ -83,7 +83,7 @@ impl Kernel {
     }
 }
 
-/// Each operation is commutative, to the bit: so the sum of the ranks before this one can be added to its
+/// Adds in place. Each operation commutes to the last bit, so the sum of the lower ranks can be added to this
 /// share.
 #[inline]
 fn add_in_place<'a>(

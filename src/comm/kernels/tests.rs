@@ -93,7 +93,7 @@ macro_rules! check_integers {
 
 check_integers!(i8, u8, i16, u16, i32, u32, i64, u64);
 
-/// Pairs of what is special about a float.
+/// Returns pairs of the special values of a float.
 macro_rules! special_pairs {
     ($float:ident) => {{
         let special = [
@@ -120,7 +120,7 @@ macro_rules! check_floats {
         #[test]
         fn $float() { Vectors::each(|| {
             let pairs = special_pairs!($float);
-            // What is the same bits or, as its payload is left open, NaN.
+            // Values are equal if their bits are, or if both are NaN, whose payload is left open.
             let same = |p: $float, q: $float| p.to_bits() == q.to_bits() || p.is_nan() && q.is_nan();
             for len in (0..130).chain([pairs.len()]) {
                 let (a, b): (Vec<_>, Vec<_>) = pairs[pairs.len() - len..].iter().copied().unzip();

@@ -28,7 +28,7 @@ pub(super) trait Loop {
 
 #[cfg(test)]
 thread_local! {
-    /// What tests have this thread take.
+    /// The vectors that a test selects for this thread.
     static TAKEN: std::cell::Cell<Option<Vectors>> = const { std::cell::Cell::new(None) };
 }
 
@@ -136,14 +136,14 @@ impl Source<'_> {
 /// Fewer bytes `memcpy` copies by vectors anyway.
 const LONG_BYTES: usize = 2048;
 
-/// Copies `len` bytes as `memcpy` does, but for a trap of it: with AMD's Zen 3 and 4 glibc copies many bytes
-/// by `rep movsb`, which takes 5 to 20 times as long (1.8 GB/s) if the target begins, in its page, 1 to 31
-/// bytes after the source in its own (glibc's bug 30994). Much memory of `malloc` begins 16 bytes after a
-/// page, and what is shared on one.
+/// Copies `len` bytes as `memcpy` does, but avoids a slow case. On AMD's Zen 3 and 4, glibc copies many bytes
+/// by `rep movsb` (glibc bug 30994). That takes 5 to 20 times as long (1.8 GB/s) if the target begins, in its
+/// page, 1 to 31 bytes after the source in its own. Memory of `malloc` often begins 16 bytes after a page,
+/// shared memory on one.
 ///
 /// # Safety
-/// `len` bytes from `from` on can be read and nobody writes them, those from `into` on can be written and are
-/// nobody else's, and the two are apart.
+/// `len` bytes from `from` on are readable and nobody writes them. `len` bytes from `into` on are writable
+/// and nobody else uses them. The two ranges do not overlap.
 #[allow(unsafe_code)]
 #[inline(always)]
 pub(crate) unsafe fn copy(from: *const u8, into: *mut u8, len: usize) {
@@ -157,10 +157,10 @@ pub(crate) unsafe fn copy(from: *const u8, into: *mut u8, len: usize) {
     }
 }
 
-/// The same, by loads and stores.
+/// Copies `len` bytes by vector loads and stores.
 ///
 /// # Safety
-/// As that of [`copy`].
+/// The caller guarantees the conditions of [`copy`].
 #[allow(unsafe_code)]
 #[cold]
 unsafe fn copy_by_vectors(from: *const u8, into: *mut u8, len: usize) {
@@ -179,7 +179,7 @@ unsafe fn copy_by_vectors(from: *const u8, into: *mut u8, len: usize) {
     let steps = len / size_of::<Step>();
     Vectors::widest().run(Steps(from.cast(), into.cast(), steps));
     let done = steps * size_of::<Step>();
-    // SAFETY: what is left of both.
+    // SAFETY: this is the rest of both ranges.
     unsafe { std::ptr::copy_nonoverlapping(from.add(done), into.add(done), len - done) };
 }
 

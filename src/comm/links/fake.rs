@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use super::Link;
 use convoke_testkit::Random;
 
-/// How a pair of links behaves; the same in both directions.
+/// The behaviour of a pair of links, for both directions.
 #[derive(Debug, Clone)]
 pub(crate) struct Script {
     /// Most bytes that one call moves.
@@ -57,7 +57,7 @@ pub(crate) fn pair(script: Script) -> (Fake, Fake) {
 }
 
 impl Fake {
-    /// What the script says about this call: `Err` if it is refused, else the most bytes to move.
+    /// Returns the script's decision for this call: `Err` if it is refused, else the most bytes to move.
     fn next(&mut self) -> io::Result<usize> {
         self.calls += 1;
         let mut random = Random::from_seed(self.script.seed.wrapping_mul(31).wrapping_add(self.calls));

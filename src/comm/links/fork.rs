@@ -16,13 +16,13 @@ use nix::libc;
 const SLOTS: usize = 1 << 14;
 /// Descriptors plus one; 0 is free. Atomics, since a fork handler may not lock anything.
 static OPEN: [AtomicI32; SLOTS] = [const { AtomicI32::new(0) }; SLOTS];
-/// Where to look for a free slot first.
+/// The slot at which the search for a free slot begins.
 static HINT: AtomicUsize = AtomicUsize::new(0);
 
-/// How many forks lie between the first process and this one.
+/// The number of forks between the first process and this one.
 static FORKS: AtomicU32 = AtomicU32::new(0);
 
-/// How many forks lie between the first process of this program and this one. Costs a load.
+/// Returns the number of forks between the first process of this program and this one. It costs one load.
 pub(crate) fn forks() -> u32 {
     install();
     FORKS.load(Ordering::Relaxed)

@@ -1,7 +1,7 @@
-//! Messages that are sent and received where they are called, without a place in any queue, if nothing is
-//! before them.
+//! Fast path for messages: they are sent and received by the calling thread, without a queue, if none
+//! precedes them.
 //!
-//! They look the same on the way, and whatever is not as it mostly is goes the long way.
+//! The wire format does not differ. All but the most common cases use the queues.
 
 use std::io::IoSlice;
 use std::sync::Arc;
@@ -16,16 +16,16 @@ use crate::kernels::Source;
 use crate::links::conn::Conn;
 use crate::links::hello::Credentials;
 
-/// What the connection has taken of a message.
+/// The result of a direct send.
 #[derive(Debug)]
 pub(crate) enum Sent {
     Whole,
     Part(Begun),
-    /// It goes the long way.
+    /// The connection took nothing; the message goes through the queues.
     Nothing,
 }
 
-/// A message whose beginning is sent.
+/// A message of which a first part is sent.
 #[derive(Debug)]
 pub(crate) struct Begun {
     seq: u64,
@@ -33,19 +33,19 @@ pub(crate) struct Begun {
     sent: usize,
 }
 
-/// What has come of a message.
+/// The result of a direct receive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Received {
     Whole,
-    /// Its header and so many bytes.
+    /// The header and this many bytes have arrived.
     Part(usize),
     Nothing,
-    /// It goes the long way.
+    /// The message must be received through the queues.
     Other,
 }
 
 impl Mailbox {
-    /// Sends a message as far as the connection takes it now.
+    /// Sends as much of a message as the connection takes now.
     pub(crate) fn send_direct(
         &mut self,
         ours: &Credentials,
@@ -83,7 +83,7 @@ impl Mailbox {
         self.sends.push_back(Sending { seq, call, ticket, lent, stage: Stage::Sent });
     }
 
-    /// Receives what is there of the message that a call asks for, if that is the next one.
+    /// Receives the available part of the message that a call asks for, if that message is the next one.
     pub(crate) fn recv_direct(
         &mut self,
         ours: &Credentials,
@@ -135,7 +135,7 @@ impl Mailbox {
         Ok(Received::Whole)
     }
 
-    /// Posts a receive of whose message `done` bytes have come.
+    /// Posts a receive of which `done` bytes have come.
     pub(crate) fn post_begun(
         &mut self,
         order: u64,
@@ -151,7 +151,7 @@ impl Mailbox {
     }
 }
 
-/// What was read ahead, else what is there.
+/// Reads bytes that were read ahead, else bytes from the connection.
 fn read_into(conn: &mut Conn, into: &mut [u8]) -> Result<usize, MessageError> {
     let ahead = conn.unread().len().min(into.len());
     if ahead == 0 {

@@ -1,5 +1,5 @@
-//! Messages of a rank to itself: into the receive that waits for them, else copied and kept until one does.
-//! So sending never waits, whatever its length.
+//! Messages of a rank to itself. A message is copied into the receive that waits for it, or kept until there
+//! is one. So such a send never waits, whatever its length.
 
 use std::io;
 use std::sync::Arc;

@@ -12,7 +12,7 @@ use crate::links::conn::{Conn, QUANTUM_BYTES};
 use crate::links::hello::Credentials;
 
 impl Mailbox {
-    /// Reads what is there, at most one request to the system; whether anything moved.
+    /// Reads available data with at most one system call. Returns whether anything moved.
     pub(super) fn read(
         &mut self,
         ours: &Credentials,
@@ -47,7 +47,7 @@ impl Mailbox {
         }
     }
 
-    /// Where a large piece can be received without reading ahead: index of the receive, bytes.
+    /// Returns the receive into whose buffer a large piece can be read directly, and the bytes to read.
     fn direct_target(&self, conn: &Conn) -> Option<(usize, usize)> {
         let Reading::Posted { id, .. } = self.reading else { return None };
         let index = self.recvs.iter().position(|recv| recv.id == id)?;
@@ -55,7 +55,7 @@ impl Mailbox {
         (left >= 4096 && conn.unread().is_empty()).then_some((index, left.min(QUANTUM_BYTES)))
     }
 
-    /// Uses what was read ahead; whether anything could be done.
+    /// Processes bytes that were read ahead. Returns whether anything could be done.
     fn read_step(
         &mut self,
         ours: &Credentials,
@@ -114,7 +114,7 @@ impl Mailbox {
         }
     }
 
-    /// Gives a message that was read early to the receive that claimed it meanwhile.
+    /// Gives an unexpected message to the receive that claimed it while it was read.
     fn hand_over(&mut self, ours: &Credentials, early: u64, recv: u64) {
         let early = self.early.iter().position(|message| message.id == early);
         let bytes = early.and_then(|index| self.early.remove(index)).and_then(|early| early.bytes);
@@ -179,7 +179,7 @@ impl Mailbox {
         }
     }
 
-    /// A message or its announcement.
+    /// Handles a message or its announcement.
     fn arrival(&mut self, ours: &Credentials, open: &mut Open, frame: &Frame) -> Result<(), MessageError> {
         let call = Call::decode(frame.call).map_err(MessageError::Protocol)?;
         let (seq, eager) = (frame.seq, frame.kind == Kind::Eager);
@@ -218,7 +218,8 @@ impl Mailbox {
         Ok(())
     }
 
-    /// The first of all receives that a message with this tag can go to, one from anybody among ours by now.
+    /// Returns the first receive that a message with this tag can match. A receive from any source is first
+    /// moved to this mailbox.
     pub(super) fn taker(&mut self, open: &mut Open, tag: u32) -> Option<usize> {
         let ours = |recv: &Receiving| recv.matched.is_none() && recv.call.root == tag;
         let ours = self.recvs.iter().position(ours);

@@ -49,7 +49,8 @@ impl Message {
     }
 }
 
-/// Random sends and receives in random order: for each tag, what is received is what was sent, in order.
+/// Random sends and receives in random order: for each tag, the received messages are the sent ones, in
+/// order.
 #[test]
 fn random_messages_arrive_in_order_for_each_tag() {
     let mut random = Random::new("random_messages_arrive_in_order_for_each_tag");
@@ -157,7 +158,7 @@ fn more_messages_than_may_be_announced_wait_with_their_sender() {
     }
 }
 
-/// Whatever a peer sends: an error or nothing, never harm.
+/// Random frames from a peer cause an error or nothing, and never a panic or unbounded memory.
 #[test]
 fn random_frames_never_do_harm() {
     let mut random = Random::new("random_frames_never_do_harm");

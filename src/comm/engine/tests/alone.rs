@@ -12,7 +12,7 @@ use crate::group::Group;
 use crate::options::GroupOptions;
 use crate::shm::segment::{FAILING, Failing};
 
-/// What each of three ranks gets whose `who` cannot do what is `failing`.
+/// Runs three ranks, of which `who` cannot do what `failing` names. Returns the result of each.
 fn without(who: usize, failing: Failing) -> Vec<(Backend, i32)> {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
     std::thread::scope(|scope| {

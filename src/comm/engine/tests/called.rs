@@ -1,4 +1,4 @@
-//! Whoever answers at a published address may be anybody.
+//! The process that answers at a published address may be any process.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener};

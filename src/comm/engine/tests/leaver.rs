@@ -1,4 +1,4 @@
-//! A rank that leaves without having read what it was told.
+//! A rank that leaves without having read the frames that it was sent.
 
 use std::time::Duration;
 

@@ -15,11 +15,12 @@ use crate::links::hello::Lane;
 use convoke_testkit::Random;
 use convoke_testkit::memory;
 
-/// Most memory that a rank may use at a time while it is attacked: read-ahead of its connections, the
-/// messages for which it gives credit, and what it needs itself.
+/// Most memory that a rank may use at a time while it is attacked. It covers read-ahead of its connections,
+/// messages for which it gives credit, and its own needs.
 const MEMORY_BYTES: usize = 4 << 20;
 
-/// What a mad third rank sends, on which lane, and what the error must say.
+/// Returns frames with which a third rank violates the protocol: the lane, and the text that the error must
+/// contain.
 fn madness() -> Vec<(&'static str, Lane, Vec<u8>, &'static str)> {
     use Lane::{Collective, Control, Message};
     let p2p = |count: u64, tag: u32| Call::new(CallKind::PointToPoint, Dtype::U8, None, tag, count).encode();
@@ -96,10 +97,10 @@ fn madness() -> Vec<(&'static str, Lane, Vec<u8>, &'static str)> {
     ]
 }
 
-/// What ranks 0 and 1 get whose third rank does this to them, while they wait for it in a call.
+/// Runs `attack` as the third rank, while ranks 0 and 1 wait for it in a call. Returns their errors.
 fn attacked(attack: impl FnOnce(&mut Engine)) -> Vec<CommError> {
     let attacked = siege(
-        // It may happen while the group forms.
+        // The attack may happen while the group forms.
         |group| {
             let call = || group.and_then(|group| group.all_reduce(&mut [1_i32], ReduceOp::Sum)).unwrap_err();
             memory::most_of(call)
@@ -184,7 +185,7 @@ fn garbage_in_every_kind_of_frame_on_every_lane_ends_the_group_with_one_cause() 
         let victim = random.below(2);
         let errors = attacked(|engine| {
             garbage.iter().for_each(|bytes| send_all(lane_to(engine, victim, lane), bytes));
-            // What made sense by chance, or is not whole, ends with its sender.
+            // A frame that is valid by chance, or incomplete, ends with its sender.
             until_ended(engine, Duration::from_millis(20));
         });
         let named = |error: &CommError| match error {
@@ -296,7 +297,7 @@ pub(super) fn send_all(conn: &mut Conn, bytes: &[u8]) {
     }
 }
 
-/// Whether a peer has said Abort or closed. What it says before, such as what it waits in, is skipped.
+/// Returns whether a peer has sent Abort or closed. Earlier frames, such as its waits, are skipped.
 fn has_ended(engine: &mut Engine, peer: usize) -> bool {
     let Some(control) = engine.peers[peer].control.as_mut() else { return true };
     let closed = control.fill(HEADER_BYTES + CONTROL_PAYLOAD_BYTES).is_err();

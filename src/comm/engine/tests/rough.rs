@@ -5,8 +5,7 @@ use crate::Loss;
 use crate::links::rough;
 use convoke_testkit::Gate;
 
-/// Runs `body` on two ranks, again and again, with connections that are awkward in ways of their own each
-/// time.
+/// Runs `body` on two ranks repeatedly, each time with connections that misbehave in another way.
 fn pairs<R: Send>(rounds: u64, body: impl Fn(Group) -> R + Sync) -> Vec<R> {
     let pair = |seed| {
         let (store, body): (Arc<dyn Store>, _) = (Arc::new(MemoryStore::new()), &body);
