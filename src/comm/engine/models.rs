@@ -42,7 +42,7 @@ impl Gong {
     }
 }
 
-/// An engine that completes a task on the turn after the one that collects it.
+/// An engine that completes one queued task on each turn of `drive`; `nudge` only collects.
 #[derive(Debug)]
 struct Fake {
     mailbox: Arc<Mailbox<Arc<Ticket>, Arc<Gong>>>,

@@ -219,7 +219,7 @@ fn strangers_are_turned_away_and_the_real_peers_still_connect() {
                 // Those that were turned away already cannot be written to.
                 let _ = stream.write_all(&greeting(FAKE, 0)[..index % HEADER_BYTES]);
             }
-            // These frames are all that a peer can send without the secret.
+            // These peers send all that is possible without the secret: a valid hello, but no proof.
             let greet = |_| {
                 let mut stream = siege.call(0);
                 stream.write_all(&greeting(FAKE, 0)).unwrap();

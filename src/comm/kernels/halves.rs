@@ -1,6 +1,6 @@
-//! `f16` and `bf16`: to `f32` and back, and their order.
+//! Conversion of `f16` and `bf16` to `f32` and back, and their order.
 //!
-//! Sums of halves are kept as `f32` and rounded once, to the nearest half, the even one of two. The least or
+//! Sums of halves are kept as `f32` and rounded once, to the nearest half, ties to even. The least or
 //! greatest of halves is one of them, and is found by comparing bits.
 
 use half::slice::HalfFloatSliceExt;

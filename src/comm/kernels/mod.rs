@@ -1,14 +1,13 @@
 //! Arithmetic on buffers: one table from (type, operation) to functions, looked up once per call.
 //!
 //! Kernels work in place on bytes: `into = into op from`, element by element in native byte order. Bytes need
-//! no alignment, and loops over them become those of the widest [`vectors`] that the processor has: the two
-//! sides cannot overlap, so no scalar fall-back is compiled. What is only read may lie in memory that
-//! processes share.
+//! no alignment, and their loops use the widest [`vectors`] that the processor has. The two operands cannot
+//! overlap, so no scalar fallback is compiled. The read-only operand may lie in memory that processes share.
 //!
-//! Every operation is commutative to the last bit (NaN payloads excepted), which is what lets both ends of an
-//! exchange compute the same result from swapped operands.
+//! Every operation commutes to the last bit (NaN payloads excepted). So both ends of an exchange compute one
+//! result from swapped operands.
 //!
-//! Types share functions where their bits allow it: complex numbers are added as twice as many real ones,
+//! Types share functions if their bits allow it. Complex numbers are added as twice as many real numbers,
 //! truth values are combined as bits, and halves are added as `f32` ([`halves`]).
 
 mod arith;

@@ -1,8 +1,8 @@
-//! The vectors that the processor has, and loops that are compiled for each kind of them.
+//! Detection of the processor's vectors, and loops that are compiled for each kind of them.
 //!
-//! A loop is written once, over single elements, and compiled three times on x86-64: for what every such
-//! processor has (SSE2), for AVX2 and for AVX-512. Elsewhere once, with what every processor of the kind has
-//! (NEON on aarch64). Which of them is taken is decided where it runs.
+//! A loop is written once, over single elements, and compiled three times on x86-64: for SSE2 (which every
+//! such processor has), AVX2 and AVX-512. On other processors it is compiled once, with their baseline (NEON
+//! on aarch64). The kind is selected at run time.
 
 use std::marker::PhantomData;
 

@@ -1,10 +1,10 @@
 //! Sockets that a forked child must not keep.
 //!
-//! A child that holds copies of our sockets hides our death: the kernel tells nobody that a connection
-//! has ended while a copy is open. Close-on-exec covers children that execute a program; this covers
-//! those that go on as copies of us, such as workers that load data. A fork handler closes in the child
-//! what is registered here. The objects that own these descriptors are never dropped in the child (groups
-//! check the process), so nothing is closed twice.
+//! A child that holds copies of our sockets hides our death: the kernel reports no end of a connection while
+//! a copy is open. Close-on-exec covers children that execute a program. This module covers children that go
+//! on as copies of us, such as workers that load data. A fork handler closes the registered descriptors in
+//! the child. The objects that own these descriptors are never dropped in the child (groups check the
+//! process), so nothing is closed twice.
 
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::sync::Once;

@@ -1,4 +1,4 @@
-//! How two ranks prove to each other that they belong together. Pure.
+//! The handshake by which two ranks prove to each other that they belong to one group. Pure.
 //!
 //! ```text
 //! connector → acceptor   Hello     lane, source, destination, nonce
@@ -6,9 +6,9 @@
 //! connector → acceptor   Proof     proof
 //! ```
 //!
-//! A proof is HMAC-SHA256, keyed by the job's secret, of who speaks (connector or acceptor) and of
-//! everything that was said: so it cannot be reflected, replayed, or moved to another lane, group,
-//! rank or generation. It keeps out stale workers, other jobs and strangers; it does not encrypt.
+//! A proof is HMAC-SHA256, keyed by the job's secret, of the sender's role (connector or acceptor) and of
+//! everything that was sent before. So it cannot be reflected, replayed, or moved to another lane, group,
+//! rank or generation. It keeps out stale workers, other jobs and unauthenticated peers; it does not encrypt.
 //! `suite` names the cryptography, so that another can be added without a new format.
 
 use convoke_env::{Generation, Token};
@@ -19,10 +19,10 @@ use crate::frame::VERSION;
 
 /// HMAC-SHA256 proofs, plain bytes after them.
 pub(crate) const SUITE_PLAIN: u8 = 0;
-/// What this version can do beyond the minimum: nothing yet.
+/// The capabilities of this version beyond the minimum: none yet.
 pub(crate) const CAPABILITIES: u32 = 0;
 
-/// What a connection is for.
+/// The purpose of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Lane {
     /// Aborts, farewells and questions: short, never behind data. One for each pair of ranks.
@@ -132,14 +132,14 @@ impl Welcome {
     }
 }
 
-/// Who speaks.
+/// The role of the sender in the handshake.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Role {
     Connector,
     Acceptor,
 }
 
-/// What the ranks of one group share: the secret, and what the proofs are bound to.
+/// The secret of a group, and the values that its proofs are bound to.
 #[derive(Debug, Clone)]
 pub(crate) struct Credentials {
     key: Vec<u8>,
@@ -161,7 +161,7 @@ impl Credentials {
             .map_or([0; 32], |mac| <[u8; 32]>::from(mac.finalize().into_bytes()))
     }
 
-    /// Whether `proof` is that of `role`; takes the same time for any wrong one.
+    /// Returns whether `proof` is that of `role`. The time does not depend on which bytes are wrong.
     pub(crate) fn verify(
         &self,
         role: Role,

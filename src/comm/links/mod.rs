@@ -1,4 +1,4 @@
-//! What moves bytes between two ranks; knows no element, no reduction, no collective.
+//! Byte transports between two ranks. They know no elements, reductions or collectives.
 
 pub(crate) mod conn;
 #[cfg(test)]
@@ -28,11 +28,11 @@ pub(crate) trait Link: fmt::Debug + Send {
     /// Tells the peer that nothing more comes.
     fn close_write(&mut self);
 
-    /// Whether the peer's side has got everything that was sent.
+    /// Returns whether the peer's kernel has acknowledged all bytes that were sent.
     fn is_flushed(&self) -> bool;
 
-    /// Has the system keep nothing of the connection when it is dropped, where it would keep its port for a
-    /// minute (TIME_WAIT). Only for what [is flushed](Self::is_flushed): the rest is lost.
+    /// Asks the kernel to keep nothing of the connection when it is dropped; else its port waits for a minute
+    /// (TIME_WAIT). The link must be [flushed](Self::is_flushed): other bytes are lost.
     fn give_up_port(&self) {}
 
     /// Asks the system to notice a dead peer host or path within `bound` though nothing is sent.
@@ -40,7 +40,7 @@ pub(crate) trait Link: fmt::Debug + Send {
         Ok(())
     }
 
-    /// How long ago the peer's host was last heard; `None` if nobody knows.
+    /// Returns the time since the peer's host was last heard; `None` if it is unknown.
     fn unheard(&self) -> Option<Duration> {
         None
     }
@@ -50,7 +50,7 @@ pub(crate) trait Link: fmt::Debug + Send {
         None
     }
 
-    /// What to poll; `None` if the link has no descriptor.
+    /// Returns the descriptor to poll; `None` if the link has none.
     fn pollable(&self) -> Option<BorrowedFd<'_>> {
         None
     }

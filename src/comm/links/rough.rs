@@ -1,7 +1,7 @@
-//! Real connections as awkward as a system may make them: a few bytes at a time, refused though something
-//! could move, interrupted. And readiness in any order, or told later.
+//! Fault injection for real connections: reads and writes move only a few bytes, are refused or are
+//! interrupted. Readiness is reported in any order, or late.
 //!
-//! Whatever a thread connects after [`on`] is so, until [`on`] is called with `None`.
+//! It applies to all connections that a thread makes after [`on`], until [`on`] is called with `None`.
 
 use std::cell::Cell;
 use std::io::{self, IoSlice};
@@ -21,17 +21,17 @@ pub(crate) fn on(seed: Option<u64>) {
     SEED.set(seed);
 }
 
-/// What decides what goes wrong next; `None` if all is smooth.
+/// Returns the random numbers that decide the next fault; `None` if no faults are injected.
 fn chance() -> Option<Random> {
     SEED.with(next)
 }
 
-/// As [`chance`], for what lives longer than a call and on other threads.
+/// A source of [`chance`] for objects that outlive a call or move to other threads.
 #[derive(Debug)]
 pub(crate) struct Chance(Cell<Option<u64>>);
 
 impl Chance {
-    /// As this thread wants it.
+    /// Makes a source from the setting of this thread.
     pub(crate) fn here() -> Self {
         Self(Cell::new(chance().map(|mut random| random.next())))
     }
@@ -122,7 +122,7 @@ impl Link for Rough {
     }
 }
 
-/// What is ready, in another order, and some of it not yet told.
+/// Returns the ready sources in random order, without some that are reported later.
 pub(crate) fn shuffled<T>(mut ready: Vec<T>, random: Option<Random>) -> Vec<T> {
     let Some(mut random) = random else { return ready };
     for index in (1..ready.len()).rev() {

@@ -24,13 +24,13 @@ pub(crate) struct Tcp {
     outside: Outside,
 }
 
-/// The congestion control of the system, where another stands in for it until it is known where a connection
-/// leads.
+/// The system's congestion control, if Reno replaces it until it is known whether a connection leaves the
+/// host.
 ///
-/// Inside a host there is no path to probe, and one that paces (BBR) only adds timers there: it made the ring
-/// at 2 ranks 18 or 35 ms for 64 MiB by chance, where Reno needs 17 ms each time. But a socket that was once
-/// paced stays so, whatever is set later (an all-reduce of 256 KiB by 4 ranks took 1.1 ms instead of 0.2). So
-/// sockets begin with Reno. Without effect where the system refuses.
+/// Inside a host there is no path to probe, and a paced algorithm (BBR) only adds timers. With it, the ring
+/// at 2 ranks took 18 or 35 ms for 64 MiB by chance; Reno needs 17 ms each time. A socket that was once paced
+/// stays paced, whatever is set later: an all-reduce of 256 KiB by 4 ranks took 1.1 ms instead of 0.2. So
+/// sockets begin with Reno. This has no effect if the system refuses it.
 type Outside = Option<Vec<u8>>;
 
 /// Has a socket without a connection begin with Reno.
@@ -62,7 +62,7 @@ impl Tcp {
         }
     }
 
-    /// Whether a connection that was begun is there.
+    /// Returns whether a connection attempt has completed.
     pub(crate) fn connected(&self) -> io::Result<bool> {
         if let Some(error) = self.socket.take_error()? {
             return Err(error);
@@ -77,7 +77,8 @@ impl Tcp {
         }
     }
 
-    /// Whether both ends are this host's: one address is surely so, two need not be another host's.
+    /// Returns whether both ends have one address, and so are on this host. Two addresses may belong to one
+    /// host too.
     fn is_inside_the_host(&self) -> bool {
         let ip = |address: socket2::SockAddr| address.as_socket().map(|address| address.ip());
         let (ours, theirs) = (self.socket.local_addr().map(ip), self.socket.peer_addr().map(ip));
@@ -112,9 +113,9 @@ impl Link for Tcp {
         let _ = self.socket.set_linger(Some(Duration::ZERO));
     }
 
-    /// For control connections only: on a data lane the same settings would end a peer that is alive but slow
-    /// to read. Not inside a host, which cannot lose itself: there a core that its machine does not run for
-    /// `bound`, while it holds one end, would be taken for a lost host.
+    /// Sets keep-alive and user timeout, for control connections only. On a data lane, these settings would
+    /// end a peer that is alive but slow to read. They are not set inside a host: a virtual core that is not
+    /// scheduled for `bound`, while it holds one end, would look like a lost host.
     fn watch_path(&self, bound: Duration) -> io::Result<()> {
         if self.is_inside_the_host() {
             return Ok(());
@@ -130,7 +131,7 @@ impl Link for Tcp {
         last_heard(&self.socket)
     }
 
-    /// Inside a host the sender itself carries what it sends up to the receiver's socket.
+    /// Inside a host, the sender's core also carries the data into the receiver's socket.
     fn sender_cpu(&self) -> Option<usize> {
         self.socket.cpu_affinity().ok()
     }
@@ -151,7 +152,7 @@ fn unsent(socket: &Socket) -> libc::c_int {
     if result == 0 { bytes } else { 0 }
 }
 
-/// How long ago the peer's kernel last acknowledged anything.
+/// Returns the time since the peer's kernel last acknowledged anything.
 #[allow(unsafe_code)]
 fn last_heard(socket: &Socket) -> Option<Duration> {
     let mut info = std::mem::MaybeUninit::<libc::tcp_info>::zeroed();
@@ -174,7 +175,7 @@ pub(crate) struct Listener {
     /// Before the socket, so that it is dropped first.
     _not_for_forks: NotForForks,
     socket: Socket,
-    /// As that of the connections that are made to it.
+    /// The system's congestion control, for connections that are accepted.
     outside: Outside,
 }
 
@@ -234,7 +235,7 @@ mod tests {
             std::thread::yield_now();
         };
         assert!(dialled.connected().unwrap());
-        // From the start: who was paced once stays so.
+        // All sockets must begin with Reno, because a socket that was once paced stays paced.
         for socket in [&listener.socket, &dialled.socket, &accepted.socket] {
             assert_eq!(name(socket), "reno");
         }

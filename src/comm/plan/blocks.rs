@@ -2,10 +2,10 @@
 
 use std::ops::Range;
 
-/// Where each rank's block lies in a row of blocks in rank order, in elements.
+/// The position of each rank's block in a row of blocks in rank order, in elements.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Blocks {
-    /// Where each begins, and where the last one ends.
+    /// The start of each block, and the end of the last one.
     bounds: Vec<usize>,
     equal: Option<usize>,
 }

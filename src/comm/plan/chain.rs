@@ -4,9 +4,9 @@ use super::{Apply, Plan, Stream, Topology};
 
 /// Broadcast from rank to rank, host by host, as `rank` sees it.
 ///
-/// Each rank sends on what it has, as it comes. Every byte crosses each connection once, so the time is
-/// that of one transfer plus P−1 times the delay of the pieces in which the bytes happen to arrive; H−1 times
-/// it goes from one of H hosts to another.
+/// Each rank forwards data as it comes. Every byte crosses each connection once. So the time is that of one
+/// transfer plus P−1 times the delay of a piece, whose size depends on how the bytes arrive. With H hosts,
+/// the data goes H−1 times from one host to another.
 pub(super) fn broadcast(rank: usize, topology: &Topology, count: usize, root: usize) -> Plan {
     let mut plan = Plan::default();
     let (before, next) = neighbours(rank, topology, root);
@@ -19,8 +19,8 @@ pub(super) fn broadcast(rank: usize, topology: &Topology, count: usize, root: us
 
 /// Reduce from rank to rank towards `root`, as `rank` sees it.
 ///
-/// The broadcast backwards: each rank adds what comes and sends it on, as it comes. Buffers of ranks
-/// other than the root end as partial sums.
+/// It is the broadcast in reverse: each rank adds data and forwards it, as it comes. Buffers of ranks other
+/// than the root end as partial sums.
 pub(super) fn reduce(rank: usize, topology: &Topology, count: usize, root: usize) -> Plan {
     let mut plan = Plan::default();
     let (before, next) = neighbours(rank, topology, root);
@@ -56,8 +56,8 @@ pub(super) fn scan(rank: usize, world: usize, count: usize) -> Plan {
     plan
 }
 
-/// Exclusive scan, as `rank` of `world` sees it: an inclusive one over the first half of the row, whose
-/// result then goes to the second half of the next rank.
+/// Exclusive scan, as `rank` of `world` sees it. It is an inclusive scan over the first half of the row,
+/// whose result then goes to the second half of the next rank.
 pub(super) fn exclusive_scan(rank: usize, world: usize, count: usize) -> Plan {
     let mut plan = scan(rank, world, count);
     let got = (rank > 0).then_some(0);

@@ -1,15 +1,15 @@
 //! Runs the plans of all ranks against each other, on sets of ranks instead of numbers.
 //!
-//! Elements travel one at a time in random order through queues that hold few of them, so a plan
-//! passes only if it is right for every interleaving that came up: no contribution lost or counted
-//! twice, both ends of each connection agree, nobody waits in a circle.
+//! Elements travel one at a time in random order through queues that hold few of them. A plan passes only if
+//! it is right for every interleaving that came up. No contribution is lost or counted twice, both ends of
+//! each connection agree, and there is no deadlock.
 
 mod simulation;
 
 use super::{Apply, Blocks, Plan, Topology};
 use simulation::Simulation;
 
-/// What an element holds: who contributed, how it was bracketed, and whether its reduction ended.
+/// The content of an element: the ranks that contributed, the bracketing, and whether its reduction ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Value {
     ranks: u64,
@@ -18,7 +18,7 @@ struct Value {
     finished: bool,
 }
 
-/// What is in memory that nobody has filled.
+/// The content of memory that no plan has filled.
 const NOTHING: Value = Value { ranks: 0, bracketing: 0, finished: false };
 
 impl Value {
@@ -42,13 +42,13 @@ impl Value {
     }
 }
 
-/// What shares are that were added in the order of the ranks.
+/// Returns the value of all shares, added in the order of the ranks.
 fn in_rank_order(world: usize) -> Value {
     let add = |sum: Value, rank: usize| sum.plus(Value::of(rank), rank + 1 == world);
     (1..world).fold(Value::of(0), add)
 }
 
-/// Whether `plans` fold: then they must add in the order of the ranks.
+/// Returns whether `plans` use ordered reduction: then they must add in the order of the ranks.
 fn fold(plans: &[Plan]) -> bool {
     let mut segments = plans.iter().flat_map(|plan| &plan.streams).flat_map(|stream| &stream.segments);
     segments.any(|segment| matches!(segment.apply, Apply::Fold(_)))
@@ -72,8 +72,8 @@ pub(crate) fn flat(world: usize) -> Vec<Topology> {
     vec![Topology::one_host(world)]
 }
 
-/// Also on several hosts: one after the other, with as many ranks on each but the last, or in turn, or
-/// anyhow.
+/// Returns topologies on one host and on several. The ranks fill host after host, or alternate, or are placed
+/// at random.
 pub(crate) fn on_hosts(world: usize) -> Vec<Topology> {
     let mut topologies = flat(world);
     if world <= LARGEST_ON_HOSTS {
@@ -126,8 +126,8 @@ pub(crate) fn broadcast_is_right(
     });
 }
 
-/// Checks `plan(rank, topology, count, root)`: the root has everybody's share, the order is that of no
-/// accident.
+/// Checks `plan(rank, topology, count, root)`: the root has the shares of all ranks, and their order does not
+/// depend on timing.
 pub(crate) fn reduce_is_right(topologies: Topologies, plan: impl Fn(usize, &Topology, usize, usize) -> Plan) {
     each_root(topologies, plan, |root, plans, end| {
         let (world, first) = (plans.len(), end[root].first());
@@ -157,8 +157,8 @@ pub(crate) fn scan_is_right(plan: impl Fn(usize, usize, usize) -> Plan) {
     scans_are_right(1, plan, |rank, row| assert!(row.iter().all(|value| value.ranks == (2 << rank) - 1)));
 }
 
-/// Checks `plan(rank, world, count)`: the second half of each rank's row ends with the shares of all before
-/// it.
+/// Checks `plan(rank, world, count)`: the second half of each rank's row ends with the shares of all lower
+/// ranks.
 pub(crate) fn exclusive_scan_is_right(plan: impl Fn(usize, usize, usize) -> Plan) {
     scans_are_right(2, plan, |rank, row| {
         let expected = if rank == 0 { 1 } else { (1 << rank) - 1 };
@@ -204,7 +204,8 @@ pub(crate) fn reduce_scatter_is_right(
 /// Checks `plan(rank, sent, filled)` over blocks that are sent, and behind them those that are filled.
 pub(crate) fn all_to_all_is_right(plan: impl Fn(usize, &Blocks, &Blocks) -> Plan) {
     let mark = |from: usize, to: usize| Value { bracketing: (from * 100 + to) as u64, ..Value::of(from) };
-    // What rank a sends to rank b is as long as block (a + b) of the given ones: symmetric, and unequal.
+    // The data that rank a sends to rank b is as long as block (a + b) of the given blocks: symmetric, and
+    // unequal.
     let of_rank = |rank: usize, blocks: &Blocks| {
         let world = blocks.world();
         let lens: Vec<_> = (0..world).map(|peer| blocks.of((rank + peer) % world).len()).collect();
@@ -272,7 +273,7 @@ fn whole_row(blocks: &Blocks) -> impl Iterator<Item = Value> + '_ {
     (0..blocks.world()).flat_map(|rank| vec![Value::of(rank); blocks.of(rank).len()])
 }
 
-/// Runs `plan` from the rows of `start` for many worlds and blocks, and gives every rank's row to `check`.
+/// Runs `plan` from the rows of `start` for many worlds and blocks, and calls `check` with every rank's row.
 fn blocks_are_right(
     topologies: Topologies,
     start: impl Fn(usize, &Blocks) -> Vec<Value>,
@@ -293,8 +294,8 @@ fn blocks_are_right(
     });
 }
 
-/// A barrier `plan(rank, topology)` over `rounds(topology)` elements is right if it ends nowhere as long as
-/// one rank has not come, and everywhere when all have.
+/// Checks a barrier `plan(rank, topology)` over `rounds(topology)` elements. It must end on no rank as long
+/// as one rank is missing, and on every rank when all have arrived.
 pub(crate) fn barrier_is_right(rounds: impl Fn(&Topology) -> usize, plan: impl Fn(usize, &Topology) -> Plan) {
     each_topology(on_hosts, |topology| {
         let world = topology.world();

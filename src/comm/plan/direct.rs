@@ -6,8 +6,9 @@ use super::{Apply, Blocks, Plan, Stream, block, fold};
 
 /// All-reduce in two rounds, as `rank` of `world` sees it.
 ///
-/// Rank i owns block i. Everybody sends its share of block i to rank i; rank i adds the shares and sends the
-/// sum to everybody. As few bytes as the ring, two rounds instead of 2(P−1), but P−1 connections.
+/// Rank i owns block i. Every rank sends its share of block i to rank i; rank i adds the shares and sends the
+/// sum to every rank. This sends as few bytes as the ring, in two rounds instead of 2(P−1), but over P−1
+/// connections.
 pub(super) fn all_reduce(rank: usize, world: usize, count: usize, folds: Option<usize>) -> Plan {
     let mut plan = Plan::default();
     let own = block(rank, world, count);
@@ -24,8 +25,8 @@ pub(super) fn all_reduce(rank: usize, world: usize, count: usize, folds: Option<
     plan
 }
 
-/// Reduce to `root` in two rounds, as `rank` of `world` sees it: as the all-reduce, but only the root is sent
-/// the sums.
+/// Reduce to `root` in two rounds, as `rank` of `world` sees it. It differs from the all-reduce in that the
+/// sums are sent only to the root.
 pub(super) fn reduce(rank: usize, world: usize, count: usize, root: usize, window: usize) -> Plan {
     let mut plan = Plan::default();
     let own = block(rank, world, count);
@@ -43,10 +44,11 @@ pub(super) fn reduce(rank: usize, world: usize, count: usize, root: usize, windo
     plan
 }
 
-/// Receives everybody's share of `range` and adds it to what is there; which stream ends it.
+/// Receives every rank's share of `range` and adds it to the local one. Returns the stream that completes the
+/// sum.
 ///
-/// Into the buffer in the order i, i+1, ..., or folded in that of the ranks, with so many elements in
-/// progress. What arrives early waits in its connection: each stream waits for the one before it.
+/// Shares are added into the buffer in the order i, i+1, ..., or by an ordered reduction with a window of
+/// elements. Each stream waits for the one before it, so data that arrives early waits in its connection.
 fn add(
     plan: &mut Plan,
     rank: usize,
@@ -76,8 +78,8 @@ pub(super) fn all_gather(rank: usize, blocks: &Blocks) -> Plan {
     plan
 }
 
-/// Reduce-scatter in one round, as `rank` sees it: in the end its own block is summed over all ranks. The
-/// others are only sent.
+/// Reduce-scatter in one round, as `rank` sees it: in the end its own block is summed over all ranks. Its
+/// other blocks are only sent.
 pub(super) fn reduce_scatter(rank: usize, blocks: &Blocks, folds: Option<usize>) -> Plan {
     let (mut plan, world) = (Plan::default(), blocks.world());
     for peer in others(rank, world) {

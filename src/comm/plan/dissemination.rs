@@ -11,12 +11,13 @@ fn rounds_among(parties: usize) -> usize {
     parties.next_power_of_two().ilog2() as usize
 }
 
-/// Barrier in so many [`rounds`], as `rank` sees it.
+/// Barrier in [`rounds`] rounds, as `rank` sees it.
 ///
-/// In round k a rank tells the one 2^k places further that it and all it has heard of are there. Once all
-/// ranks of a host have heard of each other, host tells host in the same way, each rank its counterpart, so
-/// that only log2(H) rounds wait for the network. One byte a round; only its coming counts, and it counts
-/// only after those of the rounds before: what is told in round k is true only then.
+/// In round k a rank tells the one 2^k places further that it, and all ranks that it has heard of, have
+/// arrived. Once all ranks of a host have heard of each other, the hosts tell each other in the same way,
+/// each rank its counterpart. So only log2(H) rounds wait for the network. Each round sends one byte, whose
+/// value does not matter. It counts only after those of the rounds before, because a message of round k is
+/// true only then.
 ///
 /// Hensgen, Finkel & Manber 1988, doi:10.1007/BF01379320.
 pub(super) fn barrier(rank: usize, topology: &Topology) -> Plan {
@@ -41,7 +42,8 @@ pub(super) fn barrier(rank: usize, topology: &Topology) -> Plan {
     plan
 }
 
-/// One round, after what was heard before; returns when this one is heard.
+/// Adds one round, which waits for the stream of the round before. Returns the receiving stream of this
+/// round.
 fn tell(
     plan: &mut Plan,
     round: usize,

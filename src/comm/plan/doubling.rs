@@ -4,10 +4,10 @@ use super::{Apply, Blocks, Plan, Stream};
 
 /// All-reduce in log2(P) exchanges, as `rank` of `world` sees it.
 ///
-/// In round k a rank exchanges all it has with the rank that differs in bit k, and both add what they
-/// got. Both add the same two numbers, and addition commutes to the last bit, so all ranks end with
-/// the same bits. If P is no power of two, ranks from the power of two p upwards first give their
-/// numbers to rank − p and get the result at the end:
+/// In round k a rank exchanges its whole buffer with the rank that differs in bit k, and both add what they
+/// received. Both add the same two numbers, and addition commutes to the last bit, so all ranks end with the
+/// same bits. If P is no power of two, let p be the largest power of two below it. Ranks from p upwards first
+/// give their numbers to rank − p and get the result at the end:
 ///
 /// ```text
 ///          fold     round 0    round 1     unfold
@@ -18,8 +18,8 @@ use super::{Apply, Blocks, Plan, Stream};
 /// rank 4   -        -          -           0 1 2 3 4
 /// ```
 ///
-/// The buffer is sent from where it is received into, so each receiving stream waits for the sending
-/// one of its round, and that for the receiving one of the round before.
+/// The buffer is sent from the memory that it is received into. So each receiving stream waits for the
+/// sending stream of its round, and each sending stream for the receiving stream of the round before.
 pub(super) fn all_reduce(rank: usize, world: usize, count: usize) -> Plan {
     let mut plan = Plan::default();
     let whole = 0..count;
@@ -45,8 +45,9 @@ pub(super) fn all_reduce(rank: usize, world: usize, count: usize) -> Plan {
 
 /// All-gather in log2(P) exchanges, as `rank` sees it; P is a power of two.
 ///
-/// In round k a rank exchanges all blocks that it has with the rank that differs in bit k: its own, and then those of
-/// each round before, in the order in which they came. What came in a round may go on as it comes.
+/// In round k a rank exchanges all blocks that it has with the rank that differs in bit k. It sends its own
+/// block, then those of each round before, in the order in which they came. Blocks that a round receives may
+/// be forwarded as they come.
 ///
 /// ```text
 ///          begin   round 0   round 1
@@ -58,7 +59,7 @@ pub(super) fn all_reduce(rank: usize, world: usize, count: usize) -> Plan {
 pub(super) fn all_gather(rank: usize, blocks: &Blocks) -> Plan {
     let mut plan = Plan::default();
     let of = |ranks: &[usize]| ranks.iter().map(|&rank| blocks.of(rank)).collect::<Vec<_>>();
-    // What this rank and its partner have, in order.
+    // These are the blocks of this rank and of its partner, in order.
     let ours = order(rank, blocks.world());
     let mut came: Vec<usize> = Vec::new();
     for round in 0..blocks.world().ilog2() {

@@ -1,7 +1,7 @@
-//! Folds: all ranks' shares, added by one rank in the order of the ranks.
+//! Ordered reduction: one rank adds the shares of all ranks in the order of the ranks.
 //!
-//! Who adds has all shares, not sums of some, so it can add them with more digits than they have and round
-//! once. The result is that of a plain loop over the ranks, whatever the number of elements.
+//! The adding rank has all shares, not partial sums. So it can add them with more digits than they have and
+//! round once. The result is that of a plain loop over the ranks, whatever the number of elements.
 
 use std::ops::Range;
 
@@ -13,7 +13,8 @@ use crate::kernels::Fold;
 /// A piece fills a request to the system, and its sums stay in the cache until the last share is added.
 pub(super) const WINDOW: usize = 64 << 10;
 
-/// Receives everybody's share of `range` and adds it to this rank's own there; which stream ends it.
+/// Receives every rank's share of `range` and adds it to this rank's own. Returns the stream that completes
+/// the sum.
 ///
 /// Shares are added in the order of the ranks: each stream waits for the one before it. The first waits for
 /// `start`, or it is at most `window` elements ahead of the last, so that only so many sums are kept.
@@ -40,7 +41,7 @@ pub(super) fn push(
     gate.0
 }
 
-/// What the first share of a fold waits for.
+/// The condition that the first share of an ordered reduction waits for.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Start {
     /// Another stream, element by element.
@@ -49,10 +50,10 @@ pub(super) enum Start {
     Window(usize),
 }
 
-/// All-reduce in one round, as `rank` of `world` sees it: everybody sends everything to everybody, and all
-/// ranks add the same in the same order.
+/// All-reduce in one round, as `rank` of `world` sees it. Every rank sends its whole buffer to every other,
+/// and all ranks add the shares in one order.
 ///
-/// The result replaces what is sent, so it waits until that is gone: to one rank after the other.
+/// The result replaces the buffer that is sent, so it waits until that is sent: to one rank after the other.
 pub(super) fn all_reduce(rank: usize, world: usize, count: usize) -> Plan {
     let mut plan = Plan::default();
     let mut sent = None;

@@ -1,8 +1,9 @@
-//! Hierarchy: the ranks of a host add up among themselves first, and the network carries only sums.
+//! Hierarchical algorithms: the ranks of a host reduce among themselves first, and the network carries only
+//! sums.
 //!
-//! Lane i is rank i of each host; there are as many lanes as the smallest host has ranks. A lane owns the i-th
-//! part of the buffer. Who has added what, two hosts with the ranks 0, 1 and 2, 3
-//! (`01` = summed over the ranks 0 and 1, one column for each lane's part):
+//! Lane i is rank i of each host; there are as many lanes as the smallest host has ranks. A lane owns the
+//! i-th part of the buffer. The table shows which shares are summed on two hosts with the ranks 0, 1 and 2,
+//! 3. (`01` = summed over the ranks 0 and 1, one column for each lane's part.)
 //!
 //! ```text
 //!          start   add inside   add and gather across   gather inside
@@ -12,13 +13,13 @@
 //! rank 3   3 3     2  23        2 0123                  0123 0123
 //! ```
 //!
-//! Across the hosts each lane is a ring of its own, for which its part is cut in one block for each host; but two
-//! hosts exchange the whole part. All lanes use the network at once, and 2·S·(H−1)/H bytes leave each of H hosts;
-//! with a ring over all P ranks it is 2·S·(P−1)/P. A reduce-scatter is the first half of this, an all-gather the
-//! second one.
+//! Across the hosts each lane is a ring of its own, for which its part is cut in one block for each host. Two
+//! hosts exchange the whole part instead. All lanes use the network at once, and 2·S·(H−1)/H bytes leave each
+//! of H hosts. With a ring over all P ranks it is 2·S·(P−1)/P. A reduce-scatter is the first half of this, an
+//! all-gather the second half.
 //!
-//! Each stage follows the one before byte for byte. As the connections inside a host carry the first stage and
-//! the last one, the buffer is worked on in chunks: while one is on the network, the next ones are added.
+//! Each stage follows the one before byte for byte. The connections inside a host carry the first stage and
+//! the last one, so the buffer is processed in chunks: while one is on the network, the next ones are added.
 
 use std::ops::Range;
 
@@ -71,8 +72,8 @@ fn within(outer: &Range<usize>, inner: &Range<usize>) -> Range<usize> {
     outer.start + inner.start..outer.start + inner.end
 }
 
-/// The plan over `chunks`, where `block(chunk, host, lane)` is what that lane of that host owns. `cuts` is in
-/// how many blocks a part is cut: as many as there are hosts, or one for two hosts that exchange all of it.
+/// Returns the plan over `chunks`; `block(chunk, host, lane)` is the range that this lane of this host owns.
+/// `cuts` is the number of blocks of a part: one for each host, or one if two hosts exchange all of it.
 fn stages(
     rank: usize,
     topology: &Topology,
@@ -103,7 +104,7 @@ fn stages(
     plan
 }
 
-/// Where a rank is.
+/// The position of a rank: its host, and its index there.
 #[derive(Debug, Clone, Copy)]
 struct Place<'a> {
     topology: &'a Topology,
@@ -135,8 +136,8 @@ impl Place<'_> {
         sum
     }
 
-    /// Reduce-scatter of this lane's part around the hosts, once `inside` has it. Returns what the block of
-    /// this host, complete in the end, has to wait for.
+    /// Reduce-scatter of this lane's part around the hosts, after `inside` has it. Returns the stream that
+    /// the block of this host, which is complete in the end, has to wait for.
     fn add_across(
         self,
         plan: &mut Plan,
@@ -158,9 +159,9 @@ impl Place<'_> {
         Some(Gate { stream: sums, lead: -lead(others) })
     }
 
-    /// All-reduce of this lane's part between two hosts, once `inside` has it. Both add the same two numbers,
-    /// and addition commutes to the last bit. As the part is sent from where it is received into, nothing is
-    /// received that was not sent before.
+    /// All-reduce of this lane's part between two hosts, after `inside` has it. Both add the same two
+    /// numbers, and addition commutes to the last bit. The part is sent from the memory that it is received
+    /// into, so nothing is received that was not sent before.
     fn exchange(
         self,
         plan: &mut Plan,
@@ -174,8 +175,8 @@ impl Place<'_> {
         Some(Gate { stream, lead: 0 })
     }
 
-    /// All-gather of this lane's part around the hosts, where the gate `own` opens for the block of this
-    /// host. Returns the stream of the others' blocks.
+    /// All-gather of this lane's part around the hosts. The gate `own` opens for the block of this host.
+    /// Returns the stream of the others' blocks.
     fn gather_across(
         self,
         plan: &mut Plan,
@@ -191,8 +192,8 @@ impl Place<'_> {
         Some(copies)
     }
 
-    /// All-gather inside the host: each lane gives its part to all others, the block of this host as its gate
-    /// opens and then the others' as they come.
+    /// All-gather inside the host: each lane sends its part to all others. It sends the block of this host as
+    /// its gate opens, and then the others' as they come.
     fn gather_inside(
         self,
         plan: &mut Plan,
@@ -216,7 +217,7 @@ impl Place<'_> {
         self.topology.hosts().len()
     }
 
-    /// Whether two hosts exchange whole parts.
+    /// Returns whether two hosts exchange whole parts.
     fn is_pair(self) -> bool {
         self.cuts < self.hosts()
     }
@@ -230,8 +231,8 @@ impl Place<'_> {
         (self.host + self.hosts() - places % self.hosts()) % self.hosts()
     }
 
-    /// The other ranks of the host with their places, from the next one on, so that not all begin with the
-    /// same.
+    /// Returns the other ranks of the host with their indices. The list begins with the next rank, so that
+    /// not all ranks begin with the same peer.
     fn others(self) -> impl Iterator<Item = (usize, usize)> {
         let here = &self.topology.hosts()[self.host];
         (1..here.len()).map(move |distance| {
@@ -240,8 +241,8 @@ impl Place<'_> {
         })
     }
 
-    /// The ranks of this lane on the next host and the one before; `None` if it is no lane or there is one
-    /// host.
+    /// Returns the ranks of this lane on the next host and on the previous one. It returns `None` if this
+    /// rank is no lane or there is one host.
     fn neighbours(self) -> Option<(usize, usize)> {
         let there = |host: usize| self.topology.hosts()[host][self.place];
         let ring = self.is_lane(self.place) && self.hosts() > 1;

@@ -1,13 +1,13 @@
-//! Who sends what to whom, in which order: pure arithmetic, no socket and no clock.
+//! Plans: which rank sends what to whom, in which order. Pure arithmetic, no socket and no clock.
 //!
-//! A [`Plan`] is what one rank does in one collective: a graph of [`Stream`]s. A stream moves the
-//! elements of its segments, in order, to or from one peer. Its gate lets it run only so far ahead
-//! of another stream of the same rank; that is the whole synchronisation, so everything pipelines at
-//! the grain of the bytes that happen to have arrived.
+//! A [`Plan`] is the part of one rank in one collective: a graph of [`Stream`]s. A stream moves the elements
+//! of its segments, in order, to or from one peer. Its gate lets it run only so far ahead of another stream
+//! of the same rank. Gates are the only synchronisation, so all streams are pipelined at the granularity of
+//! arrived bytes.
 //!
-//! Streams of one rank to (or from) one peer follow each other in the order of the plan; both ends
-//! agree on it, so the bytes need no further framing. All inputs of a plan are the same on all ranks
-//! (but for the rank), or the ranks would choose different plans and wait for each other.
+//! Streams of one rank to (or from) one peer follow each other in the order of the plan. Both ends agree on
+//! it, so the bytes need no further framing. All inputs of a plan except the rank must be equal on all ranks.
+//! Otherwise the ranks would choose different plans and wait for each other.
 //!
 //! The tests of each algorithm run all ranks' plans against each other symbolically ([`check`]).
 
@@ -36,13 +36,13 @@ pub(crate) use tuning::{Algorithm, Tuning};
 /// Wide elements are twice as long as those that they are rounded to.
 const WIDER: usize = 2;
 
-/// Bytes of a block of which what goes around, ring or hierarchy, has one for each rank at a time.
+/// Bytes of a block in ring and hierarchical algorithms, which process one block of each rank at a time.
 ///
-/// Small enough that a block is still in the cache when it is sent on, large enough that the first
-/// block of each turn, which needs nothing from anybody, covers the round trip of a fast network.
+/// A block is small enough to be in the cache still when it is sent on. It is large enough that the first
+/// block of each turn, which waits for no data, covers the round trip of a fast network.
 const BLOCK_BYTES: usize = 128 << 10;
 
-/// What one rank does in one collective.
+/// The part of one rank in one collective.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) struct Plan {
     /// Which of several algorithms it is; for the flight recorder.
@@ -75,26 +75,26 @@ pub(crate) enum Direction {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Segment {
     pub(crate) range: Range<usize>,
-    /// What happens to elements that arrive; [`Apply::Copy`] in streams that send.
+    /// The use of elements that arrive; [`Apply::Copy`] in streams that send.
     pub(crate) apply: Apply,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Apply {
-    /// They replace what is there.
+    /// They replace the elements in the buffer.
     Copy,
-    /// They are reduced into what is there.
+    /// They are reduced into the elements in the buffer.
     Reduce,
-    /// As `Reduce`, and nothing more will be: an average is divided now.
+    /// They are reduced as by `Reduce`, and they are the last: an average is divided now.
     ReduceLast,
     /// They are added to sums beside the buffer, which has this rank's own share until it gets the result.
     Fold(Fold),
 }
 
-/// When a reduction rounds to the precision of its elements.
+/// The time at which a reduction rounds to the precision of its elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Rounding {
-    /// With every share, or never: elements are what is added.
+    /// Rounds with every share, or never: the elements themselves are added.
     Stepwise,
     /// Once, when all shares are added, as wide elements.
     Once {
@@ -104,13 +104,14 @@ pub(crate) enum Rounding {
 }
 
 impl Rounding {
-    /// Whether who adds gets every single share, rather than partial sums, and of how many elements at once.
+    /// Returns the window of an ordered reduction, in elements, if the adding rank gets every single share
+    /// instead of partial sums.
     fn folds(self, algorithm: Algorithm) -> Option<usize> {
         let all = matches!(algorithm, Algorithm::Direct | Algorithm::Flat | Algorithm::Star);
         (all && self != Self::Stepwise).then_some(fold::WINDOW)
     }
 
-    /// Whether wide elements travel.
+    /// Returns whether wide elements are sent.
     fn is_wide(self, algorithm: Algorithm) -> bool {
         match self {
             Self::Stepwise => false,
@@ -124,7 +125,7 @@ impl Rounding {
 pub(crate) struct Gate {
     /// Index of the other stream in the same plan.
     pub(crate) stream: usize,
-    /// Below 0 if what is needed lies so far back in the other stream.
+    /// The number is below 0 if the needed element lies further back in the other stream.
     pub(crate) lead: isize,
 }
 
@@ -251,8 +252,8 @@ pub(crate) fn all_gather(
     Plan { algorithm: Some(algorithm), ..plan }
 }
 
-/// Reduce-scatter of a row of blocks; the result is in this rank's own. The direct exchange only reads the
-/// others, and else they are partial sums in the end.
+/// Reduce-scatter of a row of blocks; the result is in this rank's own block. The direct exchange only reads
+/// the other blocks; with other algorithms they end as partial sums.
 pub(crate) fn reduce_scatter(
     algorithm: Algorithm,
     rounding: Rounding,
@@ -291,8 +292,8 @@ pub(crate) fn scan(rounding: Rounding, rank: usize, world: usize, count: usize) 
     Plan { wide: rounding.is_wide(Algorithm::Chain), ..chain::scan(rank, world, count) }
 }
 
-/// Exclusive scan: an inclusive one over the first half of the row, whose result goes to the second half of
-/// the next rank.
+/// Exclusive scan. It is an inclusive scan over the first half of the row, whose result goes to the second
+/// half of the next rank.
 pub(crate) fn exclusive_scan(rounding: Rounding, rank: usize, world: usize, count: usize) -> Plan {
     Plan { wide: rounding.is_wide(Algorithm::Chain), ..chain::exclusive_scan(rank, world, count) }
 }

@@ -4,8 +4,8 @@ use super::{Apply, Blocks, Plan, Stream, block};
 
 /// Ring all-reduce over `world` blocks (`world >= 1`) of each chunk, as `rank` sees it.
 ///
-/// P−1 rounds of reduce-scatter, then P−1 of all-gather; each rank sends 2·S·(P−1)/P bytes. Who holds
-/// what, P = 3 (`012` = summed over ranks 0, 1 and 2):
+/// It takes P−1 rounds of reduce-scatter, then P−1 of all-gather; each rank sends 2·S·(P−1)/P bytes. The
+/// table shows the content of the buffers for P = 3 (`012` = summed over ranks 0, 1 and 2):
 ///
 /// ```text
 ///          start    reduce 0   reduce 1     gather 0      gather 1
@@ -14,10 +14,9 @@ use super::{Apply, Blocks, Plan, Stream, block};
 /// rank 2   2 2 2    2  12 2    012 12  2    012 12  012   012 012 012
 /// ```
 ///
-/// The rounds are not visible in the plan: what a rank sends is its own block and then, byte for
-/// byte, what it has received. So it is one stream to the successor, one from the predecessor, and
-/// the rule `sent <= first block + received`. Chunks of the buffer follow each other in the same two
-/// streams.
+/// The rounds are not visible in the plan. A rank sends its own block and then, byte for byte, what it has
+/// received. So the plan is one stream to the successor, one from the predecessor, and the rule `sent <=
+/// first block + received`. Chunks of the buffer follow each other in these two streams.
 ///
 /// Patarasuk & Yuan 2009, doi:10.1016/j.jpdc.2008.09.002.
 pub(super) fn all_reduce(rank: usize, world: usize, count: usize, chunk: usize) -> Plan {
@@ -35,8 +34,8 @@ pub(super) fn all_reduce(rank: usize, world: usize, count: usize, chunk: usize) 
             let range = block((rank + 2 * world - behind) % world, world, len);
             start + range.start..start + range.end
         };
-        // Step k sends what step k-1 received, so within a chunk the one is ahead of the other by the
-        // first block; the least of these distances holds for all chunks.
+        // Step k sends the block that step k-1 received. So within a chunk, sending is ahead of receiving by
+        // the first block. The least of these distances holds for all chunks.
         lead = lead.min(part(0).len());
         for step in 0..2 * (world - 1) {
             let apply = match step {
@@ -53,7 +52,7 @@ pub(super) fn all_reduce(rank: usize, world: usize, count: usize, chunk: usize) 
     plan
 }
 
-/// Ring all-gather, as `rank` sees it: what it sends is its own block and then what it has received.
+/// Ring all-gather, as `rank` sees it: it sends its own block and then the blocks that it has received.
 pub(super) fn all_gather(rank: usize, blocks: &Blocks, chunk: usize) -> Plan {
     around(rank, blocks, chunk, 0, |_| Apply::Copy)
 }
@@ -67,8 +66,8 @@ pub(super) fn reduce_scatter(rank: usize, blocks: &Blocks, chunk: usize) -> Plan
 
 /// P−1 steps around the ring; step k sends block `rank − first − k`.
 ///
-/// Equal blocks go chunk by chunk, so that a part is still in the cache when it is sent on; unequal ones
-/// whole, since with parts of different length no one lead would hold for all chunks.
+/// Equal blocks are sent chunk by chunk, so that a part is still in the cache when it is sent on. Unequal
+/// blocks are sent whole, because with parts of different length no single lead would hold for all chunks.
 fn around(rank: usize, blocks: &Blocks, chunk: usize, first: usize, apply: impl Fn(usize) -> Apply) -> Plan {
     let (mut plan, world) = (Plan::default(), blocks.world());
     if world == 1 {

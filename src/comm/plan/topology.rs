@@ -3,12 +3,12 @@
 use std::collections::HashMap;
 use std::hash::Hash;
 
-/// Where the ranks of a group run; the same on all of them.
+/// The hosts of a group's ranks; it is equal on all ranks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Topology {
     /// The ranks of each host, lowest first; hosts in the order of their lowest ranks. None is empty.
     hosts: Vec<Vec<usize>>,
-    /// Of each rank: its host, and its place among the ranks there.
+    /// For each rank: its host, and its index among the ranks there.
     places: Vec<(usize, usize)>,
 }
 
@@ -62,12 +62,12 @@ impl Topology {
         self.hosts.iter().map(Vec::len).max().unwrap_or(0)
     }
 
-    /// Whether there are several hosts, and several ranks on one of them.
+    /// Returns whether there are several hosts, and several ranks on one of them.
     pub(crate) fn is_deep(&self) -> bool {
         self.hosts.len() > 1 && self.widest() > 1
     }
 
-    /// Whether all hosts have equally many ranks.
+    /// Returns whether all hosts have equally many ranks.
     pub(crate) fn is_even(&self) -> bool {
         self.lanes() == self.widest()
     }

@@ -15,10 +15,10 @@ pub(super) fn broadcast(rank: usize, topology: &Topology, count: usize, root: us
     plan
 }
 
-/// Reduce in log2(L) and then log2(H) rounds, as `rank` sees it: the broadcast backwards.
+/// Reduce in log2(L) and then log2(H) rounds, as `rank` sees it: the broadcast in reverse.
 ///
-/// Shares of the children are added in a fixed order, that never depends on who is early. Buffers of ranks
-/// other than the root end as partial sums.
+/// Shares of the children are added in a fixed order, which does not depend on timing. Buffers of ranks other
+/// than the root end as partial sums.
 pub(super) fn reduce(rank: usize, topology: &Topology, count: usize, root: usize) -> Plan {
     let mut plan = Plan::default();
     let Family { parent, children } = Family::of(rank, topology, root);
@@ -34,8 +34,8 @@ pub(super) fn reduce(rank: usize, topology: &Topology, count: usize, root: usize
     plan
 }
 
-/// A rank's place in a binomial tree of hosts whose nodes are binomial trees of their ranks: every host but
-/// the root's is reached over one edge.
+/// The parent and children of a rank in a binomial tree of hosts, whose nodes are binomial trees of their
+/// ranks. Every host but the root's is reached over one edge.
 struct Family {
     parent: Option<usize>,
     /// Smallest subtree first, those on other hosts last.

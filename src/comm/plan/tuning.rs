@@ -1,7 +1,7 @@
-//! Which algorithm when: one table, and the overrides of people who measure.
+//! Choice of the algorithm: one table, and overrides for users who measure.
 //!
-//! Every rank must decide alike, so only what all ranks know decides: size, which ranks share a host, and the
-//! overrides, whose text is compared when the ranks meet.
+//! Every rank must decide alike. So the choice depends only on values that all ranks know: the size, which
+//! ranks share a host, and the overrides, whose text is compared during the bootstrap.
 
 use std::fmt;
 
@@ -18,15 +18,16 @@ const DOUBLING_BYTES: usize = 8 << 10;
 const DOUBLING_GATHER_BYTES: usize = 64 << 10;
 /// Most ranks for a direct exchange: each is connected to all others.
 const DIRECT_RANKS: usize = 8;
-/// Largest direct exchange, in bytes, where ranks share several hosts: it sends the same over the network
-/// more than once.
+/// Largest direct exchange, in bytes, if ranks share several hosts: it sends data over the network more than
+/// once.
 const DIRECT_DEEP_BYTES: usize = 256 << 10;
-/// Largest all-reduce by direct exchange elsewhere. Beyond, the ring's one neighbour each way is better for
-/// the caches; blocks are exchanged at any size, since a ring has to pass them on.
+/// Largest all-reduce by direct exchange, in bytes, on other topologies. Beyond it the ring, with one
+/// neighbour each way, uses the caches better. Blocks are exchanged directly at any size, since a ring has to
+/// pass them on.
 const DIRECT_BYTES: usize = 4 << 20;
-/// Most ranks among which every share of what is rounded once goes to who adds it: those that are all
-/// connected from the start. Beyond, fewer connections are worth more than bytes, and partial sums travel as
-/// wide elements.
+/// Most ranks for which every share of a sum that is rounded once goes to the adding rank. So many ranks are
+/// all connected from the start. Beyond it, few connections matter more than bytes, and partial sums travel
+/// as wide elements.
 const FOLD_RANKS: usize = 16;
 /// Largest broadcast and reduce by the binomial tree, in bytes.
 const BINOMIAL_BYTES: usize = 64 << 10;
@@ -127,7 +128,7 @@ impl Tuning {
         Ok(tuning)
     }
 
-    /// Whether somebody has chosen how calls of a kind are carried out.
+    /// Returns whether the user has chosen the algorithm for calls of a kind.
     pub(crate) fn is_chosen(&self, kind: CallKind) -> bool {
         let chosen = match kind {
             CallKind::AllReduce => self.all_reduce,
@@ -214,12 +215,12 @@ impl Tuning {
     }
 }
 
-/// Whether all shares go to who adds them.
+/// Returns whether all shares go to the adding rank.
 fn folds(world: usize, rounding: Rounding) -> bool {
     rounding != Rounding::Stepwise && world <= FOLD_RANKS
 }
 
-/// Whether each rank sends all others what is theirs: `sent` bytes, of at most `most`.
+/// Returns whether each rank sends every other its block directly: `sent` bytes, of at most `most`.
 fn is_direct(sent: usize, most: usize, topology: &Topology) -> bool {
     let most = if topology.is_deep() { most.min(DIRECT_DEEP_BYTES) } else { most };
     sent <= most && topology.world() <= DIRECT_RANKS
@@ -234,9 +235,9 @@ fn travelling(bytes: usize, world: usize, rounding: Rounding) -> usize {
     if wide { bytes.saturating_mul(WIDER) } else { bytes }
 }
 
-/// Whether it pays to add up `bytes` inside the hosts, so that only sums go over the network.
+/// Returns whether it pays to reduce `bytes` inside the hosts, so that only sums go over the network.
 ///
-/// Not where all shares go to who adds them: then there are no sums that could.
+/// It does not pay if all shares go to the adding rank: then there are no sums to send.
 fn saves_network(bytes: usize, topology: &Topology, rounding: Rounding) -> bool {
     !folds(topology.world(), rounding)
         && topology.is_deep()

@@ -218,8 +218,8 @@ impl Mailbox {
         Ok(())
     }
 
-    /// Returns the first receive that a message with this tag can match. A receive from any source is first
-    /// moved to this mailbox.
+    /// Returns the first receive that a message with this tag can match. If that is a receive from any
+    /// source, it is moved to this mailbox first.
     pub(super) fn taker(&mut self, open: &mut Open, tag: u32) -> Option<usize> {
         let ours = |recv: &Receiving| recv.matched.is_none() && recv.call.root == tag;
         let ours = self.recvs.iter().position(ours);

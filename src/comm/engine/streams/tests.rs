@@ -190,8 +190,7 @@ fn partial_sums_of_halves_travel_unrounded() {
     for world in 2..=6 {
         for algorithm in [Algorithm::Ring, Algorithm::Doubling] {
             for script in scripts(&mut random) {
-                // The numbers have so few digits that every order of adding gives one f32 result. As f16, few
-                // would be exact.
+                // The sums are exact in f32 for every order of adding, but not in f16.
                 let count = random.below(400);
                 let start: Vec<Vec<f16>> = (0..world)
                     .map(|_| (0..count).map(|_| f16::from_f32(random.below(4096) as f32 / 64.0)).collect())

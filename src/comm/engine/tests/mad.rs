@@ -19,7 +19,7 @@ use convoke_testkit::memory;
 /// messages for which it gives credit, and its own needs.
 const MEMORY_BYTES: usize = 4 << 20;
 
-/// Returns frames with which a third rank violates the protocol: the lane, and the text that the error must
+/// Returns bytes with which a third rank violates the protocol: the lane, and the text that the error must
 /// contain.
 fn madness() -> Vec<(&'static str, Lane, Vec<u8>, &'static str)> {
     use Lane::{Collective, Control, Message};

@@ -6,13 +6,13 @@ use super::{NOTHING, Value, mix};
 use crate::kernels::Fold;
 use crate::plan::{Apply, Direction, Plan};
 
-/// Ranks with their memory, and what is under way between them.
+/// The ranks with their memory, and the elements on the way between them.
 pub(super) struct Simulation<'a> {
     plans: &'a [Plan],
     memory: Vec<Vec<Value>>,
     /// Each rank's window of sums that are folded.
     sums: Vec<Vec<Value>>,
-    /// What each stream of each rank has moved.
+    /// The number of elements that each stream of each rank has moved.
     progress: Vec<Vec<usize>>,
     wires: Vec<Wire>,
     /// Elements that a wire holds.
@@ -108,7 +108,7 @@ impl<'a> Simulation<'a> {
             Apply::Fold(Fold { first, own, last }) => {
                 let slot = self.progress[wire.to][stream] % self.plans[wire.to].window;
                 let sum = &mut self.sums[wire.to][slot];
-                // Who comes too early finds the sum of another element, and takes it for its own.
+                // A share that comes too early finds the sum of another element and is added to that.
                 *sum = if first { value } else { sum.plus(value, last && !own) };
                 *sum = if own { sum.plus(*into, last) } else { *sum };
                 *into = if last { *sum } else { *into };

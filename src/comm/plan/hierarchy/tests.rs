@@ -54,7 +54,7 @@ fn no_more_leaves_a_host_than_an_all_reduce_of_hosts_needs() {
             assert_eq!(leaving(&topology, |rank| reduce_scatter(rank, &topology, &blocks, 100)), want);
         }
     }
-    // Whatever the hosts and the count: in all 2·S·(H−1).
+    // For all hosts and counts, the total is 2·S·(H−1).
     for topology in (2..=12).flat_map(on_hosts) {
         let sent: usize = leaving(&topology, |rank| all_reduce(rank, &topology, 1001, 100)).iter().sum();
         assert_eq!(sent, 2 * 1001 * (topology.hosts().len() - 1), "{topology:?}");
