@@ -88,7 +88,7 @@ fn place(place: usize) {
     }
 }
 
-/// The cores that this thread may use; none if the system does not tell.
+/// Returns the cores that this thread may use; none if the system does not tell.
 pub(crate) fn allowed_cores() -> Vec<usize> {
     sched_getaffinity(Pid::from_raw(0)).as_ref().map_or_else(|_| Vec::new(), cores)
 }

@@ -171,7 +171,7 @@ impl Engine {
         Some(self.attend(from, ticket))
     }
 
-    /// Moves messages with a peer until an operation is done, or it would have to wait.
+    /// Moves messages with a peer until an operation is done or would have to wait.
     fn attend(&mut self, peer: usize, ticket: Arc<Ticket>) -> AtOnce {
         let mut attempts = Attempts::new(self);
         loop {
@@ -205,11 +205,11 @@ impl Engine {
         Some(self.keep(Run::Memory(run), limit, step, error))
     }
 
-    /// Carries out a small call as far as it can.
+    /// Runs a small call as far as it can without waiting.
     #[inline]
     fn small_at_once(&mut self, operation: &mut Operation<'_>) -> Tried {
         let Operation::Collective { call, lent, kernel, .. } = operation else { return Tried::Not };
-        // Shares that are changed first may need a row of their own.
+        // Scaled shares may need a buffer of their own.
         let scaled = kernel.as_ref().is_some_and(|kernel| kernel.scale().is_some());
         let program = |node: &mut Node| node.small_program(call).filter(|_| !scaled);
         let Some(program) = self.node.as_mut().and_then(program) else { return Tried::Not };
@@ -273,7 +273,7 @@ impl Engine {
         self.keep(run, limit, step, error)
     }
 
-    /// Makes a call that was begun an operation.
+    /// Turns a call that was begun inline into a queued operation.
     #[cold]
     fn keep(&mut self, run: Run, limit: Limit, step: flight::Step, error: Option<RunError>) -> AtOnce {
         let ticket = Arc::new(Ticket::new(limit));

@@ -71,7 +71,7 @@ impl<'a> Lent<'a> {
         self.part(at, buf.as_ptr().cast_mut().cast(), buf, false)
     }
 
-    /// Adds memory of its own, beginning at element `at` of the row.
+    /// Adds owned memory, beginning at element `at` of the row.
     pub(crate) fn scratch<T: Element>(self, at: usize, mut buf: Vec<T>) -> Self {
         let mut lent = self.part(at, buf.as_mut_ptr().cast(), &buf, true);
         lent.scratch = Some(Box::new(buf));
@@ -157,9 +157,10 @@ impl Lent<'_> {
             let step = last.len.min(most - done);
             last.len -= step;
             // SAFETY:
-            // - in bounds and valid: `from` and `into` are slices that are lent, of more than `len` + `step` bytes.
+            // - in bounds and valid: `from` and `into` are borrowed slices of at least `len` + `step` bytes.
             // - apart: one was borrowed exclusively beside the other; nobody else touches them, see the type.
-            // - whole elements in the end: the slices are of one type, and nobody looks before all is copied.
+            // - whole elements in the end: both slices have one type, and nobody reads them before all is
+            //   copied.
             unsafe { copy(last.from.add(last.len), last.into.add(last.len), step) };
             done += step;
             if last.len == 0 {
@@ -169,7 +170,7 @@ impl Lent<'_> {
         done
     }
 
-    /// The bytes in `range`, cut to the part in which it begins.
+    /// Returns the bytes in `range`, cut to the part in which it begins.
     pub(crate) fn bytes(&self, range: Range<usize>) -> &[u8] {
         let (part, start, len) = self.clip(&range);
         // SAFETY:
@@ -179,7 +180,8 @@ impl Lent<'_> {
         unsafe { std::slice::from_raw_parts(part.start.add(start), len) }
     }
 
-    /// The bytes in `range`, cut to the part in which it begins; none if that was lent to be read only.
+    /// Returns the bytes in `range`, cut to the part in which it begins; none if that part was lent to be
+    /// read only.
     pub(crate) fn bytes_mut(&mut self, range: Range<usize>) -> BytesMut<'_> {
         let (part, start, len) = self.clip(&range);
         let (start, len) = if part.writable { (start, len) } else { (0, 0) };
@@ -257,7 +259,7 @@ mod tests {
     /// Bytes of each row under test.
     const ROW: usize = 5;
 
-    /// All rows of [`ROW`] places, with one part of scratch memory at most.
+    /// Returns all rows of [`ROW`] places, with one part of scratch memory at most.
     fn rows() -> impl Iterator<Item = [Place; ROW]> {
         let places = [Place::Gap, Place::Sent, Place::Filled, Place::Scratch];
         let row = move |number: usize| std::array::from_fn(|at| places[number >> (2 * at) & 3]);
@@ -266,7 +268,7 @@ mod tests {
         (0..1 << (2 * ROW)).map(row).filter(has_one)
     }
 
-    /// The parts of a row: where equal places are side by side.
+    /// Returns the parts of a row: runs of equal places.
     fn parts(row: &[Place; ROW]) -> Vec<(usize, usize, Place)> {
         let mut parts = Vec::new();
         for part in row.chunk_by(|a, b| a == b) {

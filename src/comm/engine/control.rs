@@ -90,7 +90,7 @@ impl Engine {
                 continue;
             }
             if fills == CONTROL_FILLS {
-                // The rest stays ready to be read.
+                // The rest stays ready for the next turn.
                 return;
             }
             match control.fill(HEADER_BYTES + CONTROL_PAYLOAD_BYTES) {

@@ -1,4 +1,4 @@
-//! The engine and its loop: move what can be moved; look around now and then; sleep.
+//! The engine and its progress loop: it moves data, polls other events now and then, and sleeps.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -29,7 +29,7 @@ use crate::links::tcp::Listener;
 use crate::plan::Plan;
 use crate::shm::{self, Node};
 
-/// Turns between two looks at control connections and clock while data keeps moving.
+/// Turns between two polls of control connections and clock while data keeps moving.
 const TURNS_BETWEEN_LOOKS: u32 = 64;
 /// Calls that are remembered for comparison with the calls in which others say they wait.
 const HISTORY: usize = 64;
@@ -44,7 +44,7 @@ pub(crate) struct Engine {
     /// Collectives in the order of their calls; the first is in progress.
     pub(super) collectives: VecDeque<Collective>,
     pub(super) next_seq: u64,
-    /// Receives from anybody, and probes that wait.
+    /// Receives from any source, and probes that wait.
     pub(super) open: Open,
     pub(super) probes: Vec<Probe>,
     /// The shared memory of this rank with the others of its host, and the numbers of those ranks.
@@ -58,7 +58,7 @@ pub(crate) struct Engine {
     pub(super) told: Option<Wait>,
     /// The time at which the others were last asked what they wait in.
     pub(super) asked: Option<Instant>,
-    /// A caller waits for what is driven.
+    /// A caller waits for the operations that are being driven.
     pub(super) attended: bool,
     pub(super) agent_registered: bool,
     pub(super) left: bool,
@@ -67,7 +67,7 @@ pub(crate) struct Engine {
     /// This rank makes no more calls, and leaves as soon as its pending operations are done.
     pub(super) finishing: Option<Finishing>,
     patience: Patience,
-    /// A control connection has said something, or ended.
+    /// A control frame has arrived, or a control connection has ended.
     pub(super) heard: bool,
     /// The time at which this rank last moved to another core.
     pub(super) moved_at: Option<Instant>,
@@ -388,7 +388,7 @@ impl Engine {
                 return;
             }
             if let Some(failure) = self.failure.as_ref().filter(|_| !goal.is_background()) {
-                // Nothing is in the engine after a failure, so nobody else would complete them.
+                // After a failure the engine has no tasks, so nobody else would complete these tickets.
                 for ticket in goal.tickets {
                     ticket.complete(Err(self.error(failure, None, 0, (0, 0))));
                 }

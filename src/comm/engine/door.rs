@@ -35,7 +35,7 @@ const GREETED_TIME: Duration = Duration::from_secs(300);
 const ACCEPTS: usize = 128;
 /// Time for which no connection is accepted after descriptors ran out.
 const REST: Duration = Duration::from_millis(100);
-/// Notes on refused connections that are kept for error messages.
+/// Most notes on refused connections that are kept for error messages.
 const NOTES: usize = 4;
 /// Largest frame of a handshake.
 const HANDSHAKE_BYTES: usize = HEADER_BYTES + 512;

@@ -173,7 +173,7 @@ pub(crate) struct Haste {
 pub(crate) struct Mailbox {
     peer: usize,
     pub(crate) conn: Option<Conn>,
-    /// In the order of their numbers; the last `held` are not announced.
+    /// The sends in the order of their numbers; the last `held` are not announced.
     pub(crate) sends: VecDeque<Sending>,
     held: usize,
     /// Number of messages that are announced and not requested.

@@ -158,7 +158,7 @@ mod tests {
     const VAIN: Duration = Duration::from_nanos(300);
     const SWITCHED: Duration = Duration::from_micros(2);
 
-    /// Longest wait in steps: a rank whose peer is away must sleep in the end.
+    /// Most steps of a wait in a test: a rank whose peer is away must sleep in the end.
     const BOUND: usize = 10_000;
 
     /// Returns the steps up to the next sleep, and that sleep, if each yield takes `took`.

@@ -41,7 +41,7 @@ pub(crate) struct Settings {
     pub(crate) flight: Arc<Track>,
 }
 
-/// Everything about one other rank.
+/// The state of one other rank.
 #[derive(Debug)]
 pub(super) struct Peer {
     pub(super) control: Option<Conn>,

@@ -38,13 +38,13 @@ pub(crate) struct Streams {
     row: Row<'static>,
     rank: usize,
     header: Frame,
-    /// Bytes moved by each stream of the plan; what has arrived counts in whole elements.
+    /// Bytes moved by each stream of the plan; received bytes count in whole elements.
     moved: Vec<usize>,
     flows: Vec<Flow>,
     unfinished: usize,
     /// Number of send flows that are not finished.
     unsent: usize,
-    /// No more than [`PATIENT_BYTES`] come from any peer.
+    /// No peer sends more than [`PATIENT_BYTES`].
     short: bool,
 }
 

@@ -25,7 +25,7 @@ pub(super) fn park_timeout(_: std::time::Duration) {
 }
 
 /// A lock that threads mostly try and seldom wait for. loom's own lock does not explore a try just before the
-/// release; this one uses an atomic, so that loom does.
+/// release. This one uses an atomic, so that loom explores it.
 #[cfg(loom)]
 #[derive(Debug)]
 pub(super) struct SeatLock<T> {

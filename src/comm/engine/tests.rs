@@ -31,7 +31,7 @@ use crate::options::GroupOptions;
 use crate::plan::{Topology, Tuning};
 
 const LONG: Duration = Duration::from_secs(60);
-/// The rank that the tests play themselves: the highest, which connects to all others.
+/// The rank that the test plays: the highest, which connects to all others.
 const FAKE: usize = 2;
 
 fn generation() -> Generation {
@@ -53,7 +53,7 @@ struct Siege {
     listener: tcp::Listener,
 }
 
-/// Starts ranks 0 and 1 with `body` in threads, and `attack` beside them.
+/// Runs `body` on ranks 0 and 1 in threads, and `attack` concurrently.
 fn siege<R: Send>(body: impl Fn(Result<Group, CommError>) -> R + Sync, attack: impl FnOnce(Siege)) -> Vec<R> {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
     let listener = tcp::listen(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
@@ -88,14 +88,14 @@ fn siege<R: Send>(body: impl Fn(Result<Group, CommError>) -> R + Sync, attack: i
 }
 
 impl Siege {
-    /// A stranger's connection to a rank.
+    /// Opens an unauthenticated connection to a rank.
     fn call(&self, rank: usize) -> TcpStream {
         let stream = TcpStream::connect(self.addresses[rank]).unwrap();
         stream.set_read_timeout(Some(LONG)).unwrap();
         stream
     }
 
-    /// The real third rank, connected.
+    /// Returns the engine of a real third rank, connected.
     fn engine(self) -> Engine {
         let settings = Settings {
             name: "default".to_owned(),
@@ -137,10 +137,10 @@ fn greeting(source: usize, destination: usize) -> Vec<u8> {
     with(frame(Kind::Hello, hello.len()), &hello)
 }
 
-/// Everything that comes until the connection is closed, as text.
+/// Returns all bytes that come until the connection is closed, as text.
 fn answer(mut stream: TcpStream) -> String {
     let mut bytes = Vec::new();
-    // A reset is a way to close.
+    // A reset closes the connection too.
     let _ = stream.read_to_end(&mut bytes);
     String::from_utf8_lossy(&bytes).into_owned()
 }
@@ -168,7 +168,7 @@ fn strangers_are_turned_away_and_the_real_peers_still_connect() {
             };
             let other = Generation::from_bytes([4; 16]);
             let huge = Frame { len: 4000, ..good };
-            // (what, bytes, part of the answer: none if it is no convoke process that asks)
+            // (case, bytes, part of the answer; it is empty if the sender is no convoke process)
             let cases: Vec<(&str, Vec<u8>, &str)> = vec![
                 ("a web browser", b"GET / HTTP/1.1\r\n\r\n".to_vec(), ""),
                 ("four bytes of garbage", vec![0xFF; 4], ""),
@@ -196,7 +196,7 @@ fn strangers_are_turned_away_and_the_real_peers_still_connect() {
                 assert!(answer.contains(part), "{what}: {answer:?}");
                 assert!(!part.is_empty() || answer.is_empty(), "{what} is answered: {answer:?}");
             }
-            // A proof made with another token, and our own proof sent back to us.
+            // These are a proof made with another token, and the rank's own proof sent back to it.
             for reflected in [false, true] {
                 let mut stream = siege.call(0);
                 stream.write_all(&greeting(FAKE, 0)).unwrap();
@@ -210,13 +210,14 @@ fn strangers_are_turned_away_and_the_real_peers_still_connect() {
                 let answer = answer(stream);
                 assert!(answer.contains("another token"), "{answer:?}");
             }
-            // Cut off in the middle; silent in the middle; and far more silent ones than are let in.
+            // These peers are cut off in the middle, or stop sending. There are far more of the latter than
+            // are accepted.
             for cut in [1, 4, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 47] {
                 siege.call(0).write_all(&greeting(FAKE, 0)[..cut]).unwrap();
             }
             let mut silent: Vec<_> = (0..300).map(|index| siege.call(index % 2)).collect();
             for (index, stream) in silent.iter_mut().enumerate() {
-                // Those that were turned away already cannot be written to.
+                // Connections that were refused already cannot be written to.
                 let _ = stream.write_all(&greeting(FAKE, 0)[..index % HEADER_BYTES]);
             }
             // These peers send all that is possible without the secret: a valid hello, but no proof.
@@ -250,7 +251,7 @@ fn strangers_disturb_no_call() {
                 assert_eq!(got, [round]);
             }
             over.store(true, Ordering::SeqCst);
-            // The third rank leaves, and is missed only now.
+            // The third rank has left, and this call is the first to notice.
             let error = group.barrier().unwrap_err();
             assert!(matches!(error, CommError::PeerLost { rank: FAKE, .. }), "{error}");
         },

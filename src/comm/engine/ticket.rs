@@ -93,12 +93,12 @@ impl std::fmt::Debug for State {
 }
 
 impl Ticket {
-    /// A ticket for an operation that somebody waits for.
+    /// Makes a ticket for an operation that a caller waits for.
     pub(crate) fn new(limit: impl Into<Limit>) -> Self {
         Self::of(limit.into(), None)
     }
 
-    /// A ticket for an operation that nobody need wait for.
+    /// Makes a ticket for an operation that no caller need wait for.
     pub(crate) fn nonblocking(limit: impl Into<Limit>, chores: Arc<Chores>) -> Self {
         chores.begin();
         Self::of(limit.into(), Some(chores))

@@ -480,7 +480,7 @@ fn copies_are_whole_wherever_they_begin_in_their_pages_and_change_nothing_beside
     const PAGE: usize = 4096;
     let from: Vec<u8> = (0..5 * PAGE).map(|i| (i % 251) as u8 + 1).collect();
     let mut into = vec![0; 6 * PAGE];
-    // Where the target begins in its page, behind where the source does in its own.
+    // The start of the target in its page is this many bytes after the start of the source in its own page.
     let base = from.as_ptr().addr().wrapping_sub(into.as_ptr().addr()) % PAGE;
     for behind in (0..66).chain([2048, 4032, 4095]) {
         let start = (base + behind) % PAGE;

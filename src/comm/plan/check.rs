@@ -26,7 +26,7 @@ impl Value {
         Self { ranks: 1 << rank, bracketing: mix(rank as u64 + 1), finished: false }
     }
 
-    /// Everybody's share once, and finished if there was anything to add.
+    /// Returns whether each rank's share is in it once, and it is finished if there was anything to add.
     fn is_whole(self, world: usize) -> bool {
         self.ranks == (1 << world) - 1 && self.finished == (world > 1)
     }
@@ -64,10 +64,10 @@ fn mix(mut x: u64) -> u64 {
 const LARGEST_WORLD: usize = 33;
 const LARGEST_ON_HOSTS: usize = 17;
 
-/// The topologies with so many ranks for which a plan is checked.
+/// The topologies of a given number of ranks for which a plan is checked.
 pub(crate) type Topologies = fn(usize) -> Vec<Topology>;
 
-/// All ranks on one host.
+/// Returns the topology with all ranks on one host.
 pub(crate) fn flat(world: usize) -> Vec<Topology> {
     vec![Topology::one_host(world)]
 }
@@ -84,7 +84,7 @@ pub(crate) fn on_hosts(world: usize) -> Vec<Topology> {
     topologies
 }
 
-/// Those of them that have as many ranks on each host.
+/// Returns the topologies of [`on_hosts`] whose hosts have equally many ranks.
 pub(crate) fn on_even_hosts(world: usize) -> Vec<Topology> {
     on_hosts(world).into_iter().filter(Topology::is_even).collect()
 }
@@ -93,7 +93,7 @@ fn each_topology(topologies: Topologies, check: impl Fn(&Topology)) {
     (1..=LARGEST_WORLD).flat_map(topologies).for_each(|topology| check(&topology));
 }
 
-/// Counts around the numbers where blocks change: none, fewer than ranks, odd ones.
+/// Returns counts around the numbers at which blocks change: none, fewer than ranks, odd ones.
 fn counts(world: usize) -> [usize; 5] {
     [0, 1, world.saturating_sub(1), world + 1, 3 * world + 2]
 }
@@ -152,7 +152,7 @@ fn each_root(
     });
 }
 
-/// Checks `plan(rank, world, count)`: each rank ends with the shares of all up to itself.
+/// Checks `plan(rank, world, count)`: each rank ends with the shares of all ranks up to itself.
 pub(crate) fn scan_is_right(plan: impl Fn(usize, usize, usize) -> Plan) {
     scans_are_right(1, plan, |rank, row| assert!(row.iter().all(|value| value.ranks == (2 << rank) - 1)));
 }
@@ -201,7 +201,7 @@ pub(crate) fn reduce_scatter_is_right(
     );
 }
 
-/// Checks `plan(rank, sent, filled)` over blocks that are sent, and behind them those that are filled.
+/// Checks `plan(rank, sent, filled)` over a row with the blocks to send, followed by the blocks to fill.
 pub(crate) fn all_to_all_is_right(plan: impl Fn(usize, &Blocks, &Blocks) -> Plan) {
     let mark = |from: usize, to: usize| Value { bracketing: (from * 100 + to) as u64, ..Value::of(from) };
     // The data that rank a sends to rank b is as long as block (a + b) of the given blocks: symmetric, and
@@ -262,7 +262,7 @@ pub(crate) fn scatter_is_right(plan: impl Fn(usize, &Blocks, usize) -> Plan) {
     }
 }
 
-/// A row of which only this rank's block is filled.
+/// Returns a row of which only this rank's block is filled.
 fn own_block(rank: usize, blocks: &Blocks) -> Vec<Value> {
     let mut row = vec![NOTHING; blocks.end()];
     row[blocks.of(rank)].fill(Value::of(rank));
@@ -309,7 +309,7 @@ pub(crate) fn barrier_is_right(rounds: impl Fn(&Topology) -> usize, plan: impl F
     });
 }
 
-/// Every rank's memory after `plans` over `count` elements, which begin as the rank's own share.
+/// Returns every rank's memory after `plans` over `count` elements, which begin as the rank's own share.
 fn simulate(plans: &[Plan], count: usize) -> Vec<Vec<Value>> {
     Simulation::new(plans, (0..plans.len()).map(|rank| vec![Value::of(rank); count]).collect()).run()
 }

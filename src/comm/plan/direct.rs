@@ -1,4 +1,4 @@
-//! Direct exchange: owner computes, in two rounds; and each round alone.
+//! Direct exchange: in two rounds, with the owner of a block computing it; and each round alone.
 
 use std::ops::Range;
 
@@ -89,8 +89,8 @@ pub(super) fn reduce_scatter(rank: usize, blocks: &Blocks, folds: Option<usize>)
     plan
 }
 
-/// All-to-all, as `rank` sees it: the blocks of `sent`, one for each rank, and behind them those of
-/// `filled`, one from each.
+/// All-to-all, as `rank` sees it. The row has the blocks of `sent`, one for each rank, followed by those of
+/// `filled`, one from each rank.
 pub(crate) fn all_to_all(rank: usize, sent: &Blocks, filled: &Blocks) -> Plan {
     let (mut plan, world) = (Plan::default(), sent.world());
     for distance in 1..world {
@@ -103,7 +103,7 @@ pub(crate) fn all_to_all(rank: usize, sent: &Blocks, filled: &Blocks) -> Plan {
     plan
 }
 
-/// The other ranks, from the next one on, so that not all begin with the same.
+/// Returns the other ranks from the next one on, so that not all ranks begin with the same peer.
 fn others(rank: usize, world: usize) -> impl Iterator<Item = usize> {
     (1..world).map(move |distance| (rank + distance) % world)
 }

@@ -1,4 +1,4 @@
-//! Recursive doubling: the fewest rounds, all that a rank has in each.
+//! Recursive doubling: it has the fewest rounds, and sends a rank's whole data in each.
 
 use super::{Apply, Blocks, Plan, Stream};
 
@@ -64,7 +64,7 @@ pub(super) fn all_gather(rank: usize, blocks: &Blocks) -> Plan {
     let mut came: Vec<usize> = Vec::new();
     for round in 0..blocks.world().ilog2() {
         let (partner, had) = (rank ^ (1 << round), 1 << round);
-        // Its own block waits for nothing, and goes with that of the first round.
+        // The rank's own block waits for nothing, and is sent with that of the first round.
         let first = ours[..had.min(2)].to_vec();
         let own = blocks.of(rank).len().cast_signed();
         plan.push(Stream::send(partner, of(&first)).after(came.first().copied(), own));
@@ -79,7 +79,7 @@ pub(super) fn all_gather(rank: usize, blocks: &Blocks) -> Plan {
     plan
 }
 
-/// The ranks whose blocks a rank gets, in the order of the rounds.
+/// Returns the ranks whose blocks a rank receives, in the order of the rounds.
 fn order(rank: usize, world: usize) -> Vec<usize> {
     (0..world).map(|distance| rank ^ distance).collect()
 }

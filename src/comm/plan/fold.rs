@@ -8,9 +8,9 @@ use std::ops::Range;
 use super::{Apply, Plan, Stream};
 use crate::kernels::Fold;
 
-/// Most elements whose sums are in progress where a range can be folded in pieces.
+/// Most elements whose sums are in progress if a range can be reduced in pieces.
 ///
-/// A piece fills a request to the system, and its sums stay in the cache until the last share is added.
+/// A piece fills one system call, and its sums stay in the cache until the last share is added.
 pub(super) const WINDOW: usize = 64 << 10;
 
 /// Receives every rank's share of `range` and adds it to this rank's own. Returns the stream that completes
@@ -32,7 +32,8 @@ pub(super) fn push(
     };
     plan.window = if let Start::Window(window) = start { window.min(range.len()) } else { range.len() };
     for (index, peer) in (0..world).filter(|&peer| peer != rank).enumerate() {
-        // The own share is added between those of the ranks before and behind; two operands can be swapped.
+        // The own share is added between those of the lower and the higher ranks; two operands can be
+        // swapped.
         let own = peer + 1 == rank || rank == 0 && index == 0;
         let step = Fold { first: index == 0, own, last: index == last };
         let stream = Stream::recv(peer, [(range.clone(), Apply::Fold(step))]);
@@ -44,9 +45,9 @@ pub(super) fn push(
 /// The condition that the first share of an ordered reduction waits for.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Start {
-    /// Another stream, element by element.
+    /// It follows another stream, element by element.
     Behind(Option<usize>),
-    /// The last share, so many elements behind.
+    /// It is at most so many elements ahead of the last share.
     Window(usize),
 }
 
@@ -65,7 +66,7 @@ pub(super) fn all_reduce(rank: usize, world: usize, count: usize) -> Plan {
     plan
 }
 
-/// Reduce in one round, as `rank` of `world` sees it: everybody sends everything to `root`.
+/// Reduce in one round, as `rank` of `world` sees it: every rank sends its buffer to `root`.
 pub(super) fn reduce(rank: usize, world: usize, count: usize, root: usize, window: usize) -> Plan {
     let mut plan = Plan::default();
     if rank == root {
@@ -82,7 +83,7 @@ mod tests {
 
     #[test]
     fn every_rank_counts_once_in_every_element() {
-        // With as many elements on the way as pairs of ranks, larger worlds take long.
+        // The simulation of larger worlds takes long, with one element on the way for each pair of ranks.
         let flat = |world| if world < 18 { flat(world) } else { Vec::new() };
         all_reduce_is_right(flat, |rank, topology, count| super::all_reduce(rank, topology.world(), count));
     }

@@ -25,10 +25,10 @@ use std::ops::Range;
 
 use super::{Apply, Blocks, Gate, Plan, Stream, Topology, block};
 
-/// Chunks that are added before the sums of the first are gathered: they bridge what the network delays.
+/// Chunks that are added before the sums of the first are gathered. They hide the latency of the network.
 const AHEAD: usize = 2;
 
-/// Which halves of an all-reduce there are.
+/// The halves of an all-reduce that a plan does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Halves {
     Reduce,
@@ -67,7 +67,7 @@ fn of_blocks(rank: usize, topology: &Topology, halves: Halves, blocks: &Blocks, 
     })
 }
 
-/// `inner` counts from the beginning of `outer`.
+/// Returns `inner`, which counts from the beginning of `outer`, as a range of the buffer.
 fn within(outer: &Range<usize>, inner: &Range<usize>) -> Range<usize> {
     outer.start + inner.start..outer.start + inner.end
 }
@@ -109,7 +109,7 @@ fn stages(
 struct Place<'a> {
     topology: &'a Topology,
     host: usize,
-    /// Among the ranks of the host: its lane, if there are so many.
+    /// The index of the rank on its host. It is the rank's lane, if there are so many.
     place: usize,
     cuts: usize,
 }
@@ -118,7 +118,7 @@ impl Place<'_> {
     /// Reduce-scatter inside the host: each lane gets its part from all others, in a fixed order. Returns the
     /// stream that completes this rank's part.
     ///
-    /// The blocks of a part come in the order in which the ring takes them up: that of the host before first,
+    /// The blocks of a part come in the order in which the ring uses them: that of the previous host first,
     /// the own one last.
     fn add_inside(self, plan: &mut Plan, block: impl Fn(usize, usize) -> Range<usize>) -> Option<usize> {
         let part = |lane: usize| (1..=self.cuts).map(|back| block(self.back(back), lane)).collect::<Vec<_>>();
@@ -226,7 +226,7 @@ impl Place<'_> {
         place < self.topology.lanes()
     }
 
-    /// The host so many places before this one on the ring.
+    /// Returns the host `places` places before this one on the ring.
     fn back(self, places: usize) -> usize {
         (self.host + self.hosts() - places % self.hosts()) % self.hosts()
     }

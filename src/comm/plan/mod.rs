@@ -45,13 +45,13 @@ const BLOCK_BYTES: usize = 128 << 10;
 /// The part of one rank in one collective.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) struct Plan {
-    /// Which of several algorithms it is; for the flight recorder.
+    /// The algorithm, if the collective has several; for the flight recorder.
     pub(crate) algorithm: Option<Algorithm>,
-    /// In an order that both ends of each pair agree on.
+    /// The streams, in an order that both ends of each pair agree on.
     pub(crate) streams: Vec<Stream>,
-    /// Shares and partial sums travel, and lie in the row, as wide elements.
+    /// Shares and partial sums are sent, and lie in the row, as wide elements.
     pub(crate) wide: bool,
-    /// Most elements whose sums are in progress at once, where shares are folded.
+    /// Most elements whose sums are in progress at once in an ordered reduction.
     pub(crate) window: usize,
 }
 
@@ -60,7 +60,7 @@ pub(crate) struct Plan {
 pub(crate) struct Stream {
     pub(crate) peer: usize,
     pub(crate) direction: Direction,
-    /// Parts of the buffer, in the order in which they travel.
+    /// Parts of the buffer, in the order in which they are sent.
     pub(crate) segments: Vec<Segment>,
     pub(crate) gate: Option<Gate>,
 }
@@ -96,9 +96,9 @@ pub(crate) enum Apply {
 pub(crate) enum Rounding {
     /// Rounds with every share, or never: the elements themselves are added.
     Stepwise,
-    /// Once, when all shares are added, as wide elements.
+    /// Rounds once, when all shares are added, as wide elements.
     Once {
-        /// The ranks change their shares before they add them, so that even these are no elements.
+        /// The ranks scale their shares before they add them, so that even the shares are wide elements.
         wide_shares: bool,
     },
 }
@@ -145,7 +145,7 @@ impl Stream {
         self
     }
 
-    /// Number of elements that it moves.
+    /// Returns the number of elements that it moves.
     pub(crate) fn len(&self) -> usize {
         self.segments.iter().map(|segment| segment.range.len()).sum()
     }
@@ -159,7 +159,7 @@ impl Plan {
     }
 }
 
-/// The elements of block `index` when `count` elements are cut in `blocks` nearly equal parts.
+/// Returns the elements of block `index` if `count` elements are cut in `blocks` nearly equal parts.
 pub(crate) fn block(index: usize, blocks: usize, count: usize) -> Range<usize> {
     let (size, longer) = (count / blocks, count % blocks);
     let start = index * size + index.min(longer);

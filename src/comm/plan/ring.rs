@@ -93,7 +93,7 @@ fn around(rank: usize, blocks: &Blocks, chunk: usize, first: usize, apply: impl 
     plan
 }
 
-/// Size of chunks of about equal size, at most about `chunk`, in whole elements for each rank.
+/// Returns the size of chunks of about equal size, at most about `chunk`, in whole elements for each rank.
 ///
 /// A last chunk much shorter than the others would shorten the lead of the whole stream.
 fn even_chunk(world: usize, count: usize, chunk: usize) -> usize {

@@ -1,4 +1,4 @@
-//! Star: the root exchanges a block with every other rank.
+//! Linear algorithms: the root exchanges a block with every other rank.
 
 use super::{Apply, Blocks, Plan, Stream};
 
@@ -17,7 +17,7 @@ pub(crate) fn gather(rank: usize, blocks: &Blocks, root: usize) -> Plan {
     plan
 }
 
-/// Scatter of one block to each rank from `root`; the gather backwards.
+/// Scatter of one block to each rank from `root`: the gather in reverse.
 pub(crate) fn scatter(rank: usize, blocks: &Blocks, root: usize) -> Plan {
     let mut plan = Plan::default();
     if rank == root {

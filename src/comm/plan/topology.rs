@@ -13,7 +13,7 @@ pub(crate) struct Topology {
 }
 
 impl Topology {
-    /// Ranks with equal keys share a host; the keys are in rank order.
+    /// Makes a topology. Ranks with equal keys share a host; the keys are in rank order.
     pub(crate) fn new<K: Eq + Hash>(keys: impl IntoIterator<Item = K>) -> Self {
         let (mut hosts, mut places, mut known) = (Vec::<Vec<usize>>::new(), Vec::new(), HashMap::new());
         for (rank, key) in keys.into_iter().enumerate() {
@@ -42,7 +42,7 @@ impl Topology {
         &self.hosts
     }
 
-    /// The host of `rank`, and its place there.
+    /// Returns the host of `rank`, and its index there.
     pub(crate) fn place(&self, rank: usize) -> (usize, usize) {
         self.places[rank]
     }

@@ -38,7 +38,7 @@ pub(super) fn reduce(rank: usize, topology: &Topology, count: usize, root: usize
 /// ranks. Every host but the root's is reached over one edge.
 struct Family {
     parent: Option<usize>,
-    /// Smallest subtree first, those on other hosts last.
+    /// The smallest subtree comes first, those on other hosts last.
     children: Vec<usize>,
 }
 

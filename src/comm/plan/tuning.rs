@@ -11,7 +11,7 @@ use crate::call::CallKind;
 /// Version of the table below: ranks with different tables refuse each other.
 pub(crate) const TABLE_VERSION: u32 = 6;
 
-/// Largest all-reduce by recursive doubling, in bytes: two ranks, more, and where folding is needed.
+/// Largest all-reduce by recursive doubling, in bytes: for two ranks, for more, and for ordered reduction.
 const DOUBLING_PAIR_BYTES: usize = 128 << 10;
 const DOUBLING_BYTES: usize = 8 << 10;
 /// Largest all-gather by recursive doubling, in bytes of all blocks.
@@ -33,7 +33,7 @@ const FOLD_RANKS: usize = 16;
 const BINOMIAL_BYTES: usize = 64 << 10;
 /// Least bytes for which a hierarchy of hosts pays.
 const HIERARCHY_BYTES: usize = 64 << 10;
-/// Most ranks for each lane: with more the lanes' owners would be the bottleneck.
+/// Most ranks for each lane: with more ranks, the owners of lanes would be the bottleneck.
 const HIERARCHY_RANKS_PER_LANE: usize = 2;
 
 /// A communication pattern.
@@ -47,12 +47,12 @@ pub(crate) enum Algorithm {
     Flat,
     Star,
     Hierarchy,
-    /// No streams: through shared memory ([`crate::shm`]).
+    /// The algorithm uses no streams but shared memory ([`crate::shm`]).
     Memory,
 }
 
 impl Algorithm {
-    /// In the order of their numbers in recordings.
+    /// All algorithms, in the order of their numbers in recordings.
     pub(crate) const ALL: [Self; 9] = [
         Self::Ring,
         Self::Direct,
@@ -87,7 +87,7 @@ const REDUCE_SCATTER: [Algorithm; 3] = [Algorithm::Direct, Algorithm::Ring, Algo
 const ALL_GATHER: [Algorithm; 4] =
     [Algorithm::Direct, Algorithm::Ring, Algorithm::Hierarchy, Algorithm::Doubling];
 
-/// The choice of algorithms: the table, and what overrides it.
+/// The choice of algorithms: the table and its overrides.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) struct Tuning {
     all_reduce: Option<Algorithm>,
@@ -202,12 +202,12 @@ impl Tuning {
         let world = topology.world();
         let all = bytes.saturating_mul(world);
         match chosen {
-            // Blocks belong to ranks: a rank without a lane has nobody to carry its block.
+            // Blocks belong to ranks, and no lane would carry the block of a rank without a lane.
             Some(Algorithm::Hierarchy) if !topology.is_even() => Algorithm::Ring,
             Some(chosen) => chosen,
             None if topology.is_even() && saves_network(all, topology, rounding) => Algorithm::Hierarchy,
             None if folds(world, rounding) => Algorithm::Direct,
-            // Two ranks have nobody to pass on to: one exchange is the whole ring.
+            // With two ranks, one exchange is the whole ring.
             None if world == 2 => Algorithm::Direct,
             None if is_direct(travelling(all, world, rounding), usize::MAX, topology) => Algorithm::Direct,
             None => Algorithm::Ring,
@@ -226,7 +226,7 @@ fn is_direct(sent: usize, most: usize, topology: &Topology) -> bool {
     sent <= most && topology.world() <= DIRECT_RANKS
 }
 
-/// Bytes that `bytes` of elements are on their way.
+/// Returns the bytes that `bytes` of elements take when they are sent.
 fn travelling(bytes: usize, world: usize, rounding: Rounding) -> usize {
     let wide = match rounding {
         Rounding::Stepwise => false,
@@ -245,7 +245,7 @@ fn saves_network(bytes: usize, topology: &Topology, rounding: Rounding) -> bool 
         && travelling(bytes, topology.world(), rounding) >= HIERARCHY_BYTES
 }
 
-/// Everything that decides, as one comparable text.
+/// Formats everything that decides as one comparable text.
 impl fmt::Display for Tuning {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name = |choice: Option<Algorithm>| choice.map_or("table", Algorithm::name);
@@ -358,7 +358,7 @@ mod tests {
         assert_eq!(all_reduce(&[0, 0, 1, 1], 1 << 20), Algorithm::Hierarchy);
         assert_eq!(all_reduce(&[0, 0, 0, 1, 1], 1 << 20), Algorithm::Hierarchy);
         assert_eq!(all_reduce(&[0, 1, 0, 1], 1 << 20), Algorithm::Hierarchy);
-        // One lane for three ranks; one rank a host.
+        // These have one lane for three ranks, and one rank on each host.
         assert_eq!(all_reduce(&[0, 0, 0, 1], 1 << 20), Algorithm::Ring);
         assert_eq!(all_reduce(&[0, 1, 2], 1 << 20), Algorithm::Direct);
         assert_eq!(all_reduce(&[0, 1, 2], 64 << 20), Algorithm::Ring);

@@ -75,7 +75,7 @@ impl Mailbox {
         Ok(if sent == cost { Sent::Whole } else { Sent::Part(Begun { seq, header, sent }) })
     }
 
-    /// Queues the rest of a message.
+    /// Queues the rest of a message that was sent in part.
     pub(crate) fn post_rest(&mut self, begun: Begun, call: Call, lent: Lent<'static>, ticket: Arc<Ticket>) {
         let Begun { seq, header, sent } = begun;
         self.out.push_back(Out { header, body: Some(seq), sent });

@@ -13,7 +13,7 @@ use crate::frame::HEADER_BYTES;
 use crate::kernels::Source;
 
 impl Mailbox {
-    /// Sends a message to this rank, whose mailbox it is.
+    /// Sends a message to this rank itself, the owner of the mailbox.
     pub(crate) fn post_own(
         &mut self,
         open: &mut Open,

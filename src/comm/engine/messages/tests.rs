@@ -1,4 +1,4 @@
-//! Messages over links that are as awkward as they can be, both ranks in one thread.
+//! Messages over links with injected faults, both ranks in one thread.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -23,7 +23,7 @@ fn ticket() -> Arc<Ticket> {
     Arc::new(Ticket::new(Duration::from_secs(60)))
 }
 
-/// A message on its way: its memory at both ends, and who waits for it.
+/// A message in progress: its memory at both ends, and its tickets.
 struct Message {
     tag: u32,
     sent: Vec<u8>,
@@ -42,7 +42,8 @@ impl Message {
     }
 
     fn recv(&mut self, at: &mut Mailbox) {
-        // SAFETY: as above; `got` is looked at only when its ticket is done.
+        // SAFETY: the test keeps all messages until both mailboxes are gone; it reads `got` only when its
+        // ticket is done.
         let lent = unsafe { Lent::default().filled(0, &mut self.got).outliving() };
         let ticket = self.receiving.insert(ticket());
         at.post_recv(&credentials(), 0, call(self.got.len(), self.tag), lent, Arc::clone(ticket)).unwrap();
@@ -77,7 +78,7 @@ fn random_messages_arrive_in_order_for_each_tag() {
                 Message { tag, got: vec![0; len], sent, sending: None, receiving: None }
             })
             .collect();
-        // The order of sends is that of the list; receives keep it for each tag only.
+        // Sends are in the order of the list; receives keep that order only for each tag.
         let mut sends = 0;
         let mut recvs: HashMap<u32, VecDeque<usize>> = HashMap::new();
         for (index, message) in messages.iter().enumerate() {
@@ -122,7 +123,7 @@ fn random_messages_arrive_in_order_for_each_tag() {
     }
 }
 
-/// A sender has more messages than a receiver hears of: the rest waits with it, and comes in order.
+/// A sender has more messages than it may announce. It holds the rest back, and they arrive in order.
 #[test]
 fn more_messages_than_may_be_announced_wait_with_their_sender() {
     for len in [0, 100, EAGER_BYTES + 1] {

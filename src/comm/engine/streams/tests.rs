@@ -1,4 +1,4 @@
-//! Plans over links that are as awkward as they can be, all ranks in one thread.
+//! Plans over links with injected faults, all ranks in one thread.
 
 use std::collections::HashMap;
 
@@ -104,7 +104,7 @@ fn sums_are_right_and_equal_whatever_the_links_do() {
                 let want: Vec<f64> =
                     (0..count).map(|i| (0..world).map(|rank| f64::from(memory[rank][i])).sum()).collect();
                 let mut lanes = mesh(world, &script);
-                // Two in a row: what one run reads ahead belongs to the next.
+                // Two collectives run in a row, so that one may read ahead bytes of the next.
                 for seq in 0..2 {
                     let start = memory.clone();
                     let mut runs: Vec<_> = (memory.iter_mut().enumerate())
@@ -127,7 +127,7 @@ fn sums_are_right_and_equal_whatever_the_links_do() {
     }
 }
 
-/// All-reduces `start` by `reduction` with `algorithm`; the ranks' results.
+/// All-reduces `start` by `reduction` with `algorithm`. Returns the ranks' results.
 fn reduce_with<T: Element>(
     algorithm: Algorithm,
     reduction: impl Fn(usize) -> Reduction<T>,

@@ -1,4 +1,4 @@
-//! Ranks of a host that cannot share memory: one of them has none, cannot map it, or may not.
+//! Ranks of a host that cannot share memory: one of them has none, cannot map it, or has no permission.
 
 use std::sync::Arc;
 
@@ -38,7 +38,7 @@ fn without(who: usize, failing: Failing) -> Vec<(Backend, i32)> {
 fn where_one_rank_cannot_share_memory_all_use_connections() {
     for failing in [Failing::Create, Failing::Commit, Failing::Map] {
         for who in 0..3 {
-            // Only the first makes memory.
+            // Only the first rank makes memory.
             let all =
                 if failing == Failing::Create && who > 0 { Backend::SharedMemory } else { Backend::Tcp };
             assert_eq!(without(who, failing), [(all, 3); 3], "{failing:?} at rank {who}");
@@ -60,7 +60,7 @@ fn where_one_rank_cannot_make_memory_for_programs_each_has_its_own() {
                 buffer.fill(1);
                 group.all_reduce(&mut buffer[..], ReduceOp::Sum).unwrap();
                 assert!(buffer.iter().all(|&sum| sum == 3));
-                // And it works the next time.
+                // The next allocation works.
                 (buffer.is_shared(), group.alloc::<u32>(10_000).unwrap().is_shared())
             };
             let all = std::thread::scope(|scope| {

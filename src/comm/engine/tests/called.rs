@@ -16,7 +16,7 @@ use crate::links::hello::{HELLO_BYTES, SUITE_PLAIN, WELCOME_BYTES, Welcome};
 use crate::options::GroupOptions;
 use crate::plan::Tuning;
 
-/// Rank 1 calls a rank 0 that answers each of its hellos so; how it fares.
+/// Runs rank 1 with a scripted rank 0 that answers each hello with `answer`. Returns the error.
 fn calls(answer: &[u8], stays: bool) -> CommError {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
     let listener = TcpListener::bind(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
@@ -63,7 +63,7 @@ fn whoever_answers_wrongly_is_named() {
     let good = Frame { len: WELCOME_BYTES as u64, ..frame(Kind::Welcome, 0) };
     let mut version = with(good, &welcome(SUITE_PLAIN));
     version[4] = 9;
-    // (what, answer, whether the connection stays open then, part of the error)
+    // (case, answer, whether the connection stays open, part of the error)
     let cases: Vec<(&str, Vec<u8>, bool, &str)> = vec![
         ("nothing", Vec::new(), true, "no connection with rank(s) 0"),
         ("the end", Vec::new(), false, "connection closed before it answered"),
@@ -75,7 +75,7 @@ fn whoever_answers_wrongly_is_named() {
         ("a refusal", with(frame(Kind::Refuse, 4), b"away"), true, "it refused: away"),
         ("a refusal in no words", with(frame(Kind::Refuse, 3), &[0xFF; 3]), true, "it refused"),
     ];
-    // Each waits until its patience is over.
+    // Each case waits until its timeout expires.
     std::thread::scope(|scope| {
         for (what, answer, stays, part) in cases {
             scope.spawn(move || {

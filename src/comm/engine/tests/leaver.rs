@@ -26,7 +26,7 @@ fn who_left_without_listening_holds_up_no_monitored_barrier() {
         |siege| {
             let mut engine = siege.engine();
             let call = Call::new(CallKind::MonitoredBarrier, Dtype::U8, None, 0, 0);
-            // Rank 0 is in the barrier, and still tells us what it waits in when we listen no more.
+            // Rank 0 is in the barrier. It still sends its waits when this rank reads no more.
             let control = lane_to(&mut engine, 0, Lane::Control);
             await_frame(control, Kind::State);
             send_all(control, &frame(Kind::Ask, 0).encode().repeat(QUESTIONS));

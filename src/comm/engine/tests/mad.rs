@@ -1,4 +1,4 @@
-//! A rank that was let in, and then sends what makes no sense, or too much of it, or not enough.
+//! A rank that authenticates and then sends invalid data, too much data or too little.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -123,7 +123,7 @@ pub(super) fn lane_to(engine: &mut Engine, peer: usize, lane: Lane) -> &mut Conn
     conn.as_mut().unwrap()
 }
 
-/// Stays until both have told that they give up, or until `patience` is over; whether they have.
+/// Waits until both ranks have given up, or until `patience` is over. Returns whether both have.
 fn until_ended(engine: &mut Engine, patience: Duration) -> bool {
     let deadline = Instant::now() + patience;
     while !(0..2).all(|peer| has_ended(engine, peer)) {
@@ -149,7 +149,7 @@ fn a_peer_that_goes_mad_is_a_protocol_error_on_all_ranks() {
     }
 }
 
-/// A frame that is right as far as it can be told without its context, and random in the rest.
+/// Returns a frame that is valid as far as one can tell without its context, and otherwise random.
 fn any_frame(random: &mut Random, kind: Kind) -> Vec<u8> {
     let word = |random: &mut Random| random.next() >> random.below(64);
     let mut payload: Vec<u8> = (0..random.below(200)).map(|_| random.next() as u8).collect();
@@ -250,7 +250,7 @@ fn announcements_without_end_are_refused() {
 
 #[test]
 fn a_flood_of_questions_does_not_stop_the_clock() {
-    // Long enough for both to have begun, also on a busy machine.
+    // The timeout is long enough for both to have begun, also on a busy machine.
     let timeout = Duration::from_secs(2);
     let over = AtomicBool::new(false);
     let errors = siege(
@@ -316,7 +316,8 @@ fn has_ended(engine: &mut Engine, peer: usize) -> bool {
 
 #[test]
 fn bools_are_true_or_false_whatever_a_peer_sends() {
-    // Few enough to be read ahead, and so many that they are received straight into the buffer.
+    // The first is few enough elements to be read ahead, the second so many that they are received into the
+    // buffer.
     const SHARED: [usize; 2] = [300, 60_000];
     const SENT: [usize; 2] = [300, 70_000];
     let hostile = |count: usize| (0..count).map(|i| (i % 256) as u8).collect::<Vec<u8>>();
@@ -366,7 +367,7 @@ fn bools_are_true_or_false_whatever_a_peer_sends() {
                 send_all(messages, &with(message(Kind::Rts, 1, SENT[1], 0), &[]));
                 await_frame(messages, Kind::Cts);
                 send_all(messages, &with(message(Kind::Message, 1, SENT[1], SENT[1]), &hostile(SENT[1])));
-                // Only one of them adds what the third rank has.
+                // Only one of the two ranks adds the third rank's share.
                 let (count, call) = (SHARED[0], call(CallKind::AllReduce, Some(ReduceOp::Sum), 0, SHARED[0]));
                 send_all(data, &with(Frame { seq: 2, call, ..frame(Kind::Data, count) }, &hostile(count)));
             }

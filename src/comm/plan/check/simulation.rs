@@ -1,4 +1,4 @@
-//! All ranks' plans carried out together, one element at a time.
+//! A simulation that runs all ranks' plans together, one element at a time.
 
 use std::collections::VecDeque;
 
@@ -10,12 +10,12 @@ use crate::plan::{Apply, Direction, Plan};
 pub(super) struct Simulation<'a> {
     plans: &'a [Plan],
     memory: Vec<Vec<Value>>,
-    /// Each rank's window of sums that are folded.
+    /// Each rank's window of sums of an ordered reduction.
     sums: Vec<Vec<Value>>,
     /// The number of elements that each stream of each rank has moved.
     progress: Vec<Vec<usize>>,
     wires: Vec<Wire>,
-    /// Elements that a wire holds.
+    /// Most elements on one wire.
     capacity: usize,
     seed: u64,
 }
@@ -40,14 +40,14 @@ impl<'a> Simulation<'a> {
         simulation
     }
 
-    /// Every rank's memory after all have ended.
+    /// Runs all plans to their end. Returns every rank's memory.
     pub(super) fn run(mut self) -> Vec<Vec<Value>> {
         while self.step(None) {}
         assert!(self.wires.is_empty(), "the ranks wait for each other in a circle");
         self.memory
     }
 
-    /// Lets all but rank `late` go on as far as they can; the ranks that ended.
+    /// Lets all ranks but `late` go on as far as they can. Returns the ranks that ended.
     pub(super) fn ended_without(mut self, late: usize) -> Vec<usize> {
         while self.step(Some(late)) {}
         let busy = |rank: usize| {
@@ -59,7 +59,7 @@ impl<'a> Simulation<'a> {
         (0..self.plans.len()).filter(|&rank| !busy(rank)).collect()
     }
 
-    /// Moves an element somewhere, but not at rank `late`; whether there was one.
+    /// Moves one element anywhere but at rank `late`. Returns whether there was one.
     fn step(&mut self, late: Option<usize>) -> bool {
         let start = self.random(self.wires.len());
         for offset in 0..self.wires.len() {

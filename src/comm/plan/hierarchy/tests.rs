@@ -4,7 +4,8 @@ use crate::plan::check::{
     all_gather_is_right, all_reduce_is_right, on_even_hosts, on_hosts, reduce_scatter_is_right,
 };
 
-/// Chunks of one element where that is quickly checked, of one for each rank, and one of all.
+/// Chunks of one element for small worlds (larger ones take long), of one for each rank, and one chunk of
+/// all.
 const CHUNKS: [fn(usize) -> usize; 2] = [|world| if world < 7 { 1 } else { world + 1 }, |_| usize::MAX];
 
 #[test]
@@ -28,7 +29,7 @@ fn its_halves_gather_and_scatter() {
     }
 }
 
-/// Elements that leave each host.
+/// Returns the number of elements that leave each host.
 fn leaving(topology: &Topology, plan: impl Fn(usize) -> Plan) -> Vec<usize> {
     let leaves = |host: usize, stream: &Stream| {
         stream.direction == Direction::Send && topology.place(stream.peer).0 != host
