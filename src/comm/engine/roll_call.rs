@@ -1,9 +1,8 @@
 //! Monitored barriers: each rank tells every other that it has arrived, so that each rank knows all missing
 //! ranks.
 //!
-//! The frames travel on the control connections, which every pair of ranks has. A rank has passed the barrier
-//! when it has the frames of all others. No rank collects them for the others, so each rank that times out
-//! can name all missing ranks.
+//! The frames travel on the control connections, which every pair of ranks has. A rank passes when it has the
+//! frames of all others. No rank collects them, so each rank that times out can name all missing ranks.
 
 use super::core::Engine;
 use super::state::{Collective, Peer};
@@ -42,11 +41,9 @@ impl Collective {
         (0..peers.len()).filter(absent)
     }
 
-    /// Returns whether all others have arrived, and this rank's frames are sent. They must be sent, because
-    /// between calls nothing moves.
+    /// Returns whether all others have arrived, and this rank's frames are sent: between calls nothing moves.
     ///
-    /// After a failure the result is `false`: a late rank finds the frames of all others, but they wait no
-    /// more.
+    /// After a failure it returns `false`: a late rank finds the frames of all others, but they wait no more.
     pub(super) fn is_attended(&self, me: usize, peers: &[Peer], failed: bool) -> bool {
         let told = |peer: &Peer| peer.control_out.is_empty() || peer.control.is_none();
         let all = || peers.iter().all(told) && self.absent(me, peers).next().is_none();

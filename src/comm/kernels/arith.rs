@@ -1,4 +1,4 @@
-//! The operations on single numbers.
+//! Operations on single numbers.
 
 use num_complex::Complex;
 
@@ -46,7 +46,7 @@ macro_rules! integers {
             fn max(self, other: Self) -> Self {
                 Ord::max(self, other)
             }
-            // Never in the table: an average of integers is refused.
+            // No table has this function: an average of integers is refused.
             #[inline(always)]
             fn divided_by(self, _: u32) -> Self {
                 self
@@ -72,9 +72,9 @@ macro_rules! integers {
 
 integers!(i8, u8, i16, u16, i32, u32, i64, u64);
 
-// `f32::min` drops NaN and leaves the sign of zero open: then two ranks that compare the same pair
-// in different order could end with different bits. Equal numbers differ at most in the sign of
-// zero, so OR and AND of their bits choose -0 and +0.
+// `f32::min` drops NaN and leaves the sign of zero open. So two ranks that compare one pair in different
+// order could end with different bits. Equal numbers differ at most in the sign of zero, so OR and AND of
+// their bits choose -0 and +0.
 macro_rules! floats {
     ($($float:ident),*) => {$(
         impl Multiply<{ size_of::<$float>() }> for $float {

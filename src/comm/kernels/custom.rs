@@ -10,7 +10,7 @@ use crate::dtype::Element;
 /// The error says how the function failed.
 pub(crate) type Function = dyn Fn(&mut [u8], &[u8], bool) -> Result<(), String> + Send + Sync;
 
-/// Elements that the function is given at once.
+/// Most elements that the function gets at once.
 const ELEMENTS: usize = 4096;
 
 thread_local! {

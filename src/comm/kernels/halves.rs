@@ -20,7 +20,7 @@ pub(super) const BF16_INFINITY: u16 = 0x7F80;
 /// The conversion of elements to `f32` and back.
 #[derive(Debug)]
 pub(crate) struct Wide {
-    /// From elements to as many `f32`.
+    /// Converts elements to as many `f32`.
     pub(crate) widen: fn(from: &[u8], into: &mut [u8]),
     /// Rounds `f32` to as many elements.
     pub(crate) narrow: fn(from: &[u8], into: &mut [u8]),
@@ -30,7 +30,7 @@ impl Wide {
     /// Size of the elements that become `f32`.
     pub(crate) const NARROW_BYTES: usize = size_of::<u16>();
 
-    /// Elements that stay as they are.
+    /// The conversion of elements that stay as they are.
     pub(super) const NOT: Self = Self { widen: copy, narrow: copy };
 
     pub(super) fn of(dtype: Dtype) -> Option<&'static Self> {
@@ -92,7 +92,7 @@ fn narrow_f16(from: &[u8], into: &mut [u8]) {
     }
 }
 
-/// Least and greatest of halves with these bits of infinity.
+/// Returns the least or greatest of halves with these bits of infinity.
 pub(super) fn order<const INFINITY: u16>(op: ReduceOp) -> Functions {
     match op {
         ReduceOp::Min => Some((|into, from| zip(into, from, less::<INFINITY>), None)),
@@ -113,7 +113,7 @@ fn greater<const INFINITY: u16>(a: u16, b: u16) -> u16 {
     if is_nan::<INFINITY>(a) | is_nan::<INFINITY>(b) { nan::<INFINITY>() } else { number }
 }
 
-/// Numbers in the order of the floats with these bits, -0 before +0.
+/// Maps bits to numbers in the order of the floats, -0 before +0.
 #[inline(always)]
 fn rank(bits: u16) -> i16 {
     let bits = bits as i16;
@@ -125,7 +125,7 @@ fn is_nan<const INFINITY: u16>(bits: u16) -> bool {
     bits & 0x7FFF > INFINITY
 }
 
-/// A quiet NaN: the first digit behind the exponent is set.
+/// Returns a quiet NaN: the first digit behind the exponent is set.
 #[inline(always)]
 fn nan<const INFINITY: u16>() -> u16 {
     INFINITY | (INFINITY & INFINITY.wrapping_neg()) >> 1

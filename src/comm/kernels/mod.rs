@@ -40,7 +40,7 @@ type DivideFn = fn(buf: &mut [u8], divisor: u32);
 /// `buf[i] = buf[i] * factor`.
 pub(crate) type ScaleFn = dyn Fn(&mut [u8]) + Send + Sync;
 
-/// Elements that are worked on at once where they need memory of their own: at home in the L1 cache.
+/// Elements that are processed at once if they need memory of their own; they fit in the L1 cache.
 const CHUNK: usize = 256;
 
 /// The arithmetic of a reduction.
@@ -52,7 +52,7 @@ pub(crate) struct Kernel {
     /// The divisor of averages.
     world: u32,
     scale: Option<Arc<ScaleFn>>,
-    /// There if the other functions are those of wider elements.
+    /// The conversion, if the other functions are those of wider elements.
     wide: Option<&'static Wide>,
 }
 
@@ -69,12 +69,12 @@ pub(crate) struct Fold {
     pub(crate) first: bool,
     /// This rank's own share comes next to the one that has arrived.
     pub(crate) own: bool,
-    /// All shares are added then.
+    /// With this step all shares are added.
     pub(crate) last: bool,
 }
 
 impl Kernel {
-    /// The kernel of a named `op` on `dtype` over `world` ranks; `None` if the pair has no meaning.
+    /// Returns the kernel of a named `op` on `dtype` over `world` ranks; `None` if the pair has no meaning.
     pub(crate) fn of(dtype: Dtype, op: ReduceOp, world: usize) -> Option<Self> {
         if !op.accepts(dtype) {
             return None;
@@ -103,13 +103,13 @@ impl Kernel {
         Some(Self { reduce: Reduce::Numbers(reduce), divide, world, scale: None, wide })
     }
 
-    /// A sum of shares that are first changed by `scale`; `None` if that has no meaning.
+    /// Returns the kernel of a sum whose shares are first changed by `scale`; `None` if that has no meaning.
     pub(crate) fn scaled_sum(dtype: Dtype, scale: Arc<ScaleFn>) -> Option<Self> {
         let sum = Self::of(dtype, ReduceOp::PremulSum, 1)?;
         Some(Self { scale: Some(scale), ..sum })
     }
 
-    /// A reduction by a function of the program.
+    /// Returns the kernel of a reduction by a function of the program.
     pub(crate) fn custom(function: Arc<Function>) -> Self {
         Self { reduce: Reduce::Function(function), divide: None, world: 1, scale: None, wide: None }
     }
@@ -124,8 +124,9 @@ impl Kernel {
         self.wide
     }
 
-    /// Adds a contribution: `into[i] = into[i] op from[i]`, or `from[i] op into[i]` if that one `is_first`;
-    /// then ends the reduction if it is the `last`. Both slices have the same length, in whole elements.
+    /// Adds a contribution: `into[i] = into[i] op from[i]`, or `from[i] op into[i]` if the contribution
+    /// `is_first`. It ends the reduction if the contribution is the `last`. Both slices have equal length, in
+    /// whole elements.
     ///
     /// The error says how a function of the program failed.
     pub(crate) fn reduce(
@@ -145,10 +146,10 @@ impl Kernel {
         Ok(())
     }
 
-    /// Adds the shares `from` to `sums`, as `step` says; `share` is this rank's own, and where the result is
-    /// left. `wide` tells how elements of `from` and `share` become those of `sums`, if these are others.
+    /// Adds the shares `from` to `sums`, as `step` says; `share` is this rank's own and receives the result.
+    /// `wide` converts elements of `from` and `share` to those of `sums`, if these are wider.
     ///
-    /// For equal numbers of elements in all three.
+    /// All three hold equal numbers of elements.
     pub(crate) fn fold(
         &self,
         step: Fold,

@@ -1,8 +1,8 @@
-//! Adding up the shares of all ranks at one place, in the order of the ranks.
+//! Reduction of the shares of all ranks at one place, in the order of the ranks.
 
 use super::{Kernel, Reduce, ReduceFn, Source, WIDE_BYTES, Wide};
 
-/// Bytes that are added up at a time: at home in the L1 cache. A multiple of all elements' sizes.
+/// Bytes that are added at a time; they fit in the L1 cache. It is a multiple of all elements' sizes.
 const BLOCK_BYTES: usize = 4 << 10;
 /// Block size of shares whose elements are halves, after they became `f32`.
 const WIDE_BLOCK_BYTES: usize = BLOCK_BYTES / Wide::NARROW_BYTES * WIDE_BYTES;
@@ -15,7 +15,7 @@ pub(crate) struct Ranks {
 }
 
 impl Kernel {
-    /// Bytes that [`Self::add_up`] needs beside the shares.
+    /// Bytes of scratch memory that [`Self::add_up`] needs.
     pub(crate) const SCRATCH_BYTES: usize = 2 * WIDE_BLOCK_BYTES + BLOCK_BYTES;
 
     /// Adds the shares of all other ranks to `own`, the share of `ranks.me`. `share` returns the bytes of one

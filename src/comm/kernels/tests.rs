@@ -1,4 +1,4 @@
-//! Every kernel against a scalar reference in wider arithmetic.
+//! Tests of every kernel against a scalar reference in wider arithmetic.
 
 use half::{bf16, f16};
 
@@ -7,10 +7,10 @@ use super::*;
 use crate::dtype::Element;
 use convoke_testkit::Random;
 
-/// Ranks of an average.
+/// Number of ranks of an average.
 const WORLD: usize = 7;
 
-/// `values` as bytes behind `shift` others: kernels must not care about alignment.
+/// Returns `values` as bytes, preceded by `shift` others: kernels must not depend on alignment.
 fn bytes_of<T: Element>(values: &[T], shift: usize) -> Vec<u8> {
     let mut bytes = vec![0; shift + size_of_val(values)];
     T::write(values, &mut bytes[shift..]);
@@ -35,7 +35,7 @@ fn multiply<T: Element>(factor: T::Factor, values: &[T], shift: usize) -> Vec<T>
     values_of(&bytes[shift..])
 }
 
-/// Named operations with a meaning for `dtype`.
+/// Returns the named operations that have a meaning for `dtype`.
 fn operations(dtype: Dtype) -> impl Iterator<Item = (ReduceOp, Kernel)> {
     ReduceOp::ALL.into_iter().filter_map(move |op| Some((op, Kernel::of(dtype, op, WORLD)?)))
 }
@@ -129,7 +129,8 @@ macro_rules! check_floats {
                     let swapped = reduce(&kernel, &b, &a, len % 9);
                     for i in 0..a.len() {
                         let (x, y) = ($wide::from(a[i]), $wide::from(b[i]));
-                        // Twice as many digits and two more make one rounding of these.
+                        // With at least twice as many digits and two more, the two roundings give the result
+                        // of one.
                         let want = match op {
                             ReduceOp::Sum | ReduceOp::PremulSum => (x + y) as $float,
                             ReduceOp::Product => (x * y) as $float,
@@ -201,7 +202,7 @@ macro_rules! check_halves {
                 let pairs = all().filter(|half| half.is_finite() && half.is_sign_positive());
                 for low in pairs {
                     let high = $half::from_bits(low.to_bits() + 1);
-                    // Behind the greatest half the next one would follow, were there more exponents.
+                    // After the greatest half, the next one would follow if there were more exponents.
                     let step = if high.is_finite() { high } else { low }.to_f64()
                         - $half::from_bits(low.to_bits() - u16::from(!high.is_finite())).to_f64();
                     let middle = (low.to_f64() + step / 2.0) as f32;
@@ -243,7 +244,7 @@ macro_rules! check_halves {
                 for len in (0..130).chain([1000]) {
                     let mut values =
                         || (0..len).map(|_| $half::from_bits(random.next() as u16)).collect::<Vec<_>>();
-                    // Ranks 0, 2 and 3, as rank 1 adds them.
+                    // Rank 1 adds the shares of ranks 0, 2 and 3.
                     let (own, others) = (values(), [values(), values(), values()]);
                     for op in [ReduceOp::Sum, ReduceOp::Product, ReduceOp::Avg] {
                         let kernel = Kernel::of($half::DTYPE, op, 4).unwrap();
@@ -358,7 +359,7 @@ fn truth_values() {
     });
 }
 
-/// The greater of two by their absolute value; of equal ones the first.
+/// Keeps the number with the greater absolute value; of equal ones the first.
 fn farthest(into: &mut [f64], from: &[f64]) {
     assert!(into.len() == from.len() && into.as_ptr().is_aligned() && from.as_ptr().is_aligned());
     for (a, b) in into.iter_mut().zip(from) {
@@ -407,7 +408,7 @@ fn each_kind_of_vectors_is_tried() {
     assert_eq!(kinds, 1);
 }
 
-/// Shares of `ranks` ranks, added up where rank `me` has its own.
+/// Returns the sum of the shares of `ranks` ranks, added by rank `me`.
 fn added_up(kernel: &Kernel, shares: &[Vec<u8>], me: usize) -> Vec<u8> {
     let (mut own, mut told) = (shares[me].clone(), vec![0; shares[me].len()]);
     let mut scratch = vec![0xA5; Kernel::SCRATCH_BYTES];

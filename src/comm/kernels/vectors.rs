@@ -21,7 +21,7 @@ enum Kind {
     Avx512,
 }
 
-/// A loop. To become the vectors' own all of it must be inlined into what [`Vectors::run`] calls.
+/// A loop. To use the vectors, all of it must be inlined into the function that [`Vectors::run`] calls.
 pub(super) trait Loop {
     fn run(self);
 }
@@ -33,7 +33,7 @@ thread_local! {
 }
 
 impl Vectors {
-    /// The widest of this processor.
+    /// Returns the widest vectors of this processor.
     #[inline]
     pub(super) fn widest() -> Self {
         #[cfg(test)]
@@ -56,7 +56,7 @@ impl Vectors {
         Self(Kind::Portable)
     }
 
-    /// Calls `body` with each kind of vectors that this processor has; how many.
+    /// Calls `body` with each kind of vectors that this processor has. Returns how many there are.
     #[cfg(test)]
     pub(super) fn each(mut body: impl FnMut()) -> usize {
         let mut kinds = vec![Self(Kind::Portable)];
@@ -77,11 +77,10 @@ impl Vectors {
     fn run(self, work: impl Loop) {
         match self.0 {
             Kind::Portable => work.run(),
-            // SAFETY: there is no such value but where the processor has these vectors, see `widest` and
-            // `each`.
+            // SAFETY: this value exists only if the processor has these vectors, see `widest` and `each`.
             #[cfg(target_arch = "x86_64")]
             Kind::Avx2 => unsafe { with_avx2(work) },
-            // SAFETY: as above.
+            // SAFETY: this value exists only if the processor has these vectors, see `widest` and `each`.
             #[cfg(target_arch = "x86_64")]
             Kind::Avx512 => unsafe { with_avx512(work) },
         }
@@ -100,7 +99,7 @@ fn with_avx512(work: impl Loop) {
     work.run();
 }
 
-/// Bytes to read. Not a slice: they may lie where other processes write, though not now.
+/// Bytes to read. This is not a slice, because they may lie where other processes write at other times.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Source<'a> {
     start: *const u8,
@@ -123,17 +122,17 @@ impl Source<'_> {
         Self { start, len, memory: PhantomData }
     }
 
-    /// Copies all of it into `into`, which is as long.
+    /// Copies all bytes into `into`, which has their length.
     #[allow(unsafe_code)]
     #[inline(always)]
     pub(crate) fn copy_to(self, into: &mut [u8]) {
         assert_eq!(into.len(), self.len);
-        // SAFETY: so many bytes can be read (see `new`) and written, and `into` is nobody else's memory.
+        // SAFETY: `len` bytes can be read (see `new`) and written, and nobody else uses the memory of `into`.
         unsafe { copy(self.start, into.as_mut_ptr(), self.len) };
     }
 }
 
-/// Fewer bytes `memcpy` copies by vectors anyway.
+/// Least bytes for the workaround: `memcpy` copies fewer bytes by vectors anyway.
 const LONG_BYTES: usize = 2048;
 
 /// Copies `len` bytes as `memcpy` does, but avoids a slow case. On AMD's Zen 3 and 4, glibc copies many bytes
@@ -149,10 +148,10 @@ const LONG_BYTES: usize = 2048;
 pub(crate) unsafe fn copy(from: *const u8, into: *mut u8, len: usize) {
     let is_trap = (1..64).contains(&(into.addr().wrapping_sub(from.addr()) % 4096));
     if cfg!(target_arch = "x86_64") && len >= LONG_BYTES && is_trap {
-        // SAFETY: as this function's own.
+        // SAFETY: the caller guarantees the conditions of this function.
         unsafe { copy_by_vectors(from, into, len) };
     } else {
-        // SAFETY: as above.
+        // SAFETY: the caller guarantees the conditions of this function.
         unsafe { std::ptr::copy_nonoverlapping(from, into, len) };
     }
 }
@@ -171,7 +170,8 @@ unsafe fn copy_by_vectors(from: *const u8, into: *mut u8, len: usize) {
         fn run(self) {
             let Self(from, into, steps) = self;
             for step in 0..steps {
-                // SAFETY: within both, as `steps` such steps are; bytes need no alignment.
+                // SAFETY: this step lies within both ranges, because `steps` steps do; bytes need no
+                // alignment.
                 unsafe { into.add(step).write(from.add(step).read()) };
             }
         }

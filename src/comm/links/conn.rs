@@ -1,4 +1,4 @@
-//! A link with the memory that reading ahead needs.
+//! A link and the memory for its read-ahead.
 
 use std::io::{self, IoSlice};
 use std::os::fd::BorrowedFd;
@@ -8,7 +8,7 @@ use super::Link;
 
 /// Read-ahead of a fresh connection.
 const SMALL_BYTES: usize = 16 << 10;
-/// Read-ahead of a connection that reduces: as much as one request moves, and at home in the L2 cache.
+/// Read-ahead of a connection that reduces: one system call moves as much, and it fits in the L2 cache.
 pub(crate) const QUANTUM_BYTES: usize = 256 << 10;
 
 /// The connection cannot be used any more.
@@ -44,12 +44,12 @@ impl Conn {
         Self { link, ahead: Vec::new(), start: 0, end: 0 }
     }
 
-    /// A connection that is closed from the start, to stand where one was taken away.
+    /// Returns a connection that is closed from the start. It replaces one that was taken away.
     pub(crate) fn closed() -> Self {
         Self::new(Box::new(super::Closed))
     }
 
-    /// Puts another link in the place of this one's.
+    /// Replaces the link of this connection. Returns the old one.
     #[cfg(test)]
     pub(crate) fn replace(&mut self, link: Box<dyn Link>) -> Box<dyn Link> {
         std::mem::replace(&mut self.link, link)
@@ -83,7 +83,7 @@ impl Conn {
         self.link.give_up_port();
     }
 
-    /// Bytes that were read and not consumed.
+    /// Returns the bytes that were read and not consumed.
     pub(crate) fn unread(&self) -> &[u8] {
         &self.ahead[self.start..self.end]
     }
@@ -96,7 +96,7 @@ impl Conn {
         }
     }
 
-    /// Reads ahead until at most `limit` bytes are unread; how many came, 0 if none can now.
+    /// Reads ahead until at most `limit` bytes are unread. Returns the bytes that came, 0 if none can now.
     pub(crate) fn fill(&mut self, limit: usize) -> Result<usize, Broken> {
         let limit = limit.min(QUANTUM_BYTES);
         let unread = self.end - self.start;
@@ -117,13 +117,14 @@ impl Conn {
         Ok(bytes)
     }
 
-    /// Reads into `into` past the read-ahead, which must be empty; how many, 0 if none can now.
+    /// Reads into `into` without the read-ahead, which must be empty. Returns the bytes read, 0 if none can
+    /// now.
     pub(crate) fn recv(&mut self, into: &mut [u8]) -> Result<usize, Broken> {
         debug_assert_eq!(self.start, self.end);
         recv(&mut *self.link, into)
     }
 
-    /// Sends from the front of `parts`; how many bytes, 0 if none can be taken now.
+    /// Sends from the front of `parts`. Returns the bytes sent, 0 if none can be taken now.
     pub(crate) fn send(&mut self, parts: &[IoSlice<'_>]) -> Result<usize, Broken> {
         loop {
             match self.link.try_send(parts) {
@@ -135,7 +136,7 @@ impl Conn {
         }
     }
 
-    /// Reads and forgets what there is; whether the peer has closed its end.
+    /// Reads and drops available bytes. Returns whether the peer has closed its end.
     pub(crate) fn discard(&mut self) -> bool {
         (self.start, self.end) = (0, 0);
         for _ in 0..64 {

@@ -1,4 +1,4 @@
-//! Links inside one process, as awkward as a test wants them.
+//! Links inside one process, with faults that a test injects.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice};
@@ -14,11 +14,11 @@ pub(crate) struct Script {
     pub(crate) step: usize,
     /// Most bytes under way.
     pub(crate) capacity: usize,
-    /// One call in so many is refused though it could move something; 0: none.
+    /// One of so many calls is refused although it could move something; 0: none.
     pub(crate) refuse: usize,
-    /// One call in so many is interrupted; 0: none.
+    /// One of so many calls is interrupted; 0: none.
     pub(crate) interrupt: usize,
-    /// Bytes after which the flow ends, as if the peer died.
+    /// Bytes after which the link ends, as if the peer died.
     pub(crate) end_after: usize,
     pub(crate) seed: u64,
 }
@@ -44,7 +44,7 @@ pub(crate) struct Fake {
     calls: u64,
 }
 
-/// Two ends of a link.
+/// Returns the two ends of a link.
 pub(crate) fn pair(script: Script) -> (Fake, Fake) {
     let pipes = [Arc::new(Mutex::new(Pipe::default())), Arc::new(Mutex::new(Pipe::default()))];
     let end = |out: usize, into: usize, seed| Fake {

@@ -28,8 +28,8 @@ pub(crate) fn forks() -> u32 {
     FORKS.load(Ordering::Relaxed)
 }
 
-/// A registered descriptor. Drop it before the descriptor is closed: the other way round a fork
-/// in between would close in the child whatever has got the number since.
+/// A registered descriptor. Drop it before the descriptor is closed. Otherwise a fork in between would close,
+/// in the child, a new descriptor that has got its number.
 #[derive(Debug)]
 pub(crate) struct NotForForks {
     slot: Option<usize>,

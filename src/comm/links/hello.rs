@@ -148,14 +148,14 @@ pub(crate) struct Credentials {
 }
 
 impl Credentials {
-    /// Keyed by the job's token; without one (open mode) by the generation, which keeps out accidents
-    /// but nobody who can read the store.
+    /// Makes credentials keyed by the job's token. Without a token (open mode) the generation is the key.
+    /// That keeps out accidents, but nobody who can read the store.
     pub(crate) fn new(token: Option<&Token>, generation: Generation, group: u64) -> Self {
         let key = token.map_or_else(|| generation.to_bytes().to_vec(), |token| token.as_bytes().to_vec());
         Self { key, generation, group }
     }
 
-    /// The proof of `role` about `hello` and the acceptor's answer to it.
+    /// Returns the proof of `role` about `hello` and the acceptor's answer to it.
     pub(crate) fn prove(&self, role: Role, hello: &Hello, capabilities: u32, nonce: &Nonce) -> Mac32 {
         self.mac(role, hello, capabilities, nonce)
             .map_or([0; 32], |mac| <[u8; 32]>::from(mac.finalize().into_bytes()))
@@ -212,7 +212,7 @@ mod tests {
         assert!(Welcome::decode(&[9; WELCOME_BYTES]).is_err());
     }
 
-    /// The bytes of protocol version 2. Whoever changes them must raise the version.
+    /// These are the bytes of protocol version 2. A change to them must raise the version.
     #[test]
     fn payloads_of_this_version_have_these_bytes() {
         let nonce = std::array::from_fn(|index| 0x40 + index as u8);
@@ -236,7 +236,7 @@ mod tests {
         assert_eq!(Lane::ALL.map(Lane::to_wire), [0, 1, 2]);
     }
 
-    /// Computed from the text at the head of this file, with Python's `hmac`.
+    /// The proofs were computed from the text at the head of this file, with Python's `hmac`.
     #[test]
     fn proofs_of_this_version_have_these_bytes() {
         let text = |proof: Mac32| proof.map(|byte| format!("{byte:02x}")).concat();

@@ -14,18 +14,18 @@ use std::io::{self, IoSlice};
 use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
-/// One ordered, reliable, two-way flow of bytes to a peer.
+/// One ordered, reliable, two-way byte stream to a peer.
 ///
-/// Nonblocking and partial: a call moves what it can now, or nothing with
+/// Calls are nonblocking and partial: a call moves as much as it can now, or fails with
 /// [`WouldBlock`](io::ErrorKind::WouldBlock). Nothing is allocated.
 pub(crate) trait Link: fmt::Debug + Send {
-    /// Takes bytes from the front of `parts`; how many.
+    /// Sends bytes from the front of `parts`. Returns how many.
     fn try_send(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize>;
 
-    /// Puts bytes into `into` (not empty); how many, 0 when the peer has closed its end.
+    /// Reads bytes into `into` (not empty). Returns how many, 0 when the peer has closed its end.
     fn try_recv(&mut self, into: &mut [u8]) -> io::Result<usize>;
 
-    /// Tells the peer that nothing more comes.
+    /// Tells the peer that nothing more will be sent.
     fn close_write(&mut self);
 
     /// Returns whether the peer's kernel has acknowledged all bytes that were sent.
@@ -35,7 +35,7 @@ pub(crate) trait Link: fmt::Debug + Send {
     /// (TIME_WAIT). The link must be [flushed](Self::is_flushed): other bytes are lost.
     fn give_up_port(&self) {}
 
-    /// Asks the system to notice a dead peer host or path within `bound` though nothing is sent.
+    /// Asks the kernel to notice a dead peer host or path within `bound`, even if nothing is sent.
     fn watch_path(&self, _bound: Duration) -> io::Result<()> {
         Ok(())
     }
@@ -45,7 +45,8 @@ pub(crate) trait Link: fmt::Debug + Send {
         None
     }
 
-    /// The core on which what came last was sent, if it was sent on this host; `None` if nobody knows.
+    /// Returns the core from which the last data was sent, if it came from this host; `None` if it is
+    /// unknown.
     fn sender_cpu(&self) -> Option<usize> {
         None
     }

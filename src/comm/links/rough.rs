@@ -16,7 +16,7 @@ thread_local! {
     static SEED: Cell<Option<u64>> = const { Cell::new(None) };
 }
 
-/// Makes what this thread connects from now on awkward in the way of `seed`, or not at all.
+/// Turns on fault injection with `seed` for later connections of this thread, or turns it off.
 pub(crate) fn on(seed: Option<u64>) {
     SEED.set(seed);
 }
@@ -47,7 +47,7 @@ fn next(seed: &Cell<Option<u64>>) -> Option<Random> {
     Some(Random::from_seed(current))
 }
 
-/// `conn`, awkward from now on if the thread wants that.
+/// Returns `conn`, with fault injection if this thread has turned it on.
 pub(crate) fn roughened(mut conn: Conn) -> Conn {
     if let Some(random) = chance() {
         let link = conn.replace(Box::new(Closed));
@@ -62,7 +62,7 @@ struct Rough {
     random: Random,
     /// Most bytes that one call moves.
     step: usize,
-    /// One call in so many is refused, or interrupted.
+    /// One of so many calls is refused or interrupted.
     trouble: usize,
 }
 
@@ -74,11 +74,11 @@ impl Rough {
 
     fn most(&mut self) -> io::Result<usize> {
         match self.random.below(2 * self.trouble) {
-            // Only where the system says again that something can move; shared memory does not, nor does it
-            // refuse.
+            // A refusal needs a descriptor that reports readiness again. Shared memory has none, and never
+            // refuses.
             0 if self.link.pollable().is_some() => Err(io::ErrorKind::WouldBlock.into()),
             1 => Err(io::ErrorKind::Interrupted.into()),
-            // Without these a program of many bytes takes half a minute on a busy machine.
+            // Without these large steps, a program with many bytes takes half a minute on a busy machine.
             _ if self.random.below(5) == 0 => Ok(1 << 16),
             _ => Ok(1 + self.random.below(self.step)),
         }

@@ -11,7 +11,7 @@ use socket2::{Domain, Protocol, Socket, TcpKeepalive, Type};
 use super::Link;
 use super::fork::NotForForks;
 
-/// Connections that the kernel holds for a listener that is not in a call.
+/// Connections that the kernel queues for a listener that is not in a call.
 const BACKLOG: i32 = 4096;
 
 /// A connected, nonblocking TCP socket.
@@ -20,7 +20,7 @@ pub(crate) struct Tcp {
     /// Before the socket, so that it is dropped first.
     _not_for_forks: NotForForks,
     socket: Socket,
-    /// Its congestion control if it is to another host.
+    /// The congestion control for a connection to another host.
     outside: Outside,
 }
 
@@ -33,7 +33,7 @@ pub(crate) struct Tcp {
 /// sockets begin with Reno. This has no effect if the system refuses it.
 type Outside = Option<Vec<u8>>;
 
-/// Has a socket without a connection begin with Reno.
+/// Makes a socket without a connection begin with Reno.
 fn begin_unpaced(socket: &Socket) -> Outside {
     let before = socket.tcp_congestion().ok()?;
     socket.set_tcp_congestion(b"reno").ok()?;
@@ -48,7 +48,7 @@ impl Tcp {
         Ok(Self { _not_for_forks: NotForForks::new(socket.as_fd()), socket, outside })
     }
 
-    /// Begins a connection; [`connected`] says when it is there.
+    /// Begins a connection; [`connected`] says when it is open.
     pub(crate) fn connect(to: SocketAddr, from: Option<SocketAddr>) -> io::Result<Self> {
         let socket = Socket::new(Domain::for_address(to), Type::STREAM, Some(Protocol::TCP))?;
         let outside = begin_unpaced(&socket);
@@ -141,7 +141,7 @@ impl Link for Tcp {
     }
 }
 
-/// Bytes that the peer's kernel has not acknowledged; 0 if the socket cannot say.
+/// Returns the bytes that the peer's kernel has not acknowledged; 0 if the socket cannot say.
 #[allow(unsafe_code)]
 fn unsent(socket: &Socket) -> libc::c_int {
     let mut bytes: libc::c_int = 0;
@@ -189,7 +189,7 @@ impl Listener {
         Ok(Self::of(self.socket.try_clone()?, self.outside.clone()))
     }
 
-    /// The next connection that waits, and who makes it.
+    /// Returns the next waiting connection, and the address of its peer.
     pub(crate) fn accept(&self) -> io::Result<(Tcp, String)> {
         let (socket, from) = self.socket.accept()?;
         let from = from.as_socket().map_or_else(|| "?".to_owned(), |from| from.to_string());
@@ -247,7 +247,7 @@ mod tests {
         let mut others = 0;
         for systems in known.split_whitespace() {
             let socket = Socket::new(Domain::IPV4, Type::STREAM, Some(Protocol::TCP)).unwrap();
-            // Some of them are for root only.
+            // Some algorithms are for root only.
             if socket.set_tcp_congestion(systems.as_bytes()).is_ok() {
                 assert_eq!(begin_unpaced(&socket).as_deref(), Some(systems.as_bytes()));
                 assert_eq!(name(&socket), "reno");
@@ -261,7 +261,7 @@ mod tests {
 
     #[test]
     fn connections_to_other_hosts_have_what_the_system_has() {
-        // Not yet connected, so not known to lead to this host.
+        // The socket is not connected yet, so it is not known to lead to this host.
         let socket = Socket::new(Domain::IPV4, Type::STREAM, Some(Protocol::TCP)).unwrap();
         let systems = name(&socket);
         let outside = begin_unpaced(&socket);

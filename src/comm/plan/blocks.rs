@@ -11,12 +11,12 @@ pub(crate) struct Blocks {
 }
 
 impl Blocks {
-    /// `world` blocks of `len` elements.
+    /// Returns `world` blocks of `len` elements.
     pub(crate) fn equal_of(world: usize, len: usize) -> Self {
         Self { bounds: (0..=world).map(|index| index * len).collect(), equal: Some(len) }
     }
 
-    /// Blocks of these lengths; `None` if their sum is no number.
+    /// Returns blocks of these lengths; `None` if their sum overflows.
     pub(crate) fn new(lens: &[usize]) -> Option<Self> {
         let mut bounds = vec![0_usize];
         for &len in lens {
@@ -34,24 +34,24 @@ impl Blocks {
         self.bounds[rank]..self.bounds[rank + 1]
     }
 
-    /// Elements of all blocks.
+    /// Returns the number of elements of all blocks.
     pub(crate) fn end(&self) -> usize {
         self.bounds[self.world()]
     }
 
-    /// Length of each, if that is the same.
+    /// Returns the length of each block, if all are equal.
     pub(crate) fn equal(&self) -> Option<usize> {
         self.equal
     }
 
-    /// Stands for the lengths where they are compared between ranks.
+    /// Returns a number that represents the lengths when ranks compare them.
     pub(crate) fn fingerprint(&self) -> u32 {
         let hash = fingerprint(&self.bounds);
         (hash ^ hash >> 32) as u32
     }
 }
 
-/// FNV-1a of the numbers, for lists that ranks compare.
+/// Returns the FNV-1a hash of the numbers, for lists that ranks compare.
 pub(crate) fn fingerprint(numbers: &[usize]) -> u64 {
     let bytes = numbers.iter().flat_map(|number| (*number as u64).to_le_bytes());
     bytes.fold(0xCBF2_9CE4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3))

@@ -32,7 +32,7 @@ pub(super) fn reduce(rank: usize, topology: &Topology, count: usize, root: usize
     plan
 }
 
-/// The rank before and the next one in a chain from `root` over its host and then the others.
+/// Returns the previous and the next rank in a chain from `root` over its host and then the others.
 fn neighbours(rank: usize, topology: &Topology, root: usize) -> (Option<usize>, Option<usize>) {
     let hosts = topology.hosts();
     let (root_host, root_place) = topology.place(root);
@@ -45,8 +45,8 @@ fn neighbours(rank: usize, topology: &Topology, root: usize) -> (Option<usize>, 
     (place.checked_sub(1).map(|place| chain[place]), chain.get(place + 1).copied())
 }
 
-/// Inclusive scan, as `rank` of `world` sees it: each rank adds what those before it have to its own, and
-/// sends that on, as it comes.
+/// Inclusive scan, as `rank` of `world` sees it. Each rank adds the sum of the lower ranks to its own
+/// elements, and forwards the result as it comes.
 pub(super) fn scan(rank: usize, world: usize, count: usize) -> Plan {
     let mut plan = Plan::default();
     let got = (rank > 0).then(|| plan.push(Stream::recv(rank - 1, [(0..count, Apply::Reduce)])));

@@ -13,7 +13,7 @@ use simulation::Simulation;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Value {
     ranks: u64,
-    /// Equal on two ranks only if they added in the same order, swapped operands not counted.
+    /// A hash that is equal on two ranks only if they added in one order, swapped operands not counted.
     bracketing: u64,
     finished: bool,
 }
@@ -60,7 +60,7 @@ fn mix(mut x: u64) -> u64 {
     x ^ (x >> 31)
 }
 
-/// Largest number of ranks on one host, and on several.
+/// Largest number of ranks on one host, and on several hosts.
 const LARGEST_WORLD: usize = 33;
 const LARGEST_ON_HOSTS: usize = 17;
 

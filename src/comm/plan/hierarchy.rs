@@ -19,7 +19,8 @@
 //! all-gather the second half.
 //!
 //! Each stage follows the one before byte for byte. The connections inside a host carry the first stage and
-//! the last one, so the buffer is processed in chunks: while one is on the network, the next ones are added.
+//! the last one. So the buffer is processed in chunks: while one chunk is on the network, the next ones are
+//! added.
 
 use std::ops::Range;
 

@@ -47,7 +47,7 @@ pub(crate) enum Algorithm {
     Flat,
     Star,
     Hierarchy,
-    /// The algorithm uses no streams but shared memory ([`crate::shm`]).
+    /// Shared memory ([`crate::shm`]) instead of streams.
     Memory,
 }
 

@@ -1,4 +1,5 @@
-//! Real ranks over connections that move a few bytes at a time, or none though they could.
+//! Real ranks over connections with injected faults: they move a few bytes at a time, or none although they
+//! could.
 
 use super::*;
 use crate::Loss;
@@ -38,7 +39,8 @@ fn a_farewell_arrives_though_the_connection_does_not_take_it_at_once() {
 
 #[test]
 fn what_a_peer_says_is_heard_however_many_pieces_it_comes_in() {
-    // Half a second before the deadline all ask each other again, and would hear it then.
+    // Half a second before the deadline all ranks ask each other again, so a lost report would arrive only
+    // then.
     let time = Duration::from_secs(20);
     let (gate, late) = (Gate::new(2), AtomicBool::new(false));
     pairs(20, |group| {
@@ -48,7 +50,7 @@ fn what_a_peer_says_is_heard_however_many_pieces_it_comes_in() {
                 group.monitored_barrier(time).unwrap();
             }
             late.fetch_or(start.elapsed() > time / 2, Ordering::SeqCst);
-            // Nobody says more until it was heard.
+            // No rank sends more until the report has arrived.
             gate.wait();
         }
     });

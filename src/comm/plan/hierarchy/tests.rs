@@ -4,8 +4,8 @@ use crate::plan::check::{
     all_gather_is_right, all_reduce_is_right, on_even_hosts, on_hosts, reduce_scatter_is_right,
 };
 
-/// Chunks of one element for small worlds (larger ones take long), of one for each rank, and one chunk of
-/// all.
+/// Chunk sizes: one element for small worlds, `world + 1` elements for larger ones; and one chunk of
+/// everything.
 const CHUNKS: [fn(usize) -> usize; 2] = [|world| if world < 7 { 1 } else { world + 1 }, |_| usize::MAX];
 
 #[test]
