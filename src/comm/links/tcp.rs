@@ -48,7 +48,7 @@ impl Tcp {
         Ok(Self { _not_for_forks: NotForForks::new(socket.as_fd()), socket, outside })
     }
 
-    /// Begins a connection; [`connected`] says when it is open.
+    /// Begins a connection; [`Self::connected`] says when it is open.
     pub(crate) fn connect(to: SocketAddr, from: Option<SocketAddr>) -> io::Result<Self> {
         let socket = Socket::new(Domain::for_address(to), Type::STREAM, Some(Protocol::TCP))?;
         let outside = begin_unpaced(&socket);
