@@ -1,25 +1,25 @@
-//! Mistakes that the simulation must find; only its tests can switch one on. Pure.
+//! Bugs that the simulation must find. Only its tests can enable one. Pure.
 
-/// One for each thing that must never happen.
+/// One bug for each forbidden behaviour.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Bug {
     /// A round begins while others still stop the workers of the last one.
     StartsTooEarly,
-    /// A rank that a lost node leaves open stays open.
+    /// The rank of a lost node stays unassigned.
     LeavesHoles,
-    /// A node says that its workers have stopped when they have only been told to.
+    /// A node reports that its workers have stopped when they have only been told to.
     KeepsOldWorkers,
-    /// A node that hears nobody any more lets its workers run.
+    /// A node that receives no answers lets its workers run.
     RunsOnAlone,
-    /// Who is lost while it stops its workers is waited for.
+    /// The coordinator waits for a node that is lost while it stops its workers.
     WaitsForTheDead,
-    /// A member that comes back after its connection broke is taken for a new one.
+    /// The coordinator treats a member that reconnects as a new one.
     RestartsForNothing,
-    /// A coordinator that hears neither etcd nor half of its round answers all the same.
+    /// A coordinator that reaches neither the registry nor half of its round answers members nevertheless.
     AnswersUnheard,
 }
 
-/// The mistake that one machine makes: none outside of tests.
+/// The bug that is enabled: none outside of tests.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Planted {
     #[cfg(test)]

@@ -1,8 +1,10 @@
-//! Decides for all members of a job. Pure: time and events are given to it, actions are what it returns.
+//! Decides for all members of a job. Pure: the caller supplies the time and the events, and carries out the
+//! returned actions.
 //!
-//! An event costs O(log n); the beginning and the end of a round, a failure and a loss cost O(n), which is a message to
-//! each. A member that is not heard for [`Rules::silence`] is lost; one whose connection breaks has [`Rules::reconnect`]
-//! to come back.
+//! An ordinary event costs O(log n). The start and end of a round, a failure and the loss of a node send one
+//! message to each member: O(n).
+//! A member is lost if the coordinator does not hear it for [`Rules::silence`].
+//! A member whose connection breaks has [`Rules::reconnect`] to come back.
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
@@ -17,87 +19,91 @@ mod stages;
 
 pub(super) use round::{Round, State};
 
-/// Time since the coordinator began.
+/// Time since the coordinator started.
 pub(crate) type Time = Duration;
 
-/// How often waiting members are told who is there.
+/// Interval at which waiting members are told which nodes have joined.
 const MUSTER_PERIOD: Duration = Duration::from_secs(10);
-/// Who has no workers may be silent for so many times longer: on machines on which many nodes begin at once.
+/// Factor on the heartbeat timeout of members without workers. Many nodes may start at once on one machine
+/// and be slow.
 pub(crate) const LENIENCE: u32 = 4;
-/// For so long each of a host's nodes may keep it from all others, when all begin at once.
+/// Heartbeat timeout per node of one host. If all nodes of the host start at once, each may delay the others
+/// by this much.
 const PER_NODE_OF_A_HOST: Duration = Duration::from_millis(20);
-/// So many of those that are gone are remembered.
+/// Number of former members whose ids are remembered.
 const REMEMBERED: usize = 100_000;
-/// Statuses of a member of which it is remembered when they came.
+/// Number of unacknowledged statuses of a member whose receive times are remembered.
 const UNECHOED: usize = 8;
-/// So many names are told.
+/// Maximum number of host names in a message.
 const NAMED: usize = 16;
 
-/// What the command line says about rounds.
+/// Command-line settings for rounds.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Rules {
-    /// How long a first round stays open for more nodes after the fewest are there.
+    /// Time for which the first round stays open for more nodes once the minimum has joined.
     pub(crate) last_call: Duration,
-    /// How long a node waits for a round.
+    /// Longest wait of a node for a round.
     pub(crate) join_timeout: Duration,
-    /// A member that is not heard for so long is lost.
+    /// Heartbeat timeout: a member that is not heard for this long is lost.
     pub(crate) silence: Duration,
-    /// The same for one whose connection broke.
+    /// Heartbeat timeout of a member whose connection broke.
     pub(crate) reconnect: Duration,
-    /// How long a member may take to stop its workers.
+    /// Longest time that a member may take to stop its workers.
     pub(crate) stop_timeout: Duration,
-    /// Whoever stops a whole job signals all its nodes within this time: until then a node that is stopped by a signal
-    /// leads to no new round.
+    /// Time within which a scheduler that stops the whole job signals all its nodes. A node that is stopped
+    /// by a signal causes no new round before that.
     pub(crate) stop_spread: Duration,
-    /// `restart_budget=job`: restarts for failures, all nodes together.
+    /// Restart limit of `restart_budget=job`: failures of all nodes count together.
     pub(crate) job_budget: Option<u32>,
 }
 
 impl Rules {
-    /// After which silence a node is lost, where there are so many on one host: they share its cores.
+    /// Returns the heartbeat timeout if `crowd` nodes run on one host: they share its cores.
     pub(crate) fn silence_of(&self, crowd: usize) -> Duration {
         let crowd = u32::try_from(crowd).unwrap_or(u32::MAX);
         self.silence.max(PER_NODE_OF_A_HOST.saturating_mul(crowd))
     }
 }
 
-/// What happens.
+/// An input of the coordinator.
 #[derive(Debug, Clone)]
 pub(crate) enum Event {
-    /// A member has connected, perhaps again.
+    /// A member has connected for the first time or again.
     Hello { agent: AgentId, profile: Profile },
-    /// What it says.
+    /// A member has sent its status.
     Status { agent: AgentId, status: Status },
-    /// Its connection broke.
+    /// The connection of a member broke.
     Cut { agent: AgentId },
-    /// The last record is written down.
+    /// The last record has been written.
     Written,
-    /// The agent that this coordinator belongs to, on `host`, goes, and nobody can take over: why.
+    /// The process of this coordinator, agent `agent` on `host`, exits, and no other can take over. `why` is
+    /// the reason.
     Deserted { agent: AgentId, host: String, why: String },
-    /// It is [`Coordinator::wake_at`], or later.
+    /// The time returned by [`Coordinator::wake_at`] has come.
     Tick,
 }
 
-/// What is to be done.
+/// An output of the coordinator, for its caller to carry out.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Action {
-    /// Tell a member.
+    /// Send a message to a member.
     Send { agent: AgentId, message: OrderMessage },
-    /// Write it down, then say [`Event::Written`].
+    /// Write the record, then report [`Event::Written`].
     Write(Record),
 }
 
-/// What is known of a member.
+/// State of one member.
 #[derive(Debug)]
 struct Known {
     profile: Profile,
-    /// Of the status.
+    /// Sequence number of its newest status.
     seq: u64,
     phase: Option<Phase>,
-    /// When its last statuses came that it has not yet said were answered, and the latest that it has.
+    /// Receive times of statuses that the member has not acknowledged as answered. `echoed` is the receive
+    /// time of the newest acknowledged one.
     unechoed: VecDeque<(u64, Time)>,
     echoed: Time,
-    /// When it is lost unless it is heard before.
+    /// Time at which the member is lost unless it is heard before.
     due: Time,
     order: Option<Order>,
     order_seq: u64,
@@ -107,54 +113,54 @@ struct Known {
 #[derive(Debug)]
 enum Stage {
     Forming(Forming),
-    /// A round is decided and being written down.
+    /// The coordinator has decided on a round and is writing the record.
     Starting(Round),
     Live(Round),
-    /// The end is decided and being written down.
+    /// The coordinator has decided how the job ends and is writing the record.
     Ending(Ending),
     Over(Ending),
 }
 
-/// No round.
+/// State while no round is in progress.
 #[derive(Debug, Default)]
 struct Forming {
     since: Time,
-    /// Who has yet to stop its workers.
+    /// Members that have not yet stopped their workers.
     expected: BTreeSet<AgentId>,
-    /// No round begins before.
+    /// Earliest time for the start of the round.
     not_before: Option<Time>,
-    /// When the round begins with those that are there.
+    /// Time at which the round starts with the nodes that have joined.
     last_call: Option<Time>,
-    /// Why the last one ended, and its record.
+    /// Reason for the end of the previous round. `last` is the record of that round.
     cause: Option<Cause>,
     last: Option<Record>,
     muster_at: Time,
 }
 
-/// See the module's head.
+/// The coordinator of one job.
 #[derive(Debug)]
 pub(crate) struct Coordinator {
     rules: Rules,
     term: u64,
-    /// Generations are this and the number of the round.
+    /// Random part of a generation; the other part is the number of the round.
     entropy: u128,
-    /// `--nnodes` of the first, and its name.
+    /// `--nnodes` of the first member (minimum and maximum), and its host name.
     range: Option<(usize, usize, String)>,
     members: BTreeMap<AgentId, Known>,
-    /// How many of them are on each host, and the most that ever were on one.
+    /// Number of members on each host. `crowd` is the largest number that any host ever had.
     hosts: HashMap<String, usize>,
     crowd: usize,
-    /// All of them by when they are lost.
+    /// All members, ordered by the time at which they are lost.
     due: BTreeSet<(Time, AgentId)>,
-    /// Members without a seat that could take part, and since when.
+    /// Members without a rank that could take part, and the time since which they could.
     candidates: BTreeMap<AgentId, Time>,
-    /// The same, the first first.
+    /// Index of `candidates` by time, oldest first.
     waiting: BTreeSet<(Time, AgentId)>,
-    /// How many of them were in the latest round.
+    /// Number of candidates that were in the latest round.
     veterans: usize,
-    /// Those that were lost, or could not take part.
+    /// Agents that were lost or could not take part.
     gone: BTreeSet<AgentId>,
-    /// Ranks in the latest round.
+    /// Rank of each node in the latest round.
     ranks: BTreeMap<AgentId, usize>,
     round: u64,
     failures: u32,
@@ -164,7 +170,7 @@ pub(crate) struct Coordinator {
 }
 
 impl Coordinator {
-    /// Of a new job. `entropy` is random.
+    /// Starts the coordinator of a new job. `entropy` is random.
     pub(crate) fn new(rules: Rules, term: u64, entropy: u128) -> Self {
         Self {
             rules,
@@ -182,15 +188,15 @@ impl Coordinator {
             ranks: BTreeMap::new(),
             round: 0,
             failures: 0,
-            // Higher than all of the terms before.
+            // Every question of this term has a higher number than those of earlier terms.
             asks: term << 32,
             stage: Stage::Forming(Forming { muster_at: MUSTER_PERIOD, ..Forming::default() }),
             planted: Planted::default(),
         }
     }
 
-    /// Of a job that another coordinator has begun. Its members are lost unless they are heard in time; `suspect`, the
-    /// agent that has had the coordinator, after this time.
+    /// Continues a job that another coordinator started. Members are lost unless they are heard in time.
+    /// `suspect` is the agent that ran the former coordinator, and the time after which it is lost.
     pub(crate) fn resume(
         rules: Rules,
         term: u64,
@@ -219,7 +225,7 @@ impl Coordinator {
         resumed
     }
 
-    /// Takes in `event` at `now`, which never goes back.
+    /// Processes `event` at `now`, which never decreases.
     pub(crate) fn handle(&mut self, now: Time, event: Event, actions: &mut Vec<Action>) {
         match event {
             Event::Hello { agent, profile } => self.hello(now, agent, profile, actions),
@@ -240,7 +246,7 @@ impl Coordinator {
         }
     }
 
-    /// When it wants a [`Event::Tick`].
+    /// Returns the time at which the coordinator needs an [`Event::Tick`].
     pub(crate) fn wake_at(&self) -> Option<Time> {
         let due = self.due.first().map(|(due, _)| *due);
         let forming = match &self.stage {
@@ -258,8 +264,10 @@ impl Coordinator {
         due.into_iter().chain(forming).min()
     }
 
-    /// Whether at least half of the latest round, without `own`, was heard after `since`, and has heard that it was: not
-    /// to be heard is as bad as to be deaf. O(n).
+    /// Returns true if at least half of the latest round, without `own`, has acknowledged an answer to a
+    /// status received at or after `since`.
+    /// Both directions count: a member that hears no answers is as unreachable as one that is not heard.
+    /// O(n).
     pub(crate) fn is_heard_by_half(&self, own: AgentId, since: Time) -> bool {
         let others = self.ranks.keys().filter(|agent| **agent != own);
         let (mut count, mut heard) = (0, 0);
@@ -270,17 +278,18 @@ impl Coordinator {
         2 * heard >= count
     }
 
-    /// Whether no member may have workers.
+    /// Returns true if no member may have workers.
     pub(crate) fn is_idle(&self) -> bool {
         matches!(&self.stage, Stage::Forming(forming) if forming.expected.is_empty())
     }
 
-    /// Whether it could be done without: no member may have workers, and those that are there are too few.
+    /// Returns true if the job does not need this coordinator: no member may have workers, and too few nodes
+    /// have joined.
     pub(crate) fn is_useless(&self) -> bool {
         self.is_idle() && self.candidates.len() < self.min()
     }
 
-    /// How the job ended, if it has.
+    /// Returns how the job ended, if it has.
     pub(crate) fn ending(&self) -> Option<&Ending> {
         match &self.stage {
             Stage::Over(ending) => Some(ending),
@@ -288,17 +297,17 @@ impl Coordinator {
         }
     }
 
-    /// Whether it has.
+    /// Returns true if the job has ended.
     pub(crate) fn is_over(&self) -> bool {
         self.ending().is_some()
     }
 
-    /// Whether this agent is a member.
+    /// Returns true if `agent` is a member.
     pub(crate) fn knows(&self, agent: AgentId) -> bool {
         self.members.contains_key(&agent)
     }
 
-    /// Whether nobody is left.
+    /// Returns true if no member remains.
     pub(crate) fn is_deserted(&self) -> bool {
         self.members.is_empty()
     }
@@ -326,8 +335,8 @@ impl Coordinator {
                 self.refuse_stranger(agent, refusal, actions);
                 return;
             }
-            // Only a record says what the others were told. They may all be gone: it is known when their time is up, and
-            // the newcomer tries again.
+            // Only the record holds the `--nnodes` of the members. They may all be gone: after their
+            // heartbeat timeout that is known, and the newcomer tries again.
             if !self.members.is_empty() {
                 return;
             }
@@ -342,7 +351,7 @@ impl Coordinator {
         } else {
             self.know(now, agent, profile);
         }
-        // It may have missed the latest.
+        // The member may have missed the latest order.
         if self.members.get(&agent).is_some_and(|known| known.order.is_some()) {
             self.send(agent, true, actions);
         }
@@ -415,12 +424,12 @@ impl Coordinator {
         self.tick_forming(now, actions);
     }
 
-    /// Whether it has been told to run workers, and may do so by now.
+    /// Returns true if the coordinator has told the member to run workers, and that order still holds.
     fn is_to_run(&self, agent: AgentId) -> bool {
         matches!(&self.stage, Stage::Live(round) if round.rank(&self.ranks, agent).is_some())
     }
 
-    /// After which a member with workers is lost.
+    /// Returns the heartbeat timeout of a member with workers.
     fn silence(&self) -> Duration {
         self.rules.silence_of(self.crowd)
     }
@@ -432,7 +441,7 @@ impl Coordinator {
         self.due.insert((due, agent));
     }
 
-    /// Forgets a member that is gone.
+    /// Removes a member and remembers its id as gone.
     fn forget(&mut self, agent: AgentId) {
         if let Some(known) = self.members.remove(&agent) {
             self.due.remove(&(known.due, agent));
@@ -465,7 +474,7 @@ impl Coordinator {
         }
     }
 
-    /// Gives a member an order, unless it has it already.
+    /// Gives a member an order, unless the member has that order already.
     fn order(&mut self, agent: AgentId, order: Order, actions: &mut Vec<Action>) {
         let Some(known) = self.members.get_mut(&agent) else { return };
         if known.order.as_ref() == Some(&order) {
@@ -483,10 +492,10 @@ impl Coordinator {
         actions.push(Action::Send { agent, message: OrderMessage { term, seq, order, heard, ask } });
     }
 
-    /// To somebody who is not, or no longer, known.
+    /// Refuses an agent that is not, or no longer, a member.
     fn refuse_stranger(&self, agent: AgentId, refusal: Refusal, actions: &mut Vec<Action>) {
         let order = Some(Order::Refuse(refusal));
-        // Higher than what it may have heard of this coordinator before.
+        // This number exceeds every number that the agent may have heard from this coordinator.
         let message = OrderMessage { term: self.term, seq: u64::MAX, order, heard: 0, ask: 0 };
         actions.push(Action::Send { agent, message });
     }

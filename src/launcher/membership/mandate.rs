@@ -1,9 +1,11 @@
-//! When a coordinator that another one may replace may tell members that they have been heard, and how long whoever
-//! replaces it waits. Pure.
+//! The leader lease of a replaceable coordinator: the coordinator answers members only while no other can
+//! have replaced it. Pure.
 //!
-//! The place that says who coordinates gives it a lease. Who is cut off from the place loses that, and another one may
-//! take over. So a coordinator that is in touch neither with the place nor with half of its round tells nobody that it
-//! has heard them: their own leases, which are the right to have workers, end, and that of its own node as well.
+//! The registry (etcd or a shared file) grants the coordinator a lease. A coordinator that is cut off from
+//! the registry loses the lease, and another one may take over.
+//! A coordinator that reaches neither the registry nor half of its round therefore answers no statuses.
+//! Its members then lose their own leases, which are the right to have workers. The node of the coordinator
+//! loses its lease as well.
 
 use std::time::Duration;
 
@@ -11,37 +13,43 @@ use super::bug::Bug;
 use super::coordinator::{Coordinator, Time};
 use super::messages::AgentId;
 
-/// How often its lease of `ttl` is kept alive in that time.
+/// Number of renewals of a leader lease within its `ttl`.
 pub(crate) const BEATS: u32 = 4;
 
-/// How long the node whose process has the coordinator may have workers after the last status that was answered, where
-/// others are lost after this silence: shorter than they, since they wait for it.
+/// Returns how long the coordinator's own node may have workers after its last answered status.
+/// `silence` is the heartbeat timeout of the other nodes. The own lease is shorter because a successor waits
+/// for it to end.
 pub(crate) fn own_lease(silence: Duration) -> Duration {
     silence * 4 / 15
 }
 
-/// How long ago a sign of life may be that still counts.
+/// Returns the maximum age of a sign of life that still counts.
 fn tolerance(ttl: Duration) -> Duration {
     ttl * 3 / 5
 }
 
-/// Whether nobody else can have taken over for want of a lease, if the place was last asked so long ago that has said
-/// that the lease lives.
+/// Returns true if no other coordinator can have taken over because our lease expired.
+/// `unconfirmed` is the time since we sent the last request by which the registry confirmed the lease.
 pub(crate) fn is_certain(unconfirmed: Duration, ttl: Duration) -> bool {
     unconfirmed < tolerance(ttl)
 }
 
-/// Whether members may be told so though that is not certain: at `now`, a coordinator of the agent `own`. O(n).
+/// Returns true if the coordinator of the agent `own` may answer members at `now` although [`is_certain`] is
+/// false. O(n).
 pub(crate) fn is_in_touch(coordinator: &Coordinator, own: AgentId, now: Time, ttl: Duration) -> bool {
     let heard = || coordinator.is_heard_by_half(own, now.saturating_sub(tolerance(ttl)));
     coordinator.planted.is(Bug::AnswersUnheard) || coordinator.is_idle() || heard()
 }
 
-/// How long whoever finds a lease of `ttl` ended, and takes over, waits for the node that had the coordinator of a round
-/// with this `silence`: by then that has no workers any more, whatever it hears.
+/// Returns how long a successor waits for the node of the former coordinator after it found that
+/// coordinator's lease of `ttl` expired.
+/// That node has no workers after this time, whatever it hears. `silence` is the heartbeat timeout of the
+/// round.
 pub(crate) fn patience(silence: Duration, ttl: Duration) -> Duration {
-    // When it was cut off it had kept the lease alive at most a beat before. For the tolerance after that it may have
-    // answered its own node, whose lease began with the last answer. Clocks differ, and workers take time to die.
+    // The former coordinator renewed its lease at most one renewal interval before it was cut off. For the
+    // tolerance after that
+    // it may have answered its own node, whose lease began with the last answer. The margin allows for clock
+    // drift and for the time that workers take to die.
     let margin = silence / 10;
     (own_lease(silence) + tolerance(ttl) + margin).saturating_sub(ttl - ttl / BEATS)
 }

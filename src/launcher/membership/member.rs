@@ -1,4 +1,4 @@
-//! One node's side: what it says, what it has been told, and whether it still may have workers. Pure.
+//! One node's side of the membership: its status, its orders, and its right to have workers. Pure.
 //!
 //! Its right to have workers is a lease. The coordinator takes a member for lost that it has not heard for a while, and
 //! begins a round without it; a member that has had no answer for a little less than that ([`lease`]) stops its workers.
@@ -11,15 +11,15 @@ use super::bug::{Bug, Planted};
 use super::mandate::own_lease;
 use super::messages::{Assignment, Cause, Ending, Muster, Order, OrderMessage, Phase, Refusal, Status};
 
-/// How long a member may have workers after the last status that was answered, where it is lost after this silence.
+/// Returns how long a member may have workers after its last answered status, given its heartbeat timeout.
 fn lease(silence: Duration) -> Duration {
     silence * 4 / 5
 }
 
-/// Statuses whose sending is remembered.
+/// Number of statuses whose send times are remembered.
 const REMEMBERED: usize = 64;
 
-/// What a node is to do.
+/// Command to the node.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum News {
     Wait(Muster),
@@ -29,31 +29,31 @@ pub(crate) enum News {
     Refuse(Refusal),
 }
 
-/// See the module's head.
+/// Membership state of one node.
 #[derive(Debug)]
 pub(crate) struct Member {
-    /// After which it is lost.
+    /// Heartbeat timeout of this member.
     silence: Duration,
-    /// Its process has the coordinator, and another one may replace that.
+    /// True if this process runs the coordinator and another one may replace that coordinator.
     coordinates: bool,
     phase: Phase,
     seq: u64,
     heard: (u64, u64),
     asked: u64,
-    /// The latest round that it was told is over.
+    /// Number of the latest round that the member was told is over.
     over: u64,
-    /// Numbers of the last statuses, and when they were sent.
+    /// Sequence numbers and send times of the last statuses.
     sent: VecDeque<(u64, Duration)>,
-    /// The latest status that has been answered, and when it was sent.
+    /// Latest answered status. `answered` is the time at which it was sent.
     answered_seq: u64,
     answered: Option<Duration>,
-    /// Its workers are being stopped because it hears nobody.
+    /// True if the member is stopping its workers because it receives no answers.
     alone: bool,
     pub(super) planted: Planted,
 }
 
 impl Member {
-    /// One that is in `phase`; before a round says otherwise it is lost after `silence`.
+    /// Returns a member in `phase`. Its heartbeat timeout is `silence` until a round sets another one.
     pub(crate) fn new(phase: Phase, silence: Duration) -> Self {
         Self {
             silence,
@@ -75,50 +75,51 @@ impl Member {
         &self.phase
     }
 
-    /// This node does something else now. To be told at once.
+    /// Changes the state of this node. The caller sends the new status at once.
     pub(crate) fn enter(&mut self, phase: Phase) {
         self.phase = phase;
         if let Phase::Ready { after, .. } = &mut self.phase {
-            // Others may be further than its own last round.
+            // Other nodes may have been in later rounds than this node.
             *after = self.over.max(*after);
         }
         self.alone = false;
     }
 
-    /// Whether its process has the coordinator, and another one may replace that.
+    /// Sets whether this process runs a coordinator that another one may replace.
     pub(crate) fn coordinates(&mut self, does: bool) {
         self.coordinates = does;
     }
 
-    /// How often it says its status, where others do so each `beat`: whose lease is shorter says more.
+    /// Returns the interval of its statuses if most nodes use `beat`: a member with a shorter lease sends
+    /// more often.
     pub(crate) fn beat(&self, beat: Duration) -> Duration {
         if self.coordinates { beat / 2 } else { beat }
     }
 
-    /// A status that is not answered for so long ends its right to have workers.
+    /// Returns the lease: the time after the last answered status at which the right to have workers ends.
     pub(crate) fn lease(&self) -> Duration {
         if self.coordinates { own_lease(self.silence) } else { lease(self.silence) }
     }
 
-    /// Its lease has ended: its workers are being stopped.
+    /// Notes that the lease has ended and that the node is stopping its workers.
     pub(crate) fn stop_alone(&mut self) {
         self.alone = true;
     }
 
-    /// It has been given up, and comes again as another agent.
+    /// Notes that the coordinator has evicted this node, and that it rejoins as another agent.
     pub(crate) fn come_anew(&mut self) {
         self.alone = true;
         self.heard.1 = 0;
         self.sent.clear();
     }
 
-    /// The coordinator that it heard was that of another job.
+    /// Forgets the coordinator, which belonged to another job.
     pub(crate) fn forget_coordinator(&mut self) {
         (self.heard, self.asked) = ((0, 0), 0);
         self.sent.clear();
     }
 
-    /// The status, which is being sent at `now`.
+    /// Returns the next status, which the caller sends at `now`.
     pub(crate) fn status(&mut self, now: Duration) -> Status {
         self.seq += 1;
         self.sent.push_back((self.seq, now));
@@ -129,10 +130,11 @@ impl Member {
         Status { seq: self.seq, phase, heard: self.heard, asked: self.asked, answered }
     }
 
-    /// Takes in what the coordinator says: what is to be done, and whether the status is to be sent at once.
+    /// Processes a message of the coordinator. Returns a command, if any, and whether the caller must send
+    /// the status at once.
     pub(crate) fn hear(&mut self, message: OrderMessage) -> (Option<News>, bool) {
         if message.term < self.heard.0 {
-            // One that has been replaced.
+            // The sender is a coordinator that has been replaced.
             return (None, false);
         }
         while let Some(&(seq, at)) = self.sent.front()
@@ -184,12 +186,12 @@ impl Member {
         }
     }
 
-    /// When the latest status was sent that has been answered.
+    /// Returns the send time of the latest answered status.
     pub(crate) fn answered(&self) -> Option<Duration> {
         self.answered
     }
 
-    /// When it may have no workers any more, unless it is answered before.
+    /// Returns the time at which its right to have workers ends unless a status is answered before.
     pub(crate) fn lease_ends(&self) -> Option<Duration> {
         (!self.planted.is(Bug::RunsOnAlone) && !self.alone).then_some(self.answered? + self.lease())
     }

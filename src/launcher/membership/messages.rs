@@ -1,4 +1,4 @@
-//! What agents and their coordinator tell each other. Pure.
+//! Messages between agents and their coordinator. Pure.
 
 use std::fmt;
 use std::time::Duration;
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::words;
 
-/// One agent process. One that is started anew is another one.
+/// Identifies one agent process. A restarted agent has a new id.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub(crate) struct AgentId(pub(crate) u128);
 
@@ -18,13 +18,13 @@ impl fmt::Debug for AgentId {
     }
 }
 
-/// What an agent says of itself, once.
+/// Properties of an agent, which it sends once per connection.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Profile {
-    /// The host's name, by which nodes are put in order and named to people.
+    /// Host name. Ranks are ordered by it, and messages to users contain it.
     pub(crate) host: String,
     pub(crate) pid: u32,
-    /// `--nnodes`; equal on all.
+    /// `--nnodes`: all nodes must pass equal values.
     pub(crate) min: usize,
     pub(crate) max: usize,
     /// `--nproc-per-node`, at least 1.
@@ -34,102 +34,103 @@ pub(crate) struct Profile {
 }
 
 impl Profile {
-    /// Whether a launcher can have said so.
+    /// Returns true if a launcher can have sent this profile.
     pub(crate) fn is_sound(&self) -> bool {
         0 < self.min && self.min <= self.max && self.workers > 0
     }
 
-    /// As people know it.
+    /// Returns the name of the agent for messages to users.
     pub(crate) fn name(&self) -> String {
         format!("{} (pid {})", self.host, self.pid)
     }
 }
 
-/// What a member does. Each is the whole truth: a later one replaces it.
+/// State of a member. Each is complete: a later one replaces it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Phase {
     /// None of its workers lives, and it waits for a round later than `after`, the last that it was in or was told to
     /// leave (0: none).
     Ready {
         after: u64,
-        /// Restarts that it has used up.
+        /// Restarts that the member has used up.
         restarts: u32,
-        /// Where it would serve the store of a round's workers: addresses, the likeliest first, each `host:port`.
+        /// Addresses at which the member would serve the store of the workers: most likely first, each
+        /// `host:port`.
         store: Vec<String>,
-        /// It has stopped its workers of round `after` because it heard nobody.
+        /// The member has stopped its workers of round `after` because it received no answers.
         alone: bool,
     },
-    /// Its workers of this round are being started, or run.
+    /// The workers of this round are starting or running.
     Running { round: u64 },
     /// A worker of this round has failed; the others are being stopped.
     Failed { round: u64, failure: Failure },
-    /// All its workers of this round have succeeded.
+    /// All workers of the member in this round have succeeded.
     Succeeded { round: u64 },
-    /// It goes, and comes not back.
+    /// The member leaves and does not come back.
     Left(Departure),
-    /// A signal stops it: its workers of this round are being stopped, then it goes.
+    /// A signal stops the member: it is stopping its workers of this round and then leaves.
     Leaving { round: u64, signal: i32 },
 }
 
-/// What is to be known of a failed worker.
+/// Description of a failed worker.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Failure {
     /// One line: which rank, how.
     pub(crate) summary: String,
     /// The report on it, as JSON.
     pub(crate) report: String,
-    /// Whether the agent may still restart its workers (`--max-restarts`).
+    /// True if the agent may still restart its workers (`--max-restarts`).
     pub(crate) restarts: bool,
 }
 
-/// Why a member goes.
+/// Reason for which a member leaves.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Departure {
-    /// It has heard how the job ended.
+    /// The member knows how the job ended.
     Ended,
     /// A signal stopped it.
     Stopped { signal: i32 },
-    /// It could not go on: why.
+    /// The member could not continue. The text is the reason.
     Error(String),
 }
 
-/// A member's register.
+/// Status message of a member.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Status {
-    /// Counts what it has said: the highest is the latest.
+    /// Sequence number: the highest is the latest.
     pub(crate) seq: u64,
     pub(crate) phase: Phase,
-    /// Term and number of the latest order that it has heard.
+    /// Term and sequence number of the latest order that the member has received.
     pub(crate) heard: (u64, u64),
-    /// The latest question that it has heard.
+    /// Number of the latest question that the member has received.
     pub(crate) asked: u64,
-    /// The latest of its statuses that was answered.
+    /// Sequence number of its latest status that was answered.
     pub(crate) answered: u64,
 }
 
-/// The coordinator's register for one member.
+/// Message of the coordinator to one member.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct OrderMessage {
-    /// Which coordinator: one that takes over has a higher term than the one before.
+    /// Term of the coordinator: a successor has a higher term.
     pub(crate) term: u64,
-    /// Counts its orders to this member: the highest of the highest term is the latest.
+    /// Sequence number of the order to this member: the highest of the highest term is the latest.
     pub(crate) seq: u64,
-    /// `None` if the member has heard it: then this is only a sign of life.
+    /// `None` if the member has received the order. The message is then only a heartbeat.
     pub(crate) order: Option<Order>,
-    /// The latest status that the coordinator has heard.
+    /// Sequence number of the latest status that the coordinator has received.
     pub(crate) heard: u64,
-    /// A question: whoever hears it says at once that it is there.
+    /// Number of a question: a member that receives a new one answers at once.
     pub(crate) ask: u64,
 }
 
-/// What a member shall do.
+/// Instruction to a member.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Order {
     /// Wait for a round.
     Wait(Muster),
     /// Run the workers of a round.
     Run(Assignment),
-    /// Stop the workers of this round, if there are any, and be ready for a later one.
+    /// Stop the workers of this round, if any, and get ready for a later one.
     Stop { round: u64, cause: Cause },
     /// The job is over on all nodes.
     End(Ending),
@@ -137,25 +138,26 @@ pub(crate) enum Order {
     Refuse(Refusal),
 }
 
-/// What a node needs to know of a round.
+/// Properties of a round for one node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Assignment {
-    /// Counts the rounds of the job, from 1.
+    /// Number of the round within the job, from 1.
     pub(crate) round: u64,
     pub(crate) generation: [u8; 16],
-    /// Rank of this node, and how many there are.
+    /// Rank of this node. `group_world_size` is the number of nodes.
     pub(crate) group_rank: usize,
     pub(crate) group_world_size: usize,
-    /// Rank of its first worker, and workers of all nodes; the same in its role.
+    /// Rank of the first worker of this node. `world_size` is the number of workers of all nodes. The fields
+    /// with `role` count only workers of this node's role.
     pub(crate) base_rank: usize,
     pub(crate) world_size: usize,
     pub(crate) base_role_rank: usize,
     pub(crate) role_world_size: usize,
-    /// Where the store of the workers is served, as the node of group rank 0 said.
+    /// Addresses of the store of the workers, as the node of group rank 0 announced them.
     pub(crate) store: Vec<String>,
-    /// Restarts that count for this node now, where they are counted for the whole job.
+    /// Restarts used up, if they are counted for the whole job.
     pub(crate) restarts: Option<u32>,
-    /// A node of the round that is not heard for so long is lost.
+    /// Heartbeat timeout of the nodes of this round.
     pub(crate) silence: Duration,
 }
 
@@ -165,16 +167,16 @@ impl Assignment {
     }
 }
 
-/// Why a round ends before its workers have.
+/// Reason for which a round ends before its workers do.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Cause {
     /// A worker failed; its node.
     Failed { node: usize, host: String, summary: String },
-    /// A node is gone without a word, or with an error.
+    /// A node disappeared, or left with an error.
     Lost { node: usize, host: String, why: Option<String> },
-    /// Another node has come.
+    /// A new node joined.
     Joined { host: String },
-    /// A signal has stopped a node.
+    /// A signal stopped a node.
     Stopped { node: usize, host: String, signal: i32 },
 }
 
@@ -197,21 +199,23 @@ impl fmt::Display for Cause {
     }
 }
 
-/// How the job ended.
+/// Outcome of the job.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Ending {
     /// All workers of the last round have succeeded.
     Succeeded,
-    /// A failure was final.
+    /// A failure without a remaining restart.
     Failed { node: usize, host: String, summary: String, report: String },
-    /// The launcher that serves the coordinator goes, and nobody else can take over: why, and its rank if it had one.
+    /// The launcher that serves the coordinator exits with rank `node`, if it had one, and no other can take
+    /// over. `why` is the reason.
     Deserted { node: Option<usize>, host: String, why: String },
 }
 
 impl Ending {
-    /// Whether another job may begin under the run id of one that ended so. A job that failed may be queued again. After
-    /// success the id stays closed, so that a node that comes late does not wait for others in vain; but a job without an
-    /// id of its own (`is_named` is false) is no certain job.
+    /// Returns true if another job may start under the run id of a job with this outcome. A failed job may be
+    /// queued again.
+    /// After success the id stays closed, so that a late node does not wait for others in vain.
+    /// A job without a run id of its own (`is_named` is false) always frees the id.
     pub(crate) fn frees_run_id(&self, is_named: bool) -> bool {
         match self {
             Self::Succeeded => !is_named,
@@ -220,34 +224,34 @@ impl Ending {
     }
 }
 
-/// Why a node cannot take part.
+/// Reason for which a node cannot take part.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Refusal {
-    /// The job has ended. Where that frees its id, the node tries again.
+    /// The job has ended. If that frees its run id, the node tries again.
     Closed(Ending),
     /// Too few nodes came in time.
     Timeout { after_s: u64, muster: Muster },
-    /// It was told another `--nnodes`.
+    /// The node has another `--nnodes` than the job.
     Nodes { mine: (usize, usize), theirs: (usize, usize), host: String },
-    /// It was silent for too long, and the others went on without it.
+    /// The node was silent for too long, and the job continued without it.
     GivenUp { silent_s: u64 },
 }
 
-/// Who is there and who is missing.
+/// Join status: the nodes that have joined and those that are missing.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Muster {
     /// Nodes that are ready.
     pub(crate) here: usize,
     pub(crate) min: usize,
     pub(crate) max: usize,
-    /// Names of the first of them.
+    /// Names of the first nodes that are ready.
     pub(crate) names: Vec<String>,
-    /// Nodes that still stop their workers: names of the first of them.
+    /// Names of the first nodes that still stop their workers.
     pub(crate) stopping: Vec<String>,
-    /// A round goes on without this node, which is needed if another one is lost.
+    /// A round is running without this node. The node is a standby and replaces a lost one.
     pub(crate) spare: bool,
-    /// Why a round had to end, if this follows one.
+    /// Reason for the end of the previous round, if there was one.
     pub(crate) cause: Option<Cause>,
-    /// Until the round begins with the nodes that are there, in milliseconds from now.
+    /// Time until the round starts with the nodes that have joined, in milliseconds from now.
     pub(crate) begins_ms: Option<u64>,
 }

@@ -1,9 +1,11 @@
-//! Who is in an elastic job: which nodes form which round, with which ranks, when all start anew, and how it ends.
-//! Pure.
+//! Membership of an elastic job: which nodes form a round, their ranks, when all restart, and how the job
+//! ends. Pure.
 //!
-//! Each agent is a [`Member`]; one [`Coordinator`] decides for all of them. What they tell each other are two registers,
-//! not a dialogue: a member repeats its [`Status`], the coordinator its latest [`Order`], and the higher number counts. So
-//! nothing is lost with a message that is lost, late or doubled, or with a connection.
+//! Each agent is a [`Member`]; one [`Coordinator`] decides for all of them. They do not hold a dialogue but
+//! replicate two registers.
+//! A member repeats its [`Status`], the coordinator repeats its latest [`Order`], and the higher number
+//! counts.
+//! A lost, late or duplicate message or a broken connection therefore loses no information.
 //!
 //! ```text
 //!            Forming ── enough members are ready ──► Starting ── written down ──► Live

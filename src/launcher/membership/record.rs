@@ -1,4 +1,4 @@
-//! What is written down of a job before anybody acts on it, so that another coordinator can go on. Pure.
+//! The record of a job, written before anybody acts on it, so that another coordinator can continue. Pure.
 
 use std::collections::HashMap;
 
@@ -6,23 +6,23 @@ use serde::{Deserialize, Serialize};
 
 use super::messages::{AgentId, Ending, Profile};
 
-/// Of the latest round, and of the end.
+/// State of the latest round, and the outcome of the job.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Record {
-    /// Of this form.
+    /// Version of this format.
     pub(crate) version: u32,
-    /// The latest round; 0 before the first.
+    /// Number of the latest round; 0 before the first.
     pub(crate) round: u64,
     pub(crate) generation: [u8; 16],
-    /// Its nodes, by group rank.
+    /// Nodes of the round, by group rank.
     pub(crate) seats: Vec<Seat>,
-    /// Those of them that a signal has stopped, which have no workers any more, and the signal.
+    /// Group ranks of nodes that a signal has stopped and that have no workers any more, and the signal.
     pub(crate) left: Vec<(usize, i32)>,
-    /// Where the store of its workers is served.
+    /// Addresses of the store of the workers.
     pub(crate) store: Vec<String>,
-    /// Restarts that failures have used up, where they are counted for the whole job.
+    /// Restarts used up by failures, if they are counted for the whole job.
     pub(crate) failures: u32,
-    /// How the job ended.
+    /// Outcome of the job, if it has ended.
     pub(crate) ending: Option<Ending>,
 }
 
@@ -34,7 +34,7 @@ pub(crate) struct Seat {
 }
 
 impl Record {
-    /// The most of its nodes that are on one host. O(n).
+    /// Returns the largest number of nodes of the round on one host. O(n).
     pub(crate) fn crowd(&self) -> usize {
         let mut hosts = HashMap::<&str, usize>::new();
         for seat in &self.seats {
@@ -43,10 +43,10 @@ impl Record {
         hosts.into_values().max().unwrap_or_default()
     }
 
-    /// The present form.
+    /// Current version of the format.
     pub(crate) const VERSION: u32 = 1;
 
-    /// Of a job that has had no round.
+    /// Returns the record of a job that has had no round.
     pub(crate) fn of_nothing() -> Self {
         Self { version: Self::VERSION, ..Self::default() }
     }

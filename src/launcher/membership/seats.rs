@@ -1,22 +1,24 @@
-//! Which node gets which rank. Pure.
+//! Rank assignment. Pure.
 
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, HashMap};
 
 use super::messages::AgentId;
 
-/// Of a node: rank of its first worker, workers of all nodes, and the same among those of its role.
+/// Ranks of a node: rank of its first worker, number of workers of all nodes, then both values counted within
+/// its role.
 pub(crate) type Ranks = (usize, usize, usize, usize);
 
-/// The ranks of all nodes, each given by its role and number of workers: nodes in order, each with as many consecutive
-/// ranks as it has workers. O(n).
+/// Returns the ranks of all nodes, each given by its role and number of workers. A node gets as many
+/// consecutive ranks as it has workers, in the order of the nodes. O(n).
 pub(crate) fn assign<'a>(nodes: impl Iterator<Item = (&'a str, usize)>) -> Vec<Ranks> {
     let (mut base_rank, mut role_sizes) = (0_usize, HashMap::<&str, usize>::new());
     let bases: Vec<_> = nodes
         .map(|(role, workers)| {
             let role_size = role_sizes.entry(role).or_default();
             let bases = (role, base_rank, *role_size);
-            // What nodes say may be any numbers; sums that are too large fit nobody.
+            // The numbers come from the network and may be arbitrary. A saturated sum is too large for any
+            // job.
             base_rank = base_rank.saturating_add(workers);
             *role_size = role_size.saturating_add(workers);
             bases
@@ -36,11 +38,11 @@ pub(super) struct Candidate<'a> {
     pub(super) before: Option<usize>,
 }
 
-/// Those of `candidates` that take part, at most `max`, by rank.
+/// Returns the `candidates` that take part, at most `max`, in the order of their ranks.
 ///
-/// Who had a rank keeps it; only ranks beyond the new size move, to the lowest that are free. The rest is filled by host
-/// name, numbers in it compared as numbers, then by pid. Who was in the round before comes before who was not.
-/// O(n log n).
+/// A node keeps its rank. Only nodes whose ranks exceed the new size move, to the lowest free ranks.
+/// The remaining ranks are filled by host name, with numbers in it compared as numbers, then by pid.
+/// Nodes of the previous round have precedence over new ones. O(n log n).
 pub(super) fn seat(mut candidates: Vec<Candidate<'_>>, max: usize) -> Vec<AgentId> {
     candidates.sort_by(|a, b| {
         let old = |candidate: &Candidate<'_>| candidate.before.unwrap_or(usize::MAX);
@@ -57,7 +59,7 @@ pub(super) fn seat(mut candidates: Vec<Candidate<'_>>, max: usize) -> Vec<AgentI
     let mut rest = Vec::new();
     for candidate in &candidates {
         match keeps(candidate) {
-            // Two with the same rank cannot be, but would not harm.
+            // Two candidates cannot have one rank. If they had, the second would get a free one.
             Some(rank) if !seats.contains_key(&rank) => drop(seats.insert(rank, candidate.agent)),
             _ => rest.push(candidate.agent),
         }
@@ -73,7 +75,7 @@ pub(super) fn natural(a: &str, b: &str) -> Ordering {
     while let (Some(x), Some(y)) = (left.chars().next(), right.chars().next()) {
         if x.is_ascii_digit() && y.is_ascii_digit() {
             let ((one, rest_left), (two, rest_right)) = (number(left), number(right));
-            // Longer is larger, without leading zeros.
+            // Without leading zeros the longer number is the larger one.
             let order = one.len().cmp(&two.len()).then_with(|| one.cmp(two));
             if order.is_ne() {
                 return order;
@@ -88,7 +90,7 @@ pub(super) fn natural(a: &str, b: &str) -> Ordering {
     left.len().cmp(&right.len()).then_with(|| a.cmp(b))
 }
 
-/// The number that `text` begins with, without leading zeros, and what follows it.
+/// Splits `text` into its leading number, without leading zeros, and the remainder.
 fn number(text: &str) -> (&str, &str) {
     let end = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     (text[..end].trim_start_matches('0'), &text[end..])
@@ -123,11 +125,11 @@ mod tests {
 
     #[test]
     fn who_has_a_rank_keeps_it_and_others_fill_the_holes() {
-        // h1 is lost: its rank goes to who was last.
+        // h1 is lost: the last node gets its rank.
         assert_eq!(seated(&[("h0", Some(0)), ("h2", Some(2)), ("h3", Some(3))], 9), ["h0", "h3", "h2"]);
-        // A new one takes its place.
+        // A new node gets the free rank.
         assert_eq!(seated(&[("a", None), ("h0", Some(0)), ("h2", Some(2))], 9), ["h0", "a", "h2"]);
-        // Who was there is never put out by who is new.
+        // A new node never displaces a node of the previous round.
         assert_eq!(seated(&[("a", None), ("z", Some(1)), ("y", Some(0))], 2), ["y", "z"]);
     }
 
