@@ -48,7 +48,7 @@ impl Profile {
 /// State of a member. Each is complete: a later one replaces it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Phase {
-    /// None of its workers lives, and it waits for a round later than `after`, the last that it was in or was told to
+    /// None of its workers lives. It waits for a round later than `after`, the last that it was in or was told to
     /// leave (0: none).
     Ready {
         after: u64,
@@ -75,9 +75,9 @@ pub(crate) enum Phase {
 /// Description of a failed worker.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Failure {
-    /// One line: which rank, how.
+    /// One line: the rank, and how it failed.
     pub(crate) summary: String,
-    /// The report on it, as JSON.
+    /// Failure report as JSON.
     pub(crate) report: String,
     /// True if the agent may still restart its workers (`--max-restarts`).
     pub(crate) restarts: bool,
@@ -170,7 +170,7 @@ impl Assignment {
 /// Reason for which a round ends before its workers do.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Cause {
-    /// A worker failed; its node.
+    /// A worker of this node failed.
     Failed { node: usize, host: String, summary: String },
     /// A node disappeared, or left with an error.
     Lost { node: usize, host: String, why: Option<String> },

@@ -1,9 +1,11 @@
-//! How nodes learn of each other what ends a round or the job, and tell it.
+//! How nodes learn of each other's failures and agree on the outcome of the job.
 //!
-//! A static job ends on all nodes at once, with one cause: the first verdict in the store stands.
-//! Each agent leaves a will with node 0's store ("node 2 is lost") and watches the verdict. Who fails for
-//! good declares it; who vanishes is declared by its will; if node 0 itself vanishes, all others see
-//! their watch break. Only between convoke agents: torchrun's store knows no wills.
+//! A static job ends on all nodes at once, with one cause: the first verdict in the store is final.
+//! Each agent registers a last will with the store of node 0 ("node 2 is lost") and watches the verdict.
+//! A node that fails without a remaining restart declares the verdict. The last will declares it for a node
+//! that disappears.
+//! If node 0 disappears, the watches of all other nodes break.
+//! Only convoke agents do this: torchrun's store has no last wills.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,100 +17,105 @@ use serde::{Deserialize, Serialize};
 
 use crate::words;
 
-/// Where the verdict stands, below the run id.
+/// Key of the verdict, below the run id.
 const VERDICT: &str = "convoke/verdict";
-/// Counts nodes other than 0 that need the store no longer.
+/// Key of the counter of nodes other than 0 that no longer need the store.
 const DONE: &[u8] = b"convoke/done";
-/// Longest wait for an operation of the court.
+/// Longest wait for a store operation of this module.
 const OPERATION_TIMEOUT: Duration = Duration::from_secs(2);
-/// How long node 0 serves on so that the others can read the verdict.
+/// Longest time that node 0 keeps serving so that the other nodes can read the verdict.
 const LINGER: Duration = Duration::from_millis(500);
 const LINGER_POLL: Duration = Duration::from_millis(2);
-/// Between two looks at what others have said.
+/// Interval at which a node reads the verdict while it waits for others to speak first.
 const OTHERS_POLL: Duration = Duration::from_millis(10);
-/// A watch is renewed this often; it costs nothing.
+/// Interval at which the watch is renewed. A renewal costs nothing.
 const WATCH_PERIOD: Duration = Duration::from_secs(3600);
 
-/// Why the job ends.
+/// Outcome of the job, and the node that caused it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Verdict {
     version: u32,
-    /// The node that it is about.
+    /// Rank of the node that the verdict is about.
     pub(crate) node: usize,
-    /// Its host name.
+    /// Host name of that node.
     pub(crate) host: String,
     pub(crate) what: What,
 }
 
-/// What became of the node.
+/// Outcome on that node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum What {
     /// A worker failed and no restart is left.
     Failed {
-        /// One line: which rank, how.
+        /// One line: the rank, and how it failed.
         summary: String,
-        /// The report on that failure, as JSON, so that all nodes can print it.
+        /// Failure report as JSON, so that all nodes can print it.
         report: String,
     },
-    /// Its launcher could not go on.
+    /// The launcher of the node could not continue.
     Error {
-        /// Why.
+        /// The reason.
         text: String,
     },
-    /// A signal ended its launcher.
+    /// A signal ended the launcher of the node.
     Stopped {
-        /// Its number.
+        /// Number of the signal.
         signal: i32,
     },
-    /// Its launcher is gone without a word, or its host.
+    /// The launcher or the host of the node disappeared.
     Lost,
-    /// All nodes have: nobody's end is a loss from then on.
+    /// All nodes have succeeded. The exit of a node is no loss from now on.
     Succeeded,
-    /// This node hears nobody any more, or was left behind: what happened.
+    /// This node receives no answers any more, or the others continued without it.
     Alone {
-        /// One line.
+        /// One line: what happened.
         text: String,
     },
 }
 
-/// What other nodes have to say while this one runs.
+/// News from other nodes while this one runs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum FromOthers {
     /// The job is over.
     Verdict(Verdict),
-    /// This round is over, for this reason. All begin anew; or, if this node is `alone`, it does when it hears the others.
+    /// The round is over because of `cause`. All nodes restart. A node that is `alone` restarts when it
+    /// reaches the others again.
     NewRound { round: u64, cause: String, alone: bool },
 }
 
-/// Waits for the verdict that ends the job; `None` if it goes on.
+/// A function that waits for the verdict that ends the job. It returns `None` if the job continues.
 pub(crate) type Verdicts = Box<dyn FnOnce() -> Option<Verdict> + Send>;
 
-/// Where a node of a job hears of the others, and tells them of itself. Calls may block, and end by their own deadlines.
+/// Channel by which the nodes of a job tell each other of failures. Calls may block, but have their own
+/// deadlines.
 pub(crate) trait Court: Send + Sync + fmt::Debug {
-    /// Blocks until others have something to say; `None` once this node has left in peace. To be called by one thread.
+    /// Blocks until other nodes have news. Returns `None` once this node has left cleanly. Only one thread
+    /// may call this.
     fn hear(&self) -> Option<FromOthers>;
 
-    /// A worker of this node has failed, and there is a restart for it or not: says so at once, or, if it may only be the
-    /// consequence of what happened on another node, when `others_first` has passed and no other node has spoken. What
-    /// it returns, if anything, waits for the verdict.
+    /// Reports that a worker of this node has failed. `restarts` is true if this node has a restart for it.
+    /// If the failure may be the consequence of one elsewhere, `others_first` is set. The report then waits
+    /// until that time, unless another node reports a failure before.
+    /// The returned function, if any, waits for the verdict.
     fn failed(self: Arc<Self>, what: What, restarts: bool, others_first: Option<Instant>)
     -> Option<Verdicts>;
 
-    /// Declares what ends this node; the verdict that stands, which may be an earlier one. Other nodes have until
-    /// `others_first` to speak before.
+    /// Declares what ends this node. Returns the final verdict, which may be an earlier one.
+    /// Other nodes may declare theirs first until `others_first`.
     fn declare(&self, what: What, others_first: Option<Instant>) -> Verdict;
 
-    /// A signal stops this node: says so while its workers are being stopped.
+    /// Reports that a signal stops this node. The caller stops its workers at the same time.
     fn stops(&self, signal: i32);
 
-    /// Leaves: the end of this process is no news any more.
+    /// Leaves: the exit of this process is no longer news.
     fn leave(&self);
 
-    /// Whether `verdict` is about this node.
+    /// Returns true if `verdict` is about this node.
     fn is_mine(&self, verdict: &Verdict) -> bool;
 
-    /// Whether a failure without a restart is final only when the others have been heard.
+    /// Returns true if a failure without a remaining restart is final only after the other nodes have been
+    /// heard.
     fn has_last_word(&self) -> bool;
 }
 
@@ -135,21 +142,21 @@ impl fmt::Display for Verdict {
     }
 }
 
-/// What a node knows of the good end of a static job.
+/// State of a static job's success, as one node knows it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) enum End {
-    /// Its own workers run.
+    /// The workers of this node are running.
     #[default]
     Open,
-    /// It has succeeded, and waits for the others.
+    /// This node has succeeded and waits for the others.
     Waiting,
-    /// All have succeeded.
+    /// All nodes have succeeded.
     All,
-    /// It cannot know.
+    /// This node cannot find out whether all have succeeded.
     Unknown,
 }
 
-/// One node's seat in the court of a static job.
+/// Connection of one node to the verdict of a static job.
 #[derive(Debug)]
 pub(crate) struct StoreCourt {
     job: Arc<dyn Store>,
@@ -159,7 +166,7 @@ pub(crate) struct StoreCourt {
     master_host: String,
     will: Mutex<Option<LastWill>>,
     watch: Mutex<Option<KeyWatch>>,
-    /// What was heard: node 0 and its store may be gone since.
+    /// The verdict that was received. It is kept because node 0 and its store may have gone since.
     heard: Mutex<Option<Verdict>>,
     end: Mutex<End>,
     end_known: Condvar,
@@ -167,7 +174,8 @@ pub(crate) struct StoreCourt {
 }
 
 impl StoreCourt {
-    /// Leaves this node's will; `None` if node 0 is another launcher.
+    /// Registers the last will of this node. Returns `None` if node 0 is not convoke: its store has no last
+    /// wills.
     pub(crate) fn enter(
         store: &TcpStore,
         job: Arc<dyn Store>,
@@ -196,7 +204,7 @@ impl StoreCourt {
         }
     }
 
-    /// The verdict that ends this node, if there is one already.
+    /// Returns the verdict that ends this node, if there is one already.
     pub(crate) fn standing(&self) -> Option<Verdict> {
         let ends = |verdict: &Verdict| verdict.what != What::Succeeded;
         if let Some(heard) = lock(&self.heard).clone() {
@@ -206,32 +214,34 @@ impl StoreCourt {
         Some(self.decode(&text)).filter(ends)
     }
 
-    /// All nodes have succeeded: says so, so that no end of a launcher is a loss any more; whether that is how the job ends.
+    /// Declares that all nodes have succeeded, so that the exit of a launcher is no loss any more. Returns
+    /// true if that is the final verdict.
     pub(crate) fn succeed(&self) -> bool {
         let mine = encode(&Verdict::new(self.node, &self.host, What::Succeeded));
         let deadline = Instant::now() + OPERATION_TIMEOUT;
         let standing = self.job.compare_set(VERDICT.as_bytes(), b"", &mine, deadline);
-        // If the store is gone, another node has said it, and node 0 has ended.
+        // If the store is gone, another node has declared the success, and node 0 has ended.
         standing.map_or(true, |standing| self.decode(&standing).what == What::Succeeded)
     }
 
-    /// This node has succeeded, or knows now whether all have.
+    /// Records that this node has succeeded, or whether all nodes have.
     pub(crate) fn note_end(&self, end: End) {
         *lock(&self.end) = end;
         self.end_known.notify_all();
     }
 
-    /// Whether the job has ended well, now that the store is gone. A node that waits for that is about to know.
+    /// Returns true if the job ended successfully, although the store is gone. A node in [`End::Waiting`]
+    /// waits a moment for the answer.
     fn has_ended_well(&self) -> bool {
         let waits = |end: &mut End| *end == End::Waiting;
         let end = self.end_known.wait_timeout_while(lock(&self.end), OPERATION_TIMEOUT, waits);
         *end.unwrap_or_else(PoisonError::into_inner).0 == End::All
     }
 
-    /// Tells node 0, once, that it need not stay for this node.
+    /// Tells node 0, once, that this node no longer needs the store.
     fn done(&self) {
         if self.node != 0 && !self.told_done.swap(true, Ordering::Relaxed) {
-            // If the store is gone there is nobody to wait for us.
+            // If the store is gone, no node waits for this one.
             let _ = self.job.add(DONE, 1, Instant::now() + OPERATION_TIMEOUT);
         }
     }
@@ -263,7 +273,8 @@ impl Court for StoreCourt {
                     self.done();
                     return Some(FromOthers::Verdict(verdict));
                 }
-                // Who withdraws the will takes it out before. Else the store is gone, and leaving it is no use.
+                // A node that withdraws its will takes it out first. Otherwise the store is gone, and a
+                // withdrawal is useless.
                 Err(_) => {
                     if self.has_ended_well() {
                         return None;
@@ -300,7 +311,7 @@ impl Court for StoreCourt {
         let deadline = Instant::now() + OPERATION_TIMEOUT;
         let standing = self.job.compare_set(VERDICT.as_bytes(), b"", &encode(&mine), deadline);
         match standing.map(|standing| self.decode(&standing)) {
-            // The job has ended well: this node's own end changes nothing for the others.
+            // The job has succeeded: the end of this node changes nothing for the others.
             Ok(Verdict { what: What::Succeeded, .. }) | Err(_) => mine,
             Ok(standing) => standing,
         }
@@ -310,7 +321,8 @@ impl Court for StoreCourt {
         self.declare(What::Stopped { signal }, None);
     }
 
-    /// Node 0 stays for a moment as long as others may still need its store.
+    /// Node 0 stays until all others have reported that they no longer need its store, for [`LINGER`] at
+    /// most.
     fn leave(&self) {
         let Some(will) = lock(&self.will).take() else { return };
         will.withdraw();

@@ -25,33 +25,33 @@ pub(crate) use elastic::{Elastic, Guests};
 pub(crate) use fixed::Fixed;
 pub(crate) use local::Local;
 
-/// What an agent needs to know to start the workers of a round.
+/// Values that an agent needs to start the workers of a round.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Assignment {
-    /// Number of the round, where nodes come and go.
+    /// Number of the round; only elastic jobs have more than one.
     pub(crate) round: u64,
     /// Rank of this node.
     pub(crate) group_rank: usize,
     /// Number of nodes.
     pub(crate) group_world_size: usize,
-    /// Rank of this node's first worker, and number of workers of all nodes.
+    /// Rank of this node's first worker. `world_size` is the number of workers of all nodes.
     pub(crate) base_rank: usize,
     pub(crate) world_size: usize,
-    /// The same among the workers of this node's role.
+    /// Rank of the first worker, and number of workers, counted within this node's role.
     pub(crate) base_role_rank: usize,
     pub(crate) role_world_size: usize,
-    /// The worker store.
+    /// Address of the store of the workers.
     pub(crate) master_addr: String,
     pub(crate) master_port: u16,
-    /// An agent serves it.
+    /// True if an agent serves that store.
     pub(crate) use_agent_store: bool,
-    /// `None` if node 0 is another launcher, which knows no generations.
+    /// `None` if node 0 runs another launcher, which has no generations.
     pub(crate) generation: Option<Generation>,
-    /// Restarts used up, where they are counted for all nodes together.
+    /// Restarts used up, if they are counted for all nodes together.
     pub(crate) restarts: Option<u32>,
 }
 
-/// Why the nodes did not come together.
+/// Reason for which the rendezvous failed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum RendezvousError {
     #[error(
@@ -91,7 +91,7 @@ pub(crate) enum RendezvousError {
          get show why; is the interface up, and is there a route?"
     )]
     OwnAddress { address: String, last: String },
-    /// No failure: the others have brought the job to a good end.
+    /// No failure: the other nodes have already completed the job.
     #[error("the job has ended well")]
     NotNeeded,
     #[error("{0}")]
@@ -119,7 +119,8 @@ const NO_LOOPBACK: &str = "the loopback interface is down, so processes of this 
 const RAISE_LOOPBACK: &str =
     "ip link set lo up, as root; in a container or network namespace, whoever made that should";
 
-/// Says so if workers of a single node, who find their store at `host`, cannot reach it. They may not need it.
+/// Warns if the workers of a single node cannot reach `host`, the address of their store. They may not need
+/// the store.
 fn warn_of_own_address(host: &str) {
     if let Err(error) = reach::route_to_self(host) {
         say(&format!(
@@ -129,7 +130,8 @@ fn warn_of_own_address(host: &str) {
     }
 }
 
-/// Says so, or refuses, if no process of this host can reach another one. Workers of a single node may not need that.
+/// Warns, or fails if `is_needed`, when processes of this host cannot reach each other. The workers of a
+/// single node may not need that.
 fn check_loopback(is_needed: bool) -> Result<(), RendezvousError> {
     match (interfaces::loopback_is_down(), is_needed) {
         (true, true) => Err(RendezvousError::NoLoopback),
@@ -142,7 +144,7 @@ fn check_loopback(is_needed: bool) -> Result<(), RendezvousError> {
 }
 
 impl RendezvousError {
-    /// Whether the others were waited for in vain, rather than met and something found wrong.
+    /// Returns true if the other nodes did not come. Returns false if they came and something is wrong.
     pub(crate) fn is_absence(&self) -> bool {
         match self {
             Self::Missing { .. } | Self::NotAssigned { .. } | Self::Unreachable { .. } | Self::NotMet(_) => {
@@ -166,7 +168,7 @@ impl RendezvousError {
     }
 }
 
-/// What to try where this host cannot listen, as far as that is clear.
+/// Returns advice for a host that cannot listen, if the cause is clear enough.
 fn serve_advice(error: &ServeError) -> &'static str {
     match error {
         ServeError::Listen { source, .. } => match source.kind() {
@@ -186,50 +188,52 @@ fn nodes(ranks: &[usize]) -> String {
     format!("node{} {}{more}", if ranks.len() == 1 { "" } else { "s" }, list.join(", "))
 }
 
-/// What became of the wait for the others.
+/// Result of the wait for the other nodes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Barrier {
-    /// All have succeeded.
+    /// All nodes have succeeded.
     Passed,
-    /// Whether they have is not known: a warning.
+    /// It is unknown whether all nodes have succeeded. The text is a warning.
     Unknown(String),
-    /// The court has something to say instead.
+    /// The [`Court`] has news, which takes precedence.
     Interrupted,
 }
 
-/// One way to meet; calls may block, and end by their own deadlines.
+/// A kind of rendezvous. Calls may block, but have their own deadlines.
 pub(crate) trait Rendezvous: Send + std::fmt::Debug {
-    /// Meets the other nodes for a round.
+    /// Waits for the other nodes and returns this node's assignment for the round.
     fn join(&mut self, restarts: u32) -> Result<Assignment, RendezvousError>;
 
-    /// Waits until all nodes have succeeded, or it is no use to wait any longer.
+    /// Waits until all nodes have succeeded, or until waiting is useless.
     fn barrier(&mut self) -> Barrier;
 
-    /// The workers have ended and none will be started again.
+    /// Notes that the workers have ended and that none will be started again.
     fn close(&mut self) {}
 
-    /// Whether it may have to wait for other nodes. If not, its calls take less time than a thread.
+    /// Returns true if a call may have to wait for other nodes. If not, a call takes less time than a new
+    /// thread.
     fn waits(&self) -> bool {
         true
     }
 
-    /// Other jobs that need what this launcher serves.
+    /// Returns the other jobs that use the rendezvous server of this launcher.
     fn guests(&self) -> Guests {
         Guests::default()
     }
 
-    /// Where nodes that have joined learn of each other's end, if they can.
+    /// Returns the channel for failures of other nodes, if the nodes that joined have one.
     fn court(&self) -> Option<Arc<dyn Court>> {
         None
     }
 }
 
-/// The way that `config` asks for.
+/// Returns the rendezvous that `config` asks for.
 pub(crate) fn choose(config: &Config) -> Box<dyn Rendezvous> {
     match &config.rendezvous {
         Choice::Standalone => Box::new(Local::new(config)),
         Choice::Elastic { endpoint, terms } => {
-            // Not the secret of this node's workers, which is made here if nobody gave one.
+            // The secret that the user gave. The launcher may create one for its own workers, but other nodes
+            // do not know it.
             let token = Token::from_process().ok().flatten();
             Box::new(Elastic::new(config, endpoint.clone(), *terms, token))
         }
@@ -239,7 +243,7 @@ pub(crate) fn choose(config: &Config) -> Box<dyn Rendezvous> {
     }
 }
 
-/// `host:port` as one word.
+/// Joins host and port to `host:port`.
 pub(crate) fn address(host: &str, port: u16) -> String {
     if host.contains(':') && !host.starts_with('[') {
         format!("[{host}]:{port}")
@@ -248,9 +252,10 @@ pub(crate) fn address(host: &str, port: u16) -> String {
     }
 }
 
-/// Serves a store where workers of this job will look for `host`, and nowhere else if that is known.
+/// Serves a store at `host`, the address that the workers of this job use, and at no other address if that is
+/// possible.
 ///
-/// An address of this host is bound itself, `localhost` means loopback; a name may mean something else
+/// An address of this host is bound itself, and `localhost` means loopback. A name may resolve differently
 /// on other hosts, so it binds all addresses.
 fn serve(host: &str, port: u16) -> Result<StoreServer, RendezvousError> {
     let loopback: [IpAddr; 2] = [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()];
@@ -259,7 +264,8 @@ fn serve(host: &str, port: u16) -> Result<StoreServer, RendezvousError> {
         Err(_) if host == "localhost" => loopback.to_vec(),
         Err(_) => Vec::new(),
     };
-    // An address of another host (behind a forwarder, say), or IPv6 on a host without it.
+    // `host` is an address of another host (of a port forwarder, for example), or an IPv6 address on a host
+    // without IPv6.
     let local = |ip: &IpAddr| TcpListener::bind((*ip, 0)).is_ok();
     let mut addresses: Vec<_> =
         wanted.into_iter().filter(local).map(|ip| SocketAddr::new(ip, port)).collect();

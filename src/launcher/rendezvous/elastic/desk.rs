@@ -1,4 +1,4 @@
-//! A node's connection to the coordinator: made, kept, made again; what the node says goes out, what it is told comes in.
+//! Coordinator session of a node: connects and reconnects, sends the node's statuses, and receives orders.
 
 use std::net::IpAddr;
 use std::sync::{Mutex, PoisonError};
@@ -16,72 +16,72 @@ use super::wire::{MEMBERS_LIMIT, ToCoordinator, ToMember};
 use crate::config::is_named;
 use crate::membership::{Departure, Ending, LENIENCE, Member, News, Phase, Refusal};
 
-/// Between two attempts, at first and at most.
+/// First delay between two attempts to connect. [`SLOWEST_RETRY`] is the longest.
 const RETRY: Duration = Duration::from_millis(20);
 const SLOWEST_RETRY: Duration = Duration::from_secs(1);
-/// Attempts in vain, with nobody listening, until the coordinator's process is taken for dead.
+/// Number of refused connections after which the process of the coordinator counts as dead.
 const ATTEMPTS: u32 = 4;
-/// After so long it is looked whether there is another coordinator by now.
+/// Time after which an attempt also checks whether another coordinator is registered.
 const QUICK: Duration = Duration::from_millis(500);
-/// Between two looks whether the coordinator of a job that has ended is gone.
+/// Interval at which a node checks whether the coordinator of an ended job is gone.
 const CLOSING: Duration = Duration::from_millis(200);
-/// How long somebody who goes waits for the word of it to be sent.
+/// Longest time that a leaving node waits for its last message to be sent.
 const FAREWELL: Duration = Duration::from_millis(500);
 
-/// What the node says.
+/// Input from the node.
 #[derive(Debug)]
 pub(super) enum Said {
     Enter(Phase),
-    /// It goes.
+    /// The node leaves.
     Leave(Departure),
 }
 
-/// What comes of it.
+/// Event for the node.
 #[derive(Debug)]
 pub(super) enum Heard {
     News(News),
-    /// Nobody has answered for so long that the others have gone on without this node.
+    /// No answer came for so long that the other nodes have continued without this one.
     Alone {
         silent: Duration,
         last: String,
     },
-    /// The same, but there will be others to go on with: its workers are to stop.
+    /// No answer came for too long, so the workers must stop. The node will rejoin the others.
     Stop {
         silent: Duration,
         last: String,
     },
-    /// There is no connection, for this reason.
+    /// There is no connection at present. `why` is the reason.
     Waiting {
         why: String,
     },
-    /// There will never be one.
+    /// A connection is impossible.
     Unusable {
         why: String,
     },
     Connected,
 }
 
-/// See the module's head.
+/// Coordinator session of one node.
 pub(super) struct Desk {
     pub(super) caller: Caller,
-    /// Between two statuses of most nodes.
+    /// Heartbeat interval of most nodes.
     pub(super) beat: Duration,
-    /// How long a node without workers waits for a coordinator that another one may replace.
+    /// Time for which a node without workers waits for a replaceable coordinator.
     pub(super) join_timeout: Duration,
 }
 
-/// Why there is no connection.
+/// Reason for which there is no connection.
 enum Missed {
     Because {
         why: String,
         how: Attempt,
     },
-    /// The coordinator is, or will be, somewhere else.
+    /// The coordinator has moved, or will move.
     Moved,
     Unusable(String),
     /// The job has ended.
     Closed(Ending),
-    /// And another one has begun under its run id.
+    /// The job has ended, and another one has started under its run id.
     Replaced,
 }
 
@@ -96,19 +96,19 @@ impl From<Nowhere> for Missed {
     }
 }
 
-/// Why a conversation is over.
+/// Reason for which a session ended.
 enum Over {
-    /// The node goes.
+    /// The node leaves.
     Gone,
-    /// The others have gone on without it.
+    /// The coordinator has evicted this node.
     GivenUp,
-    /// This node has never taken part, and the job has ended.
+    /// This node never took part, and the job has ended.
     Closed(Ending),
     Broken(LinkError),
 }
 
 impl Desk {
-    /// Runs until the node leaves or is alone.
+    /// Runs until the node leaves or is cut off from the others.
     pub(super) async fn run(
         mut self,
         member: &mut Member,
@@ -133,7 +133,7 @@ impl Desk {
                         Attempt::Fine | Attempt::Refused | Attempt::Failed => Missed::Because { why, how },
                     }),
                     () = async {
-                        // Most connections are made at once.
+                        // Most attempts succeed before this delay ends.
                         sleep(QUICK).await;
                         finder.moved().await;
                     } => Err(Missed::Moved),
@@ -156,7 +156,7 @@ impl Desk {
                 }
             };
             let connected = match connected {
-                // What has worked before may work again.
+                // A coordinator that answered before may do so again.
                 Err(Missed::Unusable(why)) if member.answered().is_some() => {
                     Err(Missed::Because { why, how })
                 }
@@ -209,7 +209,7 @@ impl Desk {
                     since = Instant::now();
                 }
                 Err(Missed::Closed(ending)) => {
-                    // For who took part it is how the job ended.
+                    // For a node that took part, this is the outcome of the job.
                     let news =
                         if takes_part { News::End(ending) } else { News::Refuse(Refusal::Closed(ending)) };
                     let _ = heard.send(Heard::News(news));
@@ -231,7 +231,7 @@ impl Desk {
                     let _ = heard.send(Heard::Waiting { why: why.clone() });
                     vain = if how == Attempt::Refused { vain + 1 } else { 0 };
                     last = why;
-                    // Its process is gone, and nobody else can be the coordinator.
+                    // The process of the coordinator is gone, and no other node can become the coordinator.
                     if let Some(answered) = member.answered().filter(|_| vain >= ATTEMPTS && is_fixed) {
                         let silent = began.elapsed().saturating_sub(answered);
                         let _ = heard.send(Heard::Alone { silent, last });
@@ -246,7 +246,8 @@ impl Desk {
         }
     }
 
-    /// When a node without a connection since then gives up something, and whether that is all.
+    /// Returns the time at which a node that has no connection since `since` acts, and whether it then gives
+    /// up altogether. Otherwise it only stops its workers.
     fn ends(
         &self,
         member: &Member,
@@ -263,13 +264,14 @@ impl Desk {
                 lease.map(|at| (at, false))
             }
             Phase::Ready { .. } | Phase::Succeeded { .. } | Phase::Left(_) => {
-                // Who has never been there is told by who waits for it.
+                // A node that was never connected has no deadline here: its caller has one.
                 lease.map(|_| (since.duration_since(began) + self.join_timeout, true))
             }
         }
     }
 
-    /// How much longer than a lease a node may hear nothing: as long as it only waits for a round.
+    /// Returns the time beyond its lease for which a node may receive nothing. It is zero unless the node
+    /// only waits for a round.
     fn more_patience(&self, member: &Member) -> Duration {
         match member.phase() {
             Phase::Ready { .. } => member.lease() * (LENIENCE - 1),
@@ -281,7 +283,7 @@ impl Desk {
         }
     }
 
-    /// Speaks and listens until the connection ends, or the node goes.
+    /// Exchanges messages until the connection ends or the node leaves.
     async fn talk(
         &self,
         connection: Connection,
@@ -293,7 +295,7 @@ impl Desk {
     ) -> Over {
         let Connection { stream, mut ours, mut theirs } = connection;
         let (mut reading, mut writing) = stream.into_split();
-        // Frames are read by a task of their own: a read must not be given up halfway.
+        // A separate task reads frames, because a read must not be cancelled halfway.
         let (passes, mut orders) = mpsc::channel(16);
         let reader = tokio::task::spawn_local(async move {
             loop {
@@ -310,11 +312,11 @@ impl Desk {
         let start = began.elapsed();
         let mut begins = start;
         let result = loop {
-            // Who has no workers may have been silent before.
+            // A node without workers may have been silent before.
             let ends = match member.lease_ends() {
                 Some(ends) if has_workers(member) => Some(ends),
                 ends => {
-                    // Where there may be another coordinator it is looked for soon.
+                    // If another coordinator may be registered, the node looks for it soon.
                     let more = if is_fixed { self.more_patience(member) } else { Duration::ZERO };
                     ends.max(Some(begins + member.lease())).map(|ends| ends + more)
                 }
@@ -323,7 +325,7 @@ impl Desk {
                 biased;
                 what = said.recv() => match what {
                     Some(Said::Enter(phase)) => {
-                        // Each is told, also if the next one follows at once.
+                        // Each state is sent, even if the next one follows at once.
                         member.enter(phase);
                         let status = ToCoordinator::Status(member.status(began.elapsed()));
                         if let Err(error) = link::write(&mut writing, &mut ours, &status).await {
@@ -372,7 +374,7 @@ impl Desk {
                     if !may_wait || !finder.stands().await {
                         break Over::Broken(LinkError::Silent(member.lease()));
                     }
-                    // It is busy.
+                    // The coordinator is alive but busy.
                     begins = began.elapsed();
                 }
             }
@@ -382,12 +384,12 @@ impl Desk {
     }
 }
 
-/// Or may have.
+/// Returns true if the node has workers or may have some.
 fn has_workers(member: &Member) -> bool {
     matches!(member.phase(), Phase::Running { .. } | Phase::Failed { .. } | Phase::Leaving { .. })
 }
 
-/// Ends `at` that time after `began`; never if there is none.
+/// Completes `at` that time after `began`, or never if `at` is `None`.
 async fn until(at: Option<Duration>, began: Instant) {
     match at {
         Some(at) => sleep_until(began + at).await,
@@ -395,7 +397,7 @@ async fn until(at: Option<Duration>, began: Instant) {
     }
 }
 
-/// Takes in what the node says while nobody can be told; ends when it goes.
+/// Processes states of the node while no coordinator is reachable. Returns when the node leaves.
 async fn wait_for_departure(member: &mut Member, said: &mut mpsc::UnboundedReceiver<Said>) {
     while let Some(Said::Enter(phase)) = said.recv().await {
         member.enter(phase);

@@ -1,4 +1,4 @@
-//! Finds the coordinator of a job, or becomes it.
+//! Coordinator discovery: finds the coordinator of a job, or becomes the coordinator.
 
 use std::cell::RefCell;
 use std::net::SocketAddr;
@@ -14,19 +14,19 @@ use super::place;
 use crate::config::is_named;
 use crate::membership::{AgentId, Ending, Record, Rules, mandate};
 
-/// Attempts in vain, with nobody listening, until the coordinator is taken for dead.
+/// Number of refused connections after which the coordinator counts as dead.
 const ATTEMPTS: u32 = 3;
 
-/// Longest time for a connection to a coordinator that should be there, and for the proofs on it.
+/// Longest time for a connection to a coordinator that should exist, including authentication.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Why it is not found.
+/// Reason for which there is no coordinator to connect to.
 #[derive(Debug)]
 pub(super) enum Nowhere {
     Because(Trouble),
-    /// The job has ended, and this node took part or its run id is not used again.
+    /// The job has ended. This node took part, or the run id is not used again.
     Closed(Ending),
-    /// The job that this node took part in has ended, and another one has begun under its run id.
+    /// The job that this node took part in has ended, and another one has started under its run id.
     Replaced,
 }
 
@@ -36,52 +36,52 @@ impl From<Trouble> for Nowhere {
     }
 }
 
-/// How the last attempt to reach it ended.
+/// Result of the last attempt to reach the coordinator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Attempt {
-    /// There was none, or it went well.
+    /// There was no attempt, or it succeeded.
     Fine,
-    /// Its host answers, and nobody listens there.
+    /// The host answers, but no process listens at the port.
     Refused,
-    /// Nobody answered, or something else went wrong.
+    /// There was no answer, or another error occurred.
     Failed,
-    /// The coordinator's process wants nothing to do with this one.
+    /// The process of the coordinator refuses this one for good.
     Never,
 }
 
-/// Where a coordinator may be, and what proves to it that this node belongs to the job.
+/// Addresses of a possible coordinator, and the token by which this node authenticates itself.
 #[derive(Debug, Clone)]
 pub(super) struct Found {
     pub(super) addresses: Vec<SocketAddr>,
     pub(super) token: Option<Token>,
-    /// Longest time for a connection, and for the proofs on it.
+    /// Longest time for a connection, including authentication.
     pub(super) patience: Duration,
 }
 
-/// Where it may be.
+/// Source of the coordinator's address.
 pub(super) enum Finder {
-    /// At the endpoint.
+    /// The endpoint on the command line.
     Endpoint { host: String, port: u16, token: Option<Token> },
-    /// Where a directory says.
+    /// A registry (etcd or a shared file).
     Listed(Box<Listed>),
 }
 
-/// See [`super::directory`].
+/// Discovery by a registry. See [`super::directory`].
 pub(super) struct Listed {
     directory: Directory,
     run_id: String,
     agent: AgentId,
     token: Option<Token>,
     rules: Rules,
-    /// How long the end of the job may take to be written down.
+    /// Longest time that writing the outcome of the job may take.
     close: Duration,
-    /// The term whose coordinator was last looked for, and how often nobody listened there.
+    /// Term of the coordinator that was last tried, and how often its connections were refused.
     tried: (u64, u32),
-    /// What the directory said.
+    /// Entry last read from the registry.
     seen: RefCell<Seen>,
-    /// The key of the job that was found: another job under the same run id has another one.
+    /// Key of the job that was found. Another job under the same run id has another key.
     job: Option<[u8; 32]>,
-    /// The coordinator that this node is, or was.
+    /// Rendezvous server of this process, if this node is or was the coordinator.
     hall: Option<Rc<Hall>>,
 }
 
@@ -99,8 +99,9 @@ impl Finder {
         Self::Listed(Box::new(listed))
     }
 
-    /// Where the coordinator may be; `last` is how it went at the place that was found before, and `takes_part` whether a
-    /// coordinator has heard this node.
+    /// Returns addresses at which the coordinator may be. `last` is the result of the attempt at the
+    /// addresses returned before.
+    /// `takes_part` is true if a coordinator has heard this node.
     pub(super) async fn find(&mut self, last: Attempt, takes_part: bool) -> Result<Found, Nowhere> {
         match self {
             Self::Endpoint { host, port, token } => {
@@ -114,7 +115,7 @@ impl Finder {
         }
     }
 
-    /// Ends when it must be looked for anew.
+    /// Completes when discovery must run again.
     pub(super) async fn moved(&self) {
         match self {
             Self::Endpoint { .. } => std::future::pending().await,
@@ -122,21 +123,21 @@ impl Finder {
         }
     }
 
-    /// To be called now and then: then it is known sooner that the coordinator is not there.
+    /// Probes the coordinator in the background. Regular calls shorten the time until its loss is noticed.
     pub(super) fn look(&self) {
         if let Self::Listed(listed) = self {
             listed.directory.look();
         }
     }
 
-    /// This node takes part as another agent from now on.
+    /// Notes that this node rejoins as another agent.
     pub(super) fn comes_anew(&self, agent: AgentId) {
         if let Some(hall) = self.hall() {
             hall.comes_anew(agent);
         }
     }
 
-    /// Whether the coordinator that was found is still said to be there.
+    /// Returns true if the coordinator that was found is still registered.
     pub(super) async fn stands(&self) -> bool {
         match self {
             Self::Endpoint { .. } => true,
@@ -147,12 +148,12 @@ impl Finder {
         }
     }
 
-    /// Whether the coordinator is there or nowhere.
+    /// Returns true if the coordinator has a fixed address and cannot be replaced.
     pub(super) fn is_fixed(&self) -> bool {
         matches!(self, Self::Endpoint { .. })
     }
 
-    /// Whether the coordinator that was found is this process's, and another one may replace it.
+    /// Returns true if the coordinator that was found belongs to this process and another one may replace it.
     pub(super) fn is_own(&self) -> bool {
         match self {
             Self::Endpoint { .. } => false,
@@ -162,7 +163,7 @@ impl Finder {
         }
     }
 
-    /// The coordinator that this node has come to be.
+    /// Returns the rendezvous server of this process, if it has become the coordinator.
     pub(super) fn hall(&self) -> Option<Rc<Hall>> {
         match self {
             Self::Endpoint { .. } => None,
@@ -175,7 +176,7 @@ impl Listed {
     async fn find(&mut self, last: Attempt, takes_part: bool) -> Result<Found, Nowhere> {
         let mut seen = self.directory.read().await?;
         let term = seen.term();
-        // Another one has not been tried yet.
+        // The coordinator of another term has not been tried yet.
         let last = if self.tried.0 == term { last } else { Attempt::Fine };
         let times = if self.tried.0 == term { self.tried.1 } else { 0 };
         self.tried = (term, times + u32::from(last == Attempt::Refused));
@@ -198,7 +199,7 @@ impl Listed {
             self.tried = (seen.term(), 0);
         }
         self.job = key(&seen);
-        // While it is vouched for, a coordinator that is slow is not taken for one that is gone.
+        // While the registry holds its lease, a slow coordinator does not count as lost.
         let patience = if seen.held { CONNECT_TIMEOUT } else { self.rules.silence / 2 };
         let (addresses, token) = match &seen.entry {
             Some(Entry { addresses, key, .. }) => (addresses.clone(), Some(self.token(key))),
@@ -209,7 +210,7 @@ impl Listed {
         Ok(found)
     }
 
-    /// The user's, or what only those know who can read the directory.
+    /// Returns the user's token, or one made of the key that only readers of the registry know.
     fn token(&self, key: &[u8]) -> Token {
         self.token.clone().unwrap_or_else(|| Token::new(key.to_vec()))
     }
@@ -218,7 +219,7 @@ impl Listed {
         loop {
             let seen = self.seen.borrow().clone();
             if self.directory.changed(&seen).await.is_err() {
-                // It is tried again with the next attempt to connect.
+                // The next attempt to connect reads the registry again.
                 return std::future::pending().await;
             }
             let Ok(now) = self.directory.read().await else { return std::future::pending().await };
@@ -229,7 +230,7 @@ impl Listed {
         }
     }
 
-    /// Makes this node the coordinator, if nobody else is faster.
+    /// Makes this node the coordinator, unless another node is faster.
     async fn take_over(&mut self, seen: Seen, term: u64, before: Before) -> Result<Seen, Trouble> {
         let passing = |error: String| Trouble::Passing(error);
         let listeners = place::listen_anywhere().map_err(|error| passing(error.to_string()))?;
@@ -238,10 +239,10 @@ impl Listed {
         let addresses = place::own_addresses().into_iter().map(|ip| SocketAddr::new(ip, port)).collect();
         let (entry, record) = match before {
             Before::Gone { .. } => (seen.entry.as_ref(), self.directory.record(&seen).await?),
-            // Nobody may go on from the record of a job that has ended.
+            // No coordinator may continue from the record of a job that has ended.
             Before::Ended => (None, Some(Record::of_nothing())),
         };
-        // Nodes that took part in the job of a place that was emptied know its key.
+        // Nodes that took part in a job know its key even if the registry has been emptied.
         let known = match before {
             Before::Gone { .. } => self.job,
             Before::Ended => None,
@@ -272,12 +273,13 @@ impl Listed {
     }
 }
 
-/// What became of the coordinator before this one.
+/// State of the previous coordinator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Before {
-    /// There is none any more, or has never been one: `refused` if its host answers, and nobody listens there.
+    /// There is no coordinator any more, or never was one. `refused` is true if its host answers but no
+    /// process listens there.
     Gone { refused: bool },
-    /// Its job has ended, and another one begins under the run id.
+    /// Its job has ended, and another one starts under the run id.
     Ended,
 }
 

@@ -1,8 +1,10 @@
-//! Where agents meet: serves the coordinator of each run id to whoever connects and proves that it belongs to the job.
+//! The rendezvous server: serves the coordinator of each run id to agents that prove that they belong to the
+//! job.
 //!
-//! One task for each connection, all on one thread, and no lock: what they share is borrowed between two awaits. What a
-//! stranger can make this process hold is bounded: so many connections that have proven nothing, each for so long, with
-//! so many bytes; if there are more, the oldest goes.
+//! Each connection has one task. All tasks run on one thread and need no lock: they borrow shared state only
+//! between two awaits.
+//! The memory that unauthenticated peers can occupy is bounded: number of connections, time and bytes per
+//! connection. Above the limit, the oldest connection is closed.
 
 use std::cell::{Cell, RefCell};
 use std::collections::hash_map::Entry;
@@ -26,29 +28,29 @@ use crate::config::is_named;
 use crate::membership::{AgentId, Coordinator, Event, Profile, Record, Rules};
 use crate::say::say;
 
-/// Longest time until a connection has proven itself.
+/// Longest time until a connection must have authenticated itself.
 const PROOF_TIMEOUT: Duration = Duration::from_secs(5);
-/// Most connections that have not.
+/// Maximum number of unauthenticated connections.
 const STRANGERS: usize = 256;
-/// Most jobs at one endpoint.
+/// Maximum number of jobs at one endpoint.
 const JOBS: usize = 1000;
-/// Between two attempts to take a connection when the system has no descriptor left.
+/// Delay before the next accept if the system has no descriptor left.
 const BREATH: Duration = Duration::from_millis(20);
 
-/// What its tasks share.
+/// State that the tasks of the server share.
 pub(super) struct Hall {
     token: Option<Token>,
     rules: Rules,
-    /// The TCPStore that is served to whoever speaks its protocol.
+    /// Address of the TCPStore to which connections in its protocol are forwarded.
     store: Option<SocketAddr>,
     jobs: RefCell<HashMap<String, Rc<Job>>>,
     strangers: RefCell<VecDeque<(u64, AbortHandle)>>,
     connections: Cell<u64>,
-    /// No more jobs begin here.
+    /// True if no more jobs may start here.
     is_closed: Cell<bool>,
     /// The run id of the launcher's own job.
     own: String,
-    /// The only job, if another coordinator may take over.
+    /// True if another coordinator may take over. The server then serves only its own job.
     only: bool,
 }
 
@@ -56,19 +58,19 @@ pub(super) struct Hall {
 pub(super) struct Backing {
     pub(super) run_id: String,
     pub(super) term: u64,
-    /// What the coordinator before has written down.
+    /// Latest record of the former coordinator.
     pub(super) record: Option<Record>,
-    /// The agent that has had it, and how long it is waited for.
+    /// Agent that ran the former coordinator, and how long to wait for it.
     pub(super) suspect: Option<(AgentId, Duration)>,
-    /// The agent of this process.
+    /// Agent of this process.
     pub(super) agent: AgentId,
     pub(super) claim: Rc<Claim>,
-    /// How long the end of the job may take to be written down.
+    /// Longest time that writing the outcome of the job may take.
     pub(super) close: Duration,
 }
 
 impl Hall {
-    /// Serves at `listeners` until dropped with its tasks.
+    /// Serves at `listeners` until it is dropped together with its tasks.
     pub(super) fn open(
         listeners: Vec<std::net::TcpListener>,
         token: Option<Token>,
@@ -109,7 +111,8 @@ impl Hall {
         hall
     }
 
-    /// The agent on `host` goes, and this coordinator with it: the members of all jobs, or of its own, are told why.
+    /// Tells members that this coordinator exits, with agent `agent` on `host`, because of `why`. `all`
+    /// selects the members of all jobs, not only of this launcher's own.
     pub(super) fn desert(&self, all: bool, agent: AgentId, host: &str, why: &str) {
         let told = |run_id: &String| all || *run_id == self.own;
         let jobs = self.jobs.borrow().clone();
@@ -119,38 +122,39 @@ impl Hall {
         }
     }
 
-    /// Whether all members of all jobs have gone.
+    /// Returns true if all members of all jobs have left.
     pub(super) fn is_deserted(&self) -> bool {
         self.jobs.borrow().values().all(|job| job.is_deserted())
     }
 
-    /// Whether all members of this launcher's own job have.
+    /// Returns true if all members of this launcher's own job have left.
     pub(super) fn is_left(&self) -> bool {
         self.jobs.borrow().get(&self.own).is_none_or(|job| job.is_deserted())
     }
 
-    /// How many other jobs have members.
+    /// Returns the number of other jobs that have members.
     pub(super) fn guests(&self) -> usize {
         let jobs = self.jobs.borrow();
         jobs.iter().filter(|(run_id, job)| **run_id != self.own && job.has_members()).count()
     }
 
-    /// No more jobs begin here.
+    /// Refuses new jobs from now on.
     pub(super) fn close(&self) {
         self.is_closed.set(true);
     }
 
-    /// Whether a node of this job would begin one here.
+    /// Returns true if a node of this job would start a new job here.
     fn would_begin(&self, run_id: &str) -> bool {
         self.jobs.borrow().get(run_id).is_none_or(|job| self.is_succeeded(run_id, job))
     }
 
-    /// Whether another job under this run id begins here. Not if it is this launcher's own: it is about to end.
+    /// Returns true if another job under this run id starts here. The launcher's own run id is excluded: that
+    /// job is about to end.
     fn is_succeeded(&self, run_id: &str, job: &Job) -> bool {
         run_id != self.own && job.frees_run_id(is_named(run_id))
     }
 
-    /// Whether others can go on with all jobs from what is written down.
+    /// Returns true if other coordinators can continue all jobs from their records.
     pub(super) fn is_dispensable(&self) -> bool {
         self.jobs.borrow().values().all(|job| job.is_dispensable())
     }
@@ -175,7 +179,7 @@ impl Hall {
         }
     }
 
-    /// It has proven itself, or gone.
+    /// Removes a connection that has authenticated itself, or ended, from the list of unauthenticated ones.
     fn is_no_stranger(&self, number: u64) {
         self.strangers.borrow_mut().retain(|(other, _)| *other != number);
     }
@@ -197,7 +201,7 @@ impl Hall {
         }
     }
 
-    /// Who it is; none if it speaks the protocol of a TCPStore.
+    /// Authenticates the peer. Returns `None` if the peer speaks the protocol of a TCPStore.
     async fn prove(
         &self,
         stream: &mut TcpStream,
@@ -231,7 +235,7 @@ impl Hall {
         let nonce: Nonce = super::random()?;
         let (mut theirs, mut ours) = wire::seals(self.token.as_ref(), &hello, &nonce);
         let mut welcome = wire::encode(&Welcome::new(nonce));
-        // Only now does the other side learn the nonce that makes the key: the proof comes behind it.
+        // The other side learns the nonce that makes the key only now. The proof therefore follows it.
         welcome = wire::frame(&welcome);
         welcome.extend_from_slice(&ours.seal(&()));
         link::write_raw(stream, &welcome).await?;
@@ -243,12 +247,12 @@ impl Hall {
         Ok(Some((hello, profile, (theirs, ours))))
     }
 
-    /// This process's node takes part as another agent from now on.
+    /// Notes that the node of this process rejoins as another agent.
     pub(super) fn comes_anew(&self, agent: AgentId) {
         self.jobs.borrow().values().for_each(|job| job.comes_anew(agent));
     }
 
-    /// Another coordinator may take over at once.
+    /// Gives up leadership, so that another coordinator may take over at once.
     pub(super) async fn release(&self) {
         let jobs: Vec<_> = self.jobs.borrow().values().cloned().collect();
         for job in jobs {

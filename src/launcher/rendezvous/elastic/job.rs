@@ -1,4 +1,4 @@
-//! One job at the place where agents meet: its coordinator, and the connections of its members.
+//! One job of the rendezvous server: its coordinator, and the connections of its members.
 
 use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, VecDeque};
@@ -17,12 +17,13 @@ use super::link::{self, LinkError};
 use super::wire::{MEMBERS_LIMIT, Seal, ToCoordinator, ToMember};
 use crate::membership::{Action, AgentId, Coordinator, Event, OrderMessage, Profile, mandate};
 
-/// How often it is looked whether half of a round is heard.
+/// Interval at which the job checks whether half of a round is heard.
 const LOOK: Duration = Duration::from_millis(50);
-/// A tick that comes so much too late says that this process was kept from working; most time that this gives to others.
+/// A tick that is later than this shows that the process was not scheduled. [`LATEST`] bounds the extra time
+/// that members get for it.
 const LATE: Duration = Duration::from_millis(20);
 const LATEST: Duration = Duration::from_secs(1);
-/// Most connections of members.
+/// Maximum number of member connections.
 const MEMBERS: usize = 50_000;
 
 /// One job and its connections.
@@ -30,14 +31,14 @@ pub(super) struct Job {
     coordinator: RefCell<Coordinator>,
     began: Instant,
     desks: RefCell<HashMap<AgentId, Rc<Desk>>>,
-    /// The coordinator's time to wake may have changed.
+    /// Signals that [`Coordinator::wake_at`] may have changed.
     changed: Notify,
     archive: Option<Archive>,
-    /// Whether members could be told that they have been heard, when it was last looked.
+    /// Time of the last check whether members may be answered, and its result.
     may_answer: Cell<(Instant, bool)>,
 }
 
-/// What is to be sent to a member: only the latest counts, so a member that reads slowly costs no memory.
+/// Next message to a member. Only the latest counts, so a slow reader costs no memory.
 struct Desk {
     connection: u64,
     next: RefCell<Option<OrderMessage>>,
@@ -65,25 +66,26 @@ impl Job {
         job
     }
 
-    /// Whether all its members have gone.
+    /// Returns true if all members have left.
     pub(super) fn is_deserted(&self) -> bool {
         self.coordinator.borrow().is_deserted() || self.desks.borrow().is_empty()
     }
 
-    /// Whether somebody still needs its coordinator. Who has lost the connection may come again.
+    /// Returns true if a node still needs this coordinator. A member that lost its connection may reconnect.
     pub(super) fn has_members(&self) -> bool {
         let coordinator = self.coordinator.borrow();
         !(coordinator.is_deserted() || coordinator.is_over() && self.desks.borrow().is_empty())
     }
 
-    /// Whether it has ended, and another one may begin here under its run id.
+    /// Returns true if the job has ended and another one may start here under its run id.
     pub(super) fn frees_run_id(&self, is_named: bool) -> bool {
         let coordinator = self.coordinator.borrow();
         let frees = coordinator.ending().is_some_and(|ending| ending.frees_run_id(is_named));
         self.archive.is_none() && frees && self.desks.borrow().is_empty()
     }
 
-    /// Whether another coordinator can go on with it from what is written down, also that this process's agent has gone.
+    /// Returns true if another coordinator can continue the job from its record, which includes that the
+    /// agent of this process has left.
     pub(super) fn is_dispensable(&self) -> bool {
         let coordinator = self.coordinator.borrow();
         self.archive.as_ref().is_some_and(|archive| {
@@ -91,21 +93,21 @@ impl Job {
         })
     }
 
-    /// This process's node takes part as another agent from now on.
+    /// Notes that the node of this process rejoins as another agent.
     pub(super) fn comes_anew(&self, agent: AgentId) {
         if let Some(archive) = &self.archive {
             archive.agent.set(agent);
         }
     }
 
-    /// Another coordinator may take over at once.
+    /// Gives up leadership, so that another coordinator may take over at once.
     pub(super) async fn release(&self) {
         if let Some(archive) = &self.archive {
             archive.claim.release().await;
         }
     }
 
-    /// Another coordinator has taken over.
+    /// Returns true if another coordinator has taken over.
     pub(super) fn has_resigned(&self) -> bool {
         self.archive.as_ref().is_some_and(|archive| archive.claim.is_lost())
     }
@@ -117,18 +119,19 @@ impl Job {
         }
     }
 
-    /// Writes records down until another coordinator has taken over.
+    /// Writes records until another coordinator has taken over.
     async fn write(&self) {
         let Some(archive) = &self.archive else { return std::future::pending().await };
         while let Some(is_latest) = archive.write_next().await {
-            // If there is a later one by now, that counts.
+            // If a later record has been put meanwhile, only that one counts.
             if is_latest {
                 self.handle(Event::Written);
             }
         }
     }
 
-    /// Keeps the claim. While this coordinator has too few members, those that cannot reach it may have another one.
+    /// Keeps leadership. While this coordinator has too few members, it lets the lease rest: nodes that
+    /// cannot reach it may elect another.
     async fn keep(&self) {
         match &self.archive {
             Some(archive) => archive.claim.keep(|| self.coordinator.borrow().is_useless()).await,
@@ -136,7 +139,7 @@ impl Job {
         }
     }
 
-    /// Whether members may be told that they have been heard: no other coordinator can have gone on without them.
+    /// Returns true if members may be answered: no other coordinator can have continued without them.
     fn may_answer(&self, own: AgentId, claim: &Claim) -> bool {
         if claim.is_certain() {
             return true;
@@ -154,7 +157,7 @@ impl Job {
         mandate::is_in_touch(&self.coordinator.borrow(), own, self.began.elapsed(), claim.ttl())
     }
 
-    /// One connection of a member, until it ends.
+    /// Serves one connection of a member until it ends.
     pub(super) async fn attend(
         self: Rc<Self>,
         connection: u64,
@@ -220,7 +223,7 @@ impl Job {
             match (action, &self.archive) {
                 (Action::Send { agent, message }, _) => self.send(agent, message),
                 (Action::Write(record), Some(archive)) => archive.put(record),
-                // Nobody else could go on with it.
+                // Without a registry no other coordinator could continue the job.
                 (Action::Write(_), None) => {
                     let mut more = Vec::new();
                     self.coordinator.borrow_mut().handle(self.began.elapsed(), Event::Written, &mut more);
@@ -240,7 +243,7 @@ impl Job {
         let desks = self.desks.borrow();
         let Some(desk) = desks.get(&agent) else { return };
         let mut next = desk.next.borrow_mut();
-        // A sign of life does not replace an order that waits to be sent.
+        // A heartbeat does not replace an order that waits to be sent.
         if let Some(waiting) =
             next.take().filter(|waiting| message.order.is_none() && waiting.seq == message.seq)
         {
@@ -250,7 +253,7 @@ impl Job {
         desk.ready.notify_one();
     }
 
-    /// Until it has ended and nobody is left who could be told.
+    /// Runs the timers until the job has ended and no member remains to be told.
     async fn tick(&self) {
         while self.archive.is_some() || !self.coordinator.borrow().is_over() || !self.is_deserted() {
             let wake = self.coordinator.borrow().wake_at().map(|at| self.began + at);
@@ -262,7 +265,8 @@ impl Job {
             };
             tokio::select! {
                 () = sleeps => {
-                    // Who is late has heard late: what has come by now counts before anybody is given up.
+                    // This process was late and may have received messages late. It handles those that have
+                    // arrived before it evicts a member.
                     let late = wake.map_or(Duration::ZERO, |at| at.elapsed());
                     if late > LATE {
                         sleep(late.min(LATEST)).await;
