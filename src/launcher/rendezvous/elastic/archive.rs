@@ -1,4 +1,4 @@
-//! Where the records of a coordinator are written that another one may replace.
+//! Writes the records of a coordinator that another one may replace.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -11,14 +11,14 @@ use super::claim::Claim;
 use crate::membership::{AgentId, Record};
 use crate::say::say;
 
-/// Where a coordinator's records are written.
+/// Writer of a coordinator's records.
 pub(super) struct Archive {
-    /// The agent of this process.
+    /// Agent of this process.
     pub(super) agent: Cell<AgentId>,
     pub(super) claim: Rc<Claim>,
-    /// How long the end of the job may take to be written down.
+    /// Longest time that writing the outcome of the job may take.
     close: Duration,
-    /// The latest that is not written yet.
+    /// Latest record that is not written yet.
     next: RefCell<Option<Record>>,
     ready: Notify,
     is_writing: Cell<bool>,
@@ -31,13 +31,14 @@ impl Archive {
         Self { agent, claim, close, next, ready, is_writing }
     }
 
-    /// To be written down soon, if no later one comes before.
+    /// Queues a record. A later one replaces it if it has not been written by then.
     pub(super) fn put(&self, record: Record) {
         self.next.replace(Some(record));
         self.ready.notify_one();
     }
 
-    /// Writes what was put down; `Some(true)` if that is the latest, `None` if another coordinator has taken over.
+    /// Writes the queued record. Returns `Some(true)` if that is the latest, and `None` if another
+    /// coordinator has taken over.
     pub(super) async fn write_next(&self) -> Option<bool> {
         let record = loop {
             if let Some(record) = self.next.take() {
@@ -51,12 +52,13 @@ impl Archive {
         holds.then(|| self.next.borrow().is_none())
     }
 
-    /// Whether all is written down.
+    /// Returns true if all records are written.
     pub(super) fn is_complete(&self) -> bool {
         self.next.borrow().is_none() && !self.is_writing.get()
     }
 
-    /// Writes a record down; false if another coordinator has taken over. The end of a job does not wait for ever.
+    /// Writes a record. Returns false if another coordinator has taken over. Writing the outcome of a job has
+    /// a deadline.
     async fn write(&self, record: &Record) -> bool {
         if record.ending.is_none() {
             return self.claim.write(record).await;

@@ -1,5 +1,5 @@
-//! A coordinator's claim to be the one of its job, where another one may take over: an entry in a [`Directory`].
-//! What follows from that is in [`mandate`].
+//! Leadership of a coordinator that another one may replace: an entry in a [`Directory`].
+//! [`mandate`] defines what a leader may do.
 
 use std::cell::{Cell, RefCell};
 use std::time::Duration;
@@ -12,30 +12,31 @@ use super::directory::{Directory, Entry, Lease, Seen, Trouble};
 use crate::membership::{Record, mandate};
 use crate::say::say;
 
-/// Between two attempts to reach the place, at first and at most.
+/// First delay between two attempts to reach the registry. [`SLOWEST_RETRY`] is the longest.
 const RETRY: Duration = Duration::from_millis(100);
 const SLOWEST_RETRY: Duration = Duration::from_secs(1);
-/// See the module's head.
+/// Leadership of one coordinator.
 #[derive(Debug)]
 pub(super) struct Claim {
     directory: Directory,
     seen: RefCell<Seen>,
-    /// What was last to be written down.
+    /// Latest record that was to be written.
     record: RefCell<Option<Record>>,
     lease: Cell<Lease>,
-    /// When the place was last asked that has said that the lease lives.
+    /// Send time of the last request by which the registry confirmed the lease.
     confirmed: Cell<Instant>,
     is_lost: Cell<bool>,
     loses: Notify,
-    /// People have been told that the place cannot be reached.
+    /// True if the user has been warned that the registry cannot be reached.
     told: Cell<bool>,
 }
 
 impl Claim {
-    /// Claims the place that says what was `seen`; `Err` is what it says if somebody else was faster.
+    /// Tries to become leader where the registry's entry is `seen`. The inner `Err` is the new entry, if
+    /// another node was faster.
     ///
     /// # Errors
-    /// The place cannot be reached.
+    /// The registry cannot be reached.
     pub(super) async fn stake(
         directory: &Directory,
         seen: &Seen,
@@ -59,7 +60,7 @@ impl Claim {
         }))
     }
 
-    /// Writes a record down, however long that takes; false if another coordinator has taken over.
+    /// Writes a record, however long that takes. Returns false if another coordinator has taken over.
     pub(super) async fn write(&self, record: &Record) -> bool {
         let mut retry = Backoff::new(RETRY, SLOWEST_RETRY);
         self.record.replace(Some(record.clone()));
@@ -69,7 +70,7 @@ impl Claim {
             match self.replace(&seen, &entry).await {
                 Ok(true) => return !self.is_lost.get(),
                 Ok(false) => continue,
-                // Its lease has ended while it was not needed.
+                // The lease expired while it was not needed.
                 Err(_) if matches!(self.renew().await, Ok(true)) => continue,
                 Err(trouble) => self.tell(&trouble),
             }
@@ -78,11 +79,11 @@ impl Claim {
         false
     }
 
-    /// Replaces what was `seen`; false if it is to be tried again with what was written in between.
+    /// Replaces the entry `seen`. Returns false if the caller must try again because the entry has changed.
     async fn replace(&self, seen: &Seen, entry: &Entry) -> Result<bool, Trouble> {
         let record = self.record.borrow().clone();
         let now = self.directory.replace(seen, entry, record.as_ref(), &self.lease.get()).await?;
-        // What was written in vain, as it seemed, may be there all the same.
+        // A write that seemed to fail may have succeeded.
         if now.entry.as_ref() == Some(entry) {
             self.seen.replace(now);
             self.is_well();
@@ -91,11 +92,12 @@ impl Claim {
         Ok(!self.still_stands(now))
     }
 
-    /// Takes in what the place says now; whether that is no other coordinator's entry.
+    /// Processes the entry that the registry now holds. Returns true unless it belongs to another
+    /// coordinator.
     fn still_stands(&self, now: Seen) -> bool {
         let mut seen = self.seen.borrow_mut();
         match (now.term(), seen.term()) {
-            // Somebody has emptied it.
+            // The registry has been emptied.
             (0, _) => {
                 let mine = seen.entry.take();
                 *seen = now;
@@ -111,7 +113,8 @@ impl Claim {
         true
     }
 
-    /// Keeps the claim alive until it is lost, but while it `rests`: then others may take over.
+    /// Keeps leadership until it is lost. While `rests` returns true, it does not renew the lease: other
+    /// nodes may take over.
     pub(super) async fn keep(&self, rests: impl Fn() -> bool) {
         tokio::select! {
             () = self.again(async || self.watch().await) => {}
@@ -119,7 +122,7 @@ impl Claim {
         }
     }
 
-    /// Does it again and again until the claim is lost.
+    /// Repeats `what` until leadership is lost.
     async fn again(&self, what: impl AsyncFn() -> Result<(), Trouble>) {
         let mut retry = Backoff::new(RETRY, SLOWEST_RETRY);
         while !self.is_lost.get() {
@@ -133,7 +136,7 @@ impl Claim {
         }
     }
 
-    /// Waits until the place says something else, and looks whether the claim still stands.
+    /// Waits until the registry's entry changes, and checks whether this coordinator is still the leader.
     async fn watch(&self) -> Result<(), Trouble> {
         let seen = self.seen.borrow().clone();
         self.directory.changed(&seen).await?;
@@ -156,7 +159,7 @@ impl Claim {
         }
         let asked = Instant::now();
         if self.renew().await? {
-            // If nobody has taken over yet, the claim still stands.
+            // If no other node has taken over yet, this coordinator is still the leader.
             let seen = self.seen.borrow().clone();
             if let Some(entry) = &seen.entry {
                 self.replace(&seen, entry).await?;
@@ -167,7 +170,7 @@ impl Claim {
         Ok(())
     }
 
-    /// Keeps the lease alive, or gets another one if it has ended; whether it had.
+    /// Renews the lease, or gets another one if it has expired. Returns true if it had expired.
     async fn renew(&self) -> Result<bool, Trouble> {
         if self.directory.keep(&self.lease.get()).await? {
             return Ok(false);
@@ -176,29 +179,29 @@ impl Claim {
         Ok(true)
     }
 
-    /// Whether it is certain that nobody else can have taken over for want of a lease.
+    /// Returns true if no other coordinator can have taken over because our lease expired.
     pub(super) fn is_certain(&self) -> bool {
         mandate::is_certain(self.confirmed.get().elapsed(), self.ttl())
     }
 
-    /// How long it stands without a word from this process, at best.
+    /// Returns the longest time that leadership lasts without a renewal by this process.
     pub(super) fn ttl(&self) -> Duration {
         self.lease.get().ttl
     }
 
-    /// Ends when another coordinator has taken over.
+    /// Completes when another coordinator has taken over.
     pub(super) async fn lost(&self) {
         while !self.is_lost.get() {
             self.loses.notified().await;
         }
     }
 
-    /// What the place says.
+    /// Returns the registry's entry as last read.
     pub(super) fn seen(&self) -> Seen {
         self.seen.borrow().clone()
     }
 
-    /// Gives it up, so that nobody waits until its lease ends.
+    /// Releases leadership, so that no node waits until the lease expires.
     pub(super) async fn release(&self) {
         self.directory.release(&self.lease.get()).await;
     }

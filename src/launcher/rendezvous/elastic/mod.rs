@@ -1,7 +1,9 @@
-//! `c10d`: the rendezvous that convoke serves itself. Nodes come and go; one of them, at the endpoint, coordinates.
+//! `c10d`: the elastic rendezvous. Nodes join and leave; one of them, at the endpoint, coordinates.
 //!
-//! Everything is decided in [`crate::membership`]. Here is what carries it: a thread that holds this node's connection
-//! ([`desk`]) and, where this host is the endpoint's and nobody serves it yet, the coordinator ([`hall`]).
+//! [`crate::membership`] makes all decisions. This module transports them: a thread holds this node's
+//! connection ([`desk`]).
+//! If this host is the endpoint and no process serves it yet, the thread also runs the coordinator
+//! ([`hall`]).
 
 mod archive;
 mod backoff;
@@ -37,7 +39,7 @@ use court::ElasticCourt;
 pub(crate) use guests::Guests;
 use thread::{Settings, Thread};
 
-/// See the module's head.
+/// The elastic rendezvous of one node.
 #[derive(Debug)]
 pub(crate) struct Elastic {
     settings: Settings,
@@ -45,11 +47,11 @@ pub(crate) struct Elastic {
     share_store: bool,
     thread: Option<Arc<Thread>>,
     guests: Guests,
-    /// Where this node would serve the store of the next round's workers.
+    /// Listener for the store of the next round's workers, in case this node serves it.
     listener: Option<TcpListener>,
-    /// The store that it serves for this round's.
+    /// Store for the workers of this round, if this node serves it.
     server: Option<StoreServer>,
-    /// The last round that this node was in.
+    /// Number of the last round that this node was in.
     round: u64,
     court: Option<Arc<ElasticCourt>>,
 }
@@ -111,7 +113,7 @@ impl Rendezvous for Elastic {
             };
             let round = run.round;
             match self.enter(run) {
-                // It has ended before it has begun here.
+                // The round ended before it began on this node.
                 Err(_) if self.is_over(round) => {}
                 entered => break entered,
             }
@@ -214,7 +216,7 @@ impl Elastic {
             } else {
                 progress.show(&line)
             }
-            // Who has a connection is told by the other side when it is too late.
+            // The coordinator enforces the timeout of a connected node.
             if trouble && Instant::now() >= deadline {
                 let after_s = self.settings.rules.join_timeout.as_secs();
                 let rest = line.strip_prefix("waiting for ").unwrap_or(&line);
@@ -227,7 +229,7 @@ impl Elastic {
         }
     }
 
-    /// Takes part in a round: serves the store of its workers, or finds it.
+    /// Enters a round: serves the store of its workers, or finds that store.
     fn enter(&mut self, run: membership::Assignment) -> Result<Assignment, RendezvousError> {
         let generation = run.generation();
         let thread = self.thread(Phase::Running { round: run.round })?;
@@ -272,11 +274,11 @@ impl Elastic {
         })
     }
 
-    /// Says once that anybody who reaches the endpoint can take part.
+    /// Warns once if any process that can reach the endpoint can take part.
     fn warn_if_open(&self) {
         let is_open = match &self.settings.endpoint {
             Endpoint::Host { host, .. } => !is_loopback(host),
-            // Who may read the file or etcd finds a key there.
+            // A node that can read the file or etcd finds a key there.
             Endpoint::File(_) => false,
             Endpoint::Etcd(cluster) => {
                 cluster.is_open() && !cluster.endpoints.iter().all(|(host, _)| is_loopback(host))
@@ -290,7 +292,7 @@ impl Elastic {
         }
     }
 
-    /// Whether the others have ended this round, and the job goes on.
+    /// Returns true if other nodes have ended this round and the job continues.
     fn is_over(&self, round: u64) -> bool {
         self.thread.as_ref().is_some_and(|thread| {
             let told = thread.board.lock();
@@ -298,13 +300,13 @@ impl Elastic {
         })
     }
 
-    /// Whether all nodes are on this host.
+    /// Returns true if all nodes are on this host.
     fn is_on_loopback(&self) -> bool {
         let Endpoint::Host { host, .. } = &self.settings.endpoint else { return false };
         is_loopback(host)
     }
 
-    /// Where the store of a round's workers would be: at the address that the user gave, or wherever others may come from.
+    /// Listens for a round's worker store: at the address that the user gave, or at all addresses.
     fn listen_for_workers(&self) -> Result<Vec<TcpListener>, ServeError> {
         let given = self.local_addr.as_deref().and_then(|own| own.parse::<IpAddr>().ok());
         let only = given.or_else(|| {
@@ -312,7 +314,7 @@ impl Elastic {
         });
         match only.map(|ip| convoke_store::listen(&[SocketAddr::new(ip, 0)])) {
             Some(Ok(listeners)) => Ok(listeners),
-            // No address of this host, but one by which others may still reach it.
+            // The address does not belong to this host, but other hosts may still reach this one by it.
             Some(Err(_)) | None => place::listen_anywhere(),
         }
     }
@@ -321,7 +323,7 @@ impl Elastic {
         describe_endpoint(&self.settings.endpoint)
     }
 
-    /// Why this node cannot take part.
+    /// Returns the reason for which this node cannot take part.
     fn tell(&self, over: &Over) -> String {
         court::describe(over, &self.endpoint(), &self.settings.run_id)
     }
@@ -342,7 +344,7 @@ fn random<const N: usize>() -> std::io::Result<[u8; N]> {
     Ok(bytes)
 }
 
-/// Who is there, who is missing.
+/// Describes the join status: the nodes that have joined and those that are missing.
 fn describe(muster: &Muster) -> String {
     let Muster { here, min, max, names, stopping, spare, cause, begins_ms } = muster;
     if *spare {

@@ -1,4 +1,4 @@
-//! Where things are: the endpoint, whether it is this host, and by which address a host can be reached.
+//! Addresses: where to listen, and by which address other hosts can reach this one.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::sync::mpsc::RecvTimeoutError;
@@ -10,18 +10,18 @@ use convoke_store::{ServeError, Store, TcpStore};
 use crate::rendezvous::interfaces;
 use crate::report::{full_host_name, host_name};
 
-/// Key in a round's worker store by which nodes know that they have reached the right one.
+/// Key in a round's worker store. Its value tells nodes that they have reached the right store.
 pub(super) const GENERATION_KEY: &[u8] = b"convoke/generation";
-/// How long a node tries the addresses that the store of the workers may have.
+/// Longest time for which a node tries the addresses of the store of the workers.
 const REACH_TIMEOUT: Duration = Duration::from_secs(10);
-/// How often it is looked whether the round is over.
+/// Interval at which a node checks whether the round is over.
 const LOOK: Duration = Duration::from_millis(20);
-/// How much longer an address may take that is preferred to one that has answered.
+/// Head start of each address over the next one in the list.
 const PREFERENCE: Duration = Duration::from_millis(100);
-/// Addresses that are tried.
+/// Maximum number of addresses to try.
 const ADDRESSES: usize = 16;
 
-/// Addresses of this host's interfaces that are up, but for link-local ones; loopback last.
+/// Returns the addresses of this host's interfaces that are up, without link-local ones; loopback last.
 pub(super) fn own_addresses() -> Vec<IpAddr> {
     let useful = interfaces::addresses().filter(|(ip, up)| *up && !is_link_local(ip));
     let mut addresses: Vec<IpAddr> = useful.map(|(ip, _)| ip).collect();
@@ -37,7 +37,8 @@ fn is_link_local(ip: &IpAddr) -> bool {
     }
 }
 
-/// Where to listen so that others who are told `host` come here; `None` if `host` is another host.
+/// Returns the addresses to listen at so that peers that connect to `host` reach this process. Returns `None`
+/// if `host` is another host.
 pub(super) fn listening_addresses(host: &str, port: u16, resolved: &[IpAddr]) -> Option<Vec<SocketAddr>> {
     let at = |ips: &[IpAddr]| ips.iter().map(|ip| SocketAddr::new(*ip, port)).collect::<Vec<_>>();
     let everywhere = || {
@@ -56,20 +57,20 @@ pub(super) fn listening_addresses(host: &str, port: u16, resolved: &[IpAddr]) ->
             loopback.into_iter().filter(|ip| TcpListener::bind((*ip, 0)).is_ok()).collect();
         return Some(at(&possible));
     }
-    // A name of this host may mean something else on others: 127.0.1.1 in /etc/hosts, for one.
+    // A name of this host may resolve differently on other hosts, for example to 127.0.1.1 in /etc/hosts.
     let named = [host_name(), full_host_name()].iter().any(|name| name.eq_ignore_ascii_case(host));
     (named || resolved.iter().any(is_own)).then(everywhere)
 }
 
-/// A free port at all addresses.
+/// Listens at a free port on all addresses.
 pub(super) fn listen_anywhere() -> Result<Vec<TcpListener>, ServeError> {
     let any: [IpAddr; 2] = [Ipv6Addr::UNSPECIFIED.into(), Ipv4Addr::UNSPECIFIED.into()];
     let [six, four] = any.map(|ip| SocketAddr::new(ip, 0));
     convoke_store::listen(&[six]).or_else(|_| convoke_store::listen(&[four]))
 }
 
-/// Where the store of a round's workers may be reached that this node serves at `port`: `own`, if the user has told, else
-/// the address by which this host reaches the coordinator, then its others.
+/// Returns the addresses of a worker store that this node serves at `port`. That is `own` if the user set it.
+/// Otherwise it is the address by which this host reaches the coordinator, followed by its other addresses.
 pub(super) fn offers(own: Option<&str>, towards: Option<IpAddr>, port: u16) -> Vec<String> {
     if let Some(own) = own {
         return vec![super::super::address(own, port)];
@@ -80,11 +81,12 @@ pub(super) fn offers(own: Option<&str>, towards: Option<IpAddr>, port: u16) -> V
     all.into_iter().map(|ip| SocketAddr::new(ip, port).to_string()).collect()
 }
 
-/// The first of `offers` at which the store of this generation answers, as host and port; one that comes later in the list only
-/// if those before it take longer by [`PREFERENCE`].
+/// Returns host and port of the address in `offers` at which the store of this generation answers. An address
+/// later in the list wins only
+/// if the earlier ones take longer by [`PREFERENCE`].
 ///
 /// # Errors
-/// What came back from each; nothing more if the round `is_over` before.
+/// The error of each address, or nothing more if the round `is_over` before.
 pub(super) fn reach(
     offers: &[String],
     generation: Generation,
@@ -140,7 +142,7 @@ pub(super) fn reach(
     Err(format!("the store of the workers cannot be reached at any of its addresses: {}", failed.join("; ")))
 }
 
-/// The first of `offers`, where nobody listens yet.
+/// Returns the first of `offers`. No process listens there yet.
 pub(super) fn first(offers: &[String]) -> Result<(String, u16), String> {
     split(offers.first().map_or("", String::as_str))
 }
@@ -162,7 +164,7 @@ mod tests {
         let deadline = Instant::now() + REACH_TIMEOUT;
         server.store().set(GENERATION_KEY, generation.to_string().as_bytes(), deadline).unwrap();
         let right = server.addresses()[0].to_string();
-        // Nobody listens at the first.
+        // No process listens at the first address.
         let offers = ["127.0.0.1:1".to_owned(), right.clone()];
         let found = reach(&offers, generation, || false).unwrap();
         assert_eq!(found, ("127.0.0.1".to_owned(), server.port()));
@@ -189,7 +191,7 @@ mod tests {
         let at = |host: &str, resolved: &[IpAddr]| listening_addresses(host, 5, resolved);
         assert_eq!(at("127.0.0.1", &[]), Some(vec![SocketAddr::from(([127, 0, 0, 1], 5))]));
         assert_eq!(at("192.0.2.77", &[]), None, "of another host");
-        // Whatever a name means here, others may come by another way.
+        // Peers may resolve a name differently, whatever it means here.
         for (host, resolved) in [(host_name(), vec![]), ("alias".to_owned(), vec![[127, 0, 1, 1].into()])] {
             assert!(at(&host, &resolved).is_some_and(|all| all[0].ip().is_unspecified()), "{host}");
         }

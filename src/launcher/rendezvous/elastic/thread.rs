@@ -1,4 +1,4 @@
-//! The thread that holds a node's connection and, on the endpoint's host, the place where all meet.
+//! The thread that holds a node's connection and, on the host of the endpoint, runs the rendezvous server.
 
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::rc::Rc;
@@ -23,17 +23,18 @@ use crate::membership::{AgentId, Departure, Member, News, Phase, Profile, Rules}
 use crate::rendezvous::RendezvousError;
 use crate::say::say;
 
-/// Statuses in the time after which a silent node is lost.
+/// Number of heartbeats within the heartbeat timeout.
 const BEATS: u32 = 6;
-/// How long the coordinator stays when its node goes, so that all hear how the job ended.
+/// Longest time that the coordinator stays after its node leaves, so that all members learn how the job
+/// ended.
 const LINGER: Duration = Duration::from_secs(1);
 const LINGER_POLL: Duration = Duration::from_millis(2);
-/// Between two looks whether other jobs have ended.
+/// Interval at which the thread checks whether other jobs have ended.
 const GUESTS_POLL: Duration = Duration::from_millis(50);
-/// Longest time for telling etcd that it goes.
+/// Longest time for releasing the lease in etcd.
 const RELEASE: Duration = Duration::from_millis(500);
 
-/// What the thread needs to know.
+/// Settings of the thread.
 #[derive(Debug, Clone)]
 pub(super) struct Settings {
     pub(super) endpoint: Endpoint,
@@ -41,22 +42,22 @@ pub(super) struct Settings {
     pub(super) profile: Profile,
     pub(super) run_id: String,
     pub(super) token: Option<Token>,
-    /// How long the end of the job may take to be written down.
+    /// Longest time that writing the outcome of the job may take.
     pub(super) close: Duration,
 }
 
-/// See the module's head.
+/// Handle of the thread.
 #[derive(Debug)]
 pub(super) struct Thread {
     pub(super) board: Arc<Board>,
     said: mpsc::UnboundedSender<Said>,
     shared: Shared,
-    /// It serves the coordinator.
+    /// True if the thread serves the coordinator.
     pub(super) is_host: bool,
 }
 
 impl Thread {
-    /// Starts it; this node is in `phase`.
+    /// Starts the thread. `phase` is the state of this node.
     ///
     /// # Errors
     /// This host is to serve the endpoint (`is_host=true`) and cannot.
@@ -96,16 +97,16 @@ impl Thread {
     }
 
     pub(super) fn enter(&self, phase: Phase) {
-        // If it has ended, the board says why.
+        // If the thread has ended, the board holds the reason.
         let _ = self.said.send(Said::Enter(phase));
     }
 
-    /// This host's address on the way to the coordinator, once there is a connection.
+    /// Returns this host's address on the route to the coordinator, once there has been a connection.
     pub(super) fn towards(&self) -> Option<IpAddr> {
         *lock(&self.shared.towards)
     }
 
-    /// Leaves, and waits until that is said.
+    /// Leaves, and waits until the coordinator has been told.
     pub(super) fn leave(&self, departure: Departure) {
         *lock(&self.shared.departure) = Some(departure.clone());
         let _ = self.said.send(Said::Leave(departure));
@@ -117,7 +118,7 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Sockets at the endpoint, if it is this host and nobody listens there yet.
+/// Returns listeners at the endpoint, if it is this host and no process listens there yet.
 fn listen(settings: &Settings) -> Result<Vec<std::net::TcpListener>, RendezvousError> {
     let Endpoint::Host { host, port, is_host } = &settings.endpoint else { return Ok(Vec::new()) };
     if *is_host == Some(false) {
@@ -131,7 +132,7 @@ fn listen(settings: &Settings) -> Result<Vec<std::net::TcpListener>, RendezvousE
     };
     match convoke_store::listen(&addresses) {
         Ok(listeners) => Ok(listeners),
-        // Another agent of this host was first.
+        // Another agent of this host serves the endpoint already.
         Err(ServeError::InUse { .. }) if is_host.is_none() => Ok(Vec::new()),
         Err(ServeError::InUse { address }) => {
             Err(RendezvousError::InUse { address, holder: super::super::holder::holder(address.port()) })
@@ -147,17 +148,17 @@ fn resolve(host: &str, port: u16) -> Vec<IpAddr> {
         .unwrap_or_default()
 }
 
-/// What the thread shares with those that ask it.
+/// State that the thread shares with its callers.
 #[derive(Debug, Clone, Default)]
 struct Shared {
     board: Arc<Board>,
-    /// This host's address on the way to the coordinator.
+    /// Address of this host on the route to the coordinator.
     towards: Arc<Mutex<Option<IpAddr>>>,
-    /// Why this node goes, once it does.
+    /// Reason for which this node leaves, once it does.
     departure: Arc<Mutex<Option<Departure>>>,
 }
 
-/// What the thread does until the node leaves or is alone.
+/// Runs the thread until the node leaves or is cut off from the others.
 async fn work(
     settings: Settings,
     agent: AgentId,
@@ -168,7 +169,7 @@ async fn work(
 ) {
     let Settings { endpoint, rules, profile, run_id, token, close } = settings;
     let serves = !listeners.is_empty();
-    // Who looks for torch's store here finds one, if anybody may look.
+    // A peer that looks for torch's store at the endpoint finds one, but only in open mode.
     let loopback = SocketAddr::from(([127, 0, 0, 1], 0));
     let store = (serves && token.is_none()).then(|| StoreServer::bind(&[loopback]).ok()).flatten();
     let store_at = store.as_ref().and_then(|store| store.addresses().first().copied());
@@ -216,7 +217,7 @@ async fn work(
     }
 }
 
-/// What this node serves at the endpoint, where nobody can take over.
+/// Server at the endpoint, if no other node can take over.
 struct Served {
     hall: Rc<Hall>,
     agent: AgentId,
@@ -224,8 +225,8 @@ struct Served {
 }
 
 impl Served {
-    /// This node goes: those whom it leaves without their coordinator are told. Other jobs may go on until they have ended,
-    /// unless a signal stops this launcher.
+    /// Ends the service after this node has left. Members that lose their coordinator are told.
+    /// Other jobs may continue until they have ended, unless a signal stops this launcher.
     async fn end(&self, mut said: mpsc::UnboundedReceiver<Said>, shared: &Shared) {
         if self.desert(shared) {
             return linger(|| self.hall.is_deserted()).await;
@@ -249,7 +250,7 @@ impl Served {
         }
     }
 
-    /// Tells those who need to know why this node goes; whether those are all.
+    /// Tells the affected members why this node leaves. Returns true if those are the members of all jobs.
     fn desert(&self, shared: &Shared) -> bool {
         let (why, all) = match lock(&shared.departure).take() {
             Some(Departure::Stopped { signal }) => {
@@ -264,7 +265,7 @@ impl Served {
     }
 }
 
-/// Stays until all have heard, for a while at most.
+/// Waits until all members have been told, for [`LINGER`] at most.
 async fn linger(have_heard: impl Fn() -> bool) {
     let until = Instant::now() + LINGER;
     while !have_heard() && Instant::now() < until {

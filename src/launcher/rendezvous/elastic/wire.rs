@@ -1,4 +1,4 @@
-//! What agents and their coordinator say over a connection, byte by byte. Pure.
+//! Wire format between agents and their coordinator. Pure.
 //!
 //! ```text
 //! agent → coordinator   "convoke", version
@@ -9,9 +9,12 @@
 //! coordinator → agent   Order ...
 //! ```
 //!
-//! A frame is a length (4 bytes, little endian), a body, and 32 bytes of HMAC-SHA256 over direction, number and body.
-//! The key is made of the job's token (nothing, in open mode), what was said in Hello and Welcome, and both nonces: so a
-//! frame cannot be made by a stranger, replayed, reflected, moved to another place, or left out. Nothing is encrypted;
+//! A frame is a length (4 bytes, little endian), a body, and 32 bytes of HMAC-SHA256 over direction, number
+//! and body.
+//! The key is derived from the job's token (empty in open mode), the contents of Hello and Welcome, and both
+//! nonces.
+//! An unauthenticated peer therefore cannot forge, replay, reflect, reorder or drop a frame. Nothing is
+//! encrypted.
 //! `suite` names the cryptography, so that this can change without a new format.
 
 use convoke_env::Token;
@@ -22,20 +25,20 @@ use sha2::Sha256;
 
 use crate::membership::{AgentId, OrderMessage, Profile, Status};
 
-/// First bytes of a connection, the last of them the version. (A client of a TCPStore begins with 0.)
+/// First bytes of a connection; the last one is the version. (A TCPStore client begins with 0.)
 pub(super) const MAGIC: [u8; 8] = *b"convoke\x03";
-/// HMAC-SHA256, plain bytes.
+/// HMAC-SHA256 without encryption.
 const SUITE: u8 = 0;
-/// Longest body before its sender has proven itself.
+/// Maximum body length before the sender has authenticated itself.
 pub(super) const STRANGERS_LIMIT: usize = 2048;
-/// Longest body after that: a report of a failure, most of it.
+/// Maximum body length after authentication. The largest body is a failure report.
 pub(super) const MEMBERS_LIMIT: usize = 1 << 20;
 pub(super) const LENGTH_BYTES: usize = 4;
 pub(super) const MAC_BYTES: usize = 32;
 
 pub(super) type Nonce = [u8; 32];
 
-/// The first frame of an agent.
+/// First frame of an agent.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Hello {
     pub(super) suite: u8,
@@ -44,29 +47,29 @@ pub(super) struct Hello {
     pub(super) nonce: Nonce,
 }
 
-/// The answer.
+/// Answer of the coordinator to [`Hello`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Welcome {
-    /// The frame's own MAC proves that the token is known.
+    /// The MAC of this frame proves that the coordinator knows the token.
     Welcome { suite: u8, nonce: Nonce },
-    /// Why not.
+    /// The coordinator refuses the connection. The text is the reason.
     Refused(String),
 }
 
-/// What a proven agent says.
+/// Messages of an authenticated agent.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum ToCoordinator {
     Profile(Profile),
     Status(Status),
 }
 
-/// What the coordinator says to it.
+/// Messages of the coordinator to a member.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum ToMember {
     Order(OrderMessage),
 }
 
-/// Why a frame is none.
+/// Reason for which a frame is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(super) enum WireError {
     #[error("a frame of {len} bytes, {limit} are allowed")]
@@ -77,14 +80,14 @@ pub(super) enum WireError {
     Malformed(String),
 }
 
-/// Who speaks.
+/// Sender of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Side {
     Agent,
     Coordinator,
 }
 
-/// One direction of a connection: seals or opens its frames, in order.
+/// State of one direction of a connection: seals or opens its frames, in order.
 #[derive(Debug, Clone)]
 pub(super) struct Seal {
     key: [u8; MAC_BYTES],
@@ -97,7 +100,7 @@ impl Hello {
         Self { suite: SUITE, run_id: run_id.to_owned(), agent, nonce }
     }
 
-    /// Whether this version can talk so.
+    /// Returns true if this version supports the cryptography of the peer.
     pub(super) fn is_understood(&self) -> bool {
         self.suite == SUITE
     }
@@ -109,7 +112,7 @@ impl Welcome {
     }
 }
 
-/// Both directions: of the agent, of the coordinator.
+/// Returns the state of both directions: from the agent, and from the coordinator.
 pub(super) fn seals(token: Option<&Token>, hello: &Hello, nonce: &Nonce) -> (Seal, Seal) {
     let mut mac = keyed(token.map_or(&[][..], Token::as_bytes));
     mac.update(&MAGIC);
@@ -120,7 +123,7 @@ pub(super) fn seals(token: Option<&Token>, hello: &Hello, nonce: &Nonce) -> (Sea
 }
 
 fn keyed(key: &[u8]) -> Hmac<Sha256> {
-    // HMAC takes keys of every length.
+    // HMAC accepts keys of every length.
     Hmac::<Sha256>::new_from_slice(key).unwrap_or_else(|_| Hmac::new(&Default::default()))
 }
 
@@ -134,7 +137,7 @@ impl Seal {
         mac
     }
 
-    /// The next frame, ready to be sent.
+    /// Seals the next frame and returns it ready to send.
     pub(super) fn seal(&mut self, body: &impl Serialize) -> Vec<u8> {
         let body = encode(body);
         let mac = self.mac(&body).finalize().into_bytes();
@@ -143,14 +146,14 @@ impl Seal {
         frame
     }
 
-    /// What is in the next frame: its body, and the MAC behind it.
+    /// Verifies the next frame and returns its content. `mac` is the MAC that follows `body`.
     pub(super) fn open<T: DeserializeOwned>(&mut self, body: &[u8], mac: &[u8]) -> Result<T, WireError> {
         self.mac(body).verify_slice(mac).map_err(|_| WireError::Forged)?;
         decode(body)
     }
 }
 
-/// A frame without MAC, for what is said before there is a key.
+/// Returns a frame without MAC, for messages that precede the key.
 pub(super) fn frame(body: &[u8]) -> Vec<u8> {
     let len = u32::try_from(body.len()).unwrap_or(u32::MAX);
     let mut frame = Vec::with_capacity(LENGTH_BYTES + body.len() + MAC_BYTES);
@@ -159,14 +162,14 @@ pub(super) fn frame(body: &[u8]) -> Vec<u8> {
     frame
 }
 
-/// Length of the body that follows.
+/// Decodes the length of the body that follows.
 pub(super) fn body_len(length: [u8; LENGTH_BYTES], limit: usize) -> Result<usize, WireError> {
     let len = u32::from_le_bytes(length) as usize;
     if len > limit { Err(WireError::TooLong { len, limit }) } else { Ok(len) }
 }
 
 pub(super) fn encode(body: &impl Serialize) -> Vec<u8> {
-    // Plain data into memory: neither can fail.
+    // Serialising plain data into memory cannot fail.
     postcard::to_stdvec(body).unwrap_or_default()
 }
 

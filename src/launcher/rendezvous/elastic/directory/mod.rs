@@ -1,9 +1,12 @@
-//! The place that says where a job's coordinator is, and what another one must know to go on: a shared file, or etcd.
+//! The registry: a shared file or etcd. It holds the address of a job's coordinator and the record that a
+//! successor needs.
 //!
-//! Whoever finds no coordinator, or finds that it is gone, makes itself one: the entry is replaced only if it is still the
-//! one that was read, with a higher term. One that has been replaced begins no round any more ([`super::claim`]).
+//! A node that finds no coordinator, or a lost one, makes itself the coordinator. It replaces the entry, with
+//! a higher term,
+//! only if the entry is still the one that it read. A replaced coordinator starts no more rounds
+//! ([`super::claim`]).
 
-// Without the feature the same type has no values.
+// Without the feature, this type has no values.
 #[cfg_attr(not(feature = "etcd"), path = "no_etcd.rs")]
 mod etcd;
 mod file;
@@ -20,12 +23,12 @@ pub(super) use file::FileDirectory;
 
 use crate::membership::{AgentId, Ending, Record};
 
-/// Why the place where a coordinator is written down says nothing.
+/// Reason for which the registry gave no answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Trouble {
-    /// It may pass.
+    /// A temporary error.
     Passing(String),
-    /// It will not.
+    /// A permanent error.
     Final(String),
 }
 
@@ -37,20 +40,20 @@ impl fmt::Display for Trouble {
     }
 }
 
-/// Who coordinates a job. Small: every node reads it, and is told when it changes.
+/// Entry of a job's coordinator. It is small because every node reads it and is notified of changes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Entry {
     version: u32,
     pub(super) term: u64,
-    /// How many records its coordinator has written down.
+    /// Number of records that this coordinator has written.
     edition: u64,
-    /// Where the coordinator of that term listens.
+    /// Addresses at which the coordinator of this term listens.
     pub(super) addresses: Vec<SocketAddr>,
-    /// The agent that has it.
+    /// Agent that runs the coordinator.
     pub(super) agent: AgentId,
-    /// Proves to others that somebody may read this place; made by the first coordinator.
+    /// Proves that its holder may read the registry. The first coordinator creates the key.
     pub(super) key: [u8; 32],
-    /// How the job has ended, as its record says.
+    /// Outcome of the job, as its record says.
     pub(super) ending: Option<Ending>,
 }
 
@@ -67,12 +70,12 @@ impl Entry {
         Self { version: Self::VERSION, term, edition: 0, addresses, agent, key, ending }
     }
 
-    /// The same coordinator's when it has written down another record.
+    /// Returns the entry of this coordinator after it has written another record.
     pub(super) fn after(&self, record: &Record) -> Self {
         Self { edition: self.edition + 1, ending: record.ending.clone(), ..self.clone() }
     }
 
-    /// Checks what a place says, `at`.
+    /// Checks the version of an entry that was read at `at`.
     fn check(version: Version, at: &str) -> Result<(), Trouble> {
         if version.version == Self::VERSION {
             return Ok(());
@@ -85,43 +88,43 @@ impl Entry {
     }
 }
 
-/// Of an entry of any version.
+/// Version of an entry, whatever its other fields are.
 #[derive(Deserialize)]
 struct Version {
     version: u32,
 }
 
-/// As plain data into memory, it cannot fail.
+/// Serialises plain data into memory, which cannot fail.
 fn to_json(what: &impl Serialize) -> Vec<u8> {
     serde_json::to_vec(what).unwrap_or_default()
 }
 
-/// Of what a place says, `at`.
+/// Parses an entry that was read at `at`.
 fn from_json<'a, T: Deserialize<'a>>(text: &'a [u8], at: &str) -> Result<T, Trouble> {
     serde_json::from_slice(text)
         .map_err(|error| Trouble::Final(format!("{at}: no entry of convoke's: {error}")))
 }
 
-/// An entry as it was read, so that it can be replaced.
+/// An entry as it was read, for a later compare-and-swap.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Seen {
     pub(super) entry: Option<Entry>,
-    /// The place vouches for the coordinator.
+    /// True if the lease of the coordinator is alive.
     pub(super) held: bool,
-    /// Of all, as the file has it.
+    /// Whole content of the file.
     text: Vec<u8>,
-    /// Of the entry, and of all that was read, in etcd.
+    /// Revisions in etcd: of the entry, and of everything that was read.
     revisions: (i64, i64),
 }
 
 impl Seen {
-    /// Of the entry; 0 if there is none.
+    /// Returns the term of the entry; 0 if there is none.
     pub(super) fn term(&self) -> u64 {
         self.entry.as_ref().map_or(0, |entry| entry.term)
     }
 }
 
-/// See the module's head.
+/// The registry of one job.
 #[derive(Debug, Clone)]
 pub(super) enum Directory {
     File(FileDirectory),
@@ -129,10 +132,10 @@ pub(super) enum Directory {
 }
 
 impl Directory {
-    /// What it says now.
+    /// Reads the current entry.
     ///
     /// # Errors
-    /// It cannot be reached, or what it says makes no sense.
+    /// The registry cannot be reached, or its content is invalid.
     pub(super) async fn read(&self) -> Result<Seen, Trouble> {
         match self {
             Self::File(file) => file.read().await,
@@ -140,17 +143,18 @@ impl Directory {
         }
     }
 
-    /// Looks whether the coordinator is there, without waiting for it, where nothing tells when it is not.
+    /// Checks in the background whether the coordinator's lease is alive, if the registry does not notify of
+    /// its loss.
     pub(super) fn look(&self) {
         if let Self::File(file) = self {
             file.look();
         }
     }
 
-    /// The record beside the entry that was `seen`, or beside a later one.
+    /// Reads the record that belongs to the entry `seen`, or to a later one.
     ///
     /// # Errors
-    /// As [`Self::read`].
+    /// The registry cannot be reached, or its content is invalid.
     pub(super) async fn record(&self, seen: &Seen) -> Result<Option<Record>, Trouble> {
         match self {
             Self::File(file) => file.record(seen),
@@ -158,11 +162,12 @@ impl Directory {
         }
     }
 
-    /// Replaces what was `seen`, if it is still there; what it says afterwards. It vouches for the coordinator of `entry`
-    /// while the lease lives.
+    /// Replaces the entry if it is still `seen`, and returns the entry afterwards. The new entry counts as
+    /// alive
+    /// while the lease is.
     ///
     /// # Errors
-    /// As [`Self::read`].
+    /// The registry cannot be reached, or its content is invalid.
     pub(super) async fn replace(
         &self,
         seen: &Seen,
@@ -176,10 +181,10 @@ impl Directory {
         }
     }
 
-    /// Ends when it says something else than was `seen`, or may do.
+    /// Completes when the entry differs from `seen`, or may differ.
     ///
     /// # Errors
-    /// As [`Self::read`].
+    /// The registry cannot be reached, or its content is invalid.
     pub(super) async fn changed(&self, seen: &Seen) -> Result<(), Trouble> {
         match self {
             Self::File(file) => file.changed(seen).await,
@@ -187,10 +192,10 @@ impl Directory {
         }
     }
 
-    /// What a coordinator keeps alive that claims the place.
+    /// Returns a new lease for a coordinator.
     ///
     /// # Errors
-    /// As [`Self::read`].
+    /// The registry cannot be reached, or its content is invalid.
     pub(super) async fn lease(&self) -> Result<Lease, Trouble> {
         match self {
             Self::File(file) => Ok(file.lease()),
@@ -198,10 +203,10 @@ impl Directory {
         }
     }
 
-    /// Keeps a lease alive for once; false if it has ended.
+    /// Renews a lease once. Returns false if it has expired.
     ///
     /// # Errors
-    /// As [`Self::read`].
+    /// The registry cannot be reached, or its content is invalid.
     pub(super) async fn keep(&self, lease: &Lease) -> Result<bool, Trouble> {
         match self {
             Self::File(file) => file.keep().await.map(|()| true),
@@ -209,7 +214,7 @@ impl Directory {
         }
     }
 
-    /// Ends a lease; if that fails it ends by itself.
+    /// Ends a lease. If that fails, the lease expires by itself.
     pub(super) async fn release(&self, lease: &Lease) {
         match self {
             Self::File(file) => file.release().await,
@@ -218,24 +223,24 @@ impl Directory {
     }
 }
 
-/// A run id as one step of a path.
+/// Escapes a run id so that it is one path component.
 fn one_step(run_id: &str) -> String {
     run_id.replace('%', "%25").replace('/', "%2F")
 }
 
-/// While a coordinator keeps it alive, the place vouches for it.
+/// Lease of a coordinator. The registry treats the coordinator as alive while it renews the lease.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Lease {
-    /// In etcd: of the coordinator, and of the entry, which stays for a while.
+    /// Lease ids in etcd: of the coordinator, and of the entry, which outlives the coordinator.
     ids: (i64, i64),
-    /// It ends when the place has not heard of it for so long.
+    /// Time without renewal after which the lease expires.
     pub(super) ttl: Duration,
-    /// When it was asked for.
+    /// Time at which the lease was requested.
     pub(super) granted: Instant,
 }
 
 impl Lease {
-    /// How long one lives without a word from its coordinator, at best.
+    /// Returns the longest time that a lease lives without renewal.
     fn time(silence: Duration) -> Duration {
         silence * 2 / 3
     }
