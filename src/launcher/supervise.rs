@@ -1,8 +1,8 @@
 //! The workers of one node in one round, from spawn to outcome. Pure: no clock, no handle, no I/O.
 //!
-//! The shell feeds events in and carries actions out, so a test lives through an hour of failures in a
-//! microsecond. Each worker is a machine of its own; what happens to the others when one fails is
-//! decided here and nowhere else.
+//! The shell feeds events in and carries actions out, so a test simulates an hour of failures in a
+//! microsecond. Each worker has its own state. Only this module decides what happens to the others when one
+//! fails.
 
 use std::time::{Duration, Instant};
 
@@ -20,29 +20,31 @@ pub(crate) struct Supervisor {
     failures: Vec<Failure>,
 }
 
-/// How patient the supervisor is.
+/// Delays of the supervisor.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Policy {
-    /// Failures this long after the first count as simultaneous: the others are stopped only then.
+    /// Failures within this time after the first count as simultaneous. The other workers are stopped only
+    /// then.
     pub(crate) settle: Duration,
-    /// How long a worker that only lost a peer stops nobody: the peer may still be about to say why it ends.
+    /// Time for which a worker that only lost a peer stops no others: the peer's own failure may still be
+    /// reported.
     pub(crate) culprit: Duration,
-    /// From SIGTERM to SIGKILL after a failure.
+    /// Time from SIGTERM to SIGKILL after a failure.
     pub(crate) failure_grace: Duration,
 }
 
-/// What a failed worker blames for its end.
+/// The worker that a failed worker blames for its end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Blame {
-    /// Nobody else: it failed by itself.
+    /// No other worker: it failed by itself.
     Itself,
-    /// Another worker: one of this node, if it names one.
+    /// Another worker: one of this node if a local rank is given.
     Other(Option<usize>),
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Worker {
-    /// Asked for, no pid yet.
+    /// Requested, without a pid yet.
     Starting,
     Running,
     Ended,
@@ -51,15 +53,16 @@ enum Worker {
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Phase {
     Running,
-    /// All who failed blame others. This lasts until one fails by itself, or all whom they blame have ended.
+    /// All failed workers blame others. This lasts until one fails by itself, or all blamed workers have
+    /// ended.
     Suspecting {
         until: Instant,
     },
-    /// Somebody failed; who else fails until then fails by itself.
+    /// A worker failed. Every worker that fails before `until` counts as failed by itself.
     Settling {
         until: Instant,
     },
-    /// `signal` was sent; whoever still lives at `kill_at` gets SIGKILL.
+    /// `signal` was sent. Workers that still live at `kill_at` get SIGKILL.
     Stopping {
         signal: Signal,
         kill_at: Instant,
@@ -72,7 +75,7 @@ enum Phase {
     Done,
 }
 
-/// Why the round ends before its workers do.
+/// Reason for which the round ends before its workers do.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Why {
     Failure,
@@ -81,67 +84,69 @@ enum Why {
     Abort,
 }
 
-/// What happens to the workers.
+/// Input of the supervisor.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Event {
-    /// The worker runs.
+    /// The worker is running.
     Started { local_rank: usize },
-    /// It could not be started.
+    /// The worker could not be started.
     StartFailed { local_rank: usize, error: NotStarted },
-    /// It ended and has been reaped. `blame` counts if it failed.
+    /// The worker ended and has been reaped. `blame` counts if it failed.
     Exited { local_rank: usize, cause: ExitCause, blame: Blame },
-    /// A signal to the launcher: pass it on, and end the round within `grace`. If workers are being stopped already, that is
-    /// one stop; only a user who repeats Ctrl-C wants it to end `at_once`.
+    /// The launcher received a signal: pass it on, and end the round within `grace`. If workers are already
+    /// being stopped, that is the stop in progress. Only a user who repeats Ctrl-C wants it to end `at_once`.
     Stop { signal: Signal, grace: Duration, at_once: bool },
-    /// The round is over for reasons of other nodes: stop the workers by `signal` within `grace`, nobody here is to blame.
+    /// Other nodes ended the round: stop the workers by `signal` within `grace`. No worker of this node is
+    /// the cause.
     Abort { signal: Signal, grace: Duration },
     /// Time has passed.
     Tick,
 }
 
-/// What is to be done.
+/// Output of the supervisor.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Action {
     /// Send `signal` to the worker's process group.
     Signal { local_rank: usize, signal: Signal },
-    /// This failure ends the round: the first of a worker that failed by itself, else the first.
+    /// This failure ends the round. It is the first of a worker that failed by itself, or else the first of
+    /// all.
     Failing { local_rank: usize, cause: ExitCause },
     /// No worker is left. The last action of a round.
     Finish(Outcome),
 }
 
-/// How a round ended on this node.
+/// Result of a round on this node.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Outcome {
     /// All workers exited with 0.
     Succeeded,
     /// Workers failed, in the order in which it was noticed.
     Failed(Vec<Failure>),
-    /// A worker could not even be started.
+    /// A worker could not be started.
     NotStarted { local_rank: usize, error: NotStarted },
-    /// A signal to the launcher ended it.
+    /// A signal to the launcher ended the round.
     Stopped { signal: Signal },
-    /// Other nodes ended it.
+    /// Other nodes ended the round.
     Aborted,
 }
 
-/// A worker that ended otherwise than by exit code 0.
+/// A worker that ended other than with exit code 0.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Failure {
     pub(crate) local_rank: usize,
     pub(crate) cause: ExitCause,
-    /// We had already told it to stop.
+    /// True if we had already told the worker to stop.
     pub(crate) stopped: bool,
     pub(crate) blame: Blame,
 }
 
 impl Supervisor {
-    /// A round of `count` workers, all of them asked for.
+    /// Returns the supervisor of a round with `count` workers, all of them requested.
     pub(crate) fn new(count: usize, policy: Policy) -> Self {
         Self { workers: vec![Worker::Starting; count], phase: Phase::Running, policy, failures: Vec::new() }
     }
 
-    /// When `handle` next wants a [`Event::Tick`]; `None` when time cannot change anything.
+    /// Returns the time of the next [`Event::Tick`], or `None` if time cannot change anything.
     pub(crate) fn wake_at(&self) -> Option<Instant> {
         match &self.phase {
             Phase::Suspecting { until } | Phase::Settling { until } => Some(*until),
@@ -150,7 +155,7 @@ impl Supervisor {
         }
     }
 
-    /// Whether the workers are being stopped, or have ended.
+    /// Returns true if the workers are being stopped, or have ended.
     pub(crate) fn is_stopping(&self) -> bool {
         match self.phase {
             Phase::Running | Phase::Suspecting { .. } | Phase::Settling { .. } => false,
@@ -158,12 +163,12 @@ impl Supervisor {
         }
     }
 
-    /// Who has ended otherwise than by exit code 0, in the order in which it was noticed.
+    /// Returns the workers that ended other than with exit code 0, in the order in which that was noticed.
     pub(crate) fn failures(&self) -> &[Failure] {
         &self.failures
     }
 
-    /// Takes in `event` and appends what is to be done.
+    /// Processes `event` and appends the resulting actions.
     pub(crate) fn handle(&mut self, now: Instant, event: Event, out: &mut Vec<Action>) {
         match event {
             Event::Started { local_rank } => self.started(local_rank, out),
@@ -183,8 +188,9 @@ impl Supervisor {
                     self.stop(now, signal, grace, Why::Signal(signal), out)
                 }
                 Phase::Stopping { kill_at, why, .. } => {
-                    // A failure stays the reason. What other nodes ended would begin anew; workers that save have the
-                    // time of this stop then.
+                    // A failure remains the reason. A round that other nodes ended would be followed by
+                    // another one, so this signal replaces that reason.
+                    // Workers that save their state then have the time of this stop.
                     if *why == Why::Abort {
                         *why = Why::Signal(signal);
                         *kill_at = now + grace;
@@ -223,7 +229,7 @@ impl Supervisor {
 
     fn started(&mut self, local_rank: usize, out: &mut Vec<Action>) {
         self.workers[local_rank] = Worker::Running;
-        // The round may have turned while this worker was still being started.
+        // The phase of the round may have changed while this worker was starting.
         match self.phase {
             Phase::Running | Phase::Suspecting { .. } | Phase::Settling { .. } | Phase::Done => {}
             Phase::Stopping { signal, .. } => out.push(Action::Signal { local_rank, signal }),
@@ -256,13 +262,13 @@ impl Supervisor {
                 ) => {}
             }
         }
-        // Also one that exits with 0 may be whom they blame.
+        // A worker that exits with 0 may also be one that the others blame.
         if matches!(self.phase, Phase::Suspecting { .. }) && self.have_all_blamed_ended() {
             self.failing(now, 0, out);
         }
     }
 
-    /// Whether nobody of this node is left who may still say why the others failed.
+    /// Returns true if no worker of this node is left that may still show why the others failed.
     fn have_all_blamed_ended(&self) -> bool {
         let has_ended = |local_rank: usize| self.workers[local_rank] == Worker::Ended;
         self.failures.iter().all(|failure| match failure.blame {
@@ -272,7 +278,7 @@ impl Supervisor {
         })
     }
 
-    /// The failure `index` ends the round.
+    /// Lets the failure `index` end the round.
     fn failing(&mut self, now: Instant, index: usize, out: &mut Vec<Action>) {
         let Failure { local_rank, cause, .. } = self.failures[index];
         out.push(Action::Failing { local_rank, cause });

@@ -1,4 +1,4 @@
-//! The end of the launcher, in peace or after the loss of its guard.
+//! The end of the launcher, regular or after the loss of its guard.
 
 use std::io;
 use std::time::{Duration, Instant, SystemTime};
@@ -11,9 +11,9 @@ use crate::guard::{FromGuard, ToGuard, kill_all};
 use crate::say::say;
 use crate::{exit, fault, supervise};
 
-/// How long the guard may take to leave.
+/// Longest time that the guard may take to exit.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long output that is already written may take to reach its file or the console.
+/// Longest time that output that is already written may take to reach its file or the console.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 
 impl Shell {
@@ -51,7 +51,7 @@ impl Shell {
             }
             End::Failed(failures) => {
                 self.events.agent_failed(self.round.as_ref().map(|round| &round.assignment), self.restarts);
-                // Of what other nodes caused, their report tells.
+                // The report of the other nodes covers failures that they caused.
                 if self.verdict.is_none() {
                     report = Some(self.report_failures(failures));
                 }
@@ -93,7 +93,8 @@ impl Shell {
         self.signals.fatal.map_or(exit, Exit::Signal)
     }
 
-    /// All workers have ended: brings what they have written to its end. What they left behind may go on writing.
+    /// Forwards the remaining output of the workers, which have all ended. Processes that they left behind
+    /// may continue to write.
     pub(super) fn finish_output(&mut self) {
         if let Some(tee) = self.round.as_ref().and_then(|round| round.tee.as_ref()) {
             tee.drain(Instant::now() + DRAIN_TIMEOUT);
@@ -101,23 +102,24 @@ impl Shell {
         self.run_dir.check_space();
     }
 
-    /// The same for the last time.
+    /// Forwards the remaining output and closes it for good.
     fn close_output(&mut self) {
         if let Some(tee) = self.round.as_mut().and_then(|round| round.tee.take()) {
             tee.finish(Instant::now() + DRAIN_TIMEOUT);
         }
     }
 
-    /// Tells the guard to leave and waits until it has.
+    /// Tells the guard to exit and waits until it has.
     async fn dismiss_guard(&mut self) -> io::Result<()> {
         self.link.send(&ToGuard::Leave, &[])?;
-        // Meanwhile.
+        // The rendezvous closes while the guard exits.
         if let Ok(mut rendezvous) = self.rendezvous.try_lock() {
             rendezvous.close();
         }
         let deadline = tokio::time::Instant::now() + LEAVE_TIMEOUT;
         let mut closed = false;
-        // Its socket closes a moment before it is gone: only its reaping says that nothing is left.
+        // The guard's socket closes a moment before the guard exits. Only its reaping shows that no process
+        // is left.
         while self.guard_end.is_none() {
             tokio::select! {
                 message = self.link.receive(), if !closed => closed = message?.is_none(),
@@ -128,12 +130,13 @@ impl Shell {
         Ok(())
     }
 
-    /// The guard is gone without our asking. The kernel has killed the workers; the rest falls to us.
+    /// Handles the unexpected end of the guard. The kernel has killed the workers; this process ends the
+    /// remaining ones.
     pub(super) async fn guard_lost(&mut self) -> Exit {
         let mut reaped = Vec::new();
-        // Its socket may have closed a moment before it could be reaped.
+        // The guard's socket may have closed a moment before the guard could be reaped.
         kill_all(|pid, cause| reaped.push((pid, cause)));
-        // Nobody should be left who holds the other end open.
+        // No other process should hold the far end of the socket open.
         let _ = tokio::time::timeout(DRAIN_TIMEOUT, self.hear_last_words()).await;
         self.note_reaped(&reaped);
         self.close_output();
@@ -141,7 +144,7 @@ impl Shell {
         Exit::Code(exit::FAILURE)
     }
 
-    /// Notes what the guard has said of its workers before it was lost; nothing is done about it any more.
+    /// Records the guard's last messages about its workers. They lead to no actions any more.
     async fn hear_last_words(&mut self) {
         while let Ok(Some(message)) = self.link.receive().await {
             let Some(round) = &mut self.round else { continue };

@@ -1,4 +1,4 @@
-//! One node's life: which round follows which, and how it ends. Pure: no clock, no handle, no I/O.
+//! State machine of one agent: the order of its rounds, and how it ends. Pure: no clock, no handle, no I/O.
 //!
 //! ```text
 //! Joining ─► Running ─► Sweeping ─┬─► Barrier ─► end        all workers succeeded
@@ -13,41 +13,41 @@ use nix::sys::signal::Signal;
 
 use crate::supervise::{Failure, Outcome};
 
-/// Decides for one agent.
+/// State of one agent.
 #[derive(Debug)]
 pub(crate) struct Agent {
     state: State,
     rules: Rules,
     restarts: u32,
-    /// What the others have said of this round.
+    /// Decision of the other nodes about this round.
     word: Option<Word>,
-    /// They have the last word on a failure without a restart.
+    /// True if a failure without a remaining restart is final only when the other nodes say so.
     last_word: bool,
-    /// A signal has come that ends the job.
+    /// A signal that ends the job, if one has come.
     signalled: Option<Signal>,
-    /// No restart is any use.
+    /// True if another restart would be useless.
     given_up: bool,
 }
 
-/// What others have said of a round.
+/// Decision of the other nodes about a round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Word {
-    /// All begin anew.
+    /// All nodes restart.
     Again,
     /// A failure of this node has ended the job.
     Final,
 }
 
-/// What the command line says about restarts and patience.
+/// Command-line settings for restarts and leftover processes.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Rules {
     /// `--max-restarts`.
     pub(crate) max_restarts: u32,
-    /// How long what successful workers leave behind may take to end by itself.
+    /// Time that processes left behind by successful workers have to end by themselves.
     pub(crate) sweep_patience: Duration,
-    /// How long what is left over may take to end after SIGTERM.
+    /// Time from SIGTERM to SIGKILL for leftover processes.
     pub(crate) sweep_grace: Duration,
-    /// Leave them alone if the workers succeeded (`--orphans=keep`).
+    /// Leaves such processes alone if the workers succeeded (`--orphans=keep`).
     pub(crate) keep_orphans: bool,
 }
 
@@ -56,38 +56,39 @@ enum State {
     Joining,
     Running,
     Sweeping(Outcome),
-    /// For the others' word on a failure.
+    /// Waits for the decision of the other nodes about a failure.
     Waiting(Vec<Failure>),
     Barrier,
     Ended,
 }
 
-/// What happens to the agent.
+/// Input of the agent's state machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Event {
-    /// The nodes of the round are known; whether they have the last word on a failure without a restart.
+    /// The nodes of the round are known. `last_word` is true if a failure without a remaining restart is
+    /// final only when the other nodes say so.
     Joined { last_word: bool },
     /// The rendezvous failed.
     JoinFailed(String),
-    /// The job has ended well while this node waited for a round.
+    /// The job succeeded while this node waited for a round.
     NotNeeded,
     /// All workers of the round have ended.
     RoundEnded(Outcome),
-    /// Nothing is left of what they had started.
+    /// No process that the workers started remains.
     Swept,
-    /// All nodes have succeeded, or it is no use to wait for them any longer.
+    /// All nodes have succeeded, or waiting for them is useless.
     BarrierPassed,
-    /// A signal that ends the job; `at_once` if the user has no more patience.
+    /// A signal ends the job; `at_once` if the user has asked for an immediate end.
     Signalled { signal: Signal, at_once: bool },
     /// The job is over on all nodes.
     Verdict,
-    /// It is over, because of a failure of this node.
+    /// The job is over because of a failure of this node.
     Final,
-    /// All nodes begin anew, perhaps without this one, which is `alone`: it has no time left.
+    /// All nodes restart, perhaps without this one. A node that is `alone` has no time left.
     NewRound { alone: bool },
 }
 
-/// What is to be done.
+/// Output of the agent's state machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Action {
     /// Meet the other nodes, for a round with this restart count.
@@ -96,35 +97,35 @@ pub(crate) enum Action {
     Start,
     /// Pass the signal on to the workers.
     Stop { signal: Signal, at_once: bool },
-    /// Stop the workers: there is nothing left for them to do.
+    /// Stop the workers: their work is no longer needed.
     Abort,
     /// End what the workers left behind: SIGTERM after `patience`, SIGKILL after another `grace`.
     Sweep { patience: Duration, grace: Duration },
     /// Wait for the other nodes.
     Barrier,
-    /// End. The last action.
+    /// End the agent. This is the last action.
     End(End),
 }
 
-/// How the agent ends.
+/// Result of the agent.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum End {
     /// All workers of all nodes have succeeded, as far as is known.
     Success,
     /// Workers failed and no restart is left.
     Failed(Vec<Failure>),
-    /// It could not be done: what, and why.
+    /// The agent could not continue. The text says why.
     Error(String),
     /// A signal stopped the workers.
     Stopped(Signal),
-    /// A signal came before there were workers, or after.
+    /// A signal came before the workers started or after they ended.
     Interrupted(Signal),
     /// Another node ended the job.
     Aborted,
 }
 
 impl Agent {
-    /// A new agent, and the first thing to do.
+    /// Returns a new agent and its first action.
     pub(crate) fn new(rules: Rules) -> (Self, Action) {
         let (state, word, last_word) = (State::Joining, None, false);
         (
@@ -133,7 +134,7 @@ impl Agent {
         )
     }
 
-    /// Takes in `event`; what is to be done, if anything.
+    /// Processes `event`. Returns an action, if any.
     pub(crate) fn handle(&mut self, event: Event) -> Option<Action> {
         if let Event::Signalled { signal, .. } = event {
             self.signalled.get_or_insert(signal);
@@ -204,7 +205,7 @@ impl Agent {
 
             (State::Barrier, Event::BarrierPassed) => end(End::Success),
 
-            // Late or repeated news changes nothing.
+            // Late or repeated events change nothing.
             (state, Event::Joined { .. } | Event::JoinFailed(_) | Event::NotNeeded) => (state, None),
             (state, Event::Final | Event::NewRound { .. }) => (state, None),
             (state, Event::RoundEnded(_) | Event::Swept | Event::BarrierPassed) => (state, None),
@@ -213,12 +214,12 @@ impl Agent {
         action
     }
 
-    /// How many failures this agent can still answer with a restart.
+    /// Returns the number of failures after which this agent can still restart.
     pub(crate) fn restarts_left(&self) -> u32 {
         if self.given_up { 0 } else { self.rules.max_restarts - self.restarts }
     }
 
-    /// The next failure is the last.
+    /// Makes the next failure final.
     pub(crate) fn give_up(&mut self) {
         self.given_up = true;
     }
@@ -232,7 +233,7 @@ impl Agent {
             (Outcome::Failed(failures), _) if self.given_up => end(End::Failed(failures)),
             // A signal never leads to another round.
             (Outcome::Failed(failures), Some(_)) => end(End::Failed(failures)),
-            // Nor to a wait for the others.
+            // A signal does not lead to a wait for the others either.
             (Outcome::Aborted | Outcome::Succeeded, Some(signal)) => end(End::Stopped(signal)),
             (outcome, _) => self.after_round(outcome),
         }
@@ -469,7 +470,7 @@ mod tests {
         let mut one = agent(0, false);
         story(&mut one, &stopped);
         story(&mut one, &stopped);
-        // All its workers were done.
+        // All workers of the node had succeeded.
         let done = Event::RoundEnded(Outcome::Succeeded);
         let sweep = Some(Action::Sweep { patience: PATIENCE, grace: GRACE });
         let at_once = Action::Sweep { patience: Duration::ZERO, grace: Duration::ZERO };
@@ -479,7 +480,7 @@ mod tests {
                 (joined.clone(), Some(Action::Start)),
                 (done.clone(), sweep.clone()),
                 (Event::NewRound { alone: false }, None),
-                // Now it has no time left.
+                // The node has no time left now.
                 (Event::NewRound { alone: true }, Some(at_once)),
                 (Event::Swept, join.clone()),
                 (joined, Some(Action::Start)),
@@ -506,7 +507,7 @@ mod tests {
             story(&mut agent, &failed);
             story(&mut agent, &[(word, then)]);
         }
-        // The word may come first.
+        // The decision of the others may come first.
         for (word, then) in
             [(Event::Final, end), (Event::NewRound { alone: false }, Some(Action::Join { restarts: 0 }))]
         {

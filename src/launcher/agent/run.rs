@@ -1,4 +1,4 @@
-//! The shell around the machines: the only select loop of the launcher.
+//! The shell around the state machines: the only select loop of the launcher.
 
 use std::os::unix::net::UnixStream;
 use std::process::ExitCode;
@@ -33,14 +33,15 @@ use crate::say::say;
 use crate::supervise::{self, Supervisor};
 use crate::{exit, fault};
 
-/// How long workers that only lost a peer stop nobody, on this node and on others: the peer may still be about to say
-/// why it ends. Longer than it takes to know that a launcher or its host is lost.
+/// Time for which the failure of workers that only lost a peer stops no workers, here or on other nodes. The
+/// peer's own failure may still be reported.
+/// This exceeds the time in which the loss of a launcher or its host is detected.
 pub(super) const CULPRIT_PATIENCE: Duration = Duration::from_secs(5);
 /// From SIGTERM to SIGKILL after a worker failed; torchrun's fixed value.
 pub(super) const FAILURE_GRACE: Duration = Duration::from_secs(30);
-/// The same when the others are about to begin a round without this node.
+/// Time from SIGTERM to SIGKILL when the other nodes are about to start a round without this node.
 const ALONE_GRACE: Duration = Duration::from_millis(500);
-/// How long the nodes may take to meet before it is said why they may not. On one host they take less.
+/// Time after which the launcher explains why the nodes may not have met. On one host they take less.
 const DOUBT_AFTER: Duration = Duration::from_secs(1);
 /// How long a process may outlive a successful worker before anyone is bothered with it: helpers like
 /// Python's resource tracker end a moment after their worker.
@@ -64,7 +65,7 @@ pub(crate) fn run(config: Config, guard: Pid, socket: UnixStream) -> ExitCode {
             }
         }
     });
-    // A thread that still waits for other nodes must not hold us up.
+    // A thread that still waits for other nodes must not delay the exit.
     runtime.shutdown_background();
     match end {
         Exit::Code(code) => code,
@@ -72,13 +73,13 @@ pub(crate) fn run(config: Config, guard: Pid, socket: UnixStream) -> ExitCode {
     }
 }
 
-/// How the launcher ends.
+/// Result of the launcher: an exit code or a signal.
 pub(super) enum Exit {
     Code(ExitCode),
     Signal(i32),
 }
 
-/// What comes from threads and signal handlers.
+/// Input from threads and signal handlers.
 #[derive(Debug)]
 pub(super) enum News {
     Joined(Result<(Assignment, Option<Arc<dyn Court>>), RendezvousError>),
@@ -96,11 +97,11 @@ pub(super) struct Shell {
     pub(super) agent: Agent,
     pub(super) rendezvous: Arc<Mutex<Box<dyn Rendezvous>>>,
     pub(super) guests: Guests,
-    /// Once this node has joined others that can hear it.
+    /// Set once this node has joined other nodes with which it can exchange failures.
     pub(super) court: Option<Arc<dyn Court>>,
-    /// What this node has said of its own failure, or is about to.
+    /// The failure that this node has declared or is about to declare.
     pub(super) declared: Option<Declared>,
-    /// How the job ended, as far as it is known.
+    /// Outcome of the job, as far as it is known.
     pub(super) verdict: Option<Verdict>,
     pub(super) token: Option<Token>,
     pub(super) run_dir: RunDir,
@@ -108,16 +109,16 @@ pub(super) struct Shell {
     pub(super) events: Events,
     pub(super) restarts: u32,
     pub(super) round: Option<Round>,
-    /// The latest round that others have ended.
+    /// Number of the latest round that other nodes have ended.
     pub(super) ended_round: Option<u64>,
-    /// The latest round that this node has ended because it heard nobody.
+    /// Number of the latest round that this node ended because it was cut off from the others.
     pub(super) alone_in: Option<u64>,
-    /// The last round did.
+    /// True if the last round succeeded.
     pub(super) succeeded: bool,
     pub(super) next_worker_id: u64,
     pub(super) signals: Signalled,
     pub(super) backoff: Backoff,
-    /// How long the next restart waits.
+    /// Delay before the next restart.
     pub(super) restart_wait: Duration,
     pub(super) pause: Option<Pause>,
     pub(super) same: Same,
@@ -125,28 +126,28 @@ pub(super) struct Shell {
     pub(super) guard_end: Option<Option<ExitCause>>,
 }
 
-/// What this node has to say of its own failure.
+/// The failure that this node declares to the other nodes.
 #[derive(Debug, Clone)]
 pub(super) struct Declared {
     pub(super) what: What,
-    /// Until then others may name the culprit: those who failed here only lost a peer.
+    /// Time until which other nodes may name the root cause: the workers that failed here only lost a peer.
     pub(super) others_first: Option<Instant>,
 }
 
-/// What exists while there are workers.
+/// State that exists while there are workers.
 pub(super) struct Round {
     pub(super) assignment: Assignment,
     pub(super) supervisor: Supervisor,
     pub(super) workers: Workers,
     pub(super) tee: Option<Tee>,
     pub(super) began: Instant,
-    /// When the first worker failed.
+    /// Time at which the first worker failed.
     pub(super) first_failed: Option<Instant>,
-    /// The worker that ended last left no process behind.
+    /// True if the worker that ended last left no process behind.
     pub(super) nothing_left: bool,
 }
 
-/// Ends at that time; never if there is none.
+/// Completes at that time, or never if `at` is `None`.
 async fn until(at: Option<Instant>) {
     match at {
         Some(at) => tokio::time::sleep_until(at.into()).await,
@@ -164,7 +165,7 @@ impl Shell {
         let flight = Flight::new(&config.flight, run_dir.path());
         let events = Events::new(&config);
         let rules = Rules {
-            // Where they are counted for all nodes, each asks for every one.
+            // If restarts are counted for all nodes together, each node asks for every one.
             max_restarts: if config.has_job_budget() { 0 } else { config.max_restarts },
             sweep_patience: LEFTOVER_PATIENCE,
             sweep_grace: FAILURE_GRACE,
@@ -242,7 +243,7 @@ impl Shell {
             News::Joined(Ok((assignment, court))) => {
                 self.enter_court(court);
                 if self.ended_round >= Some(assignment.round) {
-                    // Its end was heard before its beginning.
+                    // The end of the round was reported before its start.
                     self.join(self.restarts);
                     return None;
                 }
@@ -276,7 +277,7 @@ impl Shell {
                 self.decide(Event::BarrierPassed)
             }
             News::Others(FromOthers::Verdict(verdict)) => {
-                // What this node said itself is already being acted on.
+                // This node is already acting on its own declaration.
                 let mine = self.court.as_ref().is_some_and(|court| court.is_mine(&verdict));
                 self.verdict.get_or_insert(verdict);
                 self.decide(if mine { Event::Final } else { Event::Verdict })
@@ -296,14 +297,15 @@ impl Shell {
         }
     }
 
-    /// The guard, workers that fell to us by its end, or strangers that we adopted as subreaper or as PID 1.
+    /// Reaps the guard, workers that became our children when it died, and processes that we adopted as
+    /// subreaper or as PID 1.
     pub(super) fn reap_children(&mut self) {
         let mut reaped = Vec::new();
         reap(|pid, cause| reaped.push((pid, cause)));
         self.note_reaped(&reaped);
     }
 
-    /// Notes how the guard, or workers without a guard, ended.
+    /// Records how the guard, or workers without a guard, ended.
     pub(super) fn note_reaped(&mut self, reaped: &[(i32, ExitCause)]) {
         for &(pid, cause) in reaped {
             if pid == self.guard.as_raw() {
@@ -351,7 +353,7 @@ impl Shell {
         }
     }
 
-    /// Feeds the supervisor and carries out what it decides.
+    /// Passes an event to the supervisor and carries out its decisions.
     fn supervise(&mut self, event: supervise::Event) -> Option<End> {
         let round = self.round.as_mut()?;
         let mut actions = Vec::new();
@@ -375,7 +377,7 @@ impl Shell {
         ended
     }
 
-    /// Feeds the agent's machine and carries out what it decides.
+    /// Passes an event to the agent's state machine and carries out its decision.
     pub(super) fn decide(&mut self, event: Event) -> Option<End> {
         match self.agent.handle(event)? {
             Action::Join { restarts } => {
@@ -392,7 +394,7 @@ impl Shell {
             Action::Abort => {
                 let (signal, grace) = match self.verdict.as_ref().map(|verdict| &verdict.what) {
                     _ if self.is_alone() => (Signal::SIGTERM, ALONE_GRACE),
-                    // As if it had come to this node.
+                    // The signal is handled as if this node had received it.
                     Some(What::Stopped { signal }) => {
                         (Signal::try_from(*signal).unwrap_or(Signal::SIGTERM), self.config.shutdown_timeout)
                     }
@@ -419,14 +421,14 @@ impl Shell {
         }
     }
 
-    /// Whether this node hears nobody, and the others are about to go on without it.
+    /// Returns true if this node is cut off and the other nodes are about to continue without it.
     fn is_alone(&self) -> bool {
         let round = self.round.as_ref().map(|round| round.assignment.round);
         self.alone_in.is_some() && self.alone_in == round
             || self.verdict.as_ref().is_some_and(|verdict| matches!(verdict.what, What::Alone { .. }))
     }
 
-    /// Sends what has no descriptors. If the guard is gone, the select loop deals with that next.
+    /// Sends a message without descriptors. If the guard is gone, the select loop handles that next.
     pub(super) fn tell_guard(&mut self, message: &ToGuard) {
         if self.link.send(message, &[]).is_err() {
             self.guard_end = Some(None);
@@ -441,12 +443,12 @@ impl Shell {
         });
     }
 
-    /// Asks the rendezvous; its news comes through the select loop.
+    /// Calls the rendezvous in a thread. The result arrives in the select loop.
     fn meet(&self, work: impl FnOnce(&mut dyn Rendezvous) -> News + Send + 'static) {
-        // Nobody listens any more if the launcher is just ending.
+        // If the launcher is just ending, nobody receives this message.
         let tell = self.tell.clone();
         let tell = move |news| drop(tell.send(news));
-        // A thread that waits for other nodes keeps it locked, and is the only one that asks it.
+        // A thread that waits for other nodes holds this lock. No other thread uses the rendezvous.
         if let Ok(mut rendezvous) = self.rendezvous.try_lock()
             && !rendezvous.waits()
         {

@@ -1,26 +1,27 @@
-//! What is settled before the first round: when signals may come, and the job's secret.
+//! Preparations before the first round: signal masking and the secret of the job.
 
 use convoke_env::Token;
 use nix::sys::signal::{SigSet, Signal};
 
 use crate::config::{Config, Rendezvous as Choice};
 
-/// What is sent to a launcher so that it ends.
+/// Signals by which users and schedulers end a launcher.
 const STOPPING: [Signal; 4] = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGQUIT];
 
-/// Holds back the signals that stop a job until the launcher has come to handle them: until then, PID 1 of a container
-/// would not even notice them.
+/// Blocks the signals that stop a job until the launcher handles them. Before that, PID 1 of a container
+/// would ignore them.
 pub(crate) fn hold_signals() {
-    // If it fails they act as always.
+    // If blocking fails, the signals keep their usual effect.
     let _ = SigSet::from_iter(STOPPING).thread_block();
 }
 
-/// Lets them come.
+/// Unblocks the signals that [`hold_signals`] blocked.
 pub(super) fn release_signals() -> Result<(), String> {
     SigSet::from_iter(STOPPING).thread_unblock().map_err(|error| format!("cannot unblock signals: {error}"))
 }
 
-/// The secret of the job: given by the user, or made here if all workers are ours.
+/// Returns the secret of the job. The user may provide it. Otherwise the launcher creates it if all workers
+/// are its own.
 pub(super) fn token(config: &Config) -> Result<Option<Token>, String> {
     if let Some(token) = Token::from_process().map_err(|error| error.to_string())? {
         return Ok(Some(token));

@@ -1,4 +1,4 @@
-//! What is done when a signal comes.
+//! Reactions to signals.
 
 use std::time::Instant;
 
@@ -12,25 +12,25 @@ use crate::os::stop_this_process;
 use crate::say::say;
 use crate::words;
 
-/// Signals that have come.
+/// Signals that the launcher has received.
 #[derive(Debug, Default)]
 pub(super) struct Signalled {
-    /// One that the launcher does not handle: it ends by it after its workers.
+    /// A signal that the launcher does not handle. The launcher ends by it after its workers.
     pub(super) fatal: Option<i32>,
-    /// Ctrl-C.
+    /// Number of Ctrl-C.
     interrupts: u32,
-    /// Signals on their way to workers, the oldest first.
+    /// Signals that are being forwarded to workers, oldest first.
     forwarded: Vec<Forwarded>,
 }
 
-/// A signal on its way to the workers of a round.
+/// A signal that is being forwarded to the workers of a round.
 #[derive(Debug)]
 struct Forwarded {
     signal: Signal,
-    /// Whom the guard has not answered for.
+    /// Workers for which the guard has not answered.
     waiting: Vec<(WorkerId, usize)>,
     caught: usize,
-    /// Ranks that do not catch it.
+    /// Ranks that do not catch the signal.
     left_alone: Vec<usize>,
 }
 
@@ -38,8 +38,9 @@ impl Shell {
     pub(super) fn signalled(&mut self, number: i32, meaning: Meaning) -> Option<End> {
         match (meaning, Signal::try_from(number)) {
             (Meaning::Stop, Ok(signal)) => {
-                // A scheduler may send a signal to every process of a job, and again: all that is one stop. A user who is
-                // at the terminal and repeats Ctrl-C means it.
+                // A scheduler may signal every process of a job, and repeat that: all these signals are one
+                // stop.
+                // A user at the terminal who repeats Ctrl-C wants an immediate end.
                 self.signals.interrupts += u32::from(signal == Signal::SIGINT);
                 let at_once = signal == Signal::SIGINT && self.signals.interrupts > 1 && has_terminal();
                 self.declare_stop(signal);
@@ -78,7 +79,7 @@ impl Shell {
         }
     }
 
-    /// Workers that may run: identity and rank.
+    /// Returns the id and rank of each worker that may run.
     fn running_workers(&self) -> Vec<(WorkerId, usize)> {
         let Some(round) = &self.round else { return Vec::new() };
         let workers = &round.workers;
@@ -92,7 +93,7 @@ impl Shell {
         }
     }
 
-    /// Passes a signal on to those who catch it.
+    /// Forwards a signal to the workers that catch it.
     fn forward(&mut self, signal: Signal) {
         let waiting = self.running_workers();
         if waiting.is_empty() {
@@ -105,7 +106,7 @@ impl Shell {
         self.signals.forwarded.push(Forwarded { signal, waiting, caught: 0, left_alone: Vec::new() });
     }
 
-    /// The guard has passed one on, or there was nobody who catches it.
+    /// Handles the guard's answer: it has forwarded a signal, or no process of the worker catches it.
     pub(super) fn forwarded(&mut self, id: WorkerId, caught: bool) {
         let is_waiting = |one: &Forwarded| one.waiting.iter().any(|(waiting, _)| *waiting == id);
         let Some(at) = self.signals.forwarded.iter().position(is_waiting) else { return };
@@ -129,7 +130,7 @@ impl Shell {
         }
     }
 
-    /// Ctrl-Z.
+    /// Stops the workers, then this process (Ctrl-Z).
     fn suspend(&mut self) {
         self.signal_workers(Signal::SIGSTOP);
         let several = self.round.as_ref().is_some_and(|round| round.assignment.group_world_size > 1);
@@ -145,7 +146,7 @@ impl Shell {
     }
 }
 
-/// Whether somebody at a terminal can press Ctrl-C.
+/// Returns true if this process has a terminal, at which a user can press Ctrl-C.
 fn has_terminal() -> bool {
     std::fs::File::open("/dev/tty").is_ok()
 }

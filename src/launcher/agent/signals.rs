@@ -1,4 +1,4 @@
-//! What signals to the launcher mean, and how they reach the select loop.
+//! Meanings of signals to the launcher, and their delivery to the select loop.
 
 use std::fs;
 
@@ -10,39 +10,40 @@ use super::run::News;
 use crate::config::Config;
 use crate::guard::signal_set;
 
-/// What a signal to the launcher means.
+/// Meaning of a signal to the launcher.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Meaning {
-    /// It goes to the workers, which have the shutdown timeout to end; the job ends.
+    /// The workers get the signal and must end within the shutdown timeout. The job ends.
     Stop,
-    /// It goes to the workers that catch it; the job goes on.
+    /// The workers that catch the signal get it. The job continues.
     Forward,
-    /// The workers get SIGTERM and the shutdown timeout; the launcher ends by this signal after them.
+    /// The workers get SIGTERM and the shutdown timeout. The launcher then ends by this signal.
     Die,
-    /// Ctrl-Z: the workers stop, then the launcher, until it is told to go on.
+    /// Ctrl-Z: the workers stop, then the launcher, until SIGCONT.
     Suspend,
-    /// The terminal has another size.
+    /// The size of the terminal has changed.
     Resize,
     /// A child has ended.
     Child,
 }
 
-/// What the user has said of signals.
+/// User settings for signals.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Choices<'a> {
-    /// `--signals-to-handle`, and whether that is the user's own list.
+    /// `--signals-to-handle`. `is_given` is true if the user set the list.
     pub(super) stop: &'a [Signal],
     pub(super) is_given: bool,
     /// `--forward-signals`.
     pub(super) forward: &'a [Signal],
 }
 
-/// The signals that are watched, each with its meaning. Whoever started the launcher so that it ignores a signal, as `nohup`
-/// does, has said that this signal means nothing; only an own `--signals-to-handle` says otherwise.
+/// Returns the signals to watch, each with its meaning. A signal that was ignored when the launcher started,
+/// as under `nohup`, has no meaning.
+/// Only a user's own `--signals-to-handle` overrides that.
 pub(super) fn meanings(choices: Choices<'_>, is_ignored: impl Fn(i32) -> bool) -> Vec<(i32, Meaning)> {
     let is_in = |list: &[Signal], number: i32| list.iter().any(|&signal| signal as i32 == number);
     let mut all = Vec::new();
-    // Real-time signals begin at 34 here: the C library keeps two.
+    // Real-time signals start at 34 here: the C library reserves two.
     for number in (1..32).chain(34..65) {
         let handled = is_in(choices.stop, number);
         let meaning = match Signal::try_from(number) {
@@ -52,7 +53,8 @@ pub(super) fn meanings(choices: Choices<'_>, is_ignored: impl Fn(i32) -> bool) -
             _ if is_in(choices.forward, number) => Meaning::Forward,
             Ok(Signal::SIGTSTP) => Meaning::Suspend,
             Ok(Signal::SIGWINCH) => Meaning::Resize,
-            // Nobody can catch the first two. The others tell of a fault in this program: to go on after them is no use.
+            // The first two cannot be caught. The others indicate a fault in this program, which cannot
+            // continue after them.
             Ok(
                 Signal::SIGKILL
                 | Signal::SIGSTOP
@@ -63,7 +65,7 @@ pub(super) fn meanings(choices: Choices<'_>, is_ignored: impl Fn(i32) -> bool) -
                 | Signal::SIGTRAP
                 | Signal::SIGSYS,
             ) => continue,
-            // They do nothing, or stop and continue this process alone.
+            // These signals do nothing, or stop and continue this process alone.
             Ok(Signal::SIGPIPE | Signal::SIGURG | Signal::SIGCONT | Signal::SIGTTIN | Signal::SIGTTOU) => {
                 continue;
             }
@@ -91,7 +93,8 @@ pub(super) fn watch(config: &Config, tell: &mpsc::UnboundedSender<News>) -> Resu
     Ok(())
 }
 
-/// The signals that this process ignores, bit 0 for number 1; none if the system does not tell.
+/// Returns the signals that this process ignores: bit 0 is number 1. Returns 0 if the system does not provide
+/// them.
 fn ignored() -> u64 {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     signal_set(&status, "SigIgn:")

@@ -1,4 +1,4 @@
-//! What the launcher says, all of it on stderr.
+//! Messages of the launcher, all on stderr.
 
 use std::time::{Duration, SystemTime};
 
@@ -15,9 +15,9 @@ use crate::report::{self, Ended, How, Outcome, Report};
 use crate::say::{say, say_report};
 use crate::supervise::{self, Blame};
 
-/// How many leftover processes a message names.
+/// Maximum number of leftover processes that a message names.
 const NAMED_LEFTOVERS: usize = 8;
-/// How long the last lines of a worker may take to be read before its failure is told to others.
+/// Longest time for reading the last lines of a worker before its failure is declared to other nodes.
 const GLANCE_TIMEOUT: Duration = Duration::from_millis(100);
 
 impl Shell {
@@ -49,7 +49,7 @@ impl Shell {
         }
         let (report, ..) = self.report(failures);
         if !self.note_failure(report.root()) {
-            // The others have heard of no end.
+            // The other nodes have not been told of an end.
             if let (Some(root), Some(failure)) = (report.root(), failures.first())
                 && self.court.as_ref().is_some_and(|court| !court.has_last_word())
             {
@@ -58,7 +58,7 @@ impl Shell {
             return;
         }
         if let Some(root) = report.root() {
-            // A bare exit code explains itself.
+            // An exit code alone needs no explanation.
             let why = if root.class == Class::Exit { String::new() } else { format!(" ({})", root.class) };
             say(&format!(
                 "warning: rank {} (local_rank {}) {}{why}; restarting {} of this node ({left} of {} restarts left)",
@@ -77,7 +77,8 @@ impl Shell {
         }
     }
 
-    /// What the workers of this round have recorded, now that they have ended; without `failures` they were stopped.
+    /// Returns what the workers of this round have recorded. They have all ended. Without `failures` they
+    /// were stopped.
     pub(super) fn flight(&self, failures: Option<&[supervise::Failure]>) -> Option<report::Flight> {
         let Round { assignment, workers, .. } = self.round.as_ref()?;
         let stopped = |local_rank: usize| {
@@ -104,7 +105,7 @@ impl Shell {
             let more = processes.len() - list.len();
             list.join(", ") + &if more > 0 { format!(" and {more} more") } else { String::new() }
         };
-        // What failing workers leave behind is part of their failure.
+        // After a failure, the report covers what failing workers leave behind.
         if self.succeeded && !stopped.is_empty() {
             say(&format!("warning: stopped processes that outlived their workers: {}", names(stopped)));
         }
@@ -113,7 +114,7 @@ impl Shell {
         }
     }
 
-    /// Says who failed and why, here and in the files that were asked for.
+    /// Reports which workers failed and why: on stderr and in the requested files.
     pub(super) fn report_failures(&self, failures: &[supervise::Failure]) -> Report {
         let (mut report, ended, wrong) = self.report(failures);
         self.add_gpus(&mut report);
@@ -129,13 +130,13 @@ impl Shell {
         report
     }
 
-    /// Adds what is known of the GPUs of workers that failed by themselves.
+    /// Adds evidence about the GPUs of workers that failed by themselves.
     fn add_gpus(&self, report: &mut Report) {
         let Some(began) = self.round.as_ref().map(|round| round.workers.began) else { return };
         let own = |failure: &&mut report::Failure| !failure.stopped_by_us && failure.pid > 0;
         let suspects = report.failures.iter_mut().filter(own).map(|failure| {
             let devices = self.config.gpus.1.get(failure.local_rank).cloned();
-            // Without a list of its own a worker as a rule uses the one with its local rank.
+            // Without a device list of its own, a worker usually uses the device with its local rank.
             let devices = devices.unwrap_or_else(|| failure.local_rank.to_string());
             Suspect { devices: devices.split(',').map(str::to_owned).collect(), pid: Some(failure.pid) }
         });
@@ -145,9 +146,10 @@ impl Shell {
         }
     }
 
-    /// The report while the first failure of a round is being dealt with: the others are not stopped yet, and what was
-    /// read so far of the failed worker's stderr must do. Short of the final one only in what comes later. `only` is the
-    /// local rank of the one worker to report on.
+    /// Returns a preliminary report, for use while the first failure of a round is being handled.
+    /// The other workers still run, and the failed worker's stderr may not have been read to its end. The
+    /// final report can only add to it.
+    /// `only` selects the one worker to report on, by local rank.
     pub(super) fn first_report(&self, only: Option<usize>) -> Report {
         if let Some(tee) = self.round.as_ref().and_then(|round| round.tee.as_ref()) {
             tee.glance(GLANCE_TIMEOUT);
@@ -155,9 +157,10 @@ impl Shell {
         self.report_of(&[], only).0
     }
 
-    /// The report of the current round, what it was made from, and what is wrong with an error file.
+    /// Returns the report of the current round, the evidence for it, and any problem with an error file.
     ///
-    /// Complete once the output of the workers is ([`Shell::finish_output`]); it may be asked for more than once.
+    /// The report is complete once the output of the workers is ([`Shell::finish_output`]). Repeated calls
+    /// are allowed.
     pub(super) fn report(&self, failures: &[supervise::Failure]) -> (Report, Vec<Ended>, Option<String>) {
         self.report_of(failures, None)
     }
@@ -210,7 +213,7 @@ impl Shell {
         (report, all, wrong)
     }
 
-    /// How the job ended, for `--report-file`; `report` is there if workers failed.
+    /// Writes the outcome of the job to `--report-file`. `report` is set if workers failed.
     pub(super) fn write_report(&self, end: &End, report: Option<Report>) {
         let Some(path) = &self.config.report_file else { return };
         let bare = |outcome, message| report::without_failures(&self.job(), outcome, message);
@@ -237,14 +240,15 @@ impl Shell {
         }
     }
 
-    /// Says what the recordings say, where no report does.
+    /// Prints the analysis of the recordings, for cases in which no report contains it.
     pub(super) fn tell_flight(&self) {
         if let Some(flight) = self.flight(None) {
             say_flight(&flight);
         }
     }
 
-    /// Tells of the loss of the guard: who failed before it, and who ended with it, as far as that is known.
+    /// Reports the loss of the guard: workers that failed before it, and workers that ended with it, as far
+    /// as that is known.
     pub(super) fn tell_guard_lost(&self) {
         let (mut failures, mut fallen) = (Vec::new(), Vec::new());
         let mut killed = false;
@@ -291,7 +295,7 @@ impl Shell {
         self.write_report(&End::Error(message), Some(report));
     }
 
-    /// The report on stderr.
+    /// Prints the report on stderr.
     pub(super) fn print(&self, report: &Report) {
         say_report(&report::render(report, self.config.report));
     }

@@ -1,4 +1,4 @@
-//! The job's end on all nodes: hearing the verdict, declaring one, leaving when it is read.
+//! The outcome of the job on all nodes: this node receives it, declares it, and leaves.
 
 use std::sync::Arc;
 use std::sync::mpsc::RecvTimeoutError;
@@ -18,13 +18,14 @@ use crate::report::{self, Report};
 use crate::say::say;
 use crate::supervise::Blame;
 
-/// Longest wait for the court at the very end.
+/// Longest wait for the other nodes at the very end.
 const COURT_TIMEOUT: Duration = CULPRIT_PATIENCE.saturating_add(Duration::from_secs(3));
-/// How long a node whose workers waited in vain for another lets that one's node speak first.
+/// Head start of other nodes' declarations if the workers of this node only timed out waiting for another
+/// worker.
 const TIMEOUT_PATIENCE: Duration = Duration::from_millis(500);
 
 impl Shell {
-    /// Takes this node's seat, once.
+    /// Starts listening to the other nodes, once.
     pub(super) fn enter_court(&mut self, court: Option<Arc<dyn Court>>) {
         let (None, Some(court)) = (&self.court, court) else { return };
         self.court = Some(Arc::clone(&court));
@@ -32,7 +33,7 @@ impl Shell {
         start_thread("verdict", move || {
             while let Some(news) = court.hear() {
                 let last = matches!(news, FromOthers::Verdict(_));
-                // Nobody listens any more if the launcher is just ending.
+                // If the launcher is just ending, nobody receives this message.
                 if tell.send(News::Others(news)).is_err() || last {
                     return;
                 }
@@ -40,7 +41,8 @@ impl Shell {
         });
     }
 
-    /// Whether a worker that has just ended blames another, by what was read so far of its stderr and by its error file.
+    /// Determines whether a worker that has just ended blames another one, from its error file and the stderr
+    /// read so far.
     pub(super) fn blame(&mut self, local_rank: usize, cause: ExitCause) -> Blame {
         let Some(round) = self.round.as_mut().filter(|_| cause != ExitCause::Code(0)) else {
             return Blame::Itself;
@@ -61,7 +63,7 @@ impl Shell {
         }
     }
 
-    /// A failure that ends the round: if no restart is left it is the end of the job, on all nodes at once.
+    /// Declares a failure that ends the round. If no restart is left, the job ends on all nodes at once.
     pub(super) fn declare_failure(&mut self, local_rank: usize, cause: ExitCause) {
         let (Some(court), Some(round)) = (&self.court, &self.round) else { return };
         let restarts = self.agent.restarts_left() > 0;
@@ -81,7 +83,7 @@ impl Shell {
         if let Some(blamed) = root.and_then(|root| root.blames).filter(|rank| !here(rank)) {
             summary.push_str(&format!(", for want of rank {blamed}, whose node did not say that it failed"));
         }
-        // A worker that lost its peer is not to blame if the peer's node has something to say.
+        // A worker that lost its peer is not the cause if the peer's node declares a failure.
         let patience = match root.map(|root| root.class) {
             Some(Class::PeerLost) => CULPRIT_PATIENCE,
             Some(class) if class.weight() != Weight::Own => TIMEOUT_PATIENCE,
@@ -99,19 +101,20 @@ impl Shell {
         });
     }
 
-    /// The same for what ends this agent without a failed worker.
+    /// Declares that a signal stops this agent without a failed worker.
     pub(super) fn declare_stop(&self, signal: Signal) {
         if let Some(court) = self.court.clone() {
             start_thread("declare", move || court.stops(signal as i32));
         }
     }
 
-    /// The last word with the other nodes; who ended the job, if it was another node.
+    /// Declares how this node ends, if it must, and leaves. Records who ended the job, if it was another
+    /// node.
     pub(super) fn leave_court(&mut self, end: &End) {
         let Some(court) = self.court.take() else { return };
         let what = match end {
             End::Success | End::Aborted => None,
-            // Declared when it happened; but that thread may not have come to it yet.
+            // This was declared when it happened, but that thread may not have run yet.
             End::Failed(_) => {
                 self.declared.take().map(|Declared { what, others_first }| (what, others_first))
             }
@@ -134,7 +137,7 @@ impl Shell {
         }
     }
 
-    /// Other jobs may need what this launcher serves: it stays for them, unless a signal stops it.
+    /// Stays for other jobs that use the rendezvous server of this launcher, unless a signal stops it.
     pub(super) async fn leave_guests(&mut self, end: &End) {
         if let End::Stopped(signal) | End::Interrupted(signal) = *end {
             return self.desert_guests(signal).await;
@@ -180,7 +183,7 @@ impl Shell {
     }
 }
 
-/// The report that came with another node's verdict, if it can be read.
+/// Returns the report that came with another node's verdict, if it can be parsed.
 pub(super) fn told_by(what: &What) -> Option<Report> {
     match what {
         What::Failed { report, .. } => Report::from_json(report).ok(),
@@ -188,7 +191,7 @@ pub(super) fn told_by(what: &What) -> Option<Report> {
     }
 }
 
-/// A thread that ends by itself; without one its work is not done, and that is said.
+/// Starts a thread that ends by itself. If it cannot start, its work is not done, and a warning says so.
 pub(super) fn start_thread(name: &str, work: impl FnOnce() + Send + 'static) {
     if let Err(error) = std::thread::Builder::new().name(format!("convoke-{name}")).spawn(work) {
         say(&format!("warning: no thread to {name}: {error}"));

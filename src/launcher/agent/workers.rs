@@ -1,4 +1,4 @@
-//! What the agent knows of the workers of the current round, and its channels to them.
+//! State of the workers of the current round, and the channels to them.
 
 use std::io::Write;
 use std::os::unix::net::UnixStream;
@@ -14,41 +14,42 @@ use crate::logs::StderrTail;
 /// The workers of one round, by local rank.
 #[derive(Debug)]
 pub(crate) struct Workers {
-    /// Identity of local rank 0; the others follow.
+    /// Id of the worker with local rank 0; the others follow.
     first_id: u64,
     base_rank: usize,
     generation: Option<Generation>,
     list: Vec<Worker>,
-    /// When the first was asked for.
+    /// Time of the first spawn request.
     pub(crate) began: SystemTime,
-    /// Local ranks in the order in which their ends were noticed.
+    /// Local ranks in the order in which their exits were noticed.
     ended: Vec<usize>,
-    /// Who could not be started, and why.
+    /// The worker that could not be started, and the reason.
     pub(crate) not_started: Option<(usize, NotStarted)>,
 }
 
 /// One worker.
 #[derive(Debug)]
 pub(crate) struct Worker {
-    /// Our end of its agent channel; it is never waited for.
+    /// Our end of its agent channel. We never block on it.
     channel: UnixStream,
     pub(crate) pid: Option<i32>,
     pub(crate) error_file: Option<PathBuf>,
-    /// When its end was noticed, and how it ended.
+    /// Time at which its exit was noticed, and how it ended.
     pub(crate) ended: Option<(SystemTime, ExitCause)>,
     pub(crate) evidence: Evidence,
-    /// The end of its stderr.
+    /// Last lines of its stderr.
     pub(crate) stderr: StderrTail,
 }
 
 impl Workers {
-    /// No workers yet; the first will be `first_id`.
+    /// Returns a round without workers. The first one will have the id `first_id`.
     pub(crate) fn new(first_id: u64, base_rank: usize, generation: Option<Generation>) -> Self {
         let (began, list) = (SystemTime::now(), Vec::new());
         Self { first_id, base_rank, generation, list, began, ended: Vec::new(), not_started: None }
     }
 
-    /// Adds the next local rank; the descriptor is its end of the channel, with the hello in it.
+    /// Adds the worker with the next local rank. Returns its end of the channel, which already holds the
+    /// hello message.
     pub(crate) fn add(
         &mut self,
         token: Option<&Token>,
@@ -66,7 +67,7 @@ impl Workers {
         Ok((id, theirs))
     }
 
-    /// The identity that comes after those of this round.
+    /// Returns the first id after those of this round.
     pub(crate) fn next_id(&self) -> u64 {
         self.first_id + self.list.len() as u64
     }
@@ -75,7 +76,7 @@ impl Workers {
         WorkerId(self.first_id + local_rank as u64)
     }
 
-    /// Which worker of this round `id` is; `None` for one of an earlier round.
+    /// Returns the local rank of worker `id`, or `None` if it belongs to an earlier round.
     pub(crate) fn local_rank(&self, id: WorkerId) -> Option<usize> {
         let local_rank = usize::try_from(id.0.checked_sub(self.first_id)?).ok()?;
         (local_rank < self.list.len()).then_some(local_rank)
@@ -93,27 +94,28 @@ impl Workers {
         self.list[local_rank].pid = Some(pid);
     }
 
-    /// Whether it was asked for and its end is not known. It may run before the guard has said so.
+    /// Returns true if the worker was requested and has not been reported as ended. It may run before the
+    /// guard reports that.
     pub(crate) fn may_run(&self, local_rank: usize) -> bool {
         self.list.get(local_rank).is_some_and(|worker| worker.ended.is_none())
     }
 
-    /// Whether there is one whose end is not known.
+    /// Returns true if some worker has not been reported as ended.
     pub(crate) fn any_unknown(&self) -> bool {
         self.list.iter().any(|worker| worker.ended.is_none())
     }
 
-    /// The worker that was started as this process, if its end is not known yet.
+    /// Returns the worker with this pid, unless its exit has been noticed.
     pub(crate) fn running_as(&self, pid: i32) -> Option<usize> {
         self.list.iter().position(|worker| worker.pid == Some(pid) && worker.ended.is_none())
     }
 
-    /// Local ranks of those that have ended, the first first.
+    /// Returns the local ranks of workers that have ended, in the order of their ends.
     pub(crate) fn in_order_of_end(&self) -> &[usize] {
         &self.ended
     }
 
-    /// Notes the end of a worker and tells the others.
+    /// Records the end of a worker and tells the other workers.
     pub(crate) fn ended(&mut self, local_rank: usize, now: SystemTime, cause: ExitCause, evidence: Evidence) {
         self.list[local_rank].ended = Some((now, cause));
         self.list[local_rank].evidence = evidence;
@@ -122,7 +124,8 @@ impl Workers {
         let message = ToWorker::PeerExit { generation, rank: self.rank(local_rank), cause }.encode();
         for (other, worker) in self.list.iter().enumerate() {
             if other != local_rank && worker.ended.is_none() {
-                // A worker that does not read has a full buffer, or is just ending: both are no loss.
+                // A worker that does not read has a full buffer or is just ending. The message is not needed
+                // in either case.
                 let _ = (&worker.channel).write(&message);
             }
         }

@@ -16,7 +16,7 @@ pub(super) const GENERATION_KEY: &[u8] = b"convoke/generation";
 const REACH_TIMEOUT: Duration = Duration::from_secs(10);
 /// Interval at which a node checks whether the round is over.
 const LOOK: Duration = Duration::from_millis(20);
-/// Head start of each address over the next one in the list.
+/// Time after the first answer during which an earlier address in the list still wins.
 const PREFERENCE: Duration = Duration::from_millis(100);
 /// Maximum number of addresses to try.
 const ADDRESSES: usize = 16;
