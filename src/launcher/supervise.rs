@@ -68,7 +68,7 @@ enum Phase {
         kill_at: Instant,
         why: Why,
     },
-    /// SIGKILL was sent; only the reaping is left.
+    /// SIGKILL was sent. The workers only need to be reaped.
     Killing {
         why: Why,
     },

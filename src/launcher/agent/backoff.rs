@@ -1,16 +1,16 @@
-//! Decides how long a restart waits. Pure: it reads no clock.
+//! Delay before a restart. Pure: it reads no clock.
 
 use std::time::Duration;
 
 /// A round that fails sooner than this after its start is a quick failure.
 const QUICK: Duration = Duration::from_secs(10);
-/// So many quick failures in a row are answered at once.
+/// Number of quick failures in a row that cause no delay.
 const FREE: u32 = 3;
-/// The first wait after those; each further one is twice as long.
+/// First delay after those. Each further one doubles, up to [`MOST`].
 const FIRST: Duration = Duration::from_secs(1);
 const MOST: Duration = Duration::from_secs(60);
 
-/// Counts quick failures.
+/// Counter of quick failures.
 #[derive(Debug)]
 pub(super) struct Backoff {
     /// `--restart-delay`.
@@ -23,14 +23,14 @@ impl Backoff {
         Self { least, quick: 0 }
     }
 
-    /// A round has failed that `lasted` so long; how long the next one is to wait.
+    /// Records a round that failed after `lasted`. Returns the delay before the next round.
     pub(super) fn failed(&mut self, lasted: Duration) -> Duration {
         self.quick = if lasted < QUICK { self.quick.saturating_add(1) } else { 0 };
         let doubled = |times: u32| FIRST.saturating_mul(1 << times.min(16)).min(MOST);
         self.quick.checked_sub(FREE + 1).map_or(Duration::ZERO, doubled).max(self.least)
     }
 
-    /// Failures in a row, each sooner than [`QUICK`] after the start.
+    /// Returns the number of failures in a row that came sooner than [`QUICK`] after the start.
     pub(super) fn quick(&self) -> u32 {
         self.quick
     }

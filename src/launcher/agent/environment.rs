@@ -1,4 +1,4 @@
-//! What each worker is told: its variables and its command line. Pure.
+//! Variables and command line of each worker. Pure.
 
 use std::ffi::{OsStr, OsString};
 use std::path::Path;
@@ -8,14 +8,15 @@ use convoke_env::{Role, WorkerEnv, vars};
 use crate::config::{Config, omp_num_threads, substitute, visible_devices};
 use crate::rendezvous::Assignment;
 
-/// Variables that are set for a worker, and those that it must not inherit.
+/// Variables to set for a worker, and variables that it must not inherit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Variables {
     pub(crate) set: Vec<(OsString, OsString)>,
     pub(crate) unset: Vec<OsString>,
 }
 
-/// The variables of the worker with this local rank. `flight` is the folder for its recording, `parent` reads the launcher's own environment.
+/// Returns the variables of the worker with this local rank. `flight` is the folder for its recording.
+/// `parent` reads the launcher's own environment.
 ///
 /// # Errors
 /// `--virtual-local-rank` with fewer devices than workers: a line for the user.
@@ -70,10 +71,10 @@ pub(crate) fn variables(
             set.push(((*variable).into(), own.into()));
         }
     }
-    // The launcher's way into etcd is nobody else's.
+    // The credentials for etcd belong to the launcher alone.
     let mut unset: Vec<OsString> =
         [vars::ETCD_USER, vars::ETCD_PASSWORD, vars::ETCD_PASSWORD_FILE].map(Into::into).into();
-    // A launcher that is itself a worker must not pass on the generation that it was told.
+    // A launcher that is itself a worker must not pass on its own generation.
     if assignment.generation.is_none() {
         unset.push(vars::GENERATION.into());
     }
@@ -84,7 +85,7 @@ pub(crate) fn variables(
     Ok(Variables { set, unset })
 }
 
-/// The command line of the worker with this local rank, macros replaced.
+/// Returns the command line of the worker with this local rank, macros replaced.
 pub(crate) fn command_line(config: &Config, local_rank: usize) -> Vec<OsString> {
     let mut argv: Vec<_> = config.program.argv.iter().map(|word| substitute(word, local_rank)).collect();
     if let Some(argument) = &config.program.local_rank_argument {

@@ -1,4 +1,4 @@
-//! One node's agent: meets the other nodes, runs the workers, restarts them, and tells how it ended.
+//! The agent of one node: meets the other nodes, runs the workers, restarts them, and reports the outcome.
 
 mod backoff;
 mod end;

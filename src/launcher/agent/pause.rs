@@ -1,4 +1,4 @@
-//! The time before a restart.
+//! The delay before a restart.
 
 use std::time::{Duration, Instant};
 
@@ -6,7 +6,7 @@ use super::run::Shell;
 use crate::report::Failure;
 use crate::say::{Progress, say};
 
-/// A restart that waits.
+/// A restart that is being delayed.
 #[derive(Debug)]
 pub(super) struct Pause {
     until: Instant,
@@ -16,13 +16,13 @@ pub(super) struct Pause {
 }
 
 impl Pause {
-    /// When there is something to do: to restart, or to say how long it takes.
+    /// Returns the time of the next action: to restart, or to report the remaining delay.
     pub(super) fn wake_at(&self) -> Instant {
         self.until.min(Instant::now() + Progress::INTERVAL)
     }
 }
 
-/// Counts equal failures in a row.
+/// Counter of equal failures in a row.
 #[derive(Debug, Default)]
 pub(super) struct Same {
     failure: String,
@@ -30,7 +30,7 @@ pub(super) struct Same {
 }
 
 impl Same {
-    /// How often in a row this failure has come.
+    /// Returns how often in a row this failure has come.
     fn count(&mut self, failure: &Failure) -> u32 {
         let now = format!("{} {} {}", failure.rank, failure.describe(), failure.explanation);
         self.times = if now == self.failure { self.times + 1 } else { 1 };
@@ -40,7 +40,7 @@ impl Same {
 }
 
 impl Shell {
-    /// Joins the next round, after the wait that quick failures have earned.
+    /// Joins the next round after the delay that quick failures caused.
     pub(super) fn restart(&mut self, restarts: u32) {
         let wait = std::mem::take(&mut self.restart_wait);
         if wait.is_zero() {
@@ -57,7 +57,7 @@ impl Shell {
         self.pause = Some(Pause { until, restarts, progress, what });
     }
 
-    /// Some of the wait has passed.
+    /// Reports the remaining delay, or restarts when it is over.
     pub(super) fn go_on_pausing(&mut self) {
         let Some(pause) = &mut self.pause else { return };
         if Instant::now() < pause.until {
@@ -69,7 +69,7 @@ impl Shell {
         self.join(restarts);
     }
 
-    /// The workers have failed, and a restart is left: notes how long it waits, and whether it comes at all.
+    /// Records a failure of the workers for which a restart is left. Returns false if a restart is useless.
     pub(super) fn note_failure(&mut self, root: Option<&Failure>) -> bool {
         let began = self.round.as_ref().map(|round| round.began);
         self.restart_wait = self.backoff.failed(began.map_or(Duration::MAX, |began| began.elapsed()));

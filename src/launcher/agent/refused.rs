@@ -1,4 +1,4 @@
-//! What is known of a program, and of limits, when a worker could not be started.
+//! Evidence about a program and about limits when a worker could not be started.
 
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
@@ -11,12 +11,13 @@ use crate::cgroup::task_limit;
 use crate::config::{FileKind, is_executable};
 use crate::os::places;
 
-/// A process of the launcher's own that could not be made.
+/// Returns the error for a process of the launcher's own that could not be created.
 pub(crate) fn no_process(what: &str, errno: i32) -> NotStarted {
     not_started(StartFailure { step: Step::Fork, errno }, &surroundings(&[what.into()]))
 }
 
-/// Looks at the program `argv[0]` and at limits. It counts the launcher's own variables: those added for a worker are small.
+/// Inspects the program `argv[0]` and limits. Only the launcher's own variables are counted: those added for
+/// a worker are small.
 pub(super) fn surroundings(argv: &[OsString]) -> Surroundings {
     let program = argv.first().cloned().unwrap_or_default();
     let size = |(name, value): (OsString, OsString)| {
@@ -40,7 +41,7 @@ pub(super) fn surroundings(argv: &[OsString]) -> Surroundings {
     }
 }
 
-/// The first file where the program was looked for, also one that may not be executed.
+/// Returns the first file at which the program was looked up, even if it is not executable.
 fn find(program: &OsStr) -> Option<PathBuf> {
     places(program).into_iter().map(PathBuf::from).find(|path| path.symlink_metadata().is_ok())
 }

@@ -1,4 +1,4 @@
-//! The start of a round: everything that the guard needs to know of each worker.
+//! The start of a round: the spawn request for each worker.
 
 use std::os::fd::AsFd;
 use std::time::Instant;
@@ -13,7 +13,7 @@ use crate::rendezvous::Assignment;
 use crate::supervise::{Policy, Supervisor};
 
 impl Shell {
-    /// Everything for a round but its workers.
+    /// Prepares a round without its workers.
     pub(super) fn prepare(&mut self, assignment: Assignment) -> Result<Round, String> {
         self.events.rendezvous(&assignment, self.restarts);
         self.events.assigned(&assignment, self.restarts);

@@ -77,8 +77,8 @@ impl Shell {
         }
     }
 
-    /// Returns what the workers of this round have recorded. They have all ended. Without `failures` they
-    /// were stopped.
+    /// Returns what the workers of this round have recorded. They have all ended. Without `failures`,
+    /// all of them count as stopped.
     pub(super) fn flight(&self, failures: Option<&[supervise::Failure]>) -> Option<report::Flight> {
         let Round { assignment, workers, .. } = self.round.as_ref()?;
         let stopped = |local_rank: usize| {
@@ -105,7 +105,7 @@ impl Shell {
             let more = processes.len() - list.len();
             list.join(", ") + &if more > 0 { format!(" and {more} more") } else { String::new() }
         };
-        // After a failure, the report covers what failing workers leave behind.
+        // Leftover processes of failed workers need no warning: they belong to the failure.
         if self.succeeded && !stopped.is_empty() {
             say(&format!("warning: stopped processes that outlived their workers: {}", names(stopped)));
         }

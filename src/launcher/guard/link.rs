@@ -28,7 +28,7 @@ impl GuardLink {
 
     /// Sends `message` and the descriptors that belong to it.
     ///
-    /// Waits until the guard has room for it: the guard never waits for us, so this is short.
+    /// Blocks until the guard has room for it. The guard never blocks on the launcher, so this is short.
     ///
     /// # Errors
     /// The guard is gone.
@@ -40,7 +40,7 @@ impl GuardLink {
         let mut sent = 0;
         while sent < frame.len() {
             let rights = [ControlMessage::ScmRights(&raw)];
-            // The descriptors go with the first bytes.
+            // The descriptors travel with the first bytes.
             let control: &[ControlMessage<'_>] = if sent == 0 && !raw.is_empty() { &rights } else { &[] };
             let parts = [IoSlice::new(&frame[sent..])];
             match sendmsg::<()>(socket.as_raw_fd(), &parts, control, MsgFlags::MSG_NOSIGNAL, None) {
@@ -59,10 +59,10 @@ impl GuardLink {
         Ok(())
     }
 
-    /// The guard's next message; `None` when the guard is gone. Cancel safe.
+    /// Returns the guard's next message, or `None` when the guard is gone. Cancel safe.
     ///
     /// # Errors
-    /// The guard said something that is no message.
+    /// The guard sent an invalid message.
     pub(crate) async fn receive(&mut self) -> io::Result<Option<FromGuard>> {
         loop {
             if let Some(message) = self.decoder.next().map_err(io::Error::other)? {

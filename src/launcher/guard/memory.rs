@@ -1,7 +1,7 @@
-//! How often the kernel killed for want of memory: the counters of the workers' cgroup, or of the machine.
+//! Kills by the kernel's OOM killer: the counters of the workers' cgroup, or of the machine.
 //!
-//! Workers inherit the guard's cgroup. The counters are read when workers start and after one ended: a
-//! dead process has no cgroup any more (v1), and the kernel counts before it kills.
+//! Workers inherit the guard's cgroup. The guard reads the counters when workers start and after one ended.
+//! A dead process has no cgroup any more (v1), and the kernel counts before it kills.
 
 use std::collections::HashMap;
 use std::fs;
@@ -12,18 +12,18 @@ use convoke_env::ExitCause;
 use crate::cause::OomKills;
 use crate::cgroup::{Group, groups};
 
-/// What is known of the kills so far.
+/// Kills that have been counted so far.
 #[derive(Debug, Default)]
 pub(super) struct Memory {
-    /// Looked up at the first start.
+    /// Source of the counter, looked up at the first start of workers.
     source: Option<Source>,
-    /// The counter when each running worker was started.
+    /// Value of the counter when each running worker started.
     at_start: HashMap<u64, u64>,
-    /// Up to here, kills are accounted for by deaths.
+    /// Number of kills that are attributed to workers that have ended.
     accounted: u64,
 }
 
-/// Where the counter is.
+/// Location of the counter.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Source {
     /// Version 1: `memory.oom_control` and others in this folder.
@@ -35,7 +35,7 @@ enum Source {
 }
 
 impl Memory {
-    /// Workers have been started together, a moment ago: looking costs the first of them no time.
+    /// Notes that these workers have just started. One call for all of them delays none of their starts.
     pub(super) fn started(&mut self, workers: &[u64]) {
         if workers.is_empty() {
             return;
@@ -46,7 +46,7 @@ impl Memory {
         }
     }
 
-    /// The kills since the worker started, unless other deaths account for them.
+    /// Returns the kills since the worker started, without those attributed to other workers.
     pub(super) fn kills(&mut self, worker: u64, cause: ExitCause) -> Option<OomKills> {
         let (source, start) = (self.source.as_ref()?, *self.at_start.get(&worker)?);
         let since = start.max(self.accounted);
@@ -61,12 +61,12 @@ impl Memory {
             Source::V2(group) => (group.number("memory.max"), group.number("memory.peak")),
             Source::Machine => (None, None),
         };
-        // Version 1 says "no limit" by a number near 2^63.
+        // Version 1 represents "no limit" by a number near 2^63.
         let limit_bytes = limit.filter(|&bytes| bytes < 1 << 60);
         Some(OomKills { count, cgroup: source.name(), limit_bytes, peak_bytes: peak })
     }
 
-    /// The worker is gone.
+    /// Forgets a worker that is gone.
     pub(super) fn forget(&mut self, worker: u64) {
         self.at_start.remove(&worker);
     }
@@ -95,7 +95,7 @@ impl Source {
     }
 }
 
-/// The number after `name` in lines of `name number`.
+/// Returns the number after `name` in lines of `name number`.
 fn field(text: &str, name: &str) -> Option<u64> {
     text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.trim().parse().ok())
 }
@@ -126,7 +126,7 @@ mod tests {
         memory.started(&[0, 1, 2]);
         assert_eq!(memory.kills(0, ExitCause::Signal(9)), None, "an old kill is no evidence");
         count(6);
-        // Who is not killed may tell of it, but uses none up.
+        // A worker that was not killed may report kills, but does not use them up.
         assert_eq!(memory.kills(1, ExitCause::Code(1)).map(|oom| oom.count), Some(2));
         let first = memory.kills(0, ExitCause::Signal(9));
         let expected = OomKills {

@@ -1,13 +1,12 @@
-//! The guard stands between launcher and workers, so that nothing outlives either.
+//! The guard process runs between launcher and workers, so that no process outlives either.
 //!
 //! ```text
 //! launcher (subreaper) ── socket ── guard (subreaper, own session) ── worker 0, worker 1, ...
 //! ```
 //!
-//! If the launcher dies, the guard sees its socket close and kills all that descends from it. If the
-//! guard dies, the kernel kills the workers (PDEATHSIG), their descendants fall to the launcher, and it
-//! kills those. Only if both are killed in the same instant may a process that left its worker's group
-//! survive.
+//! If the launcher dies, the guard sees its socket close and kills all its descendants. If the guard dies,
+//! the kernel kills the workers (PDEATHSIG). Their descendants become children of the launcher, which kills
+//! them. Only if both die in the same instant may a process that left its worker's group survive.
 
 mod link;
 mod memory;

@@ -1,8 +1,8 @@
 //! The guard: the process between launcher and workers.
 //!
-//! It starts, signals and reaps workers for the launcher, and outlives it for the moment that it takes
-//! to end them all: when the launcher's socket closes, whatever descends from the guard is killed. One
-//! thread, no timers but its own poll; everything it decides is in [`sweep`].
+//! The guard starts, signals and reaps workers for the launcher. When the launcher's socket closes, the guard
+//! kills all its own descendants and then exits. It has one thread and no timers except its poll timeout.
+//! [`sweep`] makes its decisions.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::ffi::OsString;
@@ -37,7 +37,7 @@ pub(crate) fn run(socket: UnixStream, limits: Limits) -> ExitCode {
     fault::init("guard");
     match Guard::new(socket, limits).and_then(|mut guard| guard.serve()) {
         Ok(End::Left) => ExitCode::SUCCESS,
-        // No one is there to be told of an error: the sweep is the answer to all of them.
+        // No process can receive an error any more. The guard answers every error by killing its descendants.
         Ok(End::LauncherGone) | Err(_) => {
             kill_all(|_, _| {});
             ExitCode::FAILURE
@@ -46,7 +46,7 @@ pub(crate) fn run(socket: UnixStream, limits: Limits) -> ExitCode {
 }
 
 enum End {
-    /// The launcher said so.
+    /// The launcher told the guard to exit.
     Left,
     /// The launcher's end of the socket is closed.
     LauncherGone,
@@ -54,30 +54,31 @@ enum End {
 
 struct Guard {
     socket: UnixStream,
-    /// Those of the workers.
+    /// Resource limits of the workers.
     limits: Limits,
     signals: SignalFd,
     decoder: Decoder,
-    /// Descriptors that have arrived and belong to messages that have not been handled.
+    /// Descriptors that have arrived, for messages that have not been handled yet.
     descriptors: VecDeque<OwnedFd>,
     workers: BTreeMap<i32, WorkerId>,
     pids: HashMap<WorkerId, i32>,
-    /// Workers that have been forked and are not known to have come to their program.
+    /// Workers that have been forked and have not been seen to execute their program.
     starting: HashMap<i32, OwnedFd>,
-    /// One per running worker, where the kernel has them: its death is seen as its own event.
+    /// One per running worker, if the kernel has them. Its exit is then a separate event.
     pidfds: HashMap<i32, OwnedFd>,
     use_pidfds: bool,
     sweep: Option<Sweep>,
     memory: Memory,
-    /// Workers that the memory's watch does not know yet.
+    /// Workers whose start has not been passed to [`Memory`] yet.
     just_started: Vec<u64>,
     outbox: VecDeque<u8>,
 }
 
 impl Guard {
     fn new(socket: UnixStream, limits: Limits) -> io::Result<Self> {
-        // Schedulers signal every process of a job (Slurm: also after setsid). Whoever should stop is told
-        // by the launcher; the guard itself only ever leaves on its word or its death.
+        // Schedulers signal every process of a job (Slurm even after setsid). The launcher tells each process
+        // that should stop.
+        // The guard itself exits only on the launcher's request or death.
         let mut blocked = SigSet::all();
         for synchronous in [Signal::SIGSEGV, Signal::SIGBUS, Signal::SIGFPE, Signal::SIGILL, Signal::SIGABRT]
         {
@@ -143,7 +144,7 @@ impl Guard {
         }
     }
 
-    /// Sleeps until something happens.
+    /// Sleeps until an event comes.
     fn wait(&self) -> io::Result<()> {
         let mut wanted = PollFlags::POLLIN;
         wanted.set(PollFlags::POLLOUT, !self.outbox.is_empty());
@@ -167,7 +168,7 @@ impl Guard {
         }
     }
 
-    /// Reads what has come; false if the launcher is gone.
+    /// Reads what has arrived. Returns false if the launcher is gone.
     fn receive(&mut self) -> io::Result<bool> {
         let mut bytes = [0; 16 << 10];
         let mut space = nix::cmsg_space!([std::os::fd::RawFd; 3]);
@@ -228,7 +229,7 @@ impl Guard {
         }
     }
 
-    /// Tells of a worker that has come to its program, or has failed to; `pid` may be reaped already.
+    /// Reports a worker that has executed its program or failed to. `pid` may have been reaped already.
     fn started(&mut self, pid: i32) -> io::Result<()> {
         let (Some(status), Some(&id)) = (self.starting.remove(&pid), self.workers.get(&pid)) else {
             return Ok(());
@@ -236,7 +237,7 @@ impl Guard {
         let mut failure = [0; FAILURE_BYTES];
         match nix::unistd::read(&status, &mut failure) {
             Ok(FAILURE_BYTES) => {
-                // What is left of it will be reaped as nobody's child.
+                // The process is reaped later as an unknown child.
                 self.workers.remove(&pid);
                 self.pids.remove(&id);
                 self.send(&FromGuard::SpawnFailed { id, error: failure_of(failure) })
@@ -245,7 +246,7 @@ impl Guard {
         }
     }
 
-    /// Tells of all workers whose start is decided.
+    /// Reports all workers whose start has succeeded or failed.
     fn tell_started(&mut self) -> io::Result<()> {
         let pids: Vec<i32> = self.starting.keys().copied().collect();
         for pid in pids {
@@ -271,15 +272,15 @@ impl Guard {
     fn signal(&mut self, id: WorkerId, signal: i32) {
         let (Some(&pid), Ok(signal)) = (self.pids.get(&id), Signal::try_from(signal)) else { return };
         fault::point("signalling");
-        // The worker is not reaped, so its number still means its process group and nobody else's.
+        // The worker has not been reaped, so its pid still denotes its own process group.
         let _ = killpg(Pid::from_raw(pid), signal);
-        // One that is stopped must go on to end.
+        // A stopped process must continue before it can end.
         if !matches!(signal, Signal::SIGKILL | Signal::SIGSTOP | Signal::SIGWINCH) {
             let _ = killpg(Pid::from_raw(pid), Signal::SIGCONT);
         }
     }
 
-    /// Its default would kill who does not catch it.
+    /// Sends a signal only to processes that catch it, because its default action would kill the others.
     fn forward(&mut self, id: WorkerId, signal: i32) -> io::Result<()> {
         let group = self.pids.get(&id).copied();
         let mut caught = false;
@@ -301,7 +302,7 @@ impl Guard {
 
     fn exited(&mut self, pid: i32, cause: ExitCause, core_dumped: bool, last: bool) {
         self.pidfds.remove(&pid);
-        // Its start comes first, also if both are seen at once. An error shows in the next flush.
+        // The start is reported first, even if both events are seen at once. The next flush reports an error.
         let _ = self.started(pid);
         if let Some(id) = self.workers.remove(&pid) {
             self.pids.remove(&id);
@@ -325,7 +326,7 @@ impl Guard {
         Ok(())
     }
 
-    /// Writes what the socket takes; false if the launcher is gone.
+    /// Writes as much as the socket accepts. Returns false if the launcher is gone.
     fn flush(&mut self) -> io::Result<bool> {
         while !self.outbox.is_empty() {
             match (&self.socket).write(self.outbox.as_slices().0) {
@@ -340,7 +341,7 @@ impl Guard {
     }
 }
 
-/// The guard's own variables, which are the launcher's, with those of the worker over them.
+/// Returns the guard's own variables, which are the launcher's, overridden by those of the worker.
 fn environment(request: &SpawnRequest, channel: &OwnedFd) -> Vec<(OsString, OsString)> {
     let mut all: BTreeMap<OsString, OsString> = std::env::vars_os().collect();
     for name in &request.unset {

@@ -1,4 +1,4 @@
-//! Who our children are, by /proc.
+//! The children of this process, from /proc.
 
 use std::fs;
 
@@ -8,10 +8,10 @@ use rustix::process::{WaitId, WaitIdOptions, waitid};
 
 use super::protocol::Leftover;
 
-/// All children of this process, adopted ones and zombies included.
+/// Returns all children of this process, adopted ones and zombies included.
 ///
-/// The kernel promises its list of children only while nothing changes, so an empty one is believed only
-/// if there is nobody to wait for either.
+/// The kernel's list of children is reliable only while nothing changes. An empty list is therefore believed
+/// only if wait(2) has no child either.
 pub(crate) fn children() -> Vec<i32> {
     let listed = children_by_list();
     let nobody = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
@@ -27,14 +27,14 @@ fn children_by_list() -> Vec<i32> {
     for task in tasks.flatten() {
         match fs::read_to_string(task.path().join("children")) {
             Ok(text) => found.extend(text.split_ascii_whitespace().filter_map(|pid| pid.parse::<i32>().ok())),
-            // A kernel without CONFIG_PROC_CHILDREN.
+            // The kernel lacks CONFIG_PROC_CHILDREN.
             Err(_) => return children_by_scan(),
         }
     }
     found
 }
 
-/// The same by reading the parent of every process.
+/// Returns all children of this process by reading the parent of every process.
 fn children_by_scan() -> Vec<i32> {
     let me = Pid::this().as_raw();
     let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
@@ -49,13 +49,14 @@ fn parent(pid: i32) -> Option<i32> {
     stat(pid, 1)
 }
 
-/// A field after the name, which may itself hold spaces and parentheses: 1 the parent, 2 the process group.
+/// Returns a field after the name, which may contain spaces and parentheses: 1 is the parent, 2 the process
+/// group.
 fn stat(pid: i32, field: usize) -> Option<i32> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(field)?.parse().ok()
 }
 
-/// Processes of a process group that catch a signal.
+/// Returns the processes of a process group that catch a signal.
 pub(crate) fn catching(group: i32, signal: i32) -> Vec<i32> {
     let catches = |pid: &i32| {
         let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
@@ -66,13 +67,14 @@ pub(crate) fn catching(group: i32, signal: i32) -> Vec<i32> {
     pids.filter(|&pid| stat(pid, 2) == Some(group)).filter(catches).collect()
 }
 
-/// A set of signals in the text of `/proc/PID/status`: bit 0 is number 1. None if it is not there.
+/// Parses a set of signals in the text of `/proc/PID/status`: bit 0 is number 1. Returns 0 if the field is
+/// missing.
 pub(crate) fn signal_set(status: &str, field: &str) -> u64 {
     let line = status.lines().find_map(|line| line.strip_prefix(field));
     line.and_then(|digits| u64::from_str_radix(digits.trim(), 16).ok()).unwrap_or(0)
 }
 
-/// What to call the process in a message.
+/// Returns the name of the process for messages.
 pub(crate) fn describe(pid: i32) -> Leftover {
     let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
     Leftover { pid, name: name.trim_end().to_owned() }

@@ -1,7 +1,7 @@
-//! What launcher and guard say to each other: length-prefixed JSON over a unix stream socket.
+//! Messages between launcher and guard: length-prefixed JSON over a unix stream socket.
 //!
-//! Pure: bytes in, messages out. Descriptors travel beside the bytes (SCM_RIGHTS); a message says how
-//! many of them are its own.
+//! Pure: bytes in, messages out. Descriptors travel beside the bytes (SCM_RIGHTS). Each message says how many
+//! of them belong to it.
 
 use std::ffi::OsString;
 
@@ -14,23 +14,23 @@ use crate::cause::{Evidence, StartFailure};
 /// Longest message: a command line and its variables (the kernel's own limit is 6 MiB by default).
 pub(crate) const MAX_FRAME_BYTES: usize = 64 << 20;
 
-/// Names one started process; never reused within a launcher's life.
+/// Id of one started process, never reused during the life of a launcher.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub(crate) struct WorkerId(pub(crate) u64);
 
-/// What the launcher asks of the guard.
+/// Requests of the launcher to the guard.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum ToGuard {
     /// Start a worker. Its descriptors: agent channel, then stdout and stderr if they are not inherited.
     Spawn(SpawnRequest),
     /// Send a signal to the process group of a worker that has not been reported as exited.
     Signal { id: WorkerId, signal: i32 },
-    /// Send it to those of its processes that catch it. Answered by `Forwarded`.
+    /// Send a signal to those processes of the worker that catch it. The answer is `Forwarded`.
     Forward { id: WorkerId, signal: i32 },
-    /// End every process that is left once all workers have exited: SIGTERM for who does not leave by
-    /// itself in a moment, SIGKILL after the grace period. Answered by `Swept`.
+    /// End every process that is left after all workers have exited. SIGTERM comes after `patience_ms`,
+    /// SIGKILL after another `grace_ms`. The answer is `Swept`.
     Sweep { patience_ms: u64, grace_ms: u64 },
-    /// Exit and leave alone what may still run.
+    /// Exit, and leave processes alone that may still run.
     Leave,
 }
 
@@ -44,18 +44,18 @@ pub(crate) struct SpawnRequest {
     pub(crate) vars: Vec<(OsString, OsString)>,
     /// Variables of the launcher's environment that the worker must not see.
     pub(crate) unset: Vec<OsString>,
-    /// The CPUs that it may run on; empty: those of the launcher.
+    /// CPUs on which the worker may run; empty: those of the launcher.
     pub(crate) cpus: Vec<usize>,
-    /// It leads a session of its own, and not only a process group.
+    /// True if the worker leads a session of its own, and not only a process group.
     pub(crate) own_session: bool,
-    /// A descriptor for stdout comes along; otherwise it is inherited.
+    /// True if a descriptor for stdout follows; otherwise stdout is inherited.
     pub(crate) stdout: bool,
-    /// The same for stderr.
+    /// True if a descriptor for stderr follows; otherwise stderr is inherited.
     pub(crate) stderr: bool,
 }
 
 impl ToGuard {
-    /// How many descriptors come with this message.
+    /// Returns the number of descriptors that belong to this message.
     pub(crate) fn descriptors(&self) -> usize {
         match self {
             Self::Spawn(request) => 1 + usize::from(request.stdout) + usize::from(request.stderr),
@@ -64,18 +64,18 @@ impl ToGuard {
     }
 }
 
-/// What the guard reports.
+/// Reports of the guard.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum FromGuard {
-    /// The worker runs.
+    /// The worker is running.
     Spawned { id: WorkerId, pid: i32 },
     /// The worker could not be started.
     SpawnFailed { id: WorkerId, error: StartFailure },
-    /// The worker ended and has been reaped; `last` if nothing is left that descends from any worker.
+    /// The worker ended and has been reaped. `last` is true if no descendant of any worker is left.
     Exited { id: WorkerId, cause: ExitCause, evidence: Evidence, last: bool },
-    /// A signal was passed on, or no process of this worker catches it.
+    /// `caught` is true if a signal was forwarded, and false if no process of this worker catches it.
     Forwarded { id: WorkerId, caught: bool },
-    /// Nothing is left of what the workers started.
+    /// No process that the workers started is left.
     Swept {
         /// Processes that had to be stopped.
         stopped: Vec<Leftover>,
@@ -91,7 +91,7 @@ pub(crate) struct Leftover {
     pub(crate) name: String,
 }
 
-/// Message to bytes.
+/// Encodes a message as bytes.
 pub(crate) fn encode(message: &impl Serialize) -> serde_json::Result<Vec<u8>> {
     let mut frame = vec![0; 4];
     serde_json::to_writer(&mut frame, message)?;
@@ -100,7 +100,7 @@ pub(crate) fn encode(message: &impl Serialize) -> serde_json::Result<Vec<u8>> {
     Ok(frame)
 }
 
-/// Bytes, as they come, to messages.
+/// Decodes a stream of bytes into messages.
 #[derive(Debug, Default)]
 pub(crate) struct Decoder {
     buffer: Vec<u8>,
@@ -111,7 +111,7 @@ impl Decoder {
         self.buffer.extend_from_slice(bytes);
     }
 
-    /// The next whole message, if there is one.
+    /// Returns the next complete message, if there is one.
     pub(crate) fn next<M: DeserializeOwned>(&mut self) -> Result<Option<M>, String> {
         let Some(header) = self.buffer.first_chunk::<4>() else { return Ok(None) };
         let len = u32::from_le_bytes(*header) as usize;
@@ -165,7 +165,7 @@ mod tests {
     }
 
     proptest! {
-        /// What is no message is an error, and what is read is what was written.
+        /// Invalid bytes lead to an error, and an encoded message decodes to an equal one.
         #[test]
         fn random_bytes_never_do_harm(
             changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..4),

@@ -1,7 +1,7 @@
 //! Ends everything that descends from this process.
 //!
-//! Works in a subreaper: whoever's parent dies becomes our child, so killing children and reaping until
-//! there are none leaves nothing behind, however often the processes forked or called setsid.
+//! This works in a subreaper: a process whose parent dies becomes our child. The sweep kills children and
+//! reaps until there are none, so no process is left, however often processes forked or called setsid.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -14,37 +14,38 @@ use rustix::process::WaitOptions;
 use super::procfs;
 use super::protocol::Leftover;
 
-/// How long SIGKILL may take before a process counts as stuck in the kernel.
+/// Longest time that SIGKILL may take before a process counts as stuck in the kernel.
 pub(crate) const KILL_TIMEOUT: Duration = Duration::from_secs(10);
-/// How often to look for children that were forked while their parent was being killed.
+/// Interval of the search for children that were forked while their parent was being killed.
 const RESCAN: Duration = Duration::from_millis(5);
 
-/// A sweep in progress; its owner reaps and calls [`Sweep::step`] after every change.
+/// A sweep in progress. Its owner reaps children and calls [`Sweep::step`] after every change.
 #[derive(Debug)]
 pub(crate) struct Sweep {
     term_at: Instant,
     kill_at: Instant,
-    /// Everyone who was found, and whether SIGKILL was already sent.
+    /// All processes that were found, and whether SIGKILL was already sent.
     found: BTreeMap<i32, (Leftover, bool)>,
 }
 
-/// The end of a sweep.
+/// Result of a sweep.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Swept {
     /// Processes that had to be stopped.
     pub(crate) stopped: Vec<Leftover>,
-    /// Processes that are still there.
+    /// Processes that still exist.
     pub(crate) stuck: Vec<Leftover>,
 }
 
 impl Sweep {
-    /// SIGTERM for who is still there after `patience`, SIGKILL after another `grace` (zero: at once).
+    /// Starts a sweep: SIGTERM for processes that still exist after `patience`, SIGKILL after another `grace`
+    /// (zero: at once).
     pub(crate) fn new(now: Instant, patience: Duration, grace: Duration) -> Self {
         let term_at = now + patience;
         Self { term_at, kill_at: term_at + grace, found: BTreeMap::new() }
     }
 
-    /// Signals who must be signalled now; `Some` when it is over. Reap before every call.
+    /// Sends the signals that are due. Returns `Some` when the sweep is over. Reap before every call.
     pub(crate) fn step(&mut self, now: Instant) -> Option<Swept> {
         let killing = now >= self.kill_at;
         let children = procfs::children();
@@ -60,10 +61,11 @@ impl Sweep {
                 (true, _, true) | (false, true, _) => continue,
             };
             *killed |= killing;
-            // ESRCH cannot be: it is our child and not yet reaped. EPERM (it changed its user) shows as stuck.
+            // ESRCH is impossible: the process is our unreaped child. A process with EPERM (it changed its
+            // user) is reported as stuck.
             let _ = kill(Pid::from_raw(pid), signal);
             if !killing {
-                // A stopped process would sleep through its grace period.
+                // A stopped process would not run during its grace period.
                 let _ = kill(Pid::from_raw(pid), Signal::SIGCONT);
             }
         }
@@ -78,20 +80,21 @@ impl Sweep {
         })
     }
 
-    /// When to call [`Sweep::step`] again if nothing happens before.
+    /// Returns the time of the next [`Sweep::step`] if nothing happens before.
     pub(crate) fn wake_at(&self, now: Instant) -> Instant {
         [self.term_at, self.kill_at].into_iter().find(|&at| now < at).unwrap_or(now + RESCAN)
     }
 }
 
-/// Reaps every child that has ended; `on_exit` gets each pid with how it ended.
+/// Reaps every child that has ended. `on_exit` gets each pid and how the process ended.
 pub(crate) fn reap(mut on_exit: impl FnMut(i32, ExitCause)) {
     let _ = reap_with_core(|pid, cause, _| on_exit(pid, cause));
 }
 
-/// The same; the last value says whether the kernel wrote a core file. Whether no child is left.
+/// Reaps like [`reap`]. The last argument of `on_exit` says whether the kernel wrote a core file. Returns
+/// true if no child is left.
 pub(super) fn reap_with_core(mut on_exit: impl FnMut(i32, ExitCause, bool)) -> bool {
-    /// Of the status that wait(2) gives.
+    /// Flag in the status that wait(2) returns.
     const CORE_DUMPED: i32 = 0x80;
     loop {
         match rustix::process::wait(WaitOptions::NOHANG) {
@@ -110,7 +113,7 @@ pub(super) fn reap_with_core(mut on_exit: impl FnMut(i32, ExitCause, bool)) -> b
     }
 }
 
-/// Kills and reaps all descendants, for a process that has nothing else left to do.
+/// Kills and reaps all descendants, for a process that has no other work left.
 pub(crate) fn kill_all(mut on_exit: impl FnMut(i32, ExitCause)) -> Swept {
     let mut sweep = Sweep::new(Instant::now(), Duration::ZERO, Duration::ZERO);
     loop {
@@ -118,7 +121,7 @@ pub(crate) fn kill_all(mut on_exit: impl FnMut(i32, ExitCause)) -> Swept {
         if let Some(swept) = sweep.step(Instant::now()) {
             return swept;
         }
-        // Nothing else runs in this process, and a child that dies cannot wake it otherwise.
+        // No other code runs in this process, and a dying child cannot wake it otherwise.
         std::thread::sleep(Duration::from_millis(1));
     }
 }

@@ -4,7 +4,7 @@ use crate::cause::Class;
 const GRACE: Duration = Duration::from_secs(30);
 const CULPRIT: Duration = Duration::from_secs(5);
 
-/// A supervisor on virtual time; `does` states what an event must lead to.
+/// A supervisor on virtual time. `does` asserts the actions that an event causes.
 struct Story {
     supervisor: Supervisor,
     start: Instant,
@@ -52,7 +52,7 @@ fn failure(local_rank: usize, cause: ExitCause, stopped: bool) -> Failure {
     Failure { local_rank, cause, stopped, blame: Blame::Itself }
 }
 
-/// Exits with 1 because of another worker, which it may name.
+/// Exit with code 1 that blames another worker, which may be named.
 fn blames(local_rank: usize, other: Option<usize>) -> Event {
     Event::Exited { local_rank, cause: ExitCause::Code(1), blame: Blame::Other(other) }
 }
@@ -200,7 +200,7 @@ fn only_a_user_who_repeats_ctrl_c_ends_the_patience() {
     let mut story = Story::of(1, 0);
     let stop = |at_once| Event::Stop { signal: Signal::SIGINT, grace: GRACE, at_once };
     story.at(0, stop(false), &[signal(0, Signal::SIGINT)]);
-    // A scheduler may say it twice.
+    // A scheduler may signal twice.
     story.at(5, stop(false), &[]);
     story.wakes_at(Some(30_000));
     story.at(6, stop(true), &[signal(0, Signal::SIGKILL)]);
@@ -217,7 +217,7 @@ fn a_stop_by_other_nodes_and_a_signal_to_this_one_are_one_stop() {
     story.wakes_at(Some(11_000));
     let end = Action::Finish(Outcome::Stopped { signal: Signal::SIGTERM });
     story.at(2_000, killed(0, Signal::SIGTERM), &[end]);
-    // The time that the user gives workers to save counts, not the shorter one of other nodes' failures.
+    // The user's time for saving applies, not the shorter one of other nodes' failures.
     let mut story = Story::of(1, 0);
     story.at(0, Event::Abort { signal: Signal::SIGINT, grace: GRACE }, &[signal(0, Signal::SIGINT)]);
     let stop = Event::Stop { signal: Signal::SIGINT, grace: Duration::from_secs(120), at_once: false };
@@ -291,7 +291,8 @@ fn random_rounds_always_finish_once_and_leave_nobody_running() {
     }
 }
 
-/// One round of random events. Whoever got SIGKILL, or SIGTERM and does not ignore it, dies some time later.
+/// Runs one round of random events. A worker that got SIGKILL, or SIGTERM without ignoring it, dies some time
+/// later.
 fn random_round(seed: u64) {
     let mut state = seed | 1;
     let mut random = |bound: u64| {
