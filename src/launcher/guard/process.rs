@@ -259,7 +259,7 @@ impl Guard {
         Ok(())
     }
 
-    /// Opens a pidfd for a worker; without one (old kernel, sandbox) SIGCHLD tells of its end.
+    /// Opens a pidfd for a worker. Without one (old kernel, sandbox), SIGCHLD reports its exit.
     fn watch(&mut self, pid: i32) {
         let opened = rustix::process::Pid::from_raw(pid)
             .and_then(|pid| rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).ok());

@@ -1,5 +1,5 @@
-//! `static`: node ranks are given, node 0 serves the store, and the keys are those of torchrun, so that
-//! nodes under torchrun and nodes under convoke can form one job.
+//! `static`: the user assigns node ranks, and node 0 serves the store. The keys are those of torchrun, so
+//! that nodes under torchrun and nodes under convoke can form one job.
 
 mod end;
 
@@ -21,20 +21,21 @@ use crate::say::{Progress, say};
 
 /// Longest single operation on a store that answers.
 const OPERATION_TIMEOUT: Duration = Duration::from_secs(60);
-/// How often nodes that wait for their ranks look for a verdict; node 0 serves on for longer than that.
+/// Interval at which nodes that wait for their ranks check for a verdict. Node 0 keeps serving for longer
+/// than that.
 const VERDICT_POLL: Duration = Duration::from_millis(100);
-/// How much longer other nodes wait for their ranks than node 0 for them.
+/// Extra time that other nodes wait for their ranks, beyond node 0's own timeout.
 const LATER_THAN_NODE_0: Duration = Duration::from_secs(5);
 
 const ROLE_INFO: &str = "torchelastic/role_info/";
 const ASSIGNED_RANKS: &str = "torchelastic/assigned_ranks/";
-/// Who has which node rank; ours, next to torchrun's keys.
+/// Prefix of the keys that hold the agent of each node rank. Only convoke uses them.
 const NODE: &str = "convoke/node/";
 const VERSION: &str = env!("CARGO_PKG_VERSION");
-/// Generation of the nth round; ours, next to torchrun's keys.
+/// Prefix of the keys that hold the generation of the nth round. Only convoke uses them.
 const GENERATION: &str = "convoke/generation/";
 
-/// What a convoke agent says of itself.
+/// Registration of a convoke agent.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Registration {
     version: String,
@@ -43,7 +44,7 @@ pub(super) struct Registration {
     nodes: usize,
 }
 
-/// See the module's head.
+/// The static rendezvous of one node.
 #[derive(Debug)]
 pub(crate) struct Fixed {
     host: String,
@@ -57,12 +58,12 @@ pub(crate) struct Fixed {
     joined: Option<Joined>,
 }
 
-/// What stays from the first round on: ranks are given, so they never change.
+/// State from the first round on. The ranks are assigned by the user, so they never change.
 #[derive(Debug)]
 struct Joined {
-    /// Node 0 serves it as long as this agent lives.
+    /// Server of the store, which node 0 runs as long as this agent lives.
     _server: Option<StoreServer>,
-    /// The whole store, and the part of this job.
+    /// The whole store. `job` is the part of this job.
     store: Arc<dyn Store>,
     job: Arc<dyn Store>,
     court: Option<Arc<StoreCourt>>,
@@ -104,11 +105,11 @@ impl Fixed {
             self.port = server.port();
         }
         let (store, tcp): (Arc<dyn Store>, _) = match &server {
-            // Nobody else will come.
+            // No other node will come.
             Some(server) if self.nodes == 1 => (server.store(), None),
             _ => {
                 let tcp = Arc::new(reach(&self.host, self.port, self.node == 0, deadline)?);
-                // torch's agents count themselves here, and its node 0 waits for the sum.
+                // torch's agents count themselves here, and torch's node 0 waits for the sum.
                 tcp.announce_worker(deadline)?;
                 (Arc::clone(&tcp) as Arc<dyn Store>, Some(tcp))
             }
@@ -127,7 +128,7 @@ impl Fixed {
         }
     }
 
-    /// Agrees on ranks and generation with nodes that have come to the same store.
+    /// Agrees on ranks and generation with the other nodes of this store.
     fn meet(
         &self,
         job: &dyn Store,
@@ -143,9 +144,9 @@ impl Fixed {
         if self.node == 0 {
             self.assign_all(job, court, deadline)?;
         }
-        // Only node 0 knows who is missing: it is given the time to say so.
+        // Only node 0 knows which nodes are missing. The extra time lets it say so.
         let ranks = self.read_ranks(job, court, deadline + LATER_THAN_NODE_0)?;
-        // Node 0 wrote it before the ranks; if it is not there now, node 0 is another launcher.
+        // Node 0 wrote the generation before the ranks. If it is missing now, node 0 is another launcher.
         let generation = match generation {
             Some(generation) => Some(generation),
             None => self.read_generation(job, 0)?,
@@ -166,8 +167,8 @@ impl Fixed {
         })
     }
 
-    /// Takes this node's place, and holds what it was told against what node 0 was told. `None` if
-    /// node 0 is another launcher.
+    /// Registers this node and compares its settings with those of node 0. Returns `None` if node 0 is
+    /// another launcher.
     fn register(
         &self,
         tcp: &TcpStore,
@@ -291,7 +292,7 @@ impl Fixed {
         deadline: Instant,
     ) -> Result<Ranks, RendezvousError> {
         let key = format!("{ASSIGNED_RANKS}{}", self.node);
-        // Node 0 knows who is missing, and has the last word.
+        // Node 0 knows which nodes are missing, and prints the last message.
         let mut progress = Progress::new(deadline - LATER_THAN_NODE_0);
         let mut show_at = Instant::now() + Progress::INTERVAL;
         let text = loop {
@@ -334,8 +335,9 @@ impl Fixed {
         text.map(parse).transpose()
     }
 
-    /// A restart is local to the node, but its generation is everyone's: the first node that restarts
-    /// makes the next one, nodes that follow it join the newest.
+    /// Agrees on the generation of a restart. The restart is local to the node, but all nodes share its
+    /// generation.
+    /// The first node that restarts creates it, and nodes that follow use the newest.
     fn next_generation(&self, joined: &mut Joined) -> Result<(), RendezvousError> {
         if joined.assignment.generation.is_none() {
             return Ok(());
@@ -363,7 +365,8 @@ impl Fixed {
         Ok(())
     }
 
-    /// What the workers of the last round left in the store would confuse those of the next.
+    /// Deletes the keys that the workers of the last round left in the store. They would confuse those of the
+    /// next.
     fn delete_worker_keys(&self, joined: &Joined) -> Result<(), RendezvousError> {
         let deadline = Instant::now() + OPERATION_TIMEOUT;
         let ours = [format!("{}/torchelastic/", self.run_id), format!("{}/convoke/", self.run_id)];
@@ -402,7 +405,7 @@ impl Rendezvous for Fixed {
         let Some(joined) = self.joined.as_ref().filter(|_| self.nodes > 1) else { return Barrier::Passed };
         match self.wait_for_all(joined) {
             Ok(true) => Barrier::Passed,
-            // The watch tells what has come instead.
+            // The watch delivers the verdict.
             Ok(false) => Barrier::Interrupted,
             Err(error) => Barrier::Unknown(format!(
                 "this node is done, but whether the others are is not known: {error}"
@@ -419,7 +422,7 @@ fn no_random(source: std::io::Error) -> RendezvousError {
     RendezvousError::System { what: "no random numbers".to_owned(), source }
 }
 
-/// An error if another node has ended the job meanwhile.
+/// Returns an error if another node has ended the job meanwhile.
 fn not_over(court: Option<&StoreCourt>) -> Result<(), RendezvousError> {
     court.and_then(StoreCourt::standing).map_or(Ok(()), |verdict| Err(RendezvousError::Over(verdict)))
 }

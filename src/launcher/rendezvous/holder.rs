@@ -1,4 +1,4 @@
-//! Who listens on a port of this host, by /proc.
+//! The process that listens on a port of this host, from /proc.
 
 use std::collections::HashSet;
 use std::fs;
@@ -6,8 +6,8 @@ use std::fs;
 /// State of a listening socket in /proc/net/tcp.
 const LISTEN: &str = "0A";
 
-/// The process that listens on `port`, as `name (pid N)`; `None` if it cannot be known (it belongs to
-/// another user, or lives in another container).
+/// Returns the process that listens on `port`, as `name (pid N)`. Returns `None` if it is unknown (it belongs
+/// to another user or runs in another container).
 pub(super) fn holder(port: u16) -> Option<String> {
     let tables = ["/proc/net/tcp", "/proc/net/tcp6"].map(|path| fs::read_to_string(path).unwrap_or_default());
     let inodes: HashSet<String> = tables.iter().flat_map(|table| listening_inodes(table, port)).collect();
@@ -27,7 +27,7 @@ pub(super) fn holder(port: u16) -> Option<String> {
     Some(format!("{} (pid {pid})", name.trim_end()))
 }
 
-/// Inodes of the sockets that listen on `port`, from the text of a /proc/net table.
+/// Returns the inodes of the sockets that listen on `port`, from the text of a /proc/net table.
 fn listening_inodes(table: &str, port: u16) -> Vec<String> {
     let port = format!("{port:04X}");
     let inode = |line: &str| {
@@ -62,7 +62,7 @@ mod tests {
 
     #[test]
     fn a_free_port_has_no_holder() {
-        // Bound, so that nobody else gets the port; but it does not listen.
+        // The socket is bound, so that no other process gets the port, but it does not listen.
         let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
         socket.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
         let address = socket.local_addr().unwrap().as_socket().unwrap();

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use nix::ifaddrs::getifaddrs;
 use nix::net::if_::InterfaceFlags;
 
-/// Whether the loopback interface is down, without which no process of this host reaches another one by TCP.
+/// Returns true if the loopback interface is down. No process of this host can then reach another one by TCP.
 pub(super) fn loopback_is_down() -> bool {
     let mut loopbacks = getifaddrs()
         .into_iter()
@@ -15,7 +15,8 @@ pub(super) fn loopback_is_down() -> bool {
     loopbacks.peek().is_some() && !loopbacks.any(|one| one.flags.contains(InterfaceFlags::IFF_UP))
 }
 
-/// Addresses of its interfaces, and whether that interface is up; none if the system does not tell.
+/// Returns the addresses of this host's interfaces, and whether each interface is up. The result is empty if
+/// the system does not provide them.
 pub(super) fn addresses() -> impl Iterator<Item = (IpAddr, bool)> {
     getifaddrs().into_iter().flatten().filter_map(|interface| {
         let address = interface.address?;

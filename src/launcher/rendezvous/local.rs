@@ -1,4 +1,4 @@
-//! One node that needs nobody: each round gets a fresh, empty worker store on this host.
+//! Rendezvous of a single node: each round gets a fresh, empty worker store on this host.
 
 use std::net::{IpAddr, Ipv4Addr, TcpListener};
 
@@ -8,14 +8,14 @@ use convoke_store::StoreServer;
 use super::{Assignment, Barrier, Rendezvous, RendezvousError};
 use crate::config::Config;
 
-/// See the module's head.
+/// The rendezvous of a job with one node.
 #[derive(Debug)]
 pub(crate) struct Local {
-    /// What MASTER_ADDR says.
+    /// Value of MASTER_ADDR.
     host: String,
     workers: usize,
     share_store: bool,
-    /// The store of the current round.
+    /// Server of the current round's store.
     server: Option<StoreServer>,
 }
 
@@ -40,7 +40,7 @@ impl Rendezvous for Local {
             let what = what.to_owned();
             move |source| RendezvousError::System { what, source }
         };
-        // The old store goes first: what the last round left in it must not reach this one.
+        // The old store closes first: keys of the last round must not reach this one.
         self.server = None;
         let port = if self.share_store {
             let server = super::serve(&self.host, 0)?;
@@ -48,7 +48,8 @@ impl Rendezvous for Local {
             self.server = Some(server);
             port
         } else {
-            // Worker rank 0 will serve here; that nobody takes the port until then is likely, not sure.
+            // Worker rank 0 will listen at this port. Another process may take the port before that, which is
+            // unlikely.
             let any = TcpListener::bind((IpAddr::from(Ipv4Addr::UNSPECIFIED), 0))
                 .map_err(system("no free port"))?;
             any.local_addr().map_err(system("no free port"))?.port()

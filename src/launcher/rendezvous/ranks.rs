@@ -1,12 +1,12 @@
-//! Which ranks each node gets, and how torchrun's agents write that down. Pure.
+//! Rank assignment in the format of torchrun's agents. Pure.
 
 use serde::{Deserialize, Serialize};
 
 use crate::membership;
-/// What node 0 answers, under `torchelastic/assigned_ranks/<node>`.
+/// Ranks that node 0 assigns to a node, under `torchelastic/assigned_ranks/<node>`.
 pub(crate) use crate::membership::Ranks;
 
-/// What a node says of itself, under `torchelastic/role_info/<node>`.
+/// Description of a node, under `torchelastic/role_info/<node>`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct RoleInfo {
     pub(crate) role: String,
@@ -15,12 +15,12 @@ pub(crate) struct RoleInfo {
     pub(crate) local_world_size: usize,
 }
 
-/// The ranks of all nodes, in order; see [`membership::assign`].
+/// Returns the ranks of all nodes, in order; see [`membership::assign`].
 pub(crate) fn assign(nodes: &[RoleInfo]) -> Vec<Ranks> {
     membership::assign(nodes.iter().map(|node| (node.role.as_str(), node.local_world_size)))
 }
 
-/// JSON as Python writes it, with a space after `,` and `:`.
+/// Encodes JSON as Python does, with a space after `,` and `:`.
 pub(crate) fn encode(value: &impl Serialize) -> String {
     struct Python;
     impl serde_json::ser::Formatter for Python {
@@ -44,7 +44,7 @@ pub(crate) fn encode(value: &impl Serialize) -> String {
     }
     let mut out = Vec::new();
     let mut serializer = serde_json::Serializer::with_formatter(&mut out, Python);
-    // Plain data into memory: neither the values nor the writer can fail.
+    // Serialising plain data into memory cannot fail.
     let _ = value.serialize(&mut serializer);
     String::from_utf8(out).unwrap_or_default()
 }
@@ -66,7 +66,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever nodes say, they are given ranks; without gaps if the numbers are any that can be.
+        /// All nodes get ranks, whatever numbers they send. The ranks have no gaps if the numbers are
+        /// possible.
         #[test]
         fn any_nodes_are_given_ranks(
             sizes in prop::collection::vec(prop_oneof![4 => 1..9_usize, 1 => any::<usize>()], 1..6),

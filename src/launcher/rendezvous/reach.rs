@@ -1,4 +1,4 @@
-//! The way to node 0's store, and what is wrong with it.
+//! The connection to node 0's store, and diagnosis of a failed one.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, ToSocketAddrs, UdpSocket};
@@ -10,7 +10,8 @@ use super::{RendezvousError, interfaces};
 use crate::report::full_host_name;
 use crate::say::{Progress, say};
 
-/// Connects to node 0's store, and says meanwhile why it cannot yet. `is_node_0`: this node itself serves it.
+/// Connects to node 0's store and explains delays meanwhile. `is_node_0` is true if this node serves the
+/// store.
 ///
 /// # Errors
 /// [`RendezvousError::Unreachable`] after `deadline`, with what to try.
@@ -56,13 +57,13 @@ pub(super) fn reach(
     }
 }
 
-/// `--master-addr` that is not node 0's.
+/// Diagnosis of a `--master-addr` that is not an address of node 0.
 struct Elsewhere {
     what: String,
     advice: String,
 }
 
-/// What node 0 should know if `host` leads to another host.
+/// Returns a diagnosis for node 0 if `host` is an address of another host.
 fn elsewhere(host: &str) -> Option<Elsewhere> {
     let theirs: Vec<IpAddr> =
         (host.trim_matches(['[', ']']), 0).to_socket_addrs().ok()?.map(|a| a.ip()).collect();
@@ -95,23 +96,24 @@ fn elsewhere(host: &str) -> Option<Elsewhere> {
     })
 }
 
-/// Why this host knows no way to `host`, if that is an address of its own. Asks the routes; nothing is sent.
+/// Checks that this host has a route to `host`, if that is one of its own addresses. This queries the routing
+/// table and sends nothing.
 pub(super) fn route_to_self(host: &str) -> io::Result<()> {
     let ip = host.trim_matches(['[', ']']).parse::<IpAddr>().ok();
     let Some(ip) = ip.filter(|ip| interfaces::addresses().any(|(own, _)| own == *ip)) else { return Ok(()) };
     let any: IpAddr = if ip.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
-    // Any port does.
+    // Any port is suitable.
     UdpSocket::bind((any, 0))?.connect((ip, 9))
 }
 
-/// Whether the kernel did not know where to send anything.
+/// Returns true if the kernel had no route to the address.
 fn has_no_route(last: &str) -> bool {
     ["Network is unreachable", "No route to host", "Network is down", "Cannot assign requested address"]
         .iter()
         .any(|text| last.contains(text))
 }
 
-/// What the kind of failure suggests.
+/// Returns advice for this kind of failure.
 fn advice(last: &str, host: &str, port: u16) -> String {
     if last.contains("look up") {
         format!("is {host} spelt right? an address does as well")
@@ -124,7 +126,7 @@ fn advice(last: &str, host: &str, port: u16) -> String {
     }
 }
 
-/// The address is said before; errors of sockets begin with it.
+/// Removes the address from the start of a socket error. The message contains the address already.
 fn without<'a>(address: &str, last: &'a str) -> &'a str {
     last.strip_prefix(address).and_then(|rest| rest.strip_prefix(": ")).unwrap_or(last)
 }
@@ -135,7 +137,7 @@ mod tests {
 
     #[test]
     fn node_0_is_told_of_an_address_that_is_not_its_own() {
-        // Of a network for documentation: nobody has it.
+        // This address belongs to a network for documentation, so no host has it.
         let elsewhere = elsewhere("192.0.2.1").unwrap();
         assert!(elsewhere.what.starts_with("192.0.2.1 is no address of this host"), "{}", elsewhere.what);
         assert!(

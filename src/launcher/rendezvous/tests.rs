@@ -1,4 +1,4 @@
-//! What agents read from the store, where anybody may have written: damaged texts are refused, not obeyed by half.
+//! Input from the store, which any process may have written: damaged texts are rejected as a whole.
 
 use proptest::prelude::*;
 use serde::Serialize;
@@ -9,7 +9,7 @@ use super::fixed::Registration;
 use super::ranks::{Ranks, RoleInfo};
 use crate::report::Report;
 
-/// Reads `text` as `T`; what is read reads the same when it is written again.
+/// Returns true if `text` parses as `T`. Asserts that the parsed value survives a round trip.
 fn reads<T: Serialize + DeserializeOwned>(text: &[u8]) -> bool {
     let Ok(read) = serde_json::from_slice::<T>(text) else { return false };
     let again = serde_json::to_vec(&read).expect("what was read can be written");

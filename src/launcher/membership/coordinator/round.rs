@@ -1,4 +1,4 @@
-//! A round and what becomes of its nodes. Pure.
+//! A round and the states of its nodes. Pure.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -8,18 +8,18 @@ use super::super::record::{Record, Seat};
 use super::super::seats::{Ranks, assign};
 use super::Rules;
 
-/// What became of a node of the round.
+/// State of a node of the round.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in super::super) enum State {
     Running,
     Succeeded,
-    /// A worker failed. The failure waits until it is known whether a loss caused it.
+    /// A worker failed. The failure is not final until it is known whether a loss caused it.
     Failed(Failure),
-    /// A signal stops it, or has.
+    /// A signal is stopping the node, or has stopped it.
     Left {
         signal: i32,
     },
-    /// It is gone: why, if it said so.
+    /// The node is gone, with its reason if it gave one.
     Lost(Option<String>),
 }
 
@@ -28,17 +28,17 @@ pub(in super::super) enum State {
 pub(in super::super) struct Round {
     pub(super) record: Record,
     pub(super) states: Vec<State>,
-    /// Ranks that failed, the first first.
+    /// Ranks that failed, oldest first.
     pub(super) failed: Vec<usize>,
     running: usize,
     pub(super) succeeded: usize,
-    /// The first that was lost, or stopped by a signal.
+    /// First rank that was lost or stopped by a signal.
     pub(super) lost: Option<usize>,
-    /// Who has yet to say that it was there after a failure that may be final.
+    /// Members that have not yet confirmed, after a possibly final failure, that they are alive.
     pub(super) unsure: Option<BTreeSet<AgentId>>,
-    /// Of the workers of each node.
+    /// Ranks of the workers of each node.
     ranks: Vec<Ranks>,
-    /// After which one of them is lost.
+    /// Heartbeat timeout of the nodes.
     silence: Duration,
 }
 
@@ -75,7 +75,7 @@ impl Round {
         &self.record.seats[rank]
     }
 
-    /// Rank of a node that has a seat.
+    /// Returns the rank of a node that takes part in the round.
     pub(super) fn rank(&self, ranks: &BTreeMap<AgentId, usize>, agent: AgentId) -> Option<usize> {
         ranks
             .get(&agent)
@@ -83,7 +83,7 @@ impl Round {
             .filter(|&rank| self.record.seats.get(rank).is_some_and(|seat| seat.agent == agent))
     }
 
-    /// Notes what became of a node. What is final stays.
+    /// Sets the state of a node. A final state stays.
     pub(super) fn set(&mut self, rank: usize, state: State) {
         let old = &mut self.states[rank];
         let goes = match (&*old, &state) {
@@ -104,12 +104,12 @@ impl Round {
         *old = state;
     }
 
-    /// How many run.
+    /// Returns the number of nodes that are running.
     pub(super) fn running(&self) -> usize {
         self.running
     }
 
-    /// The first node with a failure that nobody has answered.
+    /// Returns the first node with a failure that has led to no restart.
     pub(super) fn failure(&self) -> Option<(usize, &Failure)> {
         self.failed.iter().find_map(|&rank| match &self.states[rank] {
             State::Failed(failure) => Some((rank, failure)),

@@ -1,4 +1,4 @@
-//! From one stage to the next. Pure.
+//! Transitions between the stages of the coordinator. Pure.
 
 use std::collections::BTreeSet;
 
@@ -9,7 +9,7 @@ use super::super::seats::{Candidate, seat};
 use super::{Action, Coordinator, Forming, MUSTER_PERIOD, NAMED, Round, Stage, State, Time};
 
 impl Coordinator {
-    /// A member does something else than before.
+    /// Handles a changed state of a member.
     pub(super) fn phase_changed(&mut self, now: Time, agent: AgentId, actions: &mut Vec<Action>) {
         let Some(phase) = self.members.get(&agent).and_then(|known| known.phase.clone()) else { return };
         match phase {
@@ -27,7 +27,7 @@ impl Coordinator {
         self.judge(now, actions);
     }
 
-    /// None of its workers lives.
+    /// Handles a member none of whose workers lives.
     fn is_ready(
         &mut self,
         now: Time,
@@ -38,7 +38,7 @@ impl Coordinator {
         let restarts = self.rules.job_budget.map(|_| self.failures);
         match &mut self.stage {
             Stage::Starting(round) | Stage::Live(round) => match round.rank(&self.ranks, agent) {
-                // It has not heard of the round yet.
+                // The member has not received the order for the round yet.
                 Some(rank) if after < round.number() => {
                     if let Stage::Live(round) = &self.stage {
                         let run = Order::Run(round.assignment(rank, restarts));
@@ -50,7 +50,7 @@ impl Coordinator {
                     round.set(rank, State::Lost(Some(why)));
                     self.add_candidate(now, agent);
                 }
-                // It has failed and cleaned up before that was heard.
+                // The member failed and cleaned up before its failure was received.
                 Some(rank) => {
                     let summary = "its workers have ended".to_owned();
                     round
@@ -65,7 +65,7 @@ impl Coordinator {
             },
             Stage::Forming(forming) => {
                 if forming.expected.contains(&agent) && after < self.round {
-                    // It has yet to hear that this round is no more.
+                    // The member has yet to learn that this round is over.
                     return;
                 }
                 forming.expected.remove(&agent);
@@ -84,7 +84,7 @@ impl Coordinator {
         }
     }
 
-    /// It has workers of `number`, or had.
+    /// Handles a member that has or had workers of round `number`.
     fn is_in(&mut self, agent: AgentId, number: u64, phase: Phase, actions: &mut Vec<Action>) {
         match &mut self.stage {
             Stage::Starting(round) | Stage::Live(round) if round.number() == number => {
@@ -100,7 +100,7 @@ impl Coordinator {
                 }
             }
             Stage::Forming(forming) => {
-                // Of a round that this coordinator has ended, or has never heard of.
+                // The round is one that this coordinator has ended or does not know.
                 forming.expected.insert(agent);
                 let cause = forming.cause.clone().unwrap_or_else(|| Cause::Joined { host: String::new() });
                 self.order(agent, Order::Stop { round: number.max(self.round), cause }, actions);
@@ -113,7 +113,7 @@ impl Coordinator {
         }
     }
 
-    /// A signal stops it. The next round waits until its workers have ended as well.
+    /// Handles a member that a signal stops. The next round waits until its workers have ended as well.
     fn is_leaving(&mut self, now: Time, agent: AgentId, signal: i32) {
         self.drop_candidate(agent);
         match &mut self.stage {
@@ -148,7 +148,7 @@ impl Coordinator {
                     Stage::Forming(_) | Stage::Ending(_) | Stage::Over(_) => (None, None),
                 };
                 if let (Some(record), Some(rank)) = (record, rank) {
-                    // Another coordinator must not wait for it.
+                    // A successor must not wait for this node.
                     record.left.push((rank, signal));
                     actions.push(Action::Write(record.clone()));
                 }
@@ -160,7 +160,7 @@ impl Coordinator {
         }
     }
 
-    /// A member is gone.
+    /// Handles the loss of a member.
     pub(super) fn lose(&mut self, now: Time, agent: AgentId, why: Option<String>, actions: &mut Vec<Action>) {
         if let Stage::Starting(round) | Stage::Live(round) = &mut self.stage
             && let Some(rank) = round.rank(&self.ranks, agent)
@@ -185,7 +185,7 @@ impl Coordinator {
         }
     }
 
-    /// Whether the round goes on. O(1), but where it does not.
+    /// Decides whether the round continues. O(1), unless the round ends.
     pub(super) fn judge(&mut self, now: Time, actions: &mut Vec<Action>) {
         let Stage::Live(round) = &self.stage else { return };
         let name = |rank: usize| (rank, round.seat(rank).profile.host.clone());
@@ -213,7 +213,7 @@ impl Coordinator {
         if round.running() == 0 && round.succeeded > 0 {
             return self.end(Ending::Succeeded, actions);
         }
-        // A job that is nearly done is not begun anew for who comes late.
+        // A job that has nearly finished does not restart for a late node.
         if round.states.len() < self.max() && round.succeeded == 0 {
             let newcomer = self.waiting.first().and_then(|(_, agent)| self.members.get(agent));
             if let Some(host) = newcomer.map(|known| known.profile.host.clone()) {
@@ -222,8 +222,8 @@ impl Coordinator {
         }
     }
 
-    /// A failure without a restart ends the job, unless it is the consequence of a loss that is not known yet: all
-    /// others are asked whether they are there, and whoever is not is lost soon.
+    /// Ends the job after a failure without a restart, unless a loss that is not known yet caused it. The
+    /// coordinator asks all other members whether they are alive. A member that does not answer is lost soon.
     fn settle(&mut self, actions: &mut Vec<Action>) {
         let Stage::Live(round) = &mut self.stage else { return };
         if round.unsure.is_none() {
@@ -247,7 +247,7 @@ impl Coordinator {
         }
     }
 
-    /// A member has said that it is there.
+    /// Handles the answer of a member to a question.
     pub(super) fn answered(&mut self, agent: AgentId, actions: &mut Vec<Action>) {
         let (asks, asked) = (self.asks, self.members.get(&agent).map(|known| known.asked));
         if let Stage::Live(round) = &mut self.stage
@@ -259,7 +259,7 @@ impl Coordinator {
         }
     }
 
-    /// Ends the round; a new one follows when all have stopped their workers.
+    /// Ends the round. A new one follows when all members have stopped their workers.
     fn break_up(&mut self, now: Time, cause: Cause, actions: &mut Vec<Action>) {
         let Stage::Live(round) = &self.stage else { return };
         let (number, last) = (round.number(), round.record.clone());
@@ -267,7 +267,7 @@ impl Coordinator {
         let here: Vec<AgentId> =
             seated.into_iter().filter(|agent| self.members.contains_key(agent)).collect();
         let is_stop = matches!(cause, Cause::Stopped { .. }) && !here.is_empty();
-        // Who is ready again needs no order.
+        // A member that is ready again needs no order.
         let is_busy = |agent: &AgentId| !self.candidates.contains_key(agent);
         let expected: BTreeSet<AgentId> = here.into_iter().filter(is_busy).collect();
         self.stage = Stage::Forming(Forming {
@@ -285,7 +285,7 @@ impl Coordinator {
         self.try_start(now, actions);
     }
 
-    /// Begins a round if those are there that it needs.
+    /// Starts a round if enough members are ready.
     fn try_start(&mut self, now: Time, actions: &mut Vec<Action>) {
         let (min, max, early) = (self.min(), self.max(), self.planted.is(Bug::StartsTooEarly));
         let Stage::Forming(forming) = &mut self.stage else { return };
@@ -298,7 +298,7 @@ impl Coordinator {
             forming.last_call = None;
             return;
         }
-        // Only a first round waits for more: who was in the last one is here or lost.
+        // Only a first round waits for more nodes: each node of a previous round is ready or lost.
         let last_call = *forming.last_call.get_or_insert(now + self.rules.last_call);
         if here < max && self.veterans == 0 && now < last_call {
             return;
@@ -315,7 +315,7 @@ impl Coordinator {
     fn start(&mut self, now: Time, agents: Vec<AgentId>, actions: &mut Vec<Action>) {
         self.round += 1;
         if agents.iter().all(|agent| !self.ranks.contains_key(agent)) {
-            // Nobody is left of those who have failed: the job was queued again.
+            // No node of the failed rounds is left: the job was queued again.
             self.failures = 0;
         }
         for &agent in &agents {
@@ -341,7 +341,7 @@ impl Coordinator {
         actions.push(Action::Write(record));
     }
 
-    /// Of the present round, without its nodes.
+    /// Returns the record of the current round, without its nodes.
     fn record(&self) -> Record {
         Record {
             version: Record::VERSION,
@@ -355,7 +355,7 @@ impl Coordinator {
         }
     }
 
-    /// The record is written down: now it holds.
+    /// Handles that the record has been written: the decision is now final.
     pub(super) fn written(&mut self, now: Time, actions: &mut Vec<Action>) {
         let nothing = Stage::Forming(Forming::default());
         match std::mem::replace(&mut self.stage, nothing) {
@@ -395,7 +395,7 @@ impl Coordinator {
         let Stage::Forming(forming) = &mut self.stage else { return };
         let since = forming.since;
         if now >= since + self.rules.stop_timeout {
-            // Its workers cannot be ended, it seems; the others need not wait for that.
+            // The member's workers seem impossible to end. The others need not wait for that.
             let stuck = std::mem::take(&mut forming.expected);
             for agent in stuck {
                 let silent_s = self.rules.stop_timeout.as_secs();
@@ -423,7 +423,7 @@ impl Coordinator {
         }
     }
 
-    /// Who is there, for people.
+    /// Returns the join status for messages to users.
     fn muster(&self, now: Time, spare: bool) -> Muster {
         let names = |agents: &mut dyn Iterator<Item = &AgentId>| {
             agents

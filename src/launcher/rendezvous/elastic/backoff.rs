@@ -1,8 +1,8 @@
-//! Time between attempts in vain. Pure.
+//! Delay between failed attempts. Pure.
 
 use std::time::Duration;
 
-/// Twice as long after each, up to a most.
+/// A delay that doubles after each attempt, up to a maximum.
 pub(super) struct Backoff {
     first: Duration,
     most: Duration,
@@ -14,14 +14,14 @@ impl Backoff {
         Self { first, most, next: first }
     }
 
-    /// How long to wait now.
+    /// Returns the delay before the next attempt.
     pub(super) fn next(&mut self) -> Duration {
         let now = self.next;
         self.next = (now * 2).min(self.most);
         now
     }
 
-    /// An attempt has gone well.
+    /// Resets the delay after a successful attempt.
     pub(super) fn reset(&mut self) {
         self.next = self.first;
     }

@@ -1,43 +1,44 @@
-//! What a node has been told, for threads that wait for it.
+//! State that the node's thread publishes to threads that wait for it.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::membership::{Assignment, Ending, Muster, Refusal};
 
-/// The latest of each kind.
+/// Latest value of each kind.
 #[derive(Debug, Default)]
 pub(super) struct Told {
     pub(super) muster: Option<Muster>,
     pub(super) run: Option<Assignment>,
-    /// The latest round whose workers are to stop.
+    /// Latest round whose workers must stop.
     pub(super) stopped: Option<Stopped>,
     pub(super) over: Option<Over>,
-    /// Why there is no connection, while there is none.
+    /// Reason for which there is no connection, while there is none.
     pub(super) trouble: Option<String>,
-    /// This node has left, and so many other jobs need what it serves.
+    /// Number of other jobs that use the server of this node, which has left.
     pub(super) guests: usize,
-    /// The thread behind it has ended.
+    /// True if the thread that publishes this state has ended.
     pub(super) closed: bool,
 }
 
-/// A round that is over for this node while the job goes on.
+/// A round that is over for this node while the job continues.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Stopped {
     pub(super) round: u64,
     pub(super) cause: String,
-    /// It hears nobody.
+    /// True if this node is cut off from the others.
     pub(super) alone: bool,
 }
 
 impl Stopped {
-    /// What is higher is news: who is alone has less time than who is only told to stop.
+    /// Returns a key by which a higher value is news: a node that is cut off has less time than one that is
+    /// only told to stop.
     pub(super) fn order(&self) -> (u64, bool) {
         (self.round, self.alone)
     }
 }
 
-/// Why nothing more will come.
+/// Reason for which no further orders will come.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Over {
     End(Ending),
@@ -46,7 +47,7 @@ pub(super) enum Over {
         silent: Duration,
         last: String,
     },
-    /// The rendezvous cannot be used: why.
+    /// The rendezvous cannot be used. The text is the reason.
     Unusable(String),
 }
 
@@ -66,13 +67,13 @@ impl Board {
         self.changed.notify_all();
     }
 
-    /// Waits until the thread behind it has ended.
+    /// Waits until the thread that publishes this state has ended.
     pub(super) fn wait_until_closed(&self) {
         let closed = self.changed.wait_while(self.lock(), |told| !told.closed);
         drop(closed.unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// Waits until `look` finds something, at most until `deadline`, and not longer than this node takes part.
+    /// Waits until `look` returns a value, `deadline` passes, or this node no longer takes part.
     pub(super) fn wait<T>(
         &self,
         deadline: Option<Instant>,

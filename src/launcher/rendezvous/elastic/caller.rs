@@ -1,4 +1,4 @@
-//! Makes a node's connections to the coordinator, with proofs on both sides.
+//! Coordinator client: connects a node to the coordinator, with authentication of both sides.
 
 use std::io::ErrorKind;
 use std::time::Duration;
@@ -14,14 +14,14 @@ use super::link::{self, LinkError};
 use super::wire::{self, Hello, MAGIC, Nonce, STRANGERS_LIMIT, Seal, ToCoordinator, Welcome};
 use crate::membership::{AgentId, Profile};
 
-/// Who calls.
+/// Identity of the connecting node.
 pub(super) struct Caller {
     pub(super) run_id: String,
     pub(super) profile: Profile,
     pub(super) agent: AgentId,
 }
 
-/// A connection that both sides have proven.
+/// A connection on which both sides have authenticated themselves.
 pub(super) struct Connection {
     pub(super) stream: TcpStream,
     pub(super) ours: Seal,
@@ -29,10 +29,10 @@ pub(super) struct Connection {
 }
 
 impl Caller {
-    /// Connects to the first of its addresses that answers, and proves that it belongs to the job.
+    /// Connects to the first address that answers, and authenticates this node.
     ///
     /// # Errors
-    /// What came back from each.
+    /// The error of each address.
     pub(super) async fn connect(&self, found: &Found) -> Result<Connection, (String, Attempt)> {
         let Found { addresses, token, patience } = found;
         let mut attempts: FuturesUnordered<_> = addresses
@@ -41,7 +41,7 @@ impl Caller {
             .collect();
         let mut failed = Vec::new();
         while let Some((address, stream)) = attempts.next().await {
-            // Two proofs at once would be two connections of one agent.
+            // Two authentications at once would result in two connections of one agent.
             let connected = match stream {
                 Ok(stream) => {
                     let proven = timeout(*patience, self.prove(stream, token.as_ref())).await;
@@ -108,7 +108,7 @@ fn is_refused(error: &LinkError) -> bool {
     matches!(error, LinkError::Io(error) if error.kind() == ErrorKind::ConnectionRefused)
 }
 
-/// Who this node is from now on.
+/// Returns a new random id for this node.
 pub(super) fn fresh_id() -> std::io::Result<AgentId> {
     super::random().map(|id| AgentId(u128::from_le_bytes(id)))
 }

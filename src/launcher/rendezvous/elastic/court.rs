@@ -1,4 +1,4 @@
-//! How a node of an elastic job hears of the others, and tells them of itself.
+//! Exchange of failures between the nodes of an elastic job.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
@@ -9,16 +9,16 @@ use crate::config::is_named;
 use crate::membership::{Departure, Ending, Failure, Phase, Refusal};
 use crate::rendezvous::court::{Court, FromOthers, Verdict, Verdicts, What};
 
-/// One node's seat.
+/// Connection of one node to the outcome of an elastic job.
 #[derive(Debug)]
 pub(super) struct ElasticCourt {
     thread: Arc<Thread>,
-    /// This node's rank and the round that it is in.
+    /// Rank of this node, and the round that it is in.
     seat: Mutex<(usize, u64)>,
     host: String,
     endpoint: String,
     run_id: String,
-    /// The latest end of a round that has been passed on.
+    /// Latest end of a round that has been reported to the caller.
     ended: Mutex<(u64, bool)>,
 }
 
@@ -32,7 +32,7 @@ impl ElasticCourt {
         Self { thread, seat: Mutex::new((node, round)), host, endpoint, run_id, ended: Mutex::default() }
     }
 
-    /// This node is in another round.
+    /// Records that this node is in another round.
     pub(super) fn move_to(&self, node: usize, round: u64) {
         *self.seat.lock().unwrap_or_else(PoisonError::into_inner) = (node, round);
     }
@@ -41,7 +41,8 @@ impl ElasticCourt {
         *self.seat.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until the job is over, or `round` is, which is no verdict; none at all if neither comes until `deadline`.
+    /// Waits until the job or `round` is over. The inner value is `None` if only the round is over. The outer
+    /// value is `None` if `deadline` passes first.
     fn wait_for_verdict(&self, round: u64, deadline: Option<Instant>) -> Option<Option<Verdict>> {
         self.thread.board.wait(deadline, |told: &Told| {
             let again = told.stopped.as_ref().is_some_and(|stopped| stopped.round >= round);
@@ -105,7 +106,7 @@ impl Court for ElasticCourt {
             What::Stopped { .. } | What::Lost | What::Succeeded => (String::new(), String::new()),
         };
         let phase = Phase::Failed { round, failure: Failure { summary, report, restarts } };
-        // Who restarts is about to enter the next round.
+        // A node with a restart is about to enter the next round.
         let Some(others_first) = others_first.filter(|_| !restarts) else {
             self.thread.enter(phase);
             return (!restarts)
@@ -124,7 +125,7 @@ impl Court for ElasticCourt {
         let departure = match &mine.what {
             What::Stopped { signal } => Departure::Stopped { signal: *signal },
             What::Error { text } | What::Alone { text } => Departure::Error(text.clone()),
-            // The others know.
+            // The other nodes know already.
             What::Failed { .. } | What::Lost | What::Succeeded => return mine,
         };
         self.thread.leave(departure);
@@ -133,7 +134,7 @@ impl Court for ElasticCourt {
 
     fn stops(&self, signal: i32) {
         if self.thread.is_host {
-            // Nobody can take over from it: the job ends at once.
+            // No other node can take over the coordinator: the job ends at once.
             self.declare(What::Stopped { signal }, None);
         } else {
             self.thread.enter(Phase::Leaving { round: self.seat().1, signal });
@@ -153,7 +154,7 @@ impl Court for ElasticCourt {
     }
 }
 
-/// Why nothing more will come of this job for this node.
+/// Describes why this job sends no further orders to this node.
 pub(super) fn describe(over: &Over, endpoint: &str, run_id: &str) -> String {
     let id = if is_named(run_id) { format!("--rdzv-id={run_id}") } else { "no --rdzv-id".to_owned() };
     match over {

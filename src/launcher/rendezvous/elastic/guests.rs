@@ -1,11 +1,11 @@
-//! Other jobs that meet at the endpoint that this launcher serves: they would lose their rendezvous with it.
+//! Other jobs that use the rendezvous server of this launcher. They would lose their coordinators with it.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::thread::Thread;
 use crate::membership::Departure;
 
-/// See the module's head. Of a launcher that serves no endpoint there are none.
+/// The other jobs of one launcher. A launcher without a rendezvous server has none.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Guests {
     endpoint: String,
@@ -17,7 +17,7 @@ impl Guests {
         Self { endpoint, thread: Arc::default() }
     }
 
-    /// They meet through this thread.
+    /// Sets the thread that serves the other jobs.
     pub(super) fn meet_through(&self, thread: Arc<Thread>) {
         *self.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
     }
@@ -26,20 +26,22 @@ impl Guests {
         self.thread.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// How many jobs there are, once this launcher's own has ended; and where they meet.
+    /// Returns the number of other jobs, once this launcher's own job has ended, and the endpoint that they
+    /// use.
     pub(crate) fn count(&self) -> (usize, &str) {
         let count = self.thread().map_or(0, |thread| thread.board.lock().guests);
         (count, &self.endpoint)
     }
 
-    /// Blocks until there are none.
+    /// Blocks until no other job is left.
     pub(crate) fn wait(&self) {
         if let Some(thread) = self.thread() {
             thread.board.wait_until_closed();
         }
     }
 
-    /// A signal stops this launcher: all who meet here are told. Blocks until they have heard it, for about a second at most.
+    /// Tells all members that a signal stops this launcher. Blocks until they have been told, for about a
+    /// second at most.
     pub(crate) fn desert(&self, signal: i32) {
         if let Some(thread) = self.thread() {
             thread.leave(Departure::Stopped { signal });

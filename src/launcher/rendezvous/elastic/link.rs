@@ -1,4 +1,4 @@
-//! Frames over a connection, each with a deadline.
+//! Frames over a TCP connection, each with a deadline.
 
 use std::io;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use super::wire::{self, LENGTH_BYTES, MAC_BYTES, Seal, WireError};
 /// Longest time that the other side may take to receive a frame.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Why a connection ends.
+/// Reason for which a connection ends.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum LinkError {
     #[error("{0}")]
@@ -34,14 +34,15 @@ pub(super) enum LinkError {
     Silent(Duration),
 }
 
-/// What is said is short and soon said again: it is sent at once, and what was lost is sent again after the same time each
-/// time, not after twice as long.
+/// Configures the socket for short, repeated messages. They are sent without delay.
+/// Lost packets are retransmitted at a constant interval, without exponential backoff.
 pub(super) fn prepare(stream: &TcpStream) -> io::Result<()> {
     stream.set_nodelay(true)?;
     SockRef::from(stream).set_tcp_thin_linear_timeouts(true)
 }
 
-/// Reads the next frame's body and, if `mac`, what follows it. Not to be cancelled halfway.
+/// Reads the body of the next frame and, if `mac`, the MAC that follows it. This must not be cancelled
+/// halfway.
 pub(super) async fn read_frame(
     stream: &mut (impl AsyncRead + Unpin),
     limit: usize,
@@ -59,7 +60,7 @@ pub(super) async fn read_frame(
     Ok((body, proof))
 }
 
-/// Reads a frame that the other side has sealed.
+/// Reads and opens a sealed frame.
 pub(super) async fn read<T: DeserializeOwned>(
     stream: &mut (impl AsyncRead + Unpin),
     seal: &mut Seal,

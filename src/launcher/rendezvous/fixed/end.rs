@@ -1,4 +1,4 @@
-//! The good end of a static job: whoever is done waits until all are.
+//! Successful end of a static job: each node waits until all have succeeded.
 
 use std::time::{Duration, Instant};
 
@@ -8,21 +8,21 @@ use super::{Fixed, Joined, NODE, OPERATION_TIMEOUT};
 use crate::rendezvous::court::{End, StoreCourt};
 use crate::say::Progress;
 
-/// How long nodes that are done wait for those under torchrun, whose loss nobody hears of.
+/// Longest time that finished nodes wait for those under torchrun, whose loss no watch reports.
 const TORCHRUN_TIMEOUT: Duration =
     if cfg!(test) { Duration::from_millis(200) } else { Duration::from_secs(300) };
-/// How often it is looked who is done.
+/// Interval at which a node counts the finished nodes.
 const POLL: Duration = if cfg!(test) { Duration::from_millis(100) } else { Duration::from_secs(10) };
 
 const MEMBERS: &[u8] = b"torchelastic/agent/terminal_state/num_members";
 const LAST_MEMBER: &[u8] = b"torchelastic/agent/terminal_state/last_member";
-/// Counts nodes under convoke that are done; ours, next to torchrun's keys.
+/// Counter of finished nodes under convoke. Only convoke uses this key.
 const FINISHED: &[u8] = b"convoke/finished";
 
 impl Fixed {
-    /// Waits until all nodes have succeeded; false if the job has ended otherwise.
+    /// Waits until all nodes have succeeded. Returns false if the job has ended otherwise.
     ///
-    /// Nodes under convoke are waited for as long as they take: their loss is heard of, and they need node 0's store.
+    /// Nodes under convoke have no deadline: their loss is reported, and they need node 0's store.
     pub(super) fn wait_for_all(&self, joined: &Joined) -> Result<bool, StoreError> {
         let Some(court) = &joined.court else { return self.wait_without_court(joined.job.as_ref()) };
         court.note_end(End::Waiting);
@@ -58,7 +58,7 @@ impl Fixed {
                     return Err(error);
                 }
                 Err(StoreError::Timeout { .. }) => {}
-                // The court hears of the loss of node 0.
+                // The watch of the verdict reports the loss of node 0.
                 Err(StoreError::Lost { .. }) if self.node != 0 => return Ok(false),
                 Err(error) => return Err(error),
             }
@@ -80,7 +80,7 @@ impl Fixed {
         Ok(has_succeeded)
     }
 
-    /// Nodes that are under convoke.
+    /// Returns the number of nodes under convoke.
     fn count_ours(&self, job: &dyn Store) -> Result<i64, StoreError> {
         let soon = || Instant::now() + OPERATION_TIMEOUT;
         let keys: Vec<String> = (0..self.nodes).map(|node| format!("{NODE}{node}")).collect();
@@ -109,7 +109,7 @@ mod tests {
 
     const LONG: Duration = Duration::from_secs(60);
 
-    /// Nodes 0 and 1 of a job, which have met.
+    /// Returns nodes 0 and 1 of a job, which have met.
     fn two() -> [Fixed; 2] {
         let port = convoke_testkit::free_port();
         let node = |node| Fixed {
@@ -141,7 +141,7 @@ mod tests {
             std::thread::scope(|scope| {
                 let waiting = &mut early;
                 scope.spawn(move || tell.send(waiting.barrier()).unwrap());
-                // As long as nodes under torchrun are waited for, and longer.
+                // This exceeds the longest wait for nodes under torchrun.
                 let nothing = told.recv_timeout(5 * TORCHRUN_TIMEOUT);
                 assert_eq!(nothing, Err(RecvTimeoutError::Timeout), "it has given up");
                 assert_eq!(late.barrier(), Barrier::Passed);
@@ -159,7 +159,7 @@ mod tests {
             assert_eq!(first.barrier(), Barrier::Passed);
             first.court().unwrap().leave();
             drop(first);
-            // All that it may still hear has been sent.
+            // All messages to this node have been sent.
             assert_eq!(court.hear(), None);
             assert_eq!(waits.join().unwrap(), Barrier::Passed);
         });

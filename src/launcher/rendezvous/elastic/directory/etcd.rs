@@ -1,4 +1,5 @@
-//! etcd, version 3 of its API: `PREFIX/RUN_ID/coordinator` and `/record`, and `/holder` while the coordinator is there.
+//! etcd, API version 3. Keys: `PREFIX/RUN_ID/coordinator`, `/record`, and `/holder` while the coordinator is
+//! alive.
 
 mod cluster;
 
@@ -15,29 +16,29 @@ use crate::config::EtcdCluster;
 use crate::membership::Record;
 use crate::rendezvous::elastic::wire;
 
-/// What is written of a job outlives its last coordinator by so long.
+/// Time for which the keys of a job outlive its last coordinator.
 const KEPT: Duration = Duration::from_secs(7 * 24 * 3600);
 
-/// Who coordinates.
+/// Key of the coordinator's entry.
 const COORDINATOR: &str = "coordinator";
-/// That it is there: its term, while it keeps a lease alive.
+/// Key of the coordinator's lease: its term, while the coordinator renews the lease.
 const HOLDER: &str = "holder";
-/// What it has written down.
+/// Key of the coordinator's record.
 const RECORD: &str = "record";
 
 #[derive(Debug, Clone)]
 pub(in super::super) struct EtcdDirectory {
     cluster: Rc<Cluster>,
-    /// What the job's keys begin with.
+    /// Prefix of the job's keys.
     job: String,
     silence: Duration,
 }
 
 impl EtcdDirectory {
-    /// Reads certificates and password. Connects later.
+    /// Reads certificates and password. The connection is made later.
     ///
     /// # Errors
-    /// A file cannot be read, or a user has no password, or a password no user.
+    /// A file cannot be read, or only one of user and password is set.
     pub(in super::super) fn new(
         config: &EtcdCluster,
         run_id: &str,
@@ -92,7 +93,7 @@ impl EtcdDirectory {
             put(HOLDER, entry.term.to_string().into_bytes(), lease.ids.0),
             put(COORDINATOR, to_json(entry), lease.ids.1),
         ];
-        // In bytes: of ten thousand nodes the text would be longer than etcd takes.
+        // The record is binary: as text it would exceed etcd's limit with ten thousand nodes.
         puts.extend(record.map(|record| put(RECORD, wire::encode(record), lease.ids.1)));
         let txn = Txn::new()
             .when([Compare::mod_revision(self.key(COORDINATOR), CompareOp::Equal, seen.revisions.0)])
@@ -110,7 +111,7 @@ impl EtcdDirectory {
         self.read().await
     }
 
-    /// The holder's key is written with all others.
+    /// Waits for a change of the holder's key, which is written with all others.
     pub(super) async fn changed(&self, seen: &Seen) -> Result<(), Trouble> {
         let (key, options) =
             (self.key(HOLDER), WatchOptions::new().with_start_revision(seen.revisions.1 + 1));
@@ -120,7 +121,7 @@ impl EtcdDirectory {
         loop {
             match stream.message().await {
                 Ok(Some(news)) if news.events().is_empty() && !news.canceled() => {}
-                // Also if what happened since then is forgotten already: then it must be read.
+                // This includes a compacted history: the key must then be read again.
                 Ok(_) => return Ok(()),
                 Err(error) => return Err(self.cluster.broken(&error)),
             }
@@ -172,7 +173,7 @@ mod tests {
 
     #[test]
     fn a_record_of_ten_thousand_nodes_is_not_too_long_for_etcd() {
-        // 1.5 MiB is the most that one request may have.
+        // etcd limits a request to 1.5 MiB.
         const MOST: usize = 1 << 20;
         let seat = |index: u128| {
             let host = format!("node{index:05}.rack07.cluster.example.org");

@@ -1,4 +1,4 @@
-//! `store_type=file`: a file that all nodes share.
+//! `store_type=file`: a registry in a file that all nodes share.
 
 use std::cell::Cell;
 use std::path::{Path, PathBuf};
@@ -11,13 +11,14 @@ use serde::{Deserialize, Serialize};
 use super::{Entry, Lease, Seen, Trouble, Version, from_json, one_step, to_json};
 use crate::membership::Record;
 
-/// Longest wait for the file.
+/// Longest wait for an operation on the file.
 const TIMEOUT: Duration = Duration::from_secs(10);
-/// How often it is looked whether it says something else.
+/// Interval at which a node checks whether the file has changed.
 const LOOK: Duration = Duration::from_millis(500);
 
-/// A coordinator that is there touches a file beside it again and again. Whoever looks sees that its time changes, and
-/// compares that with no clock but its own.
+/// Registry in a file. A coordinator that is alive regularly touches a second file beside it. Other nodes see
+/// that its modification time changes.
+/// They measure the intervals with their own clocks only.
 #[derive(Debug, Clone)]
 pub(in super::super) struct FileDirectory {
     path: PathBuf,
@@ -28,14 +29,14 @@ pub(in super::super) struct FileDirectory {
     is_looking: Rc<Cell<bool>>,
 }
 
-/// What the file says of a job.
+/// Content of the file.
 #[derive(Serialize, Deserialize)]
 struct Page {
     entry: Entry,
     record: Option<Record>,
 }
 
-/// The time of the file beside it, if there is one, and since when it has been that.
+/// Modification time of the second file, if it exists, and the time since which it has been that.
 type Touched = (Option<SystemTime>, Instant);
 
 impl FileDirectory {
@@ -59,7 +60,8 @@ impl FileDirectory {
         self.seen(text.unwrap_or_default())
     }
 
-    /// Whoever has looked now and then knows sooner that nobody touches the file any more.
+    /// Checks the second file in the background. Regular calls shorten the time until a lost coordinator is
+    /// noticed.
     pub(super) fn look(&self) {
         if self.is_looking.replace(true) {
             return;
@@ -71,7 +73,7 @@ impl FileDirectory {
         });
     }
 
-    /// Looks when the file beside it was touched.
+    /// Reads when the second file was touched.
     async fn see(&self) -> Result<(), Trouble> {
         let beside = self.beside.clone();
         let time = move || match std::fs::metadata(&beside) {
@@ -102,7 +104,7 @@ impl FileDirectory {
 
     pub(super) async fn release(&self) {
         let beside = self.beside.clone();
-        // Then its time does not change any more.
+        // Without the second file, no modification time changes any more.
         let _ = self.blocking(move || std::fs::remove_file(&beside)).await;
     }
 
@@ -132,7 +134,8 @@ impl FileDirectory {
         Ok(())
     }
 
-    /// The file may be on a slow disk, or locked for a while: that must hold up nobody else.
+    /// Runs an operation on the file in a thread. A slow disk or a lock may delay it, which must not block
+    /// other tasks.
     async fn call<T: Send + 'static>(
         &self,
         call: impl FnOnce(&FileStore, &[u8], Instant) -> Result<T, convoke_store::StoreError> + Send + 'static,

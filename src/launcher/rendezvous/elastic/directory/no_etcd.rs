@@ -1,4 +1,4 @@
-//! Stands for the directory in etcd in a launcher that was built without the feature `etcd`.
+//! Replacement of the etcd registry in a launcher that was built without the feature `etcd`.
 
 use std::time::Duration;
 
@@ -6,12 +6,12 @@ use super::{Entry, Lease, Seen, Trouble};
 use crate::config::EtcdCluster;
 use crate::membership::Record;
 
-/// Has no values, so none of its methods is ever called.
+/// This type has no values, so none of its methods is ever called.
 #[derive(Debug, Clone)]
 pub(in super::super) enum EtcdDirectory {}
 
 impl EtcdDirectory {
-    /// Refuses it; the command line has done so before.
+    /// Refuses etcd. The command line has already refused it before.
     ///
     /// # Errors
     /// Always.

@@ -1,4 +1,4 @@
-//! Calls to an etcd cluster, at whichever of its members answers, and what is wrong in words.
+//! Calls to an etcd cluster through any member that answers, and descriptions of errors.
 
 use std::cell::{Cell, RefCell};
 use std::error::Error as _;
@@ -15,24 +15,25 @@ use super::super::Trouble;
 use crate::config::EtcdCluster;
 use crate::rendezvous::address;
 
-/// Longest time for a connection to a member, with all that proves who is who.
+/// Longest time for a connection to a member, including TLS and authentication.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
-/// Longest time for one call to one member: so many times what the last one took, but at least, and at most, so long.
+/// Longest time for one call to one member, as a multiple of the previous call. [`CALL_TIMEOUT`] is the
+/// minimum; the maximum follows.
 const SLACK: u32 = 4;
 const CALL_TIMEOUT: Duration = Duration::from_millis(500);
 const SLOWEST_CALL_TIMEOUT: Duration = Duration::from_secs(8);
 
-/// See the module's head.
+/// Client of an etcd cluster.
 pub(super) struct Cluster {
     members: Vec<Endpoint>,
     names: Vec<String>,
-    /// All of it, for people.
+    /// Name of the whole cluster for messages.
     name: String,
     user: Option<(String, String)>,
-    /// The member that is used, and the connection to it.
+    /// Index of the member in use. `client` is the connection to it.
     at: Cell<usize>,
     client: RefCell<Option<Client>>,
-    /// Longest time for the next call: a slow cluster gets more with each that was too slow.
+    /// Longest time for the next call. It grows with each call that timed out.
     patience: Cell<Duration>,
 }
 
@@ -43,10 +44,10 @@ impl fmt::Debug for Cluster {
 }
 
 impl Cluster {
-    /// Reads certificates and password. Connects later.
+    /// Reads certificates and password. The connection is made later.
     ///
     /// # Errors
-    /// A file cannot be read, or a user has no password, or a password no user.
+    /// A file cannot be read, or only one of user and password is set.
     pub(super) fn new(config: &EtcdCluster) -> Result<Self, String> {
         let read = |what: &str, path: &std::path::Path| {
             std::fs::read(path).map_err(|error| format!("{what} {}: {error}", path.display()))
@@ -90,15 +91,15 @@ impl Cluster {
         })
     }
 
-    /// Where it is, for people.
+    /// Returns the name of the cluster for messages.
     pub(super) fn name(&self) -> &str {
         &self.name
     }
 
-    /// Calls the member that has answered last, then the others.
+    /// Calls the member that answered last, then the others.
     ///
     /// # Errors
-    /// None answers, or one refuses it.
+    /// No member answers, or one refuses the call.
     pub(super) async fn call<T>(&self, call: impl AsyncFn(Client) -> Result<T, Error>) -> Result<T, Trouble> {
         let mut failed = Vec::new();
         for _ in 0..self.members.len() {
@@ -135,7 +136,7 @@ impl Cluster {
         Err(Trouble::Passing(format!("etcd at {}", failed.join("; "))))
     }
 
-    /// What is wrong with a stream of the member that is used. The next call goes to another one.
+    /// Describes the error of a stream of the member in use. The next call uses another member.
     pub(super) fn broken(&self, error: &Error) -> Trouble {
         let trouble = self.in_words(&self.names[self.at.get()], error);
         self.move_on();
@@ -164,7 +165,7 @@ impl Cluster {
         Ok(client)
     }
 
-    /// What an error of a call to member `name` means.
+    /// Describes the error of a call to member `name`.
     fn in_words(&self, name: &str, error: &Error) -> Trouble {
         let all = match error {
             Error::GRpcStatus(status) => match status.source() {
@@ -208,10 +209,10 @@ impl Cluster {
     }
 }
 
-/// Name and password, which the environment has.
+/// Returns user and password from the environment.
 ///
 /// # Errors
-/// One without the other, or a file that cannot be read.
+/// Only one of them is set, or a file cannot be read.
 fn user() -> Result<Option<(String, String)>, String> {
     let get = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
     let from_file = |path: String| {
@@ -236,7 +237,7 @@ fn user() -> Result<Option<(String, String)>, String> {
     }
 }
 
-/// An error and all that has caused it, each said once.
+/// Returns an error and all its causes, without repetitions.
 fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut next = error.source();
