@@ -247,7 +247,7 @@ impl Fixed {
         Ok(job.multi_set(&pairs, deadline)?)
     }
 
-    /// Waits until all `keys` (one a node) are there, and says who is missing, once per change.
+    /// Waits until all `keys` (one per node) exist, and names the missing nodes once per change.
     fn wait_for_nodes(
         &self,
         job: &dyn Store,

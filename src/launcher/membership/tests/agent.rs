@@ -1,14 +1,14 @@
-//! An agent of the simulation: a member, and workers that run, end and take their time to stop.
+//! An agent of the simulation: a member, and workers that run, end and take time to stop.
 
 use std::time::Duration;
 
 use super::super::*;
 
-/// Its workers.
+/// Workers of an agent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Workers {
     pub(super) round: u64,
-    /// They are being stopped.
+    /// True while they are being stopped.
     pub(super) stopping: bool,
 }
 
@@ -20,31 +20,31 @@ pub(super) struct Agent {
     pub(super) workers: Option<Workers>,
     pub(super) restarts: u32,
     pub(super) max_restarts: u32,
-    /// Its process exists.
+    /// True if its process exists.
     pub(super) alive: bool,
-    /// It has ended by itself; how.
+    /// Result of the agent, if it has ended by itself.
     pub(super) ended: Option<News>,
     pub(super) paused: bool,
-    /// Its host has no power.
+    /// True if its host has no power.
     pub(super) off: bool,
-    /// It does not reach etcd.
+    /// True if it cannot reach etcd.
     pub(super) etcd_cut: bool,
-    /// The term of the coordinator that it is connected to, and when it last heard that.
+    /// Term of the coordinator that it is connected to. `heard_at` is the time of the last message from that.
     pub(super) at: u64,
     pub(super) heard_at: Duration,
-    /// Nothing that it sends arrives; nothing that is sent to it does.
+    /// True if no message from it arrives. `deaf` is true if no message to it arrives.
     pub(super) mute: bool,
     pub(super) deaf: bool,
-    /// Its clock: what it shows more than the world's, and by how many millionths it is fast.
+    /// Offset of its clock from the world's. `fast` is the clock's rate error in millionths.
     pub(super) offset: Duration,
     pub(super) fast: i64,
-    /// A worker of this round has failed by itself.
+    /// Round in which a worker of this agent failed by itself.
     pub(super) own_failure: Option<u64>,
-    /// It was cut off, paused or killed at some time, so others may take it for lost.
+    /// True if it was cut off, paused or killed at some time, so that others may consider it lost.
     pub(super) disturbed: bool,
     /// Last round that it was in.
     pub(super) last_round: u64,
-    /// It has been told to stop the workers of that.
+    /// True if it has been told to stop the workers of that round.
     pub(super) told: bool,
 }
 
@@ -75,14 +75,14 @@ impl Agent {
         }
     }
 
-    /// What its clock shows.
+    /// Returns the time of its clock.
     pub(super) fn local(&self, now: Duration) -> Duration {
         let micros = i128::try_from(now.as_micros()).unwrap();
         let drifted = micros + micros * i128::from(self.fast) / 1_000_000;
         self.offset + Duration::from_micros(u64::try_from(drifted).unwrap())
     }
 
-    /// It has heard nobody for so long that it may have no workers.
+    /// Stops its workers, because no answer came within its lease.
     pub(super) fn stop_alone(&mut self) {
         let after = self.last_round;
         let store = vec![format!("{:x}:1", self.id.0)];
@@ -91,7 +91,7 @@ impl Agent {
         self.disturbed = true;
     }
 
-    /// Takes part as if it were new: the others have gone on without it.
+    /// Rejoins as a new agent, because the others have continued without it.
     pub(super) fn join_anew(&mut self, id: AgentId, silence: Duration) {
         self.id = id;
         let mut member = Member::new(ready(id, 0, self.restarts), silence);

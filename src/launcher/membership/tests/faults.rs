@@ -1,4 +1,4 @@
-//! What goes wrong.
+//! Faults of the simulation.
 
 use std::time::Duration;
 
@@ -8,11 +8,11 @@ use super::world::{Item, SILENCE, World};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Fault {
-    /// The process dies, and its connection with it; its workers too.
+    /// The process dies, and with it its connection and its workers.
     Kill(usize),
-    /// The host loses its power: nothing is heard.
+    /// The host loses power: no message leaves it.
     PowerOff(usize),
-    /// A new process on that host.
+    /// A new process starts on that host.
     Start(usize),
     Mute(usize),
     Deaf(usize),
@@ -20,23 +20,23 @@ pub(super) enum Fault {
     Heal(usize),
     Pause(usize),
     Resume(usize),
-    /// The connection breaks; both ends live.
+    /// The connection breaks; both processes live.
     Break(usize),
-    /// Its worker fails, by itself.
+    /// A worker of the agent fails by itself.
     FailWorker(usize),
     /// A signal stops the agent.
     Stop(usize),
-    /// Another one takes over soon.
+    /// The coordinator dies. Another one takes over soon.
     KillCoordinator,
-    /// Its host loses its power, and the other one takes over when that is certain: leases have ended.
+    /// The host of the coordinator loses power. Another coordinator takes over when the leases have expired.
     KillHost(usize),
-    /// Etcd cannot be reached from that host.
+    /// That host cannot reach etcd.
     CutEtcd(usize),
-    /// All is well from now on.
+    /// No faults occur from now on.
     Peace,
 }
 
-/// At a node that is known later.
+/// A fault at a node that is chosen later.
 pub(super) type At = fn(usize) -> Fault;
 
 impl World {
@@ -75,7 +75,7 @@ impl World {
             Fault::Partition(index) => {
                 self.disturb(index, |agent| (agent.mute, agent.deaf) = (true, true));
                 let round = self.agents[index].workers.map(|workers| workers.round);
-                // Connections live through a short one.
+                // Connections survive a short interruption.
                 self.bereave(index, round, SILENCE.as_millis() as u64);
             }
             Fault::Heal(index) => {
@@ -134,7 +134,7 @@ impl World {
         }
     }
 
-    /// It goes, as a signal has told it to.
+    /// Ends an agent that a signal has told to leave.
     pub(super) fn depart(&mut self, index: usize) {
         let agent = &mut self.agents[index];
         let (id, term) = (agent.id, agent.at);
@@ -155,13 +155,13 @@ impl World {
         what(&mut self.agents[index]);
     }
 
-    /// Node `of` of the round is gone: after a while workers of the others may fail for that.
+    /// Node `of` of the round is gone. After a while workers of the other nodes may fail because of that.
     fn bereave(&mut self, of: usize, round: Option<u64>, after_ms: u64) {
         let Some(round) = round else { return };
         let is_in = |agent: &Agent| agent.workers.is_some_and(|workers| workers.round == round);
         let in_it: Vec<usize> = (0..self.agents.len()).filter(|&index| is_in(&self.agents[index])).collect();
         for &index in &in_it {
-            // Who is alone misses nobody.
+            // A node without others in its round loses no peer.
             if in_it != [of] && self.random.percent(50) {
                 let id = self.agents[index].id;
                 let delay = self.random.millis(after_ms, after_ms + 4000);

@@ -1,4 +1,4 @@
-//! The membership machines: told stories, and many random ones in a simulated world.
+//! Tests of the membership state machines: single scenarios, and many random ones in a simulated world.
 
 mod agent;
 mod faults;

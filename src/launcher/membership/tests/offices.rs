@@ -1,36 +1,37 @@
-//! Coordinators, and where nodes find them: at an endpoint apart from all nodes, or in etcd, where any node may claim to
-//! be the one, also while another one that is cut off does not know.
+//! Coordinators of the simulation. There is either one at an endpoint apart from all nodes, or a leader that
+//! is elected by etcd.
+//! In etcd any node may become leader, even while a former leader that is cut off does not know.
 
 use std::time::Duration;
 
 use super::super::*;
 use super::world::{Item, SILENCE, World};
 
-/// Of the lease of a claim.
+/// Leader lease.
 const TTL: Duration = Duration::from_secs(2);
-/// How long a coordinator stays when its node goes.
+/// Time for which a coordinator stays after its node has left.
 const LINGER: Duration = Duration::from_secs(1);
 
-/// A coordinator.
+/// A coordinator of the simulation.
 pub(super) struct Office {
     pub(super) machine: Coordinator,
     began: Duration,
-    /// When it is next woken.
+    /// Time of its next tick.
     tick_at: Option<Duration>,
-    /// The node whose process has it; none at an endpoint.
+    /// Node whose process runs it; none at an endpoint.
     pub(super) host: Option<usize>,
-    /// When etcd last said that its claim stands.
+    /// Time at which etcd last confirmed its lease.
     confirmed: Duration,
-    /// What is still to be written down, and how often something was.
+    /// Record that is still to be written. `writes` counts the records so far.
     unwritten: Option<Record>,
     pub(super) writes: u64,
 }
 
-/// What etcd says, or whoever serves the endpoint knows.
+/// State of etcd, or of the process that serves the endpoint.
 #[derive(Default)]
 pub(super) struct Place {
     pub(super) term: u64,
-    /// The node that has that term.
+    /// Node that runs the coordinator of that term.
     holder: Option<(usize, AgentId)>,
     held_until: Duration,
     record: Option<Record>,
@@ -39,7 +40,7 @@ pub(super) struct Place {
 impl World {
     // ---- at an endpoint ----
 
-    /// Another coordinator at the endpoint.
+    /// Starts another coordinator at the endpoint.
     pub(super) fn serve(&mut self, suspect: Option<(AgentId, Duration)>) {
         self.place.term += 1;
         self.offices.clear();
@@ -56,14 +57,14 @@ impl World {
         !(agent.mute || agent.deaf || agent.etcd_cut || agent.off)
     }
 
-    /// Both ways.
+    /// Returns true if messages can pass in both directions.
     fn is_path_open(&self, one: usize, other: usize) -> bool {
         let open =
             |index: usize| !(self.agents[index].mute || self.agents[index].deaf || self.agents[index].off);
         one == other || open(one) && open(other)
     }
 
-    /// Whether an agent can have a connection to the coordinator of that term.
+    /// Returns true if an agent can have a connection to the coordinator of that term.
     pub(super) fn is_open_to(&self, index: usize, term: u64) -> bool {
         let agent = &self.agents[index];
         match self.offices.get(&term).map(|office| office.host) {
@@ -73,7 +74,7 @@ impl World {
         }
     }
 
-    /// Looks where the coordinator is, and connects; becomes it if there is none.
+    /// Finds the coordinator and connects to it, or becomes the coordinator if there is none.
     pub(super) fn find(&mut self, index: usize) {
         if self.agents[index].paused || !self.agents[index].is_at_work() {
             return;
@@ -94,7 +95,7 @@ impl World {
             return self.obey(index, news);
         }
         let (term, at) = (self.place.term, self.agents[index].at);
-        // Its host answers, and nobody listens there.
+        // The host answers, but no process listens there.
         let refused = self.place.holder.is_some_and(|(host, _)| self.is_path_open(index, host))
             && !self.offices.contains_key(&term);
         if term == 0 || refused || !held && at == term {
@@ -137,7 +138,7 @@ impl World {
         self.after(TTL / mandate::BEATS, Item::Keep { term });
     }
 
-    /// Whether its members may be told that they have been heard.
+    /// Returns true if the coordinator may answer its members.
     fn may_answer(&mut self, term: u64) -> bool {
         let Some(Office { host: Some(host), machine, began, confirmed, .. }) = self.offices.get(&term) else {
             return true;
@@ -153,7 +154,8 @@ impl World {
         may
     }
 
-    /// A round half of which is cut off from etcd with its coordinator runs on: nobody there can know that etcd lives.
+    /// Notes rounds half of which is cut off from etcd with its coordinator. They continue, because no node
+    /// there can know that etcd is alive.
     fn note_rounds_cut_off(&mut self, term: u64, host: usize, own: AgentId) {
         for (round, seats) in &self.rounds {
             let Some((_, assignment)) = seats.values().next() else { continue };
@@ -233,9 +235,9 @@ impl World {
         let office = self.offices.get_mut(&term).unwrap();
         let Some(record) = office.unwritten.take() else { return };
         let write = office.writes;
-        // What is written is written, also if the coordinator dies before it hears of it.
+        // The record is written even if the coordinator dies before it is told so.
         self.place.record = Some(record);
-        // The place where it is written may be slow.
+        // The registry may be slow.
         let longest = if self.random.percent(5) { 8000 } else { 20 };
         let delay = self.random.millis(0, longest);
         self.after(delay, Item::Written { term, write });
@@ -244,15 +246,15 @@ impl World {
     pub(super) fn written(&mut self, term: u64, write: u64) {
         let Some(office) = self.offices.get(&term) else { return };
         if office.host.is_some_and(|host| self.agents[host].paused) {
-            // It hears of it when it is awake.
+            // A paused process is told later, when it runs again.
             self.after(Duration::from_millis(100), Item::Written { term, write });
         } else if office.writes == write {
-            // If there is a later one by now, that counts.
+            // If a later record exists by now, only that one counts.
             self.coordinate(term, Event::Written);
         }
     }
 
-    /// The node of a coordinator goes: that stays until all have heard it.
+    /// The node of a coordinator leaves. The coordinator stays until all members have been told.
     pub(super) fn leave_office(&mut self, index: usize) {
         for term in self.terms_of(index) {
             self.after(LINGER, Item::Close { term });
@@ -266,7 +268,7 @@ impl World {
         self.vanish(term);
     }
 
-    /// The process of a coordinator dies, or its host.
+    /// The process or the host of a coordinator dies.
     pub(super) fn die_in_office(&mut self, index: usize) {
         for term in self.terms_of(index) {
             self.vanish(term);
@@ -278,7 +280,7 @@ impl World {
         own.map(|(term, _)| *term).collect()
     }
 
-    /// A coordinator is no more; whoever has a connection to it sees that, if it can.
+    /// Removes a coordinator. Agents with a connection to it notice that if they can.
     fn vanish(&mut self, term: u64) {
         for agent in 0..self.agents.len() {
             if self.agents[agent].at == term && self.is_open_to(agent, term) {
@@ -289,7 +291,7 @@ impl World {
         self.offices.remove(&term);
     }
 
-    /// The node whose process has the coordinator of the highest term.
+    /// Returns the node whose process runs the coordinator of the highest term.
     pub(super) fn coordinating(&self) -> Option<usize> {
         self.place.holder.map(|(host, _)| host)
     }

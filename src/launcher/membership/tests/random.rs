@@ -1,8 +1,8 @@
-//! Chance.
+//! Random numbers.
 
 use std::time::Duration;
 
-/// Numbers that only the seed decides.
+/// A generator whose numbers depend only on the seed.
 #[derive(Debug, Clone)]
 pub(super) struct Random(u64);
 

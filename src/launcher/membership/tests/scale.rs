@@ -1,4 +1,5 @@
-//! What a job of many agents costs its coordinator: messages and work for each agent do not grow with their number.
+//! Cost of a job with many agents for its coordinator: messages and work per agent do not grow with their
+//! number.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -16,13 +17,13 @@ const RULES: Rules = Rules {
     job_budget: None,
 };
 
-/// Members and their coordinator, between whom every message arrives at once.
+/// Members and their coordinator. Every message arrives at once.
 struct Crowd {
     coordinator: Coordinator,
     members: HashMap<AgentId, Member>,
     now: Duration,
     messages: usize,
-    /// Spent in the coordinator.
+    /// Time spent in the coordinator.
     work: Duration,
 }
 
@@ -62,7 +63,8 @@ impl Crowd {
     }
 }
 
-/// Messages and time in the coordinator, of each agent: `count` agents come and begin, one is lost, the others begin anew.
+/// Returns messages and coordinator time per agent: `count` agents join and start, one is lost, and the
+/// others restart.
 fn cost(count: usize) -> (f64, Duration) {
     let mut crowd = Crowd {
         coordinator: Coordinator::new(RULES, 1, 7),

@@ -1,4 +1,4 @@
-//! What must hold whatever happens, and many worlds in which it does.
+//! Invariants of membership, and many random worlds in which they are checked.
 
 use std::time::{Duration, Instant};
 
@@ -8,15 +8,16 @@ use super::faults::{At, Fault};
 use super::random::Random;
 use super::world::{Item, Nature, World};
 
-/// Seeds in the gate; CONVOKE_FULL=1 runs ten times as many.
+/// Number of seeds in the gate; CONVOKE_FULL=1 runs ten times as many.
 const SEEDS: u64 = 10_000;
-/// What goes wrong goes wrong in this time.
+/// Period in which faults occur.
 const TROUBLE: Duration = Duration::from_secs(40);
-/// Then a job comes to its end within this.
+/// Time after that period within which a job must end.
 const PROGRESS: Duration = Duration::from_secs(60);
 
 impl World {
-    /// A round has one shape, and begins on a node and in a world without another.
+    /// Checks that all nodes see a round with equal properties, and that no node runs an older round when it
+    /// starts.
     pub(super) fn check_start(&mut self, index: usize, assignment: &Assignment) {
         let round = assignment.round;
         if let Some(workers) = self.agents[index].workers {
@@ -25,7 +26,7 @@ impl World {
                 workers.round
             ));
         }
-        // Who hangs cannot know that it has been given up.
+        // A paused agent cannot know that it has been evicted.
         let stale = self.agents.iter().position(|other| {
             let is_older = |round_of: u64| round_of < round && !self.cut_off.contains(&round_of);
             other.is_at_work()
@@ -59,7 +60,7 @@ impl World {
             self.violates(format!("{assignment:?} makes no sense"));
             return;
         }
-        // Without gaps, as far as they are known.
+        // The ranks have no gaps, as far as they are known.
         let ends: Vec<_> = seats.iter().map(|(rank, (_, one))| (*rank, one.base_rank)).collect();
         for pair in ends.windows(2) {
             if pair[0].0 + 1 == pair[1].0 {
@@ -72,11 +73,11 @@ impl World {
         }
     }
 
-    /// Nobody starts anew without a cause.
+    /// Checks that each restart has a cause.
     pub(super) fn check_cause(&mut self, index: usize, cause: &Cause) {
         let agent = |host: &str| self.agents.iter().find(|agent| agent.profile.host == host);
         let true_one = match cause {
-            // One that takes over cannot know why a round has ended that another one has ended.
+            // A successor cannot know why a round of its predecessor ended.
             Cause::Failed { .. } if self.has_changed_coordinator() => true,
             Cause::Failed { host, .. } => {
                 agent(host).is_some_and(|agent| agent.own_failure.is_some())
@@ -94,7 +95,7 @@ impl World {
         }
     }
 
-    /// A job fails by a failure of its own, never by the consequence of a loss.
+    /// Checks that a job fails only by a failure of its own, never by the consequence of a loss.
     pub(super) fn check_end(&mut self, index: usize, end: &News) {
         match end {
             News::End(Ending::Failed { host, .. }) => {
@@ -111,7 +112,7 @@ impl World {
     }
 }
 
-/// What one world came to.
+/// Results of one world.
 #[derive(Debug, Default)]
 struct Stats {
     rounds: u64,
@@ -121,7 +122,7 @@ struct Stats {
     failed: u64,
 }
 
-/// One world from its beginning to the end of its job.
+/// Runs one world from its start to the end of its job.
 fn live(seed: u64, bug: Option<Bug>) -> Result<Stats, String> {
     let mut random = Random::new(seed ^ 0xABCD);
     let hosts = 1 + random.below(8) as usize;

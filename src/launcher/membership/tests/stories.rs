@@ -1,4 +1,4 @@
-//! Stories of one job, step by step: what a user would see.
+//! Scenarios of one job, step by step, as a user would see them.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
@@ -10,12 +10,12 @@ const SECOND: Duration = Duration::from_secs(1);
 struct Job {
     coordinator: Coordinator,
     now: Duration,
-    /// The latest order to each.
+    /// Latest order to each member.
     orders: BTreeMap<u128, Order>,
     seqs: BTreeMap<u128, u64>,
     heard: BTreeMap<u128, (u64, u64)>,
     asked: u64,
-    /// Members have had the answers to what they said.
+    /// True if members have received the answers to their statuses.
     answered: bool,
     rules: Rules,
 }
@@ -86,7 +86,7 @@ impl Job {
         self.handle(Event::Status { agent: AgentId(agent), status });
     }
 
-    /// It says again what it said.
+    /// The member repeats its status.
     fn is_there(&mut self, agent: u128, round: u64) {
         self.says(agent, Phase::Running { round });
     }
@@ -96,7 +96,7 @@ impl Job {
         self.handle(Event::Tick);
     }
 
-    /// Group rank and size of the round that it is to run.
+    /// Returns round, group rank and size, if the member's order is to run.
     fn runs(&self, agent: u128) -> Option<(u64, usize, usize)> {
         match &self.orders[&agent] {
             Order::Run(run) => Some((run.round, run.group_rank, run.group_world_size)),
@@ -115,7 +115,7 @@ impl Job {
     }
 }
 
-/// Nodes 1 to `count` in round 1.
+/// Returns a job with nodes 1 to `count` in round 1.
 fn running(count: u128, range: (usize, usize), job_budget: Option<u32>) -> Job {
     let mut job = Job::new(job_budget);
     (1..=count).for_each(|agent| job.comes(agent, range));
@@ -188,7 +188,7 @@ fn a_final_failure_waits_until_all_others_have_been_heard() {
     job.is_there(3, 1);
     let failed = |order: &Order| matches!(order, Order::End(Ending::Failed { node: 0, .. }));
     assert!([1, 2, 3].iter().all(|agent| failed(&job.orders[agent])), "{:?}", job.orders);
-    // Who comes later is told.
+    // A late node is told the outcome.
     job.comes(4, (1, 3));
     assert!(matches!(&job.orders[&4], Order::Refuse(Refusal::Closed(Ending::Failed { .. }))));
 }
@@ -212,7 +212,7 @@ fn a_failure_that_a_silent_loss_has_caused_ends_nothing() {
 
 #[test]
 fn restarts_are_counted_for_each_node_or_for_all() {
-    // Each node has one: both may fail once.
+    // Each node has one restart: both may fail once.
     let mut job = running(2, (2, 2), None);
     for (round, agent) in [(1, 1), (2, 2)] {
         job.fails(agent, round, true);
@@ -220,7 +220,7 @@ fn restarts_are_counted_for_each_node_or_for_all() {
         (1..=2).for_each(|agent| job.ready_again(agent, round));
         (1..=2).for_each(|agent| job.is_there(agent, round + 1));
     }
-    // One for all: the second failure is final, wherever it is.
+    // All nodes share one restart: the second failure is final, on whichever node it happens.
     let mut job = running(2, (2, 2), Some(1));
     job.fails(1, 1, true);
     (1..=2).for_each(|agent| job.ready_again(agent, 1));
@@ -236,7 +236,7 @@ fn who_is_stopped_by_a_signal_makes_the_others_begin_anew_when_its_workers_have_
     let mut job = running(2, (1, 2), None);
     job.says(2, Phase::Leaving { round: 1, signal: 15 });
     assert!(matches!(&job.orders[&1], Order::Stop { cause: Cause::Stopped { node: 1, signal: 15, .. }, .. }));
-    // What follows from it is no end either.
+    // A failure that follows from it is not final either.
     job.fails(1, 1, false);
     job.ready_again(1, 1);
     job.later(SECOND);
@@ -286,7 +286,7 @@ fn another_number_of_nodes_is_refused() {
 fn nodes_that_share_a_host_with_many_may_be_silent_for_longer() {
     let mut job = Job::new(None);
     (1..=400).for_each(|agent| job.comes_from("one", agent, (399, 400)));
-    // 20 ms for each.
+    // The timeout is 20 ms per node.
     let Order::Run(run) = &job.orders[&1] else { panic!("{:?}", job.orders[&1]) };
     assert_eq!(run.silence, 8 * SECOND);
     for _ in 0..7 {
@@ -393,7 +393,7 @@ fn who_is_not_heard_is_not_in_touch_though_it_hears() {
     let own = AgentId(1);
     for _ in 0..4 {
         job.later(SECOND / 2);
-        // All of them arrive, and none of the answers.
+        // All statuses arrive, but no answer does.
         job.is_there(2, 1);
     }
     assert!(!job.coordinator.is_heard_by_half(own, job.now - SECOND));

@@ -1,5 +1,6 @@
-//! A world in which everything happens at a time that a seed decides: messages that are late, lost, doubled or overtaken,
-//! clocks that differ, agents that die, hang or are cut off, coordinators that die and are replaced ([`super::offices`]).
+//! A simulated world in which a seed decides the time of every event. Messages are late, lost, duplicated or
+//! reordered, and clocks differ.
+//! Agents die, hang or are cut off. Coordinators die and are replaced ([`super::offices`]).
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
@@ -17,10 +18,10 @@ const BEAT: Duration = Duration::from_millis(500);
 pub(super) const JOIN_TIMEOUT: Duration = Duration::from_secs(600);
 const LAST_CALL: Duration = Duration::from_secs(5);
 
-/// What happens at some time.
+/// An event at some time.
 #[derive(Debug, Clone)]
 pub(super) enum Item {
-    // To the coordinator of a term.
+    // Events for the coordinator of a term.
     Hello {
         from: usize,
         id: AgentId,
@@ -40,7 +41,7 @@ pub(super) enum Item {
         id: AgentId,
         message: OrderMessage,
     },
-    /// What it wrote so many times before is written down.
+    /// The record with this number has been written.
     Written {
         term: u64,
         write: u64,
@@ -53,7 +54,7 @@ pub(super) enum Item {
         agent: usize,
         id: AgentId,
     },
-    /// Workers end by themselves: well or not, and not because of a lost peer (`own`).
+    /// Workers end by themselves, successfully or not. With `own`, the cause is not a lost peer.
     WorkersEnd {
         agent: usize,
         id: AgentId,
@@ -61,7 +62,7 @@ pub(super) enum Item {
         well: bool,
         own: bool,
     },
-    /// The same, for the loss of a node of the round, unless that is back by now.
+    /// Workers fail because a node of the round is lost, unless that node is back by now.
     Bereaved {
         agent: usize,
         id: AgentId,
@@ -76,38 +77,38 @@ pub(super) enum Item {
     CoordinatorTick {
         term: u64,
     },
-    /// The endpoint is served again.
+    /// A coordinator serves the endpoint again.
     CoordinatorStart {
         suspect: Option<(AgentId, Duration)>,
     },
-    /// An agent looks where the coordinator is.
+    /// An agent searches for the coordinator.
     Find {
         agent: usize,
         id: AgentId,
     },
-    /// A coordinator keeps its claim alive.
+    /// A coordinator renews its lease.
     Keep {
         term: u64,
     },
-    /// Its process ends.
+    /// The process of a coordinator ends.
     Close {
         term: u64,
     },
     Fault(Fault),
-    /// One at the node that has the coordinator then, and what makes up for it after a while.
+    /// A fault at the node that runs the coordinator then, and optionally its repair after a while.
     FaultAtCoordinator(At, Option<(At, Duration)>),
 }
 
-/// How things are in this world.
+/// Properties of this world.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Nature {
     pub(super) delay_ms: u64,
     pub(super) loss_percent: u64,
     pub(super) double_percent: u64,
     pub(super) drift: i64,
-    /// Stopping workers takes at most so long.
+    /// Longest time for stopping workers, in milliseconds.
     pub(super) stop_ms: u64,
-    /// Workers end well after so long, in peace.
+    /// Time after which workers succeed once faults have ceased.
     pub(super) run: Duration,
 }
 
@@ -117,10 +118,11 @@ pub(super) struct World {
     pub(super) nature: Nature,
     pub(super) rules: Rules,
     pub(super) agents: Vec<Agent>,
-    /// Coordinators by their terms.
+    /// Coordinators by term.
     pub(super) offices: BTreeMap<u64, Office>,
     pub(super) place: Place,
-    /// Nodes find the coordinator in etcd, and any of them may be it. Else it is at an endpoint apart from them.
+    /// True if nodes find the coordinator in etcd and any of them may become it. Otherwise it is at an
+    /// endpoint apart from them.
     pub(super) claimed: bool,
     /// Rounds that were cut off from etcd as a whole.
     pub(super) cut_off: BTreeSet<u64>,
@@ -132,7 +134,7 @@ pub(super) struct World {
     pub(super) rounds: BTreeMap<u64, BTreeMap<usize, (AgentId, Assignment)>>,
     pub(super) peace: bool,
     pub(super) lossless: bool,
-    /// Nodes may come after a round has begun.
+    /// True if nodes may join after a round has started.
     pub(super) late: bool,
     pub(super) bug: Option<Bug>,
     pub(super) messages: u64,
@@ -210,7 +212,7 @@ impl World {
 
     pub(super) fn fresh_id(&mut self) -> AgentId {
         self.ids += 1;
-        // Not in the order of their coming.
+        // Ids do not follow the order of arrival.
         AgentId(u128::from(self.random.next()) << 64 | self.ids)
     }
 
@@ -237,7 +239,7 @@ impl World {
         self.at(self.now + delay, item);
     }
 
-    /// Lets the next thing happen; false if nothing is left or it would be after `until`.
+    /// Processes the next event. Returns false if none is left or it would be later than `until`.
     pub(super) fn step(&mut self, until: Duration) -> bool {
         let Some(&Reverse((time, tie))) = self.queue.peek() else { return false };
         if time > until || self.broken.is_some() {
@@ -252,7 +254,8 @@ impl World {
 
     // ---- the network ----
 
-    /// Sends over a network that may do anything with it, between an agent and the coordinator of a term.
+    /// Sends between an agent and the coordinator of a term, over a network that may delay, drop or duplicate
+    /// messages.
     pub(super) fn send(&mut self, agent: usize, term: u64, to_coordinator: bool, item: Item) {
         self.messages += 1;
         let host = self.offices.get(&term).and_then(|office| office.host);
@@ -272,35 +275,35 @@ impl World {
         }
     }
 
-    /// Connects to the coordinator that it knows.
+    /// Connects to the coordinator that the agent knows.
     pub(super) fn connect(&mut self, index: usize) {
         if !self.claimed {
             self.agents[index].at = self.place.term;
         }
         let (agent, now) = (&self.agents[index], self.now);
         let (id, term) = (agent.id, agent.at);
-        // A connection is there or not: its first message is not lost by itself, but with the network.
+        // A connection exists or not. Its first message is not lost alone, but only with the network.
         if agent.paused || !agent.is_at_work() || !self.is_open_to(index, term) {
             return;
         }
         let own = self.offices.get(&term).is_some_and(|office| office.host == Some(index));
         let delay = if own { Duration::ZERO } else { self.random.millis(0, self.nature.delay_ms) };
         self.after(delay, Item::Hello { from: index, id, term });
-        // Its status comes behind it.
+        // The status follows the first message.
         let agent = &mut self.agents[index];
         agent.member.coordinates(own);
         let status = agent.status(now);
         self.after(delay, Item::Status { id, term, status });
     }
 
-    /// A process begins.
+    /// Starts a process.
     pub(super) fn begin(&mut self, index: usize) {
         self.find(index);
         let (id, delay) = (self.agents[index].id, self.random.millis(0, 300));
         self.after(delay, Item::Beat { agent: index, id });
     }
 
-    /// The status of an agent is sent at once.
+    /// Sends the status of an agent at once.
     pub(super) fn tell(&mut self, index: usize) {
         let agent = &mut self.agents[index];
         if !agent.is_at_work() || agent.paused {
@@ -335,7 +338,7 @@ impl World {
             Item::Beat { agent, id } => {
                 if self.agents[agent].id == id && self.agents[agent].is_at_work() {
                     self.tell(agent);
-                    // A driver without an answer connects again.
+                    // A client without an answer reconnects.
                     let silent = self.now.saturating_sub(self.agents[agent].heard_at);
                     if self.claimed
                         && (self.agents[agent].at == 0 || silent > self.agents[agent].member.lease())
@@ -379,7 +382,7 @@ impl World {
         }
     }
 
-    /// A lease that has ended takes the workers with it.
+    /// Stops the workers of an agent whose lease has ended.
     pub(super) fn check_lease(&mut self, index: usize) {
         let now = self.now;
         let agent = &self.agents[index];
@@ -493,7 +496,7 @@ impl World {
         match agent.member.phase() {
             Phase::Leaving { .. } => return self.depart(index),
             Phase::Failed { failure, .. } if failure.restarts => agent.restarts += 1,
-            // No restart is left: the coordinator has the last word.
+            // No restart is left: the coordinator decides whether the failure is final.
             Phase::Failed { .. } if !agent.told => return,
             _ => {}
         }

@@ -17,8 +17,8 @@ use crate::rendezvous::address;
 
 /// Longest time for a connection to a member, including TLS and authentication.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
-/// Longest time for one call to one member, as a multiple of the previous call. [`CALL_TIMEOUT`] is the
-/// minimum; the maximum follows.
+/// Timeout of a call to one member: this multiple of the time that the previous call took, at least
+/// [`CALL_TIMEOUT`] and at most [`SLOWEST_CALL_TIMEOUT`].
 const SLACK: u32 = 4;
 const CALL_TIMEOUT: Duration = Duration::from_millis(500);
 const SLOWEST_CALL_TIMEOUT: Duration = Duration::from_secs(8);
