@@ -43,8 +43,8 @@ pub(super) const FAILURE_GRACE: Duration = Duration::from_secs(30);
 const ALONE_GRACE: Duration = Duration::from_millis(500);
 /// Time after which the launcher explains why the nodes may not have met. On one host they take less.
 const DOUBT_AFTER: Duration = Duration::from_secs(1);
-/// Time for which a process may outlive a successful worker before the launcher stops and reports it. Helpers such
-/// as Python's resource tracker end shortly after their worker.
+/// Time for which a process may outlive a successful worker before the launcher stops and reports it.
+/// Helpers such as Python's resource tracker end shortly after their worker.
 const LEFTOVER_PATIENCE: Duration = Duration::from_millis(250);
 /// Runs the job of this node to its end.
 pub(crate) fn run(config: Config, guard: Pid, socket: UnixStream) -> ExitCode {

@@ -2,10 +2,9 @@
 //! have replaced it. Pure.
 //!
 //! The registry (etcd or a shared file) grants the coordinator a lease. A coordinator that is cut off from
-//! the registry loses the lease, and another one may take over.
-//! A coordinator that reaches neither the registry nor half of its round therefore answers no statuses.
-//! Its members then lose their own leases, which are the right to have workers. The node of the coordinator
-//! loses its lease as well.
+//! the registry loses the lease, and another one may take over. A coordinator that reaches neither the
+//! registry nor half of its round therefore answers no statuses. Its members, and its own node as well, then
+//! lose their own leases, which are the right to have workers.
 
 use std::time::Duration;
 
@@ -41,15 +40,13 @@ pub(crate) fn is_in_touch(coordinator: &Coordinator, own: AgentId, now: Time, tt
     coordinator.planted.is(Bug::AnswersUnheard) || coordinator.is_idle() || heard()
 }
 
-/// Returns how long a successor waits for the node of the former coordinator after it found that
-/// coordinator's lease of `ttl` expired.
-/// That node has no workers after this time, whatever it hears. `silence` is the heartbeat timeout of the
-/// round.
+/// Returns how long a successor waits for the former coordinator's node once that coordinator's lease of
+/// `ttl` has expired. That node has no workers after this time, whatever it hears. `silence` is the
+/// heartbeat timeout of the round.
 pub(crate) fn patience(silence: Duration, ttl: Duration) -> Duration {
-    // The former coordinator renewed its lease at most one renewal interval before it was cut off. For the
-    // tolerance after that
-    // it may have answered its own node, whose lease began with the last answer. The margin allows for clock
-    // drift and for the time that workers take to die.
+    // The former coordinator renewed its lease at most one renewal interval before it was cut off. It may
+    // have answered its own node for the tolerance after that, and that node's lease began with the last
+    // answer. The margin allows for clock drift and for the time that workers take to die.
     let margin = silence / 10;
     (own_lease(silence) + tolerance(ttl) + margin).saturating_sub(ttl - ttl / BEATS)
 }

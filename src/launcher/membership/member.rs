@@ -1,8 +1,9 @@
 //! One node's side of the membership: its status, its orders, and its right to have workers. Pure.
 //!
-//! Its right to have workers is a lease. The coordinator evicts a member that it has not heard for the heartbeat
-//! timeout, and starts a round without it. A member without an answer for slightly less than that ([`lease`]) stops
-//! its workers before. Each side measures with its own clock from an event that both know, so clocks need not agree.
+//! Its right to have workers is a lease. The coordinator evicts a member that it has not heard for the
+//! heartbeat timeout, and starts a round without it. A member that gets no answer for slightly less than that
+//! ([`lease`]) has stopped its workers before. Each side measures with its own clock from an event that both
+//! know, so the clocks need not agree.
 
 use std::collections::VecDeque;
 use std::time::Duration;

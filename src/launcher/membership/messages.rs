@@ -48,8 +48,8 @@ impl Profile {
 /// State of a member. Each is complete: a later one replaces it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Phase {
-    /// None of its workers lives. It waits for a round later than `after`, the last that it was in or was told to
-    /// leave (0: none).
+    /// None of its workers lives. It waits for a round later than `after`, the last that it was in or was told
+    /// to leave (0: none).
     Ready {
         after: u64,
         /// Restarts that the member has used up.

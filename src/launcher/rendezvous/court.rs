@@ -1,4 +1,4 @@
-//! How nodes learn of each other's failures and agree on the outcome of the job.
+//! Exchange of failures between nodes, and agreement on the outcome of the job.
 //!
 //! A static job ends on all nodes at once, with one cause: the first verdict in the store is final.
 //! Each agent registers a last will with the store of node 0 ("node 2 is lost") and watches the verdict.

@@ -1,4 +1,4 @@
-//! How the nodes of a job find each other and agree on ranks.
+//! Rendezvous: the nodes of a job find each other and agree on ranks.
 
 mod court;
 mod elastic;

@@ -82,8 +82,7 @@ pub(super) fn offers(own: Option<&str>, towards: Option<IpAddr>, port: u16) -> V
 }
 
 /// Returns host and port of the address in `offers` at which the store of this generation answers. An address
-/// later in the list wins only
-/// if the earlier ones take longer by [`PREFERENCE`].
+/// later in the list wins only if the earlier ones take longer by [`PREFERENCE`].
 ///
 /// # Errors
 /// The error of each address, or nothing more if the round `is_over` before.

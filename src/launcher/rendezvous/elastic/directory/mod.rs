@@ -2,9 +2,8 @@
 //! successor needs.
 //!
 //! A node that finds no coordinator, or a lost one, makes itself the coordinator. It replaces the entry, with
-//! a higher term,
-//! only if the entry is still the one that it read. A replaced coordinator starts no more rounds
-//! ([`super::claim`]).
+//! a higher term, only if the entry is still the one that it read. A replaced coordinator starts no more
+//! rounds ([`super::claim`]).
 
 // Without the feature, this type has no values.
 #[cfg_attr(not(feature = "etcd"), path = "no_etcd.rs")]
@@ -163,8 +162,7 @@ impl Directory {
     }
 
     /// Replaces the entry if it is still `seen`, and returns the entry afterwards. The new entry counts as
-    /// alive
-    /// while the lease is.
+    /// alive while the lease is.
     ///
     /// # Errors
     /// The registry cannot be reached, or its content is invalid.
