@@ -130,8 +130,8 @@ impl Shell {
         Ok(())
     }
 
-    /// Handles the unexpected end of the guard. The kernel has killed the workers; this process ends the
-    /// remaining ones.
+    /// Handles the unexpected end of the guard. The kernel has killed the workers, and this process ends
+    /// their descendants.
     pub(super) async fn guard_lost(&mut self) -> Exit {
         let mut reaped = Vec::new();
         // The guard's socket may have closed a moment before the guard could be reaped.
