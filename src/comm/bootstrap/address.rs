@@ -1,4 +1,4 @@
-//! At which address to listen.
+//! Chooses the address at which a rank listens.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, ToSocketAddrs, UdpSocket};
@@ -10,7 +10,7 @@ use super::interfaces::{self, Interface};
 use crate::error::CommError;
 use crate::options::Listen;
 
-/// The address of this host that `listen` means.
+/// Returns the address of this host that `listen` selects.
 pub(crate) fn address(listen: &Listen) -> Result<IpAddr, CommError> {
     match listen {
         Listen::Loopback => Ok(IpAddr::V4(Ipv4Addr::LOCALHOST)),
@@ -42,7 +42,7 @@ pub(crate) fn address(listen: &Listen) -> Result<IpAddr, CommError> {
     }
 }
 
-/// The source address that packets to `host` get. Nothing is sent.
+/// Returns the source address of packets to `host`, found by a UDP connect that sends nothing.
 fn route_to(host: &str) -> io::Result<IpAddr> {
     let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
     for target in (host, 9).to_socket_addrs()? {
@@ -67,7 +67,7 @@ fn list() -> Result<Vec<Interface>, CommError> {
     let (v4, v6) = (read("/proc/net/route"), read("/proc/net/ipv6_route"));
     let with_default_route = interfaces::default_routes(&v4, &v6);
     let mut all: Vec<Interface> = Vec::new();
-    // One entry for each address, and one without.
+    // `getifaddrs` returns one entry for each address of an interface, and one entry without an address.
     for entry in entries {
         let known = all.iter().position(|one| one.name == entry.interface_name);
         let index = known.unwrap_or(all.len());

@@ -1,4 +1,4 @@
-//! Two threads of a process cannot be the same rank.
+//! Prevents two threads of one process from joining a group as one rank.
 
 use std::collections::HashSet;
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
@@ -6,15 +6,15 @@ use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 use super::Invitation;
 use crate::error::CommError;
 
-/// The ranks that threads of this process are connecting.
+/// The ranks that threads of this process are connecting now.
 static FORMING: LazyLock<Mutex<HashSet<String>>> = LazyLock::new(Mutex::default);
 
 fn forming() -> MutexGuard<'static, HashSet<String>> {
     FORMING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The right of one thread to be a rank while its group forms. Two of them would leave records under the same keys,
-/// and the others would meet either.
+/// The exclusive right of one thread to act as a rank while its group forms. Two threads would write
+/// records under one key, and other ranks could connect to either.
 #[derive(Debug)]
 pub(super) struct Claim {
     what: String,

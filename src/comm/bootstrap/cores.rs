@@ -1,20 +1,21 @@
-//! How the ranks of a host share its cores: with whom a rank does, and how many there are for them. Pure.
+//! Computes which ranks of a host share CPU cores, and how many cores they have. Pure.
 
 use serde::{Deserialize, Serialize};
 
-/// Cores that a thread may run on, a bit each. Empty if that is not known.
+/// Bit set of the cores that a thread may run on. It is empty if the affinity is unknown.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Cores(Vec<u64>);
 
-/// What a rank has to do with the others of its host.
+/// The cores that a rank shares with other ranks of its host.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Share {
-    /// Ranks that may come on a core of this one, or of one that may, and so on; this one among them.
+    /// Number of ranks whose core sets overlap with that of this rank, directly or through other ranks; it
+    /// includes this rank.
     pub(super) ranks: usize,
-    /// The cores that those have together.
+    /// Number of cores in the union of those sets; `usize::MAX` if the affinity is unknown.
     pub(super) cores: usize,
-    /// The place of this rank among them, if there are more than cores and all may use the same: then they can be dealt
-    /// out evenly.
+    /// Index of this rank among those ranks. It is set only if the ranks outnumber the cores and all have
+    /// one core set, so that the cores can be assigned evenly.
     pub(super) place: Option<usize>,
 }
 
@@ -45,7 +46,7 @@ impl Cores {
     }
 }
 
-/// What rank `me` of a host shares with the others, of whom each may use these cores.
+/// Returns the share of rank `me`; `all` holds the core set of each rank of the host.
 pub(super) fn share(all: &[&Cores], me: usize) -> Share {
     let ours = all[me];
     if ours.count() == 0 {

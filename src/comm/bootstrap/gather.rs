@@ -1,7 +1,7 @@
-//! How the records of all ranks come together in the store, and what is said there if they do not.
+//! Collects the records of all ranks through the store.
 //!
-//! What keeps a group from forming is written in the place of the table, so that all ranks hear of it at once and say the
-//! same.
+//! If the group cannot form, a rank writes the reason under the key of the table. All ranks read that key,
+//! so all fail at once with one error.
 
 use std::time::{Duration, Instant};
 
@@ -13,7 +13,7 @@ use super::{CLEAN_UP, LOOKED_UP, NOTICE, Ours, Outcome, RECHECK};
 use crate::error::{CommError, Ranks};
 use crate::fault::moment;
 
-/// Longest pause between two looks at what others have written.
+/// Longest pause between two polls of the store.
 const SLOWEST_LOOK: Duration = Duration::from_secs(2);
 
 impl Ours<'_> {
@@ -29,7 +29,7 @@ impl Ours<'_> {
                 return Ok(Outcome::Stale(announced));
             }
         };
-        // The record has served. Later the store may be gone: rank 0 may serve it, and leave.
+        // The record is no longer needed. The store may vanish later: rank 0 may serve it and exit.
         let _ = self.store().delete(&own_key, Instant::now() + CLEAN_UP);
         let outcome = self.meet(generation, &table)?;
         if let Outcome::Connected(_) = outcome {
@@ -43,7 +43,7 @@ impl Ours<'_> {
         Ok(outcome)
     }
 
-    /// Leaves this rank's record, if no other process has left one that is this rank and lives.
+    /// Writes the record of this rank. Fails if another living process has written a record for this rank.
     fn leave_record(&self, generation: Generation) -> Result<(), CommError> {
         let own = self.encoded();
         let key = self.record_key(generation, self.invitation.rank);
@@ -56,12 +56,12 @@ impl Ours<'_> {
             if let Some(other) = Record::decode(&there).filter(Record::answers) {
                 return Err(self.is_there_twice(generation, &other));
             }
-            // Of a process that is gone.
+            // The record belongs to a process that no longer answers, so this rank replaces it.
             expected = there;
         }
     }
 
-    /// Another living process is this rank: all ranks are told.
+    /// Reports to all ranks that another living process also claims this rank.
     pub(super) fn is_there_twice(&self, generation: Generation, other: &Record) -> CommError {
         let who = |record: &Record| format!("process {} at {}", record.pid, record.address.ip());
         let what = format!(
@@ -73,21 +73,22 @@ impl Ours<'_> {
         self.refuse_all(generation, what, vec![self.invitation.rank])
     }
 
-    /// Tells all ranks why the group does not form.
+    /// Publishes to all ranks the reason why the group does not form.
     fn refuse_all(&self, generation: Generation, what: String, ranks: Vec<usize>) -> CommError {
         let refusal = record::refusal(&what, &ranks);
-        // Who does not hear of it finds out by its own deadline.
+        // A rank that cannot read the reason fails at its own deadline.
         let _ = self.store().set(&self.key(generation, "table"), &refusal, Instant::now() + CLEAN_UP);
         self.failed(what, ranks)
     }
 
-    /// All ranks' records; or the generation that rank 0 has announced meanwhile.
+    /// Returns the records of all ranks, or the generation that rank 0 has announced meanwhile.
     fn table(&self, generation: Generation) -> Result<Result<Vec<Record>, Generation>, CommError> {
         let key = self.key(generation, "table");
         if self.invitation.rank == 0 {
             let values = self.gather(generation)?;
             let table = record::decode_all(&values).and_then(|table| record::compare(&table).map(|()| table));
-            // Wrong records as well: the others shall see the same error, not wait.
+            // Invalid records are published too, so that the other ranks fail with this error instead of
+            // waiting.
             let texts: Vec<_> = values.iter().map(|value| String::from_utf8_lossy(value)).collect();
             let bytes = serde_json::to_vec(&texts).unwrap_or_default();
             self.store().set(&key, &bytes, self.deadline)?;
@@ -105,7 +106,7 @@ impl Ours<'_> {
                     if table.get(self.invitation.rank) == Some(&self.record) {
                         return Ok(Ok(table));
                     }
-                    // The table of an earlier process that had our rank.
+                    // The table contains the record of an earlier process that had this rank.
                     self.pause()?;
                 }
                 Err(error) if self.may_yet_come(&error) => {}
@@ -145,7 +146,7 @@ impl Ours<'_> {
         }
     }
 
-    /// Ranks that left no record, among the first.
+    /// Returns the ranks that left no record, among the first [`LOOKED_UP`].
     fn absent(&self, generation: Generation) -> Vec<usize> {
         let soon = Instant::now() + CLEAN_UP;
         let absent = |&rank: &usize| {
@@ -155,7 +156,7 @@ impl Ours<'_> {
         (0..self.invitation.size).take(LOOKED_UP).filter(absent).collect()
     }
 
-    /// The error that names who left no record, on all ranks.
+    /// Returns the error that names the ranks without a record. Rank 0 publishes it to all ranks.
     fn missing(&self, generation: Generation) -> CommError {
         let missing = self.absent(generation);
         if missing.is_empty() {
@@ -171,7 +172,8 @@ impl Ours<'_> {
         }
     }
 
-    /// These ranks did not come: with the place where they were waited for, and what leads there.
+    /// Returns the error for ranks that did not come. It says where the others waited and how a rank is
+    /// directed there.
     pub(super) fn did_not_come(&self, missing: Vec<usize>) -> CommError {
         let Self { invitation, .. } = self;
         let what = format!(
@@ -184,8 +186,8 @@ impl Ours<'_> {
         self.failed(what, missing)
     }
 
-    /// Whether a call of the store that looked for something for a while may find it later. Over a slow network a connection
-    /// alone may take longer than that.
+    /// Returns true if a store call that found nothing may succeed when repeated before the deadline. On a
+    /// slow network, connecting alone may take longer than one poll.
     pub(super) fn may_yet_come(&self, error: &StoreError) -> bool {
         let in_vain = matches!(error, StoreError::Timeout { .. } | StoreError::Unreachable { .. });
         in_vain && Instant::now() < self.deadline

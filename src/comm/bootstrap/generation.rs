@@ -1,7 +1,8 @@
-//! Which generation the ranks meet under: that of the launcher, or what rank 0 draws and announces.
+//! Determines the generation under which the ranks meet: the launcher gives it, or rank 0 draws and
+//! announces it.
 //!
-//! What a rank reads as the announcement may be left over from a round that crashed, so it reads again until
-//! rank 0 has confirmed the generation in a handshake.
+//! An announcement may be left over from a crashed round. So a rank reads it again until rank 0 has
+//! confirmed the generation in a handshake.
 
 use std::time::{Duration, Instant};
 
@@ -17,7 +18,8 @@ impl Ours<'_> {
         format!("{}/generation", self.name()).into_bytes()
     }
 
-    /// The given generation, or that which rank 0 draws, or what it seems to have announced.
+    /// Returns the given generation, the generation that this rank draws as rank 0, or the announcement
+    /// that it reads.
     pub(super) fn first_generation(&self) -> Result<Generation, CommError> {
         let given = self.invitation.options.generation;
         if self.invitation.rank == 0 {
@@ -58,7 +60,8 @@ impl Ours<'_> {
         }
     }
 
-    /// Whether the process that has announced a generation as rank 0 lives: then this one is not rank 0.
+    /// Returns an error if the process that announced a generation as rank 0 still lives: this process is
+    /// then a duplicate.
     fn check_announcer(&self) -> Result<(), CommError> {
         let announced = self.store().try_get(&self.announcement_key(), self.deadline)?;
         let Some((generation, _)) = announced.as_deref().and_then(Announcement::decode) else {
@@ -71,20 +74,21 @@ impl Ours<'_> {
         }
     }
 
-    /// Another generation than `current` that rank 0 has announced since.
+    /// Returns the generation that rank 0 has announced since, if it differs from `current`.
     pub(super) fn announced(&self, current: Generation) -> Result<Option<Generation>, CommError> {
         if self.invitation.rank == 0 {
             return Ok(None);
         }
         let announced = match self.store().try_get(&self.announcement_key(), self.deadline) {
-            // That the time is over is for the caller to say, who knows what it waits for.
+            // The caller reports the timeout, since it knows what it waits for.
             Err(_) if Instant::now() >= self.deadline => None,
             other => other?,
         };
         let announced = announced.as_deref().and_then(Announcement::decode);
         Ok(announced.and_then(|(generation, given)| {
-            // Two launchers' generations that differ are two rounds, and ours is not the old one:
-            // wait for rank 0 of ours. But rank 0 without a launcher of ours draws its own.
+            // If launchers gave both generations, the announcement is of another round, and this rank waits
+            // for rank 0 of its own. Without a launcher's generation here, an announcement by rank 0
+            // replaces the current one.
             let foreign = given && self.invitation.options.generation.is_some();
             (generation != current && !foreign).then_some(generation)
         }))

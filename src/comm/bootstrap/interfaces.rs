@@ -1,4 +1,4 @@
-//! Which network interface a list of names means; the interfaces are given to it.
+//! Selects a network interface from a list of names. The caller passes the interfaces.
 
 use std::collections::HashSet;
 use std::net::IpAddr;
@@ -9,23 +9,23 @@ pub(super) struct Interface {
     pub(super) name: String,
     pub(super) is_up: bool,
     pub(super) is_loopback: bool,
-    /// The kernel says that it is a bridge: between this host's containers or virtual machines, as a rule.
+    /// The kernel reports a bridge, which usually connects containers or virtual machines of this host.
     pub(super) is_bridge: bool,
-    /// What leads nowhere else leaves this host by it.
+    /// The interface has a default route.
     pub(super) has_default_route: bool,
     pub(super) addresses: Vec<IpAddr>,
 }
 
 impl Interface {
-    /// Its first address that others could use, IPv4 before IPv6.
+    /// Returns the first address that other hosts could use, IPv4 before IPv6.
     fn address(&self) -> Option<IpAddr> {
         let usable =
             || self.addresses.iter().copied().filter(|_| self.is_up).filter(|&one| can_be_recorded(one));
         usable().find(IpAddr::is_ipv4).or_else(|| usable().next())
     }
 
-    /// Loopback leads to nobody else, and a bridge to this host's own containers only, unless the host itself is reached
-    /// through it.
+    /// Sort key: lower is more likely to be reachable from other hosts. Loopback reaches no other host. A
+    /// bridge without a default route usually reaches only containers of this host.
     fn leads_nowhere(&self) -> u8 {
         match self {
             Self { is_loopback: true, .. } => 3,
@@ -36,14 +36,14 @@ impl Interface {
     }
 }
 
-/// A link-local IPv6 address needs a scope, which differs from host to host.
+/// Returns false for a link-local IPv6 address: it needs a scope, which differs between hosts.
 fn can_be_recorded(address: IpAddr) -> bool {
     !matches!(address, IpAddr::V6(v6) if v6.is_unicast_link_local())
 }
 
-/// The address that `names` means, in the syntax of NCCL_SOCKET_IFNAME: names or beginnings of names, the
-/// first that exists counts; `=` before the list takes them as whole names only; `^` takes any other
-/// interface than those, `^=` than those with these whole names.
+/// Returns the address that `names` selects, in the syntax of NCCL_SOCKET_IFNAME. The names are interface
+/// names or prefixes, and the first match counts. `=` before the list requires whole names. `^` selects any
+/// interface but those; `^=` compares whole names.
 pub(super) fn choose(all: &[Interface], names: &str) -> Option<IpAddr> {
     let (unwanted, names) = match names.trim().strip_prefix('^') {
         Some(rest) => (true, rest),
@@ -60,32 +60,32 @@ pub(super) fn choose(all: &[Interface], names: &str) -> Option<IpAddr> {
         };
         return outward(all.iter().filter(|one| !named(one)));
     }
-    // Of `eth1` and `eth10` the first is meant by `eth1`, whatever their order.
+    // `eth1` selects the interface `eth1` before `eth10`, in whatever order the kernel lists them.
     let exact = |name: &str| all.iter().filter(|one| one.name == name).find_map(Interface::address);
     let prefix =
         |name: &str| all.iter().filter(|one| one.name.starts_with(name)).find_map(Interface::address);
     names.iter().find_map(|name| exact(name).or_else(|| prefix(name).filter(|_| !whole)))
 }
 
-/// An address at which other hosts are most likely to reach this one.
+/// Returns the address at which other hosts are most likely to reach this one.
 pub(super) fn outward<'a>(all: impl Iterator<Item = &'a Interface>) -> Option<IpAddr> {
     let mut all: Vec<_> = all.filter_map(|one| Some((one.leads_nowhere(), one.address()?))).collect();
     all.sort_by_key(|&(nowhere, _)| nowhere);
     all.first().map(|&(_, address)| address)
 }
 
-/// The interfaces with a default route, from /proc/net/route and /proc/net/ipv6_route.
+/// Returns the interfaces with a default route, from /proc/net/route and /proc/net/ipv6_route.
 pub(super) fn default_routes<'a>(v4: &'a str, v6: &'a str) -> HashSet<&'a str> {
     const UP: u32 = 1;
     const REJECT: u32 = 0x200;
     let is_up = |flags: &str| u32::from_str_radix(flags, 16).is_ok_and(|flags| flags & (UP | REJECT) == UP);
-    // Interface, destination, gateway, flags, ..., mask at the eighth place.
+    // Columns: interface, destination, gateway, flags, ..., mask (the eighth).
     let v4 = v4.lines().skip(1).filter_map(move |line| {
         let fields: Vec<&str> = line.split_whitespace().collect();
         let (name, flags) = (*fields.first()?, *fields.get(3)?);
         (fields.get(1)? == &"00000000" && fields.get(7)? == &"00000000" && is_up(flags)).then_some(name)
     });
-    // Destination, its length, ..., flags at the ninth place, interface.
+    // Columns: destination, its prefix length, ..., flags (the ninth), interface.
     let v6 = v6.lines().filter_map(move |line| {
         let fields: Vec<&str> = line.split_whitespace().collect();
         let (flags, name) = (*fields.get(8)?, *fields.get(9)?);

@@ -1,17 +1,19 @@
-//! Which connections a rank opens from the start.
+//! Selects the connections that a rank opens when the group forms.
 
 use crate::links::hello::Lane;
 
-/// Groups up to this size open all connections at once; larger ones the usual ones, others on demand.
+/// Groups up to this size open all connections at once. Larger groups open the usual ones, and the others
+/// on demand.
 const FULL_MESH_RANKS: usize = 16;
 
-/// What says who is there, without data.
+/// Returns the control connections to all peers; they carry no data of collectives or messages.
 pub(super) fn control(rank: usize, size: usize) -> Vec<(usize, Lane)> {
     (0..size).filter(|&peer| peer != rank).map(|peer| (peer, Lane::Control)).collect()
 }
 
-/// Lanes that are opened from the start: control to all; data to all in small groups, else to the
-/// neighbours at powers of two, which rings, trees and exchanges use.
+/// Returns the connections that a rank opens at the start. Control lanes go to all peers. Small groups also
+/// open all data lanes; larger groups open collective lanes to peers at power-of-two distances, which
+/// rings, trees and exchanges use.
 pub(super) fn lanes(rank: usize, size: usize) -> Vec<(usize, Lane)> {
     let others = (0..size).filter(|&peer| peer != rank);
     let near = |peer: usize| {

@@ -1,13 +1,14 @@
 //! From a store to connected ranks.
 //!
-//! Each rank leaves a record under the generation; rank 0 gathers them into one table that all read: n
-//! writes, n reads by rank 0, one read by each other rank. Then connections are made, and when rank 0
-//! is connected to everybody it removes the keys, so that nobody can be misled by them later.
+//! Each rank writes a record under the generation, and rank 0 gathers the records into one table that all
+//! ranks read. That costs n writes, n reads by rank 0, and one read by each other rank. Then the ranks
+//! connect. When rank 0 is connected to all, it removes the keys, so that a later process cannot read stale
+//! ones.
 //!
 //! If no launcher gave a generation, rank 0 draws one and announces it (`generation`).
 //!
-//! The ranks of a group that exists tell each other their records in that group when they form another one: the store may be
-//! gone by then, since rank 0 may serve it, and leave.
+//! When the ranks of an existing group form another group, they exchange their records in the existing
+//! group. The store may be gone by then, since rank 0 may serve it and exit.
 
 mod address;
 mod claim;
@@ -49,52 +50,52 @@ use lanes::{control, lanes};
 use record::Record;
 pub(crate) use standing::Removal;
 
-/// Who serves a store that no launcher serves.
+/// The server of a store that no launcher serves, as error messages name it.
 pub(crate) const RANK_0: &str = "rank 0";
-/// How long to wait before looking whether rank 0 has announced another generation.
+/// Interval at which a rank checks whether rank 0 has announced another generation.
 const RECHECK: Duration = Duration::from_millis(250);
-/// How long nobody may listen at a published address before that rank is given up.
+/// Time for which connections to a published address may be refused before that rank counts as lost.
 const REFUSAL: Duration = Duration::from_millis(100);
-/// How long the removal of keys may take; nothing depends on it.
+/// Time limit for removing keys. Correctness does not depend on the removal.
 const CLEAN_UP: Duration = Duration::from_secs(2);
-/// How long somebody may be missing before it is said, at most a third of the time that there is.
+/// Time after which missing ranks are logged; at most a third of `init_timeout`.
 const NOTICE: Duration = Duration::from_secs(10);
-/// Most records that are looked up one by one to name who is missing.
+/// Limit on the records that are looked up one by one to name the missing ranks.
 const LOOKED_UP: usize = 1024;
 
-/// Everything that the ranks find together with.
+/// Everything that a rank needs to form a group with the others.
 #[derive(Debug)]
 pub(crate) struct Invitation {
     pub(crate) store: Arc<dyn Store>,
-    /// Where the ranks meet, in words; the same for threads that would disturb each other there.
+    /// The meeting place as text. It is equal for threads of a process that would use the same keys.
     pub(crate) place: String,
-    /// The rank in whose process the store lives, if it lives in one.
+    /// The rank whose process serves the store, if a rank does.
     pub(crate) store_rank: Option<usize>,
     pub(crate) whereabouts: Whereabouts,
-    /// Of what a world of the ranks leaves in the store.
+    /// Removes the entry of a formed world from the store when the world is dropped.
     pub(crate) removal: Option<Arc<Removal>>,
     pub(crate) rank: usize,
     pub(crate) size: usize,
-    /// The ranks' ranks in the first of the groups that this one comes from.
+    /// The ranks' ranks in the first ancestor of this group.
     pub(crate) origin: Vec<usize>,
-    /// The ranks are connected in a group that this one comes from, and meet there.
+    /// The ranks are already connected in an ancestor group, and exchange their records there.
     pub(crate) is_successor: bool,
     pub(crate) options: GroupOptions,
     pub(crate) tuning: Tuning,
     pub(crate) agent: Option<(Arc<Mutex<AgentChannel>>, Generation)>,
-    /// How this rank shares cores, if that does not depend on the ranks of this group alone: others that it comes from
-    /// are beside them.
+    /// The sharing of cores inherited from an ancestor group. It is set if ranks outside this group also
+    /// run on these cores.
     pub(crate) sharing: Option<Sharing>,
 }
 
-/// Where the store is, for people.
+/// Location of the store, for error messages.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Whereabouts {
-    /// Empty if it has no name.
+    /// Address of the store; empty if it has none.
     pub(crate) at: String,
-    /// Who serves it; empty if nobody knows.
+    /// Server of the store; empty if it is unknown.
     pub(crate) server: &'static str,
-    /// With what a rank is started that shall find it; empty if a launcher sees to it.
+    /// The variables or arguments that direct a rank to this store; empty if a launcher sets them.
     pub(crate) given_by: String,
 }
 
@@ -115,7 +116,7 @@ impl fmt::Display for Whereabouts {
 }
 
 impl Whereabouts {
-    /// A store that was there, or should be, cannot be used: whose it is.
+    /// Converts a store error, and adds who serves the store if it is lost or unreachable.
     pub(crate) fn explain(&self, group: &str, error: StoreError) -> CommError {
         match &error {
             StoreError::Lost { .. } | StoreError::Unreachable { .. } if !self.server.is_empty() => {
@@ -134,11 +135,11 @@ impl Whereabouts {
     }
 }
 
-/// Ranks that are connected.
+/// A connected group.
 #[derive(Debug)]
 pub(crate) struct Formed {
     pub(crate) engine: Box<Engine>,
-    /// What they agreed on.
+    /// The generation that the ranks agreed on.
     pub(crate) generation: Generation,
     pub(crate) topology: Topology,
     /// All ranks share memory.
@@ -150,7 +151,7 @@ pub(crate) fn connect(invitation: &Invitation) -> Result<Formed, CommError> {
     logged(invitation, || find_together(invitation))
 }
 
-/// Connects the ranks, whose records are known, to the one that waits for them.
+/// Connects this rank, which already listens, to the ranks with these records.
 pub(crate) fn connect_to(waiting: Waiting<'_>, records: &[&[u8]]) -> Result<Formed, CommError> {
     logged(waiting.ours.invitation, || waiting.ours.meet_those(records))
 }
@@ -172,7 +173,7 @@ fn logged(
             let took = started.elapsed().as_millis();
             log::info!("{name}: rank {rank} of {size} connected after {took} ms, generation {generation}");
         }
-        // What ended the group has been said already.
+        // The engine has already logged the error that ended the group.
         Err(error) if error.place().is_some() => {}
         Err(error) => log::error!("{name}: rank {rank} of {size}: {error}"),
     }
@@ -195,8 +196,8 @@ fn find_together(invitation: &Invitation) -> Result<Formed, CommError> {
     }
 }
 
-/// Tells the other ranks at once that this rank has no descriptor to listen with. They look for it only if the generation
-/// was given.
+/// Publishes at once that this rank has no file descriptor to listen with. The other ranks read it only if
+/// the generation was given.
 fn tell_failure(invitation: &Invitation, error: CommError) -> CommError {
     let Some(what) = without_descriptors(invitation, &error) else { return error };
     let Invitation { rank, ref store, ref options, .. } = *invitation;
@@ -213,7 +214,7 @@ fn tell_failure(invitation: &Invitation, error: CommError) -> CommError {
     CommError::Bootstrap { group, what, ranks: vec![rank] }
 }
 
-/// The text for an error that means a lack of descriptors; `None` for any other error.
+/// Returns the message for an error that means a lack of descriptors; `None` for any other error.
 fn without_descriptors(invitation: &Invitation, error: &CommError) -> Option<String> {
     let CommError::System { source, .. } = error else { return None };
     let told = || room::without_descriptors(source, invitation.size, invitation.size);
@@ -231,7 +232,7 @@ fn listen(invitation: &Invitation) -> Result<Listener, CommError> {
     })
 }
 
-/// An engine for the messages of a rank to itself that is a group of one.
+/// Returns the engine of a group of one, which delivers messages of a rank to itself.
 pub(crate) fn alone(invitation: &Invitation, generation: Generation) -> Result<Engine, CommError> {
     let options = &invitation.options;
     let flight = Arc::new(invitation.track());
@@ -254,7 +255,7 @@ pub(crate) fn alone(invitation: &Invitation, generation: Generation) -> Result<E
 }
 
 impl Invitation {
-    /// To a group of one, which needs no store.
+    /// Returns an invitation to a group of one, which needs no shared store.
     pub(crate) fn alone(options: GroupOptions, tuning: Tuning) -> Self {
         let store = Arc::new(convoke_store::MemoryStore::new());
         let (place, origin) = ("no place".to_owned(), vec![0]);
@@ -299,7 +300,7 @@ impl Invitation {
     }
 }
 
-/// A rank that listens for the others.
+/// A rank that listens for its peers.
 pub(crate) struct Waiting<'a> {
     ours: Ours<'a>,
     _claim: Claim,
@@ -317,18 +318,18 @@ impl<'a> Waiting<'a> {
         Ok(Self { ours, _claim: claim })
     }
 
-    /// What the others need to know of it.
+    /// Returns the encoded record, which the other ranks need to connect.
     pub(crate) fn record(&self) -> Vec<u8> {
         self.ours.encoded()
     }
 }
 
-/// What the others need to know of a rank that cannot listen.
+/// Returns the encoded failure that takes the place of the record of a rank that cannot listen.
 pub(crate) fn no_record(invitation: &Invitation, error: &CommError) -> Vec<u8> {
     record::failed(&without_descriptors(invitation, error).unwrap_or_else(|| error.to_string()))
 }
 
-/// This rank while it looks for the others.
+/// This rank while its group forms.
 struct Ours<'a> {
     invitation: &'a Invitation,
     record: Record,
@@ -348,7 +349,7 @@ impl Ours<'_> {
         &*self.invitation.store
     }
 
-    /// This rank's record.
+    /// Returns the encoded record of this rank.
     fn encoded(&self) -> Vec<u8> {
         serde_json::to_vec(&self.record).unwrap_or_default()
     }
@@ -370,7 +371,7 @@ impl Ours<'_> {
         CommError::Bootstrap { group: self.name().to_owned(), what, ranks }
     }
 
-    /// Connects to the ranks with these records, by rank.
+    /// Connects to the ranks with these records, indexed by rank.
     fn meet_those(&self, records: &[&[u8]]) -> Result<Formed, CommError> {
         let table = record::decode_all(records).and_then(|table| record::compare(&table).map(|()| table));
         let table = table.map_err(|(what, ranks)| self.failed(what, ranks))?;
@@ -415,10 +416,10 @@ impl Ours<'_> {
             }
             Ok(Err(announced)) => Ok(Outcome::Stale(announced)),
             Err(error) => {
-                // With a word to those who are there: or they would take this rank for the culprit.
+                // Sends a goodbye to connected peers; without it they would report this rank as the cause.
                 engine.leave();
                 Err(match error {
-                    // Another rank's patience ended before ours.
+                    // The timeout of another rank expired before that of this rank.
                     CommError::Timeout { missing, after, .. } => self.unconnected(missing, after, ""),
                     error => error,
                 })
@@ -426,7 +427,8 @@ impl Ours<'_> {
         }
     }
 
-    /// An engine; if there can be none, the others hear of it as of what ends a group.
+    /// Creates the engine. If descriptors are lacking, publishes an abort so that the other ranks stop
+    /// waiting.
     fn engine(&self, settings: Settings) -> Result<Engine, CommError> {
         let (store, key) = (Arc::clone(&settings.store), settings.abort_key.clone());
         let listener =
@@ -447,8 +449,8 @@ impl Ours<'_> {
         self.failed(what, ranks)
     }
 
-    /// Connects to everybody, and shares memory with those beside; whether all ranks do. Or finds that rank 0 has
-    /// announced another generation.
+    /// Connects to all ranks, and sets up shared memory with the ranks of this host. Returns whether all
+    /// ranks share memory, or another generation that rank 0 has announced.
     fn connect_in_steps(
         &self,
         engine: &mut Engine,
@@ -459,13 +461,13 @@ impl Ours<'_> {
         let (beside, alone) = (topology.ranks_beside(rank), topology.hosts().len() == 1);
         let mut in_memory = false;
         if options.shared_memory && beside.len() > 1 {
-            // What goes through memory needs no connection: so first only what says who is there.
+            // Data through shared memory needs no connection, so only control connections are opened first.
             if let Some(announced) = self.connect_all(engine, generation, &control(rank, size))? {
                 return Ok(Err(announced));
             }
             match engine.share(beside, self.deadline)? {
                 Ok(()) => in_memory = alone,
-                // One of them says it for all.
+                // The first rank of the host logs the warning for all of them.
                 Err(reason) if rank == beside[0] => log::warn!(
                     "{}: ranks {} share no memory, and use connections inside their host: {reason}",
                     self.name(),
@@ -478,7 +480,7 @@ impl Ours<'_> {
         Ok(announced.map_or(Ok(in_memory), Err))
     }
 
-    /// Opens `lanes`; or finds that rank 0 has announced another generation.
+    /// Opens `lanes`. Returns `None` when all are open, or another generation that rank 0 has announced.
     fn connect_all(
         &self,
         engine: &mut Engine,
@@ -500,7 +502,7 @@ impl Ours<'_> {
             if let Ok(Some(report)) = self.store().try_get(&self.key(generation, "abort"), now + RECHECK) {
                 return Err(engine.aborted(&report));
             }
-            // Not left over from a round that crashed: it came into one table with us.
+            // The record is not left over from a crashed round, since one table contains it and ours.
             let given_up = engine.door().refusing(REFUSAL, now).next();
             if let Some(gone) = given_up {
                 let how = Loss::Unreachable { what: "nobody listens where it did".to_owned() };
@@ -519,9 +521,10 @@ impl Ours<'_> {
     }
 }
 
-/// How this rank, which may use so many cores, shares them with others.
+/// Returns how this rank shares its cores with others; `own` is the number of cores that it may use.
 fn sharing(share: &Share, own: usize) -> Sharing {
-    // Less than that is a quota, of time on whatever cores: it is no reason to deal them out, but one to spin less.
+    // A smaller number is a CPU-time quota, which applies on any core. It reduces spinning, but is no
+    // reason to assign cores.
     let quota = std::thread::available_parallelism().map_or(1, usize::from);
     let cores = if quota < own || own == 0 { share.cores.min(quota) } else { share.cores };
     let alone = || getsid(None) == Ok(Pid::this()) && convoke_env::autogroup_enabled(Path::new("/"));

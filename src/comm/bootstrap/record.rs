@@ -1,4 +1,4 @@
-//! What each rank says about itself in the store, and the comparison of it all.
+//! The record that each rank publishes in the store, and the comparison of all records.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr, TcpStream};
@@ -12,33 +12,33 @@ use crate::cause::NAMED_RANKS;
 use crate::error::Ranks;
 use crate::frame::VERSION;
 
-/// Longest reason of a rank that could not come.
+/// Longest failure text that is read from a rank's record, in characters.
 const FAILED_CHARS: usize = 512;
-/// Longest reason why a group cannot form.
+/// Longest text that is read from a refusal, in characters.
 const REFUSED_CHARS: usize = 4096;
-/// How long a process may take to answer that listens.
+/// Time limit for the connect probe of a published address.
 const PROBE: Duration = Duration::from_secs(1);
 
-/// One rank.
+/// The record of one rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Record {
     /// Protocol version; the other fields may change with it.
     pub(super) version: u8,
     pub(super) rank: usize,
     pub(super) size: usize,
-    /// Where it listens.
+    /// Address at which the rank listens.
     pub(super) address: SocketAddr,
-    /// Equal for ranks that could share memory.
+    /// Host key: equal for ranks that could share memory.
     pub(super) host: String,
-    /// What its thread may use, if it says.
+    /// Cores that the rank's thread may use; empty if the record does not say.
     #[serde(default)]
     pub(super) cores: Cores,
     pub(super) pid: u32,
-    /// Everything that chooses algorithms.
+    /// All settings that influence the choice of algorithms.
     pub(super) tuning: String,
-    /// Whether it knows a token (not which).
+    /// The rank has a token; its value is not published.
     pub(super) token: bool,
-    /// Whether it would share memory.
+    /// The rank has shared memory enabled.
     pub(super) memory: bool,
 }
 
@@ -46,7 +46,7 @@ pub(super) struct Record {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Announcement {
     pub(super) generation: String,
-    /// A launcher gave it to all ranks.
+    /// A launcher gave the generation to all ranks.
     pub(super) given: bool,
 }
 
@@ -58,25 +58,25 @@ impl Announcement {
 }
 
 impl Record {
-    /// None if it is no record, or one of another version.
+    /// Returns `None` if the bytes are no record, or a record of another version.
     pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
         serde_json::from_slice(bytes).ok().filter(|record: &Self| record.version == VERSION)
     }
 
-    /// Whether a process listens where this one did.
+    /// Returns true if a process listens at the record's address.
     pub(super) fn answers(&self) -> bool {
         TcpStream::connect_timeout(&self.address, PROBE).is_ok()
     }
 
-    /// The network that its address belongs to, if the record says: two hosts, or two containers of one, may have the same
-    /// address.
+    /// Returns the key of the network of the address, if the record contains one. Two hosts, or two
+    /// containers of one, may have equal addresses.
     fn network(&self) -> Option<&str> {
         let mut slashes = self.host.match_indices('/');
         slashes.nth(1).map(|(at, _)| &self.host[..at])
     }
 }
 
-/// What stands in the place of the table if the group cannot form.
+/// Encodes the reason why the group cannot form, which replaces the table.
 pub(super) fn refusal(what: &str, ranks: &[usize]) -> Vec<u8> {
     serde_json::to_vec(&Refused { version: VERSION, refused: what.to_owned(), ranks: ranks.to_vec() })
         .unwrap_or_default()
@@ -89,16 +89,16 @@ struct Refused {
     ranks: Vec<usize>,
 }
 
-/// What stands in the place of the record of a rank that could not come so far.
+/// Encodes the failure of a rank that could not listen, which replaces its record.
 pub(super) fn failed(why: &str) -> Vec<u8> {
     serde_json::json!({ "version": VERSION, "failed": why }).to_string().into_bytes()
 }
 
-/// Reads all ranks' records; the error says what is wrong, and with which ranks.
+/// Decodes the records of all ranks. The error says what is wrong, and on which ranks.
 pub(super) fn decode_all(values: &[impl AsRef<[u8]>]) -> Result<Vec<Record>, (String, Vec<usize>)> {
     let mut records = Vec::with_capacity(values.len());
     for (rank, value) in values.iter().enumerate() {
-        // The version comes first: another version may have other fields.
+        // The version is read first, since another version may have other fields.
         let fields = serde_json::from_slice::<serde_json::Value>(value.as_ref()).ok();
         let version = fields.as_ref().and_then(|fields| fields.get("version")?.as_u64());
         let wrong = |what: String| Err((what, vec![rank]));
@@ -121,7 +121,8 @@ pub(super) fn decode_all(values: &[impl AsRef<[u8]>]) -> Result<Vec<Record>, (St
     Ok(records)
 }
 
-/// Reads the table of all ranks' records that rank 0 has made; as [`decode_all`].
+/// Decodes the table of all records that rank 0 published. The error says what is wrong, and on which
+/// ranks.
 pub(super) fn decode_table(bytes: &[u8]) -> Result<Vec<Record>, (String, Vec<usize>)> {
     if let Ok(Refused { refused, mut ranks, .. }) = serde_json::from_slice(bytes) {
         ranks.truncate(NAMED_RANKS);
@@ -132,7 +133,7 @@ pub(super) fn decode_table(bytes: &[u8]) -> Result<Vec<Record>, (String, Vec<usi
     decode_all(&texts)
 }
 
-/// Whether all ranks would decide alike.
+/// Checks that all ranks have equal settings, so that they choose equal algorithms.
 pub(super) fn compare(records: &[Record]) -> Result<(), (String, Vec<usize>)> {
     same(records, "the choice of algorithms (CONVOKE_ALGO, build)", |record| record.tuning.clone())?;
     same(records, "the number of ranks (WORLD_SIZE)", |record| record.size.to_string())?;
@@ -141,7 +142,7 @@ pub(super) fn compare(records: &[Record]) -> Result<(), (String, Vec<usize>)> {
     apart(records)
 }
 
-/// Whether each address belongs to one network only.
+/// Checks that no address belongs to two networks.
 fn apart(records: &[Record]) -> Result<(), (String, Vec<usize>)> {
     let mut owners: HashMap<IpAddr, &Record> = HashMap::new();
     for record in records {
@@ -181,8 +182,8 @@ fn same(
     Err((text, there))
 }
 
-/// A name for this host that is equal in two processes only if they could share memory: the boot, the
-/// namespaces and the user, and the part that the program names.
+/// Returns a key of this host that is equal in two processes only if they could share memory. It consists
+/// of the boot id, the namespaces (which include the user namespace) and the part that the program names.
 pub(super) fn host_key(part: &str) -> String {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let namespaces = ["net", "ipc", "pid", "user"].map(|name| {

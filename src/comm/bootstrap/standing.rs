@@ -1,5 +1,5 @@
-//! What a world that has formed leaves in the store as long as it lives, so that a process that comes too late, or to the
-//! port of another job, learns it at once.
+//! The store entry of a formed world, kept while the world lives. From it a late process, or one that uses
+//! the port of another job, learns its error at once.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -12,27 +12,27 @@ use serde::{Deserialize, Serialize};
 use super::{CLEAN_UP, Ours};
 use crate::error::CommError;
 
-/// How long the removal may take; who comes later is misled at worst.
+/// Time limit for removing the entry. If removal fails, a later process may only get a misleading error.
 const REMOVAL: Duration = Duration::from_millis(500);
-/// So many generations are remembered of which this process was part.
+/// Limit on the remembered generations of which this process was part.
 const REMEMBERED: usize = 10_000;
 
-/// A world that lives.
+/// The entry of a living world.
 #[derive(Debug, Serialize, Deserialize)]
 struct Standing {
     generation: String,
     size: usize,
-    /// Of rank 0.
+    /// Process id of rank 0.
     pid: u32,
     address: String,
 }
 
-/// Removes what stands in the store when the world and all groups that come from it are dropped.
+/// Removes the entry from the store when the world and all groups that come from it are dropped.
 #[derive(Debug)]
 pub(crate) struct Removal {
     store: Arc<dyn Store>,
     key: OnceLock<Vec<u8>>,
-    /// A fork of this process has nothing to remove.
+    /// Process that owns the entry; a forked child removes nothing.
     pid: u32,
 }
 
@@ -49,15 +49,15 @@ impl Drop for Removal {
     }
 }
 
-/// The generations of which this process was part.
+/// The generations of which this process was part, oldest first.
 fn known() -> MutexGuard<'static, VecDeque<Generation>> {
     static KNOWN: Mutex<VecDeque<Generation>> = Mutex::new(VecDeque::new());
     KNOWN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Ours<'_> {
-    /// Where a world stands. Nowhere if the key could outlive it: where neither the generation is new in each round, nor the
-    /// store ends with rank 0.
+    /// Returns the key of the entry, or `None` if the entry could outlive the world. It cannot if each
+    /// round has a new generation, or if the store ends with rank 0.
     fn standing_key(&self) -> Option<Vec<u8>> {
         self.invitation.removal.as_ref()?;
         match (self.invitation.options.generation, self.invitation.store_rank) {
@@ -67,7 +67,7 @@ impl Ours<'_> {
         }
     }
 
-    /// All ranks are connected.
+    /// Records that all ranks are connected. Rank 0 writes the entry.
     pub(super) fn has_formed(&self, generation: Generation) {
         let mut known = known();
         if known.len() >= REMEMBERED {
@@ -90,11 +90,12 @@ impl Ours<'_> {
         }
     }
 
-    /// Whether a world lives here that was formed without this process: then it is waited for nobody.
+    /// Returns an error if a world was formed here without this process, since nobody would then wait for
+    /// it.
     pub(super) fn check_standing(&self) -> Result<(), CommError> {
         let Some(key) = self.standing_key() else { return Ok(()) };
         let found = match self.store().try_get(&key, self.deadline) {
-            // That the time is over is for the caller to say, who knows what it waits for.
+            // The caller reports the timeout, since it knows what it waits for.
             Err(_) if Instant::now() >= self.deadline => return Ok(()),
             found => found?,
         };
