@@ -1,4 +1,4 @@
-//! The ways in: from the environment, a URL or a store to the world.
+//! Entry points: they create the world from the environment, a URL or a store.
 
 mod agent;
 mod living;
@@ -27,39 +27,41 @@ pub use world::{World, is_elastic};
 
 /// Joins the job that the environment describes, and connects to all its ranks.
 ///
-/// The same as [`Session::join`] and [`Session::world`]. Without the variables of a launcher it is
-/// a world of one, so a program runs alone without change.
+/// Equivalent to [`Session::join`] followed by [`Session::world`]. Without the variables of a launcher, it
+/// returns a world of one rank, so a program also runs without a launcher.
 ///
 /// # Errors
-/// As those two.
+/// The errors of [`Session::join`] and [`Session::world`].
 pub fn init() -> Result<World, CommError> {
     Session::join()?.world()
 }
 
-/// A process's place in a job, from which worlds are made, one for each round.
+/// The rank of a process in a job. A session makes worlds, one for each round.
 ///
-/// A launcher that restarts workers starts new processes, whose first world is the new round. A process
-/// that lives on after a failure, together with all others, goes on with [`Self::next_round`].
+/// A launcher that restarts workers starts new processes, whose first world is the new round. If all
+/// processes survive a failure, they continue with [`Self::next_round`].
 ///
-/// All ways in honour CONVOKE_TOKEN or CONVOKE_TOKEN_FILE (secret of the job, if the agent channel brings
-/// none), CONVOKE_SOCKET_IFNAME, else GLOO_SOCKET_IFNAME, else NCCL_SOCKET_IFNAME (interface to listen
-/// on, see [`Listen::Interface`]), CONVOKE_ALGO (see [`GroupOptions::algorithms`]), CONVOKE_SHM
-/// (`off`: see [`GroupOptions::shared_memory`]) and CONVOKE_LOG (see
-/// `docs/reference/worker-env.md`).
+/// Every constructor reads these variables:
+/// - CONVOKE_TOKEN or CONVOKE_TOKEN_FILE: the secret of the job, if the agent channel brings none.
+/// - CONVOKE_SOCKET_IFNAME, else GLOO_SOCKET_IFNAME, else NCCL_SOCKET_IFNAME: the interface to listen on
+///   (see [`Listen::Interface`]).
+/// - CONVOKE_ALGO: see [`GroupOptions::algorithms`].
+/// - CONVOKE_SHM: `off` disables [`GroupOptions::shared_memory`].
+/// - CONVOKE_LOG: see `docs/reference/worker-env.md`.
 #[derive(Debug)]
 pub struct Session {
     rank: usize,
     size: usize,
     launched: Launched,
     meeting: Meeting,
-    /// The meeting's store, once it is needed.
+    /// The store of the meeting place, once it is open.
     opened: Option<Opened>,
     agent: Option<(Arc<Mutex<AgentChannel>>, Generation)>,
     options: GroupOptions,
     round: u32,
 }
 
-/// What only a launcher knows.
+/// Values that only a launcher provides.
 #[derive(Debug, Clone, Copy, Default)]
 struct Launched {
     /// Rank and number of ranks on this node.
@@ -68,13 +70,13 @@ struct Launched {
 }
 
 impl Session {
-    /// Reads what the launcher says: the variables of torchrun and the agent channel of convoke, else
-    /// the variables of mpirun or srun. Without any of them this is a world of one.
+    /// Reads the variables of torchrun and the agent channel of convoke, else the variables of mpirun or
+    /// srun. Without any of them, the world has one rank.
     ///
     /// # Errors
-    /// [`CommError::Env`] if variables are missing or malformed, [`CommError::Channel`] if the agent
-    /// channel is broken, [`CommError::Token`] if there is a token that cannot be used,
-    /// [`CommError::InvalidArgument`] if there is no such interface.
+    /// [`CommError::Env`] if variables are missing or malformed; [`CommError::Channel`] if the agent
+    /// channel is broken; [`CommError::Token`] if the token cannot be used. [`CommError::InvalidArgument`]
+    /// if the named interface does not exist, or a variable of convoke has an invalid value.
     pub fn join() -> Result<Self, CommError> {
         logger::install()?;
         match WorkerEnv::from_process()? {
@@ -86,12 +88,14 @@ impl Session {
         }
     }
 
-    /// Joins at a URL that tells everything: `tcp://host:port?rank=0&world_size=2`, where rank 0 serves
-    /// the store; `file:///path?rank=0&world_size=2`, a file that all ranks can reach; `env://`, as
-    /// [`Self::join`].
+    /// Joins at a URL that also contains the rank.
+    /// - `tcp://host:port?rank=0&world_size=2`: rank 0 serves the store at this address.
+    /// - `file:///path?rank=0&world_size=2`: a file that all ranks can reach.
+    /// - `env://`: equivalent to [`Self::join`].
     ///
     /// # Errors
-    /// [`CommError::Url`] if it is malformed or does not tell the rank. Else as [`Self::join`].
+    /// [`CommError::Url`] if the URL is malformed or lacks the rank. Otherwise the errors of
+    /// [`Self::join`].
     pub fn from_url(url: &str) -> Result<Self, CommError> {
         logger::install()?;
         let parsed = Url::parse(url)?;
@@ -107,12 +111,12 @@ impl Session {
         }
     }
 
-    /// As [`Self::from_url`], with a URL that is the same for all ranks. `env://` then takes only
-    /// MASTER_ADDR and MASTER_PORT from the environment.
+    /// Joins at a URL that is equal on all ranks; see [`Self::from_url`] for the schemes. With `env://`,
+    /// rank and world size come from the arguments, and MASTER_ADDR and MASTER_PORT from the environment.
     ///
     /// # Errors
-    /// [`CommError::Url`] also if the URL tells a rank itself; [`CommError::InvalidArgument`] if `rank` is not
-    /// below `world_size`.
+    /// [`CommError::Url`] if the URL is malformed or contains a rank; [`CommError::InvalidArgument`] if
+    /// `rank` is not below `world_size`. Otherwise the errors of [`Self::join`].
     pub fn from_url_as(url: &str, rank: usize, world_size: usize) -> Result<Self, CommError> {
         logger::install()?;
         let parsed = Url::parse(url)?;
@@ -123,10 +127,11 @@ impl Session {
         Self::by(parsed.way, rank, world_size)
     }
 
-    /// Joins through a store that all ranks can reach. [`Group::new`] does so without reading any variable.
+    /// Joins through a store that all ranks can reach. [`Group::new`] does so without reading variables.
     ///
     /// # Errors
-    /// [`CommError::InvalidArgument`] if `rank` is not below `world_size`. Else as [`Self::join`].
+    /// [`CommError::InvalidArgument`] if `rank` is not below `world_size`. Otherwise the errors of
+    /// [`Self::join`].
     pub fn from_store(store: Arc<dyn Store>, rank: usize, world_size: usize) -> Result<Self, CommError> {
         logger::install()?;
         Self::new(rank, world_size, Meeting::Store(store))
@@ -181,8 +186,8 @@ impl Session {
         Ok(session)
     }
 
-    /// Changes how worlds are made, such as their timeouts. Name, generation, token and address come
-    /// from the launcher unless `change` replaces them.
+    /// Changes the options of later worlds, such as timeouts. Name, generation, token and address come from
+    /// the launcher unless `change` replaces them.
     #[must_use]
     pub fn with_options(mut self, change: impl FnOnce(GroupOptions) -> GroupOptions) -> Self {
         self.options = change(self.options);
@@ -192,7 +197,7 @@ impl Session {
     /// Connects to all ranks of the job.
     ///
     /// # Errors
-    /// As [`Group::new`]; [`CommError::Store`] if no store answers where the ranks meet.
+    /// The errors of [`Group::new`]; [`CommError::Store`] if no store answers at the meeting place.
     pub fn world(&mut self) -> Result<World, CommError> {
         let options = self.options.clone();
         let tuning = Tuning::parse(&options.algorithms)
@@ -222,7 +227,7 @@ impl Session {
             size,
             origin: (0..size).collect(),
             is_successor: false,
-            // Only the first round has the launcher's generation.
+            // The generation of the launcher applies to the first round only.
             options: GroupOptions { generation: options.generation.filter(|_| round == 0), ..options },
             tuning,
             agent: self.agent.clone(),
@@ -235,11 +240,11 @@ impl Session {
         Ok(self.world_of(group))
     }
 
-    /// Connects to all ranks again, in the same processes, after the world before was dropped or has
-    /// failed. All ranks must do so.
+    /// Connects to all ranks again, in these processes, after the last world was dropped or has failed. All
+    /// ranks must call it.
     ///
     /// # Errors
-    /// As [`Self::world`].
+    /// The errors of [`Self::world`].
     pub fn next_round(&mut self) -> Result<World, CommError> {
         self.round += 1;
         self.world()
@@ -250,7 +255,7 @@ impl Session {
     }
 }
 
-/// Whether CONVOKE_SHM lets ranks of a host share memory.
+/// Returns true if CONVOKE_SHM lets the ranks of a host share memory.
 fn shares_memory() -> Result<bool, CommError> {
     match std::env::var("CONVOKE_SHM").unwrap_or_default().trim() {
         "" | "on" | "1" => Ok(true),
@@ -259,7 +264,7 @@ fn shares_memory() -> Result<bool, CommError> {
     }
 }
 
-/// Where the variables say to listen, if they do.
+/// Returns the address to listen at if a variable names an interface, else `None`.
 fn interface() -> Result<Option<Listen>, CommError> {
     const NAMES: [&str; 3] = ["CONVOKE_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"];
     let given = NAMES.iter().find_map(|name| {
@@ -267,7 +272,7 @@ fn interface() -> Result<Option<Listen>, CommError> {
         Some((*name, value))
     });
     let Some((name, value)) = given else { return Ok(None) };
-    // gloo knows whole names only.
+    // gloo accepts whole names only.
     let names = if name.starts_with("GLOO") { format!("={value}") } else { value.clone() };
     match crate::bootstrap::address(&Listen::Interface(names)) {
         Ok(address) => {

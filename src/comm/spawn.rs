@@ -1,9 +1,9 @@
-//! Ranks without a launcher: processes of this program, as `torch.multiprocessing.spawn` starts them.
+//! Starts ranks without a launcher, as processes of this program, like `torch.multiprocessing.spawn`.
 //!
-//! A function cannot be handed to another program, and forking a process with threads is not sound. So a
-//! rank is this program, started again: it runs as before until it comes to the same call of spawn, carries
-//! out the function there as its rank, and ends. `child` is that side, `parent` the one that waits; what
-//! they have in common is the [`Ticket`] in the rank's environment.
+//! A function cannot be passed to another program, and forking a process with threads is not sound. So a
+//! rank is this program, started again: it runs until it reaches this call of spawn. There it runs the
+//! function as its rank, and exits. `child` is the side of the rank, `parent` the side of the spawner. The
+//! rank reads the [`Ticket`] from its environment.
 
 mod child;
 mod course;
@@ -26,12 +26,13 @@ use convoke_env::Generation;
 use child::Me;
 pub use error::SpawnError;
 
-/// Tells a process that it is a rank: the [`Ticket`].
+/// Variable that holds the [`Ticket`] and so marks a process as a spawned rank.
 const VARIABLE: &str = "CONVOKE_SPAWN";
 
 /// Runs `worker` as `size` ranks, each a process of its own, and waits for them.
 ///
-/// The twin of `torch.multiprocessing.spawn`; the same as [`Spawn::run`] with nothing changed, see there.
+/// Counterpart of `torch.multiprocessing.spawn`, and short for [`Spawn::run`] with default settings; see
+/// [`Spawn::run`] for details.
 ///
 /// ```
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -49,13 +50,13 @@ const VARIABLE: &str = "CONVOKE_SPAWN";
 /// ```
 ///
 /// # Errors
-/// As [`Spawn::run`].
+/// The errors of [`Spawn::run`].
 #[track_caller]
 pub fn spawn<T: Termination>(size: usize, worker: impl FnOnce(usize) -> T) -> Result<(), SpawnError> {
     Spawn::new(size).run(worker)
 }
 
-/// How to start ranks as processes of this program.
+/// Settings for starting ranks as processes of this program.
 #[derive(Debug, Clone)]
 pub struct Spawn {
     size: usize,
@@ -66,57 +67,62 @@ pub struct Spawn {
 }
 
 impl Spawn {
-    /// `size` ranks, without a bound of time; those that are told to end get 5 seconds.
+    /// Creates settings for `size` ranks, without a timeout and with a grace period of 5 seconds.
     #[must_use]
     pub fn new(size: usize) -> Self {
         Self { size, env: Vec::new(), timeout: None, grace: Duration::from_secs(5), use_pidfds: true }
     }
 
-    /// Sets a variable in the environment of all ranks. What they are given must travel so: see
-    /// [`Self::run`].
+    /// Sets a variable in the environment of all ranks. Values that every rank must share have to be passed
+    /// like this: see [`Self::run`].
     #[must_use]
     pub fn env(mut self, name: impl Into<OsString>, value: impl Into<OsString>) -> Self {
         self.env.push((name.into(), value.into()));
         self
     }
 
-    /// How long all of it may take.
+    /// Sets the time limit of the whole call; there is none by default.
     #[must_use]
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = Some(timeout);
         self
     }
 
-    /// How long ranks have from SIGTERM to SIGKILL, when another has failed.
+    /// Sets the time from SIGTERM to SIGKILL for ranks that are stopped; 5 seconds by default.
     #[must_use]
     pub fn grace(mut self, grace: Duration) -> Self {
         self.grace = grace;
         self
     }
 
-    /// Starts the ranks, runs `worker` with its rank in each of them, and waits until all have ended.
+    /// Starts the ranks, calls `worker` with the rank in each of them, and waits until all have ended.
     ///
-    /// A rank is this program with the same arguments; inside of a test, the test program with this test
-    /// alone. **It runs from the beginning up to this call**, then `worker`, and exits. So what stands
-    /// before the call is done in each rank too: its values are computed again and may differ (a port, a
-    /// random number, a temporary folder; hand those on by [`Self::env`]), earlier calls of spawn start
-    /// nothing and return what they have returned here, and what it prints is dropped. Call it where the
-    /// program always comes to, on the main thread or on that of a test.
+    /// A rank is this program with the same arguments; in a test, it is the test program with this test
+    /// alone. **It runs from the beginning up to this call**, then runs `worker`, and exits. So each rank
+    /// also executes the code before the call.
+    ///
+    /// - Values computed before the call are computed again and may differ (a port, a random number, a
+    ///   temporary folder). Pass them with [`Self::env`].
+    /// - Earlier calls of spawn start nothing in a rank, and return the result that the spawner got.
+    /// - Output before the call is dropped.
+    ///
+    /// Call it where every run of the program arrives, on the main thread or on that of a test.
     ///
     /// - A rank has the variables of a worker (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR,
     ///   MASTER_PORT, ...), so [`init`](crate::init) connects it to the others. This process serves the
-    ///   store. Standard input is empty; output goes to this process's, whole lines at a time.
-    /// - `worker` may return what `main` may; a panic ends the rank with code 101.
-    /// - If a rank fails the others are ended: SIGTERM, then SIGKILL. The error names the rank that failed by
-    ///   itself, not one that lost its connection to it.
-    /// - Nothing is left over: each rank leads a process group, which is killed when the rank has ended. If this
-    ///   process (or thread) dies, the kernel kills the ranks, from the moment on that they are at this call. Only
-    ///   processes that a rank has moved into another group can outlive it.
+    ///   store. Standard input is empty; output goes to this process's output in whole lines.
+    /// - `worker` may return any type that `main` may return; a panic ends the rank with code 101.
+    /// - If a rank fails, the others get SIGTERM, and SIGKILL after the grace period. The error names the
+    ///   rank that failed first, not a rank that failed because it lost that peer.
+    /// - No process is left behind: each rank leads a process group, which is killed when the rank has
+    ///   ended. If this process or thread dies, the kernel kills the ranks that have reached this call.
+    ///   Only processes that a rank has moved into another group can outlive it.
     ///
     /// # Errors
-    /// [`SpawnError::Failed`] names the rank, how it ended and its last words. [`SpawnError::Unreached`] if a rank
-    /// did not come to this call, [`SpawnError::Timeout`], [`SpawnError::Unusable`] if it cannot be called so
-    /// or here, [`SpawnError::System`].
+    /// [`SpawnError::Failed`] names the rank, its exit status and the end of its standard error.
+    /// [`SpawnError::Unreached`] if a rank ended before it reached this call. [`SpawnError::Timeout`] if
+    /// ranks still ran after the time limit. [`SpawnError::Unusable`] if there are 0 ranks, or the call is
+    /// made in a rank or on another thread. [`SpawnError::System`] if a system call failed.
     #[track_caller]
     pub fn run<T: Termination>(self, worker: impl FnOnce(usize) -> T) -> Result<(), SpawnError> {
         let call = past::next_call();
@@ -136,14 +142,14 @@ impl Spawn {
     }
 }
 
-/// What a rank is told of the call that it is to come to.
+/// Identifies the call of spawn that a rank must reach.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Ticket {
     /// Pid of the process that spawns.
     spawner: u32,
-    /// Nobody else writes this to standard output by chance.
+    /// Random text that starts a mark in the output, so that the program does not write one by chance.
     token: String,
-    /// Number of the call on its thread.
+    /// Number of the call on its thread, counted from 0.
     call: u64,
     /// File, line and column of the call.
     place: String,

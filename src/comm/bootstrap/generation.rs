@@ -86,9 +86,8 @@ impl Ours<'_> {
         };
         let announced = announced.as_deref().and_then(Announcement::decode);
         Ok(announced.and_then(|(generation, given)| {
-            // If launchers gave both generations, the announcement is of another round, and this rank waits
-            // for rank 0 of its own. Without a launcher's generation here, an announcement by rank 0
-            // replaces the current one.
+            // If launchers gave both generations, the announcement is of another round, and this rank
+            // waits for rank 0 of its own. Otherwise a different announcement replaces the current one.
             let foreign = given && self.invitation.options.generation.is_some();
             (generation != current && !foreign).then_some(generation)
         }))

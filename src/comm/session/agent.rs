@@ -1,4 +1,4 @@
-//! What convoke's launcher says over the inherited channel.
+//! Reads the first message of convoke's launcher from the inherited channel.
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
@@ -7,10 +7,10 @@ use convoke_env::{AgentChannel, Generation, ToWorker, Token};
 
 use crate::error::CommError;
 
-/// How long the launcher may take for the first message on the agent channel: it is there before us.
+/// Time limit for the first message on the agent channel. The launcher runs before this process starts.
 const HELLO: Duration = Duration::from_secs(10);
 
-/// What the agent channel said first.
+/// The first message on the agent channel.
 #[derive(Debug, Clone)]
 pub(super) struct Hello {
     pub(super) generation: Generation,
@@ -18,11 +18,11 @@ pub(super) struct Hello {
     pub(super) channel: Option<Arc<Mutex<AgentChannel>>>,
 }
 
-/// The first message on the inherited channel; `None` without a channel.
+/// Returns the first message on the inherited channel; `None` without a channel.
 ///
-/// All duplicates of the descriptor share one stream, and its first message can be read only once. So
-/// what it said is kept for later sessions of this process, as the environment is; the channel itself
-/// is shared by the sessions that are alive and closed with the last.
+/// All duplicates of the descriptor share one stream, so its first message can be read only once. Its
+/// content is kept for later sessions of this process. Living sessions share the channel; the last one
+/// closes it.
 pub(super) fn inherited_hello() -> Result<Option<Hello>, CommError> {
     static SAID: Mutex<Option<(Hello, Weak<Mutex<AgentChannel>>)>> = Mutex::new(None);
     let mut said = SAID.lock().unwrap_or_else(PoisonError::into_inner);

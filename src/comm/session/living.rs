@@ -1,4 +1,4 @@
-//! How many worlds this process has.
+//! Counts the living worlds of this process, and prevents a rank from joining a world twice.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -7,21 +7,21 @@ use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 
 use crate::error::CommError;
 
-/// Bits of [`LIVING`] that count.
+/// Number of bits of [`LIVING`] that hold the count.
 const COUNT_BITS: u32 = 32;
 
-/// Number of living worlds, and above it the process that has them: a fork of it has none.
+/// Number of living worlds, with the process id in the high bits: a forked child has no world.
 static LIVING: AtomicU64 = AtomicU64::new(0);
 
-/// Whether this process has a [`World`](crate::World) whose group is not dropped yet.
+/// Returns true if this process has a [`World`](crate::World) whose group is not dropped yet.
 ///
-/// Groups made by [`Group::new`](crate::Group::new) do not count, as in torch only the default group does.
+/// Groups made by [`Group::new`](crate::Group::new) do not count, as torch counts only the default group.
 #[must_use]
 pub fn is_initialized() -> bool {
     count(LIVING.load(Ordering::SeqCst)) > 0
 }
 
-/// As long as this is, a world lives.
+/// Counts one living world from its creation until it is dropped.
 #[derive(Debug)]
 pub(super) struct Alive;
 
@@ -38,7 +38,8 @@ impl Drop for Alive {
     }
 }
 
-/// A process is in one world at a place, as one rank: until the world and all groups that come from it are dropped.
+/// The membership of this process, as one rank, in the world at one meeting place. It lasts until the world
+/// and all groups that come from it are dropped.
 #[derive(Debug)]
 pub(super) struct Membership {
     place: (u32, String),
@@ -60,7 +61,7 @@ impl Membership {
         }
     }
 
-    /// The world has formed.
+    /// Records that the world has formed.
     pub(super) fn has_formed(&self) {
         places().insert(self.place.clone(), true);
     }
@@ -72,7 +73,7 @@ impl Drop for Membership {
     }
 }
 
-/// Process and place of each world, and whether it has formed.
+/// Process id and meeting place of each world, and whether the world has formed.
 type Places = HashMap<(u32, String), bool>;
 
 fn places() -> MutexGuard<'static, Places> {
@@ -81,7 +82,7 @@ fn places() -> MutexGuard<'static, Places> {
 }
 
 fn change(change: impl Fn(u64) -> u64) {
-    // Never refused: the closure always gives a value.
+    // The update cannot fail, since the closure always returns a value.
     let _ =
         LIVING.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |word| Some(process() | change(count(word))));
 }
@@ -90,7 +91,7 @@ fn process() -> u64 {
     u64::from(std::process::id()) << COUNT_BITS
 }
 
-/// The count in `word`, if it is this process's.
+/// Returns the count in `word`, or 0 if another process wrote it.
 fn count(word: u64) -> u64 {
     let count = word & ((1 << COUNT_BITS) - 1);
     if word - count == process() { count } else { 0 }

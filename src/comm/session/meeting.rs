@@ -1,4 +1,4 @@
-//! Where ranks meet: the store of a job, by each way in.
+//! The meeting place of the ranks: the store of a job, for each entry point.
 
 use std::any::Any;
 use std::collections::HashMap;
@@ -16,29 +16,29 @@ use crate::bootstrap::{RANK_0, Whereabouts};
 use crate::error::CommError;
 use crate::options::{GroupOptions, Listen};
 
-/// How long signing off from a file may take; nothing but the file depends on it.
+/// Time limit for signing off from a file. Only the removal of the file depends on it.
 const SIGN_OFF: Duration = Duration::from_secs(2);
 
-/// Where the ranks of a job meet.
+/// The place where the ranks of a job meet.
 #[derive(Debug)]
 pub(super) enum Meeting {
-    /// There is nobody to meet.
+    /// The world has one rank, which needs no store.
     Alone,
     Tcp(Master),
     File(PathBuf),
     Store(Arc<dyn Store>),
 }
 
-/// Where a store is served over TCP, and by whom.
+/// Address and server of a store over TCP.
 #[derive(Debug)]
 pub(super) struct Master {
     host: String,
     port: u16,
-    /// The launcher serves it; otherwise rank 0 does.
+    /// The launcher serves the store; otherwise rank 0 does.
     by_launcher: bool,
     /// Id of the job, if it has one.
     run: Option<String>,
-    /// Nobody named the host: it was concluded from the variables of mpirun or srun.
+    /// MASTER_ADDR is unset, so the host was derived from the variables of mpirun or srun.
     found: bool,
     /// The ranks are on several hosts.
     several_hosts: bool,
@@ -48,24 +48,24 @@ pub(super) struct Master {
 #[derive(Debug)]
 pub(super) struct Opened {
     pub(super) store: Arc<dyn Store>,
-    /// What must live as long as worlds do: the server, or the claim on the file.
+    /// Object that must live as long as the worlds: the store server, or the sign-off from the file.
     pub(super) keep: Option<Arc<dyn Any + Send + Sync>>,
     sign_off: Option<Arc<SignOff>>,
 }
 
 impl Meeting {
-    /// Where to listen if nothing else says: where those who come this way can reach this host.
+    /// Returns the default listen address: one at which the other ranks can reach this host.
     pub(super) fn listen(&self) -> Listen {
         match self {
             Self::Alone => Listen::Loopback,
-            // To itself the master's own host may be a loopback address (127.0.1.1 on Debian).
+            // The host's own name may resolve to a loopback address on that host (127.0.1.1 on Debian).
             Self::Tcp(master) if master.may_mislead() => Listen::Outward,
             Self::Tcp(master) => Listen::RouteTo(master.host.clone()),
             Self::File(_) | Self::Store(_) => Listen::Outward,
         }
     }
 
-    /// Before all keys of the world of this round.
+    /// Returns the prefix of all keys of the world of this round.
     pub(super) fn prefix(&self, round: u32) -> String {
         let mut prefix = "convoke".to_owned();
         if let Self::Tcp(Master { run: Some(run), .. }) = self {
@@ -74,17 +74,17 @@ impl Meeting {
         if round == 0 { prefix } else { format!("{prefix}/round-{round}") }
     }
 
-    /// The rank in whose process the store lives.
+    /// Returns the rank whose process serves the store, if a rank does.
     pub(super) fn store_rank(&self) -> Option<usize> {
         matches!(self, Self::Tcp(Master { by_launcher: false, .. })).then_some(0)
     }
 
-    /// Whether it is served by a process, with which it ends.
+    /// Returns true if a process serves the store, so that the store ends with that process.
     pub(super) fn is_served(&self) -> bool {
         matches!(self, Self::Tcp(_))
     }
 
-    /// Where a world of `size` ranks meets, for people.
+    /// Returns the meeting place of a world of `size` ranks, for messages.
     pub(super) fn whereabouts(&self, size: usize) -> Whereabouts {
         match self {
             Self::Alone | Self::Store(_) => Whereabouts::default(),
@@ -108,7 +108,7 @@ impl Meeting {
         }
     }
 
-    /// Opens the store for `rank` of `size`; where rank 0 serves it, waits for that at most as long as a group may take to form.
+    /// Opens the store for `rank` of `size`. The wait for a server lasts at most `init_timeout`.
     pub(super) fn open(&self, rank: usize, size: usize, options: &GroupOptions) -> Result<Opened, CommError> {
         let deadline = Instant::now() + options.init_timeout;
         let opened = |store| Opened { store, keep: None, sign_off: None };
@@ -156,7 +156,7 @@ impl fmt::Display for Meeting {
 }
 
 impl Opened {
-    /// All ranks have met, under this generation.
+    /// Records that all ranks have met under this generation.
     pub(super) fn has_formed(&self, generation: Generation) {
         if let Some(sign_off) = &self.sign_off {
             sign_off.formed.get_or_init(|| generation);
@@ -165,12 +165,12 @@ impl Opened {
 }
 
 impl Master {
-    /// As a URL says.
+    /// Returns the address that a URL names; rank 0 serves the store.
     pub(super) fn explicit(host: String, port: u16) -> Self {
         Self { host, port, by_launcher: false, run: None, found: false, several_hosts: false }
     }
 
-    /// As a launcher says.
+    /// Returns the address from the variables of a launcher.
     pub(super) fn of(env: &WorkerEnv) -> Self {
         Self {
             host: env.master_addr.clone(),
@@ -186,16 +186,17 @@ impl Master {
         Ok((self.host.as_str(), self.port).to_socket_addrs()?.collect())
     }
 
-    /// Whether others may know its host by another address: a name, such as the host's own, that stands for loopback in its
-    /// own /etc/hosts (127.0.1.1 on Debian).
+    /// Returns true if other hosts may resolve the host's name to another address. An example is the host's
+    /// own name, which stands for loopback in its /etc/hosts (127.0.1.1 on Debian).
     fn may_mislead(&self) -> bool {
         let resolved = self.resolve().unwrap_or_default();
         let knows_hosts = self.run.is_some();
         is_misleading(&self.host, &resolved, if knows_hosts { Some(self.several_hosts) } else { None })
     }
 
-    /// Serves the store at the address that the others were told; at any if others cannot reach that one, or if
-    /// it is not ours (it may be translated on the way) and somebody named it.
+    /// Serves the store at the named address. Binds to all addresses if the name resolves to loopback here.
+    /// It also does so if the address is not local, since it may be translated (NAT), unless the host was
+    /// only derived.
     fn serve(&self) -> Result<StoreServer, CommError> {
         let advice = match self.found {
             true => {
@@ -225,26 +226,26 @@ impl fmt::Display for Master {
     }
 }
 
-/// See [`Master::may_mislead`]; `several_hosts` if it is known.
+/// Implements [`Master::may_mislead`]; `several_hosts` is `None` if it is unknown.
 fn is_misleading(host: &str, resolved: &[SocketAddr], several_hosts: Option<bool>) -> bool {
     let is_alias = host != "localhost" && host.parse::<IpAddr>().is_err();
     let is_loopback = !resolved.is_empty() && resolved.iter().all(|address| address.ip().is_loopback());
     is_loopback && several_hosts.unwrap_or(is_alias)
 }
 
-/// The end of a file through which ranks met: the last that signs off removes it.
+/// Signs off from a file through which ranks met; the last rank to sign off removes the file.
 ///
-/// Counted under the generation, since a job that was killed has left its own counts. Such a file does no
-/// harm: its announcement is not confirmed by anybody, and rank 0 overwrites it.
+/// The count is kept under the generation, since a killed job leaves its own count in the file. Such a file
+/// does no harm: nobody confirms its announcement, and rank 0 overwrites it.
 #[derive(Debug)]
 struct SignOff {
     store: Arc<FileStore>,
     rank: usize,
     path: PathBuf,
     size: usize,
-    /// Set when all ranks are there; before, nobody knows who else uses the file.
+    /// Set when all ranks have met; before that, it is unknown who else uses the file.
     formed: OnceLock<Generation>,
-    /// A fork of this process has nothing to sign off from.
+    /// Process that joined; a forked child does not sign off.
     pid: u32,
 }
 
@@ -252,20 +253,20 @@ impl Drop for SignOff {
     fn drop(&mut self) {
         let Some(generation) = self.formed.get().filter(|_| std::process::id() == self.pid) else { return };
         left().insert((self.pid, self.path.clone(), self.rank), *generation);
-        // At worst the file stays, and does no harm.
+        // If signing off fails, the file stays, which does no harm.
         let _ = self.store.leave(&gone_key(*generation), self.size, Instant::now() + SIGN_OFF);
     }
 }
 
-/// Counts the ranks of this generation that have signed off.
+/// Returns the key of the count of ranks of this generation that have signed off.
 fn gone_key(generation: Generation) -> Vec<u8> {
     format!("convoke/{generation}/gone").into_bytes()
 }
 
 type Left = HashMap<(u32, PathBuf, usize), Generation>;
 
-/// The ranks that have signed off in this process, by process, file and rank. Who joins again there takes it back,
-/// so that the last of the others does not remove the file.
+/// Returns the ranks that have signed off in this process, by process id, file and rank. A rank that joins
+/// again withdraws its sign-off, so that the last of the others does not remove the file.
 fn left() -> MutexGuard<'static, Left> {
     static LEFT: LazyLock<Mutex<Left>> = LazyLock::new(Mutex::default);
     LEFT.lock().unwrap_or_else(PoisonError::into_inner)

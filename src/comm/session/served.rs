@@ -7,18 +7,19 @@ use convoke_store::StoreServer;
 
 use crate::error::CommError;
 
-/// By process and address: a fork has none of its parent's threads.
+/// Servers by process id and address: a forked child has none of the server threads.
 type Servers = HashMap<(u32, String), Arc<StoreServer>>;
 
 static SERVED: Mutex<Option<Servers>> = Mutex::new(None);
 
-/// The server at `address` that an earlier world of this process has left, or a new one.
+/// Returns the server at `address` that an earlier world of this process has left, or a new one.
 ///
-/// It lives as long as the process. Ranks do not drop a world at the same moment: one that joins again already, or
-/// forms a group without rank 0, needs the store that rank 0 has served for the world before.
+/// The server lives as long as the process, because ranks drop a world at different times. A rank that
+/// rejoins early, or forms a group without rank 0, needs the store of the previous world.
 ///
 /// # Errors
-/// What `serve` returns. It is called also while a world of the server lives, and says that the address is in use.
+/// The errors of `serve`. `serve` is also called while a living world uses the server; it then reports that
+/// the address is in use.
 pub(super) fn at(
     address: String,
     serve: impl FnOnce() -> Result<StoreServer, CommError>,

@@ -1,10 +1,10 @@
-//! The URLs of torch's `init_method`: their text, without looking anything up.
+//! Parses the URLs of torch's `init_method`, without resolving names.
 
 use std::path::PathBuf;
 
 use crate::error::CommError;
 
-/// Where to meet, and who this process is if the URL tells.
+/// Meeting place, and the rank if the URL contains it.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Url {
     pub(super) way: Way,
@@ -12,19 +12,19 @@ pub(super) struct Url {
     pub(super) place: Option<(usize, usize)>,
 }
 
-/// Where to meet.
+/// The meeting place that a URL names.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Way {
-    /// `env://`: what the environment says.
+    /// `env://`: the environment names the meeting place.
     Env,
-    /// `tcp://host:port`: the store that rank 0 serves there.
+    /// `tcp://host:port`: rank 0 serves the store at this address.
     Tcp { host: String, port: u16 },
     /// `file:///path`: a store in this file.
     File(PathBuf),
 }
 
 impl Url {
-    /// Reads `scheme://...?rank=0&world_size=2`. A path is taken as it stands, without `%` escapes.
+    /// Parses `scheme://...?rank=0&world_size=2`. A path is taken literally, without `%` escapes.
     pub(super) fn parse(text: &str) -> Result<Self, CommError> {
         parse(text).map_err(|what| CommError::Url { url: text.chars().take(256).collect(), what })
     }
@@ -64,7 +64,7 @@ fn tcp(address: &str) -> Result<Way, String> {
 }
 
 fn file(path: &str) -> Result<Way, String> {
-    // As browsers write it for a file of this host.
+    // Browsers write `file://localhost/path` for a file of this host.
     let path = path.strip_prefix("localhost").unwrap_or(path);
     if !path.starts_with('/') || path.ends_with('/') {
         return Err("a file is named by its absolute path, as in file:///shared/job-7".to_owned());

@@ -1,4 +1,4 @@
-//! All ranks of a job.
+//! The group of all ranks of a job.
 
 use std::fmt;
 use std::ops::Deref;
@@ -9,7 +9,7 @@ use crate::group::Group;
 
 /// All ranks of a job, in one round.
 ///
-/// Is a [`Group`], and knows more about where this process stands.
+/// Dereferences to a [`Group`], and adds local rank and restart count.
 pub struct World {
     group: Group,
     local_rank: usize,
@@ -18,40 +18,40 @@ pub struct World {
 }
 
 impl World {
-    /// `told`: what a launcher says about rank and number of ranks on this node.
+    /// `told` holds the local rank and local world size from a launcher, if there is one.
     pub(super) fn new(group: Group, told: Option<(usize, usize)>, restart_count: u32) -> Self {
         let (local_rank, local_world_size) = told.unwrap_or_else(|| group.place_on_host());
         Self { group, local_rank, local_world_size, restart_count }
     }
 
-    /// Index of this process among those of its node: as the launcher says, else in the order of the
-    /// ranks that share this host.
+    /// Returns the index of this process on its node, from the launcher. Without a launcher, it is the
+    /// index among the ranks that share this host.
     #[must_use]
     pub fn local_rank(&self) -> usize {
         self.local_rank
     }
 
-    /// Number of processes on this node.
+    /// Returns the number of processes on this node.
     #[must_use]
     pub fn local_world_size(&self) -> usize {
         self.local_world_size
     }
 
-    /// How often this node's launcher has restarted its workers.
+    /// Returns the number of times that this node's launcher has restarted its workers.
     #[must_use]
     pub fn restart_count(&self) -> u32 {
         self.restart_count
     }
 
-    /// The group of all ranks, as a handle of its own.
+    /// Returns another handle to the group of all ranks.
     #[must_use]
     pub fn group(&self) -> Group {
         self.group.clone()
     }
 }
 
-/// Whether an elastic launcher (convoke, torchrun) has started this process: as torch's
-/// `is_torchelastic_launched` it asks for TORCHELASTIC_RUN_ID.
+/// Returns true if TORCHELASTIC_RUN_ID is set, which elastic launchers (convoke, torchrun) do. Counterpart
+/// of torch's `is_torchelastic_launched`.
 #[must_use]
 pub fn is_elastic() -> bool {
     std::env::var_os(vars::RUN_ID).is_some()

@@ -1,4 +1,4 @@
-//! The rank's side.
+//! The side of the rank.
 
 use std::io::{self, Write};
 use std::os::unix::process::parent_id;
@@ -18,20 +18,20 @@ use crate::cause;
 /// Exit code of a Rust program that panics.
 const PANICKED: i32 = 101;
 
-/// What a call of spawn is to this process.
+/// The role of this process in a call of spawn.
 pub(super) enum Me {
-    /// It is to start ranks.
+    /// This process starts ranks.
     Spawner,
-    /// This process is a rank that is to come to a later call.
+    /// This process is a rank, and its call comes later on this thread.
     OnTheWay,
-    /// This is the call that the process was started for, as this rank.
+    /// This process was started as this rank for this call.
     Rank(Ticket, usize),
 }
 
-/// Set as soon as this process is at work as a rank.
+/// Set once this process runs the worker of a rank.
 static AT_WORK: AtomicBool = AtomicBool::new(false);
 
-/// What call number `call` of this thread, which stands at `place`, is to this process.
+/// Returns the role of this process in call number `call` of this thread, at source position `place`.
 pub(super) fn who_am_i(call: u64, place: &str) -> Result<Me, SpawnError> {
     if AT_WORK.load(Ordering::SeqCst) {
         return Err(SpawnError::Unusable("a rank that was spawned cannot spawn ranks itself".to_owned()));
@@ -41,8 +41,9 @@ pub(super) fn who_am_i(call: u64, place: &str) -> Result<Me, SpawnError> {
         return Ok(Me::Spawner);
     };
     if parent_id() != ticket.spawner {
-        // Either a process that a rank has started, which has inherited the variable; or a rank whose spawner
-        // has died, which must not become a spawner now. Ranks lead a process group.
+        // Either a rank started this process, which inherited the variable, or this is a rank whose spawner
+        // died. Such a rank must not start ranks now. A rank leads a process group, which tells the two
+        // cases apart.
         let inherited = getpgrp() != getpid() || convoke_env::ancestors().any(|pid| pid == ticket.spawner);
         if inherited {
             return Ok(Me::Spawner);
@@ -64,17 +65,17 @@ pub(super) fn who_am_i(call: u64, place: &str) -> Result<Me, SpawnError> {
     }
 }
 
-/// Does the work of a rank, and ends the process.
+/// Runs the worker of a rank, and ends the process.
 pub(super) fn work<T: Termination>(ticket: &Ticket, rank: usize, worker: impl FnOnce(usize) -> T) -> ! {
     AT_WORK.store(true, Ordering::SeqCst);
-    // If it cannot be had, a rank whose spawner dies goes on to its end.
+    // If the kernel refuses it, a rank whose spawner dies runs to its end.
     let _ = set_pdeathsig(Signal::SIGKILL);
     if parent_id() != ticket.spawner {
         exit(1);
     }
     say(&mut io::stdout(), ticket, Mark::Begin);
     say(&mut io::stderr(), ticket, Mark::Begin);
-    // What the closure has borrowed is not looked at again.
+    // The values that the closure has borrowed are not used again.
     let outcome = catch_unwind(AssertUnwindSafe(|| worker(rank).report()));
     let code = outcome.map_or(PANICKED, number);
     if code != 0 && cause::is_consequence() {
@@ -83,17 +84,17 @@ pub(super) fn work<T: Termination>(ticket: &Ticket, rank: usize, worker: impl Fn
     exit(code)
 }
 
-/// An exit code as a number, which it can only be compared for.
+/// Returns the number of an exit code. `ExitCode` only supports comparison, so each number is tried.
 fn number(code: ExitCode) -> i32 {
     (0..=u8::MAX).find(|&number| ExitCode::from(number) == code).map_or(1, i32::from)
 }
 
 fn say(to: &mut dyn Write, ticket: &Ticket, what: Mark) {
-    // Who does not read it has died, and we shall too.
+    // If nobody reads the pipe, the spawner has died, and the kernel kills this rank too.
     let _ = to.write_all(&mark(&ticket.token, what)).and_then(|()| to.flush());
 }
 
-/// Ends the process: a rank has no business after its work, in particular not in the rest of the program.
+/// Ends the process. A rank must not run the rest of the program after its worker.
 #[allow(clippy::exit)]
 fn exit(code: i32) -> ! {
     std::process::exit(code)

@@ -1,30 +1,30 @@
-//! What becomes of all ranks when one ends. Pure: the time is given to it.
+//! Decides what happens to the other ranks when one ends. Pure: the caller passes the time.
 
 use std::time::{Duration, Instant};
 
 use super::SpawnError;
 
-/// How long the rank may take to end whose failure made others fail.
+/// Time for which a failed consequence waits for the rank that caused it to end.
 const CAUSE_TIME: Duration = Duration::from_secs(1);
 
-/// How a rank ended.
+/// The end of a rank.
 #[derive(Debug)]
 pub(super) enum End {
     Well,
-    /// By a failure of its own.
+    /// The rank failed by itself.
     Failed(SpawnError),
-    /// Most likely since another rank failed.
+    /// The rank most likely failed because another rank failed.
     Consequence(SpawnError),
 }
 
-/// What is to be done to the ranks that still live.
+/// The signal to send to the ranks that still live.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Action {
     Terminate,
     Kill,
 }
 
-/// The ranks of one call, from the first to the last end.
+/// The ranks of one call, until all have ended.
 #[derive(Debug)]
 pub(super) struct Course {
     state: State,
@@ -33,13 +33,13 @@ pub(super) struct Course {
 
 #[derive(Debug)]
 enum State {
-    /// Until the deadline, if there is one.
+    /// No rank has failed. The deadline applies if there is one.
     Running { deadline: Option<Instant> },
-    /// Some have failed, but who made them fail still lives, it seems.
+    /// Ranks have failed as a consequence; the rank that caused it seems to live.
     Waiting { first: SpawnError, until: Instant },
-    /// The others were told to end, and are killed then.
+    /// The other ranks got SIGTERM, and get SIGKILL at `kill_at`.
     Stopping { cause: SpawnError, kill_at: Option<Instant> },
-    /// There is nothing left but to reap.
+    /// All ranks got SIGKILL; only reaping is left.
     Killing { cause: SpawnError },
 }
 
@@ -48,7 +48,7 @@ impl Course {
         Self { state: State::Running { deadline }, grace }
     }
 
-    /// When time alone changes something.
+    /// Returns the time at which [`Self::tick`] must be called.
     pub(super) fn wake_at(&self) -> Option<Instant> {
         match self.state {
             State::Running { deadline } => deadline,
@@ -58,7 +58,7 @@ impl Course {
         }
     }
 
-    /// A rank has ended.
+    /// Handles the end of a rank.
     pub(super) fn ended(&mut self, now: Instant, end: End) -> Option<Action> {
         match (&self.state, end) {
             (State::Running { .. } | State::Waiting { .. }, End::Failed(cause)) => Some(self.stop(now, cause)),
@@ -68,12 +68,12 @@ impl Course {
             }
             (State::Waiting { .. }, End::Consequence(_))
             | (State::Running { .. } | State::Waiting { .. }, End::Well)
-            // Whatever ends now was told to.
+            // Ranks that end now were told to end.
             | (State::Stopping { .. } | State::Killing { .. }, End::Well | End::Failed(_) | End::Consequence(_)) => None,
         }
     }
 
-    /// Time has passed; `late` is the error if it is the deadline of all.
+    /// Handles the passing of time; `late` makes the error if the deadline of the call has passed.
     pub(super) fn tick(&mut self, now: Instant, late: impl FnOnce() -> SpawnError) -> Option<Action> {
         if self.wake_at().is_none_or(|at| now < at) {
             return None;
@@ -93,7 +93,7 @@ impl Course {
         Action::Terminate
     }
 
-    /// What is returned when all have ended.
+    /// Returns the result of the call once all ranks have ended.
     pub(super) fn outcome(self) -> Result<(), SpawnError> {
         match self.state {
             State::Running { .. } => Ok(()),

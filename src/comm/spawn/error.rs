@@ -1,4 +1,4 @@
-//! Why spawning failed.
+//! The errors of spawn.
 
 use std::io;
 use std::time::Duration;
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Loss, Ranks};
 
-/// Why [`spawn`](crate::spawn()) failed. No rank is left running.
+/// The reason why [`spawn`](crate::spawn()) failed. No rank is left running.
 #[derive(thiserror::Error, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -20,12 +20,12 @@ pub enum SpawnError {
         rank: usize,
         /// Number of ranks.
         size: usize,
-        /// How it ended.
+        /// Exit code or signal of the rank.
         how: ExitCause,
-        /// The end of what it wrote to standard error: the panic, or the error that it returned.
+        /// End of its standard error, at most 4 KiB: the panic, or the error that `worker` returned.
         stderr: String,
     },
-    /// A rank ended before it came to the call.
+    /// A rank ended before it reached the call.
     #[error(
         "rank {rank} of {size} {} before it came to the call of spawn at {place}: does the program always come \
          there? {}", Loss::from(*how), LastWords(stderr)
@@ -35,36 +35,37 @@ pub enum SpawnError {
         rank: usize,
         /// Number of ranks.
         size: usize,
-        /// Where the call is.
+        /// File, line and column of the call.
         place: String,
-        /// How it ended.
+        /// Exit code or signal of the rank.
         how: ExitCause,
-        /// The end of what it wrote to standard error.
+        /// End of its standard error, at most 4 KiB.
         stderr: String,
     },
-    /// The time is over.
+    /// Ranks still ran at the time limit.
     #[error("rank(s) {} still ran after {} ms", Ranks(ranks), after.as_millis())]
     Timeout {
         /// Ranks that had not ended.
         ranks: Vec<usize>,
-        /// How long they had.
+        /// The time limit.
         after: Duration,
     },
-    /// Spawning cannot be done so, or here; nothing was started.
+    /// Spawn cannot be called with these settings, or here; nothing was started.
     #[error("cannot spawn: {0}")]
     Unusable(String),
     /// The operating system refused something.
     #[error("cannot {what}: {source}")]
     System {
-        /// What was tried.
+        /// The operation that failed.
         what: String,
-        /// What the system said.
+        /// The error of the operating system.
         #[serde(with = "io_error")]
         source: io::Error,
     },
 }
 
-/// As [`Display`](std::fmt::Display): what a `main` prints that returns it.
+/// Equal to [`Display`](std::fmt::Display), since Rust prints the `Debug` form of an error that `main`
+/// returns.
 impl std::fmt::Debug for SpawnError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         std::fmt::Display::fmt(self, f)
@@ -72,7 +73,7 @@ impl std::fmt::Debug for SpawnError {
 }
 
 impl SpawnError {
-    /// The rank to look at first, if one is to blame.
+    /// Returns the rank to inspect first: the failed rank, or the first that still ran at the time limit.
     #[must_use]
     pub fn blame(&self) -> Option<usize> {
         match self {
@@ -87,7 +88,7 @@ impl SpawnError {
     }
 }
 
-/// The end of standard error, for the end of a message.
+/// Formats the end of standard error for a message.
 struct LastWords<'a>(&'a str);
 
 impl std::fmt::Display for LastWords<'_> {
@@ -99,7 +100,7 @@ impl std::fmt::Display for LastWords<'_> {
     }
 }
 
-/// An error of the system as its text.
+/// Serializes an I/O error as its text.
 mod io_error {
     use std::io;
 

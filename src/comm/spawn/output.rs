@@ -1,23 +1,23 @@
-//! What ranks write, and the marks that they put into it. Pure.
+//! Parses the output of ranks and the marks in it. Pure.
 
-/// Starts and ends a mark: a character that texts do not use.
+/// Starts and ends a mark: a control character that text does not use.
 const FENCE: u8 = 0x1E;
-/// Longest line that is kept until it is whole.
+/// Longest incomplete line that is buffered, in bytes.
 const LINE_BYTES: usize = 64 << 10;
-/// How much of the end of standard error is kept, and how much of that an error shows.
+/// Bytes of the end of standard error that are kept, and bytes of it that an error shows.
 const KEPT_BYTES: usize = 64 << 10;
 const SHOWN_BYTES: usize = 4 << 10;
 
-/// What a rank says between what its program writes.
+/// A message from the runtime in a rank, sent between the outputs of the program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Mark {
-    /// The program has come to the call; what follows is the rank's.
+    /// The rank has reached the call; output from here on is that of `worker`.
     Begin,
-    /// The failure that follows is most likely the consequence of another rank's.
+    /// The failure of this rank is most likely the consequence of another rank's failure.
     Consequence,
 }
 
-/// The bytes of a mark.
+/// Returns the bytes of a mark.
 pub(super) fn mark(token: &str, what: Mark) -> Vec<u8> {
     let what = match what {
         Mark::Begin => b'b',
@@ -26,15 +26,15 @@ pub(super) fn mark(token: &str, what: Mark) -> Vec<u8> {
     [&[FENCE], token.as_bytes(), &[what, FENCE]].concat()
 }
 
-/// One of the two outputs of a rank.
+/// Parser of standard output or standard error of a rank.
 #[derive(Debug)]
 pub(super) struct Output {
     marks: [(Mark, Vec<u8>); 2],
-    /// The beginning of what may be a mark.
+    /// The start of a possible mark, kept until more bytes arrive.
     held: Vec<u8>,
-    /// A line that is not whole.
+    /// An incomplete line.
     line: Vec<u8>,
-    /// The end of what came before and after the beginning.
+    /// Ends of the output before and after [`Mark::Begin`].
     before: Tail,
     after: Tail,
     begun: bool,
@@ -48,7 +48,7 @@ impl Output {
         Self { marks, held: Vec::new(), line: Vec::new(), before, after, begun: false, consequence: false }
     }
 
-    /// Takes what was read; returns the whole lines that are to be shown now.
+    /// Parses the bytes that were read; returns the complete lines that are to be shown now.
     pub(super) fn take(&mut self, bytes: &[u8]) -> Vec<u8> {
         self.held.extend_from_slice(bytes);
         let held = std::mem::take(&mut self.held);
@@ -75,7 +75,7 @@ impl Output {
         self.lines()
     }
 
-    /// What is left when no more comes.
+    /// Returns the incomplete line at the end of the output.
     pub(super) fn finish(&mut self) -> Vec<u8> {
         let held = std::mem::take(&mut self.held);
         self.text(&held);
@@ -105,14 +105,15 @@ impl Output {
         self.consequence
     }
 
-    /// The end of it, of the part that matters.
+    /// Returns the end of the output since [`Mark::Begin`], or of all output if the mark did not come.
     pub(super) fn tail(&self) -> String {
         let tail = if self.begun { &self.after } else { &self.before };
         without_backtraces(&String::from_utf8_lossy(&tail.bytes))
     }
 }
 
-/// The end of `text` without Rust's backtraces, which would hide the panics before them.
+/// Returns the end of `text` without Rust's backtraces, which would displace the panic messages before
+/// them.
 fn without_backtraces(text: &str) -> String {
     let mut inside = false;
     let told = text.split_inclusive('\n').filter(|line| {
@@ -124,7 +125,7 @@ fn without_backtraces(text: &str) -> String {
     String::from_utf8_lossy(&told).into_owned()
 }
 
-/// Drops what comes before the last `limit` bytes, and the rest of a line there if others follow.
+/// Keeps the last `limit` bytes, and drops the incomplete first line of them if other lines follow.
 fn cut_to(limit: usize, bytes: &mut Vec<u8>) {
     if bytes.len() > limit {
         let cut = bytes.len() - limit;
@@ -133,7 +134,7 @@ fn cut_to(limit: usize, bytes: &mut Vec<u8>) {
     }
 }
 
-/// The last bytes of a text.
+/// The last bytes of an output, at most [`KEPT_BYTES`].
 #[derive(Debug, Default)]
 struct Tail {
     bytes: Vec<u8>,

@@ -1,4 +1,4 @@
-//! The side that starts ranks and waits for them.
+//! The side of the spawner: it starts ranks and waits for them.
 
 use std::ffi::OsString;
 use std::io::{self, Read, Write};
@@ -22,11 +22,11 @@ use super::course::{Action, Course, End};
 use super::output::Output;
 use super::{Spawn, SpawnError, Ticket, VARIABLE, past};
 
-/// How often ranks are looked at for which there is no pidfd (an old kernel, a sandbox).
+/// Poll interval for ranks without a pidfd (an old kernel, a sandbox).
 const LOOK: Duration = Duration::from_millis(10);
-/// How often an output is read before the others get their turn: more than a pipe holds.
+/// Limit on the reads of one pipe before other events are handled; together they exceed a pipe's capacity.
 const READS: usize = 64;
-/// What a rank may not inherit: words of a launcher to this process.
+/// Variables of this process's launcher that a rank must not inherit.
 const NOT_FOR_RANKS: [&str; 5] =
     [vars::RUN_ID, vars::RESTART_COUNT, vars::MAX_RESTARTS, vars::ERROR_FILE, vars::AGENT_FD];
 
@@ -87,24 +87,24 @@ fn worker_env(rank: usize, size: usize, port: u16, generation: Generation) -> Wo
     }
 }
 
-/// This program, and with which arguments it comes to where it is now.
+/// The program to start, and the arguments with which it reaches this call.
 struct Program {
     path: PathBuf,
     arguments: Vec<OsString>,
-    /// We are on the main thread, and not in a test.
+    /// The caller is on the main thread, not in a test.
     is_main: bool,
 }
 
 impl Program {
     fn find() -> Result<Self, SpawnError> {
         let path = std::env::current_exe().ok().filter(|path| path.exists());
-        // The file may be gone, as after another build, and is still what runs.
+        // The file may be gone, as after another build; `/proc/self/exe` still names the running program.
         let path = path.unwrap_or_else(|| Path::new("/proc/self/exe").to_owned());
         if gettid() == getpid() {
             let arguments = std::env::args_os().skip(1).collect();
             return Ok(Self { path, arguments, is_main: true });
         }
-        // Rust's test harness names each test's thread after it.
+        // Rust's test harness names the thread of each test after the test.
         let Some(test) = std::thread::current().name().map(OsString::from) else {
             let what =
                 "this thread is neither the main one nor that of a test, so a rank would not come here";
@@ -120,23 +120,23 @@ impl Program {
             command.arg0(name);
         }
         command.args(&self.arguments);
-        // A group of its own: what a rank starts can be ended with it.
+        // A process group of its own lets a signal reach all processes that the rank starts.
         command.process_group(0).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         command
     }
 }
 
-/// What epoll says has happened, as a number: three for each rank.
+/// Kinds of epoll events; the event data is `rank * KINDS + kind`.
 const OUT: u64 = 0;
 const ERR: u64 = 1;
 const PID: u64 = 2;
 const KINDS: u64 = 3;
 
-/// Dropping it kills and reaps all that are left.
+/// The ranks of one call. Dropping it kills and reaps all ranks that are left.
 struct Ranks {
     all: Vec<Rank>,
     epoll: Epoll,
-    /// Inside of a test: output goes where the harness can catch it.
+    /// The call is in a test, so output goes through the macros that the harness captures.
     captured: bool,
     course: Course,
 }
@@ -149,7 +149,7 @@ struct Rank {
     has_ended: bool,
 }
 
-/// One of a rank's outputs; the pipe is closed when nothing more comes.
+/// One output of a rank. The pipe is `None` once it has ended.
 struct Stream<P> {
     pipe: Option<P>,
     output: Output,
@@ -165,7 +165,7 @@ impl Ranks {
         let pidfd = pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
         let output = || Output::new(&ticket.token);
         let (out, err) = (Stream { pipe: out, output: output() }, Stream { pipe: err, output: output() });
-        // From here on it is killed and reaped whatever happens.
+        // From here on, dropping `Ranks` kills and reaps this rank.
         self.all.push(Rank { child, pidfd, out, err, has_ended: false });
         let Rank { pidfd, out, err, .. } = &self.all[rank];
         let watch = |fd: &dyn AsFd, kind: u64| -> io::Result<()> {
@@ -194,7 +194,8 @@ impl Ranks {
                 Err(nix::errno::Errno::EINTR) => 0,
                 Err(error) => return Err(SpawnError::system("wait for ranks", error)),
             };
-            // The kernel gives them in the order in which they happened: who failed first is seen first.
+            // The kernel returns events in the order in which they happened, so the first failure is
+            // handled first.
             for event in &events[..count] {
                 let (rank, kind) = ((event.data() / KINDS) as usize, event.data() % KINDS);
                 match kind {
@@ -217,17 +218,18 @@ impl Ranks {
         std::mem::replace(&mut self.course, Course::new(None, grace)).outcome()
     }
 
-    /// How long nothing needs to be looked at.
+    /// Returns the time until ranks must be polled or the state must be advanced.
     fn patience(&self) -> EpollTimeout {
         let look = self.all.iter().any(|rank| rank.pidfd.is_none() && !rank.has_ended).then_some(LOOK);
         let wake = self.course.wake_at().map(|at| at.saturating_duration_since(Instant::now()));
         let Some(patience) = look.into_iter().chain(wake).min() else { return EpollTimeout::NONE };
-        // Rounded up, or the last millisecond is spent spinning.
+        // Rounded up; otherwise the last millisecond would be spent spinning.
         let millis = u16::try_from(patience.as_millis() + 1).unwrap_or(u16::MAX);
         EpollTimeout::from(millis)
     }
 
-    /// A rank is dead: takes its last words, ends what it has left, and decides what follows.
+    /// Handles a dead rank: reads the rest of its output, kills its process group, and decides what
+    /// follows.
     fn reap(&mut self, rank: usize, ticket: &Ticket) {
         let size = self.all.len();
         let one = &mut self.all[rank];
@@ -278,11 +280,12 @@ impl Drop for Ranks {
 }
 
 impl Rank {
-    /// To it and to what it has started. Only before it is reaped: then its number may be another's.
+    /// Signals the rank and its process group. Call it only before the rank is reaped: later its pid may be
+    /// reused.
     fn signal(&self, signal: Signal) {
         let pid = Pid::from_raw(self.child.id().cast_signed());
         let _ = killpg(pid, signal);
-        // It may have joined another group.
+        // The rank may have moved into another group.
         let _ = kill(pid, signal);
     }
 
@@ -292,7 +295,7 @@ impl Rank {
         !matches!(waitid(Id::Pid(pid), flags), Ok(WaitStatus::StillAlive))
     }
 
-    /// Reaps it and kills what is left of its group.
+    /// Kills the rest of the rank's process group, and reaps the rank.
     fn end(&mut self) -> io::Result<ExitStatus> {
         self.has_ended = true;
         self.signal(Signal::SIGKILL);
@@ -308,10 +311,10 @@ fn how(status: ExitStatus) -> ExitCause {
 }
 
 impl<P: Read + AsRawFd> Stream<P> {
-    /// Shows what has come, as far as lines are whole.
+    /// Shows the complete lines that have arrived.
     fn forward(&mut self, captured: bool, is_stderr: bool) {
         let mut buffer = [0; 16 << 10];
-        // Bounded, so that one that writes without end does not keep us from the others.
+        // The bound keeps a rank that writes without end from delaying the others.
         for _ in 0..READS {
             let Some(pipe) = &mut self.pipe else { return };
             match pipe.read(&mut buffer) {
@@ -324,7 +327,7 @@ impl<P: Read + AsRawFd> Stream<P> {
         }
     }
 
-    /// The rank is dead: nothing more comes, but from processes that it has left behind.
+    /// Shows the rest of the output of a dead rank. Output of processes that it left behind is dropped.
     fn finish(&mut self, captured: bool, is_stderr: bool) {
         self.forward(captured, is_stderr);
         self.pipe = None;
@@ -332,14 +335,14 @@ impl<P: Read + AsRawFd> Stream<P> {
     }
 }
 
-/// Writes what a rank has written to where this process writes.
+/// Writes the output of a rank to the output of this process.
 #[allow(clippy::print_stdout, clippy::print_stderr)] // these two are what a test harness captures
 fn show(bytes: &[u8], captured: bool, is_stderr: bool) {
     if bytes.is_empty() {
         return;
     }
     let text = || String::from_utf8_lossy(bytes);
-    // Who does not listen misses it; the ranks go on.
+    // Write errors are ignored: the ranks continue if nobody reads the output.
     let _ = match (captured, is_stderr) {
         (true, true) => return eprint!("{}", text()),
         (true, false) => return print!("{}", text()),

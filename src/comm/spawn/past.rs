@@ -1,21 +1,22 @@
-//! How earlier calls of spawn on this thread have ended.
+//! The results of earlier calls of spawn on this thread.
 //!
-//! A rank comes past those calls again, where they are skipped and must return the same, or it would not come to
-//! its own. So the spawner hands on what they have returned.
+//! A rank runs through the earlier calls again before it reaches its own. There they start nothing and must
+//! return the spawner's results, so that the rank takes the same path. So the spawner passes the results
+//! on.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
 use super::SpawnError;
 
-/// Tells a rank of the errors, as JSON: number of the call, error.
+/// Variable that holds the errors for a rank, as a JSON map from call number to error.
 pub(super) const VARIABLE: &str = "CONVOKE_SPAWN_PAST";
-/// The kernel takes variables of up to 128 KiB.
+/// Limit on the size of the variable in bytes; Linux limits a variable to 128 KiB.
 const VARIABLE_BYTES: usize = 100 << 10;
-/// Most errors that are told; to ranks, calls whose errors are older have succeeded.
+/// Limit on the errors that are kept. A rank sees calls with older errors as successful.
 const ERRORS: usize = 64;
 
-/// The errors of calls by their number; calls that are not there have succeeded.
+/// The errors of calls by call number. A call that is missing has succeeded.
 type Errors = BTreeMap<u64, SpawnError>;
 
 thread_local! {
@@ -27,7 +28,7 @@ struct Past {
     errors: Errors,
 }
 
-/// The number of this call on its thread.
+/// Returns the number of this call on its thread.
 pub(super) fn next_call() -> u64 {
     PAST.with_borrow_mut(|past| {
         past.calls += 1;
@@ -35,7 +36,7 @@ pub(super) fn next_call() -> u64 {
     })
 }
 
-/// Keeps how `call` has ended, in the form in which ranks will hear of it.
+/// Stores the error of `call` in the form that ranks will read.
 pub(super) fn remember(call: u64, outcome: &Result<(), SpawnError>) {
     let Err(error) = outcome else { return };
     let copy = serde_json::to_vec(error).and_then(|bytes| serde_json::from_slice(&bytes));
@@ -49,7 +50,7 @@ pub(super) fn remember(call: u64, outcome: &Result<(), SpawnError>) {
     }
 }
 
-/// What ranks are told.
+/// Returns the JSON text of [`VARIABLE`] for the ranks.
 pub(super) fn told() -> String {
     PAST.with_borrow_mut(|past| {
         let encode = |errors: &Errors| serde_json::to_string(errors).unwrap_or_default();
@@ -58,7 +59,7 @@ pub(super) fn told() -> String {
             if text.len() <= VARIABLE_BYTES {
                 break;
             }
-            // The last words of long ago are missed least.
+            // Standard error of the oldest calls is the least useful, so it is dropped first.
             if let Some(SpawnError::Failed { stderr, .. } | SpawnError::Unreached { stderr, .. }) =
                 past.errors.get_mut(&call)
             {
@@ -70,7 +71,7 @@ pub(super) fn told() -> String {
     })
 }
 
-/// As a rank: how `call` ended for the spawner.
+/// Returns, in a rank, the result that `call` had in the spawner.
 pub(super) fn outcome_of(call: u64) -> Result<(), SpawnError> {
     let text = std::env::var(VARIABLE).unwrap_or_default();
     let mut errors = serde_json::from_str::<Errors>(&text).unwrap_or_default();
