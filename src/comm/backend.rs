@@ -1,25 +1,25 @@
-//! What carries the bytes of a group.
+//! The transport of a group.
 
 use std::fmt;
 
 use crate::group::Group;
 
-/// What carries the bytes of a group between its ranks.
+/// The transport that carries data between the ranks of a group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Backend {
-    /// Memory that all ranks share: they are on one host. For buffers in host memory.
+    /// Memory that all ranks share, since they are on one host. For buffers in host memory.
     SharedMemory,
-    /// TCP connections between hosts, and memory inside each; or connections everywhere, where memory cannot be shared
-    /// or shall not be. For buffers in host memory.
+    /// TCP connections between hosts, and shared memory inside each host. Ranks of a host also use TCP if
+    /// memory cannot be shared, or sharing is disabled. For buffers in host memory.
     Tcp,
 }
 
 impl Backend {
-    /// The backends of this build.
+    /// The transports that this build supports.
     pub const ALL: &[Self] = &[Self::SharedMemory, Self::Tcp];
 
-    /// Its name, in lower case.
+    /// Returns the name of the transport, in lower case.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -35,14 +35,14 @@ impl fmt::Display for Backend {
     }
 }
 
-/// Whether this build can make groups: it has a backend.
+/// Returns true if this build can form groups, which needs at least one transport.
 #[must_use]
 pub const fn is_available() -> bool {
     !Backend::ALL.is_empty()
 }
 
 impl Group {
-    /// What carries the bytes of this group.
+    /// Returns the transport of this group.
     #[must_use]
     pub fn backend(&self) -> Backend {
         if self.is_in_memory() { Backend::SharedMemory } else { Backend::Tcp }

@@ -1,4 +1,4 @@
-//! The descriptor of a call: what every rank must agree on before data moves.
+//! The descriptor of a call, on which all ranks must agree before data moves.
 
 use std::fmt;
 
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::dtype::{Dtype, ReduceOp};
 use crate::plan::Rounding;
 
-/// Which operation was called.
+/// The operation of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum CallKind {
@@ -18,7 +18,7 @@ pub enum CallKind {
     AllReduce,
     /// `broadcast`
     Broadcast,
-    /// `send`, and the `recv` that it meets
+    /// `send` and the `recv` that matches it
     PointToPoint,
     /// `reduce`
     Reduce,
@@ -48,12 +48,12 @@ pub enum CallKind {
     ExclusiveScan,
     /// `monitored_barrier`
     MonitoredBarrier,
-    /// `subgroup`, `split`, and what is made of them
+    /// `subgroup`, `split`, and the operations built on them
     Subgroup,
 }
 
 impl CallKind {
-    /// In the order of their numbers on the wire.
+    /// All operations, in the order of their wire numbers.
     pub(crate) const ALL: [Self; 19] = [
         Self::Barrier,
         Self::AllReduce,
@@ -76,7 +76,7 @@ impl CallKind {
         Self::Subgroup,
     ];
 
-    /// How a call reads, see [`convoke_env::flight::names`].
+    /// Returns the text template of the call; see [`convoke_env::flight::names`].
     pub(crate) const fn template(self) -> &'static str {
         match self {
             Self::Barrier => "barrier()",
@@ -108,34 +108,34 @@ impl fmt::Display for CallKind {
     }
 }
 
-/// What one rank called, as its peers see it.
+/// The call of one rank, as its peers see it.
 ///
-/// It travels in the header of every transfer and is compared before any data is touched. It has 16 bytes also in memory: a
-/// larger one made a message of 4 bytes in shared memory 9 % slower.
+/// It is sent in the header of every transfer, and compared before any data is written. It takes 16 bytes
+/// in memory as well: a larger one made a message of 4 bytes in shared memory 9 % slower.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "[u8; 16]", into = "[u8; 16]")]
 pub struct Call {
     pub(crate) kind: CallKind,
     pub(crate) dtype: Dtype,
     pub(crate) op: Option<ReduceOp>,
-    /// Root of a collective, tag of a point-to-point message, fingerprint of lengths that all ranks know,
-    /// else 0.
+    /// Root of a collective, tag of a point-to-point message, or fingerprint of lengths that all ranks
+    /// know; else 0.
     pub(crate) root: u32,
-    /// The number of elements in the low 48 bits, which no machine has memory for; above it the high 16 bits of
-    /// [`Self::lens`].
+    /// Number of elements in the low 48 bits, which exceed the memory of any machine. The high 16 bits hold
+    /// the upper bits of [`Self::lens`].
     pub(crate) count_and_lens: u64,
     /// The low 8 bits of [`Self::lens`].
     pub(crate) lens: u8,
 }
 
-/// Bits of the number of elements.
+/// Number of bits of the element count.
 const COUNT_BITS: u32 = 48;
 
-/// Stands for "no operation" on the wire.
+/// Wire number for "no reduction".
 const NO_OP: u8 = 0xFF;
 
 impl Call {
-    /// A call without a list that has a root; `count` is below 2^48.
+    /// Makes the descriptor of a call without a list of buffers; `count` is below 2^48.
     pub(crate) const fn new(
         kind: CallKind,
         dtype: Dtype,
@@ -146,49 +146,49 @@ impl Call {
         Self { kind, dtype, op, root, count_and_lens: count, lens: 0 }
     }
 
-    /// The same call with this fingerprint of the lengths of a list, of 24 bits.
+    /// Returns this call with a 24-bit fingerprint of the buffer lengths of a list.
     pub(crate) const fn with_lens(self, lens: u32) -> Self {
         let count_and_lens = self.count() | (lens as u64 >> 8) << COUNT_BITS;
         Self { count_and_lens, lens: lens as u8, ..self }
     }
 
-    /// The same call with this number of elements.
+    /// Returns this call with another number of elements.
     #[cfg(test)]
     pub(crate) const fn with_count(self, count: u64) -> Self {
         Self { count_and_lens: count, ..self }.with_lens(self.lens())
     }
 
-    /// Fingerprint of the lengths of a list in a collective that has a root; else 0, and 1 where a rank says that it waits
-    /// in a send.
+    /// Returns the fingerprint of the buffer lengths of a list, for a collective with a root; else 0. For a
+    /// message, 1 means that the reporting rank waits in a send.
     pub(crate) const fn lens(&self) -> u32 {
         (self.count_and_lens >> COUNT_BITS << 8) as u32 | self.lens as u32
     }
 
-    /// Which operation it is.
+    /// Returns the operation.
     #[must_use]
     pub const fn kind(&self) -> CallKind {
         self.kind
     }
 
-    /// Type of the elements.
+    /// Returns the type of the elements.
     #[must_use]
     pub const fn dtype(&self) -> Dtype {
         self.dtype
     }
 
-    /// Reduction, if it reduces.
+    /// Returns the reduction, if the operation reduces.
     #[must_use]
     pub const fn op(&self) -> Option<ReduceOp> {
         self.op
     }
 
-    /// Number of elements; of one block where each rank has one.
+    /// Returns the number of elements; in operations with one block for each rank, the number in one block.
     #[must_use]
     pub const fn count(&self) -> u64 {
         self.count_and_lens & ((1 << COUNT_BITS) - 1)
     }
 
-    /// The call of a message, as its sender says that it waits in it.
+    /// Marks the call of a message as that of its sender, for a report of what the rank waits in.
     pub(crate) fn of_sender(self) -> Self {
         self.with_lens(1)
     }
@@ -197,7 +197,8 @@ impl Call {
         self.count().saturating_mul(self.dtype.size_bytes() as u64)
     }
 
-    /// When its results are rounded, if it reduces.
+    /// Returns when results are rounded: stepwise, or once at the end for 16-bit floating-point sums and
+    /// products.
     pub(crate) fn rounding(&self) -> Rounding {
         match self.op {
             Some(op) if op.rounds(self.dtype) => Rounding::Once { wide_shares: op == ReduceOp::PremulSum },
@@ -216,7 +217,7 @@ impl Call {
         out
     }
 
-    /// Reads a descriptor; the error says what is unknown.
+    /// Decodes a descriptor. The error names the unknown field and its value.
     pub(crate) fn decode(bytes: [u8; 16]) -> Result<Self, String> {
         let [kind, dtype, op, lens, r0, r1, r2, r3, ..] = bytes;
         let [.., c0, c1, c2, c3, c4, c5, c6, c7] = bytes;
@@ -266,7 +267,7 @@ impl fmt::Display for Call {
     }
 }
 
-/// What is known of a message that has come.
+/// Source, size and element type of a message, like `MPI_Status`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Envelope {
     pub(crate) from: usize,
@@ -274,19 +275,19 @@ pub struct Envelope {
 }
 
 impl Envelope {
-    /// The rank that sent it.
+    /// Returns the rank that sent the message.
     #[must_use]
     pub const fn from(&self) -> usize {
         self.from
     }
 
-    /// Number of its elements.
+    /// Returns the number of elements of the message.
     #[must_use]
     pub const fn count(&self) -> usize {
         self.call.count() as usize
     }
 
-    /// Type of its elements.
+    /// Returns the type of the elements.
     #[must_use]
     pub const fn dtype(&self) -> Dtype {
         self.call.dtype

@@ -1,4 +1,4 @@
-//! The one reason for which a group ends, as ranks tell it each other and keep it in the store.
+//! The cause for which a group ends, as ranks send it to each other and keep it in the store.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -9,25 +9,25 @@ use crate::call::Call;
 use crate::error::{CommError, Loss, Place};
 use crate::frame::CONTROL_PAYLOAD_BYTES;
 
-/// Most ranks that a report names.
+/// Limit on the ranks that a report names.
 pub(crate) const NAMED_RANKS: usize = 64;
-/// Most characters of a text that the program or the system provided.
+/// Limit on the characters of a text from the program or the operating system.
 const TEXT_CHARS: usize = 256;
 
-/// Whether the last group of this process that ended did so because of another rank's own failure.
+/// True if the last failed group of this process ended because of another rank's own failure.
 static IS_CONSEQUENCE: AtomicBool = AtomicBool::new(false);
 
-/// Whether what fails in this process now is most likely the consequence of another rank's failure.
+/// Returns true if a failure of this process now is most likely the consequence of another rank's failure.
 pub(crate) fn is_consequence() -> bool {
     IS_CONSEQUENCE.load(Ordering::SeqCst)
 }
 
-/// A new group has formed: what was before is overcome.
+/// Clears the mark, since a new group has formed after the failure.
 pub(crate) fn forget() {
     IS_CONSEQUENCE.store(false, Ordering::SeqCst);
 }
 
-/// Why a group ends; `Exhausted`: who reports it has no descriptor left.
+/// The reason why a group ends. With `Exhausted`, the reporting rank has no file descriptor left.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "type")]
 pub(crate) enum Cause {
@@ -40,7 +40,7 @@ pub(crate) enum Cause {
     Unauthorized { from: String, what: String },
 }
 
-/// A cause and who found it.
+/// A cause, and the rank that found it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Report {
     pub(crate) by: usize,
@@ -64,12 +64,12 @@ impl Report {
         Self { by, cause }
     }
 
-    /// Remembers that a group of rank `me` in this process ended so.
+    /// Records that a group in which this process is rank `me` ended for this cause.
     pub(crate) fn note(&self, me: usize) {
         let by_another = match self.cause {
             Cause::PeerLost { rank, .. } => rank != me,
             Cause::Aborted { .. } | Cause::Exhausted { .. } => self.by != me,
-            // These may have come up on any rank, and no other will tell more.
+            // These causes may arise on any rank, and the error of another rank says no more.
             Cause::Timeout { .. }
             | Cause::Mismatch { .. }
             | Cause::Protocol { .. }
@@ -84,14 +84,14 @@ impl Report {
         bytes
     }
 
-    /// Reads a report; the error says what is wrong with it.
+    /// Decodes a report. The error says how it is malformed.
     pub(crate) fn decode(bytes: &[u8]) -> Result<Self, String> {
         let report: Self =
             serde_json::from_slice(bytes).map_err(|error| format!("malformed report: {error}"))?;
         Ok(Self::new(report.by, report.cause))
     }
 
-    /// The error that a call at `place` returns.
+    /// Returns the error for a call at `place`; `address` maps a rank to its address.
     pub(crate) fn error(&self, place: Place, address: impl Fn(usize) -> String) -> CommError {
         let place = Box::new(place);
         match self.cause.clone() {

@@ -64,7 +64,7 @@ impl Dtype {
         Self::ComplexF64,
     ];
 
-    /// Size of one element in bytes.
+    /// Returns the size of one element in bytes.
     #[must_use]
     pub const fn size_bytes(self) -> usize {
         match self {
@@ -76,19 +76,19 @@ impl Dtype {
         }
     }
 
-    /// Whether elements are floating-point numbers, complex ones not counted.
+    /// Returns true for real floating-point types; complex types do not count.
     #[must_use]
     pub const fn is_float(self) -> bool {
         self.is_half() || matches!(self, Self::F32 | Self::F64)
     }
 
-    /// Whether elements are floating-point numbers of 16 bits.
+    /// Returns true for floating-point types of 16 bits.
     #[must_use]
     pub const fn is_half(self) -> bool {
         matches!(self, Self::F16 | Self::Bf16)
     }
 
-    /// Whether elements are complex numbers.
+    /// Returns true for complex types.
     #[must_use]
     pub const fn is_complex(self) -> bool {
         matches!(self, Self::ComplexF32 | Self::ComplexF64)
@@ -129,18 +129,18 @@ impl fmt::Display for Dtype {
     }
 }
 
-/// How the ranks' elements become one.
+/// The reduction that combines the ranks' elements into one.
 ///
-/// On [`bool`], sums, greatest values and bitwise OR are OR; products, least values and bitwise AND are AND.
+/// On [`bool`], sum, maximum and bitwise OR are OR; product, minimum and bitwise AND are AND.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum ReduceOp {
     /// Sum; integers wrap.
     Sum,
-    /// Least value. NaN wins over numbers, -0 over +0. Not of complex numbers.
+    /// Minimum. NaN wins over numbers, and -0 over +0. Not defined for complex numbers.
     Min,
-    /// Greatest value. NaN wins over numbers, +0 over -0. Not of complex numbers.
+    /// Maximum. NaN wins over numbers, and +0 over -0. Not defined for complex numbers.
     Max,
     /// Product; integers wrap.
     Product,
@@ -152,10 +152,11 @@ pub enum ReduceOp {
     Bor,
     /// Bitwise exclusive OR; integers and `bool` only.
     Bxor,
-    /// Sum of shares that each rank multiplies by a factor of its own; not of `bool`. Made by
-    /// [`Reduction::premul_sum`](crate::Reduction::premul_sum), which has the factor.
+    /// Sum of inputs that each rank multiplies by its own factor; not for `bool`.
+    /// [`Reduction::premul_sum`](crate::Reduction::premul_sum) makes it and holds the factor.
     PremulSum,
-    /// The program's own function. Made by [`Reduction::new`](crate::Reduction::new), which has the function.
+    /// A function of the program. [`Reduction::new`](crate::Reduction::new) makes it and holds the
+    /// function.
     Custom,
 }
 
@@ -174,7 +175,7 @@ impl ReduceOp {
         Self::Custom,
     ];
 
-    /// Whether the operation has a meaning for `dtype`.
+    /// Returns true if the operation is defined for `dtype`.
     #[must_use]
     pub const fn accepts(self, dtype: Dtype) -> bool {
         match self {
@@ -186,8 +187,8 @@ impl ReduceOp {
         }
     }
 
-    /// Whether results have more digits than elements of `dtype`, so that they are kept as `f32` and rounded
-    /// once in the end.
+    /// Returns true if exact results need more digits than `dtype` has. They are then kept as `f32`, and
+    /// rounded once at the end.
     pub(crate) const fn rounds(self, dtype: Dtype) -> bool {
         dtype.is_half() && matches!(self, Self::Sum | Self::Product | Self::Avg | Self::PremulSum)
     }
@@ -223,43 +224,45 @@ impl fmt::Display for ReduceOp {
 }
 
 pub(crate) mod sealed {
-    /// A type of [`super::Element`]s, and how its values become bytes in native order.
+    /// Conversion between values of a type of [`super::Element`]s and bytes in native order.
     pub trait Sealed: Copy {
-        /// The element whose bits are all zero.
+        /// Returns the element whose bits are all zero.
         fn zero() -> Self;
 
-        /// Replaces `values` by those that `bytes` hold, wherever they lie. Any bytes are values.
+        /// Replaces `values` by the elements in `bytes`, which need no alignment. Any bytes are valid
+        /// elements.
         fn read(bytes: &[u8], values: &mut Vec<Self>);
 
-        /// Replaces `bytes` by those of `values`.
+        /// Replaces `bytes` by the bytes of `values`.
         fn write(values: &[Self], bytes: &mut [u8]);
     }
 
-    /// What elements can be multiplied with.
+    /// A number by which elements can be multiplied.
     pub trait Factor: Copy + Send + Sync + 'static {
-        /// Multiplies the numbers of this type in `bytes`.
+        /// Multiplies the elements in `bytes`, which have the type of this factor or, for `f32`, a 16-bit
+        /// type.
         fn multiply(self, bytes: &mut [u8]);
 
-        /// The number as its bytes in native order, and zeros.
+        /// Returns the bytes of the number in native order, padded with zeros.
         fn bytes(self) -> [u8; 16];
 
-        /// The number that these are.
+        /// Returns the number with these bytes, as [`Self::bytes`] made them.
         fn of_bytes(bytes: [u8; 16]) -> Option<Self>;
     }
 }
 
-/// A type whose values can be sent and reduced: `f32`, `f64`, [`struct@f16`], [`bf16`], [`Complex`] of `f32` and `f64`,
-/// the integers of 8 to 64 bits, and `bool`.
+/// A type whose values can be sent and reduced. These are `f32`, `f64`, [`struct@f16`], [`bf16`],
+/// [`Complex`] of `f32` and `f64`, the integers of 8 to 64 bits, and `bool`.
 pub trait Element: sealed::Sealed + Send + Sync + 'static {
     /// The type as a value.
     const DTYPE: Dtype;
 
-    /// What [`Reduction::premul_sum`](crate::Reduction::premul_sum) multiplies with: the type itself, but `f32`
-    /// for the halves, and for `bool` nothing.
+    /// Factor of [`Reduction::premul_sum`](crate::Reduction::premul_sum): the type itself, but `f32` for
+    /// the 16-bit floats. For `bool` there is none.
     type Factor: sealed::Factor;
 }
 
-/// An element as its bytes in native order.
+/// Conversion between an element and its bytes in native order.
 pub(crate) trait Bytes<const N: usize>: Copy {
     fn read(bytes: [u8; N]) -> Self;
     fn write(self) -> [u8; N];
@@ -315,7 +318,7 @@ macro_rules! numbers {
 numbers!(i8, u8, i16, u16, i32, u32, i64, u64, f32, f64, f16, bf16);
 
 impl Bytes<1> for bool {
-    /// A peer may send what is neither 0 nor 1.
+    /// Accepts any byte, since a peer may send values other than 0 and 1.
     fn read([byte]: [u8; 1]) -> Self {
         byte != 0
     }

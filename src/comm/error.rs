@@ -1,4 +1,4 @@
-//! Why a call failed: always who, what and how far.
+//! The errors of this crate: each names the rank, the cause and the progress of the call.
 
 use std::fmt;
 use std::io;
@@ -10,55 +10,55 @@ use serde::{Deserialize, Serialize};
 
 use crate::call::Call;
 
-/// Why a call failed.
+/// The reason why a call failed.
 ///
-/// [`PeerLost`](Self::PeerLost), [`Timeout`](Self::Timeout), [`Mismatch`](Self::Mismatch),
-/// [`Aborted`](Self::Aborted), [`Exhausted`](Self::Exhausted) and [`Protocol`](Self::Protocol) end the group: every call that is
-/// pending or made later, on every rank, returns the same cause. Buffers of failed calls have
-/// unspecified contents. The other variants concern one call only.
+/// These variants end the group: [`PeerLost`](Self::PeerLost), [`Timeout`](Self::Timeout),
+/// [`Mismatch`](Self::Mismatch), [`Aborted`](Self::Aborted), [`Exhausted`](Self::Exhausted) and
+/// [`Protocol`](Self::Protocol). Every pending or later call, on every rank, then returns one common cause.
+/// The buffers of failed calls have unspecified contents. The other variants concern one call only.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum CommError {
-    /// A rank is gone.
+    /// A rank was lost.
     #[error("rank {rank} at {address} {how}; {place}")]
     PeerLost {
-        /// The rank that is gone.
+        /// The lost rank.
         rank: usize,
-        /// Where it listened.
+        /// The address at which it listened.
         address: String,
-        /// How it went, as far as anybody knows.
+        /// The kind of loss, as far as it is known.
         how: Loss,
-        /// Which call this ended here.
+        /// The call that failed on this rank, and its progress.
         place: Box<Place>,
     },
     /// The deadline passed.
     #[error("timed out after {} ms waiting for rank(s) {}; {place}", after.as_millis(), Ranks(missing))]
     Timeout {
-        /// Ranks that did not come; at most 64 of them.
+        /// The ranks that were waited for; at most 64 of them.
         missing: Vec<usize>,
-        /// How long the rank waited whose deadline passed first.
+        /// The time that the first rank to time out has waited.
         after: Duration,
-        /// Which call this ended here.
+        /// The call that failed on this rank, and its progress.
         place: Box<Place>,
     },
-    /// Two ranks made different calls where all must make the same.
+    /// Two ranks made different calls where all ranks must make equal calls.
     #[error(
         "rank {rank} called {theirs} as call {theirs_seq} of the group, rank {by} called {ours} as call {ours_seq}; {place}"
     )]
     Mismatch {
         /// The rank whose call differs from that of `by`.
         rank: usize,
-        /// What it called.
+        /// The call of `rank`.
         theirs: Call,
-        /// Which of its collectives that was.
+        /// Sequence number of that call among the collectives of `rank`, from 0.
         theirs_seq: u64,
-        /// The rank that noticed.
+        /// The rank that detected the mismatch.
         by: usize,
-        /// What that one called.
+        /// The call of `by`.
         ours: Call,
-        /// Which of its collectives that was.
+        /// Sequence number of that call among the collectives of `by`, from 0.
         ours_seq: u64,
-        /// Which call this ended here.
+        /// The call that failed on this rank, and its progress.
         place: Box<Place>,
     },
     /// The program ended the group.
@@ -66,67 +66,67 @@ pub enum CommError {
     Aborted {
         /// The rank that called `abort`.
         by: usize,
-        /// Its reason.
+        /// The text that it passed to `abort`.
         reason: String,
-        /// Which call this ended here.
+        /// The call that failed on this rank, and its progress.
         place: Box<Place>,
     },
     /// A rank has no file descriptor left for the connections of the group.
     #[error("rank {rank} has no file descriptor left: {what}; {place}")]
     Exhausted {
-        /// The rank.
+        /// The rank without a descriptor.
         rank: usize,
-        /// How many it may have, how many the group needs, and what to do.
+        /// The limit of descriptors, the number that the group needs, and advice.
         what: String,
-        /// Which call this ended here.
+        /// The call that failed on this rank, and its progress.
         place: Box<Place>,
     },
-    /// A connected rank sent what makes no sense.
+    /// A connected rank sent an invalid frame.
     #[error("rank {peer} broke the protocol: {what}; {place}")]
     Protocol {
-        /// Who sent it.
+        /// The rank that sent it.
         peer: usize,
-        /// What is wrong with it.
+        /// The violation.
         what: String,
-        /// Which call this ended here.
+        /// The call that failed on this rank, and its progress.
         place: Box<Place>,
     },
     /// A connection could not prove that it belongs to this job.
     #[error("{from} does not belong to this job: {what}")]
     Unauthorized {
-        /// Rank and address that were called.
+        /// The other end of the connection.
         from: String,
-        /// What went wrong.
+        /// The reason for which the connection was refused.
         what: String,
     },
-    /// The ranks did not find together.
+    /// The group did not form.
     #[error("group {group} could not form: {what}")]
     Bootstrap {
         /// Name of the group.
         group: String,
-        /// What is missing, and where it was waited for.
+        /// The reason, with the meeting place if ranks are missing.
         what: String,
         /// Ranks that are missing or differ; at most 64 of them.
         ranks: Vec<usize>,
     },
-    /// The arguments of this call make no sense; nothing was sent, the group goes on.
+    /// The arguments of this call are invalid; nothing was sent, and the group continues.
     #[error("invalid argument: {0}")]
     InvalidArgument(String),
-    /// A URL does not tell where and as whom to join.
+    /// A URL does not name a meeting place or a rank.
     #[error("cannot join at {url:?}: {what}")]
     Url {
         /// The URL.
         url: String,
-        /// What is wrong with it, and what to do.
+        /// The fault in the URL, and advice.
         what: String,
     },
-    /// Another thread of this process is making the same.
+    /// Another thread of this process is joining as this rank at this moment.
     #[error("another thread of this process is already joining as {what}")]
     Concurrent {
-        /// Which rank of which group, and where.
+        /// Rank, group and meeting place.
         what: String,
     },
-    /// This process is in that world already.
+    /// This process is already in this world.
     #[error(
         "this process is in a world already, as {what}: use that one, or drop it and all groups that come from it before it \
          joins again"
@@ -135,13 +135,13 @@ pub enum CommError {
         /// Which rank, and where.
         what: String,
     },
-    /// This rank has destroyed its handle of the group; the others are not concerned by this call.
+    /// This rank has destroyed its handle of the group; the other ranks are not affected by this call.
     #[error("group {group} was destroyed on this rank")]
     Destroyed {
         /// Name of the group.
         group: String,
     },
-    /// The survivors of a failure went on without this rank.
+    /// The survivors of a failure continued without this rank.
     #[error(
         "the survivors of group {group}, rank(s) {}, went on without this rank: it came too late, or was lost to them",
         Ranks(survivors)
@@ -149,33 +149,33 @@ pub enum CommError {
     Excluded {
         /// Name of the group that failed.
         group: String,
-        /// Who went on, as ranks of that group.
+        /// The ranks that continued, numbered as in the failed group.
         survivors: Vec<usize>,
     },
-    /// An object could not be sent or read; the group goes on.
+    /// An object could not be serialized or deserialized; the group continues.
     #[error("the object of rank {rank} {what}")]
     Object {
-        /// Whose object it is.
+        /// The rank that sent the object.
         rank: usize,
-        /// What is wrong with it.
+        /// The fault in the object.
         what: String,
     },
-    /// This build or platform cannot do that.
+    /// This build or platform does not support the operation.
     #[error("not supported: {0}")]
     Unsupported(String),
-    /// A device, its driver or NCCL cannot be used, or failed.
+    /// A device, its driver or NCCL is unusable or failed.
     #[cfg(feature = "nccl")]
     #[error(transparent)]
     Device(#[from] crate::device::DeviceError),
-    /// The operating system refused something.
+    /// The operating system refused an operation.
     #[error("{what}: {source}")]
     System {
-        /// What was asked for.
+        /// The operation that failed.
         what: String,
-        /// What the system said.
+        /// The error of the operating system.
         source: io::Error,
     },
-    /// The variables of this process do not describe a worker.
+    /// The environment variables of this process do not describe a worker.
     #[error(transparent)]
     Env(#[from] EnvError),
     /// The channel to the launcher cannot be used.
@@ -189,7 +189,7 @@ pub enum CommError {
     Store(#[from] StoreError),
 }
 
-/// As [`Display`](fmt::Display): what a `main` prints that returns it.
+/// Equal to [`Display`](fmt::Display), since Rust prints the `Debug` form of an error that `main` returns.
 impl fmt::Debug for CommError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
@@ -197,7 +197,7 @@ impl fmt::Debug for CommError {
 }
 
 impl CommError {
-    /// The rank to look at first, if one is to blame.
+    /// Returns the rank to inspect first, if the error points to one.
     #[must_use]
     pub fn blame(&self) -> Option<usize> {
         match self {
@@ -225,7 +225,7 @@ impl CommError {
         }
     }
 
-    /// Which call failed, and how far it came; `None` for errors that do not end the group.
+    /// Returns the failed call and its progress; `None` for errors that do not end the group.
     #[must_use]
     pub fn place(&self) -> Option<&Place> {
         match self {
@@ -260,31 +260,31 @@ impl CommError {
     }
 }
 
-/// How a rank went.
+/// The way in which a rank was lost.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "type")]
 #[non_exhaustive]
 pub enum Loss {
-    /// A signal ended it, says the launcher.
+    /// The launcher reports that a signal ended the process.
     Signal {
         /// Number of the signal.
         signal: i32,
     },
-    /// It exited without leaving the group, says the launcher.
+    /// The launcher reports that the process exited without leaving the group.
     Exit {
         /// Its exit code.
         code: i32,
     },
-    /// Its connections closed without a word, as when a process dies.
+    /// Its connections closed without a goodbye, as when a process dies.
     Disconnected,
-    /// Its host or the way to it does not answer.
+    /// Its host or the network path does not answer.
     Unreachable {
-        /// What the system said.
+        /// The error of the operating system.
         what: String,
     },
     /// It left the group in good order, but this call needs it.
     Left,
-    /// It dropped the group while its thread panicked.
+    /// Its thread panicked, which dropped the group.
     Panicked,
 }
 
@@ -329,7 +329,7 @@ fn signal_name(signal: i32) -> Option<&'static str> {
     })
 }
 
-/// Which call failed, and how far it came.
+/// The call that failed, and its progress.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Place {
@@ -337,15 +337,15 @@ pub struct Place {
     pub group: String,
     /// The call, if one was pending or being made.
     pub call: Option<Call>,
-    /// Which collective of the group it is, from 0; for a message which one of its sender.
+    /// Sequence number of the collective in the group, from 0; for a message, its number at its sender.
     pub seq: u64,
     /// Bytes of this call that this rank had received.
     pub received_bytes: u64,
     /// Bytes of this call that this rank was to receive.
     pub expected_bytes: u64,
-    /// Rank that found the cause first, as far as this rank knows.
+    /// The rank that found the cause first, as far as this rank knows.
     pub reported_by: usize,
-    /// Whether the cause is agreed through the store; otherwise it is what this rank saw.
+    /// True if the ranks agreed on the cause through the store; false if only this rank observed it.
     pub confirmed: bool,
 }
 
@@ -361,7 +361,7 @@ impl fmt::Display for Place {
     }
 }
 
-/// Ranks as a short list.
+/// Formats a list of ranks; names at most 16.
 pub(crate) struct Ranks<'a>(pub(crate) &'a [usize]);
 
 impl fmt::Display for Ranks<'_> {

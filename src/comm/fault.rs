@@ -1,8 +1,8 @@
-//! Moments at which a test can make this process fail. Empty unless built with `fault-points`.
+//! Fault points, at which a test can make this process fail. Empty unless built with `fault-points`.
 
 #[cfg(not(feature = "fault-points"))]
 mod moments {
-    /// A moment that has a name.
+    /// Marks a fault point.
     #[inline(always)]
     pub(crate) fn moment(_point: &'static str, _seq: u64, _bytes: usize) {}
 }
@@ -11,22 +11,24 @@ mod moments {
 mod moments {
     use std::sync::OnceLock;
 
-    /// Where the runtime of this process is.
+    /// The fault point that the runtime has reached.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
     pub struct Moment {
-        /// What it does: `recorded`, `meeting`, `greeted`, `welcomed`, `proving`, `connected` while a group forms;
-        /// `calling`, `sent`, `received`, `moved` in a collective; `message sent`, `message received`; `failing`,
-        /// `told`; `leaving`, `left`.
+        /// Name of the fault point. While a group forms: `recorded`, `meeting`, `greeted`, `welcomed`,
+        /// `proving`, `connected`. In a collective: `calling`, `sent`, `received`, `moved`. In a message:
+        /// `message sent`, `message received`. On failure: `failing`, `told`. On teardown: `leaving`,
+        /// `left`.
         pub point: &'static str,
         /// Number of the collective or message.
         pub seq: u64,
-        /// Bytes of it that have moved so far, to or from one peer.
+        /// Bytes of it transferred so far, to or from one peer.
         pub bytes: usize,
     }
 
     static ACT: OnceLock<fn(Moment)> = OnceLock::new();
 
-    /// From now on `act` is called at each moment, by the thread that has come there. The first call counts.
+    /// Registers `act`, which the thread that reaches a fault point calls. Only the first registration
+    /// counts.
     pub fn on_moment(act: fn(Moment)) {
         let _ = ACT.set(act);
     }

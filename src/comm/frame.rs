@@ -1,4 +1,4 @@
-//! The header of everything that travels between ranks. Pure: bytes to values and back.
+//! The header of everything that ranks send to each other. Pure: it converts bytes to values and back.
 //!
 //! Little endian, 80 bytes:
 //!
@@ -9,54 +9,55 @@
 //!  6  flags (2), zero
 //! ```
 //!
-//! `len` bytes of payload follow. For `Data` they are the elements of the streams of one plan, for
-//! the others see [`Kind`].
+//! `len` bytes of payload follow. The payload of `Data` holds the elements of the streams of one plan; for
+//! other kinds see [`Kind`].
 
 use convoke_env::Generation;
 
 /// First bytes of every frame.
 pub(crate) const MAGIC: [u8; 4] = *b"CVK1";
-/// Version of everything that ranks say to each other.
+/// Protocol version of all traffic between ranks.
 pub(crate) const VERSION: u8 = 2;
-/// Size of a header.
+/// Size of a header in bytes.
 pub(crate) const HEADER_BYTES: usize = 80;
-/// Longest payload of a frame that is kept in memory rather than put into a posted buffer.
+/// Longest payload, in bytes, of a frame that is buffered instead of received into a posted buffer.
 pub(crate) const CONTROL_PAYLOAD_BYTES: usize = 4096;
 
-/// What a frame is for.
+/// The purpose of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// First frame of whoever connects; payload: [`crate::links::hello`].
+    /// First frame of the connecting rank; payload: [`crate::links::hello`].
     Hello,
-    /// Answer of whoever accepts, with its proof.
+    /// Answer of the accepting rank, with its proof of the token.
     Welcome,
-    /// Proof of whoever connects. What follows on the connection is its purpose.
+    /// Proof of the connecting rank. Frames for the purpose of the connection follow.
     Proof,
-    /// "No": payload is a text. The connection is closed.
+    /// Refusal; the payload is a text. The connection is then closed.
     Refuse,
     /// Elements of a collective; `seq` counts the collectives of the group.
     Data,
     /// A small message with its elements; `seq` counts the messages of the sender.
     Eager,
-    /// "I have a large message `seq`"; no payload.
+    /// Request to send the large message `seq`; no payload.
     Rts,
-    /// "Send me your message `seq`"; no payload.
+    /// Clear to send: the receiver is ready for the large message `seq`; no payload.
     Cts,
     /// Elements of the large message `seq`.
     Message,
-    /// "I have taken `seq` bytes of your small messages".
+    /// Flow control: the receiver has consumed `seq` bytes of small messages.
     Credit,
-    /// "Connect to me on lane `seq`", from the rank that accepts on that pair.
+    /// Request to connect on lane `seq`, from the rank that accepts on that pair.
     Open,
-    /// What its sender is waiting in: `seq`, `call`; payload: the ranks it waits for, 4 bytes each.
+    /// The operation in which the sender waits: `seq`, `call`. The payload lists the ranks it waits for, 4
+    /// bytes each.
     State,
-    /// "What are you waiting in?" `seq` is 1 if its sender waits for messages only.
+    /// Query for [`Self::State`]; `seq` is 1 if the sender waits for messages only.
     Ask,
     /// The group has failed; payload: [`crate::cause::Report`].
     Abort,
-    /// The sender leaves, and owes nothing.
+    /// The sender leaves the group in good order, with no operation pending.
     Goodbye,
-    /// Where to meet to share memory; payload: [`crate::shm::meeting`].
+    /// Bootstrap of shared memory; payload: [`crate::shm::meeting`].
     Share,
 }
 
@@ -88,7 +89,7 @@ impl Kind {
         Self::ALL.get(usize::from(byte).checked_sub(1)?).copied()
     }
 
-    /// Whether the payload goes to a posted buffer or a bounded queue instead of control memory.
+    /// Returns true if the payload goes to a posted buffer or a bounded queue, not to control memory.
     const fn carries_elements(self) -> bool {
         matches!(self, Self::Data | Self::Eager | Self::Message)
     }
@@ -101,13 +102,13 @@ pub(crate) struct Frame {
     pub(crate) generation: Generation,
     pub(crate) group: u64,
     pub(crate) seq: u64,
-    /// Descriptor of the call, still encoded: zero where a kind has none.
+    /// Descriptor of the call, still encoded; zero for kinds without a call.
     pub(crate) call: [u8; 16],
-    /// Bytes of payload.
+    /// Length of the payload in bytes.
     pub(crate) len: u64,
 }
 
-/// Why bytes are no frame.
+/// The reason why bytes are not a valid frame header.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum FrameError {
     #[error("not a convoke frame (it starts with {0:02x?})")]
@@ -163,7 +164,7 @@ impl Frame {
     }
 }
 
-/// `N` bytes at `at`, which the caller knows to be there.
+/// Returns the `N` bytes at `at`; the caller ensures that they exist.
 fn take<const N: usize>(bytes: &[u8; HEADER_BYTES], at: usize) -> [u8; N] {
     let mut out = [0; N];
     out.copy_from_slice(&bytes[at..at + N]);
@@ -186,7 +187,7 @@ pub(crate) mod tests {
         }
     }
 
-    /// The bytes of protocol version 2. Whoever changes them must raise the version.
+    /// Bytes of protocol version 2. A change of the layout must raise the version.
     #[test]
     fn headers_of_this_version_have_these_bytes() {
         let mut generation = [0; 16];

@@ -1,4 +1,4 @@
-//! Groups of ranks and what they do together.
+//! Process groups and their operations.
 
 pub(crate) mod alloc;
 mod blocks;
@@ -44,45 +44,48 @@ use crate::shm;
 use crate::shm::allocations::Allocations;
 pub(crate) use subgroup::Agreed;
 
-/// Plans that are kept for the next call of the same kind.
+/// Number of cached plans; a plan serves later calls with an equal descriptor.
 const PLANS: usize = 16;
 
-/// An operation whose arguments make sense, with the memory it works on; `None` if there is nothing to do.
+/// A checked operation with its buffers; `None` if there is nothing to do.
 ///
-/// Each operation has a `prepare_*`; the blocking form carries out what it gives, the nonblocking one begins it.
+/// Each operation has a `prepare_*` function. The blocking form runs its result; the nonblocking form
+/// starts it.
 type Prepared<'a> = Result<Option<Operation<'a>>, CommError>;
 
-/// Ranks that work together.
+/// A process group: ranks that communicate, like an MPI communicator.
 ///
-/// Collectives of a group happen in the same order on all ranks: every rank makes the same calls, and
-/// calls on one group from several threads must be ordered by the program. What ranks get is the same to
-/// the last bit on all of them, and from run to run for the same number of ranks on hosts in the same way
-/// (payloads of NaN excepted).
+/// All ranks make the same collective calls in one order. The program must order calls on one group from
+/// several threads.
 ///
-/// A call that fails with [`CommError::place`] ends the group on all ranks. Clones are the same group;
-/// when the last is dropped, or one is [destroyed](Self::destroy), the group takes leave of its peers and no
-/// thread, socket or file stays.
+/// Results are equal to the last bit on all ranks. They are also equal between runs with an equal number of
+/// ranks and an equal distribution over hosts. Payloads of NaN are excepted.
 ///
-/// Operations that were begun, and whose [`Work`](crate::Work) was dropped, complete before the group takes leave, each within
-/// its timeout. So a message of [`Self::isend`] arrives though `main` returns. Pending receives are given up. The group leaves
-/// at once after a panic, and soon if another rank waits for a call that this one has not begun. `std::process::exit` drops
-/// nothing: call [`Work::wait`](crate::Work::wait) before it.
+/// A call that fails with [`CommError::place`] ends the group on all ranks. Clones are handles of one
+/// group. When the last handle is dropped, or one is [destroyed](Self::destroy), the group says goodbye to
+/// its peers and frees all threads, sockets and files.
+///
+/// An operation that was started, and whose [`Work`](crate::Work) was dropped, completes before the group
+/// says goodbye, within its timeout. So a message of [`Self::isend`] arrives although `main` returns.
+/// Pending receives are cancelled. The group leaves at once after a panic, and soon if another rank waits
+/// for a call that this rank has not started. `std::process::exit` drops nothing: call
+/// [`Work::wait`](crate::Work::wait) before it.
 #[derive(Clone)]
 pub struct Group {
     inner: Arc<Inner>,
     timeout: Duration,
     /// Set on a handle for the parts of one call: what is left for them together.
     rest: Option<Limit>,
-    /// What subgroups made through this handle are called.
+    /// Name of subgroups that are made through this handle.
     subgroup_name: Option<Arc<str>>,
-    /// How groups made through this handle choose algorithms, if not as this one.
+    /// Choice of algorithms for groups made through this handle, if it differs from that of this group.
     tuning: Option<Arc<Tuning>>,
-    /// Its side on a device, which has a handle of its own.
+    /// The device side of this handle; each handle has its own.
     #[cfg(feature = "nccl")]
     device: Option<Arc<Side>>,
 }
 
-/// What must outlive a group and those that come from it, such as the store that this process serves.
+/// Object that must outlive a group and its descendants, such as the store server of this process.
 type Keep = Arc<dyn Any + Send + Sync>;
 
 struct Inner {
@@ -92,54 +95,54 @@ struct Inner {
     generation: Generation,
     tuning: Tuning,
     topology: Topology,
-    /// What of it programs have, if all ranks share memory.
+    /// The allocations of programs in shared memory; `None` unless all ranks share memory.
     memory: Option<Arc<Allocations>>,
-    /// `None` in a group of one, which needs nobody.
+    /// The engine; `None` in a group of one, which has no peers.
     shared: Option<Shared>,
-    /// In a group of one: for messages to itself, from the first on.
+    /// The engine of a group of one, made for its first message to itself.
     itself: OnceLock<Shared>,
     plans: Mutex<Vec<(Call, Arc<Plan>)>>,
-    /// The process that made the group: a forked child must not speak for it.
+    /// Process that made the group: a forked child must not use its connections.
     pid: u32,
-    /// How many forks that process was from the first.
+    /// Number of forks between the first process and that one.
     forks: u32,
     keep: Option<Keep>,
     destroyed: AtomicBool,
-    /// Its sides on devices: handles without one speak for them as well.
+    /// The device sides of all handles: a handle without one also ends those of others.
     #[cfg(feature = "nccl")]
     sides: Mutex<Vec<Weak<Side>>>,
-    /// What its subgroups are made from.
+    /// The store, which subgroups use too.
     store: Arc<dyn Store>,
     store_rank: Option<usize>,
     options: GroupOptions,
-    /// Times that subgroups were made so far, the same on all ranks. Locked while the ranks agree on the next.
+    /// Number of subgroups made so far, equal on all ranks. Locked while the ranks agree on the next.
     subgroups: Mutex<u64>,
-    /// Whether the survivors have gone on. Locked while they find together.
+    /// True once the survivors have formed a new group. Locked while they form it.
     shrunk: Mutex<bool>,
-    /// The ranks' ranks in the first of the groups that this one comes from.
+    /// The ranks' ranks in the first ancestor of this group.
     origin: Vec<usize>,
-    /// How this rank shares cores with others; `None` in a group of one.
+    /// The sharing of cores between this rank and others; `None` in a group of one.
     sharing: Option<Sharing>,
 }
 
 impl Group {
-    /// Finds the other ranks of a group through `store` and connects to them.
+    /// Connects to the other ranks of a group, which meet in `store`.
     ///
-    /// Needs no environment. All ranks pass the same `size`, and options that are the same but for
-    /// where they listen; each passes its own `rank`.
+    /// Reads no environment variables. All ranks pass an equal `size`, and equal options except for the
+    /// listen address; each passes its own `rank`.
     ///
     /// # Errors
-    /// [`CommError::Bootstrap`] names who did not come or differs. [`CommError::Concurrent`] if another
-    /// thread is making the same rank's group through this store. [`CommError::InvalidArgument`],
-    /// [`CommError::Unauthorized`], [`CommError::PeerLost`], [`CommError::Store`],
-    /// [`CommError::System`].
+    /// [`CommError::Bootstrap`] names the ranks that are missing or differ. [`CommError::Concurrent`] if
+    /// another thread of this process is joining as this rank through this store. Also
+    /// [`CommError::InvalidArgument`], [`CommError::Unauthorized`], [`CommError::PeerLost`],
+    /// [`CommError::Store`] and [`CommError::System`].
     pub fn new(
         store: Arc<dyn Store>,
         rank: usize,
         size: usize,
         options: GroupOptions,
     ) -> Result<Self, CommError> {
-        // Two handles of one store are one place.
+        // The pointer identifies the store, so two handles of one store give one meeting place.
         let place = format!("the store {:p}", Arc::as_ptr(&store).cast::<()>());
         let store = Arc::new(PrefixStore::new("convoke", store));
         let tuning = Tuning::parse(&options.algorithms).map_err(CommError::InvalidArgument)?;
@@ -234,67 +237,69 @@ impl Group {
         }
     }
 
-    /// This rank, below [`Self::size`].
+    /// Returns this rank, below [`Self::size`].
     #[must_use]
     pub fn rank(&self) -> usize {
         self.inner.rank
     }
 
-    /// Number of ranks.
+    /// Returns the number of ranks.
     #[must_use]
     pub fn size(&self) -> usize {
         self.inner.size
     }
 
-    /// Index of this rank among those of the group that share its host (and could share memory), and their
-    /// number.
+    /// Returns the index of this rank among the ranks of the group on its host, and their number. Ranks of
+    /// one host are those that could share memory.
     #[must_use]
     pub fn place_on_host(&self) -> (usize, usize) {
         let Inner { rank, ref topology, .. } = *self.inner;
         (topology.place(rank).1, topology.ranks_beside(rank).len())
     }
 
-    /// The ranks of each host, lowest first; hosts in the order of their lowest ranks. The same on all ranks.
+    /// Returns the ranks of each host in ascending order, with hosts ordered by their lowest rank. Equal on
+    /// all ranks.
     ///
-    /// Ranks share a host if they could share memory, and are in the same
-    /// [part](crate::GroupOptions::part_of_host) of it. Known since the group was made: costs nothing.
+    /// Ranks share a host if they could share memory, and are in one
+    /// [part](crate::GroupOptions::part_of_host) of it. The answer is known since the group formed, so the
+    /// call costs nothing.
     #[must_use]
     pub fn hosts(&self) -> &[Vec<usize>] {
         self.inner.topology.hosts()
     }
 
-    /// Whether all ranks share memory.
+    /// Returns true if all ranks share memory.
     pub(crate) fn is_in_memory(&self) -> bool {
         self.inner.memory.is_some()
     }
 
-    /// Name of the group.
+    /// Returns the name of the group.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.inner.name
     }
 
-    /// Which incarnation of the job this group belongs to; the same on all ranks.
+    /// Returns the incarnation of the job to which this group belongs; equal on all ranks.
     #[must_use]
     pub fn generation(&self) -> Generation {
         self.inner.generation
     }
 
-    /// How long calls on this handle may take.
+    /// Returns the time limit of calls on this handle.
     #[must_use]
     pub fn timeout(&self) -> Duration {
         self.timeout
     }
 
-    /// The same group with another time for each call. The time covers the whole call; a call that
-    /// takes longer ends the group with [`CommError::Timeout`].
+    /// Returns a handle of this group with another time limit. The limit covers the whole call; a call that
+    /// exceeds it ends the group with [`CommError::Timeout`].
     #[must_use]
     pub fn with_timeout(&self, timeout: Duration) -> Self {
         Self { timeout, rest: None, ..self.clone() }
     }
 
     /// Ends the group on all ranks: every pending or later call returns [`CommError::Aborted`] with
-    /// `reason`. From any thread, also while calls are in progress.
+    /// `reason`. Any thread may call it, also while calls are in progress.
     pub fn abort(&self, reason: &str) {
         if let Some(shared) = self.inner.shared().filter(|_| !self.inner.is_forked()) {
             shared.abort(reason.to_owned());
@@ -305,12 +310,13 @@ impl Group {
         }
     }
 
-    /// Takes leave of the other ranks now, though there are handles left: later calls on any of them, on this rank,
-    /// return [`CommError::Destroyed`]. Its subgroups go on.
+    /// Leaves the group now, although handles exist. Later calls on any handle of this rank return
+    /// [`CommError::Destroyed`]. Subgroups are not affected.
     ///
-    /// First waits until all that is under way here is done, each within its time; [`Self::abort`] ends it at once.
-    /// Who needs this rank later gets [`CommError::PeerLost`], left. Ranks need not destroy a group together. In a
-    /// forked child and inside a reduction function it does nothing.
+    /// First waits until all operations in progress on this rank complete, each within its time limit;
+    /// [`Self::abort`] ends them at once. A peer that needs this rank later gets [`CommError::PeerLost`]
+    /// with [`Loss::Left`](crate::Loss::Left). Ranks may destroy a group at different times. In a forked
+    /// child and inside a reduction function, the call does nothing.
     pub fn destroy(&self) {
         let refused = self.inner.check_caller().is_err();
         if refused || self.inner.destroyed.swap(true, Ordering::Relaxed) {
@@ -321,32 +327,32 @@ impl Group {
             side.destroy();
         }
         let Some(shared) = self.inner.shared() else { return };
-        // Of who comes between the two, the engine knows that it has left.
+        // The engine refuses calls that other threads make between these two lines.
         let _ = shared.call(&mut Some(Operation::Leave), Limit::from(Duration::MAX));
         shared.close(|_| {});
     }
 
-    /// Carries out an operation and waits for it.
+    /// Runs an operation and waits for it.
     #[inline]
     fn carry_out(&self, mut prepared: Prepared<'_>) -> Result<Option<Envelope>, CommError> {
-        // Operations are large: it stays where it is.
+        // Operations are large, so the engine takes it by reference instead of moving it.
         if let (Ok(operation @ Some(_)), Some(shared)) = (&mut prepared, self.inner.shared()) {
             return shared.call(operation, self.limit());
         }
         prepared.map(|_| None)
     }
 
-    /// A handle for the parts of one call, which have its time together.
+    /// Returns a handle for the parts of one call, which share its time limit.
     pub(crate) fn in_parts(&self) -> Self {
         Self { rest: Some(self.limit().begun()), ..self.clone() }
     }
 
-    /// How long an operation that begins now may take.
+    /// Returns the time limit of an operation that starts now.
     pub(crate) fn limit(&self) -> Limit {
         self.rest.unwrap_or_else(|| Limit::from(self.timeout))
     }
 
-    /// Drives until one of `tickets` is done, at most until `until`.
+    /// Drives the engine until one of `tickets` is done, at most until `until`.
     fn wait_for(&self, tickets: &[Arc<Ticket>], until: Option<Instant>) {
         if let Some(shared) = self.inner.shared() {
             shared.wait(tickets, until);
@@ -359,12 +365,12 @@ impl Group {
         }
     }
 
-    /// Whether both are handles of one group.
+    /// Returns true if both are handles of one group.
     fn is_same(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.inner, &other.inner)
     }
 
-    /// A collective over `lent`, the row of `plan`, which is asked for only where there is something to do.
+    /// Prepares a collective over the buffer `lent`. `plan` is called only if there is work to do.
     fn collective<'a>(
         &self,
         call: Call,
@@ -380,7 +386,7 @@ impl Group {
         Ok(Some(Operation::Collective { call, way: Way::Streams(plan()), lent, kernel }))
     }
 
-    /// As [`Self::collective`], by the plan that the call alone determines.
+    /// Prepares a collective whose plan depends only on the call.
     #[inline(always)]
     fn planned<'a>(&self, call: Call, lent: Lent<'a>, kernel: Option<Kernel>) -> Prepared<'a> {
         if self.inner.goes_through_memory(&call) {
@@ -403,12 +409,12 @@ impl Inner {
         forks() != self.forks
     }
 
-    /// The engine, if there is one.
+    /// Returns the engine, if there is one.
     fn shared(&self) -> Option<&Shared> {
         self.shared.as_ref().or_else(|| self.itself.get())
     }
 
-    /// Sees to it that there is one.
+    /// Creates the engine of a group of one, if it does not exist yet.
     fn ensure_shared(&self) -> Result<(), CommError> {
         if self.shared().is_some() {
             return Ok(());
@@ -420,12 +426,12 @@ impl Inner {
             ..Invitation::alone(self.options.clone(), self.tuning.clone())
         };
         let shared = Shared::new(bootstrap::alone(&invitation, self.generation)?);
-        // Another thread may have been first; nobody has used the second.
+        // Another thread may have set it first; the second engine is unused.
         let _ = self.itself.set(shared);
         Ok(())
     }
 
-    /// Whether whoever calls may use the group.
+    /// Checks that this process and thread may use the group.
     fn check_caller(&self) -> Result<(), CommError> {
         if self.destroyed.load(Ordering::Relaxed) {
             return Err(CommError::Destroyed { group: self.name.clone() });
@@ -441,14 +447,15 @@ impl Inner {
         Err(CommError::InvalidArgument(what))
     }
 
-    /// Whether a call is carried out in the memory that all ranks share. All ranks decide alike.
+    /// Returns true if a call runs in the memory that all ranks share. All ranks decide alike.
     fn goes_through_memory(&self, call: &Call) -> bool {
         // Shares that are wider than elements need a copy of the row: streams have that.
         let wide = matches!(call.rounding(), Rounding::Once { wide_shares: true });
         self.memory.is_some() && shm::is_known(call.kind) && !wide && !self.tuning.is_chosen(call.kind)
     }
 
-    /// Whether a reduce-scatter changes what other ranks own, so that it needs a copy: ring and hierarchy do.
+    /// Returns true if a reduce-scatter overwrites the blocks of other ranks, so that it needs a copy of
+    /// the input. The ring and hierarchy algorithms do.
     fn works_on_copy(&self, call: &Call) -> bool {
         let (bytes, rounding) = (call.bytes() as usize, call.rounding());
         !self.goes_through_memory(call)
@@ -488,9 +495,9 @@ impl Inner {
             CallKind::Scan => plan::scan(rounding, rank, world, count),
             CallKind::ExclusiveScan => plan::exclusive_scan(rounding, rank, world, count),
             CallKind::AllToAll => plan::all_to_all(rank, &blocks(), &blocks()),
-            // No data: the ranks tell each other that they are there.
+            // The ranks exchange no data, only the state that they have arrived.
             CallKind::MonitoredBarrier => Plan::default(),
-            // Unequal blocks are not known by the call, and are planned by who has them.
+            // The call does not determine unequal blocks, so their callers make the plan.
             CallKind::Barrier
             | CallKind::PointToPoint
             | CallKind::AllGatherV
@@ -510,8 +517,8 @@ impl Inner {
 impl Drop for Inner {
     fn drop(&mut self) {
         if self.is_forked() {
-            // A farewell would not be ours to say. The sockets were closed when the process forked
-            // (`links::fork`), and must not be closed again; what we keep may wait for threads that a
+            // A forked child must not say goodbye for its parent. Its sockets were closed at the fork
+            // (`links::fork`) and must not be closed again. Dropping the rest may wait for threads that a
             // forked child does not have.
             std::mem::forget((self.shared.take(), self.itself.take(), self.keep.take()));
         } else if let Some(shared) = self.shared() {

@@ -1,11 +1,11 @@
-//! How a group is made.
+//! The options of a group.
 
 use std::net::IpAddr;
 use std::time::Duration;
 
 use convoke_env::{Generation, Token};
 
-/// How a group is made; all ranks pass the same, but for where they are and listen.
+/// The options of a group. All ranks pass equal options, except for `listen` and `part_of_host`.
 #[derive(Debug, Clone)]
 pub struct GroupOptions {
     pub(crate) name: String,
@@ -18,27 +18,27 @@ pub struct GroupOptions {
     pub(crate) algorithms: String,
     pub(crate) part_of_host: String,
     pub(crate) shared_memory: bool,
-    /// Tells the connections of groups of one generation apart; 0 but for subgroups.
+    /// Distinguishes the connections of groups of one generation; 0 except for subgroups.
     pub(crate) id: u64,
 }
 
-/// At which address a rank accepts the connections of others.
+/// The address at which a rank accepts connections of its peers.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Listen {
     /// 127.0.0.1: all ranks are on this host.
     #[default]
     Loopback,
-    /// At this address of this host.
+    /// This address of this host.
     Address(IpAddr),
-    /// At the first address of one of these network interfaces, IPv4 before IPv6. The syntax is that of
-    /// NCCL_SOCKET_IFNAME: `eth,ib0` takes the first that exists of these names or beginnings of names,
-    /// `=eth0` whole names only, `^docker,lo` any other interface.
+    /// The first address of one of these network interfaces, IPv4 before IPv6. The syntax is that of
+    /// NCCL_SOCKET_IFNAME. `eth,ib0` selects the first interface that matches one of these names or
+    /// prefixes; `=eth0` requires whole names; `^docker,lo` selects any other interface.
     Interface(String),
-    /// Where other hosts are most likely to reach this one: at the first interface that is up and has an
-    /// address; at loopback only if there is no other.
+    /// The address at which other hosts are most likely to reach this host. It belongs to an interface that
+    /// is up; loopback is used only if there is no other.
     Outward,
-    /// At the address from which this host reaches that one: a name or an address.
+    /// The address from which this host reaches the given host, a name or an address.
     RouteTo(String),
 }
 
@@ -61,78 +61,81 @@ impl Default for GroupOptions {
 }
 
 impl GroupOptions {
-    /// Name of the group, in its store keys and in errors. Groups that exist at the same time on the
-    /// same store need different names.
+    /// Sets the name of the group, used in its store keys and in errors. Groups that exist at one time on
+    /// one store need different names.
     #[must_use]
     pub fn name(mut self, name: impl Into<String>) -> Self {
         self.name = name.into();
         self
     }
 
-    /// How long a call may take before it fails and ends the group; 30 minutes by default.
+    /// Sets the time limit of a call; a call that exceeds it fails and ends the group. 30 minutes by
+    /// default.
     #[must_use]
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
         self
     }
 
-    /// How long the ranks may take to find together; 5 minutes by default.
+    /// Sets the time limit for forming the group; 5 minutes by default.
     #[must_use]
     pub fn init_timeout(mut self, timeout: Duration) -> Self {
         self.init_timeout = timeout;
         self
     }
 
-    /// Bound for noticing a dead host or a broken path, to whole seconds; 10 seconds by default. Dead
-    /// processes are noticed at once.
+    /// Sets the time limit for detecting a dead host or a broken path, in whole seconds; 10 seconds by
+    /// default. Dead processes are detected at once.
     #[must_use]
     pub fn peer_timeout(mut self, timeout: Duration) -> Self {
         self.peer_timeout = timeout;
         self
     }
 
-    /// Which incarnation of the group this is. Without one, rank 0 draws it and the others read it
-    /// from the store.
+    /// Sets the incarnation of the group. Without it, rank 0 draws one, and the others read it from the
+    /// store.
     #[must_use]
     pub fn generation(mut self, generation: Generation) -> Self {
         self.generation = Some(generation);
         self
     }
 
-    /// Secret by which the ranks know each other. Without one the group is open: connections are bound
-    /// to the generation, which guards against accidents and not against people.
+    /// Sets the secret by which ranks authenticate each other. Without it the group is open: connections
+    /// are bound to the generation, which prevents mix-ups but no attack.
     #[must_use]
     pub fn token(mut self, token: Token) -> Self {
         self.token = Some(token);
         self
     }
 
-    /// Where this rank listens; on loopback by default.
+    /// Sets the address at which this rank listens; loopback by default.
     #[must_use]
     pub fn listen(mut self, listen: Listen) -> Self {
         self.listen = listen;
         self
     }
 
-    /// Overrides of the choice of algorithms, for people who measure: `all_reduce:ring` with `ring`,
-    /// `direct`, `doubling`, `hierarchy`; `all_gather:` and `reduce_scatter:` with `direct`, `ring`, `hierarchy`;
-    /// `broadcast:` and `reduce:` with `binomial`, `chain`; several with commas.
+    /// Overrides the choice of algorithms, for measurements. Entries are separated by commas.
+    ///
+    /// - `all_reduce:` with `ring`, `direct`, `doubling` or `hierarchy`
+    /// - `all_gather:` and `reduce_scatter:` with `direct`, `ring` or `hierarchy`
+    /// - `broadcast:` and `reduce:` with `binomial` or `chain`
     #[must_use]
     pub fn algorithms(mut self, algorithms: impl Into<String>) -> Self {
         self.algorithms = algorithms.into();
         self
     }
 
-    /// Whether ranks of one host talk through memory that they share, where they can; they do by default. Without, they
-    /// use connections there as well. The same on all ranks.
+    /// Enables shared memory between the ranks of one host, where the system allows it; enabled by default.
+    /// If disabled, they use TCP connections. All ranks must pass one value.
     #[must_use]
     pub fn shared_memory(mut self, shared: bool) -> Self {
         self.shared_memory = shared;
         self
     }
 
-    /// Name of the part of its host where this rank is. Ranks in different parts count as ranks of different hosts:
-    /// for who knows that the way between these is slow, or wants to see what happens between hosts.
+    /// Names the part of the host in which this rank runs. Ranks in different parts count as ranks of
+    /// different hosts. Use it if the path between parts is slow, or to test the behaviour between hosts.
     #[must_use]
     pub fn part_of_host(mut self, part: impl Into<String>) -> Self {
         self.part_of_host = part.into();

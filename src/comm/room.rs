@@ -1,5 +1,5 @@
-//! What the system lets this process take: asked before it is taken, where who takes more is killed (by SIGXFSZ, or for
-//! want of memory) rather than refused.
+//! Checks of resource limits before an allocation, for limits that kill the process (SIGXFSZ, out of
+//! memory) instead of returning an error.
 
 use std::fs;
 use std::io;
@@ -8,10 +8,10 @@ use std::path::{Path, PathBuf};
 use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit, getrlimit};
 
-/// Whether a file may have `bytes` bytes, also one that is memory.
+/// Checks that a file, also one in memory, may have `bytes` bytes.
 ///
 /// # Errors
-/// It may not: `ulimit -f`.
+/// `EFBIG` if the file size limit (`ulimit -f`) is lower.
 pub(crate) fn for_file(bytes: usize) -> io::Result<()> {
     match getrlimit(Resource::Fsize).current {
         Some(most) if (bytes as u64) > most => Err(Errno::FBIG.into()),
@@ -19,10 +19,10 @@ pub(crate) fn for_file(bytes: usize) -> io::Result<()> {
     }
 }
 
-/// Whether the control groups of this process have memory for `bytes` bytes more.
+/// Checks that the control groups of this process have `bytes` bytes of free memory.
 ///
 /// # Errors
-/// They have not. What cannot be read forbids nothing.
+/// `ENOMEM` if they have less. Limits that cannot be read are ignored.
 pub(crate) fn for_memory(bytes: usize) -> io::Result<()> {
     let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     match free(&groups, Path::new("/sys/fs/cgroup")) {
@@ -31,14 +31,15 @@ pub(crate) fn for_memory(bytes: usize) -> io::Result<()> {
     }
 }
 
-/// Whether an error says that there is no file descriptor left.
+/// Returns true if the error means that no file descriptor is left.
 pub(crate) fn is_without_descriptors(error: &io::Error) -> bool {
     matches!(Errno::from_io_error(error), Some(Errno::MFILE | Errno::NFILE))
 }
 
-/// What to tell of such an error where a group of `size` ranks, `beside` of them on this host, needs descriptors.
+/// Returns the message for such an error in a group of `size` ranks, of which `beside` are on this host.
 pub(crate) fn without_descriptors(error: &io::Error, size: usize, beside: usize) -> String {
-    // The listener and its duplicate, an epoll set, an eventfd; three connections with each; eventfds and processes.
+    // Descriptors: the listener and its duplicate, an epoll set, an eventfd; three connections to each
+    // peer; an eventfd and a pidfd for each rank of this host.
     let needed = 4 + 3 * size.saturating_sub(1) + 2 * beside;
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     let (Some(most), true) = (current, Errno::from_io_error(error) == Some(Errno::MFILE)) else {
@@ -52,18 +53,18 @@ pub(crate) fn without_descriptors(error: &io::Error, size: usize, beside: usize)
     )
 }
 
-/// The files of one version of control groups.
+/// The file names of one version of control groups.
 struct Version {
-    /// Where its hierarchy begins.
+    /// Root of its hierarchy.
     root: PathBuf,
     limit: &'static str,
     used: &'static str,
-    /// What the kernel can drop or write back of the files that are cached.
+    /// Fields of `memory.stat` for cached files, which the kernel can drop or write back.
     cached: [&'static str; 2],
 }
 
-/// Bytes that the control groups named in `groups`, as in `/proc/self/cgroup`, and those above them leave; `None` if there
-/// is no limit.
+/// Returns the bytes that the control groups and their ancestors leave free; `None` without a limit.
+/// `groups` has the format of `/proc/self/cgroup`.
 fn free(groups: &str, root: &Path) -> Option<u64> {
     let free = groups.lines().filter_map(|line| {
         let mut fields = line.splitn(3, ':');
@@ -83,7 +84,8 @@ fn free(groups: &str, root: &Path) -> Option<u64> {
             },
             _ => return None,
         };
-        // In a container the path may be that of the host, and what is mounted the container's own.
+        // In a container, the path may be that of the host while the mount is the container's own, so all
+        // ancestors are tried.
         let path = Path::new(path.trim_start_matches('/'));
         path.ancestors().filter_map(|path| version.free_in(&version.root.join(path))).min()
     });
