@@ -132,7 +132,7 @@ pub enum CommError {
          joins again"
     )]
     AlreadyJoined {
-        /// Which rank, and where.
+        /// Rank and meeting place.
         what: String,
     },
     /// This rank has destroyed its handle of the group; the other ranks are not affected by this call.

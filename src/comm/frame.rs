@@ -36,7 +36,7 @@ pub(crate) enum Kind {
     Refuse,
     /// Elements of a collective; `seq` counts the collectives of the group.
     Data,
-    /// A small message with its elements; `seq` counts the messages of the sender.
+    /// A small (eager) message with its elements; `seq` counts the messages of the sender.
     Eager,
     /// Request to send the large message `seq`; no payload.
     Rts,

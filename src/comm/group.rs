@@ -74,7 +74,7 @@ type Prepared<'a> = Result<Option<Operation<'a>>, CommError>;
 pub struct Group {
     inner: Arc<Inner>,
     timeout: Duration,
-    /// Set on a handle for the parts of one call: what is left for them together.
+    /// Time left for all parts of one call; set on a handle that runs these parts.
     rest: Option<Limit>,
     /// Name of subgroups that are made through this handle.
     subgroup_name: Option<Arc<str>>,
@@ -449,7 +449,7 @@ impl Inner {
 
     /// Returns true if a call runs in the memory that all ranks share. All ranks decide alike.
     fn goes_through_memory(&self, call: &Call) -> bool {
-        // Shares that are wider than elements need a copy of the row: streams have that.
+        // Inputs that are wider than elements need a copy of the buffer, which only plans over streams make.
         let wide = matches!(call.rounding(), Rounding::Once { wide_shares: true });
         self.memory.is_some() && shm::is_known(call.kind) && !wide && !self.tuning.is_chosen(call.kind)
     }

@@ -14,22 +14,26 @@
 //! # }
 //! ```
 //!
-//! - [`init`] and [`Session`]: from the variables of a launcher, a URL or a store to the [`World`].
-//! - [`spawn()`]: ranks without a launcher, as processes of this program.
-//! - [`Group`]: what ranks do together; [`Group::new`] needs a store and no environment.
-//! - [`Mesh`]: a group's ranks along named axes, for tensor, data and other parallelism together.
-//! - [`Element`], [`ReduceOp`] and [`Reduction`]: what can be sent, and how it is added.
-//! - [`CommError`]: who, what and how far. One cause for all ranks.
+//! - [`init`] and [`Session`] create the [`World`] from the variables of a launcher, a URL or a store.
+//! - [`spawn()`] starts ranks without a launcher, as processes of this program.
+//! - [`Group`] has the collectives and messages; [`Group::new`] needs a store and no environment.
+//! - [`Mesh`] arranges a group's ranks along named axes, to combine tensor, data and other parallelism.
+//! - [`Element`], [`ReduceOp`] and [`Reduction`] define element types and reductions.
+//! - [`CommError`] names the rank, the cause and the progress; all ranks get one cause.
 //!
-//! - [`Nonblocking`] and [`Work`]: the same operations without waiting, in scopes, as futures, with callbacks.
+//! - [`Nonblocking`] and [`Work`] are the nonblocking operations: in scopes, as futures, with callbacks.
 //!
-//! The thread that waits does the work. There is no other thread until the first nonblocking operation, and nothing
-//! happens while none is in progress. `docs/internals/collectives.md` tells how it works inside.
+//! The waiting thread does the work. The first nonblocking operation starts a background thread; nothing
+//! runs while no operation is in progress. `docs/internals/collectives.md` describes the internals.
 //!
-//! Inside, each layer knows only those before it: `kernels` (arithmetic), `plan` (who sends what
-//! when), `frame` and `links` (bytes), `flight` (records what is done), `engine` (carries out plans,
-//! notices failures), `bootstrap` (from a store to connections), `group`, `mesh` and `session` (the public face),
-//! `spawn`. What happens is said through the `log` crate (`logger`). `docs/reference/joining.md` is about `session`
+//! Each layer depends only on those before it:
+//!
+//! - `kernels` (arithmetic), `plan` (schedules of transfers), `frame` and `links` (bytes), `flight` (flight
+//!   recorder)
+//! - `engine` (runs plans, detects failures), `bootstrap` (from a store to connections)
+//! - `group`, `mesh` and `session` (the public interface), `spawn`
+//!
+//! Events are logged through the `log` crate (`logger`). `docs/reference/joining.md` describes `session`
 //! and `spawn`.
 
 mod backend;
@@ -87,7 +91,7 @@ pub use reduction::Reduction;
 pub use session::{Session, World, init, is_elastic, is_initialized};
 pub use spawn::{Spawn, SpawnError, spawn};
 
-/// Tests bound the memory that decoders use.
+/// Counts allocations, so that tests can bound the memory of decoders.
 #[cfg(test)]
 #[global_allocator]
 static ALLOCATOR: convoke_testkit::memory::Counting = convoke_testkit::memory::Counting;

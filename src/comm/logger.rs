@@ -1,6 +1,7 @@
-//! What the runtime has to say, through the `log` crate; on stderr if the user asks for it.
+//! Logging through the `log` crate.
 //!
-//! A program that has a logger gets everything by it. For others CONVOKE_LOG=info installs the one here.
+//! If the program has a logger, that one is used. Otherwise CONVOKE_LOG=info installs the stderr logger
+//! here.
 
 use std::io::{self, Write};
 use std::sync::{Once, OnceLock};
@@ -11,11 +12,11 @@ use log::{LevelFilter, Log, Metadata, Record};
 
 use crate::error::CommError;
 
-/// Names the least important level that is written.
+/// Variable that names the least severe level that is written.
 const VARIABLE: &str = "CONVOKE_LOG";
 
-/// Writes to stderr what this crate logs, one line each: `convoke[PID] 1.234 s info: ...`, seconds since
-/// the first session.
+/// Writes the log records of this crate to stderr, one line each: `convoke[PID] 1.234 s info: ...`. The
+/// time counts from the first session.
 #[derive(Debug)]
 struct Stderr {
     since: OnceLock<Instant>,
@@ -57,7 +58,8 @@ impl Log for Stderr {
         let seconds = self.since.get().map_or(0.0, |since| since.elapsed().as_secs_f64());
         let level = record.level().as_str().to_ascii_lowercase();
         let line = format!("convoke[{}] {seconds:.3} s {level}: {}\n", std::process::id(), record.args());
-        // One write, so that lines of several processes do not mix. Nobody is left to tell if it fails.
+        // One write, so that lines of several processes do not mix. A failed write has no recipient for its
+        // error.
         let _ = io::stderr().lock().write_all(line.as_bytes());
     }
 

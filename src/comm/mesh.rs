@@ -1,4 +1,4 @@
-//! Ranks as a mesh with named axes, for parallelism in several dimensions.
+//! Device meshes: ranks along named axes, for parallelism in several dimensions.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -10,8 +10,8 @@ use crate::plan::fingerprint;
 
 /// The ranks of a group as a mesh with named axes, and a group along each axis.
 ///
-/// The last axis varies fastest: ranks that differ by one are neighbours along it. With the axes `dp` of 2 and `tp`
-/// of 3:
+/// The last axis varies fastest: consecutive ranks are neighbours along it. With the axes `dp` of 2 and
+/// `tp` of 3:
 ///
 /// ```text
 ///           tp 0  tp 1  tp 2
@@ -19,7 +19,8 @@ use crate::plan::fingerprint;
 ///     dp 1     3     4     5      group("dp") of rank 4: ranks 1, 4
 /// ```
 ///
-/// Tensor and data parallelism together: each layer is cut over `tp`, each replica of the whole takes other samples.
+/// An example with tensor and data parallelism: layers are split along `tp`, and each replica along `dp`
+/// takes other samples.
 ///
 /// ```
 /// use convoke_comm::{Mesh, ReduceOp};
@@ -50,12 +51,12 @@ use crate::plan::fingerprint;
 /// # }
 /// ```
 ///
-/// Clones are the same mesh, and so are [submeshes](Self::submesh): they share its groups, which take leave when the
-/// last is dropped. Mirrors `torch.distributed.device_mesh`.
+/// Clones and [submeshes](Self::submesh) share the groups of one mesh, which are left when the last is
+/// dropped. Counterpart of `torch.distributed.device_mesh`.
 #[derive(Clone)]
 pub struct Mesh {
     whole: Arc<Whole>,
-    /// The axes of the whole that this mesh has.
+    /// The axes of the whole mesh that this mesh has.
     axes: Vec<usize>,
 }
 
@@ -64,22 +65,24 @@ struct Whole {
     group: Group,
     names: Vec<String>,
     shape: Vec<usize>,
-    /// Of this rank.
+    /// Coordinates of this rank.
     coordinates: Vec<usize>,
-    /// Along each axis, with this rank.
+    /// For each axis, the group along it that contains this rank.
     along: Vec<Group>,
 }
 
 impl Mesh {
-    /// Lays the ranks of `group` out along `axes`, each with its name and size, and makes a group along each.
+    /// Arranges the ranks of `group` along `axes`, each with name and size, and makes a group along each
+    /// axis.
     ///
-    /// All ranks of `group` call it, with the same axes. The groups are made at once rather than when they are asked
-    /// for, as making them takes all ranks, and who asks may depend on the rank. They are as those of
-    /// [`Group::subgroup`], named after their axes.
+    /// All ranks of `group` call it with equal axes. It makes the groups at once, because making them takes
+    /// all ranks, while only some may ask for a group later. They have the properties described at
+    /// [`Group::subgroup`], and are named after their axes.
     ///
     /// # Errors
-    /// [`CommError::InvalidArgument`] if there is no axis, two have one name, or the product of their sizes is not
-    /// the number of ranks; on all ranks if they disagree about the axes. Else as [`Group::subgroup`].
+    /// [`CommError::InvalidArgument`] if there is no axis, two have one name, or the sizes do not multiply
+    /// to the number of ranks. Also on all ranks if their axes differ. Otherwise the errors of
+    /// [`Group::subgroup`].
     ///
     /// # Cost
     /// An all-gather of 24 bytes; then for each axis a new group of its size.
@@ -110,31 +113,31 @@ impl Mesh {
         Ok(Self { whole: Arc::new(whole), axes: (0..axes.len()).collect() })
     }
 
-    /// Names of the axes, in order.
+    /// Returns the names of the axes, in order.
     pub fn axes(&self) -> impl ExactSizeIterator<Item = &str> {
         self.axes.iter().map(|&axis| self.whole.names[axis].as_str())
     }
 
-    /// Sizes of the axes, in order.
+    /// Returns the sizes of the axes, in order.
     #[must_use]
     pub fn shape(&self) -> Vec<usize> {
         self.axes.iter().map(|&axis| self.whole.shape[axis]).collect()
     }
 
-    /// Number of ranks: the product of the shape.
+    /// Returns the number of ranks: the product of the shape.
     #[must_use]
     pub fn size(&self) -> usize {
         self.shape().iter().product()
     }
 
-    /// Where this rank is, along each axis in order.
+    /// Returns the coordinates of this rank, one for each axis in order.
     #[must_use]
     #[doc(alias = "get_coordinate")]
     pub fn coordinates(&self) -> Vec<usize> {
         self.axes.iter().map(|&axis| self.whole.coordinates[axis]).collect()
     }
 
-    /// Where this rank is along one axis: its rank in the group there.
+    /// Returns the coordinate of this rank along one axis, which is its rank in the group along it.
     ///
     /// # Errors
     /// [`CommError::InvalidArgument`] if there is no such axis.
@@ -143,11 +146,11 @@ impl Mesh {
         Ok(self.whole.coordinates[self.axis(axis)?])
     }
 
-    /// The rank at these coordinates, one for each axis, in the group that the mesh was made from. Along axes that
-    /// only the whole mesh has it is where this rank is.
+    /// Returns the rank at these coordinates, one for each axis, in the group of the whole mesh. Along axes
+    /// that only the whole mesh has, it is at the coordinates of this rank.
     ///
     /// # Errors
-    /// [`CommError::InvalidArgument`] if there is no such place.
+    /// [`CommError::InvalidArgument`] if the coordinates are outside the shape.
     pub fn rank_at(&self, coordinates: &[usize]) -> Result<usize, CommError> {
         let shape = self.shape();
         let fit =
@@ -159,14 +162,14 @@ impl Mesh {
         Ok(self.whole.rank_at(&self.axes, coordinates))
     }
 
-    /// All ranks of the mesh, in the group that the whole was made from; those of a submesh are where this rank is
-    /// along the other axes. The last axis varies fastest.
+    /// Returns all ranks of the mesh, as ranks in the group of the whole mesh; the last axis varies
+    /// fastest. Those of a submesh have this rank's coordinates along the other axes.
     #[must_use]
     pub fn ranks(&self) -> Vec<usize> {
         self.whole.ranks(&self.axes)
     }
 
-    /// The group of ranks that differ only along `axis`, in the order of their coordinates there.
+    /// Returns the group of ranks that differ only along `axis`, in the order of their coordinates.
     ///
     /// # Errors
     /// [`CommError::InvalidArgument`] if there is no such axis.
@@ -175,8 +178,8 @@ impl Mesh {
         Ok(&self.whole.along[self.axis(axis)?])
     }
 
-    /// The mesh of some axes, in this order: of ranks that differ only along them. No rank needs to do anything for
-    /// it; its groups are those of the whole mesh.
+    /// Returns the mesh of some axes in the given order: the ranks that differ only along them. It needs no
+    /// communication; its groups are those of the whole mesh.
     ///
     /// # Errors
     /// [`CommError::InvalidArgument`] if there is no axis, one is unknown or named twice.
@@ -194,16 +197,16 @@ impl Mesh {
         Ok(Self { whole: Arc::clone(&self.whole), axes })
     }
 
-    /// A new group of all ranks of this mesh, the last axis varying fastest: its axes as one.
+    /// Makes a new group of all ranks of this mesh; the last axis varies fastest.
     ///
-    /// All ranks of the *whole* mesh call it, with the same axes, also where this is a submesh: as many groups come of
-    /// it as there are such submeshes. Each call makes a new group.
+    /// All ranks of the *whole* mesh call it with equal axes, also on a submesh: it makes one group for
+    /// each such submesh. Each call makes a new group.
     ///
     /// # Errors
-    /// As [`Group::subgroup`].
+    /// The errors of [`Group::subgroup`].
     ///
     /// # Cost
-    /// As [`Group::subgroup`].
+    /// The cost of [`Group::subgroup`].
     pub fn flatten(&self) -> Result<Group, CommError> {
         let Whole { group, names, shape, .. } = &*self.whole;
         let own: Vec<String> = self.axes().map(str::to_owned).collect();
@@ -213,7 +216,7 @@ impl Mesh {
         self.whole.form(&call, &agreed, &self.axes)
     }
 
-    /// The axis of the whole mesh with this name, if this mesh has it.
+    /// Returns the index in the whole mesh of the axis with this name, if this mesh has it.
     fn axis(&self, name: &str) -> Result<usize, CommError> {
         let known = self.axes.iter().copied().find(|&axis| self.whole.names[axis] == name);
         known.ok_or_else(|| {
@@ -234,14 +237,15 @@ impl fmt::Debug for Mesh {
 }
 
 impl Whole {
-    /// Makes the group of the ranks that differ from this one only along `axes`, in the time of `call`.
+    /// Makes the group of the ranks that differ from this one only along `axes`, within the time limit of
+    /// `call`.
     fn form(&self, call: &Group, agreed: &Agreed<'_>, axes: &[usize]) -> Result<Group, CommError> {
         let names: Vec<&str> = axes.iter().map(|&axis| self.names[axis].as_str()).collect();
         let group = call.with_subgroup_name(&names.join("+")).form(agreed, &self.ranks(axes))?;
         group.ok_or_else(|| CommError::InvalidArgument("this rank has no place in the mesh".to_owned()))
     }
 
-    /// The rank at `coordinates` along `axes`, and where this rank is along the others.
+    /// Returns the rank at `coordinates` along `axes`, and at this rank's coordinates along the other axes.
     fn rank_at(&self, axes: &[usize], coordinates: &[usize]) -> usize {
         let mut place = self.coordinates.clone();
         for (&axis, &at) in axes.iter().zip(coordinates) {
@@ -250,7 +254,7 @@ impl Whole {
         place.iter().zip(&self.shape).fold(0, |rank, (at, size)| rank * size + at)
     }
 
-    /// All ranks that differ from this one only along `axes`.
+    /// Returns all ranks that differ from this one only along `axes`.
     fn ranks(&self, axes: &[usize]) -> Vec<usize> {
         let shape: Vec<usize> = axes.iter().map(|&axis| self.shape[axis]).collect();
         let places = (0..shape.iter().product()).map(|place| coordinates(&shape, place));
@@ -258,7 +262,7 @@ impl Whole {
     }
 }
 
-/// Coordinates of the place with this number in a mesh of this shape, the last axis varying fastest.
+/// Returns the coordinates of position `place` in a mesh of this shape; the last axis varies fastest.
 fn coordinates(shape: &[usize], mut place: usize) -> Vec<usize> {
     let mut coordinates = vec![0; shape.len()];
     for (at, &size) in coordinates.iter_mut().zip(shape).rev() {
@@ -267,7 +271,7 @@ fn coordinates(shape: &[usize], mut place: usize) -> Vec<usize> {
     coordinates
 }
 
-/// Stands for the axes where ranks compare them.
+/// Returns a fingerprint of the axes, which ranks compare.
 fn mark(names: &[String], shape: &[usize]) -> u64 {
     let names = names.iter().flat_map(|name| name.bytes().map(usize::from).chain([usize::MAX]));
     fingerprint(&names.chain(shape.iter().copied()).collect::<Vec<_>>())

@@ -1,4 +1,4 @@
-//! What a collective adds by: a named operation, or one that the program makes.
+//! The reduction of a collective: a named operation, or one that the program defines.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -9,7 +9,8 @@ use crate::dtype::{Element, ReduceOp};
 use crate::error::CommError;
 use crate::kernels::{Function, Kernel, ScaleFn, function};
 
-/// How the ranks' elements of type `T` become one: a [`ReduceOp`], or an operation of the program.
+/// The reduction that combines the ranks' elements of type `T`: a [`ReduceOp`], or an operation of the
+/// program.
 ///
 /// ```
 /// use convoke_comm::{ReduceOp, Reduction};
@@ -31,7 +32,7 @@ use crate::kernels::{Function, Kernel, ScaleFn, function};
 pub struct Reduction<T> {
     op: ReduceOp,
     scale: Option<Arc<ScaleFn>>,
-    /// The factor's bytes, for devices.
+    /// Bytes of the factor, for devices.
     #[cfg_attr(not(feature = "nccl"), allow(dead_code))]
     factor: Option<[u8; 16]>,
     function: Option<Arc<Function>>,
@@ -39,9 +40,9 @@ pub struct Reduction<T> {
 }
 
 impl<T: Element> Reduction<T> {
-    /// The sum of all ranks' elements, of which this rank multiplies its own by `factor` first.
+    /// Returns the sum of all ranks' elements, where this rank first multiplies its own by `factor`.
     ///
-    /// Ranks may have different factors. Products of halves are not rounded before they are added.
+    /// Factors may differ between ranks. Products of 16-bit floats are not rounded before they are added.
     #[must_use]
     pub fn premul_sum(factor: T::Factor) -> Self {
         let scale: Arc<ScaleFn> = Arc::new(move |bytes: &mut [u8]| factor.multiply(bytes));
@@ -49,23 +50,24 @@ impl<T: Element> Reduction<T> {
         Self { op: ReduceOp::PremulSum, scale: Some(scale), factor, function: None, of: PhantomData }
     }
 
-    /// A function of the program: it replaces each element of its first argument by that element combined with the
-    /// one in the same place of its second, which is as long. All ranks pass the same function.
+    /// Makes a reduction from a function. It replaces each element of its first argument by the combination
+    /// with the element at that index of its second. Both have one length. All ranks pass the same
+    /// function.
     ///
-    /// It combines elements in any order and bracketing, so it should be commutative and associative. Whatever it is,
-    /// all ranks get the same bits, and the same ones on a rerun; one that is not associative gives other results
-    /// for other lengths and numbers of ranks.
+    /// Elements are combined in any order and grouping, so the function should be commutative and
+    /// associative. In any case, all ranks get equal bits, and a rerun does too. If it is not associative,
+    /// results depend on the length and the number of ranks.
     ///
-    /// The thread that calls it is one of those that have a call on the group in progress. It cannot use the group
-    /// itself: there every call is refused. If it panics, the group ends with [`CommError::Aborted`] on all ranks.
-    /// Its time is not bounded by the call's.
+    /// A thread with a call on the group in progress runs it. The function must not use a group: every call
+    /// in it is refused. If it panics, the group ends with [`CommError::Aborted`] on all ranks. The time
+    /// limit of the call does not interrupt it.
     #[must_use]
     pub fn new(combine: impl Fn(&mut [T], &[T]) + Send + Sync + 'static) -> Self {
         let function: Arc<Function> = Arc::new(function(combine));
         Self { op: ReduceOp::Custom, scale: None, factor: None, function: Some(function), of: PhantomData }
     }
 
-    /// The arithmetic over `world` ranks, if there is any for the type.
+    /// Returns the arithmetic over `world` ranks, or an error if it is not defined for the type.
     pub(crate) fn kernel(&self, world: usize) -> Result<Kernel, CommError> {
         let Self { op, scale, function, .. } = self;
         let kernel = match (op, scale, function) {
@@ -83,20 +85,20 @@ impl<T: Element> Reduction<T> {
 }
 
 impl<T> Reduction<T> {
-    /// What the ranks compare.
+    /// Returns the operation, which the ranks compare.
     #[must_use]
     pub fn op(&self) -> ReduceOp {
         self.op
     }
 
-    /// This rank's factor, as its bytes in native order.
+    /// Returns this rank's factor, as its bytes in native order.
     #[cfg(feature = "nccl")]
     pub(crate) fn factor(&self) -> Option<[u8; 16]> {
         self.factor
     }
 }
 
-/// What to do where an operation has no meaning for a type.
+/// Returns advice for an operation that is not defined for a type.
 fn instead(op: ReduceOp) -> &'static str {
     match op {
         ReduceOp::Avg => {

@@ -1,4 +1,5 @@
-//! Memory in which collectives copy nothing inside a host.
+//! Allocation of memory that all ranks of a host can access, so that collectives need no copy inside the
+//! host.
 
 use std::fmt;
 use std::io;
@@ -13,10 +14,10 @@ use crate::shm::handout::{self, Giver, Taker};
 use crate::shm::part::Owned;
 use crate::shm::segment::{self, Segment};
 
-/// Elements in memory that the other ranks of the host can reach, from [`Group::alloc`]: a slice like any other.
+/// A slice of elements in memory that the other ranks of the host can access, from [`Group::alloc`].
 ///
-/// Other ranks touch it only while this one lends it to a collective. After a collective in it has failed, what it had
-/// lent is zero, in memory of its own.
+/// Other ranks access it only during a collective to which this rank passes it. After a failed collective,
+/// the passed elements are zero, in private memory.
 pub struct SharedBuffer<T: Element> {
     elements: Elements<T>,
 }
@@ -26,25 +27,27 @@ enum Elements<T: Element> {
     Private(Vec<T>),
 }
 
-/// What a rank says when memory is made: `ok`, the number, the invitation.
+/// Bytes of the broadcast that announces the memory: a success flag, the id, the invitation.
 const WORDS: usize = 1 + 8 + size_of::<handout::Invitation>();
 
 impl Group {
-    /// Memory for `len` elements, zero, that all ranks of the host can reach: an [all-reduce](Self::all_reduce) of more
-    /// than 8 KiB in it copies nothing, but adds up the ranks' elements where they are.
+    /// Allocates zeroed memory for `len` elements that all ranks of the host can access. In it, an
+    /// [all-reduce](Self::all_reduce) of more than 8 KiB copies nothing: it reduces the ranks' elements in
+    /// place.
     ///
-    /// All ranks of the group call it, as a collective; each gets its own memory, of the length that it asks for. An
-    /// all-reduce takes the short way if all ranks pass a whole buffer of the same call of this function, or the same
-    /// pages of it; else, and in all other collectives, the buffer is one like any other.
+    /// All ranks of the group call it, as a collective; each gets its own buffer, of the length that it
+    /// passes. An all-reduce works in place if all ranks pass the whole buffer of one `alloc`, or equal
+    /// pages of it. Otherwise, and in all other collectives, it is treated as any buffer.
     ///
-    /// Where not all ranks share memory, or making it fails, which is logged, it is memory of the process like any
-    /// other, on all ranks ([`SharedBuffer::is_shared`]).
+    /// If not all ranks share memory, or the allocation fails (which is logged), all ranks get private
+    /// memory. [`SharedBuffer::is_shared`] tells which.
     ///
     /// # Errors
-    /// [`CommError::InvalidArgument`] if so much cannot be. Else as [`Self::all_gather`].
+    /// [`CommError::InvalidArgument`] if the size is too large. Otherwise the errors of
+    /// [`Self::all_gather`].
     ///
     /// # Cost
-    /// Five small collectives; two descriptors for a moment, none in the end. The memory is taken from the system at
+    /// Five small collectives. Two file descriptors are open during the call. The memory is committed at
     /// once.
     pub fn alloc<T: Element>(&self, len: usize) -> Result<SharedBuffer<T>, CommError> {
         self.inner.check_caller()?;
@@ -63,7 +66,7 @@ impl Group {
         Ok(SharedBuffer { elements })
     }
 
-    /// Makes memory together with the others; `None` on all ranks if that fails on any.
+    /// Allocates memory with all ranks; returns `None` on all ranks if that fails on any.
     fn share<T: Element>(
         &self,
         allocations: &Allocations,
@@ -99,7 +102,7 @@ impl Group {
         if words[0] == 0 {
             return Ok(None);
         }
-        // Each step is over on all ranks before the next.
+        // Each step is complete on all ranks before the next one starts.
         let taker = (rank > 0).then(|| Taker::new(&invitation)).transpose();
         let Some(taker) = self.all_could(taker)? else { return Ok(None) };
         let given = giver.as_ref().map_or(Ok(()), |giver| giver.give(self.size() - 1));
@@ -121,7 +124,7 @@ impl Group {
         Ok(Some((owned, allocation)))
     }
 
-    /// What this rank has done, if all others could do it as well.
+    /// Returns the result of this rank if all ranks succeeded, else `None` on all ranks.
     fn all_could<R>(&self, done: io::Result<R>) -> Result<Option<R>, CommError> {
         let mut all = [u8::from(done.is_ok())];
         self.all_reduce(&mut all, ReduceOp::Min)?;
@@ -140,10 +143,10 @@ impl Group {
     }
 }
 
-/// What a rank has of memory that all have made.
+/// The buffer of a rank and the allocation that contains it.
 type Made<T> = (Owned<T>, Arc<Allocation>);
 
-/// Number of an allocation, regions of all ranks, bytes in all.
+/// Id of an allocation, regions of all ranks, total size in bytes.
 type Plan = (u64, Vec<std::ops::Range<usize>>, usize);
 
 fn map<T: Element>(
@@ -173,7 +176,7 @@ fn zeros<T: Element>(len: usize) -> Result<Vec<T>, CommError> {
 }
 
 impl<T: Element> SharedBuffer<T> {
-    /// Whether other ranks can reach it.
+    /// Returns true if other ranks can access the buffer.
     #[must_use]
     pub fn is_shared(&self) -> bool {
         matches!(self.elements, Elements::Shared { .. })
@@ -181,14 +184,14 @@ impl<T: Element> SharedBuffer<T> {
 }
 
 impl<T: Element> From<Vec<T>> for SharedBuffer<T> {
-    /// Elements that other ranks cannot reach.
+    /// Wraps elements in private memory.
     fn from(elements: Vec<T>) -> Self {
         Self { elements: Elements::Private(elements) }
     }
 }
 
 impl<T: Element> Default for SharedBuffer<T> {
-    /// No elements.
+    /// Returns an empty buffer.
     fn default() -> Self {
         Vec::new().into()
     }

@@ -11,7 +11,7 @@ impl Group {
     ///
     /// # Errors
     /// [`CommError::InvalidArgument`], before anything is sent, if the lengths do not fit.
-    /// [`CommError::Mismatch`] if ranks disagree. Else whatever ended the group; `recv` is then
+    /// [`CommError::Mismatch`] if ranks disagree. Otherwise the error that ended the group; `recv` is then
     /// unspecified.
     ///
     /// # Cost
@@ -32,10 +32,11 @@ impl Group {
         self.planned(call, around(send, recv, own.clone()).sent(own.start, send), None)
     }
 
-    /// As [`Self::all_gather`], with this rank's block already in its place in `buf`.
+    /// In-place form of [`Self::all_gather`]: this rank's block is already at its position in `buf`.
     ///
     /// # Errors
-    /// As [`Self::all_gather`]; also if `buf` cannot be cut in `size` blocks.
+    /// The errors of [`Self::all_gather`]; [`CommError::InvalidArgument`] also if `buf` is not `size` equal
+    /// blocks.
     pub fn all_gather_in_place<T: Element>(&self, buf: &mut [T]) -> Result<(), CommError> {
         self.carry_out(self.prepare_all_gather_in_place(buf)).map(drop)
     }
@@ -52,7 +53,7 @@ impl Group {
     /// adding is fixed, from run to run.
     ///
     /// # Errors
-    /// As [`Self::all_gather`]; [`CommError::InvalidArgument`] also if `op` has no meaning for the type.
+    /// The errors of [`Self::all_gather`]; [`CommError::InvalidArgument`] also if `op` is not defined for the type.
     ///
     /// # Cost
     /// With P ranks and blocks of S bytes each rank sends S·(P−1) bytes: few in one round, many around a
@@ -79,11 +80,12 @@ impl Group {
         self.planned(call, reduced(around, send, recv, own), Some(kernel))
     }
 
-    /// As [`Self::reduce_scatter`], with the result in this rank's block of `buf`; the others are unspecified
-    /// afterwards.
+    /// In-place form of [`Self::reduce_scatter`]: the result replaces this rank's block of `buf`; the other
+    /// blocks are unspecified afterwards.
     ///
     /// # Errors
-    /// As [`Self::reduce_scatter`]; also if `buf` cannot be cut in `size` blocks.
+    /// The errors of [`Self::reduce_scatter`]; [`CommError::InvalidArgument`] also if `buf` is not `size`
+    /// equal blocks.
     pub fn reduce_scatter_in_place<T: Element>(
         &self,
         buf: &mut [T],
@@ -105,15 +107,15 @@ impl Group {
 
     /// Fills `recv` of rank `root` with the `send` of all ranks, in rank order.
     ///
-    /// All ranks pass the same length, type and `root`. On the root `recv` is `size` times as long as `send`,
-    /// on the others it is not looked at and may be empty. A rank other than the root may return before the
-    /// root has everything.
+    /// All ranks pass the same length, type and `root`. On the root, `recv` is `size` times as long as
+    /// `send`; on other ranks it is ignored and may be empty. A rank other than the root may return before
+    /// the root has all blocks.
     ///
     /// # Errors
-    /// As [`Self::all_gather`]; [`CommError::InvalidArgument`] also if there is no such rank.
+    /// The errors of [`Self::all_gather`]; [`CommError::InvalidArgument`] also if there is no such rank.
     ///
     /// # Cost
-    /// Each rank sends its block to the root, which receives them side by side.
+    /// Each rank sends its block to the root, which receives all blocks concurrently.
     pub fn gather<T: Element>(&self, send: &[T], recv: &mut [T], root: usize) -> Result<(), CommError> {
         self.carry_out(self.prepare_gather(send, recv, root)).map(drop)
     }
@@ -135,15 +137,15 @@ impl Group {
 
     /// Fills `recv` with this rank's block of the `send` of rank `root`.
     ///
-    /// All ranks pass the same length, type and `root`. On the root `send` is `size` times as long as `recv`,
-    /// on the others it is not looked at and may be empty. The root may return before the others have
-    /// everything.
+    /// All ranks pass the same length, type and `root`. On the root, `send` is `size` times as long as
+    /// `recv`; on other ranks it is ignored and may be empty. The root may return before the others have
+    /// their blocks.
     ///
     /// # Errors
-    /// As [`Self::gather`].
+    /// The errors of [`Self::gather`].
     ///
     /// # Cost
-    /// The root sends each rank its block, side by side.
+    /// The root sends each rank its block, concurrently.
     pub fn scatter<T: Element>(&self, send: &[T], recv: &mut [T], root: usize) -> Result<(), CommError> {
         self.carry_out(self.prepare_scatter(send, recv, root)).map(drop)
     }
@@ -164,15 +166,16 @@ impl Group {
         self.planned(call, Lent::default().filled(self.own_range(recv.len()).start, recv), None)
     }
 
-    /// Sends block i of `send` to rank i, and fills block i of `recv` with what rank i sends here.
+    /// Sends block i of `send` to rank i, and fills block i of `recv` with the block that rank i sends to
+    /// this rank.
     ///
     /// All ranks pass the same length and type; both buffers have one block for each rank.
     ///
     /// # Errors
-    /// As [`Self::all_gather`].
+    /// The errors of [`Self::all_gather`].
     ///
     /// # Cost
-    /// With P ranks and blocks of S bytes each rank sends S·(P−1) bytes, to all others side by side.
+    /// With P ranks and blocks of S bytes each rank sends S·(P−1) bytes, to all others concurrently.
     pub fn all_to_all<T: Element>(&self, send: &[T], recv: &mut [T]) -> Result<(), CommError> {
         self.carry_out(self.prepare_all_to_all(send, recv)).map(drop)
     }
@@ -191,13 +194,13 @@ impl Group {
         self.planned(call::<T>(CallKind::AllToAll, None, 0, count), lent, None)
     }
 
-    /// As [`Self::all_to_all`], with what is sent and what is received in the same `buf`.
+    /// In-place form of [`Self::all_to_all`]: `buf` is sent, and replaced by the received blocks.
     ///
     /// # Errors
-    /// As [`Self::all_to_all`].
+    /// The errors of [`Self::all_to_all`].
     ///
     /// # Cost
-    /// As [`Self::all_to_all`], and a copy.
+    /// The cost of [`Self::all_to_all`], and a copy of `buf`.
     pub fn all_to_all_in_place<T: Element>(&self, buf: &mut [T]) -> Result<(), CommError> {
         self.carry_out(self.prepare_all_to_all_in_place(buf)).map(drop)
     }
@@ -209,7 +212,7 @@ impl Group {
         self.planned(call, lent.filled(buf.len(), buf), None)
     }
 
-    /// Length of each of the `size` blocks of a buffer.
+    /// Returns the length of each of the `size` blocks of a buffer.
     fn block_len(&self, name: &str, len: usize) -> Result<usize, CommError> {
         if len.is_multiple_of(self.size()) {
             return Ok(len / self.size());
@@ -228,12 +231,12 @@ impl Group {
         Err(CommError::InvalidArgument(format!("{name} has {len} elements, not {size} blocks of {block}")))
     }
 
-    /// Where this rank's block is in a buffer of blocks of `len`.
+    /// Returns the range of this rank's block in a buffer with blocks of `len`.
     pub(super) fn own_range(&self, len: usize) -> Range<usize> {
         self.rank() * len..(self.rank() + 1) * len
     }
 
-    /// This rank's block of a buffer that has been checked.
+    /// Returns this rank's block of a buffer whose length has been checked.
     pub(super) fn own<'a, T>(&self, buf: &'a mut [T], len: usize) -> &'a mut [T] {
         &mut buf[self.own_range(len)]
     }
@@ -243,21 +246,21 @@ impl Group {
     }
 }
 
-/// What is before `own`, that, and what is behind it.
+/// Splits a buffer into the parts before `own`, in it, and after it.
 pub(super) fn cut<T>(buf: &mut [T], own: Range<usize>) -> (&mut [T], &mut [T], &mut [T]) {
     let (rest, behind) = buf.split_at_mut(own.end);
     let (before, own) = rest.split_at_mut(own.start);
     (before, own, behind)
 }
 
-/// The row of what others send into `recv`, around the block `own`, which is a copy of `send`.
+/// Describes a receive buffer: peers fill `recv` around the block `own`, which is copied from `send`.
 pub(super) fn around<'a, T: Element>(send: &'a [T], recv: &'a mut [T], own: Range<usize>) -> Lent<'a> {
     let (before, into, behind) = cut(recv, own.clone());
     Lent::default().copied(send, into).filled(0, before).filled(own.end, behind)
 }
 
-/// The row of a reduce-scatter: `recv`, which begins as this rank's share of the result, in its place among what
-/// others own: a copy of it, or `send` itself, which is only read.
+/// Describes the buffers of a reduce-scatter. `recv` starts as this rank's input to its block; the blocks
+/// of other ranks are a copy of `send`, or `send` itself, which is then only read.
 pub(super) fn reduced<'a, T: Element>(
     copied: bool,
     send: &'a [T],

@@ -1,4 +1,4 @@
-//! Memory that nonblocking operations work on.
+//! Buffers of nonblocking operations.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -11,9 +11,10 @@ mod sealed {
     pub trait Sealed {}
 }
 
-/// Elements that an operation reads: `Vec<T>`, `Box<[T]>`, `Arc<[T]>`, `Arc<Vec<T>>`, [`SharedBuffer<T>`]; in a scope also `&[T]`.
+/// Elements that an operation reads: `Vec<T>`, `Box<[T]>`, `Arc<[T]>`, `Arc<Vec<T>>`, [`SharedBuffer<T>`];
+/// in a scope also `&[T]`.
 ///
-/// Sealed: the elements of all of these stay where they are when the owner is moved.
+/// The trait is sealed: moving the owner must not move the elements, which holds for these types.
 pub trait Buffer: sealed::Sealed + Sized {
     /// Type of the elements.
     type Element: Element;
@@ -21,13 +22,14 @@ pub trait Buffer: sealed::Sealed + Sized {
     /// The elements.
     fn elements(&self) -> &[Self::Element];
 
-    /// What must be kept alive while an operation that nobody waits for works on it; `None` for what is
-    /// borrowed and therefore kept by somebody else.
+    /// Returns the owner, which must live while an operation without a handle uses the elements. Returns
+    /// `None` for a borrow, whose owner is elsewhere.
     #[doc(hidden)]
     fn owned(self) -> Option<Box<dyn Any + Send>>;
 }
 
-/// Elements that an operation fills or changes: `Vec<T>`, `Box<[T]>`, [`SharedBuffer<T>`]; in a scope also `&mut [T]`.
+/// Elements that an operation fills or changes: `Vec<T>`, `Box<[T]>`, [`SharedBuffer<T>`]; in a scope also
+/// `&mut [T]`.
 pub trait BufferMut: Buffer {
     /// The elements.
     fn elements_mut(&mut self) -> &mut [Self::Element];
@@ -83,11 +85,11 @@ owned!(Vec<T>, Box<[T]>, Arc<[T]>, Arc<Vec<T>>, SharedBuffer<T>);
 borrowed!(&[T], &mut [T]);
 mutable!(Vec<T>, Box<[T]>, SharedBuffer<T>, &mut [T]);
 
-/// All memory of one operation, and what its owner gets back.
+/// All buffers of one operation, and the value that their owner gets back.
 ///
-/// Sealed: one buffer, the pair of what is sent and what is filled, a list of buffers, [`AnySource`], or nothing.
+/// Sealed: one buffer, a pair of send and receive buffers, a list of buffers, [`AnySource`], or nothing.
 pub trait Memory: sealed::Sealed + Sized {
-    /// What is given back when the operation is done.
+    /// The value that is returned when the operation is done.
     type Output;
 
     #[doc(hidden)]
@@ -143,10 +145,10 @@ fn all_owned<B: Buffer>(buffers: Vec<B>) -> Box<dyn Any + Send> {
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct List<B>(pub Vec<B>);
 
-/// What a coalesced operation sends, and what it fills.
+/// The buffers that a coalesced operation sends, and those that it fills.
 pub type Lists<S, R> = (List<S>, List<R>);
 
-/// A buffer for a message from whoever sends one; given back with the rank that did.
+/// A buffer for a message from any rank; it is returned with the rank of the sender.
 #[derive(Debug)]
 pub struct AnySource<B>(pub(super) B);
 
@@ -156,7 +158,7 @@ impl<B: Buffer> Memory for AnySource<B> {
     type Output = (B, usize);
 
     fn give_back(self, envelope: Option<Envelope>) -> (B, usize) {
-        // A receive that has ended well has got something from somebody.
+        // A successful receive always has an envelope.
         (self.0, envelope.map_or(usize::MAX, |envelope| envelope.from))
     }
 

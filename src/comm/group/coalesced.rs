@@ -1,4 +1,4 @@
-//! Collectives of lists of buffers, which travel as one.
+//! Coalesced collectives: lists of buffers that are sent as one.
 
 use super::{
     Call, CallKind, CommError, Element, Group, Lent, Prepared, ReduceOp, Reduction, call, check_len,
@@ -6,12 +6,12 @@ use super::{
 use crate::plan::fingerprint;
 
 impl Group {
-    /// [`Self::all_reduce`] of each buffer of a list, at the cost of one call for all.
+    /// Runs [`Self::all_reduce`] on each buffer of a list, at the cost of one call.
     ///
     /// All ranks pass the same lengths in the same order, the same type and `op`.
     ///
     /// # Errors
-    /// As [`Self::all_reduce`].
+    /// The errors of [`Self::all_reduce`].
     pub fn all_reduce_coalesced<T: Element, B: AsMut<[T]>>(
         &self,
         bufs: &mut [B],
@@ -31,12 +31,12 @@ impl Group {
         self.planned(listed::<T>(CallKind::AllReduce, Some(op.op()), &lens), lent, Some(kernel))
     }
 
-    /// [`Self::broadcast`] of each buffer of a list, at the cost of one call for all.
+    /// Runs [`Self::broadcast`] on each buffer of a list, at the cost of one call.
     ///
     /// All ranks pass the same lengths in the same order, the same type and `root`.
     ///
     /// # Errors
-    /// As [`Self::broadcast`].
+    /// The errors of [`Self::broadcast`].
     pub fn broadcast_coalesced<T: Element, B: AsMut<[T]>>(
         &self,
         bufs: &mut [B],
@@ -55,12 +55,12 @@ impl Group {
         self.planned(rooted::<T>(CallKind::Broadcast, None, root, &lens), lent, None)
     }
 
-    /// [`Self::reduce`] of each buffer of a list, at the cost of one call for all.
+    /// Runs [`Self::reduce`] on each buffer of a list, at the cost of one call.
     ///
     /// All ranks pass the same lengths in the same order, the same type, `op` and `root`.
     ///
     /// # Errors
-    /// As [`Self::reduce`].
+    /// The errors of [`Self::reduce`].
     pub fn reduce_coalesced<T: Element, B: AsMut<[T]>>(
         &self,
         bufs: &mut [B],
@@ -83,13 +83,13 @@ impl Group {
         self.planned(rooted::<T>(CallKind::Reduce, Some(op.op()), root, &lens), lent, Some(kernel))
     }
 
-    /// [`Self::all_gather`] of each pair of buffers of two lists, at the cost of one call for all.
+    /// Runs [`Self::all_gather`] on each pair of buffers of two lists, at the cost of one call.
     ///
     /// All ranks pass the same lengths in the same order and the same type; each of `recvs` is `size` times as long
     /// as its partner in `sends`.
     ///
     /// # Errors
-    /// As [`Self::all_gather`]; [`CommError::InvalidArgument`] also if the lists are not equally long.
+    /// The errors of [`Self::all_gather`]; [`CommError::InvalidArgument`] also if the lists are not equally long.
     pub fn all_gather_coalesced<T: Element, S: AsRef<[T]>, R: AsMut<[T]>>(
         &self,
         sends: &[S],
@@ -120,13 +120,13 @@ impl Group {
         self.planned(listed::<T>(CallKind::AllGather, None, &lens), lent, None)
     }
 
-    /// [`Self::reduce_scatter`] of each pair of buffers of two lists, at the cost of one call for all.
+    /// Runs [`Self::reduce_scatter`] on each pair of buffers of two lists, at the cost of one call.
     ///
     /// All ranks pass the same lengths in the same order, the same type and `op`; each of `sends` is `size` times
     /// as long as its partner in `recvs`.
     ///
     /// # Errors
-    /// As [`Self::reduce_scatter`]; [`CommError::InvalidArgument`] also if the lists are not equally long.
+    /// The errors of [`Self::reduce_scatter`]; [`CommError::InvalidArgument`] also if the lists are not equally long.
     pub fn reduce_scatter_coalesced<T: Element, S: AsRef<[T]>, R: AsMut<[T]>>(
         &self,
         sends: &[S],
@@ -173,7 +173,7 @@ impl Group {
     }
 }
 
-/// The buffers behind each other, and their lengths.
+/// Concatenates the buffers; returns their lengths too.
 fn one_row<'a, T: Element>(bufs: impl Iterator<Item = &'a mut [T]>) -> (Lent<'a>, Vec<usize>) {
     let (mut lent, mut lens, mut at) = (Lent::default(), Vec::new(), 0);
     for buf in bufs {
@@ -185,14 +185,14 @@ fn one_row<'a, T: Element>(bufs: impl Iterator<Item = &'a mut [T]>) -> (Lent<'a>
     (lent, lens)
 }
 
-/// A call on buffers of these lengths, which all ranks must agree on.
+/// Returns the call on buffers of these lengths, on which all ranks must agree.
 fn listed<T: Element>(kind: CallKind, op: Option<ReduceOp>, lens: &[usize]) -> Call {
     let hash = fingerprint(lens);
-    // Never 0, which stands for no list.
+    // The fingerprint is never 0, which means a call without a list.
     call::<T>(kind, op, (hash ^ hash >> 32) as u32 | 1, lens.iter().sum())
 }
 
-/// As [`listed`], for a call that has a root.
+/// Returns the call of [`listed`] for an operation with a root.
 fn rooted<T: Element>(kind: CallKind, op: Option<ReduceOp>, root: usize, lens: &[usize]) -> Call {
     let list = listed::<T>(kind, op, lens);
     Call { root: root as u32, ..list }.with_lens((list.root ^ list.root >> 24) & 0x00FF_FFFF | 1)

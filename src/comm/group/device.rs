@@ -1,4 +1,4 @@
-//! A group's side on a device, seen from the host's.
+//! The device side of a group, as the host side uses it.
 
 use std::sync::{Arc, PoisonError, Weak};
 
@@ -9,13 +9,14 @@ use crate::device::DeviceError;
 use crate::device::side::Side;
 
 impl Group {
-    /// Whether operations on buffers of a device can be made: [`Self::with_device`] gives a group a side there.
+    /// Returns true if this handle supports operations on device buffers; [`Self::with_device`] adds a
+    /// device side.
     #[must_use]
     pub fn has_device(&self) -> bool {
         self.device.is_some()
     }
 
-    /// The same group, seen from the host only.
+    /// Returns a handle of this group without a device side.
     pub(crate) fn without_device(&self) -> Self {
         Self { device: None, ..self.clone() }
     }
@@ -29,32 +30,33 @@ impl Group {
         Self { device: Some(side), ..self.clone() }
     }
 
-    /// All that it has, whatever handle they came with.
+    /// Returns the device sides of all handles of this group.
     pub(super) fn sides(&self) -> Vec<Arc<Side>> {
         let sides = self.inner.sides.lock().unwrap_or_else(PoisonError::into_inner);
         sides.iter().filter_map(Weak::upgrade).collect()
     }
 
     /// # Errors
-    /// [`CommError::Device`] if it has none.
+    /// [`CommError::Device`] if this handle has no device side.
     pub(crate) fn side(&self) -> Result<&Arc<Side>, CommError> {
         let without = || DeviceError::Without { group: self.name().to_owned() }.into();
         self.inner.check_caller()?;
         self.device.as_ref().ok_or_else(without)
     }
 
-    /// Whether it goes on; if not, the error that `call` gets.
+    /// Returns the error for `call` if the group has ended.
     pub(crate) fn check(&self, call: Option<Call>) -> Result<(), CommError> {
         self.inner.check_caller()?;
         self.inner.shared.as_ref().map_or(Ok(()), |shared| shared.check(call))
     }
 
-    /// Whether it goes on for the ranks; a handle that was destroyed here is no reason why not.
+    /// Returns an error if the group has ended for all ranks; that this rank destroyed its handle does not
+    /// count.
     pub(crate) fn goes_on(&self) -> Result<(), CommError> {
         self.inner.shared.as_ref().map_or(Ok(()), |shared| shared.check(None))
     }
 
-    /// Ranks that have left in good order, or are about to be known as lost.
+    /// Returns the ranks that have left in good order, or whose loss is about to be reported.
     pub(crate) fn absent(&self) -> Vec<usize> {
         let Some(shared) = &self.inner.shared else { return Vec::new() };
         let here = shared.look().here;
@@ -62,27 +64,27 @@ impl Group {
     }
 
     /// # Errors
-    /// [`CommError::InvalidArgument`] if this is a fork of the process that made it.
+    /// [`CommError::InvalidArgument`] if this process is a fork of the one that made the group.
     pub(crate) fn of_this_process(&self) -> Result<(), CommError> {
         if self.is_forked() { self.inner.check_caller() } else { Ok(()) }
     }
 
-    /// Whether this process is a fork of the one that made it.
+    /// Returns true if this process is a fork of the one that made the group.
     pub(crate) fn is_forked(&self) -> bool {
         self.inner.is_forked()
     }
 
-    /// Ends it, unless it has ended: all ranks learn of the cause.
+    /// Ends the group, unless it has ended: all ranks learn the cause.
     pub(crate) fn end(&self, cause: Cause) {
         if let Some(shared) = self.inner.shared.as_ref().filter(|_| !self.is_forked()) {
             shared.end(cause);
         }
     }
 
-    /// Compares what the ranks call on their devices.
+    /// Compares the device calls of all ranks.
     ///
     /// # Errors
-    /// [`CommError::Mismatch`] on all ranks, and the group ends.
+    /// [`CommError::Mismatch`] on all ranks, which ends the group.
     pub(crate) fn compare_on_host(&self, call: Call, seq: u64) -> Result<(), CommError> {
         let mut all = vec![0_u8; 16 * self.size()];
         self.all_gather(&call.encode(), &mut all)?;

@@ -1,19 +1,19 @@
-//! Messages from one rank to another.
+//! Point-to-point messages.
 
 use super::{Call, CallKind, CommError, Element, Envelope, Group, Lent, Operation, Prepared, call};
 
 impl Group {
-    /// Sends `buf` to rank `to`, which receives it with the same `tag`, type and length.
+    /// Sends `buf` to rank `to`, which must receive it with equal tag, type and length.
     ///
-    /// Returns when `buf` may be reused. Up to 64 KiB that is as a rule before the receiver has asked
-    /// for it, so two ranks may send to each other first; beyond, it is when the receiver takes it.
-    /// Messages of one sender with one tag are received in the order in which they were sent.
+    /// Returns when `buf` may be reused. Up to 64 KiB that is usually before the receiver has posted its
+    /// receive (eager), so two ranks may both send first. Larger messages wait for the receiver
+    /// (rendezvous). Messages of one sender with one tag are received in the order in which they were sent.
     ///
-    /// A rank may send to itself. That never waits: what no receive waits for is copied, whatever its length, and
-    /// kept until one takes it.
+    /// A rank may send to itself. That never waits: if no receive is posted, the message is copied,
+    /// whatever its length, and kept until it is received.
     ///
     /// # Errors
-    /// [`CommError::InvalidArgument`] if there is no rank `to`. Else whatever ended the group.
+    /// [`CommError::InvalidArgument`] if there is no rank `to`. Otherwise the error that ended the group.
     pub fn send<T: Element>(&self, buf: &[T], to: usize, tag: u32) -> Result<(), CommError> {
         self.carry_out(self.prepare_send(buf, to, tag)).map(drop)
     }
@@ -27,8 +27,8 @@ impl Group {
     /// Fills `buf` with the next message with this `tag` from rank `from`, which may be this one.
     ///
     /// # Errors
-    /// [`CommError::InvalidArgument`] if there is no rank `from`. [`CommError::Mismatch`] if the
-    /// message has another type or length. Else whatever ended the group.
+    /// [`CommError::InvalidArgument`] if there is no rank `from`. [`CommError::Mismatch`] if the message
+    /// has another type or length. Otherwise the error that ended the group.
     pub fn recv<T: Element>(&self, buf: &mut [T], from: usize, tag: u32) -> Result<(), CommError> {
         self.carry_out(self.prepare_recv(buf, from, tag)).map(drop)
     }
@@ -44,13 +44,14 @@ impl Group {
         Ok(Some(Operation::Recv { from: Some(from), call, lent: Lent::default().filled(0, buf) }))
     }
 
-    /// Fills `buf` with the next message with this `tag` from any rank, this one included; returns which.
+    /// Fills `buf` with the next message with this `tag` from any rank, this one included; returns the
+    /// sender.
     ///
-    /// Of messages that are there already the one that came first is taken. It competes with receives that name
-    /// their sender: whichever was called first gets the message.
+    /// Among messages that have arrived, the earliest is received. Receives with and without a named sender
+    /// get messages in the order in which they were called.
     ///
     /// # Errors
-    /// As [`Self::recv`].
+    /// The errors of [`Self::recv`].
     pub fn recv_any<T: Element>(&self, buf: &mut [T], tag: u32) -> Result<usize, CommError> {
         let envelope = self.carry_out(self.prepare_recv_any(buf, tag))?;
         Ok(envelope.map_or(usize::MAX, |envelope| envelope.from))
@@ -62,11 +63,11 @@ impl Group {
         Ok(Some(Operation::Recv { from: None, call, lent: Lent::default().filled(0, buf) }))
     }
 
-    /// Sends `send` to rank `to` and receives `recv` from rank `from`, side by side: a ring of ranks that all do so
-    /// never waits in a circle, however much they send.
+    /// Sends `send` to rank `to` and receives `recv` from rank `from` concurrently, like `MPI_Sendrecv`. A
+    /// ring of ranks that all call it does not deadlock, whatever the lengths.
     ///
     /// # Errors
-    /// As [`Self::send`] and [`Self::recv`].
+    /// The errors of [`Self::send`] and [`Self::recv`].
     pub fn send_recv<T: Element, U: Element>(
         &self,
         (send, to, send_tag): (&[T], usize, u32),
@@ -77,7 +78,7 @@ impl Group {
         batch.wait()
     }
 
-    /// An empty batch of messages, which are then sent and received side by side.
+    /// Returns an empty batch of messages, which are sent and received concurrently.
     ///
     /// ```
     /// # fn main() -> Result<(), convoke_comm::CommError> {
@@ -98,24 +99,24 @@ impl Group {
         Batch { group: self, operations: Vec::new() }
     }
 
-    /// Waits until a message with this `tag` from rank `from`, or from any if that is `None`, can be received, and
-    /// tells what it is; it stays where it is.
+    /// Waits until a message with this `tag` from rank `from`, or from any rank if `None`, can be received.
+    /// Returns its envelope without receiving it, like `MPI_Probe`.
     ///
     /// # Errors
-    /// As [`Self::recv`], and [`Self::recv_any`].
+    /// The errors of [`Self::recv`] and [`Self::recv_any`].
     pub fn probe(&self, from: Option<usize>, tag: u32) -> Result<Envelope, CommError> {
         loop {
-            // Never without one if it waits.
+            // A waiting probe that succeeds always returns an envelope.
             if let Some(envelope) = self.look_for(from, tag, true)? {
                 return Ok(envelope);
             }
         }
     }
 
-    /// As [`Self::probe`], without waiting: `None` if there is none now.
+    /// Nonblocking form of [`Self::probe`]: returns `None` if there is no such message now.
     ///
     /// # Errors
-    /// As [`Self::probe`].
+    /// The errors of [`Self::probe`].
     pub fn try_probe(&self, from: Option<usize>, tag: u32) -> Result<Option<Envelope>, CommError> {
         self.look_for(from, tag, false)
     }
@@ -143,7 +144,8 @@ fn message<T: Element>(tag: u32, count: usize) -> Call {
     call::<T>(CallKind::PointToPoint, None, tag, count)
 }
 
-/// Messages that are sent and received side by side; from [`Group::batch`]. Without [`Self::wait`] nothing happens.
+/// A batch of messages that are sent and received concurrently, from [`Group::batch`]. [`Self::wait`]
+/// starts them.
 #[derive(Debug)]
 #[must_use = "without `wait` nothing is sent"]
 pub struct Batch<'a> {
@@ -175,10 +177,10 @@ impl<'a> Batch<'a> {
         Ok(self)
     }
 
-    /// Carries them all out.
+    /// Runs all operations of the batch and waits for them.
     ///
     /// # Errors
-    /// The first error, as of [`Group::send`] and [`Group::recv`].
+    /// The first error, from those of [`Group::send`] and [`Group::recv`].
     pub fn wait(self) -> Result<(), CommError> {
         match self.group.inner.shared() {
             Some(shared) => shared.call_all(self.operations, self.group.limit()),

@@ -1,4 +1,4 @@
-//! Operations that nobody waits for yet.
+//! Nonblocking operations.
 
 mod methods;
 
@@ -14,7 +14,7 @@ use super::{CommError, Group, Prepared};
 use crate::engine::Ticket;
 
 impl Group {
-    /// The operations of this group in their nonblocking form, on buffers that they own meanwhile.
+    /// Returns the nonblocking operations of this group, on buffers that they own while in progress.
     ///
     /// ```
     /// # use convoke_comm::{CommError, ReduceOp};
@@ -32,8 +32,8 @@ impl Group {
         Nonblocking { group: self.clone(), scope: None, lives: PhantomData }
     }
 
-    /// Calls `body` with the operations of this group in their nonblocking form, on buffers that they borrow; waits
-    /// in the end for all that it began and did not wait for. So several operations are under way side by side.
+    /// Calls `body` with the nonblocking operations of this group, on buffers that they borrow. At the end
+    /// it waits for all operations that `body` started. So several operations progress concurrently.
     ///
     /// ```
     /// # use convoke_comm::{CommError, ReduceOp};
@@ -50,10 +50,10 @@ impl Group {
     /// ```
     ///
     /// # Errors
-    /// What `body` returns, else the first error of an operation whose handle was dropped.
+    /// The error of `body`, else the first error of an operation whose handle was dropped.
     ///
     /// # Panics
-    /// If `body` does; the group is aborted first, so that what it began ends at once.
+    /// If `body` panics; the group is aborted first, so that the started operations end at once.
     pub fn scope<'env, R>(
         &self,
         body: impl for<'scope> FnOnce(&'scope Nonblocking<'scope, 'env>) -> Result<R, CommError>,
@@ -72,7 +72,7 @@ impl Group {
             while !ticket.is_done() {
                 self.wait_for(std::slice::from_ref(&ticket), None);
             }
-            // That of a handle which has left the scope is for whoever has it.
+            // The result of a handle that has left the scope belongs to its owner.
             let outcome = ticket.take_dropped().map_or(Ok(()), |outcome| outcome.map(drop));
             first = first.and(outcome);
         }
@@ -82,31 +82,31 @@ impl Group {
         }
     }
 
-    /// Sends without waiting; as [`Nonblocking::send`].
+    /// Starts a send; short for [`Nonblocking::send`] of [`Self::nonblocking`].
     ///
     /// # Errors
-    /// As [`Self::send`].
+    /// The errors of [`Self::send`].
     pub fn isend<B: Buffer + 'static>(&self, buf: B, to: usize, tag: u32) -> Result<Work<B>, CommError> {
         self.nonblocking().send(buf, to, tag)
     }
 
-    /// Receives without waiting; as [`Nonblocking::recv`].
+    /// Starts a receive; short for [`Nonblocking::recv`] of [`Self::nonblocking`].
     ///
     /// # Errors
-    /// As [`Self::recv`].
+    /// The errors of [`Self::recv`].
     pub fn irecv<B: BufferMut + 'static>(&self, buf: B, from: usize, tag: u32) -> Result<Work<B>, CommError> {
         self.nonblocking().recv(buf, from, tag)
     }
 }
 
-/// The operations of a group, each begun and not waited for.
+/// The operations of a group in nonblocking form.
 ///
-/// From [`Group::nonblocking`], where they own their buffers, or [`Group::scope`], where they may borrow them. Each
-/// method is its namesake of [`Group`] and has its arguments, meaning, errors and cost; only the buffers are handed
-/// over, and come back from the [`Work`]. Collectives happen in the order in which they were begun, together with
-/// the blocking ones. The time limit runs from when an operation is begun.
+/// [`Group::nonblocking`] returns operations that own their buffers, [`Group::scope`] operations that may
+/// borrow them. Each method has the arguments, meaning, errors and cost of the method of [`Group`] with its
+/// name. Only the buffers are moved in, and returned by the [`Work`]. Collectives run in the order in which
+/// they were started, together with the blocking ones. The time limit runs from the start.
 ///
-/// What is lent cannot be touched, nor end, before the scope does:
+/// A borrowed buffer cannot be accessed or dropped before the scope ends:
 ///
 /// ```compile_fail,E0499
 /// # let world = convoke_comm::init().unwrap();
@@ -127,18 +127,18 @@ impl Group {
 /// });
 /// ```
 ///
-/// Nothing need be done for them to go on: whoever waits for any operation of the group drives them, else a
-/// background thread does, which a group has from its first nonblocking operation on.
+/// Operations progress without further calls. A thread that waits for any operation of the group drives
+/// them all; otherwise a background thread does, which the first nonblocking operation starts.
 pub struct Nonblocking<'scope, 'env: 'scope> {
     group: Group,
-    /// What was begun in a scope.
+    /// The operations started in a scope.
     scope: Option<Arc<Mutex<Vec<Arc<Ticket>>>>>,
-    /// Neither lifetime may be made shorter or longer.
+    /// Makes both lifetimes invariant: neither may be shortened or extended.
     lives: PhantomData<(&'scope mut &'scope (), &'env mut &'env ())>,
 }
 
 impl<'scope> Nonblocking<'scope, '_> {
-    /// Begins what `prepare` makes of `memory`.
+    /// Starts the operation that `prepare` makes on `memory`.
     #[allow(unsafe_code)]
     pub(super) fn begin<M: Memory + 'scope>(
         &self,
@@ -166,9 +166,10 @@ impl<'scope> Nonblocking<'scope, '_> {
         let mut ticket = None;
         if let (Some(shared), Some(operation)) = (group.inner.shared(), prepared) {
             let begun = Arc::new(Ticket::nonblocking(self.group.limit(), Arc::clone(shared.chores())));
-            // SAFETY: until the ticket is done, what `memory` owns stays where it is: with the handle, and with
-            // the ticket if that is dropped (`Work::drop`); `mem::forget` frees nothing. What it borrows lives
-            // for 'scope: either for ever, or until `Group::scope` has waited for the ticket, which it gets here.
+            // SAFETY: until the ticket is done, the elements that `memory` owns are neither moved nor
+            // freed. The handle keeps them, and the ticket if the handle is dropped (`Work::drop`);
+            // `mem::forget` frees nothing. Elements that it borrows live for 'scope. That is forever, or
+            // until `Group::scope` has waited for the ticket, which is registered here.
             unsafe { shared.begin(operation, &begun) };
             if let Some(tickets) = &self.scope {
                 let mut tickets = tickets.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,27 +1,28 @@
-//! Collectives of objects: anything that serde can write, each rank's of its own size.
+//! Collectives of objects that serde can serialize; their sizes may differ between ranks.
 //!
-//! Objects travel as postcard writes them. Two collectives each: the sizes first, then the bytes. A rank that
-//! cannot write its object says so instead of a size, so that all ranks go on together.
+//! Objects are sent in the postcard format. Each operation takes two collectives: sizes first, then bytes.
+//! A rank that cannot serialize its object sends a marker instead of a size, so that all ranks fail
+//! together.
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::{CommError, Group};
 
-/// Largest object, in bytes: beyond it a size is rather a mistake, and nobody allocates for it.
+/// Largest object in bytes. A larger size is most likely an error, so no rank allocates memory for it.
 const OBJECT_MAX_BYTES: u64 = 1 << 30;
-/// Instead of a size: this rank's object cannot be written.
+/// Marker instead of a size: the object of this rank cannot be serialized.
 const UNWRITABLE: u64 = u64::MAX;
 
 impl Group {
-    /// Gives the object of rank `root` to all ranks.
+    /// Broadcasts the object of rank `root` to all ranks.
     ///
     /// The root passes `Some`, the others may pass `None`. All ranks name the same type.
     ///
     /// # Errors
-    /// [`CommError::Object`] on all ranks if it cannot be written or is larger than 1 GiB, and on those that
-    /// cannot read it. [`CommError::InvalidArgument`] on a root that has none: the others then wait for it. Else
-    /// as [`Self::broadcast`].
+    /// [`CommError::Object`] on all ranks if the object cannot be serialized or exceeds 1 GiB, and on ranks
+    /// that cannot deserialize it. [`CommError::InvalidArgument`] on a root that passes `None`; the other
+    /// ranks then wait for it. Otherwise the errors of [`Self::broadcast`].
     ///
     /// # Cost
     /// Two broadcasts, of 8 bytes and of the object's size.
@@ -48,11 +49,12 @@ impl Group {
         }
     }
 
-    /// Gives every rank's object to all ranks, in rank order.
+    /// Gathers the objects of all ranks on all ranks, in rank order.
     ///
     /// # Errors
-    /// [`CommError::Object`] on all ranks, naming the first of those whose object cannot be written or is larger
-    /// than 1 GiB, and on ranks that cannot read one. Else as [`Self::all_gather`].
+    /// [`CommError::Object`] on all ranks, naming the first rank whose object cannot be serialized or
+    /// exceeds 1 GiB, and on ranks that cannot deserialize one. Otherwise the errors of
+    /// [`Self::all_gather`].
     ///
     /// # Cost
     /// Two all-gathers, of 8 bytes and of the objects' sizes.
@@ -70,14 +72,14 @@ impl Group {
         read_all(&bytes, &lens)
     }
 
-    /// Gives every rank's object to rank `root`, in rank order; `None` on the others.
+    /// Gathers the objects of all ranks on rank `root`, in rank order; returns `None` on the others.
     ///
     /// # Errors
-    /// As [`Self::all_gather_object`]; [`CommError::InvalidArgument`] if there is no such rank.
+    /// The errors of [`Self::all_gather_object`]; [`CommError::InvalidArgument`] if there is no such rank.
     ///
     /// # Cost
-    /// An all-gather of 8 bytes, so that all ranks know of an object that cannot be sent, and a gather of the
-    /// objects' sizes.
+    /// An all-gather of 8 bytes, so that all ranks learn of an object that cannot be sent, and a gather of
+    /// the objects' sizes.
     pub fn gather_object<T: Serialize + DeserializeOwned>(
         &self,
         object: &T,
@@ -95,14 +97,14 @@ impl Group {
         if is_root { read_all(&bytes, &lens).map(Some) } else { Ok(None) }
     }
 
-    /// Gives each rank its object of those that rank `root` has, one for each rank, in rank order.
+    /// Scatters the objects of rank `root`, one for each rank, in rank order.
     ///
     /// The root passes `Some`, the others may pass `None`.
     ///
     /// # Errors
-    /// [`CommError::Object`] on all ranks if the root cannot write one or it is larger than 1 GiB, and on a rank
-    /// that cannot read its own. [`CommError::InvalidArgument`] on a root that has not one for each rank: the others
-    /// then wait for it. Else as [`Self::scatter`].
+    /// [`CommError::Object`] on all ranks if the root cannot serialize an object or it exceeds 1 GiB, and
+    /// on a rank that cannot deserialize its own. [`CommError::InvalidArgument`] on a root without one
+    /// object for each rank; the others then wait for it. Otherwise the errors of [`Self::scatter`].
     ///
     /// # Cost
     /// A broadcast of 8 bytes for each rank, and a scatter of the objects' sizes.
@@ -138,7 +140,7 @@ impl Group {
         read(root, &bytes)
     }
 
-    /// All ranks' sizes as lengths, and this rank's bytes.
+    /// Checks the sizes of all ranks; returns them as lengths, with the bytes of this rank.
     fn lens(&self, sizes: &[u64], mine: Written) -> Result<(Vec<usize>, Vec<u8>), CommError> {
         for (rank, &size) in sizes.iter().enumerate() {
             check_size(rank, size, Some(&mine).filter(|_| rank == self.rank()))?;
@@ -148,7 +150,7 @@ impl Group {
     }
 }
 
-/// An object as bytes, or why not.
+/// A serialized object, or the serialization error.
 type Written = Result<Vec<u8>, String>;
 
 fn written<T: Serialize>(object: &T) -> Written {
@@ -159,7 +161,7 @@ fn size_of_written(written: &Written) -> u64 {
     written.as_ref().map_or(UNWRITABLE, |bytes| bytes.len() as u64)
 }
 
-/// Room for objects; their sizes come from other ranks.
+/// Allocates a receive buffer. Other ranks determine its length, so running out of memory is an error.
 fn buffer(len: usize) -> Result<Vec<u8>, CommError> {
     let mut bytes = Vec::new();
     let refused = |error| CommError::system("no memory for objects", std::io::Error::other(error));
@@ -168,7 +170,7 @@ fn buffer(len: usize) -> Result<Vec<u8>, CommError> {
     Ok(bytes)
 }
 
-/// Whether an object of this size can be sent; `mine` is what this rank knows of it.
+/// Checks that an object of this size can be sent; `mine` is set if this rank serialized it.
 fn check_size(rank: usize, size: u64, mine: Option<&Written>) -> Result<(), CommError> {
     let what = match (size, mine) {
         (UNWRITABLE, Some(Err(error))) => format!("cannot be written: {error}"),

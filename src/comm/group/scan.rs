@@ -1,4 +1,4 @@
-//! Scans: reductions over all ranks up to each.
+//! Scans: reductions over all ranks up to this one.
 
 use super::{CallKind, CommError, Element, Group, Lent, Prepared, ReduceOp, Reduction, call};
 use crate::kernels::Kernel;
@@ -9,7 +9,8 @@ impl Group {
     /// All ranks pass the same length, type and `op`. The order of adding is that of the ranks.
     ///
     /// # Errors
-    /// As [`Self::all_reduce`]; [`CommError::InvalidArgument`] also for [`ReduceOp::Avg`], which has no meaning here.
+    /// The errors of [`Self::all_reduce`]; [`CommError::InvalidArgument`] also for [`ReduceOp::Avg`], which
+    /// scans do not define.
     ///
     /// # Cost
     /// A chain through all ranks, in which every rank sends S bytes at most.
@@ -23,13 +24,13 @@ impl Group {
         self.planned(call, Lent::default().filled(0, buf), Some(kernel))
     }
 
-    /// Replaces `buf` on rank r by the elementwise `op` over the `buf` of ranks 0 to r − 1. On rank 0 it stays as
-    /// it is.
+    /// Replaces `buf` on rank r by the elementwise `op` over the `buf` of ranks 0 to r − 1. On rank 0,
+    /// `buf` is not changed.
     ///
     /// All ranks pass the same length, type and `op`. The order of adding is that of the ranks.
     ///
     /// # Errors
-    /// As [`Self::scan`].
+    /// The errors of [`Self::scan`].
     ///
     /// # Cost
     /// A chain through all ranks, in which every rank sends 2·S bytes at most; `buf` is copied.
@@ -49,7 +50,7 @@ impl Group {
         let kernel = scanning(op)?;
         let call = call::<T>(CallKind::ExclusiveScan, Some(op.op()), 0, buf.len());
         let lent = Lent::default().scratch(0, buf.to_vec());
-        // The first rank's stays as it is.
+        // The buffer of rank 0 is not changed.
         let lent = if self.rank() > 0 { lent.filled(buf.len(), buf) } else { lent };
         self.planned(call, lent, Some(kernel))
     }

@@ -1,13 +1,13 @@
-//! Going on without those who are lost.
+//! Shrinks a group to the survivors of a failure.
 //!
-//! Ranks that call `shrink` say so in the store. The lowest of them decides who goes on as soon as nobody is to be
-//! waited for, or whoever's time is up first: with one `compare_set`, so that there is one decision and every rank
-//! knows whether it is in it. Those who are form a group under a generation that only the decision has, and cross a
-//! barrier in it.
+//! Each rank that calls `shrink` registers in the store. The lowest survivor decides the membership once no
+//! other rank is awaited. A rank whose time limit expires earlier decides instead. The decision is one
+//! `compare_set`, so there is exactly one, and each rank sees whether it is a member. The members form a
+//! group under a generation that only the decision contains, and cross a barrier in it.
 //!
-//! If one of them dies meanwhile, they agree again, now under the name of the group that was to be. So does a rank
-//! that was through the barrier before, when it shrinks that group: they meet. Ranks are called by their global
-//! ranks in the store, which are the same to both.
+//! If a member dies meanwhile, the others agree again, under the name of the group that failed to form. A
+//! rank that had already left the barrier does so too when it shrinks that group, so all meet. The store
+//! holds global ranks, which both kinds of members share.
 
 use std::collections::BTreeSet;
 use std::sync::PoisonError;
@@ -19,21 +19,21 @@ use serde::{Deserialize, Serialize};
 
 use super::{CommError, Group};
 
-/// How long the store may take for one answer.
+/// Time limit of one store request.
 const STORE_TIME: Duration = Duration::from_secs(10);
 /// How often the rank that is to decide looks who has come; the others look half as often each time.
 const LOOK: Duration = Duration::from_millis(10);
 const LONGEST_LOOK: Duration = Duration::from_millis(500);
 
-/// A group that is no more, or never was: under its name those agree who go on.
+/// A failed group, or one that did not form; its name and generation prefix the keys of the next agreement.
 struct Past {
     name: String,
     generation: Generation,
-    /// Global ranks, in the order of its ranks.
+    /// Global ranks of its members, by rank.
     ranks: Vec<usize>,
 }
 
-/// Who goes on, and as which generation.
+/// The members of the shrunk group, and its generation.
 #[derive(Serialize, Deserialize)]
 struct Decision {
     generation: String,
@@ -41,26 +41,28 @@ struct Decision {
 }
 
 impl Group {
-    /// A group of those ranks that are left, in the order of their ranks here, after a failure or an abort.
+    /// Returns a group of the surviving ranks, in the order of their ranks here, after a failure or an
+    /// abort.
     ///
-    /// All that are left call it. Ranks that are known to be dead, or have dropped this group, are not waited for;
-    /// others that do not come within `within` of the first call are left out, and so is the rank that the group
-    /// ended for with [`CommError::PeerLost`]. All agree on who goes on by one write to the store; a rank that is
-    /// left out learns it. A group that has not failed is aborted first, so that no rank waits in it.
+    /// All survivors call it. It does not wait for ranks that are known to be dead or have dropped this
+    /// group. It excludes ranks that do not come within `within` of the first call, and a rank that caused
+    /// [`CommError::PeerLost`]. One write to the store decides the members; an excluded rank gets an error.
+    /// If the group has not failed, it is aborted first, so that no rank waits in it.
     ///
-    /// The new group has the timeouts of this handle, a generation of its own, and may itself be shrunk. Subgroups
-    /// and meshes are to be made anew from it. This one stays as it is, and may be dropped.
+    /// The new group has the timeouts of this handle and a generation of its own, and may be shrunk again.
+    /// Subgroups and meshes must be made again from it. This group stays as it is, and may be dropped.
     ///
     /// # Errors
-    /// [`CommError::Excluded`] if the others went on without this rank. [`CommError::Store`] if the store cannot be
-    /// reached: where rank 0 serves it, it is lost with rank 0. [`CommError::InvalidArgument`] if this group has been
-    /// shrunk already. As [`Group::new`] if the new group does not form though all are there.
+    /// [`CommError::Excluded`] if the others continued without this rank. [`CommError::Store`] if the store
+    /// cannot be reached; a store that rank 0 serves is lost with rank 0. [`CommError::InvalidArgument`] if
+    /// this group has been shrunk already. The errors of [`Group::new`] if all members live but the new
+    /// group does not form.
     ///
     /// # Cost
-    /// A few calls of the store for each rank, then as a new group of that size. If ranks die meanwhile, again, each
-    /// time with `within` to come and to form.
+    /// A few store requests for each rank, then the cost of a new group of that size. Each further death
+    /// during the call costs another such round, with `within` to arrive and to form.
     ///
-    /// As `MPI_Comm_shrink` of ULFM.
+    /// Counterpart of `MPI_Comm_shrink` of ULFM.
     pub fn shrink(&self, within: Duration) -> Result<Self, CommError> {
         self.inner.check_caller()?;
         let mut shrunk = self.inner.shrunk.lock().unwrap_or_else(PoisonError::into_inner);
@@ -71,7 +73,8 @@ impl Group {
         self.abort("it goes on with those who are left");
         let (name, ranks) = (self.name().to_owned(), self.global_ranks().to_vec());
         let mut past = Past { name, generation: self.generation(), ranks };
-        // Groups that formed here and failed at once. They are kept: their ends would look like this rank's.
+        // Groups that formed here and failed at once. They are kept, since dropping them would look like
+        // the loss of this rank.
         let mut formed: Vec<Self> = Vec::new();
         let mut failed = None;
         loop {
@@ -82,7 +85,7 @@ impl Group {
                 return Err(CommError::Excluded { group: self.name().to_owned(), survivors });
             }
             if let Some(error) = failed.take().filter(|_| ranks.len() == past.ranks.len()) {
-                // All are there, and do not find together.
+                // All members live, but the group does not form.
                 return Err(error);
             }
             *shrunk = true;
@@ -90,7 +93,7 @@ impl Group {
             past = Past { name: format!("{}/shrunk", past.name), generation, ranks };
             let options = self.inner.options.clone().name(past.name.clone()).generation(generation);
             let Some(mut invitation) = self.invitation(&survivors, options) else { continue };
-            // Whoever died has left cores.
+            // The dead ranks have freed cores, so the sharing is computed again.
             invitation.sharing = None;
             let error = match self.join_successor(invitation, within) {
                 Ok(group) => match group.with_timeout(within).barrier() {
@@ -112,7 +115,7 @@ impl Group {
         }
     }
 
-    /// Agrees with those who come who goes on.
+    /// Agrees with the ranks that come on the members of the next group.
     fn decide(
         &self,
         past: &Past,
@@ -147,7 +150,7 @@ impl Group {
                     return read(&store.compare_set(&decided, b"", &decision, soon())?);
                 }
                 if late {
-                    // Lost to the others, of whom none has come.
+                    // The others consider this rank lost, and none of them has come.
                     return Ok((past.generation, here));
                 }
             } else {
@@ -162,8 +165,8 @@ impl Group {
         }
     }
 
-    /// Ranks of `past` that will not come: whose processes have ended, or have none of these groups any more, and
-    /// those that the groups ended for.
+    /// Returns the ranks of `past` that will not come. Their processes have ended or have dropped these
+    /// groups, or a group ended because of them.
     fn gone(&self, past: &Past, formed: &[Self]) -> BTreeSet<usize> {
         let (mut present, mut lost) = (BTreeSet::new(), BTreeSet::new());
         for group in formed.iter().chain([self]) {

@@ -1,4 +1,4 @@
-//! Groups of some of a group's ranks.
+//! Subgroups of a group.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, MutexGuard, PoisonError};
@@ -9,43 +9,48 @@ use crate::bootstrap::{self, Waiting, Whereabouts};
 use super::{CallKind, CommError, Group, GroupOptions, Invitation, Lent, call};
 use crate::plan::{Tuning, fingerprint};
 
-/// Stands for "in no group" among the colors.
+/// Color of a rank that joins no group.
 const NO_COLOR: i64 = -1;
-/// Stands for a split where ranks compare what they make; a list of ranks has a fingerprint.
+/// Marks a split in the comparison between ranks; a list of ranks has a fingerprint instead.
 const SPLIT: u64 = 0;
-/// Numbers that a rank tells the others when it makes subgroups.
+/// Numbers that each rank contributes to the agreement on a subgroup.
 const TOLD: usize = 3;
-/// Most bytes that it tells of itself: its address, its cores, how it chooses algorithms.
+/// Limit, in bytes, on the record that a rank contributes: its address, its cores, its choice of
+/// algorithms.
 const MOST_TOLD: i64 = 1 << 20;
 
-/// Groups that all ranks have agreed to make next.
+/// The agreement of all ranks to make certain groups next.
 #[derive(Debug)]
 pub(crate) struct Agreed<'a> {
-    /// How many times subgroups were made before.
+    /// Number of agreements before this one.
     number: u64,
-    /// What each rank told the others beside.
+    /// The two numbers that each rank contributed.
     told: Vec<[i64; 2]>,
-    /// Threads of a rank make subgroups one after the other: so all ranks tell their records in one order.
+    /// Held until the groups are made, so that threads of a rank make subgroups one after the other, and
+    /// all ranks exchange records in one order.
     _turn: MutexGuard<'a, u64>,
 }
 
 impl Group {
-    /// A group of these ranks, in this order: the first becomes rank 0. `None` on ranks that are not among them.
+    /// Makes a group of these ranks in the given order: the first becomes rank 0. Returns `None` on other
+    /// ranks.
     ///
-    /// All ranks of this group call it, with the same list, also those that are not in it. The new group has the
-    /// timeouts of this handle and connections of its own, works and fails by itself, and may outlive this one.
+    /// All ranks of this group call it with an equal list, also those outside the list. The new group has
+    /// the timeouts of this handle and its own connections. It works and fails independently, and may
+    /// outlive this group.
     ///
-    /// The ranks make their subgroups in the same order, as all they do together. Threads that do so side by side
-    /// give them different [names](Self::with_subgroup_name): then two that meet in different order get an error
-    /// instead of each other's group.
+    /// The ranks make their subgroups in one order, like all collectives. Concurrent threads must give
+    /// theirs different [names](Self::with_subgroup_name). Then threads that run in different orders on two
+    /// ranks get an error instead of the wrong group.
     ///
     /// # Errors
-    /// [`CommError::InvalidArgument`] if the list is empty, names a rank twice or one that does not exist, and on
-    /// all ranks if they disagree about it. [`CommError::Bootstrap`] if the new group does not form. Else as
-    /// [`Self::all_gather`]. The time of a call covers all of it.
+    /// [`CommError::InvalidArgument`] if the list is empty, names a rank twice, or names one that does not
+    /// exist. Also on all ranks if their lists differ. [`CommError::Bootstrap`] if the new group does not
+    /// form. Otherwise the errors of [`Self::all_gather`]. The time limit of a call covers all of it.
     ///
     /// # Cost
-    /// All-gathers of 24, of 8, and of some hundred bytes; then the connections of the new group.
+    /// All-gathers of 24 bytes, of 8 bytes, and of some hundred bytes per rank; then the connections of the
+    /// new group.
     pub fn subgroup(&self, ranks: &[usize]) -> Result<Option<Self>, CommError> {
         let distinct: BTreeSet<usize> = ranks.iter().copied().collect();
         for &rank in ranks {
@@ -60,17 +65,18 @@ impl Group {
         group.form(&agreed, ranks)
     }
 
-    /// Cuts this group in several: ranks with the same `color` are together, in the order of `key`, and of their
-    /// ranks here where keys are equal. `None` on ranks without a color.
+    /// Partitions this group, like `MPI_Comm_split`: ranks with equal `color` form a group. They are
+    /// ordered by `key`, and by their ranks here if keys are equal. Returns `None` on ranks without a
+    /// color.
     ///
-    /// All ranks of this group call it. The new groups are as those of [`Self::subgroup`].
+    /// All ranks of this group call it. The new groups have the properties described at [`Self::subgroup`].
     ///
     /// # Errors
-    /// [`CommError::InvalidArgument`] on all ranks if some make other subgroups. [`CommError::Bootstrap`] if the new
-    /// group does not form. Else as [`Self::all_gather`].
+    /// [`CommError::InvalidArgument`] on all ranks if some make other subgroups. [`CommError::Bootstrap`]
+    /// if the new group does not form. Otherwise the errors of [`Self::all_gather`].
     ///
     /// # Cost
-    /// As [`Self::subgroup`].
+    /// The cost of [`Self::subgroup`].
     pub fn split(&self, color: Option<u32>, key: i64) -> Result<Option<Self>, CommError> {
         let color = color.map_or(NO_COLOR, i64::from);
         let group = self.in_parts();
@@ -81,58 +87,60 @@ impl Group {
         group.form(&agreed, &together)
     }
 
-    /// The same group; subgroups that are made through this handle have `name` in theirs, for error messages, and
-    /// are never taken for others.
+    /// Returns a handle whose subgroups contain `name` in their names. Errors show it, and subgroups with
+    /// different names are never confused.
     #[must_use]
     pub fn with_subgroup_name(&self, name: &str) -> Self {
         Self { subgroup_name: Some(name.into()), ..self.clone() }
     }
 
-    /// The same group; groups that are made through this handle choose algorithms with these overrides, as in
-    /// [`GroupOptions::algorithms`], instead of this group's: for who measures several in one job. The empty text
-    /// leaves all to the table.
+    /// Returns a handle whose subgroups use these overrides of algorithms instead of this group's, to
+    /// measure several in one job. For the syntax see [`GroupOptions::algorithms`]; an empty text overrides
+    /// nothing.
     ///
-    /// All ranks pass the same: they compare it when a group forms, and a difference is [`CommError::Bootstrap`].
+    /// All ranks pass an equal text: they compare it when a group forms, and a difference is
+    /// [`CommError::Bootstrap`].
     ///
     /// # Errors
-    /// [`CommError::InvalidArgument`] says what is wrong with the text, and what there is.
+    /// [`CommError::InvalidArgument`] describes the fault in the text, and lists the valid entries.
     pub fn with_algorithms(&self, overrides: &str) -> Result<Self, CommError> {
         let tuning = Tuning::parse(overrides).map_err(CommError::InvalidArgument)?;
         Ok(Self { tuning: Some(Arc::new(tuning)), ..self.clone() })
     }
 
-    /// The ranks that this group's ranks have in the group that it comes from first: for subgroups of the world,
-    /// and for theirs, ranks in the world.
+    /// Returns the ranks of this group's members in its first ancestor. For subgroups of the world, and
+    /// their subgroups, these are ranks in the world.
     #[must_use]
     #[doc(alias = "get_process_group_ranks")]
     pub fn global_ranks(&self) -> &[usize] {
         &self.inner.origin
     }
 
-    /// The rank that rank `rank` of this group has in the group that this one comes from first; `None` if there is
-    /// no such rank.
+    /// Returns the rank in the first ancestor of rank `rank` of this group; `None` if there is no such
+    /// rank.
     #[must_use]
     #[doc(alias = "get_global_rank")]
     pub fn global_rank(&self, rank: usize) -> Option<usize> {
         self.inner.origin.get(rank).copied()
     }
 
-    /// The rank in this group of the one that has `global_rank` in the group that this one comes from first; `None`
-    /// if it is not in this group.
+    /// Returns the rank in this group of the member with rank `global_rank` in its first ancestor; `None`
+    /// if it is not a member.
     #[must_use]
     #[doc(alias = "get_group_rank")]
     pub fn group_rank(&self, global_rank: usize) -> Option<usize> {
         self.inner.origin.iter().position(|&origin| origin == global_rank)
     }
 
-    /// Agrees with all ranks to make `what` next, for which `mark` stands, and exchanges what each has to tell.
+    /// Agrees with all ranks to make `what`, identified by `mark`, next, and exchanges the numbers `told`.
     ///
     /// # Errors
-    /// [`CommError::InvalidArgument`] on all ranks if some make something else. Else as [`Self::all_gather`].
+    /// [`CommError::InvalidArgument`] on all ranks if some make another group. Otherwise the errors of
+    /// [`Self::all_gather`].
     pub(crate) fn agree(&self, what: &str, mark: u64, told: [i64; 2]) -> Result<Agreed<'_>, CommError> {
         let name = self.subgroup_name.as_deref().unwrap_or_default();
         let mark = fingerprint(&[mark as usize, name_fingerprint(name) as usize]) as i64;
-        // Locked, so that what is agreed first has the lower number also where threads do so side by side.
+        // The lock makes the numbers follow the order of the agreements, also between threads.
         let mut made = self.inner.subgroups.lock().unwrap_or_else(PoisonError::into_inner);
         let mut all = vec![0; TOLD * self.size()];
         self.own(&mut all, TOLD).copy_from_slice(&[mark, told[0], told[1]]);
@@ -153,9 +161,10 @@ impl Group {
         Ok(Agreed { number, told, _turn: made })
     }
 
-    /// Makes the group of `ranks`, of which this rank is one, if it is. All ranks of this group call it.
+    /// Makes the group of `ranks`; returns `None` if this rank is not a member. All ranks of this group
+    /// call it.
     ///
-    /// Groups of which no rank is in two may have one agreement; others need different names as well.
+    /// Disjoint groups may share one agreement; overlapping ones also need different names.
     pub(crate) fn form(&self, agreed: &Agreed<'_>, ranks: &[usize]) -> Result<Option<Self>, CommError> {
         let (number, first) = (agreed.number, ranks.first().copied().unwrap_or_default());
         let own = self.subgroup_name.as_deref().unwrap_or_default();
@@ -164,7 +173,7 @@ impl Group {
         let mut options = self.inner.options.clone().name(name).generation(self.generation());
         options.id =
             fingerprint(&[options.id as usize, number as usize, first, name_fingerprint(own) as usize]);
-        // Also of ranks that are in none of the groups: NCCL cuts with all.
+        // Ranks outside the groups take part too: NCCL splits a communicator with all of its ranks.
         #[cfg(feature = "nccl")]
         let side = self.split_side(ranks)?;
         let rest = self.limit().deadline().saturating_duration_since(Instant::now());
@@ -199,7 +208,7 @@ impl Group {
         Ok(Some(group))
     }
 
-    /// Exchanges what all ranks tell of themselves.
+    /// Exchanges the records of all ranks.
     fn tell_all(&self, own: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
         let mut lens = vec![0; self.size()];
         self.own(&mut lens, 1).copy_from_slice(&[own.len() as i64]);
@@ -222,7 +231,8 @@ impl Group {
         Ok(told)
     }
 
-    /// An invitation for `ranks` of this group, with the time of this handle; `None` if this rank is not among them.
+    /// Returns an invitation for `ranks` of this group, with the timeout of this handle; `None` if this
+    /// rank is not among them.
     pub(super) fn invitation(&self, ranks: &[usize], options: GroupOptions) -> Option<Invitation> {
         Some(Invitation {
             store: Arc::clone(&self.inner.store),
@@ -236,13 +246,13 @@ impl Group {
             is_successor: false,
             options: options.timeout(self.timeout),
             tuning: self.tuning.as_deref().unwrap_or(&self.inner.tuning).clone(),
-            // The launcher's word on a dead peer goes to the first group.
+            // Only the first group receives the launcher's notice of a dead peer.
             agent: None,
             sharing: self.inner.sharing,
         })
     }
 
-    /// Joins a group that comes from this one, within `time` if that is less than its ranks have as a rule.
+    /// Joins a group that descends from this one, within the shorter of `time` and `init_timeout`.
     pub(super) fn join_successor(
         &self,
         mut invitation: Invitation,
@@ -252,7 +262,7 @@ impl Group {
         Ok(self.with_usual_time(Self::join(invitation, self.inner.keep.clone())?))
     }
 
-    /// A group that had less time to form than its own successors have as a rule.
+    /// Restores the `init_timeout` of a group that had less time to form, for the groups made from it.
     fn with_usual_time(&self, mut group: Self) -> Self {
         if let Some(inner) = Arc::get_mut(&mut group.inner) {
             inner.options.init_timeout = self.inner.options.init_timeout;

@@ -1,4 +1,4 @@
-//! Collectives of one block for each rank, where the blocks need not be equally long.
+//! Collectives with one block for each rank, where block lengths may differ.
 
 use std::sync::Arc;
 
@@ -13,11 +13,11 @@ impl Group {
     ///
     /// # Errors
     /// [`CommError::InvalidArgument`], before anything is sent, if the lengths do not fit.
-    /// [`CommError::Mismatch`] if ranks disagree, also about `lens`. Else whatever ended the group; `recv` is
+    /// [`CommError::Mismatch`] if ranks disagree, also about `lens`. Otherwise the error that ended the group; `recv` is
     /// then unspecified.
     ///
     /// # Cost
-    /// Each rank sends less than `recv` holds: few bytes in one round, many around a ring.
+    /// Each rank sends less than `recv` holds: small blocks in one round, large ones around a ring.
     pub fn all_gather_v<T: Element>(
         &self,
         send: &[T],
@@ -50,10 +50,10 @@ impl Group {
     /// All ranks pass the same type, `op` and `lens`.
     ///
     /// # Errors
-    /// As [`Self::all_gather_v`]; [`CommError::InvalidArgument`] also if `op` has no meaning for the type.
+    /// The errors of [`Self::all_gather_v`]; [`CommError::InvalidArgument`] also if `op` is not defined for the type.
     ///
     /// # Cost
-    /// Each rank sends less than `send` holds: few bytes in one round, many around a ring, for which `send` is
+    /// Each rank sends less than `send` holds: small blocks in one round, large ones around a ring, for which `send` is
     /// copied.
     pub fn reduce_scatter_v<T: Element>(
         &self,
@@ -87,15 +87,14 @@ impl Group {
 
     /// Fills `recv` of rank `root` with the `send` of all ranks, in rank order; there rank i has `lens[i]` elements.
     ///
-    /// All ranks pass the same type and `root`. On ranks other than the root `recv` and `lens` are not looked
-    /// at and may be empty.
+    /// All ranks pass the same type and `root`. On ranks other than the root, `recv` and `lens` are ignored
+    /// and may be empty.
     ///
-    /// # Errors
-    /// As [`Self::all_gather_v`]; [`CommError::InvalidArgument`] also if there is no such rank. If a rank sends
-    /// another length than the root expects: [`CommError::Protocol`], which names it.
+    /// The errors of [`Self::all_gather_v`]; [`CommError::InvalidArgument`] also if there is no such rank.
+    /// [`CommError::Protocol`] names a rank that sends another length than the root expects.
     ///
     /// # Cost
-    /// Each rank sends its block to the root, which receives them side by side.
+    /// Each rank sends its block to the root, which receives all blocks concurrently.
     pub fn gather_v<T: Element>(
         &self,
         send: &[T],
@@ -129,14 +128,14 @@ impl Group {
 
     /// Fills `recv` with this rank's block of the `send` of rank `root`, in which rank i has `lens[i]` elements.
     ///
-    /// All ranks pass the same type and `root`. On ranks other than the root `send` and `lens` are not looked
-    /// at and may be empty.
+    /// All ranks pass the same type and `root`. On ranks other than the root, `send` and `lens` are ignored
+    /// and may be empty.
     ///
     /// # Errors
-    /// As [`Self::gather_v`].
+    /// The errors of [`Self::gather_v`].
     ///
     /// # Cost
-    /// The root sends each rank its block, side by side.
+    /// The root sends each rank its block, concurrently.
     pub fn scatter_v<T: Element>(
         &self,
         send: &[T],
@@ -168,17 +167,17 @@ impl Group {
         self.collective(call::<T>(CallKind::ScatterV, None, root as u32, 0), plan, lent, None)
     }
 
-    /// Sends block i of `send`, `send_lens[i]` elements, to rank i, and fills block i of `recv`, `recv_lens[i]`
-    /// elements, with what rank i sends here.
+    /// Sends block i of `send`, with `send_lens[i]` elements, to rank i. Fills block i of `recv`, with
+    /// `recv_lens[i]` elements, with the block that rank i sends to this rank.
     ///
-    /// All ranks pass the same type; what one sends to another must be as long as that one expects.
+    /// All ranks pass the same type. Each block must have the length that its receiver expects.
     ///
     /// # Errors
-    /// As [`Self::all_gather_v`]. If a rank sends another length than is expected: [`CommError::Protocol`], which
-    /// names it.
+    /// The errors of [`Self::all_gather_v`]. [`CommError::Protocol`] names a rank that sends another length
+    /// than this rank expects.
     ///
     /// # Cost
-    /// Each rank sends to all others side by side.
+    /// Each rank sends to all others concurrently.
     pub fn all_to_all_v<T: Element>(
         &self,
         send: (&[T], &[usize]),
@@ -211,7 +210,7 @@ impl Group {
             .ok_or_else(|| CommError::InvalidArgument("the lengths add up to too much".to_owned()))
     }
 
-    /// A row in which only this rank has anything.
+    /// Returns blocks of which only that of this rank is not empty.
     fn only_mine(&self, len: usize) -> Blocks {
         let mut lens = vec![0; self.size()];
         lens[self.rank()] = len;

@@ -1,4 +1,4 @@
-//! Collectives of whole buffers, one on each rank.
+//! Collectives of whole buffers.
 
 use std::time::Duration;
 
@@ -8,21 +8,23 @@ use crate::plan;
 impl Group {
     /// Replaces `buf` on every rank by the elementwise `op` over all ranks' `buf`.
     ///
-    /// All ranks pass the same length, type and `op`, a [`ReduceOp`](crate::ReduceOp) or a [`Reduction`]. Sums are
-    /// added in one fixed order: bitwise equal on all ranks and on a rerun. Those of `f16` and `bf16` are added as
-    /// `f32` and rounded once.
+    /// All ranks pass the same length, type and `op`, a [`ReduceOp`](crate::ReduceOp) or a [`Reduction`].
+    /// The order of additions is fixed: results are bitwise equal on all ranks and on a rerun. Sums of
+    /// `f16` and `bf16` are computed in `f32` and rounded once.
     ///
     /// # Errors
-    /// [`CommError::InvalidArgument`], before anything is sent, if `op` has no meaning for the type
-    /// ([`ReduceOp::accepts`](crate::ReduceOp::accepts)). [`CommError::Mismatch`] on all ranks if they disagree.
-    /// Else whatever ended the group; `buf` is then unspecified.
+    /// [`CommError::InvalidArgument`], before anything is sent, if `op` is not defined for the type
+    /// ([`ReduceOp::accepts`](crate::ReduceOp::accepts)). [`CommError::Mismatch`] on all ranks if they
+    /// disagree. Otherwise the error that ended the group; `buf` is then unspecified.
     ///
     /// # Cost
-    /// With P ranks and S bytes: few bytes, log2(P) exchanges of S; many, a ring of 2(P−1) steps in which
-    /// each rank sends 2·S·(P−1)/P bytes. On H hosts of several ranks 2·S·(H−1)/H bytes leave each host.
+    /// For P ranks and S bytes, small buffers take log2(P) exchanges of S bytes. Large ones take a ring of
+    /// 2(P−1) steps in which each rank sends 2·S·(P−1)/P bytes. On H hosts of several ranks, 2·S·(H−1)/H
+    /// bytes leave each host.
     ///
-    /// Sums of halves, up to 16 ranks: few bytes, one round in which each rank sends S·(P−1) bytes; many, two rounds
-    /// and 2·S·(P−1)/P bytes. With more ranks sums travel as `f32`, as those of other types.
+    /// Sums of 16-bit floats on up to 16 ranks: small buffers take one round in which each rank sends
+    /// S·(P−1) bytes; large ones take two rounds and 2·S·(P−1)/P bytes. With more ranks, sums are sent as
+    /// `f32`.
     pub fn all_reduce<T: Element>(
         &self,
         buf: &mut [T],
@@ -41,13 +43,13 @@ impl Group {
         self.planned(call, Lent::default().filled(0, buf), Some(kernel))
     }
 
-    /// As [`Self::all_reduce`], from `send`, which stays as it is, into `recv`.
+    /// Out-of-place form of [`Self::all_reduce`]: reads `send`, which is not changed, and fills `recv`.
     ///
     /// # Errors
-    /// As [`Self::all_reduce`]; [`CommError::InvalidArgument`] also if the two are not equally long.
+    /// The errors of [`Self::all_reduce`]; [`CommError::InvalidArgument`] also if the lengths differ.
     ///
     /// # Cost
-    /// As [`Self::all_reduce`], and a copy.
+    /// The cost of [`Self::all_reduce`], and a copy.
     pub fn all_reduce_into<T: Element>(
         &self,
         send: &[T],
@@ -71,15 +73,15 @@ impl Group {
 
     /// Replaces `buf` on every rank by that of rank `root`.
     ///
-    /// All ranks pass the same length, type and `root`. The root may return before the others have
-    /// everything.
+    /// All ranks pass the same length, type and `root`. The root may return before the others have all
+    /// data.
     ///
     /// # Errors
-    /// [`CommError::InvalidArgument`] if there is no such rank. [`CommError::Mismatch`] if ranks
-    /// disagree (a root that has returned gets it from its next call). Else whatever ended the group.
+    /// [`CommError::InvalidArgument`] if there is no such rank. [`CommError::Mismatch`] if ranks disagree;
+    /// a root that has returned gets it from its next call. Otherwise the error that ended the group.
     ///
     /// # Cost
-    /// Few bytes: a tree of log2(P) steps. Many: a chain in which every rank sends S bytes at most. S bytes go to
+    /// Small buffers: a tree of log2(P) steps. Large ones: a chain in which every rank sends S bytes at most. S bytes go to
     /// each other host.
     pub fn broadcast<T: Element>(&self, buf: &mut [T], root: usize) -> Result<(), CommError> {
         self.carry_out(self.prepare_broadcast(buf, root)).map(drop)
@@ -98,13 +100,13 @@ impl Group {
     /// the root has everything.
     ///
     /// # Errors
-    /// As [`Self::all_reduce`]; [`CommError::InvalidArgument`] also if there is no such rank.
+    /// The errors of [`Self::all_reduce`]; [`CommError::InvalidArgument`] also if there is no such rank.
     ///
     /// # Cost
-    /// Few bytes: a tree of log2(P) steps. Many: a chain in which every rank sends S bytes at most. S bytes come
+    /// Small buffers: a tree of log2(P) steps. Large ones: a chain in which every rank sends S bytes at most. S bytes come
     /// from each other host.
     ///
-    /// Sums of halves, up to 16 ranks: one round, or two, in which every rank sends S bytes.
+    /// Sums of 16-bit floats, up to 16 ranks: one round, or two, in which every rank sends S bytes.
     pub fn reduce<T: Element>(
         &self,
         buf: &mut [T],
@@ -126,14 +128,15 @@ impl Group {
         self.planned(call, Lent::default().filled(0, buf), Some(kernel))
     }
 
-    /// As [`Self::reduce`], from `send`, which stays as it is, into `recv` of the root; that of the other ranks is
-    /// not looked at and may be empty.
+    /// Out-of-place form of [`Self::reduce`]: reads `send`, which is not changed, and fills `recv` of the
+    /// root. On other ranks `recv` is ignored and may be empty.
     ///
     /// # Errors
-    /// As [`Self::reduce`]; [`CommError::InvalidArgument`] also if on the root the two are not equally long.
+    /// The errors of [`Self::reduce`]; [`CommError::InvalidArgument`] also if the lengths differ on the
+    /// root.
     ///
     /// # Cost
-    /// As [`Self::reduce`], and a copy.
+    /// The cost of [`Self::reduce`], and a copy.
     pub fn reduce_into<T: Element>(
         &self,
         send: &[T],
@@ -165,30 +168,30 @@ impl Group {
     /// Returns when all ranks have called it.
     ///
     /// # Errors
-    /// Whatever ended the group.
+    /// The error that ended the group.
     ///
     /// # Cost
-    /// Messages of a few bytes, one after the other: log2(L) inside hosts of L ranks, then log2(H) between H hosts.
+    /// Messages of a few bytes in sequence: log2(L) inside hosts of L ranks, then log2(H) between H hosts.
     pub fn barrier(&self) -> Result<(), CommError> {
         self.carry_out(self.prepare_barrier()).map(drop)
     }
 
-    /// Returns when all ranks have called it, as [`Self::barrier`]; if they do not within `timeout` from this rank's
-    /// call, the error names all that did not come, on every rank.
+    /// Returns when all ranks have called it, like [`Self::barrier`]. If some do not within `timeout` of
+    /// this rank's call, the error on every rank names all of them.
     ///
-    /// For finding out who hangs, where a barrier would name only ranks that somebody happened to wait for. A rank
-    /// that does not come in time ends the group as every deadline does: it may still send for an earlier call, and
-    /// the others could not tell. [`Self::shrink`] goes on with those that came.
+    /// Use it to find hung ranks; an error of `barrier` names only ranks for which some rank happened to
+    /// wait. A late rank ends the group, as with every timeout: it might still send data of an earlier
+    /// call, which the others could not tell apart. [`Self::shrink`] continues with the ranks that came.
     ///
     /// # Errors
-    /// [`CommError::Timeout`], whose `missing` are all ranks that did not come, up to 64. Else whatever ended the
-    /// group.
+    /// [`CommError::Timeout`], whose `missing` lists the ranks that did not come, up to 64. Otherwise the
+    /// error that ended the group.
     ///
     /// # Cost
     /// Each rank sends every other a message of 80 bytes.
     ///
-    /// Mirrors `torch.distributed.monitored_barrier`, with `wait_all_ranks` always on: it costs no time, as the
-    /// ranks do not tell one of them but each other.
+    /// Counterpart of `torch.distributed.monitored_barrier` with `wait_all_ranks` always on. That costs no
+    /// time, since the ranks report to each other instead of to one rank.
     pub fn monitored_barrier(&self, timeout: Duration) -> Result<(), CommError> {
         self.with_timeout(timeout).carry_out(self.prepare_monitored_barrier()).map(drop)
     }

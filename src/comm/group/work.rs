@@ -1,4 +1,4 @@
-//! Handles of operations that are under way.
+//! Handles of operations in progress.
 
 use std::fmt;
 use std::future::Future;
@@ -16,14 +16,15 @@ use super::{CommError, Group};
 use crate::device::begun::Begun;
 use crate::engine::{Outcome, Ticket};
 
-/// An operation that is under way, and the memory it works on.
+/// An operation in progress, and its buffers; a request in the terms of MPI.
 ///
-/// The memory comes back with the result: from [`wait`](Self::wait), or from `.await`, under any runtime. The
-/// operation goes on whether or not anybody waits; whoever waits helps. A handle that is dropped lets its
-/// operation go on: the memory is freed when it is done, and the last handle of the group waits for it when it is
-/// dropped. In a scope the scope then waits.
+/// [`wait`](Self::wait), or `.await` under any async runtime, returns the buffers with the result. The
+/// operation progresses whether or not a thread waits; a waiting thread helps. A dropped handle does not
+/// stop its operation: the buffers are freed when it is done. When the last handle of the group is dropped,
+/// it waits for the operation; in a scope, the scope waits.
 ///
-/// After an error the memory is not given back, its contents would be unspecified; nobody touches it any more.
+/// After an error the buffers are not returned, since their contents are unspecified; no rank accesses them
+/// any more.
 #[must_use = "the result is known only to who waits for it"]
 pub struct Work<M: Memory> {
     state: Option<State<M>>,
@@ -32,12 +33,12 @@ pub struct Work<M: Memory> {
 struct State<M> {
     /// `None` if there was nothing to do.
     ticket: Option<Arc<Ticket>>,
-    /// Of an operation on a device.
+    /// The operation on a device, if it is one.
     #[cfg(feature = "nccl")]
     begun: Option<Arc<Begun>>,
     group: Group,
-    /// Initialised. Not a plain `M`: the engine writes where it points to, and a `Box` or `&mut` that is moved
-    /// would claim that nobody else does.
+    /// Always initialised. It is not a plain `M`: the engine writes through pointers into it, and moving a
+    /// `Box` or `&mut` would assert exclusive access.
     memory: MaybeUninit<M>,
 }
 
@@ -53,10 +54,10 @@ impl<M: Memory> Work<M> {
         Self { state: Some(state) }
     }
 
-    /// Waits until it is done.
+    /// Waits until the operation is done.
     ///
     /// # Errors
-    /// What the blocking call returns.
+    /// The errors of the blocking call.
     pub fn wait(mut self) -> Result<M::Output, CommError> {
         loop {
             self.help(None);
@@ -66,11 +67,11 @@ impl<M: Memory> Work<M> {
         }
     }
 
-    /// Waits at most `time`; gives the handle back if it is not done by then. The operation's own deadline is
-    /// another one, and ends it for good.
+    /// Waits at most `time`; returns the handle if the operation is not done by then. It does not change
+    /// the time limit of the operation, which ends the group.
     ///
     /// # Errors
-    /// What the blocking call returns.
+    /// The errors of the blocking call.
     pub fn wait_timeout(mut self, time: Duration) -> Result<Result<M::Output, Self>, CommError> {
         let until = Instant::now().checked_add(time);
         self.help(until);
@@ -80,10 +81,10 @@ impl<M: Memory> Work<M> {
         }
     }
 
-    /// Its result if it is done now, else the handle back.
+    /// Returns the result if the operation is done now, else the handle, like `MPI_Test`.
     ///
     /// # Errors
-    /// What the blocking call returns.
+    /// The errors of the blocking call.
     pub fn test(self) -> Result<Result<M::Output, Self>, CommError> {
         if let Some(State { ticket: Some(ticket), group, .. }) = &self.state
             && !ticket.is_done()
@@ -94,7 +95,7 @@ impl<M: Memory> Work<M> {
         self.wait_timeout(Duration::ZERO)
     }
 
-    /// Whether it is done, well or not.
+    /// Returns true if the operation is done, successfully or not.
     #[must_use]
     pub fn is_completed(&self) -> bool {
         #[cfg(feature = "nccl")]
@@ -104,8 +105,9 @@ impl<M: Memory> Work<M> {
         self.ticket().is_none_or(|ticket| ticket.is_done())
     }
 
-    /// Has `callback` called once when it is done, well or not; at once if it is. On whichever thread found out,
-    /// outside of all locks; it may begin operations, and should not wait for them.
+    /// Registers a `callback` that is called once when the operation is done, successfully or not; at once
+    /// if it is done. The thread that detects completion calls it, without holding locks. It may start
+    /// operations, but should not wait for them.
     pub fn on_complete(&self, callback: impl FnOnce() + Send + 'static) {
         self.hurry();
         match self.ticket() {
@@ -118,8 +120,9 @@ impl<M: Memory> Work<M> {
         }
     }
 
-    /// A descriptor that polls as readable once it is done, for event loops that wait for many things; `None` if
-    /// it was done from the start. Nobody should read from it. It lives as long as the handle.
+    /// Returns a file descriptor that polls as readable once the operation is done, for event loops.
+    /// Returns `None` if it was done from the start. Callers must not read from it. It lives as long as the
+    /// handle.
     ///
     /// # Errors
     /// [`CommError::System`] if the process has no descriptor left.
@@ -144,7 +147,8 @@ impl<M: Memory> Work<M> {
         false
     }
 
-    /// Nobody drives a device: who waits for a ticket of one without looking has it looked at for him.
+    /// Starts polling of a device operation for a caller that waits without polling, since no thread drives
+    /// a device.
     fn hurry(&self) {
         #[cfg(feature = "nccl")]
         if let Some(begun) = self.begun() {
@@ -152,7 +156,7 @@ impl<M: Memory> Work<M> {
         }
     }
 
-    /// Drives until it is done or `until`.
+    /// Drives the engine until the operation is done or `until` has passed.
     fn help(&self, until: Option<Instant>) {
         #[cfg(feature = "nccl")]
         if let Some(begun) = self.begun() {
@@ -163,13 +167,13 @@ impl<M: Memory> Work<M> {
         }
     }
 
-    /// Its result, once it is done.
+    /// Returns the result once the operation is done.
     fn result(&mut self) -> Option<Result<M::Output, CommError>> {
         if !self.is_completed() {
             return None;
         }
         let State { ticket, memory, .. } = self.state.take()?;
-        // SAFETY: initialised from the start, and read once: `state` is gone.
+        // SAFETY: initialised from the start, and read once: `state` has been taken.
         #[allow(unsafe_code)]
         let memory = unsafe { memory.assume_init() };
         let outcome: Outcome = ticket.and_then(|ticket| ticket.take()).unwrap_or(Ok(None));
@@ -179,13 +183,14 @@ impl<M: Memory> Work<M> {
 
 #[cfg(feature = "nccl")]
 impl Work<()> {
-    /// Of an operation on a device; `None` if there was nothing to do, or nothing that can be waited for.
+    /// Makes the handle of a device operation; `begun` is `None` if there is nothing to wait for.
     pub(crate) fn on_device(group: Group, begun: Option<Arc<Begun>>) -> Self {
         let ticket = begun.as_ref().map(|begun| Arc::clone(begun.ticket()));
         Self { state: Some(State { ticket, begun, group, memory: MaybeUninit::new(()) }) }
     }
 
-    /// Has a stream wait until it is done; the host does not. What is enqueued there later finds the result.
+    /// Makes a stream wait until the operation is done, without blocking the host. Work enqueued on it
+    /// later sees the result.
     ///
     /// # Errors
     /// [`CommError::Device`] if the device failed.
@@ -215,15 +220,15 @@ impl<M: Memory> Future for Work<M> {
     }
 }
 
-/// Nothing in it is pinned: the memory is elsewhere.
+/// No field is pinned: the elements are not stored in the handle.
 impl<M: Memory> Unpin for Work<M> {}
 
 impl<M: Memory> Drop for Work<M> {
     fn drop(&mut self) {
         let is_on_device = self.is_on_device();
         let Some(State { ticket, group, memory, .. }) = self.state.take() else { return };
-        // SAFETY: initialised from the start, and read once: `state` is gone. If the engine still works on it, it
-        // is kept alive below, or is borrowed and the scope waits.
+        // SAFETY: initialised from the start, and read once: `state` has been taken. If the engine still
+        // uses the memory, it is kept alive below, or it is borrowed and the scope waits.
         #[allow(unsafe_code)]
         let memory = unsafe { memory.assume_init() };
         let Some(ticket) = ticket else { return };
@@ -232,9 +237,9 @@ impl<M: Memory> Drop for Work<M> {
             return;
         }
         match memory.into_owned() {
-            // With the group, whose side on the device must not end while this is under way.
+            // The group is kept too, since its device side must not end while the operation is in progress.
             Some(owned) if is_on_device => drop(ticket.keep(Box::new((owned, group)))),
-            // The group, if nobody else has it, takes leave when this is done.
+            // The group is not kept: dropping its last handle waits for this operation.
             Some(owned) => drop(ticket.keep(Box::new(owned))),
             None => {}
         }
@@ -247,7 +252,7 @@ impl<M: Memory> fmt::Debug for Work<M> {
     }
 }
 
-/// Waits until all are done; their results in the same order.
+/// Waits until all operations are done; returns their results in the order of `works`.
 ///
 /// # Errors
 /// The first error in that order, after all are done.
@@ -256,11 +261,11 @@ pub fn wait_all<M: Memory>(works: impl IntoIterator<Item = Work<M>>) -> Result<V
     results.into_iter().collect()
 }
 
-/// Waits until one of them is done, takes it out of the list, and gives its former place in it and its result;
-/// `None` if the list is empty. The others move up.
+/// Waits until one operation is done and removes it from the list. Returns its former index and its result;
+/// `None` if the list is empty. Later entries move up.
 ///
 /// # Errors
-/// That of the one that is done.
+/// The error of the operation that is done.
 pub fn wait_any<M: Memory>(works: &mut Vec<Work<M>>) -> Result<Option<(usize, M::Output)>, CommError> {
     let Some(first) = works.first().and_then(|work| work.state.as_ref()).map(|state| state.group.clone())
     else {
@@ -277,7 +282,8 @@ pub fn wait_any<M: Memory>(works: &mut Vec<Work<M>>) -> Result<Option<(usize, M:
         if tickets.len() == works.len() {
             first.wait_for(&tickets, None);
         } else {
-            // One thread cannot drive several groups at a time; their own threads do.
+            // A thread cannot drive several groups at once; the background threads of the groups drive
+            // them.
             let me = Waker::from(Arc::new(Unpark(std::thread::current())));
             works.iter().for_each(Work::hurry);
             if works.iter().filter_map(Work::ticket).all(|ticket| ticket.wake(&me)) {

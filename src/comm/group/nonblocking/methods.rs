@@ -8,10 +8,10 @@ use crate::reduction::Reduction;
 
 /// Operations on whole buffers.
 impl<'scope> Nonblocking<'scope, '_> {
-    /// As [`Group::all_reduce`](crate::Group::all_reduce).
+    /// Nonblocking form of [`Group::all_reduce`](crate::Group::all_reduce).
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`Group::all_reduce`](crate::Group::all_reduce).
     pub fn all_reduce<B: BufferMut + 'scope>(
         &self,
         buf: B,
@@ -21,10 +21,10 @@ impl<'scope> Nonblocking<'scope, '_> {
         self.begin(buf, |group, buf| group.prepare_all_reduce(buf.elements_mut(), &op))
     }
 
-    /// As [`Group::all_reduce_into`](crate::Group::all_reduce_into).
+    /// Nonblocking form of [`Group::all_reduce_into`](crate::Group::all_reduce_into).
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`Group::all_reduce_into`](crate::Group::all_reduce_into).
     pub fn all_reduce_into<S, R>(
         &self,
         send: S,
@@ -41,18 +41,18 @@ impl<'scope> Nonblocking<'scope, '_> {
         })
     }
 
-    /// As [`Group::broadcast`](crate::Group::broadcast).
+    /// Nonblocking form of [`Group::broadcast`](crate::Group::broadcast).
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`Group::broadcast`](crate::Group::broadcast).
     pub fn broadcast<B: BufferMut + 'scope>(&self, buf: B, root: usize) -> Result<Work<B>, CommError> {
         self.begin(buf, |group, buf| group.prepare_broadcast(buf.elements_mut(), root))
     }
 
-    /// As [`Group::reduce`](crate::Group::reduce).
+    /// Nonblocking form of [`Group::reduce`](crate::Group::reduce).
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`Group::reduce`](crate::Group::reduce).
     pub fn reduce<B: BufferMut + 'scope>(
         &self,
         buf: B,
@@ -63,10 +63,10 @@ impl<'scope> Nonblocking<'scope, '_> {
         self.begin(buf, |group, buf| group.prepare_reduce(buf.elements_mut(), &op, root))
     }
 
-    /// As [`Group::reduce_into`](crate::Group::reduce_into).
+    /// Nonblocking form of [`Group::reduce_into`](crate::Group::reduce_into).
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`Group::reduce_into`](crate::Group::reduce_into).
     pub fn reduce_into<S, R>(
         &self,
         send: S,
@@ -84,10 +84,10 @@ impl<'scope> Nonblocking<'scope, '_> {
         })
     }
 
-    /// As [`Group::scan`](crate::Group::scan).
+    /// Nonblocking form of [`Group::scan`](crate::Group::scan).
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`Group::scan`](crate::Group::scan).
     pub fn scan<B: BufferMut + 'scope>(
         &self,
         buf: B,
@@ -97,10 +97,10 @@ impl<'scope> Nonblocking<'scope, '_> {
         self.begin(buf, |group, buf| group.prepare_scan(buf.elements_mut(), &op))
     }
 
-    /// As [`Group::exclusive_scan`](crate::Group::exclusive_scan).
+    /// Nonblocking form of [`Group::exclusive_scan`](crate::Group::exclusive_scan).
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`Group::exclusive_scan`](crate::Group::exclusive_scan).
     pub fn exclusive_scan<B: BufferMut + 'scope>(
         &self,
         buf: B,
@@ -110,10 +110,10 @@ impl<'scope> Nonblocking<'scope, '_> {
         self.begin(buf, |group, buf| group.prepare_exclusive_scan(buf.elements_mut(), &op))
     }
 
-    /// As [`Group::barrier`](crate::Group::barrier).
+    /// Nonblocking form of [`Group::barrier`](crate::Group::barrier).
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`Group::barrier`](crate::Group::barrier).
     pub fn barrier(&self) -> Result<Work<()>, CommError> {
         self.begin((), |group, ()| group.prepare_barrier())
     }
@@ -121,10 +121,10 @@ impl<'scope> Nonblocking<'scope, '_> {
 
 /// Equal blocks.
 impl<'scope> Nonblocking<'scope, '_> {
-    /// As [`Group::all_gather`](crate::Group::all_gather).
+    /// Nonblocking form of [`Group::all_gather`](crate::Group::all_gather).
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`Group::all_gather`](crate::Group::all_gather).
     pub fn all_gather<S, R>(&self, send: S, recv: R) -> Result<Work<(S, R)>, CommError>
     where
         S: Buffer + 'scope,
@@ -135,18 +135,18 @@ impl<'scope> Nonblocking<'scope, '_> {
         })
     }
 
-    /// As [`Group::all_gather_in_place`](crate::Group::all_gather_in_place).
+    /// Nonblocking form of [`Group::all_gather_in_place`](crate::Group::all_gather_in_place).
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`Group::all_gather_in_place`](crate::Group::all_gather_in_place).
     pub fn all_gather_in_place<B: BufferMut + 'scope>(&self, buf: B) -> Result<Work<B>, CommError> {
         self.begin(buf, |group, buf| group.prepare_all_gather_in_place(buf.elements_mut()))
     }
 
-    /// As [`Group::reduce_scatter`](crate::Group::reduce_scatter).
+    /// Nonblocking form of [`Group::reduce_scatter`](crate::Group::reduce_scatter).
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`Group::reduce_scatter`](crate::Group::reduce_scatter).
     pub fn reduce_scatter<S, R>(
         &self,
         send: S,
@@ -163,10 +163,10 @@ impl<'scope> Nonblocking<'scope, '_> {
         })
     }
 
-    /// As [`Group::reduce_scatter_in_place`](crate::Group::reduce_scatter_in_place).
+    /// Nonblocking form of [`Group::reduce_scatter_in_place`](crate::Group::reduce_scatter_in_place).
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`Group::reduce_scatter_in_place`](crate::Group::reduce_scatter_in_place).
     pub fn reduce_scatter_in_place<B: BufferMut + 'scope>(
         &self,
         buf: B,
@@ -176,10 +176,10 @@ impl<'scope> Nonblocking<'scope, '_> {
         self.begin(buf, |group, buf| group.prepare_reduce_scatter_in_place(buf.elements_mut(), &op))
     }
 
-    /// As [`Group::gather`](crate::Group::gather).
+    /// Nonblocking form of [`Group::gather`](crate::Group::gather).
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`Group::gather`](crate::Group::gather).
     pub fn gather<S, R>(&self, send: S, recv: R, root: usize) -> Result<Work<(S, R)>, CommError>
     where
         S: Buffer + 'scope,
@@ -190,10 +190,10 @@ impl<'scope> Nonblocking<'scope, '_> {
         })
     }
 
-    /// As [`Group::scatter`](crate::Group::scatter).
+    /// Nonblocking form of [`Group::scatter`](crate::Group::scatter).
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`Group::scatter`](crate::Group::scatter).
     pub fn scatter<S, R>(&self, send: S, recv: R, root: usize) -> Result<Work<(S, R)>, CommError>
     where
         S: Buffer + 'scope,
@@ -204,10 +204,10 @@ impl<'scope> Nonblocking<'scope, '_> {
         })
     }
 
-    /// As [`Group::all_to_all`](crate::Group::all_to_all).
+    /// Nonblocking form of [`Group::all_to_all`](crate::Group::all_to_all).
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`Group::all_to_all`](crate::Group::all_to_all).
     pub fn all_to_all<S, R>(&self, send: S, recv: R) -> Result<Work<(S, R)>, CommError>
     where
         S: Buffer + 'scope,
@@ -218,10 +218,10 @@ impl<'scope> Nonblocking<'scope, '_> {
         })
     }
 
-    /// As [`Group::all_to_all_in_place`](crate::Group::all_to_all_in_place).
+    /// Nonblocking form of [`Group::all_to_all_in_place`](crate::Group::all_to_all_in_place).
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`Group::all_to_all_in_place`](crate::Group::all_to_all_in_place).
     pub fn all_to_all_in_place<B: BufferMut + 'scope>(&self, buf: B) -> Result<Work<B>, CommError> {
         self.begin(buf, |group, buf| group.prepare_all_to_all_in_place(buf.elements_mut()))
     }
@@ -229,10 +229,10 @@ impl<'scope> Nonblocking<'scope, '_> {
 
 /// Unequal blocks.
 impl<'scope> Nonblocking<'scope, '_> {
-    /// As [`Group::all_gather_v`](crate::Group::all_gather_v).
+    /// Nonblocking form of [`Group::all_gather_v`](crate::Group::all_gather_v).
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`Group::all_gather_v`](crate::Group::all_gather_v).
     pub fn all_gather_v<S, R>(&self, send: S, recv: R, lens: &[usize]) -> Result<Work<(S, R)>, CommError>
     where
         S: Buffer + 'scope,
@@ -243,10 +243,10 @@ impl<'scope> Nonblocking<'scope, '_> {
         })
     }
 
-    /// As [`Group::reduce_scatter_v`](crate::Group::reduce_scatter_v).
+    /// Nonblocking form of [`Group::reduce_scatter_v`](crate::Group::reduce_scatter_v).
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`Group::reduce_scatter_v`](crate::Group::reduce_scatter_v).
     pub fn reduce_scatter_v<S, R>(
         &self,
         send: S,
@@ -264,10 +264,10 @@ impl<'scope> Nonblocking<'scope, '_> {
         })
     }
 
-    /// As [`Group::gather_v`](crate::Group::gather_v).
+    /// Nonblocking form of [`Group::gather_v`](crate::Group::gather_v).
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`Group::gather_v`](crate::Group::gather_v).
     pub fn gather_v<S, R>(
         &self,
         send: S,
@@ -284,10 +284,10 @@ impl<'scope> Nonblocking<'scope, '_> {
         })
     }
 
-    /// As [`Group::scatter_v`](crate::Group::scatter_v).
+    /// Nonblocking form of [`Group::scatter_v`](crate::Group::scatter_v).
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`Group::scatter_v`](crate::Group::scatter_v).
     pub fn scatter_v<S, R>(
         &self,
         send: S,
@@ -304,10 +304,10 @@ impl<'scope> Nonblocking<'scope, '_> {
         })
     }
 
-    /// As [`Group::all_to_all_v`](crate::Group::all_to_all_v).
+    /// Nonblocking form of [`Group::all_to_all_v`](crate::Group::all_to_all_v).
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`Group::all_to_all_v`](crate::Group::all_to_all_v).
     pub fn all_to_all_v<S, R>(
         &self,
         (send, send_lens): (S, &[usize]),
@@ -325,10 +325,10 @@ impl<'scope> Nonblocking<'scope, '_> {
 
 /// Lists of buffers.
 impl<'scope> Nonblocking<'scope, '_> {
-    /// As [`Group::all_reduce_coalesced`](crate::Group::all_reduce_coalesced).
+    /// Nonblocking form of [`Group::all_reduce_coalesced`](crate::Group::all_reduce_coalesced).
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`Group::all_reduce_coalesced`](crate::Group::all_reduce_coalesced).
     pub fn all_reduce_coalesced<B: BufferMut + 'scope>(
         &self,
         bufs: Vec<B>,
@@ -340,10 +340,10 @@ impl<'scope> Nonblocking<'scope, '_> {
         })
     }
 
-    /// As [`Group::broadcast_coalesced`](crate::Group::broadcast_coalesced).
+    /// Nonblocking form of [`Group::broadcast_coalesced`](crate::Group::broadcast_coalesced).
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`Group::broadcast_coalesced`](crate::Group::broadcast_coalesced).
     pub fn broadcast_coalesced<B: BufferMut + 'scope>(
         &self,
         bufs: Vec<B>,
@@ -354,10 +354,10 @@ impl<'scope> Nonblocking<'scope, '_> {
         })
     }
 
-    /// As [`Group::reduce_coalesced`](crate::Group::reduce_coalesced).
+    /// Nonblocking form of [`Group::reduce_coalesced`](crate::Group::reduce_coalesced).
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`Group::reduce_coalesced`](crate::Group::reduce_coalesced).
     pub fn reduce_coalesced<B: BufferMut + 'scope>(
         &self,
         bufs: Vec<B>,
@@ -370,10 +370,10 @@ impl<'scope> Nonblocking<'scope, '_> {
         })
     }
 
-    /// As [`Group::all_gather_coalesced`](crate::Group::all_gather_coalesced).
+    /// Nonblocking form of [`Group::all_gather_coalesced`](crate::Group::all_gather_coalesced).
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`Group::all_gather_coalesced`](crate::Group::all_gather_coalesced).
     pub fn all_gather_coalesced<S, R>(
         &self,
         sends: Vec<S>,
@@ -389,10 +389,10 @@ impl<'scope> Nonblocking<'scope, '_> {
         })
     }
 
-    /// As [`Group::reduce_scatter_coalesced`](crate::Group::reduce_scatter_coalesced).
+    /// Nonblocking form of [`Group::reduce_scatter_coalesced`](crate::Group::reduce_scatter_coalesced).
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`Group::reduce_scatter_coalesced`](crate::Group::reduce_scatter_coalesced).
     pub fn reduce_scatter_coalesced<S, R>(
         &self,
         sends: Vec<S>,
@@ -413,26 +413,26 @@ impl<'scope> Nonblocking<'scope, '_> {
 
 /// Messages.
 impl<'scope> Nonblocking<'scope, '_> {
-    /// As [`Group::send`](crate::Group::send).
+    /// Nonblocking form of [`Group::send`](crate::Group::send).
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`Group::send`](crate::Group::send).
     pub fn send<B: Buffer + 'scope>(&self, buf: B, to: usize, tag: u32) -> Result<Work<B>, CommError> {
         self.begin(buf, |group, buf| group.prepare_send(buf.elements(), to, tag))
     }
 
-    /// As [`Group::recv`](crate::Group::recv).
+    /// Nonblocking form of [`Group::recv`](crate::Group::recv).
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`Group::recv`](crate::Group::recv).
     pub fn recv<B: BufferMut + 'scope>(&self, buf: B, from: usize, tag: u32) -> Result<Work<B>, CommError> {
         self.begin(buf, |group, buf| group.prepare_recv(buf.elements_mut(), from, tag))
     }
 
-    /// As [`Group::recv_any`](crate::Group::recv_any); the buffer comes back with the rank that sent.
+    /// Nonblocking form of [`Group::recv_any`](crate::Group::recv_any); the buffer comes back with the rank that sent.
     ///
     /// # Errors
-    /// As there.
+    /// The errors of [`Group::recv_any`](crate::Group::recv_any).
     pub fn recv_any<B: BufferMut + 'scope>(&self, buf: B, tag: u32) -> Result<Work<AnySource<B>>, CommError> {
         self.begin(AnySource(buf), |group, buf| group.prepare_recv_any(buf.0.elements_mut(), tag))
     }
