@@ -98,8 +98,8 @@ impl Spawn {
     /// Starts the ranks, calls `worker` with the rank in each of them, and waits until all have ended.
     ///
     /// A rank is this program with the same arguments; in a test, it is the test program with this test
-    /// alone. **It runs from the beginning up to this call**, then runs `worker`, and exits. So each rank
-    /// also executes the code before the call.
+    /// alone. The rank **runs from the beginning up to this call**, then runs `worker`, and exits. So each
+    /// rank also executes the code before the call.
     ///
     /// - Values computed before the call are computed again and may differ (a port, a random number, a
     ///   temporary folder). Pass them with [`Self::env`].
@@ -122,7 +122,8 @@ impl Spawn {
     /// [`SpawnError::Failed`] names the rank, its exit status and the end of its standard error.
     /// [`SpawnError::Unreached`] if a rank ended before it reached this call. [`SpawnError::Timeout`] if
     /// ranks still ran after the time limit. [`SpawnError::Unusable`] if there are 0 ranks, or the call is
-    /// made in a rank or on another thread. [`SpawnError::System`] if a system call failed.
+    /// made in a rank, or on a thread that is neither the main one nor that of a test.
+    /// [`SpawnError::System`] if a system call failed.
     #[track_caller]
     pub fn run<T: Termination>(self, worker: impl FnOnce(usize) -> T) -> Result<(), SpawnError> {
         let call = past::next_call();

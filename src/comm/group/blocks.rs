@@ -53,11 +53,13 @@ impl Group {
     /// adding is fixed, from run to run.
     ///
     /// # Errors
-    /// The errors of [`Self::all_gather`]; [`CommError::InvalidArgument`] also if `op` is not defined for the type.
+    /// The errors of [`Self::all_gather`]; [`CommError::InvalidArgument`] also if `op` is not defined for
+    /// the type.
     ///
     /// # Cost
     /// With P ranks and blocks of S bytes each rank sends S·(P−1) bytes: few in one round, many around a
-    /// ring, for which `send` is copied. On hosts of L ranks, if all have as many, S·(P−L) bytes leave each host.
+    /// ring, for which `send` is copied. On hosts of L ranks, if all have as many, S·(P−L) bytes leave each
+    /// host.
     pub fn reduce_scatter<T: Element>(
         &self,
         send: &[T],

@@ -85,11 +85,12 @@ impl Group {
 
     /// Runs [`Self::all_gather`] on each pair of buffers of two lists, at the cost of one call.
     ///
-    /// All ranks pass the same lengths in the same order and the same type; each of `recvs` is `size` times as long
-    /// as its partner in `sends`.
+    /// All ranks pass the same lengths in the same order and the same type; each of `recvs` is `size` times
+    /// as long as its partner in `sends`.
     ///
     /// # Errors
-    /// The errors of [`Self::all_gather`]; [`CommError::InvalidArgument`] also if the lists are not equally long.
+    /// The errors of [`Self::all_gather`]; [`CommError::InvalidArgument`] also if the lists are not equally
+    /// long.
     pub fn all_gather_coalesced<T: Element, S: AsRef<[T]>, R: AsMut<[T]>>(
         &self,
         sends: &[S],
@@ -122,11 +123,12 @@ impl Group {
 
     /// Runs [`Self::reduce_scatter`] on each pair of buffers of two lists, at the cost of one call.
     ///
-    /// All ranks pass the same lengths in the same order, the same type and `op`; each of `sends` is `size` times
-    /// as long as its partner in `recvs`.
+    /// All ranks pass the same lengths in the same order, the same type and `op`; each of `sends` is `size`
+    /// times as long as its partner in `recvs`.
     ///
     /// # Errors
-    /// The errors of [`Self::reduce_scatter`]; [`CommError::InvalidArgument`] also if the lists are not equally long.
+    /// The errors of [`Self::reduce_scatter`]; [`CommError::InvalidArgument`] also if the lists are not
+    /// equally long.
     pub fn reduce_scatter_coalesced<T: Element, S: AsRef<[T]>, R: AsMut<[T]>>(
         &self,
         sends: &[S],

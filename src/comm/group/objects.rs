@@ -216,7 +216,7 @@ mod tests {
             [(7, Some("convoke".to_owned()), vec![vec![1; 3], vec![], vec![u64::MAX]]), (0, None, vec![])];
         let good = objects.map(|object| written(&object).unwrap());
         let decode = |bytes: &[u8]| read::<Object>(0, bytes).ok();
-        // What serde reserves at most before the elements come, for each list once.
+        // Limit on the bytes that serde reserves for a list before its elements arrive.
         let most = 3 << 20;
         convoke_testkit::fuzz("random_objects_never_do_harm", &good, most, decode, |object| {
             written(object).unwrap()

@@ -21,7 +21,7 @@ use super::{CommError, Group};
 
 /// Time limit of one store request.
 const STORE_TIME: Duration = Duration::from_secs(10);
-/// How often the rank that is to decide looks who has come; the others look half as often each time.
+/// Poll interval of the rank that decides; the other ranks double their interval up to the longest.
 const LOOK: Duration = Duration::from_millis(10);
 const LONGEST_LOOK: Duration = Duration::from_millis(500);
 

@@ -7,14 +7,15 @@ use super::{CallKind, CommError, Element, Group, Lent, Prepared, Reduction, call
 use crate::plan::{self, Algorithm, Blocks};
 
 impl Group {
-    /// Fills `recv` with the `send` of all ranks, in rank order, on every rank; rank i has `lens[i]` elements.
+    /// Fills `recv` with the `send` of all ranks, in rank order, on every rank; rank i has `lens[i]`
+    /// elements.
     ///
     /// All ranks pass the same type and `lens`.
     ///
     /// # Errors
     /// [`CommError::InvalidArgument`], before anything is sent, if the lengths do not fit.
-    /// [`CommError::Mismatch`] if ranks disagree, also about `lens`. Otherwise the error that ended the group; `recv` is
-    /// then unspecified.
+    /// [`CommError::Mismatch`] if ranks disagree, also about `lens`. Otherwise the error that ended the
+    /// group; `recv` is then unspecified.
     ///
     /// # Cost
     /// Each rank sends less than `recv` holds: small blocks in one round, large ones around a ring.
@@ -44,17 +45,18 @@ impl Group {
         self.collective(call, plan, around(send, recv, own.clone()).sent(own.start, send), None)
     }
 
-    /// Fills `recv` with the elementwise `op` over this rank's block of all ranks' `send`, in which rank i has a
-    /// block of `lens[i]` elements.
+    /// Fills `recv` with the elementwise `op` over this rank's block of all ranks' `send`, in which rank i
+    /// has a block of `lens[i]` elements.
     ///
     /// All ranks pass the same type, `op` and `lens`.
     ///
     /// # Errors
-    /// The errors of [`Self::all_gather_v`]; [`CommError::InvalidArgument`] also if `op` is not defined for the type.
+    /// The errors of [`Self::all_gather_v`]; [`CommError::InvalidArgument`] also if `op` is not defined for
+    /// the type.
     ///
     /// # Cost
-    /// Each rank sends less than `send` holds: small blocks in one round, large ones around a ring, for which `send` is
-    /// copied.
+    /// Each rank sends less than `send` holds: small blocks in one round, large ones around a ring, for
+    /// which `send` is copied.
     pub fn reduce_scatter_v<T: Element>(
         &self,
         send: &[T],
@@ -85,7 +87,8 @@ impl Group {
         self.collective(call, plan, reduced(algorithm != Algorithm::Direct, send, recv, own), Some(kernel))
     }
 
-    /// Fills `recv` of rank `root` with the `send` of all ranks, in rank order; there rank i has `lens[i]` elements.
+    /// Fills `recv` of rank `root` with the `send` of all ranks, in rank order; there rank i has `lens[i]`
+    /// elements.
     ///
     /// All ranks pass the same type and `root`. On ranks other than the root, `recv` and `lens` are ignored
     /// and may be empty.
@@ -126,7 +129,8 @@ impl Group {
         self.collective(call::<T>(CallKind::GatherV, None, root as u32, 0), plan, lent, None)
     }
 
-    /// Fills `recv` with this rank's block of the `send` of rank `root`, in which rank i has `lens[i]` elements.
+    /// Fills `recv` with this rank's block of the `send` of rank `root`, in which rank i has `lens[i]`
+    /// elements.
     ///
     /// All ranks pass the same type and `root`. On ranks other than the root, `send` and `lens` are ignored
     /// and may be empty.

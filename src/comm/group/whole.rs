@@ -81,8 +81,8 @@ impl Group {
     /// a root that has returned gets it from its next call. Otherwise the error that ended the group.
     ///
     /// # Cost
-    /// Small buffers: a tree of log2(P) steps. Large ones: a chain in which every rank sends S bytes at most. S bytes go to
-    /// each other host.
+    /// Small buffers: a tree of log2(P) steps. Large ones: a chain in which every rank sends S bytes at
+    /// most. S bytes go to each other host.
     pub fn broadcast<T: Element>(&self, buf: &mut [T], root: usize) -> Result<(), CommError> {
         self.carry_out(self.prepare_broadcast(buf, root)).map(drop)
     }
@@ -103,8 +103,8 @@ impl Group {
     /// The errors of [`Self::all_reduce`]; [`CommError::InvalidArgument`] also if there is no such rank.
     ///
     /// # Cost
-    /// Small buffers: a tree of log2(P) steps. Large ones: a chain in which every rank sends S bytes at most. S bytes come
-    /// from each other host.
+    /// Small buffers: a tree of log2(P) steps. Large ones: a chain in which every rank sends S bytes at
+    /// most. S bytes come from each other host.
     ///
     /// Sums of 16-bit floats, up to 16 ranks: one round, or two, in which every rank sends S bytes.
     pub fn reduce<T: Element>(

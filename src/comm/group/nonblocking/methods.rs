@@ -429,7 +429,8 @@ impl<'scope> Nonblocking<'scope, '_> {
         self.begin(buf, |group, buf| group.prepare_recv(buf.elements_mut(), from, tag))
     }
 
-    /// Nonblocking form of [`Group::recv_any`](crate::Group::recv_any); the buffer comes back with the rank that sent.
+    /// Nonblocking form of [`Group::recv_any`](crate::Group::recv_any); the buffer comes back with the rank
+    /// that sent.
     ///
     /// # Errors
     /// The errors of [`Group::recv_any`](crate::Group::recv_any).
