@@ -311,13 +311,13 @@ mod tests {
         }
     }
 
-    /// A larger one is passed through memory, which costs each small message.
+    /// A larger descriptor is passed through memory instead of registers, which slows each small message.
     #[test]
     fn a_call_fits_into_two_registers() {
         assert_eq!(size_of::<Call>(), 16);
     }
 
-    /// The bytes of protocol version 2. Whoever changes them must raise the version.
+    /// Bytes of protocol version 2. A change of the layout must raise the version.
     #[test]
     fn descriptors_of_this_version_have_these_bytes() {
         let reduces =

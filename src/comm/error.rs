@@ -398,7 +398,7 @@ mod tests {
             how,
             place: Box::new(place.clone()),
         };
-        // As the launcher knows them in what a worker wrote last (`cause`).
+        // The launcher matches these texts in the last output of a worker (`cause`).
         assert_eq!(
             format!("Error: {:?}", lost(Loss::Disconnected)),
             "Error: rank 3 at 10.0.0.1:4000 closed its connections without a word: did it die?; group world, \

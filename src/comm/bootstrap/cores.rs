@@ -95,7 +95,7 @@ mod tests {
 
     #[test]
     fn ranks_of_each_socket_share_its_cores() {
-        // As Slurm and mpirun deal them out: in turn.
+        // Slurm and mpirun assign ranks to sockets round robin.
         let socket = |rank: usize| if rank.is_multiple_of(2) { of(0..2) } else { of(2..4) };
         let all: Vec<_> = (0..4).map(socket).collect();
         assert!(shares(&all).iter().all(|share| *share == Share { ranks: 2, cores: 2, place: None }));

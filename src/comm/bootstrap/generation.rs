@@ -1,5 +1,4 @@
-//! Determines the generation under which the ranks meet: the launcher gives it, or rank 0 draws and
-//! announces it.
+//! The generation under which the ranks meet: the launcher gives it, or rank 0 draws and announces it.
 //!
 //! An announcement may be left over from a crashed round. So a rank reads it again until rank 0 has
 //! confirmed the generation in a handshake.
@@ -18,8 +17,7 @@ impl Ours<'_> {
         format!("{}/generation", self.name()).into_bytes()
     }
 
-    /// Returns the given generation, the generation that this rank draws as rank 0, or the announcement
-    /// that it reads.
+    /// Returns the given generation, the one that this rank draws as rank 0, or the one that it reads.
     pub(super) fn first_generation(&self) -> Result<Generation, CommError> {
         let given = self.invitation.options.generation;
         if self.invitation.rank == 0 {
@@ -60,8 +58,7 @@ impl Ours<'_> {
         }
     }
 
-    /// Returns an error if the process that announced a generation as rank 0 still lives: this process is
-    /// then a duplicate.
+    /// Returns an error if another process, which announced a generation as rank 0, still lives.
     fn check_announcer(&self) -> Result<(), CommError> {
         let announced = self.store().try_get(&self.announcement_key(), self.deadline)?;
         let Some((generation, _)) = announced.as_deref().and_then(Announcement::decode) else {

@@ -259,7 +259,7 @@ mod tests {
         let (text, ranks) = compare(&records).unwrap_err();
         assert_eq!(ranks, [0, 2]);
         assert!(text.contains("127.0.0.1") && text.contains("CONVOKE_SOCKET_IFNAME"), "{text}");
-        // Namespaces of processes or users do not make two networks.
+        // Records that differ only in their PID or user namespace belong to one network.
         records[2].host = records[1].host.replace("pid:", "pid:9");
         assert_eq!(compare(&records), Ok(()));
     }

@@ -90,8 +90,7 @@ impl Ours<'_> {
         }
     }
 
-    /// Returns an error if a world was formed here without this process, since nobody would then wait for
-    /// it.
+    /// Returns an error if a world was formed here without this process: no rank then waits for it.
     pub(super) fn check_standing(&self) -> Result<(), CommError> {
         let Some(key) = self.standing_key() else { return Ok(()) };
         let found = match self.store().try_get(&key, self.deadline) {

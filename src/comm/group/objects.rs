@@ -207,7 +207,7 @@ fn read_all<T: DeserializeOwned>(bytes: &[u8], lens: &[usize]) -> Result<Vec<T>,
 mod tests {
     use super::*;
 
-    /// Lists of lists are where a length that lies could ask for the most.
+    /// In lists of lists, a false length could request the most memory.
     type Object = (u64, Option<String>, Vec<Vec<u64>>);
 
     #[test]

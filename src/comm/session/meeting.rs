@@ -236,7 +236,7 @@ fn is_misleading(host: &str, resolved: &[SocketAddr], several_hosts: Option<bool
 /// Signs off from a file through which ranks met; the last rank to sign off removes the file.
 ///
 /// The count is kept under the generation, since a killed job leaves its own count in the file. Such a file
-/// does no harm: nobody confirms its announcement, and rank 0 overwrites it.
+/// does no harm: no rank confirms its announcement, and rank 0 overwrites it.
 #[derive(Debug)]
 struct SignOff {
     store: Arc<FileStore>,
@@ -280,11 +280,11 @@ mod tests {
     fn a_name_that_is_loopback_only_on_its_own_host_is_served_everywhere() {
         let here = [SocketAddr::from(([127, 0, 1, 1], 5))];
         let elsewhere = [SocketAddr::from(([10, 0, 0, 1], 5))];
-        // By a URL nobody knows how many hosts there are.
+        // A URL does not say how many hosts there are.
         assert!(is_misleading("node1", &here, None));
         assert!(!is_misleading("node1", &elsewhere, None));
         assert!(!is_misleading("localhost", &here, None) && !is_misleading("127.0.0.1", &here, None));
-        // A launcher knows.
+        // A launcher says whether there are several hosts.
         assert!(is_misleading("node1", &here, Some(true)) && !is_misleading("node1", &here, Some(false)));
         assert!(is_misleading("localhost", &here, Some(true)), "mpirun and srun may say so");
         assert!(!is_misleading("node1", &[], Some(true)));
