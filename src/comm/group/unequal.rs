@@ -93,6 +93,7 @@ impl Group {
     /// All ranks pass the same type and `root`. On ranks other than the root, `recv` and `lens` are ignored
     /// and may be empty.
     ///
+    /// # Errors
     /// The errors of [`Self::all_gather_v`]; [`CommError::InvalidArgument`] also if there is no such rank.
     /// [`CommError::Protocol`] names a rank that sends another length than the root expects.
     ///
