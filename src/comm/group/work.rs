@@ -68,7 +68,7 @@ impl<M: Memory> Work<M> {
     }
 
     /// Waits at most `time`; returns the handle if the operation is not done by then. It does not change
-    /// the time limit of the operation, which ends the group.
+    /// the time limit of the operation, whose expiry ends the group.
     ///
     /// # Errors
     /// The errors of the blocking call.
