@@ -1,7 +1,8 @@
 //! Memory of programs that all ranks of the host can reach: an all-reduce in it copies nothing.
 //!
-//! Each rank tells where in which of them its elements lie when it announces a call ([`Offer`]). If all tell of one, who
-//! owns a piece of the sum reads the shares from where they are, and writes the sum to where it belongs.
+//! When a rank announces a call, it publishes the allocation and offset that hold its elements ([`Offer`]).
+//! If all ranks name one allocation, the owner of each piece of the sum reads the shares in place and writes
+//! the sum to all ranks.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -20,17 +21,17 @@ pub(crate) struct Allocations {
 /// Memory that was made by all ranks of a host together.
 #[derive(Debug)]
 pub(crate) struct Allocation {
-    /// The same on all ranks, of no other one.
+    /// The number of this allocation: equal on all ranks, different for every other allocation.
     pub(crate) id: u64,
     pub(crate) all: Segment,
-    /// What of it is whose.
+    /// The byte range that belongs to each rank.
     pub(crate) regions: Vec<Range<usize>>,
-    /// What is this rank's.
+    /// This rank's range.
     pub(crate) own: Arc<Part>,
 }
 
-/// Where the elements of a call lie, as it is told in its slot: which allocation, 0 for none, and the place in the region
-/// of who tells.
+/// The location of a call's elements, as published in the rank's slot: the allocation, 0 for none, and the
+/// offset in the publishing rank's region.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Told {
     pub(super) id: u64,
@@ -50,7 +51,7 @@ pub(super) struct Offer {
 #[derive(Debug)]
 pub(super) struct Direct {
     offer: Offer,
-    /// Where they begin, by place on the host.
+    /// The offsets at which the elements begin, by place on the host.
     starts: Vec<usize>,
 }
 
@@ -66,7 +67,7 @@ impl Allocations {
         list.push(Arc::downgrade(allocation));
     }
 
-    /// What can be offered of the `bytes` bytes at an address.
+    /// Returns an offer of the `bytes` bytes at an address, if an allocation can lend them.
     pub(super) fn offer(&self, address: usize, bytes: usize) -> Option<Offer> {
         let list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
         list.iter().filter_map(Weak::upgrade).find_map(|allocation| {
@@ -98,7 +99,8 @@ impl Offer {
         Told { id: self.allocation.id, at: self.at as u64 }
     }
 
-    /// The elements of all, if all have told of the same allocation. The error says whose words make no sense.
+    /// Returns the elements of all ranks if all have published this allocation. The error names the rank
+    /// whose data is invalid.
     pub(super) fn with(mut self, told: &[Told]) -> Result<Option<Direct>, usize> {
         if told.iter().any(|told| told.id != self.allocation.id) {
             // Every rank finds that.
@@ -119,7 +121,7 @@ impl Offer {
 
 impl Drop for Offer {
     fn drop(&mut self) {
-        // The call has failed, and who has not heard of that may still write.
+        // The call has failed, and a rank that does not know it yet may still write.
         if !self.taken_back {
             self.allocation.own.make_private(self.at, self.bytes);
         }
@@ -138,7 +140,7 @@ impl Direct {
         self.offer.allocation.all.view(self.starts[place] + at, bytes)
     }
 
-    /// The call is over on all ranks.
+    /// Marks the call as over on all ranks.
     pub(super) fn take_back(&mut self) {
         self.offer.taken_back = true;
     }

@@ -1,8 +1,8 @@
-//! Waking who sleeps: a bit in shared memory says that a rank does, its doorbell ends that.
+//! Wake-ups of sleeping ranks: a bit in shared memory says that a rank sleeps, its doorbell wakes it.
 //!
-//! Who wants to sleep sets its bit, then looks once more for what it waits for. Who writes something for others does
-//! so first, then looks at the bits. Between the two steps of each stands a fence, so at least one sees the other
-//! (`models.rs`).
+//! A rank that is about to sleep sets its bit, then checks once more for the data it waits for. A writer
+//! writes its data first, then checks the bits. A fence separates the two steps of each, so at least one of
+//! them sees the other (`models.rs`).
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -26,8 +26,8 @@ impl Bells {
         Self { segment, layout, me, bells }
     }
 
-    /// Wakes all others that sleep; to be called after what they wait for was written. It waits until that has left this
-    /// core: who has something else to do first waits less.
+    /// Wakes all other ranks that sleep. Call it after writing the data they wait for. It waits until that
+    /// write has left this core, so a caller that does other work first waits less.
     #[inline]
     pub(crate) fn ring_all(&self) {
         for (index, at) in self.layout.sleepers().enumerate() {
@@ -39,7 +39,7 @@ impl Bells {
         }
     }
 
-    /// Wakes `rank` if it sleeps; to be called after what it waits for was written.
+    /// Wakes `rank` if it sleeps. Call it after writing the data it waits for.
     #[inline]
     pub(crate) fn ring(&self, rank: usize) {
         let (at, bit) = Layout::sleeper(rank);
@@ -51,21 +51,21 @@ impl Bells {
     #[cold]
     fn wake(&self, rank: usize) {
         let (at, bit) = Layout::sleeper(rank);
-        // One ring is enough: who takes the bit away rings.
+        // One ring is enough: the rank that clears the bit rings.
         let first = rank != self.me && take_away(self.segment.word(at), bit);
         if let Some(bell) = self.bells.get(rank).filter(|_| first) {
-            // Full is as good: it is readable.
+            // A full eventfd is readable already, so the error does not matter.
             let _ = rustix::io::write(bell, &1_u64.to_ne_bytes());
         }
     }
 
-    /// Says that this rank sleeps from now on, unless it finds at once what it waits for.
+    /// Marks this rank as sleeping. The caller checks once more for its data before it sleeps.
     pub(crate) fn fall_asleep(&self) {
         let (at, bit) = Layout::sleeper(self.me);
         fall_asleep(self.segment.word(at), bit);
     }
 
-    /// Whether this rank has fallen asleep and nobody has rung since.
+    /// Returns whether this rank is marked as sleeping and nobody has rung since.
     pub(crate) fn is_asleep(&self) -> bool {
         let (at, bit) = Layout::sleeper(self.me);
         is_asleep(self.segment.word(at), bit)

@@ -1,7 +1,8 @@
-//! Memory that the ranks of a host make together later on: the first of them makes it and hands it to the others.
+//! Memory that the ranks of a host create after the bootstrap: the first rank creates it and passes it to the
+//! others.
 //!
-//! As in a [meeting](super::meeting), on a unix socket with an abstract name; but each step ends with a collective, so
-//! that nobody waits here and all know how it went.
+//! The descriptor travels on a unix socket with an abstract name, as in a [meeting](super::meeting). Each
+//! step ends with a collective, so nobody waits here and all ranks learn the result.
 
 use std::io;
 use std::ops::Range;
@@ -11,10 +12,10 @@ use super::meeting::{WORD_BYTES, connect, listen, receive, send};
 use super::part::PAGE_BYTES;
 use super::segment;
 
-/// Where the memory is handed out, and the word by which those are known that it is for.
+/// The name of the socket, and the secret word by which its intended receivers are recognised.
 pub(crate) type Invitation = [u8; 2 * WORD_BYTES];
 
-/// The memory, at who made it.
+/// The memory, on the rank that created it.
 #[derive(Debug)]
 pub(crate) struct Giver {
     memory: OwnedFd,
@@ -22,11 +23,12 @@ pub(crate) struct Giver {
     word: [u8; WORD_BYTES],
 }
 
-/// Who has come for it.
+/// The connection of a rank that receives the memory.
 #[derive(Debug)]
 pub(crate) struct Taker(OwnedFd);
 
-/// What of the memory is whose, and how much it is in all; each has whole pages. `None` if that is more than there can be.
+/// Returns the range of each rank, in whole pages, and the total size. `None` if the total exceeds the
+/// address space.
 pub(crate) fn regions(bytes: &[u64]) -> Option<(Vec<Range<usize>>, usize)> {
     let mut end = 0_usize;
     let regions = bytes.iter().map(|&bytes| {
@@ -40,7 +42,7 @@ pub(crate) fn regions(bytes: &[u64]) -> Option<(Vec<Range<usize>>, usize)> {
 }
 
 impl Giver {
-    /// Makes `bytes` bytes of memory, which takes no pages yet.
+    /// Creates `bytes` bytes of memory, which takes no pages yet.
     pub(crate) fn new(bytes: usize) -> io::Result<(Self, Invitation)> {
         let mut invitation = [0; 2 * WORD_BYTES];
         getrandom::fill(&mut invitation).map_err(|error| io::Error::other(error.to_string()))?;
@@ -49,10 +51,10 @@ impl Giver {
         Ok((giver, invitation))
     }
 
-    /// Gives it to `takers` ranks, all of which have come.
+    /// Passes the memory to `takers` ranks, all of which have connected.
     pub(crate) fn give(&self, takers: usize) -> io::Result<()> {
         let mut given = 0;
-        // Others may have come as well, but not more than can queue.
+        // Other processes may have connected as well, but not more than the backlog holds.
         while given < takers {
             let conn = rustix::net::accept_with(&self.listener, super::meeting::SOCKET)?;
             let word = receive(&conn).ok().flatten().map(|(bytes, _)| bytes);
@@ -77,7 +79,7 @@ impl Taker {
         Ok(Self(conn))
     }
 
-    /// Takes the memory, which was given.
+    /// Receives the descriptor of the memory, which was sent already.
     pub(crate) fn take(self) -> io::Result<OwnedFd> {
         let given = receive(&self.0)?.and_then(|(_, descriptors)| descriptors.into_iter().next());
         given.ok_or_else(|| io::Error::other("no descriptor came (is this the limit of open files?)"))

@@ -1,50 +1,54 @@
-//! Where what lies in the memory that the ranks of a host share. Pure.
+//! The layout of the memory that the ranks of a host share. Pure.
 //!
 //! ```text
 //! page: who sleeps, whether all is over │ of rank 0: control │ slots │ rounds │ rings to each rank │ of rank 1: ...
 //! ```
 //!
-//! Only its owner writes what is a rank's, but for the sleepers and the end of a ring that its reader moves.
+//! Only the owner writes to a rank's memory. Exceptions: the sleeper bits, and the read counter of a ring,
+//! which its reader writes.
 
 use std::ops::Range;
 
-/// What is written by one rank and polled by others has so many bytes to itself: processors fetch lines in pairs.
+/// Data that one rank writes and others poll has this many bytes to itself, since processors fetch lines in
+/// pairs.
 pub(crate) const LINE: usize = 128;
 const PAGE: usize = 4096;
-/// Slots for small calls: a rank is at most so many calls ahead of another. As many as make 1 MiB, so that a slot is written
-/// again late, as [rounds](ROUNDS_BYTES) are: of 8 slots a gather of 16 KiB by two ranks takes 1.82 µs, of 32 1.60, of 128 1.19.
+/// The number of slots for small calls, which is also how far a rank can be ahead of another. They make 1
+/// MiB, so that a slot is rewritten late, for the reason given at [`ROUNDS_BYTES`]. A gather of 16 KiB by two
+/// ranks takes 1.82 µs with 8 slots, 1.60 with 32, 1.19 with 128.
 pub(crate) const SLOTS: u32 = 128;
-/// Most that a rank gives in a slot.
+/// Most bytes that a rank publishes in a slot.
 pub(crate) const SMALL_BYTES: usize = 8 << 10;
-/// Of a slot: its stamp and the call, before what is given.
+/// Bytes of a slot's header: its stamp and the call, before the data.
 pub(crate) const SLOT_HEADER: usize = 64;
-/// Of a slot: what the rank called, and a digest of all that it called before.
+/// Offsets in a slot: the rank's call, and a digest of all its earlier calls.
 pub(crate) const CALL_AT: usize = 8;
 pub(crate) const PAST_AT: usize = 24;
-/// Most that a rank gives beside the stamp, in the same line.
+/// Most bytes that a rank publishes in the line of the stamp.
 pub(crate) const INLINE_BYTES: usize = SLOT_HEADER - INLINE_AT;
 pub(crate) const INLINE_AT: usize = 32;
-/// Rounds of large calls that are in memory at a time.
+/// The number of rounds of large calls that are in memory at a time.
 pub(crate) const DEPTH: u64 = 14;
-/// Most that a rank gives in a round.
+/// Most bytes that a rank publishes in a round.
 pub(crate) const ROUND_BYTES: usize = 128 << 10;
-/// Rounds lie behind each other, and from the beginning again after so many bytes. A core takes far longer to write what
-/// another has read lately and still has in its own cache: with two cores of an EPYC (Zen 4, 1 MiB each) and 512 KiB here
-/// an all-reduce of 64 KiB takes 14.0 µs, with 1 MiB 7.2, with 2 MiB 5.7, with 8 MiB 7.6, and then large ones twice as long.
+/// Rounds follow each other in memory and wrap around after this many bytes. A core takes far longer to write
+/// a line that another core has read lately and still has in its cache. On two cores of an EPYC (Zen 4, 1 MiB
+/// each) an all-reduce of 64 KiB takes 14.0 µs with 512 KiB here. It takes 7.2 µs with 1 MiB, 5.7 with 2 MiB,
+/// and 7.6 with 8 MiB, where large calls take twice as long.
 pub(crate) const ROUNDS_BYTES: usize = (DEPTH as usize + 2) * ROUND_BYTES;
-/// Most ranks of a host that share memory: two descriptors of each go through a socket in one message.
+/// Most ranks of a host that share memory: one message on a socket carries two descriptors of each.
 pub(crate) const MOST_RANKS: usize = 126;
-/// How long a ring is at least.
+/// The least size of a ring.
 const RING_LEAST_BYTES: usize = 8 << 10;
 
-/// Of a rank: what it counts for others to see.
+/// The counters of a rank that other ranks read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Counter {
-    /// Rounds in which what this rank gives is there.
+    /// Rounds whose input from this rank is in memory.
     Given,
-    /// Rounds in which the sum of this rank's part is there.
+    /// Rounds whose sum of this rank's part is in memory.
     Summed,
-    /// Rounds of which this rank needs nothing any more.
+    /// Rounds whose memory this rank no longer reads.
     Done,
 }
 
@@ -52,7 +56,7 @@ impl Counter {
     pub(crate) const COUNT: usize = 3;
 }
 
-/// What shows that two processes see the same memory.
+/// The words that prove that two processes see one memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Proof {
     /// Written by the rank that made the memory.
@@ -63,17 +67,17 @@ pub(crate) enum Proof {
 /// One of the rings from a rank to another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct RingPlace {
-    /// Where the writer counts what it has written, and says that nothing more comes.
+    /// The offsets of the writer's count of bytes written, and of its end-of-stream flag.
     pub(crate) written: usize,
     pub(crate) closed: usize,
-    /// Where the reader counts what it has read.
+    /// The offset of the reader's count of bytes read.
     pub(crate) read: usize,
     pub(crate) data: usize,
     /// A power of two.
     pub(crate) bytes: usize,
 }
 
-/// What a ring is for.
+/// The purpose of a ring.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum RingLane {
     Messages,
@@ -84,9 +88,10 @@ pub(crate) enum RingLane {
 impl RingLane {
     const ALL: [Self; 2] = [Self::Messages, Self::Collectives];
 
-    /// Bytes of all rings of one rank, about, and of one ring at most. Those of messages are written again late, as rounds
-    /// are: with 512 KiB each 1 MiB between two pairs of ranks on two cores takes 142 µs, with 1 MiB 36, with 2 MiB 41. Few
-    /// collectives go by streams where there is memory.
+    /// The approximate size of all rings of one rank, and the largest size of one ring. Rings of messages are
+    /// large so that they are rewritten late, for the reason given at [`ROUNDS_BYTES`]. 1 MiB between two
+    /// pairs of ranks on two cores takes 142 µs with 512 KiB each, 36 with 1 MiB, 41 with 2 MiB. Few
+    /// collectives use streams where there is shared memory.
     const fn bytes(self) -> (usize, usize) {
         match self {
             Self::Messages => (4 << 20, 1 << 20),
@@ -94,19 +99,19 @@ impl RingLane {
         }
     }
 
-    /// Bytes of one ring among those of so many ranks.
+    /// The size of one ring if this many ranks share the space.
     fn ring_bytes(self, ranks: usize) -> usize {
         let (all, most) = self.bytes();
         (all / ranks.next_power_of_two()).clamp(RING_LEAST_BYTES, most)
     }
 
-    /// The same, and where its ends are told.
+    /// The size of one ring with the counters of both ends.
     fn ring_and_ends(self, ranks: usize) -> usize {
         2 * LINE + self.ring_bytes(ranks)
     }
 }
 
-/// The places for so many ranks.
+/// The layout for a number of ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Layout {
     ranks: usize,
@@ -114,14 +119,15 @@ pub(crate) struct Layout {
     all: usize,
 }
 
-/// In the first page, behind the sleepers.
+/// The offset of the failure flag, behind the sleeper bits of the first page.
 const FAILED: usize = 2 * LINE;
-/// In the first page: a word for each rank.
+/// The offset of the core numbers in the first page: a word for each rank.
 const CORES: usize = PAGE / 4;
 const CONTROL: usize = PAGE;
 const SLOT: usize = (SLOT_HEADER + SMALL_BYTES).next_multiple_of(LINE);
 const ALL_SLOTS: usize = (SLOTS as usize * SLOT).next_multiple_of(PAGE);
-// The last may begin just before the end. Of two that share bytes so, one is nearly all of this behind the other.
+// The last round may begin just before the wrap-around. Two rounds that share bytes are nearly `ROUNDS_BYTES`
+// apart.
 const ALL_ROUNDS: usize = ROUNDS_BYTES + ROUND_BYTES;
 
 impl Layout {
@@ -130,7 +136,7 @@ impl Layout {
         Self { ranks, all: (CONTROL + ALL_SLOTS + ALL_ROUNDS + rings).next_multiple_of(PAGE) }
     }
 
-    /// Bytes in all.
+    /// The total size.
     pub(crate) fn bytes(self) -> usize {
         self.of(self.ranks).start
     }
@@ -150,7 +156,8 @@ impl Layout {
         FAILED
     }
 
-    /// The word in which `rank` says on which core it waits, as its number and 1; 0 as long as it has said nothing.
+    /// The word in which `rank` publishes the core on which it waits, plus 1. It is 0 until the rank has done
+    /// so.
     pub(crate) fn core(rank: usize) -> usize {
         CORES + rank * size_of::<u64>()
     }
@@ -168,7 +175,7 @@ impl Layout {
         self.of(rank).start + LINE * (Counter::COUNT + proof as usize)
     }
 
-    /// The bytes that `rank` takes from the system: those that belong to it, the first one also those that belong to nobody.
+    /// The bytes that `rank` commits: its own; the first rank also commits the common page.
     pub(crate) fn taken_by(self, rank: usize) -> Range<usize> {
         let own = self.of(rank);
         if rank == 0 { 0..own.end } else { own }
@@ -179,7 +186,7 @@ impl Layout {
         self.of(rank).start + CONTROL + (number % SLOTS) as usize * SLOT
     }
 
-    /// What `rank` gives in a round that begins `position` bytes after the first of all calls.
+    /// The offset of the data of `rank` in a round that begins `position` bytes after the first of all calls.
     pub(crate) fn round(self, rank: usize, position: u64) -> usize {
         self.of(rank).start + CONTROL + ALL_SLOTS + (position % ROUNDS_BYTES as u64) as usize
     }

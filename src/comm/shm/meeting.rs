@@ -1,7 +1,7 @@
-//! How the ranks of a host come to share memory.
+//! The bootstrap in which the ranks of a host come to share memory.
 //!
-//! The first of them, the leader, makes the memory and hands its descriptor over on a unix socket, whose name it tells
-//! the others on their control connections, which are proven, together with a word by which it knows them:
+//! The first of them, the leader, creates the memory and passes its descriptor on a unix socket. It sends the
+//! socket's name, and a secret word that identifies members, on the authenticated control connections:
 //!
 //! ```text
 //! member → leader   the word, who it is; its doorbell, its process
@@ -10,8 +10,8 @@
 //! leader → member   "we all see it"
 //! ```
 //!
-//! Whatever does not work out anywhere, all use connections instead, and know why. The socket has an abstract name: no
-//! file is left of it. Nothing here waits.
+//! If any step fails on any rank, all ranks use connections instead and know the reason. The socket has an
+//! abstract name, so it leaves no file. Nothing here blocks.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -30,42 +30,42 @@ use super::segment::{self, Segment};
 use crate::room;
 
 pub(super) const WORD_BYTES: usize = 16;
-/// Longest message.
+/// The size of the longest message.
 const MESSAGE_BYTES: usize = 1024;
-/// Most connections of which it is not known yet whose they are.
+/// Most connections whose peer is not identified yet.
 const STRANGERS: usize = 64;
 const YES: u8 = 1;
 const NO: u8 = 0;
 pub(super) const SOCKET: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NONBLOCK);
 
-/// The ranks of a host that meet, as one of them sees it.
+/// The ranks of a host that set up shared memory, as one of them sees them.
 #[derive(Debug)]
 pub(crate) struct Party {
     /// Their ranks in the group.
     pub(crate) ranks: Vec<usize>,
-    /// Which of them this one is.
+    /// The place of this rank among them.
     pub(crate) me: usize,
     pub(crate) layout: Layout,
-    /// What wakes this rank.
+    /// The doorbell that wakes this rank.
     pub(crate) bell: OwnedFd,
-    /// This process, where the system has descriptors for that.
+    /// The descriptor of this process, if the system has such descriptors (pidfd).
     pub(crate) process: Option<OwnedFd>,
 }
 
-/// What they have in common then.
+/// The result of the bootstrap: the memory, and all doorbells and processes.
 #[derive(Debug)]
 pub(crate) struct Met {
     pub(crate) segment: Arc<Segment>,
     /// By place on the host.
     pub(crate) bells: Vec<OwnedFd>,
-    /// The same; empty where the system of one of them has no such descriptors.
+    /// The descriptors of the processes, by place on the host; empty if a rank's system has none.
     pub(crate) processes: Vec<OwnedFd>,
 }
 
-/// How it ended: or why they share no memory.
+/// The result of the bootstrap, or the reason why the ranks share no memory.
 pub(crate) type Outcome = Result<Met, Obstacle>;
 
-/// Where to meet, as it is told on control connections.
+/// The name of the socket and the secret word, as sent on control connections.
 pub(crate) type Offer = Vec<u8>;
 
 #[derive(Debug)]
@@ -75,7 +75,7 @@ pub(crate) enum Meeting {
 }
 
 impl Meeting {
-    /// What there is to wait for.
+    /// The descriptors to poll for.
     pub(crate) fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
         match self {
             Self::Leading(leading) => {
@@ -87,7 +87,7 @@ impl Meeting {
         }
     }
 
-    /// Ranks that are still to do something.
+    /// The ranks from which a message is still missing.
     pub(crate) fn missing(&self) -> Vec<usize> {
         match self {
             Self::Leading(Leading { party, members, .. }) => {
@@ -99,7 +99,7 @@ impl Meeting {
         }
     }
 
-    /// Goes on as far as it can; the outcome in the end.
+    /// Makes all progress that is possible now. Returns the outcome when there is one.
     pub(crate) fn turn(&mut self) -> Option<Outcome> {
         match self {
             Self::Leading(leading) => leading.turn(),
@@ -108,7 +108,7 @@ impl Meeting {
     }
 }
 
-/// The meeting as the leader sees it.
+/// The bootstrap as the leader sees it.
 #[derive(Debug)]
 pub(crate) struct Leading {
     party: Party,
@@ -130,10 +130,11 @@ struct Member {
 }
 
 impl Leading {
-    /// Opens the meeting; what to tell the others.
+    /// Opens the socket. Returns the message for the others.
     ///
     /// # Errors
-    /// Why there can be none.
+    ///
+    /// The reason why it cannot be opened.
     pub(crate) fn open(party: Party) -> Result<(Self, Offer), Obstacle> {
         if party.ranks.len() > MOST_RANKS {
             return Err(Obstacle::Crowd { ranks: party.ranks.len(), most: MOST_RANKS });
@@ -194,7 +195,8 @@ impl Leading {
                 Err(error) => {
                     let source = io::Error::from(error);
                     if room::is_without_descriptors(&source) {
-                        // Who waits there stays, and makes it ready for ever.
+                        // A connection that cannot be accepted stays in the backlog and keeps the socket
+                        // readable for ever.
                         return Err(Obstacle::Descriptors { source });
                     }
                     break;
@@ -204,7 +206,7 @@ impl Leading {
         Ok(())
     }
 
-    /// Finds out which of those that have connected are members.
+    /// Identifies the members among those that have connected.
     fn greet(&mut self) {
         for conn in std::mem::take(&mut self.strangers) {
             match receive(&conn) {
@@ -227,7 +229,7 @@ impl Leading {
         }
     }
 
-    /// Makes the memory and gives it to everybody.
+    /// Creates the memory and sends it to all members.
     fn hand_over(&mut self) -> Result<(), Obstacle> {
         let layout = self.party.layout;
         let bytes = layout.bytes();
@@ -273,7 +275,7 @@ impl Leading {
         Ok((bells, processes.unwrap_or_default().into_iter().collect::<io::Result<_>>()?))
     }
 
-    /// Hears who sees the memory, and looks whether it does.
+    /// Receives which members see the memory, and checks their proof.
     fn hear(&mut self) -> Result<(), Obstacle> {
         let Party { ranks, layout, .. } = &self.party;
         for (place, member) in self.members.iter_mut().enumerate() {
@@ -295,12 +297,12 @@ impl Leading {
     }
 }
 
-/// The meeting as another rank sees it.
+/// The bootstrap as another rank sees it.
 #[derive(Debug)]
 pub(crate) struct Joining {
     party: Party,
     conn: Option<OwnedFd>,
-    /// What was handed over.
+    /// The memory and descriptors that the leader sent.
     met: Option<Met>,
 }
 
@@ -312,7 +314,8 @@ impl Joining {
     /// Connects to the leader.
     ///
     /// # Errors
-    /// Why not.
+    ///
+    /// The reason why it cannot connect.
     pub(crate) fn accept(&mut self, offer: &[u8]) -> Result<(), Obstacle> {
         let leader = self.party.ranks[0];
         let rest = agreed(offer, leader)?;
@@ -359,7 +362,7 @@ impl Joining {
         }
     }
 
-    /// Maps the memory and shows that it is the leader's.
+    /// Maps the memory and writes the proof that it is the leader's.
     fn take_over(&self, rest: &[u8], descriptors: Vec<OwnedFd>) -> Result<Met, Obstacle> {
         let Party { ranks, me, layout, .. } = &self.party;
         let bytes = rest.try_into().map(u64::from_le_bytes).ok();
@@ -394,14 +397,14 @@ fn random() -> Result<u64, getrandom::Error> {
     Ok(u64::from_le_bytes(bytes))
 }
 
-/// "No", and why; cut where it is long.
+/// A refusal with its reason, truncated to the size of a message.
 pub(crate) fn no(reason: &str) -> Vec<u8> {
     let mut bytes = [&[NO], reason.as_bytes()].concat();
     bytes.truncate(MESSAGE_BYTES);
     bytes
 }
 
-/// What follows a "yes" of `rank`; the error is the reason of a "no".
+/// Returns the rest of a "yes" of `rank`. The error is the reason of a "no".
 fn agreed(bytes: &[u8], rank: usize) -> Result<&[u8], Obstacle> {
     match bytes.split_first() {
         Some((&YES, rest)) => Ok(rest),
@@ -417,7 +420,7 @@ fn address(name: &[u8; WORD_BYTES]) -> io::Result<SocketAddrUnix> {
     Ok(SocketAddrUnix::new_abstract_name(name.as_bytes())?)
 }
 
-/// A socket that keeps messages apart.
+/// A socket that keeps message boundaries.
 fn socket() -> io::Result<OwnedFd> {
     Ok(rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SOCKET, None)?)
 }
@@ -445,7 +448,7 @@ pub(super) fn send(conn: &OwnedFd, bytes: &[u8], descriptors: &[BorrowedFd<'_>])
     Ok(())
 }
 
-/// The next message, if it is there.
+/// The next message, if there is one.
 pub(super) fn receive(conn: &OwnedFd) -> io::Result<Option<(Vec<u8>, Vec<OwnedFd>)>> {
     let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2 * MOST_RANKS + 1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);

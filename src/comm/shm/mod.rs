@@ -1,4 +1,4 @@
-//! Shared memory: how the ranks of one host do collectives and send messages without a connection.
+//! Shared memory: collectives and messages between the ranks of one host, without connections.
 //!
 //! ```text
 //! meeting ─► segment, layout       memory that all of them have
@@ -8,12 +8,12 @@
 //! handout ─► allocations ─► part   memory of programs that all of them reach
 //! ```
 //!
-//! Control connections stay: they say who has died, left or given up. So memory holds data and counters only, and what
-//! holds for connections holds here: calls are compared before data is touched, every wait has a deadline, a failed
-//! group is told by one rank to all.
+//! Control connections stay open: they report a rank that has died, left or aborted. Memory holds data and
+//! counters only. The rules of connections hold here too: calls are compared before data is touched, every
+//! wait has a deadline, one rank reports a failure to all.
 //!
-//! What belongs to a rank is written by that rank alone. When others may read it, and until when it must stay, is the
-//! order of a call's steps ([`program`]), which is checked for all orders of events (`tests.rs`).
+//! Only a rank itself writes to its memory. The order of a call's steps ([`program`]) determines when others
+//! may read it and how long it must stay. `tests.rs` checks that in many orders of events.
 
 pub(crate) mod allocations;
 mod bells;
@@ -61,50 +61,52 @@ pub(crate) struct Node {
     segment: Arc<Segment>,
     layout: Layout,
     bells: Arc<Bells>,
-    /// Their ranks in the group, and which of them this one is.
+    /// The ranks in the group of the host's ranks, and the place of this one.
     ranks: Vec<usize>,
     me: usize,
     processes: Vec<OwnedFd>,
-    /// On which core this rank has said that it waits.
+    /// The core on which this rank last said that it waits, plus 1.
     core: u64,
-    /// Calls and rounds that were begun here, and bytes that the rounds had.
+    /// Calls and rounds that were begun here, and the size of the rounds.
     calls: u32,
     rounds: u64,
     round_bytes: u64,
     past: u64,
-    /// What the others were last seen to have begun, and to have counted.
+    /// The calls that the others had begun, and their counters, when last read.
     begun: Vec<u32>,
     counted: [Vec<u64>; Counter::COUNT],
     scratch: Vec<u8>,
-    /// The pace of what is written here for the others, and of what is written where each of them has it.
+    /// The store policy of writes for all ranks, and of writes for one rank each.
     to_all: Pace,
     to_each: Vec<Pace>,
     allocations: Arc<Allocations>,
-    /// For the next run: saves an allocation.
+    /// A list of steps that the next run reuses, which saves an allocation.
     steps: Vec<Step>,
 }
 
-/// Ranks that are waited for.
+/// The ranks that a call waits for.
 type Waits = SmallVec<[usize; 4]>;
 
-/// What a rank says of a call in its slot.
+/// The description of a call that a rank publishes in its slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Header {
     call: [u8; 16],
-    /// Which of the group's collectives it is.
+    /// The sequence number among the group's collectives.
     seq: u32,
-    /// Digest of the calls before it: who gives or leaves without waiting for anybody is compared later.
+    /// A digest of the earlier calls. A rank that publishes or leaves without waiting is compared later by
+    /// it.
     past: u64,
 }
 
-/// Which call one is among those of the host's ranks in memory.
+/// The number of a call among those of the host's ranks, and the position of its rounds.
 #[derive(Debug, Clone, Copy)]
 struct Numbered {
     number: u32,
-    /// Rounds of those before it, and where the first of its own begins, in bytes after the first of all.
+    /// The number of rounds before its own, and the offset of its first round in bytes after the first of all
+    /// calls.
     rounds: u64,
     position: u64,
-    /// From each of its rounds to the next.
+    /// The distance from each of its rounds to the next.
     round_bytes: u64,
     header: Header,
 }
@@ -114,7 +116,8 @@ impl Header {
     fn digest(&self) -> u64 {
         let (low, high) = self.call.split_at(8);
         let words = [low, high].map(|word| word.try_into().map_or(0, u64::from_le_bytes));
-        // Odd multipliers: no call is lost, and their order counts.
+        // Odd multipliers are invertible, so every call affects the digest; the rotation makes the order
+        // count.
         let mix = |hash: u64, word: u64| (hash.rotate_left(23) ^ word).wrapping_mul(0x9E37_79B9_7F4A_7C15);
         words.into_iter().chain([u64::from(self.seq)]).fold(self.past, mix)
     }
@@ -150,18 +153,18 @@ impl Node {
         }
     }
 
-    /// The memory of programs that the ranks know together.
+    /// The allocations that the ranks created together.
     pub(crate) fn allocations(&self) -> &Arc<Allocations> {
         &self.allocations
     }
 
-    /// The ranks of the host, but for this one, with their places.
+    /// The other ranks of the host, with their places.
     pub(crate) fn others(&self) -> impl Iterator<Item = (usize, usize)> + use<> {
         let me = self.me;
         self.ranks.clone().into_iter().enumerate().filter(move |&(place, _)| place != me)
     }
 
-    /// The processes of the ranks of the host, as far as the system tells of them.
+    /// The processes of the host's ranks, if the system has descriptors for them.
     pub(crate) fn processes(&self) -> impl Iterator<Item = (usize, BorrowedFd<'_>)> {
         self.ranks.iter().copied().zip(self.processes.iter().map(AsFd::as_fd))
     }
@@ -170,18 +173,18 @@ impl Node {
         self.processes().find(|&(of, _)| of == rank).map(|(_, process)| process)
     }
 
-    /// A way to the rank at `place`.
+    /// A pair of rings to the rank at `place`.
     pub(crate) fn way(&self, lane: RingLane, place: usize) -> Ring {
         let (out, into) = (self.layout.ring(lane, self.me, place), self.layout.ring(lane, place, self.me));
         Ring::new(Arc::clone(&self.segment), Arc::clone(&self.bells), place, out, into)
     }
 
-    /// Says that the group has failed. Why, is told on control connections.
+    /// Sets the failure flag. Control connections report the reason.
     pub(crate) fn fail(&self) {
         self.segment.word(Layout::failed()).store(1, Ordering::Release);
     }
 
-    /// Whether a rank has said so.
+    /// Returns whether a rank has set the failure flag.
     pub(crate) fn has_failed(&self) -> bool {
         self.segment.word(Layout::failed()).load(Ordering::Acquire) != 0
     }
@@ -190,7 +193,7 @@ impl Node {
         self.bells.fall_asleep();
     }
 
-    /// Whether nobody has rung since.
+    /// Returns whether this rank is still marked as sleeping, because nobody has rung since.
     pub(crate) fn is_asleep(&self) -> bool {
         self.bells.is_asleep()
     }
@@ -233,7 +236,8 @@ impl Node {
         self.segment.view(self.layout.round(rank, position) + at, bytes)
     }
 
-    /// The ranks that may still use the slot of call `number`: they have begun no call that is late enough.
+    /// The ranks that may still read the slot of call `number`: they have not begun a call that is late
+    /// enough.
     fn late_for(&mut self, number: u32) -> Waits {
         let needed = number.wrapping_sub(SLOTS - 1);
         let mut late = Waits::new();
@@ -245,7 +249,7 @@ impl Node {
         late
     }
 
-    /// Whether the slot of the next call is free.
+    /// Returns whether the slot of the next call is free.
     #[inline]
     fn is_free_for_next(&mut self) -> bool {
         let needed = self.calls.wrapping_add(1).wrapping_sub(SLOTS - 1);
@@ -263,8 +267,8 @@ impl Node {
         reaches(stamp as u32, number)
     }
 
-    /// Says what a call is, with its stamp, when all that is given in its slot is there; then who sleeps is to be
-    /// [rung](Bells::ring_all) for.
+    /// Publishes a call with its stamp, once all data of its slot is written. The caller must then
+    /// [ring](Bells::ring_all) for sleeping ranks.
     fn announce(&self, number: u32, header: &Header, told: Option<Told>) {
         let slot = self.layout.slot(self.me, number);
         if let Some(told) = told {
@@ -276,7 +280,8 @@ impl Node {
         self.segment.word(slot).store(stamp, Ordering::Release);
     }
 
-    /// Whether one of `ranks` was last on this rank's core, so that it comes only if this one yields.
+    /// Returns whether one of `ranks` was last on this rank's core, so that it can run only if this one
+    /// yields.
     pub(crate) fn is_near(&mut self, ranks: impl IntoIterator<Item = usize>) -> bool {
         self.tell_core();
         let mut places =
@@ -284,7 +289,7 @@ impl Node {
         places.any(|place| self.shares_core(place))
     }
 
-    /// Tells the others on which core this rank waits.
+    /// Publishes the core on which this rank waits.
     fn tell_core(&mut self) {
         let core = nix::sched::sched_getcpu().map_or(0, |core| core as u64 + 1);
         if core != std::mem::replace(&mut self.core, core) {
@@ -296,16 +301,18 @@ impl Node {
         self.core != 0 && self.segment.word(Layout::core(place)).load(Ordering::Relaxed) == self.core
     }
 
-    /// Wakes those who sleep, after something was announced.
+    /// Wakes ranks that sleep, after something was announced.
     #[inline]
     pub(crate) fn ring(&self) {
         self.bells.ring_all();
     }
 
-    /// Whether `rank` has come to call `number`, of which this one says `ours`; to this one it is collective `seq`.
+    /// Returns whether `rank` has made call `number`, which this rank describes as `ours` and which is its
+    /// collective `seq`.
     ///
     /// # Errors
-    /// It made another call, now or before.
+    ///
+    /// The rank made another call, now or before.
     #[inline]
     fn meet(&mut self, rank: usize, number: u32, ours: &Header, seq: u64) -> Result<bool, RunError> {
         match self.header(rank, number) {
@@ -328,7 +335,8 @@ impl Node {
         }
     }
 
-    /// What `rank` says of call `number`; `None` if it has not come to it, or is long past it.
+    /// The description that `rank` published of call `number`. `None` if the rank has not made it yet, or has
+    /// reused the slot.
     fn header(&mut self, rank: usize, number: u32) -> Option<Header> {
         let slot = self.layout.slot(rank, number);
         let stamp = self.segment.word(slot).load(Ordering::Acquire);
@@ -354,7 +362,7 @@ impl Node {
         differ.last()
     }
 
-    /// Where `rank` says that its elements of call `number` are, to which it has come.
+    /// The location of the elements of `rank` for call `number`, which it has made.
     fn told(&self, rank: usize, number: u32) -> Told {
         let mut bytes = [0; Told::BYTES];
         self.segment.view(self.layout.slot(rank, number) + INLINE_AT, Told::BYTES).take(&mut bytes);
@@ -366,7 +374,7 @@ impl Node {
         self.bells.ring_all();
     }
 
-    /// Whether `rank` has counted so far.
+    /// Returns whether the counter of `rank` has reached `count`.
     fn has_counted(&mut self, rank: usize, counter: Counter, count: u64) -> bool {
         let known = &mut self.counted[counter as usize][rank];
         if *known < count {
@@ -375,7 +383,7 @@ impl Node {
         *known >= count
     }
 
-    /// The first of `whom` that has not counted so far.
+    /// The first of `whom` whose counter has not reached `count`.
     fn behind(&mut self, whom: Whom, counter: Counter, count: u64) -> Option<usize> {
         match whom {
             Whom::One(rank) => (!self.has_counted(rank, counter, count)).then_some(rank),
@@ -387,7 +395,7 @@ impl Node {
     }
 }
 
-/// Whether counting has come from `number` at least to `to`; it begins anew after the last number.
+/// Returns whether `number` is `to` or later, modulo the wrap-around.
 fn reaches(number: u32, to: u32) -> bool {
     number.wrapping_sub(to).cast_signed() >= 0
 }

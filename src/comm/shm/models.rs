@@ -1,5 +1,5 @@
-//! What ranks write and look at before they sleep, in every order of events that a processor allows: as in
-//! `engine/models.rs`, under loom. It knows no processes; threads stand for them.
+//! Models of what ranks write and check before they sleep, run under loom in every order that a processor
+//! allows. `engine/models.rs` has those of the engine. Loom knows no processes, so threads stand for them.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -11,7 +11,8 @@ use super::bells::{asleep, fall_asleep, is_asleep, take_away};
 
 const BIT: u64 = 2;
 
-/// What two ranks share: whether the first sleeps, the stamp of the other's call, and beside it what that gives.
+/// The words that two ranks share: whether the first sleeps, the stamp of the other's call, and the data
+/// beside it.
 struct Shared {
     sleepers: AtomicU64,
     stamp: AtomicU64,
@@ -20,7 +21,7 @@ struct Shared {
 }
 
 impl Shared {
-    /// The other rank gives something, and wakes who sleeps.
+    /// The other rank publishes data and wakes the sleeper.
     fn give(&self) {
         self.given.store(7, Ordering::Relaxed);
         self.stamp.store(1, Ordering::Release);
@@ -30,7 +31,7 @@ impl Shared {
     }
 }
 
-/// A rank that sleeps though it was given what it waits for sleeps for ever, which is a failure.
+/// A rank that sleeps though its data was published would sleep for ever, which loom reports as a failure.
 #[test]
 fn who_falls_asleep_is_woken_or_sees_what_came() {
     loom::model(|| {
@@ -47,7 +48,7 @@ fn who_falls_asleep_is_woken_or_sees_what_came() {
             thread::park();
         }
         take_away(&shared.sleepers, BIT);
-        // Who was rung for finds it there; who was not had seen it.
+        // A rank that was woken finds the data; one that was not woken had seen it.
         while shared.stamp.load(Ordering::Acquire) == 0 {
             thread::yield_now();
         }

@@ -10,11 +10,11 @@ use crate::engine::buffer::{BytesMut, Lent};
 use crate::engine::row::Row;
 use crate::kernels::{Kernel, Ranks};
 
-/// The elements that a call works on, which may lie in several pieces, and how they are added.
+/// The elements that a call works on, possibly in several pieces, and the kernel that adds them.
 pub(super) trait Elements {
-    /// The bytes in `range`, as far as they lie together.
+    /// The bytes at the beginning of `range` that are contiguous.
     fn bytes(&self, range: Range<usize>) -> &[u8];
-    /// The same, as far as they may be changed, and by what they are added.
+    /// The contiguous bytes at the beginning of `range`, writable, and the kernel that adds them.
     fn summands(&mut self, range: Range<usize>) -> (BytesMut<'_>, Option<&Kernel>);
 }
 
@@ -54,7 +54,7 @@ pub(super) struct Spot {
 
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Of {
-    /// The slot of a call; `inline` beside its stamp.
+    /// The slot of a call; `inline` if the data is in the line of the stamp.
     Slot { number: u32, inline: bool },
     /// Bytes after the first round of all calls.
     Round(u64),
@@ -73,7 +73,7 @@ impl Spot {
     }
 }
 
-/// Copies `row` of `elements` to `spot`; how many bytes.
+/// Copies `row` of `elements` to `spot`. Returns the number of bytes.
 #[inline]
 pub(super) fn give(node: &Node, elements: &impl Elements, mut row: Range<usize>, spot: Spot) -> usize {
     let start = row.start;
@@ -88,7 +88,7 @@ pub(super) fn give(node: &Node, elements: &impl Elements, mut row: Range<usize>,
     row.start - start
 }
 
-/// Copies from `spot` to `row` of `elements`; how many bytes.
+/// Copies from `spot` to `row` of `elements`. Returns the number of bytes.
 #[inline]
 pub(super) fn take(node: &Node, elements: &mut impl Elements, mut row: Range<usize>, spot: Spot) -> usize {
     let start = row.start;
@@ -104,11 +104,13 @@ pub(super) fn take(node: &Node, elements: &mut impl Elements, mut row: Range<usi
     row.start - start
 }
 
-/// Adds up the shares of all ranks: the others' at `spot` in the memory of each, this one's in `row` of `elements`; how
-/// many bytes of each. The sums are left in `row`; if it `tells`, also at `spot` in its own memory.
+/// Adds up the shares of all ranks: the others' at `spot` in the memory of each, this one's in `row` of
+/// `elements`. Returns the bytes of each share. The sums are left in `row`; if it `tells`, also at `spot` in
+/// its own memory.
 ///
 /// # Errors
-/// How a function of the program failed.
+///
+/// The error of the program's reduction function.
 pub(super) fn add_up(
     node: &mut Node,
     elements: &mut impl Elements,
@@ -143,10 +145,11 @@ pub(super) fn add_up(
     result.map(|()| row.start - start)
 }
 
-/// Adds up the shares of all ranks where they are, and leaves the sums there; how many bytes of each.
+/// Adds up the shares of all ranks in place and leaves the sums there. Returns the bytes of each share.
 ///
 /// # Errors
-/// How a function of the program failed.
+///
+/// The error of the program's reduction function.
 pub(super) fn add_up_direct(
     node: &mut Node,
     elements: &mut impl Elements,

@@ -1,43 +1,43 @@
-//! Why ranks of a host share no memory. They use connections then.
+//! The reasons why ranks of a host share no memory and use connections instead.
 
 use std::io;
 
 use rustix::io::Errno;
 
-/// What stands in the way of memory for all ranks of a host.
+/// A reason why the ranks of a host cannot share memory.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Obstacle {
-    /// More than the system hands over in one message.
+    /// More ranks than the system can pass descriptors for in one message.
     #[error("{ranks} ranks of a host are more than {most}")]
     Crowd { ranks: usize, most: usize },
     #[error("no random numbers: {0}")]
     Random(#[from] getrandom::Error),
-    /// Of memory, or of what control groups allow.
+    /// Not enough memory, or less than the control group allows.
     #[error("cannot make {bytes} bytes of memory for all: {source}{}", hint(source))]
     Memory { bytes: usize, source: io::Error },
-    /// Also if it is not sealed, so that it might become shorter.
+    /// The memory cannot be mapped, or is not sealed, so that it might become shorter.
     #[error("cannot map the memory: {source}{}", hint(source))]
     Map { source: io::Error },
     #[error("no descriptor left: {source}{}", hint(source))]
     Descriptors { source: io::Error },
-    /// As a receiver sees the limit of open files: the system drops what goes beyond it.
+    /// The receiver has reached its limit of open files: the system drops descriptors beyond it.
     #[error("{come} of {given} descriptors were handed over: this process may open no more (`ulimit -n`)")]
     Dropped { come: usize, given: usize },
     #[error("cannot {what} a unix socket: {source}{}", hint(source))]
     Socket { what: &'static str, source: io::Error },
     #[error("rank {rank} is gone: {source}")]
     Gone { rank: usize, source: io::Error },
-    /// In another PID or mount namespace as a rule, or on another machine with the same name.
+    /// The rank is usually in another PID or mount namespace, or on another machine of equal name.
     #[error("rank {rank} does not see what this one sees")]
     Apart { rank: usize },
     #[error("rank {rank} sent what makes no sense")]
     Nonsense { rank: usize },
-    /// In its words.
+    /// A reason that another rank reported.
     #[error("rank {rank}: {what}")]
     Theirs { rank: usize, what: String },
 }
 
-/// What to do about it.
+/// A hint what to do about the error.
 fn hint(error: &io::Error) -> &'static str {
     match Errno::from_io_error(error) {
         Some(Errno::MFILE) => " (this process may open no more files: `ulimit -n`)",

@@ -1,59 +1,63 @@
-//! Whether what is written to shared memory goes past the caches. Pure: the caller tells how long a write took.
+//! The choice between normal and non-temporal stores to shared memory. Pure: the caller tells how long a
+//! write took.
 //!
-//! Cores that share no cache, as those of different chiplets or sockets, take lines from each other slowly, and who writes a
-//! line that such another has read waits for it. What goes past the caches goes by main memory and waits for nobody, but the
-//! reader finds it there only. Measured with messages between two cores of an EPYC (Zen 4), which share a cache or do not
-//! as the hypervisor moves them, µs:
+//! Cores of different chiplets or sockets share no cache and take lines from each other slowly. A store to a
+//! line that such a core has read waits for the line. A non-temporal store goes to main memory and does not
+//! wait, but the reader must read it from there. Measured with messages between two cores of an EPYC (Zen 4),
+//! which the hypervisor places with or without a shared cache, µs:
 //!
 //! | | shared cache: as usual | past the caches | none shared: as usual | past the caches |
 //! |---|---|---|---|---|
 //! | 64 KiB | 3.1 | 5.2 | 14.5 | 5.7 |
 //! | 1 MiB | 33 | 52 | 450 | 70 |
 //!
-//! No table of the system tells which it is where a hypervisor moves cores, so writes are timed: 16 KiB take 0.25 to 0.75 µs
-//! where a cache is shared, 2 to 6 µs where none is, and 0.75 to 1.75 µs where all lies in main memory anyway. Those past
-//! the caches are timed as well: where everybody waits for main memory they gain nothing.
+//! No system table shows the topology where a hypervisor moves cores, so writes are timed. 16 KiB take 0.25
+//! to 0.75 µs with a shared cache and 2 to 6 µs without. They take 0.75 to 1.75 µs if all data is in main
+//! memory anyway. Non-temporal stores are timed as well: if every store waits for main memory, they gain
+//! nothing.
 
 use std::cell::Cell;
 use std::time::Duration;
 
-/// Shorter writes are neither timed nor sent past the caches.
+/// Shorter writes are neither timed nor made with non-temporal stores.
 pub(super) const LEAST_BYTES: usize = 4096;
-/// Bytes that are timed together, in one write or several: fewer take hardly longer than it takes to read the clock.
+/// The bytes that are timed together, in one write or several. Fewer take hardly longer than reading the
+/// clock.
 const TIMED_BYTES: usize = 16 << 10;
-/// Bytes that go as usual after some that were quick, until some are timed again: so many, and fewer than as many again.
+/// The least number of untimed bytes after a quick measurement; up to twice as many.
 const UNTIMED_BYTES: usize = 5 * TIMED_BYTES;
-/// Slower than so many bytes in a nanosecond is slow.
+/// A write below this many bytes a nanosecond is slow.
 const SLOW: u64 = 5;
-/// So many times slow in a row is no accident, such as another process that had the core meanwhile.
+/// The number of slow measurements in a row that rules out an accident, such as another process on the core.
 const CERTAIN: u32 = 2;
-/// Bytes that go one way before the other is tried again.
+/// The bytes that one policy is kept for before the other is tried again.
 const KEPT_BYTES: usize = 4 << 20;
 
-/// How a write is to be made.
+/// The way in which to make a write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Way {
     pub(super) past_caches: bool,
-    /// [`Pace::took`] is to be told how long it took.
+    /// If set, the caller passes the duration to [`Pace::took`].
     pub(super) is_timed: bool,
 }
 
-/// What is known of the writes to one reader, or to all.
+/// The state of the policy for writes to one reader, or to all.
 #[derive(Debug)]
 pub(super) struct Pace {
     stage: Cell<Stage>,
-    /// Times in a row that the usual way was slow, and how many nanoseconds 16 KiB took the last time.
+    /// The number of slow measurements of normal stores in a row, and the nanoseconds that 16 KiB took in the
+    /// last one.
     slow: Cell<u32>,
     slow_ns: Cell<u64>,
-    /// Of what is drawn by lot.
+    /// The state of the random generator.
     lot: Cell<u32>,
 }
 
 #[derive(Debug, Clone, Copy)]
 enum Stage {
-    /// So many bytes still go this way.
+    /// The bytes left that use this policy without being timed.
     Untimed { past_caches: bool, left: usize },
-    /// So many bytes that went this way took so long.
+    /// The bytes of this policy that were timed so far, and their duration.
     Timed { past_caches: bool, bytes: usize, ns: u64 },
 }
 
@@ -71,7 +75,7 @@ impl Default for Pace {
 }
 
 impl Pace {
-    /// How the next write, of `bytes` bytes, is made.
+    /// Returns how to make the next write, of `bytes` bytes.
     #[inline]
     pub(super) fn way(&self, bytes: usize) -> Way {
         match self.stage.get() {
@@ -86,7 +90,7 @@ impl Pace {
         }
     }
 
-    /// A write that was to be timed took so long.
+    /// Records the duration of a write that was to be timed.
     pub(super) fn took(&self, more: usize, time: Duration) {
         let Stage::Timed { past_caches, bytes, ns } = self.stage.get() else { return };
         let (bytes, ns) = (bytes + more, ns + time.as_nanos() as u64);
@@ -103,8 +107,9 @@ impl Pace {
 
     fn was_quick(&self) -> Stage {
         self.slow.set(0);
-        // Not always after as many: where readers take turns, always the same one's might be timed. A linear congruence,
-        // with the factors of Numerical Recipes; its high bits are good enough.
+        // The distance varies: where readers take turns, a fixed one might always time writes for one of
+        // them. A linear congruential generator with the factors of Numerical Recipes; its high bits are good
+        // enough.
         self.lot.set(self.lot.get().wrapping_mul(1_664_525).wrapping_add(1_013_904_223));
         let further = ((self.lot.get() >> 16) as usize * UNTIMED_BYTES) >> 16;
         Stage::Untimed { past_caches: false, left: UNTIMED_BYTES + further }
@@ -118,7 +123,7 @@ impl Pace {
 
     fn tried_past_caches(&self, ns: u64) -> Stage {
         let gains = ns < self.slow_ns.get();
-        // When the usual way is tried again after it, to be slow once is enough.
+        // When normal stores are tried again later, one slow measurement is enough.
         self.slow.set(if gains { CERTAIN - 1 } else { 0 });
         Stage::Untimed { past_caches: gains, left: KEPT_BYTES }
     }
@@ -133,8 +138,9 @@ mod tests {
     const SLOW: u64 = 6000;
     const PAST: u64 = 2000;
 
-    /// How many bytes of `count` writes, of `sizes` in turn, go as usual, are timed so, and go past the caches, if 16 KiB
-    /// take `usual` ns as usual and `past` past the caches.
+    /// Returns the bytes of `count` writes of `sizes` in turn that are written normally, timed normally, and
+    /// written with non-temporal stores. 16 KiB take `usual` ns with normal and `past` ns with non-temporal
+    /// stores.
     fn write(pace: &Pace, count: usize, sizes: &[usize], usual: u64, past: u64) -> [usize; 3] {
         let mut ways = [0; 3];
         for &bytes in sizes.iter().cycle().take(count) {
@@ -150,7 +156,7 @@ mod tests {
 
     #[test]
     fn where_a_cache_is_shared_all_goes_as_usual_and_few_are_timed() {
-        // The latter: all of it in main memory.
+        // 1750 ns: all data is in main memory.
         for ns in [QUICK, 1750] {
             for sizes in [&[BYTES][..], &[4096], &[32 << 10, 4096, 4096, 8192]] {
                 let [usual, timed, past] = write(&Pace::default(), 9000, sizes, ns, PAST);
