@@ -19,21 +19,22 @@ use crate::group::work::Work;
 use crate::nccl::{Address, Step};
 use crate::reduction::Reduction;
 
-/// Operations that a stream carries out as one, from [`OnStream::batch`](super::OnStream::batch): NCCL sees them together, and sends and
-/// receives go side by side. Without [`Self::enqueue`] nothing happens.
+/// Operations that a stream carries out as one, from [`OnStream::batch`](super::OnStream::batch). NCCL sees
+/// them as one group call, so sends and receives run concurrently. Without [`Self::enqueue`] nothing happens.
 ///
-/// Each method is its namesake of [`Group`], with the same meaning and arguments; buffers are on the group's device. A
-/// buffer that is not looked at, such as that for what others than the root gather, may have any length.
+/// Each method has the meaning and arguments of the method of that name of [`Group`]; buffers are on the
+/// group's device. A buffer that the operation ignores on this rank, such as `recv` of a gather on other
+/// ranks than the root, may have any length.
 #[must_use = "without `enqueue` nothing happens"]
 pub struct DeviceBatch<'a> {
     group: &'a Group,
     core: Arc<Core>,
     stream: &'a CudaStream,
     steps: SmallVec<[Step<Of, By>; 2]>,
-    /// Dropped when all is enqueued: then other streams may be told to wait.
+    /// The guards of cudarc's buffers. They are dropped when all is enqueued, which makes other streams wait.
     guards: SmallVec<[SyncOnDrop<'a>; 2]>,
     call: Option<Call>,
-    /// There are messages among them, which ranks need not have in the same places.
+    /// If set, there are messages among the operations, which ranks need not have at the same positions.
     messages: bool,
 }
 
@@ -205,20 +206,21 @@ impl<'a> DeviceBatch<'a> {
         Ok(self.add::<T>(CallKind::PointToPoint, None, 0, count, [step]))
     }
 
-    /// Enqueues all of it, behind what the stream has to do. The [`Work`] is done when the stream has come past it; on the
-    /// stream itself nobody need wait for it.
+    /// Enqueues the batch behind the earlier work of the stream. The [`Work`] is done when the stream has
+    /// executed it; later work on this stream need not wait for it.
     ///
     /// # Errors
-    /// [`CommError::Unsupported`] if NCCL cannot do that with that type; nothing is enqueued. [`CommError::Device`].
-    /// Else whatever ended the group.
+    ///
+    /// [`CommError::Unsupported`] if NCCL cannot do that with that type; nothing is enqueued.
+    /// [`CommError::Device`]. Otherwise the error that ended the group.
     pub fn enqueue(self) -> Result<Work<()>, CommError> {
         let Some(call) = self.call else { return Ok(Work::on_device(self.group.clone(), None)) };
         if self.core.options.checked && !self.messages {
             self.group.compare_on_host(call, self.core.calls())?;
         }
-        // SAFETY: the stream is of this device (`OnStream`), and so is the memory (`read`, `written`), which is as long as
-        // its count. That it stays: cudarc's buffers are freed behind what their guards, dropped below, say of them; who
-        // makes a `RawBuffer` promises it.
+        // SAFETY: the stream is of this device (`OnStream`), and so is the memory (`read`, `written`), which
+        // is as long as its count. cudarc's buffers live long enough: they are freed behind the events that
+        // their guards, dropped below, record. The maker of a `RawBuffer` promises the same.
         #[allow(unsafe_code)]
         let begun = unsafe {
             self.core.enqueue(call, (&self.steps, self.guards.len()), self.stream, self.group.limit())
@@ -271,7 +273,7 @@ impl fmt::Debug for DeviceBatch<'_> {
     }
 }
 
-/// How elements become one, for the device.
+/// The reduction as devices know it.
 fn by<T: DeviceElement>(op: &Reduction<T>) -> Result<By, CommError> {
     let (by, dtype) = (By { op: op.op(), factor: op.factor() }, T::OF.dtype);
     match by.op {
@@ -288,8 +290,8 @@ fn by<T: DeviceElement>(op: &Reduction<T>) -> Result<By, CommError> {
     }
 }
 
-/// Whether something is of the context that the group's side has. cudarc's contexts of one device that were made apart do
-/// not do: each orders only streams of its own.
+/// Checks that an object belongs to the context of the group's device. Two contexts that cudarc made
+/// separately for one device do not match, since each orders only its own streams.
 pub(super) fn same_context(
     what: &str,
     theirs: &Arc<CudaContext>,

@@ -1,4 +1,4 @@
-//! Operations that were enqueued, and how threads wait for them.
+//! Enqueued operations, and how threads wait for them.
 
 use std::fmt;
 use std::sync::atomic::Ordering;
@@ -21,30 +21,30 @@ pub(crate) struct Begun {
     pub(super) call: Call,
     pub(super) seq: u64,
     pub(super) recorded: Recorded,
-    /// The ranks that it exchanges messages with; `None` if it needs all.
+    /// The ranks that it exchanges messages with; `None` if it needs all ranks.
     pub(super) peers: Option<SmallVec<[usize; 2]>>,
     pub(super) core: Weak<Core>,
 }
 
 impl Begun {
-    /// Waits until it is done, or until `until`.
+    /// Waits until the operation is done, or until `until`.
     pub(crate) fn wait(&self, until: Option<Instant>) {
         if let Some(core) = self.core() {
             core.wait(self, until);
         }
     }
 
-    /// Whether it is done, well or not.
+    /// Returns whether the operation is done, successfully or not.
     pub(crate) fn look(&self) -> bool {
         self.core().is_none_or(|core| core.look_at(self))
     }
 
-    /// Whether it cannot be done without a rank.
+    /// Returns whether the operation needs a rank.
     pub(super) fn needs(&self, rank: usize) -> bool {
         self.peers.as_ref().is_none_or(|peers| peers.contains(&rank))
     }
 
-    /// The side that it is of. A forked child has none: there it can only fail.
+    /// The device side of the operation. A forked child has none, and its operations can only fail.
     fn core(&self) -> Option<Arc<Core>> {
         let core = self.core.upgrade()?;
         match core.group.of_this_process() {
@@ -56,7 +56,7 @@ impl Begun {
         }
     }
 
-    /// Sees to it that who waits for its ticket is told soon.
+    /// Makes the watchdog poll often, so that a waiter for the ticket learns soon that it is done.
     pub(crate) fn hurry(&self) {
         if let Some(core) = self.core() {
             core.watched().hurry();
@@ -64,7 +64,7 @@ impl Begun {
         }
     }
 
-    /// Has `stream` wait until it is done; the host does not.
+    /// Makes `stream`, but not the host, wait until the operation is done.
     pub(crate) fn hold(&self, stream: &CudaStream) -> Result<(), DeviceError> {
         self.recorded.hold(stream).map_err(DeviceError::driver("a stream cannot wait"))
     }
@@ -74,7 +74,7 @@ impl Begun {
     }
 }
 
-/// How a thread waits for what only asking tells: at once, then more and more seldom.
+/// A poll loop of a thread: it begins without pauses and polls less and less often.
 #[derive(Default)]
 pub(super) struct Poll {
     asked: u32,
@@ -83,11 +83,11 @@ pub(super) struct Poll {
 
 impl Poll {
     const SPINS: u32 = 100;
-    /// What takes less is over before a thread that sleeps has woken.
+    /// A shorter wait is over before a sleeping thread would have woken.
     const YIELDS: Duration = Duration::from_micros(200);
     const LONGEST: Duration = Duration::from_millis(10);
 
-    /// How long to sleep; `None` if it is too early for that, and something shorter was done.
+    /// Returns how long to sleep. `None` if it spun or yielded instead, because it is too early to sleep.
     fn next(&mut self) -> Option<Duration> {
         self.asked += 1;
         let Some(beyond) = self.asked.checked_sub(Self::SPINS) else {
@@ -108,7 +108,7 @@ impl Poll {
         }
     }
 
-    /// Asks until there is an answer, or until `until`; once at least.
+    /// Polls until there is an answer, or until `until`; at least once.
     pub(super) fn until<T>(until: Instant, mut ask: impl FnMut() -> Option<T>) -> Option<T> {
         let mut wait = Self::default();
         loop {
@@ -143,10 +143,10 @@ impl Core {
         }
     }
 
-    /// Whether an operation is done, well or not.
+    /// Returns whether an operation is done, successfully or not.
     pub(super) fn look_at(&self, begun: &Begun) -> bool {
-        // After a failure the watchdog answers: what has ended because it was aborted has not ended well, and while NCCL lets go
-        // whoever asks the driver anything may have to wait for a kernel.
+        // After a failure the watchdog decides: an operation that ended by an abort has not succeeded. While
+        // NCCL aborts, a query of the driver may have to wait for a kernel.
         if begun.ticket.is_done() || self.has_failed() {
             return begun.ticket.is_done();
         }

@@ -1,4 +1,4 @@
-//! Elements on a device, of every type that groups know.
+//! Buffers on a device, of every element type of groups.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -13,7 +13,7 @@ use crate::dtype::Element;
 
 /// Elements on a device, also of types that cudarc's [`CudaSlice`] does not know, such as [`Complex`](crate::Complex).
 ///
-/// Freed on its stream when what is under way with it is over.
+/// It is freed on its stream after the operations under way on it.
 pub struct DeviceBuffer<T: Element> {
     bytes: CudaSlice<u8>,
     len: usize,
@@ -21,12 +21,12 @@ pub struct DeviceBuffer<T: Element> {
 }
 
 impl<T: Element> DeviceBuffer<T> {
-    /// `len` elements whose bits are zero, which `stream` allocates.
+    /// Returns `len` elements of zero bits, allocated on `stream`.
     ///
     /// # Errors
     /// [`DeviceError::Driver`] if there is no such memory.
     pub fn zeros(stream: &Arc<CudaStream>, len: usize) -> Result<Self, DeviceError> {
-        // One byte at least: CUDA has no empty memory.
+        // At least one byte: CUDA has no empty memory.
         let bytes =
             len.checked_mul(size_of::<T>()).ok_or(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY));
         let bytes = bytes.and_then(|bytes| stream.alloc_zeros(bytes.max(1)));
@@ -44,7 +44,7 @@ impl<T: Element> DeviceBuffer<T> {
         Ok(buffer)
     }
 
-    /// Replaces the first elements by `values`, behind what `stream` has to do. Two copies.
+    /// Replaces the first elements by `values`, behind the earlier work of `stream`. Two copies.
     ///
     /// # Errors
     /// [`DeviceError::Driver`].
@@ -58,7 +58,7 @@ impl<T: Element> DeviceBuffer<T> {
         stream.memcpy_htod(&bytes, &mut part).map_err(DeviceError::driver("a copy to the device failed"))
     }
 
-    /// The elements, when `stream` has done all that it has to do. Two copies.
+    /// Returns the elements, after `stream` has done all its earlier work. Two copies.
     ///
     /// # Errors
     /// [`DeviceError::Driver`].
@@ -70,7 +70,7 @@ impl<T: Element> DeviceBuffer<T> {
         Ok(values)
     }
 
-    /// The first `len` elements, to be used by operations.
+    /// Returns the first `len` elements, for use by operations.
     ///
     /// # Panics
     /// If there are fewer.

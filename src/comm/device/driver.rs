@@ -1,7 +1,7 @@
 //! CUDA's driver, opened so that nothing panics.
 //!
-//! cudarc looks each function up when it is called first, and panics if the library or the function is not there. So both
-//! are looked for before: whoever has a context can call all that is needed.
+//! cudarc looks up each function at its first call, and panics if the library or the function is missing. So
+//! both are checked first: with a context, all functions that are needed can be called.
 
 use std::sync::{Arc, OnceLock};
 
@@ -11,7 +11,8 @@ use super::error::DeviceError;
 use crate::error::CommError;
 use crate::group::Group;
 
-/// What is called of the driver, by us and by cudarc for contexts, streams, events, memory and kernels.
+/// The driver functions that we call, and that cudarc calls for contexts, streams, events, memory and
+/// kernels.
 const FUNCTIONS: [&str; 39] = [
     "cuInit",
     "cuDriverGetVersion",
@@ -54,8 +55,8 @@ const FUNCTIONS: [&str; 39] = [
     "cuLaunchKernel",
 ];
 
-/// Opens device `ordinal`, from 0, among those that this process may see. Its primary context is that of every other
-/// library in the process, such as NCCL.
+/// Opens device `ordinal`, from 0, among those visible to this process. It is the primary context, which
+/// other libraries of the process, such as NCCL, use too.
 ///
 /// # Errors
 /// [`DeviceError::NoDriver`], [`DeviceError::OldDriver`], [`DeviceError::NoDevice`], [`DeviceError::Driver`].
@@ -67,7 +68,7 @@ pub fn open(ordinal: usize) -> Result<Arc<CudaContext>, DeviceError> {
     CudaContext::new(ordinal).map_err(DeviceError::driver("the device could not be opened"))
 }
 
-/// Number of devices that this process may see.
+/// Returns the number of devices visible to this process.
 ///
 /// # Errors
 /// [`DeviceError::NoDriver`], [`DeviceError::OldDriver`], [`DeviceError::Driver`].
@@ -80,8 +81,8 @@ pub fn count() -> Result<usize, DeviceError> {
     }
 }
 
-/// Opens the device of this rank: the only one that the process sees, as with `convoke --gpu-bind`, else the one with
-/// the number of the rank's [place on its host](Group::place_on_host).
+/// Opens the device of this rank. If the process sees only one device, as with `convoke --gpu-bind`, it is
+/// that one. Otherwise its number is the rank's [place on its host](Group::place_on_host).
 ///
 /// # Errors
 /// [`CommError::Device`] as [`open`].
@@ -91,13 +92,13 @@ pub fn of_rank(group: &Group) -> Result<Arc<CudaContext>, CommError> {
     Ok(open(ordinal)?)
 }
 
-/// Makes a context the current one of this thread. cudarc first tells of an error that some value left when it was dropped,
-/// once; that is no reason to end a group.
+/// Makes a context the current one of this thread. The first attempt may report an error that an earlier drop
+/// left in cudarc, once. That is no reason to end a group, so it tries twice.
 pub(super) fn bind(context: &CudaContext) -> Result<(), DriverError> {
     context.bind_to_thread().or_else(|_| context.bind_to_thread())
 }
 
-/// Whether the driver is there, with all that is called.
+/// Checks that the driver is there, with all functions that are called.
 fn check() -> Result<(), DeviceError> {
     static CHECKED: OnceLock<Result<(), DeviceError>> = OnceLock::new();
     CHECKED.get_or_init(look).clone()
@@ -111,7 +112,7 @@ fn look() -> Result<(), DeviceError> {
     }
     // SAFETY: it is there.
     let library = unsafe { sys::culib() };
-    // SAFETY: only whether there is such a name.
+    // SAFETY: only checks whether the symbol exists.
     let has = |name: &&str| unsafe { library.get::<unsafe extern "C" fn()>(name.as_bytes()) }.is_ok();
     match FUNCTIONS.iter().find(|name| !has(name)) {
         Some(absent) => Err(DeviceError::OldDriver { absent }),

@@ -1,4 +1,4 @@
-//! What can be sent from devices.
+//! Element types that can be sent from devices.
 
 use crate::dtype::{Dtype, Element};
 use crate::nccl::Type;
@@ -36,12 +36,12 @@ macro_rules! eight {
 
 eight! { F8E4M3, F8E4M3; F8E5M2, F8E5M2; }
 
-/// A type of elements, as a value.
+/// The type of an element, as a value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Of {
     /// The type, or one of the same size.
     pub(crate) dtype: Dtype,
-    /// A type that only devices have.
+    /// The type, if only devices have it.
     pub(crate) eight: Option<Type>,
 }
 

@@ -1,4 +1,5 @@
-//! How a group's side on a device ends: for what it finds itself, or with the host's side; and in good order.
+//! The end of a group's device side: by its own failure, together with the host side, or by an orderly
+//! shutdown.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -16,21 +17,21 @@ use crate::cause::{Cause, Report};
 use crate::error::{CommError, Loss, Place};
 use crate::nccl::{Communicator, LET_GO, NcclError, Progress};
 
-/// How long a group may take to end in good order.
+/// The longest time that an orderly shutdown may take.
 const LEAVE: Duration = Duration::from_secs(10);
 
-/// Why it has ended.
+/// The reason why the device side has ended.
 pub(super) enum Failure {
-    /// The host's side has, and says why.
+    /// The host side has ended, and knows the reason.
     Group,
-    /// For what this rank found, in a group that has nobody else to tell it.
+    /// A failure that this rank found, and that no other part of the group can report.
     Own(Report),
-    /// The device or NCCL.
+    /// A failure of the device or NCCL.
     Device(DeviceError),
 }
 
 impl Core {
-    /// An error if it has ended.
+    /// Returns an error if the device side has ended.
     pub(super) fn check(&self, call: Call, seq: u64) -> Result<(), CommError> {
         match self.failure.get() {
             Some(_) => Err(self.error(call, seq)),
@@ -38,7 +39,7 @@ impl Core {
         }
     }
 
-    /// The device does not do what it should.
+    /// Ends the group because the device does not do what it should.
     pub(super) fn broken(&self, error: DriverError, call: Call, seq: u64) -> CommError {
         self.fail(Failure::Device(DeviceError::driver("the device failed")(error)));
         self.error(call, seq)
@@ -49,7 +50,8 @@ impl Core {
         self.error(call, seq)
     }
 
-    /// It has ended: the host's side as well, so that all ranks know, and the watchdog ends what is under way.
+    /// Ends the device side. It also ends the host side, so that all ranks know, and the watchdog aborts
+    /// operations under way.
     pub(super) fn fail(&self, failure: Failure) {
         let (cause, of_group) = match &failure {
             Failure::Group => (None, true),
@@ -73,14 +75,15 @@ impl Core {
         self.failure.get().is_some()
     }
 
-    /// Whether the host's side goes on, and NCCL with it.
+    /// Checks that the host side and NCCL have not failed.
     pub(super) fn look_around(&self) {
         if self.group.goes_on().is_err() {
             self.fail(Failure::Group);
             return;
         }
         let Way::Nccl { communicator, .. } = &self.way else { return };
-        // If a call is being made now, the next look will do: one that hangs must not keep the watchdog.
+        // If a call is being made now, the next check is early enough. A call that hangs must not block the
+        // watchdog.
         let Ok(guard) = communicator.try_lock() else { return };
         let state = guard.as_ref().map(Communicator::progress);
         drop(guard);
@@ -89,7 +92,7 @@ impl Core {
         }
     }
 
-    /// The time that an operation had is over.
+    /// Ends the group because an operation has timed out.
     pub(super) fn overdue(&self, timeout: Duration) {
         let after_ms = timeout.as_millis() as u64;
         self.fail(Failure::Own(Report::new(
@@ -98,7 +101,7 @@ impl Core {
         )));
     }
 
-    /// A rank has left that what is under way needs.
+    /// Ends the group because a rank has left that an operation needs.
     pub(super) fn left(&self, rank: usize) {
         self.fail(Failure::Own(Report::new(self.group.rank(), Cause::PeerLost { rank, how: Loss::Left })));
     }
@@ -107,28 +110,28 @@ impl Core {
         let ends = error.0 == sys::CUresult::CUDA_ERROR_DEINITIALIZED;
         let failure = Failure::Device(DeviceError::driver("the device failed")(error));
         if ends {
-            // The driver goes with this process, which says nothing of the device.
+            // The process is exiting and unloads the driver, so the error says nothing about the device.
             let _ = self.failure.set(failure);
         } else {
             self.fail(failure);
         }
     }
 
-    /// Has NCCL let go of its streams and of the memory, then answers everybody who waits. If NCCL takes long, because a
-    /// kernel before its own does not end, they are answered nevertheless.
+    /// Aborts NCCL, then completes all operations with the error. If the abort takes long, because a kernel
+    /// before NCCL's own does not end, they are completed nevertheless.
     pub(super) fn end_everything(self: &Arc<Self>) {
         self.have_let_go();
-        // Without the lock: what is told may be asked for by somebody who has others.
+        // Without the lock: completing runs code of the program, which may hold other locks.
         let ended = self.watched().end();
         for begun in ended {
             begun.ticket.complete(Err(self.error(begun.call, begun.seq)));
         }
     }
 
-    /// Has NCCL let go, once. Returns when it has, after a second at most.
+    /// Aborts NCCL, once. Returns when that is done, or after a second.
     ///
-    /// A thread whose call is under way does not return before: up to NCCL 2.26 the call's state is the thread's, and what
-    /// is done with the stream next should find nobody there.
+    /// A thread whose call is under way does not return before. Up to NCCL 2.26 the state of a call belongs
+    /// to the thread, and nobody else may use the stream meanwhile.
     pub(super) fn have_let_go(self: &Arc<Self>) {
         if !self.let_go.swap(true, Ordering::SeqCst) {
             let core = Arc::clone(self);
@@ -137,7 +140,7 @@ impl Core {
                 core.gone.store(true, Ordering::SeqCst);
             };
             if thread::Builder::new().name("convoke-abort".to_owned()).spawn(act).is_err() {
-                // It is left to the end of the process.
+                // It stays until the process ends.
                 self.gone.store(true, Ordering::SeqCst);
             }
         }
@@ -148,7 +151,7 @@ impl Core {
         if bind(&self.context).is_err() {
             return;
         }
-        // Nothing has ended by being aborted yet: what is done is done well, whatever came after.
+        // No operation has ended by an abort yet, so operations that are done now have succeeded.
         self.reap();
         self.aborting.store(true, Ordering::SeqCst);
         if let Way::Nccl { communicator, .. } = &self.way
@@ -158,7 +161,7 @@ impl Core {
         }
     }
 
-    /// What a call returns after it has ended.
+    /// The error that a call returns after the device side has ended.
     pub(super) fn error(&self, call: Call, seq: u64) -> CommError {
         let of_group = || self.group.check(Some(call)).err();
         let own = |report: &Report| {
@@ -175,7 +178,7 @@ impl Core {
         };
         match self.failure.get() {
             Some(Failure::Device(error)) => error.clone().into(),
-            // The host's side may have ended before, for another reason: then that is the one of all ranks.
+            // The host side may have ended before, for another reason, which all ranks report.
             Some(Failure::Own(report)) => of_group().unwrap_or_else(|| own(report)),
             Some(Failure::Group) | None => of_group().unwrap_or_else(|| {
                 let reason = "the group has ended".to_owned();
@@ -184,13 +187,14 @@ impl Core {
         }
     }
 
-    /// Ends in good order, if it has not ended: what was enqueued is carried out, then NCCL frees what it has.
+    /// Shuts down in good order, if nothing has failed: NCCL carries out enqueued operations, then frees its
+    /// resources.
     pub(super) fn leave(&self) {
         let Way::Nccl { communicator, .. } = &self.way else { return };
         let until = Instant::now() + LEAVE;
         let Some(alone) = self.alone_in_nccl(until) else { return };
         if self.has_failed() || bind(&self.context).is_err() {
-            // The watchdog has NCCL let go, which may take as long as a kernel.
+            // The watchdog aborts NCCL, which may take as long as a kernel.
             return;
         }
         let Some(communicator) = lock(communicator).take() else { return };
@@ -198,7 +202,7 @@ impl Core {
         let mut progress = communicator.finalize();
         while let Ok(Progress::UnderWay) = progress {
             if Instant::now() >= until || self.group.goes_on().is_err() {
-                // Dropped, it is aborted.
+                // Dropping the communicator aborts it.
                 return;
             }
             wait.pause();

@@ -107,14 +107,14 @@ word!(AtomicU64);
 #[cfg(all(test, loom))]
 word!(loom::sync::atomic::AtomicU64);
 
-/// The bits of those who may not see what this rank has written.
+/// The bits of the ranks that may have gone to sleep without seeing this rank's write.
 #[inline(always)]
 pub(super) fn asleep(sleepers: &impl Word) -> u64 {
     full_fence();
     sleepers.load(Ordering::Relaxed)
 }
 
-/// After this what was written before somebody looked at the bits, and did not see this one, is seen.
+/// Sets the bit. A writer that then does not see the bit wrote its data before, so this rank sees the data.
 pub(super) fn fall_asleep(sleepers: &impl Word, bit: u64) {
     sleepers.fetch_or(bit, Ordering::SeqCst);
     full_fence();
@@ -124,7 +124,7 @@ pub(super) fn is_asleep(sleepers: &impl Word, bit: u64) -> bool {
     sleepers.load(Ordering::SeqCst) & bit != 0
 }
 
-/// Whether the bit was there.
+/// Clears the bit. Returns whether it was set.
 pub(super) fn take_away(sleepers: &impl Word, bit: u64) -> bool {
     sleepers.fetch_and(!bit, Ordering::SeqCst) & bit != 0
 }

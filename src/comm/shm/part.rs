@@ -1,5 +1,5 @@
-//! A part of shared memory as the program of one rank has it: a slice, which other ranks write to while the rank lends
-//! it to a collective, and never else.
+//! A part of shared memory as the program of one rank has it: a slice. Other ranks write to it only while the
+//! rank lends it to a collective.
 
 use std::io;
 use std::marker::PhantomData;
@@ -19,11 +19,11 @@ pub(crate) const PAGE_BYTES: usize = 4096;
 #[derive(Debug)]
 pub(crate) struct Part {
     start: NonNull<u8>,
-    /// Those that are elements; what is behind them in the last page is nobody's.
+    /// The size of the elements; the rest of the last page is unused.
     bytes: usize,
 }
 
-/// Who has its elements: there is one for each part.
+/// The owner of a part's elements; each part has exactly one.
 #[derive(Debug)]
 pub(crate) struct Owned<T> {
     part: Arc<Part>,
@@ -31,22 +31,23 @@ pub(crate) struct Owned<T> {
     elements: PhantomData<T>,
 }
 
-// SAFETY: it is an address and a length; the elements are whose `Owned` it is.
+// SAFETY: it is an address and a length; the `Owned` of the part owns the elements.
 #[allow(unsafe_code)]
 unsafe impl Send for Part {}
-// SAFETY: as above.
+// SAFETY: as for `Send`.
 #[allow(unsafe_code)]
 unsafe impl Sync for Part {}
 
 impl Part {
     /// Maps the `bytes` bytes of `memory` from `at` on, where a page begins. They must be committed.
     ///
-    /// A forked child has it as well: a collective of its parent may show there, as in all shared memory.
+    /// A forked child inherits the mapping, so the parent's collectives may show there, as in all shared
+    /// memory.
     fn map(memory: impl AsFd, at: usize, bytes: usize) -> io::Result<Self> {
         Ok(Self { start: map_shared(memory, at, bytes)?, bytes })
     }
 
-    /// Where in it the `bytes` bytes at an address lie, if all do and no page has others.
+    /// Returns the offset of the `bytes` bytes at an address, if they are whole pages of this part.
     pub(crate) fn place(&self, address: usize, bytes: usize) -> Option<usize> {
         let at = address.checked_sub(self.start.as_ptr() as usize)?;
         let end = at.checked_add(bytes).filter(|&end| end <= self.bytes)?;
@@ -54,10 +55,10 @@ impl Part {
         is_apart.then_some(at)
     }
 
-    /// Puts fresh pages, all zero, in the place of the `bytes` bytes at a [place](Self::place): whatever other ranks
-    /// still write goes elsewhere.
+    /// Replaces the `bytes` bytes at a [place](Self::place) by fresh zero pages: later writes of other ranks
+    /// do not reach them.
     ///
-    /// To be called by who works on what is lent of it, before it is given back.
+    /// The borrower of the bytes calls it before it gives them back.
     #[allow(unsafe_code)]
     pub(crate) fn make_private(&self, at: usize, bytes: usize) {
         assert!(at.is_multiple_of(PAGE_BYTES) && at.checked_add(bytes).is_some_and(|end| end <= self.bytes));
@@ -65,11 +66,11 @@ impl Part {
         let start = self.start.as_ptr().wrapping_add(at);
         let flags = MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::NORESERVE;
         let protection = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: pages of our own mapping are replaced, by memory of the same size and rights; zeros are elements of
-        // every type, and the owner has lent these to a call that leaves them unspecified.
+        // SAFETY: pages of our own mapping are replaced by memory of the same size and rights. Zeros are
+        // elements of every type, and the owner has lent these to a call that leaves them unspecified.
         let replaced = unsafe { rustix::mm::mmap_anonymous(start.cast(), bytes, protection, flags) };
         if let Err(error) = replaced {
-            // Others may write to a slice that the program reads: nothing that goes on from here could be right.
+            // Others may write to a slice that the program reads, so the process cannot continue.
             log::error!("cannot take memory back from the ranks that share it: {error}");
             std::process::abort();
         }
@@ -95,8 +96,9 @@ impl<T: Element> Deref for Owned<T> {
 
     #[allow(unsafe_code)]
     fn deref(&self) -> &[T] {
-        // SAFETY: mapped as long as the part; aligned to a page; so many elements, of a type for which zeros and what
-        // other ranks leave there are elements; nobody writes while the slice is there, see the head of this file.
+        // SAFETY: mapped as long as the part; aligned to a page; so many elements, of a type for which zeros
+        // and the bytes that other ranks leave are elements. Nobody writes while the slice exists, see the
+        // head of this file.
         unsafe { std::slice::from_raw_parts(self.part.start.as_ptr().cast(), self.len) }
     }
 }
@@ -104,7 +106,7 @@ impl<T: Element> Deref for Owned<T> {
 impl<T: Element> DerefMut for Owned<T> {
     #[allow(unsafe_code)]
     fn deref_mut(&mut self) -> &mut [T] {
-        // SAFETY: as in `deref`; and this is the only one who has the elements, borrowed exclusively.
+        // SAFETY: as in `deref`; and this is the only owner of the elements, borrowed exclusively.
         unsafe { std::slice::from_raw_parts_mut(self.part.start.as_ptr().cast(), self.len) }
     }
 }
@@ -112,7 +114,7 @@ impl<T: Element> DerefMut for Owned<T> {
 impl Drop for Part {
     #[allow(unsafe_code)]
     fn drop(&mut self) {
-        // SAFETY: our mapping, and nobody has a slice of it: they borrow its owner.
+        // SAFETY: our mapping, and no slice of it exists: slices borrow its owner.
         let _ = unsafe {
             rustix::mm::munmap(self.start.as_ptr().cast(), self.bytes.next_multiple_of(PAGE_BYTES))
         };

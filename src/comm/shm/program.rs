@@ -1,13 +1,15 @@
-//! What one rank does in one collective through shared memory: a straight list of steps. Pure.
+//! The steps of one rank in one collective through shared memory: a straight list. Pure.
 //!
-//! Few bytes: each rank leaves what it gives in its slot for the call, and reads the others' when they are there. One
-//! synchronisation. Many bytes go in rounds, very many from the end on. In each a rank gives what others need, takes or
-//! adds up what it needs, and says so; it gives one round ahead of what it takes, so that nobody waits for who is a
-//! little late. In an all-reduce every rank owns a part of each round: it adds up all shares of that part, in the order of
-//! the ranks, and all take the sum from it.
+//! Few bytes: each rank writes its data to its slot for the call, and reads the others' slots when they are
+//! ready. That needs one synchronisation.
 //!
-//! A slot, and the memory of a round, is used again when all have said that they need nothing of it any more. All ranks
-//! count all rounds of all calls alike, also those in which they have nothing to do, so counters never begin anew.
+//! Many bytes go in rounds; if they exceed the caches, the last part goes first. In each round a rank
+//! publishes data, fetches or adds up what it needs, and counts that. It publishes one round ahead of what it
+//! fetches, so a small delay of one rank does not stall the others. In an all-reduce every rank owns a part
+//! of each round: it adds up all shares of that part in rank order, and all ranks fetch the sum from it.
+//!
+//! A slot or the memory of a round is reused when all ranks have counted that they no longer read it. All
+//! ranks count all rounds of all calls, also those in which they have no work, so counters are never reset.
 
 use std::ops::Range;
 
@@ -15,41 +17,41 @@ use super::layout::Counter;
 use crate::call::{Call, CallKind};
 use crate::plan::block;
 
-/// Alignment of what is given in rounds: a line.
+/// The alignment of data in rounds: a line.
 const ALIGNED: usize = 64;
-/// In how many rounds a call is cut at least where one rank can read while another gives: those where some only give and
-/// others only take, and all-reduces of two.
+/// The least number of rounds of a call in which one rank can read while another writes. These are calls
+/// where some ranks only write and others only read, and all-reduces of two ranks.
 const COPY_ROUNDS: usize = 4;
-/// Least that is copied in a round, where there is more than one.
+/// The least size of a round if there is more than one.
 const COPY_BYTES: usize = 16 << 10;
 
-/// Most of a rank's own part that is added up at once where the elements are.
+/// The largest piece of a rank's own part that is added up in one step in place.
 const DIRECT_BYTES: usize = 256 << 10;
 
-/// Elements of so many bytes are as a rule in the caches of the cores that have written them.
+/// Buffers of up to this size are usually still in the caches of the cores that wrote them.
 pub(crate) const CACHED_BYTES: usize = 2 << 20;
 
-/// How much fits.
+/// The sizes that decide how a call is split.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Limits {
-    /// Most that a rank gives in the slot of a call.
+    /// Most bytes that a rank publishes in the slot of a call.
     pub(crate) small: usize,
-    /// Most that a rank gives in a round.
+    /// Most bytes that a rank publishes in a round.
     pub(crate) round: usize,
-    /// Most that is in the caches, as a rule, of the core that has written it.
+    /// Most bytes that usually stay in the caches of the core that wrote them.
     pub(crate) cached: usize,
 }
 
-/// Where a rank leaves what it gives.
+/// The location to which a rank publishes data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Place {
-    /// In its slot for the call.
+    /// The rank's slot for the call.
     Slot,
-    /// In its memory for the round, counted from the first of the call.
+    /// The rank's memory for a round, counted from the first of the call.
     Round(u64),
 }
 
-/// Which others.
+/// The other ranks that a step is about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Whom {
     All,
@@ -58,29 +60,29 @@ pub(crate) enum Whom {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Step {
-    /// Waits until the slot of the call is free.
+    /// Waits until this rank's slot for the call is free.
     Claim,
-    /// Copies bytes of the row to where others find them.
+    /// Copies bytes of the row to a place where others read them.
     Give { row: Range<usize>, place: Place, at: usize },
-    /// Says that this rank has made the call.
+    /// Publishes that this rank has made the call.
     Announce,
-    /// Waits until they have made the call, and compares it.
+    /// Waits until these ranks have made the call, and compares it.
     Meet(Whom),
-    /// Looks whether all have told where their elements are; if so the rest of the program is
-    /// [another](Program::make_direct).
+    /// Checks whether all ranks have published the location of their elements. If so, the rest of the program
+    /// is [another](Program::make_direct).
     Decide,
     /// Waits until the memory of the round is free.
     Room(u64),
-    /// Says that a round has come so far.
+    /// Sets this rank's counter for a round.
     Publish(Counter, u64),
-    /// Waits until a round has come so far.
+    /// Waits until the counters of other ranks have reached a round.
     Await(Counter, u64, Whom),
-    /// Copies what a rank gave into the row.
+    /// Copies data that a rank published into the row.
     Take { from: usize, place: Place, at: usize, row: Range<usize> },
-    /// Adds up all ranks' shares, and leaves the sums, in their rows.
+    /// Adds up the shares of all ranks in place and leaves the sums in all their rows.
     AddUpDirect { row: Range<usize> },
-    /// Adds up all ranks' shares: the others' where they gave them, at `at`, to this one's in the row. If it `tells`, the
-    /// sums go also to the place in its own memory, for others to take.
+    /// Adds up the shares of all ranks: the others' at `at` of their places, this one's in the row. If it
+    /// `tells`, it also writes the sums to the place in its own memory, where others fetch them.
     AddUp { place: Place, at: usize, row: Range<usize>, tells: bool },
 }
 
@@ -91,15 +93,15 @@ pub(crate) struct Program {
     me: usize,
     ranks: usize,
     root: usize,
-    /// Bytes of the buffer, or of one block where there is one for each rank.
+    /// The size of the buffer, or of one block if there is one for each rank.
     bytes: usize,
     element: usize,
     limits: Limits,
-    /// Elements are worked on where all ranks have them.
+    /// If set, the program works on the elements in place on all ranks.
     direct: bool,
 }
 
-/// Whether there is a program for calls of a kind.
+/// Returns whether there is a program for calls of a kind.
 pub(crate) fn is_known(kind: CallKind) -> bool {
     match kind {
         CallKind::Barrier
@@ -133,12 +135,12 @@ impl Program {
         Self { kind: call.kind, me, ranks, root: call.root as usize, bytes, element, limits, direct: false }
     }
 
-    /// Number of rounds; none if what is given fits in a slot.
+    /// The number of rounds; 0 if the data fits in a slot.
     pub(crate) fn rounds(&self) -> u64 {
         if self.is_small() { 0 } else { self.bytes.div_ceil(self.piece()) as u64 }
     }
 
-    /// Bytes that this rank gives, and that it takes or adds up, in all, about.
+    /// The approximate numbers of bytes that this rank publishes, and that it fetches or adds up.
     pub(crate) fn volume(&self) -> (u64, u64) {
         let (all, others) = (self.bytes as u64, self.ranks as u64 - 1);
         match self.kind {
@@ -160,17 +162,17 @@ impl Program {
         self.me == self.root
     }
 
-    /// Whether what any rank gives fits in a slot.
+    /// Returns whether the data of every rank fits in a slot.
     pub(crate) fn is_small(&self) -> bool {
         self.is_inline(self.limits.small)
     }
 
-    /// Whether what any rank gives at once has at most `most` bytes.
+    /// Returns whether the data of every rank has at most `most` bytes.
     pub(crate) fn is_inline(&self, most: usize) -> bool {
         self.bytes.saturating_mul(self.blocks()) <= most
     }
 
-    /// Blocks that the rank which gives most gives at a time, its own counted.
+    /// The largest number of blocks that a rank publishes at a time, its own included.
     fn blocks(&self) -> usize {
         match self.kind {
             CallKind::ReduceScatter | CallKind::Scatter | CallKind::AllToAll => self.ranks,
@@ -178,14 +180,14 @@ impl Program {
         }
     }
 
-    /// Bytes of the buffer, or of each block, that are worked on in a round.
+    /// The bytes of the buffer, or of each block, that one round works on.
     fn piece(&self) -> usize {
         let blocks = self.blocks();
         let most = self.limits.round / blocks;
         let is_cut = match self.kind {
             CallKind::Broadcast | CallKind::Scatter | CallKind::Gather => true,
             CallKind::AllReduce => !self.has_owners(),
-            // Nobody has to wait while another copies, and each round may cost a change of ranks.
+            // No rank waits while another copies, and each round may cost a context switch.
             _ => false,
         };
         let piece = if is_cut { (self.bytes / COPY_ROUNDS).max(COPY_BYTES / blocks).min(most) } else { most };
@@ -193,18 +195,18 @@ impl Program {
         if aligned > 0 { aligned } else { (piece - piece % self.element).max(self.element) }
     }
 
-    /// How far the memory of one round is from that of the next; the same on all ranks.
+    /// The distance between the memory of one round and of the next; equal on all ranks.
     pub(crate) fn round_bytes(&self) -> usize {
         (self.stride() * self.blocks()).next_multiple_of(ALIGNED)
     }
 
-    /// From the piece of one block to that of the next, where a rank gives several.
+    /// The distance between the pieces of two blocks, if a rank publishes several.
     fn stride(&self) -> usize {
         self.piece().min(self.bytes.next_multiple_of(ALIGNED))
     }
 
-    /// The piece of a buffer or block that a round works on. Where not all can be in the caches the last comes first:
-    /// what a program has written last is there still.
+    /// The piece of a buffer or block that a round works on. If the data exceeds the caches, the last piece
+    /// comes first, since the program wrote it last and it is still cached.
     fn part(&self, round: u64) -> Range<usize> {
         let piece = self.piece();
         let from_end = self.bytes > self.limits.cached;
@@ -220,18 +222,18 @@ impl Program {
         part.start + own.start * self.element..part.start + own.end * self.element
     }
 
-    /// Whether every rank adds up its part of each round.
+    /// Returns whether every rank adds up its part of each round.
     fn has_owners(&self) -> bool {
         matches!(self.kind, CallKind::AllReduce | CallKind::Reduce) && self.ranks > 2
     }
 
-    /// Whether this rank, where there are no owners, adds up all that there is.
+    /// Returns whether this rank, in a call without owners, adds up everything.
     fn adds_all(&self) -> bool {
         self.kind == CallKind::AllReduce || self.kind == CallKind::Reduce && self.is_root()
     }
 
-    /// Adds the steps of batch `index` to `steps`; whether there is another. A batch is what is done at once, as far as
-    /// nothing has to be waited for.
+    /// Adds the steps of batch `index` to `steps`. Returns whether there is another batch. A batch is done in
+    /// one turn, unless one of its steps has to wait.
     pub(crate) fn batch(&self, index: u64, steps: &mut Vec<Step>) -> bool {
         let each = &mut |step| steps.push(step);
         if self.is_small() {
@@ -261,7 +263,7 @@ impl Program {
         }
     }
 
-    /// Says that this rank has made the call, and waits for those that it gets anything from.
+    /// Publishes that this rank has made the call, and waits for the ranks whose data it needs.
     fn meet(&self, each: &mut impl FnMut(Step)) {
         each(Step::Announce);
         if let Some(whom) = self.sources() {
@@ -269,7 +271,7 @@ impl Program {
         }
     }
 
-    /// Adds the steps of a round, and of those that go with it; whether there is another batch.
+    /// Adds the steps of a round, and those that belong to it. Returns whether there is another batch.
     fn round(&self, round: u64, each: &mut impl FnMut(Step)) -> bool {
         let rounds = self.rounds();
         if round == rounds {
@@ -286,18 +288,19 @@ impl Program {
         round + 1 < rounds || self.has_owners()
     }
 
-    /// Whether ranks tell where their elements are.
+    /// Returns whether ranks publish the locations of their elements.
     pub(crate) fn may_be_direct(&self) -> bool {
         self.kind == CallKind::AllReduce && !self.is_small()
     }
 
-    /// All ranks have told where their elements are: each adds up its part of the whole, for all, and nobody goes on
-    /// before all have.
+    /// Switches to the direct form: each rank adds up its part of the whole for all, and none continues
+    /// before all are done.
     pub(crate) fn make_direct(&mut self) {
         self.direct = true;
     }
 
-    /// Adds the steps of a piece of the own part, the last first; whether there is another batch.
+    /// Adds the steps of a piece of the own part, the last piece first. Returns whether there is another
+    /// batch.
     fn direct_piece(&self, piece: usize, each: &mut impl FnMut(Step)) -> bool {
         let own = block(self.me, self.ranks, self.bytes / self.element);
         let (start, end) = (own.start * self.element, own.end * self.element);
@@ -312,7 +315,7 @@ impl Program {
         false
     }
 
-    /// From whom this rank gets anything.
+    /// The ranks whose data this rank needs.
     pub(crate) fn sources(&self) -> Option<Whom> {
         match self.kind {
             CallKind::Broadcast | CallKind::Scatter => (!self.is_root()).then_some(Whom::One(self.root)),
@@ -324,7 +327,7 @@ impl Program {
         }
     }
 
-    /// Gives all that is given in a small call.
+    /// Publishes all data of a small call.
     #[inline(always)]
     pub(crate) fn give_all(&self, each: &mut impl FnMut(Step)) {
         let (bytes, me, place) = (self.bytes, self.me, Place::Slot);
@@ -346,7 +349,7 @@ impl Program {
         }
     }
 
-    /// Takes or adds up all of a small call, when those that give it have come.
+    /// Fetches or adds up all data of a small call, once the ranks that publish it have made the call.
     #[inline(always)]
     pub(crate) fn read_all(&self, each: &mut impl FnMut(Step)) {
         let (bytes, place) = (self.bytes, Place::Slot);
@@ -357,7 +360,7 @@ impl Program {
         }
     }
 
-    /// Gives to every other rank the piece `part` of its block, `stride` bytes after that of the one before.
+    /// Publishes the piece `part` of each other rank's block; the pieces are `stride` bytes apart.
     fn give_blocks(&self, part: &Range<usize>, place: Place, stride: usize, each: &mut impl FnMut(Step)) {
         for rank in self.others() {
             let start = rank * self.bytes;
@@ -366,7 +369,7 @@ impl Program {
         }
     }
 
-    /// Takes, or adds up, the piece `part` of blocks.
+    /// Fetches or adds up the piece `part` of blocks.
     fn read_blocks(&self, part: &Range<usize>, place: Place, stride: usize, each: &mut impl FnMut(Step)) {
         let of = |block: usize| block * self.bytes + part.start..block * self.bytes + part.end;
         let take = |from: usize, at: usize, row: Range<usize>| Step::Take { from, place, at, row };
@@ -391,13 +394,13 @@ impl Program {
         }
     }
 
-    /// The other ranks, from the next one on, so that not all begin with the same.
+    /// The other ranks, beginning with the next one, so that not all begin with the same rank.
     fn others(&self) -> impl Iterator<Item = usize> + use<> {
         let (me, ranks) = (self.me, self.ranks);
         (1..ranks).map(move |distance| (me + distance) % ranks)
     }
 
-    /// Gives what others need of a round.
+    /// Publishes the data of a round that others need.
     fn give(&self, round: u64, each: &mut impl FnMut(Step)) {
         let (part, place) = (self.part(round), Place::Round(round));
         let gives = match self.kind {
@@ -430,7 +433,7 @@ impl Program {
         each(Step::Publish(Counter::Given, round));
     }
 
-    /// Takes or adds up what this rank needs of a round.
+    /// Fetches or adds up the data of a round that this rank needs.
     fn read(&self, round: u64, each: &mut impl FnMut(Step)) {
         let (part, place) = (self.part(round), Place::Round(round));
         if let Some(whom) = self.sources() {
@@ -452,7 +455,7 @@ impl Program {
         each(Step::Publish(Counter::Done, round));
     }
 
-    /// Takes the sums of a round from their owners.
+    /// Fetches the sums of a round from their owners.
     fn take_sums(&self, round: u64, each: &mut impl FnMut(Step)) {
         let (part, place) = (self.part(round), Place::Round(round));
         if self.kind == CallKind::AllReduce || self.is_root() {

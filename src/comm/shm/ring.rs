@@ -1,7 +1,7 @@
-//! A way between two ranks of a host: a ring of bytes in shared memory for each direction.
+//! A byte stream between two ranks of a host: a ring of bytes in shared memory for each direction.
 //!
-//! Writer and reader each count their bytes, without end; the difference is what is in the ring. What is written is
-//! told in steps, so that the other end copies out while this one still copies in.
+//! Writer and reader each count their bytes without wrapping; the difference is the fill level. The writer
+//! publishes its count in steps, so that the reader copies out while the writer still copies in.
 
 use std::io::{self, IoSlice};
 use std::sync::Arc;
@@ -13,27 +13,27 @@ use super::pace::Pace;
 use super::segment::Segment;
 use crate::links::Link;
 
-/// Most bytes that are copied before the other end is told.
+/// Most bytes that are copied before the count is published.
 const STEP_BYTES: usize = 16 << 10;
-/// The reader tells that there is room when it has read so much of the ring, and when it finds nothing more to read: to
-/// tell costs as much as to read a short message.
+/// The reader publishes its count when it has read this fraction of the ring, and when it finds nothing more
+/// to read. Publishing costs as much as reading a short message.
 const TOLD_PARTS: usize = 4;
 
-/// One end of the two rings between two ranks. Doorbells wake who waits for it, no descriptor does.
+/// One end of the two rings between two ranks. Doorbells wake a waiting rank; there is no descriptor to poll.
 #[derive(Debug)]
 pub(crate) struct Ring {
     segment: Arc<Segment>,
     bells: Arc<Bells>,
-    /// The other one, by its place on the host.
+    /// The other rank, by its place on the host.
     peer: usize,
     out: RingPlace,
     into: RingPlace,
-    /// Bytes written and read here; and those that the other end had read and written when we last looked.
+    /// Bytes written and read here, and the other end's counts when last read.
     written: u64,
     taken: u64,
     read: u64,
     come: u64,
-    /// Bytes read of which the other end knows.
+    /// The count of bytes read that the other end knows.
     told: u64,
     pace: Pace,
 }
@@ -62,7 +62,7 @@ impl Ring {
         }
     }
 
-    /// Bytes that can be written now, and where the first of them goes; those that lie together.
+    /// The number of contiguous bytes that can be written now, and the offset of the first.
     fn room(&mut self) -> io::Result<(usize, usize)> {
         let RingPlace { bytes, data, .. } = self.out;
         if self.written - self.taken == bytes as u64 {
@@ -74,7 +74,7 @@ impl Ring {
         Ok((free.min(bytes - at), data + at))
     }
 
-    /// Bytes that can be read now, and where the first of them is; those that lie together.
+    /// The number of contiguous bytes that can be read now, and the offset of the first.
     fn ready(&mut self) -> io::Result<(usize, usize)> {
         let RingPlace { bytes, data, .. } = self.into;
         if self.come == self.read {
@@ -97,7 +97,7 @@ impl Ring {
     }
 }
 
-/// `count`, as another process wrote it, if it makes sense.
+/// Returns `count`, which another process wrote, if it is valid.
 fn within(count: u64, least: u64, most: u64) -> io::Result<u64> {
     if (least..=most).contains(&count) {
         return Ok(count);
@@ -157,7 +157,7 @@ impl Link for Ring {
         if self.segment.word(self.into.closed).load(Ordering::Acquire) == 0 {
             return Err(io::ErrorKind::WouldBlock.into());
         }
-        // It may have written before it closed.
+        // The other end may have written before it closed.
         match self.ready()? {
             (0, _) => Ok(0),
             _ => Err(io::ErrorKind::Interrupted.into()),
@@ -169,7 +169,7 @@ impl Link for Ring {
         self.bells.ring(self.peer);
     }
 
-    /// What is in memory stays there as long as the reader does.
+    /// Always true: bytes in memory stay there as long as the reader has the mapping.
     fn is_flushed(&self) -> bool {
         true
     }

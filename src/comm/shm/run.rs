@@ -1,4 +1,5 @@
-//! Carries out the program of a collective in shared memory. No clock and no waiting: [`Run::turn`] does what it can.
+//! Executes the program of a collective in shared memory. It reads no clock and never blocks: [`Run::turn`]
+//! does all steps that are possible now.
 
 use super::allocations::{Direct, Offer, Told};
 use super::layout::{Counter, DEPTH, INLINE_BYTES};
@@ -26,15 +27,15 @@ pub(crate) struct Run {
     steps: Vec<Step>,
     at: usize,
     more: bool,
-    /// Of those to meet, how many were met.
+    /// The number of ranks to meet that were met so far.
     met: usize,
     finished: bool,
-    /// Some elements may have been added already: not again.
+    /// If set, some elements may have been added already and must not be added again.
     broken: bool,
-    /// Where its elements are, once others may write there; then where those of all are.
+    /// The location of this rank's elements while they are lent; then the locations of all ranks' elements.
     offer: Option<Offer>,
     direct: Option<Direct>,
-    /// Whom it waits for.
+    /// The ranks that the run waits for.
     waits: Waits,
     given: u64,
     taken: u64,
@@ -56,7 +57,7 @@ impl Run {
         run
     }
 
-    /// The rest of a call that was begun as a small one; `broken` if its results cannot be taken.
+    /// Continues a call that was begun as a small one. `broken` if its results cannot be taken.
     pub(crate) fn of(
         node: &mut Node,
         call: Call,
@@ -107,22 +108,22 @@ impl Run {
         self.finished
     }
 
-    /// Bytes taken or added up, and in all.
+    /// Bytes fetched or added up so far, and in total.
     pub(crate) fn received(&self) -> (u64, u64) {
         (self.taken, self.program.volume().1)
     }
 
-    /// Bytes given, and in all.
+    /// Bytes published so far, and in total.
     pub(crate) fn sent(&self) -> (u64, u64) {
         (self.given, self.program.volume().0)
     }
 
-    /// Whom it waits for.
+    /// The ranks that the run waits for.
     pub(crate) fn awaited(&self) -> impl Iterator<Item = usize> + '_ {
         self.waits.iter().copied()
     }
 
-    /// Does what can be done now, at most one batch; whether that was anything.
+    /// Makes all progress that is possible now, at most one batch. Returns whether there was any.
     pub(crate) fn turn(&mut self, node: &mut Node) -> Result<bool, RunError> {
         self.row.begin();
         let mut any = false;
@@ -146,7 +147,7 @@ impl Run {
                     return Ok(true);
                 }
             }
-            // Not borrowed: a step changes the rest.
+            // Cloned, since a step changes the rest of `self`.
             let step = self.steps[self.at].clone();
             if !self.act(node, &step)? {
                 return Ok(any || self.row.copy_some());
@@ -158,7 +159,7 @@ impl Run {
         Ok(any)
     }
 
-    /// Does one step; whether it could.
+    /// Does one step. Returns whether it could.
     fn act(&mut self, node: &mut Node, step: &Step) -> Result<bool, RunError> {
         match step {
             Step::Claim => {
@@ -227,7 +228,7 @@ impl Run {
         Ok(())
     }
 
-    /// Finds out whether all have told where their elements are. All ranks decide alike.
+    /// Checks whether all ranks have published the location of their elements. All ranks decide alike.
     fn decide(&mut self, node: &Node) -> Result<(), RunError> {
         let Some(offer) = self.offer.take() else { return Ok(()) };
         let told: Vec<_> =
@@ -242,7 +243,7 @@ impl Run {
         Ok(())
     }
 
-    /// Whether they have counted so far; notes who has not.
+    /// Returns whether the counters of `whom` have reached `count`; notes a rank whose counter has not.
     fn waits_for(&mut self, node: &mut Node, whom: Whom, counter: Counter, count: u64) -> bool {
         let behind = node.behind(whom, counter, count);
         self.waits.clear();
@@ -250,7 +251,7 @@ impl Run {
         behind.is_none()
     }
 
-    /// Compares the calls of those that have come; whether all have.
+    /// Compares the calls of the ranks that have made theirs. Returns whether all have.
     fn meet(&mut self, node: &mut Node, whom: Whom) -> Result<bool, RunError> {
         self.waits.clear();
         let (me, ranks) = (node.me, node.ranks.len());
@@ -258,7 +259,7 @@ impl Run {
             Whom::All => 0..ranks,
             Whom::One(place) => place..place + 1,
         };
-        // Those that have come first are looked at once.
+        // Ranks that were met already are not checked again.
         for place in all.start + self.met..all.end {
             if place == me || node.meet(place, self.numbered.number, &self.numbered.header, self.seq)? {
                 self.met += usize::from(self.waits.is_empty());
@@ -269,7 +270,7 @@ impl Run {
         Ok(self.waits.is_empty())
     }
 
-    /// Where `rank` gives what lies at `at` of a place.
+    /// The spot at which `rank` publishes the byte `at` of a place.
     fn spot(&self, rank: usize, place: Place, at: usize) -> Spot {
         let of = match place {
             Place::Slot => {

@@ -1,7 +1,7 @@
 //! Memory that processes of one host share: anonymous, sealed, gone with the last process that has it.
 //!
-//! It is never a Rust reference: others write to it. Words are atomics; bytes are copied in and out, or worked on
-//! through pointers by kernels. When which bytes may be touched by whom is what the programs of [`super`] keep.
+//! It is never a Rust reference, since others write to it. Words are atomics; bytes are copied in and out, or
+//! worked on through pointers by kernels. The programs of [`super`] define when a rank may touch which bytes.
 
 use std::ffi::c_void;
 use std::io;
@@ -18,7 +18,7 @@ use rustix::mm::{Advice, MapFlags, ProtFlags};
 use crate::kernels::Source;
 use crate::room;
 
-/// Nobody can make it shorter: touching it never is a SIGBUS.
+/// The seals: nobody can shorten the memory, so access to it never raises SIGBUS.
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
 /// Bytes of a large page, where the system has them (x86-64; aarch64 with small ones of 4 KiB).
@@ -34,7 +34,7 @@ pub(crate) struct Segment {
 // SAFETY: it is an address and a length; all access is by atomics, or by copies whose order its users agree on.
 #[allow(unsafe_code)]
 unsafe impl Send for Segment {}
-// SAFETY: as above.
+// SAFETY: as for `Send`.
 #[allow(unsafe_code)]
 unsafe impl Sync for Segment {}
 
@@ -46,7 +46,7 @@ pub(crate) struct View<'a> {
     segment: PhantomData<&'a Segment>,
 }
 
-/// What tests have fail.
+/// The operations that tests can make fail.
 #[cfg(test)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Failing {
@@ -57,11 +57,11 @@ pub(crate) enum Failing {
 
 #[cfg(test)]
 thread_local! {
-    /// What fails on this thread.
+    /// The operation that fails on this thread.
     pub(crate) static FAILING: std::cell::Cell<Option<Failing>> = const { std::cell::Cell::new(None) };
 }
 
-/// Fails where a test wants it to.
+/// Fails if a test asks for it.
 macro_rules! may_fail {
     ($what:ident) => {
         #[cfg(test)]
@@ -71,14 +71,14 @@ macro_rules! may_fail {
     };
 }
 
-/// Makes memory of `bytes` bytes without a name, to be handed to others as a descriptor. It takes no pages yet, but there
-/// must be room for all of them.
+/// Creates anonymous memory of `bytes` bytes, whose descriptor can be passed to others. It takes no pages
+/// yet, but there must be room for all of them.
 pub(crate) fn create(bytes: usize) -> io::Result<OwnedFd> {
     may_fail!(Create);
     room::for_file(bytes)?;
     room::for_memory(bytes)?;
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-    // Not executable, where the system knows that wish.
+    // Not executable, if the kernel knows that flag.
     let memory = rustix::fs::memfd_create(c"convoke", flags | MemfdFlags::NOEXEC_SEAL)
         .or_else(|_| rustix::fs::memfd_create(c"convoke", flags))?;
     rustix::fs::ftruncate(&memory, bytes as u64)?;
@@ -86,14 +86,15 @@ pub(crate) fn create(bytes: usize) -> io::Result<OwnedFd> {
     Ok(memory)
 }
 
-/// Takes the pages of `range`, so that touching them cannot fail: in the memory of whoever calls it, where a machine
-/// has several.
+/// Commits the pages of `range`, so that access to them cannot fail. On NUMA machines they come from the
+/// memory of the caller's node.
 ///
 /// # Errors
-/// There is no such memory: the machine's, or what the control group may have.
+///
+/// The machine or the control group does not have enough memory.
 pub(crate) fn commit(memory: impl AsFd, range: Range<usize>) -> io::Result<()> {
     may_fail!(Commit);
-    // Not for a page: to look takes as long as some.
+    // No check for small ranges: it takes as long as allocating some pages.
     if range.len() > LARGE_PAGE / 2 {
         room::for_memory(range.len())?;
     }
@@ -101,8 +102,8 @@ pub(crate) fn commit(memory: impl AsFd, range: Range<usize>) -> io::Result<()> {
     Ok(rustix::fs::fallocate(memory, FallocateFlags::empty(), start, len)?)
 }
 
-/// Maps `bytes` bytes of `memory` from `at` on, where a page begins, so that what can be a large page of the memory can be
-/// one of the mapping.
+/// Maps `bytes` bytes of `memory` from `at` on, where a page begins. The address is aligned so that large
+/// pages of the memory can be large pages of the mapping.
 #[allow(unsafe_code)]
 pub(super) fn map_shared(memory: impl AsFd, at: usize, bytes: usize) -> io::Result<NonNull<u8>> {
     let protection = ProtFlags::READ | ProtFlags::WRITE;
@@ -112,13 +113,13 @@ pub(super) fn map_shared(memory: impl AsFd, at: usize, bytes: usize) -> io::Resu
     NonNull::new(start.cast()).ok_or(io::ErrorKind::Other.into())
 }
 
-/// An address, as far behind a multiple of large pages as `at` is, from which on `bytes` bytes are free now. Nobody may rely
-/// on it; null if there is none.
+/// An address at which `bytes` bytes are free now, with the offset of `at` within a large page. Nobody may
+/// rely on it; null if there is none.
 #[allow(unsafe_code)]
 fn hint(at: usize, bytes: usize) -> *mut c_void {
     let (null, more) = (std::ptr::null_mut(), bytes.saturating_add(LARGE_PAGE));
     let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
-    // SAFETY: a new mapping that nobody may touch, where nothing is mapped, and at once gone again.
+    // SAFETY: a new mapping without access rights where nothing is mapped, removed at once.
     unsafe {
         let Ok(free) = rustix::mm::mmap_anonymous(null, more, ProtFlags::empty(), flags) else { return null };
         let _ = rustix::mm::munmap(free, more);
@@ -130,6 +131,7 @@ impl Segment {
     /// Maps the `bytes` bytes of `memory`.
     ///
     /// # Errors
+    ///
     /// The system's; and if it is not sealed or has another size.
     #[allow(unsafe_code)]
     pub(crate) fn map(memory: impl AsFd, bytes: usize) -> io::Result<Self> {
@@ -141,22 +143,24 @@ impl Segment {
         }
         let start = map_shared(memory, 0, bytes)?;
         let segment = Self { start, bytes };
-        // SAFETY: all of it is the mapping just made. A forked child gets none of it: it could only do harm there.
+        // SAFETY: the range is the mapping just made. A forked child does not inherit it, since its writes
+        // could only do harm.
         unsafe { rustix::mm::madvise(segment.start.as_ptr().cast(), bytes, Advice::LinuxDontFork) }?;
         Ok(segment)
     }
 
-    /// Makes pages large as far as the system can, those that begin in `own` and are whole, and has the processor know
-    /// all, so that touching them is not slow either. All ranks' must be committed; they may be in use.
+    /// Collapses whole large pages that begin in `own` where the system can, and populates the page tables,
+    /// so that first accesses are fast. All ranks' pages must be committed; they may be in use.
     ///
-    /// Fewer pages to look up: four ranks on two cores of an EPYC (Zen 4) add up 16 MiB of theirs, where they are, 1.18 times as
-    /// fast (median of 9 pairs).
+    /// Large pages need fewer TLB entries: four ranks on two cores of an EPYC (Zen 4) add up 16 MiB in place
+    /// 1.18 times as fast (median of 9 pairs).
     #[allow(unsafe_code)]
     pub(crate) fn populate(&self, own: Range<usize>) {
         let large = |at: usize| at.next_multiple_of(LARGE_PAGE).min(self.bytes);
         let (start, end) = (large(own.start), large(own.end));
         if start < end {
-            // SAFETY: of our mapping, whose bytes stay what they are. Before Linux 6.1, or if there are none, pages stay small.
+            // SAFETY: a range of our mapping, whose contents do not change. Before Linux 6.1, or if there are
+            // no large pages, pages stay small.
             unsafe {
                 libc::madvise(self.start.as_ptr().add(start).cast(), end - start, libc::MADV_COLLAPSE);
             }
@@ -172,8 +176,8 @@ impl Segment {
     #[inline(always)]
     pub(crate) fn word(&self, at: usize) -> &AtomicU64 {
         assert!(at.is_multiple_of(size_of::<u64>()) && at < self.bytes);
-        // SAFETY: in bounds and aligned, as the start is to a page; mapped as long as `self` lives; any bits are a
-        // value, and all access to words is atomic, also that of other processes.
+        // SAFETY: in bounds and aligned, as the start is to a page; mapped as long as `self` lives. Any bits
+        // are a value, and all access to words is atomic, also that of other processes.
         unsafe { &*self.start.as_ptr().add(at).cast::<AtomicU64>() }
     }
 
@@ -191,35 +195,36 @@ impl Segment {
 impl Drop for Segment {
     #[allow(unsafe_code)]
     fn drop(&mut self) {
-        // SAFETY: our mapping, and nobody has a view of it: they borrow it.
+        // SAFETY: our mapping, and no view of it exists: views borrow it.
         let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.bytes) };
     }
 }
 
 impl<'a> View<'a> {
-    /// To be worked on by a kernel.
+    /// The bytes as the source of a kernel.
     #[allow(unsafe_code)]
     #[inline(always)]
     pub(crate) fn source(self) -> Source<'a> {
-        // SAFETY: mapped for `'a`. That nobody writes there until the kernel has read it is what the order of a
-        // program's steps keeps; should a rank break it, the bytes read are any, which elements may be.
+        // SAFETY: mapped for `'a`. The order of a program's steps keeps others from writing there until the
+        // kernel has read it. If a rank breaks it, the bytes are arbitrary, and any bytes are elements.
         unsafe { Source::new(self.start, self.bytes) }
     }
 
-    /// Copies it into `into`, which has as many bytes.
+    /// Copies the bytes into `into`, which has the same length.
     #[inline(always)]
     pub(crate) fn take(self, into: &mut [u8]) {
         self.source().copy_to(into);
     }
 }
 
-/// `fence(SeqCst)`; on x86-64 by a locked instruction, which costs a quarter of the `mfence` that compilers take.
+/// `fence(SeqCst)`; on x86-64 a locked instruction, which costs a quarter of the `mfence` that compilers
+/// emit.
 #[inline(always)]
 pub(super) fn full_fence() {
     #[cfg(loom)]
     loom::sync::atomic::fence(loom::sync::atomic::Ordering::SeqCst);
-    // SAFETY: it changes nothing, an `or` with 0 on this thread's stack. What it does is not told to the compiler, which
-    // so moves no access to memory across it.
+    // SAFETY: it changes nothing: an `or` with 0 on this thread's stack. The compiler assumes that it may
+    // access any memory, so it moves no access across it.
     #[cfg(all(target_arch = "x86_64", not(loom)))]
     #[allow(unsafe_code)]
     unsafe {
@@ -250,7 +255,7 @@ mod tests {
 
     #[test]
     fn what_is_written_while_pages_become_large_is_kept() {
-        // Not a whole number of large pages, which begin in parts of both.
+        // Not a whole number of large pages; one large page spans both ranges.
         let (bytes, middle) = (5 * LARGE_PAGE + 4096, 5 * LARGE_PAGE / 2);
         let memory = create(bytes).unwrap();
         commit(&memory, 0..bytes).unwrap();

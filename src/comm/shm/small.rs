@@ -1,4 +1,4 @@
-//! A small call, carried out as its program says but without a list of steps, while its caller waits for it.
+//! A small call, executed by its program without a list of steps, while its caller waits for it.
 
 use super::layout::{INLINE_BYTES, SLOTS};
 use super::moves::{self, Of, Plain, Spot};
@@ -10,7 +10,7 @@ use crate::engine::streams::RunError;
 use crate::fault::moment;
 use crate::kernels::Kernel;
 
-/// A call that this rank has given and announced, and whose results it has not taken.
+/// A call that this rank has published and announced, and whose results it has not fetched.
 #[derive(Debug)]
 pub(crate) struct Small {
     pub(super) program: Program,
@@ -18,28 +18,29 @@ pub(crate) struct Small {
     pub(super) numbered: Numbered,
     pub(super) given: usize,
     inline: bool,
-    /// Of those to meet, how many were met.
+    /// The number of ranks to meet that were met so far.
     met: usize,
 }
 
 impl Node {
-    /// The program of a call that is small, if its slot is free.
+    /// The program of a call, if it is small and its slot is free.
     #[inline]
     pub(crate) fn small_program(&mut self, call: &Call) -> Option<Program> {
         let program = self.program(call);
         (program.is_small() && self.is_free_for_next()).then_some(program)
     }
 
-    /// A call that is about to be made, by its [program](Self::small_program).
+    /// Numbers a call that is about to be made by its [program](Self::small_program).
     #[inline(always)]
     pub(crate) fn small(&mut self, call: &Call, program: Program, seq: u64) -> Small {
         let (numbered, inline) = (self.count(call, seq, 0, 0), program.is_inline(INLINE_BYTES));
         Small { seq, program, numbered, given: 0, inline, met: 0 }
     }
 
-    /// Gives and announces it. Who sleeps is not rung for.
+    /// Publishes the data and announces the call. Sleeping ranks are not rung for.
     ///
-    /// It stays where it is: to move what was just written would have to wait until the memory that others read is written.
+    /// The argument is a reference, not moved: moving fresh data would have to wait until the preceding
+    /// shared stores are done.
     #[inline(always)]
     pub(crate) fn give_small(&mut self, small: &mut Small, lent: &mut Lent<'_>) {
         let (mut given, me, plain) = (0, self.me, Plain { lent, kernel: None });
@@ -53,9 +54,10 @@ impl Node {
         moment("sent", small.seq, given);
     }
 
-    /// Whether all have come that this rank needs something of.
+    /// Returns whether all ranks have made the call whose data this rank needs.
     ///
     /// # Errors
+    ///
     /// One of them made another call.
     #[inline]
     pub(crate) fn meet_small(&mut self, small: &mut Small) -> Result<bool, RunError> {
@@ -75,9 +77,10 @@ impl Node {
         Ok(true)
     }
 
-    /// Whether a rank that shares this one's core should have it now: one that this rank waits for, or one that is as many
-    /// calls behind as other ranks are on the core. Those that come later may need it, and to catch up it needs the core,
-    /// with which this rank can do nothing now. Where it is less behind, a change of ranks costs more than it gains.
+    /// Returns whether this rank should yield to a rank that shares its core. That is a rank that this one
+    /// waits for, or one that is as many calls behind as the core has other ranks. Later ranks may need its
+    /// data, and to catch up it needs the core, which this rank cannot use now. A rank that is less behind
+    /// does not gain enough for a context switch.
     pub(crate) fn yields_to_neighbour(&mut self, small: &Small) -> bool {
         self.tell_core();
         let (me, number) = (self.me, small.numbered.number);
@@ -88,16 +91,17 @@ impl Node {
         };
         let near: Waits =
             (0..self.ranks.len()).filter(|&place| place != me && self.shares_core(place)).collect();
-        // Nobody is further behind than there are slots.
+        // No rank can be further behind than the number of slots.
         let behind = number.wrapping_sub((near.len() as u32).saturating_sub(1).min(SLOTS - 2));
         near.into_iter()
             .any(|place| !self.has_begun(place, if awaited.contains(&place) { number } else { behind }))
     }
 
-    /// Takes the results of a call for which all have come.
+    /// Fetches the results of a call that all ranks have made.
     ///
     /// # Errors
-    /// How a function of the program failed.
+    ///
+    /// The error of the program's reduction function.
     #[inline]
     pub(crate) fn end_small(
         &mut self,
@@ -124,7 +128,7 @@ impl Node {
 }
 
 impl Small {
-    /// Bytes that this rank gives, and that it takes or adds up.
+    /// Bytes that this rank publishes, and that it fetches or adds up.
     pub(crate) fn volume(&self) -> (u64, u64) {
         self.program.volume()
     }

@@ -1,4 +1,4 @@
-//! The programs of all ranks against each other, in a model of the memory, in many orders of events.
+//! The programs of all ranks, run against each other in a model of the memory, in many orders of events.
 
 use std::ops::Range;
 
@@ -8,30 +8,30 @@ use crate::call::{Call, CallKind};
 use crate::dtype::{Dtype, ReduceOp};
 use convoke_testkit::Random;
 
-/// So small that calls of a few elements have many rounds.
+/// Limits so small that calls of a few elements have many rounds.
 const LIMITS: Limits = Limits { small: 24, round: 192, cached: 700 };
 const ROUNDS_BYTES: usize = (DEPTH as usize + 2) * LIMITS.round;
-/// So few that they are used again.
+/// A number of slots so small that they are reused.
 const SLOTS: u32 = 8;
 
-/// What one rank has in memory.
+/// The memory of one rank.
 #[derive(Debug, Clone)]
 struct Memory {
     stamp: u32,
     slots: Vec<Vec<u8>>,
     rounds: Vec<u8>,
     counted: [u64; Counter::COUNT],
-    /// Whether it has offered its elements, by slot.
+    /// A flag for each slot: true if the rank has offered its elements.
     told: Vec<bool>,
-    /// Rows of all its calls.
+    /// The rows of all its calls.
     rows: Vec<Vec<u8>>,
 }
 
-/// One rank on its way through the calls.
+/// The state of one rank within the sequence of calls.
 #[derive(Debug)]
 struct Rank {
     calls: Vec<Call>,
-    /// Whether it offers the elements of each.
+    /// A flag for each call: true if the rank offers its elements.
     offers: Vec<bool>,
     direct: bool,
     call: usize,
@@ -42,14 +42,14 @@ struct Rank {
     at: Position,
 }
 
-/// Where the first round of a call begins, and how far each is from the next.
+/// The position of a call's first round, and the distance between rounds.
 #[derive(Debug, Clone, Copy, Default)]
 struct Position {
     first: u64,
     each: u64,
 }
 
-/// What rank `rank` has at byte `at` of its row at the beginning of call `call`.
+/// The value of byte `at` of the row of rank `rank` at the beginning of call `call`.
 fn value(rank: usize, call: usize, at: usize) -> u8 {
     (rank * 89 + call * 31 + at * 7 + 3) as u8
 }
@@ -63,7 +63,7 @@ fn row_bytes(call: &Call, ranks: usize) -> usize {
     }
 }
 
-/// What must be where in the row of `me` after a call; of other bytes nothing is said.
+/// The values that the row of `me` must have after a call; other bytes are unspecified.
 fn expected(call: &Call, index: usize, ranks: usize, me: usize) -> Vec<(usize, u8)> {
     let bytes = call.bytes() as usize;
     let sum = |at: usize| (0..ranks).fold(0_u8, |sum, rank| sum.wrapping_add(value(rank, index, at)));
@@ -97,7 +97,7 @@ impl Rank {
         Self { calls, offers, direct: false, call, batch, steps: Vec::new(), more: true, base, at }
     }
 
-    /// Does the next step; `false` if it has to wait, or is through.
+    /// Does the next step. Returns `false` if it has to wait or all calls are done.
     fn step(&mut self, me: usize, all: &mut [Memory]) -> bool {
         let ranks = all.len();
         let Some(call) = self.calls.get(self.call) else { return false };
@@ -131,7 +131,7 @@ impl Rank {
             Whom::One(rank) => rank..rank + 1,
         };
         let (call, base) = (self.call, self.base);
-        // Taken out while it is worked on, as the others' are looked at.
+        // Taken out during the step, since the step also reads the rows of other ranks.
         let mut row = std::mem::take(&mut all[me].rows[call]);
         let acted = self.act_on(&mut row, (me, number), all, whom, base);
         all[me].rows[call] = row;
@@ -224,9 +224,10 @@ fn place_of(
     }
 }
 
-/// Runs the calls on `ranks` ranks. Each time the rank that goes on is chosen by `next`, from those that are not stuck.
+/// Runs the calls on `ranks` ranks. `next` chooses the rank that makes the next step from those that are not
+/// stuck.
 ///
-/// `offers` says whether a rank offers the elements of a call.
+/// `offers` tells whether a rank offers the elements of a call.
 fn check(
     ranks: usize,
     calls: &[Call],
@@ -312,10 +313,10 @@ fn calls_follow_each_other_in_any_order_of_events() {
                 call(kinds[random.below(kinds.len())], dtype, random.below(ranks), count)
             })
             .collect();
-        // One of them goes as far as it can, or each a step in turn, or anything between.
+        // One rank goes as far as it can, or all make a step in turn, or something in between.
         let hurry = random.below(4);
         let mut first = random.below(ranks);
-        // All offer, nobody does, or one does not.
+        // All ranks offer, none does, or one does not.
         let offered: Vec<_> = calls.iter().map(|_| (random.below(3), random.below(ranks))).collect();
         let offers = |me: usize, call: usize| match offered[call] {
             (0, _) => true,

@@ -1,5 +1,5 @@
-//! Operations of a batch that give ranks blocks of their own. NCCL has messages for them, and broadcasts and reductions with each
-//! rank as the root.
+//! Operations of a batch with one block for each rank. They use NCCL's messages, or a broadcast or reduction
+//! with each rank as the root.
 
 use cudarc::driver::{DevicePtr, DevicePtrMut};
 use smallvec::SmallVec;
@@ -12,7 +12,7 @@ use crate::nccl::{Address, Step};
 use crate::plan::Blocks;
 use crate::reduction::Reduction;
 
-/// Operations with blocks.
+/// Operations with one block for each rank.
 impl<'a> DeviceBatch<'a> {
     /// As [`Group::gather`](crate::Group::gather).
     ///
@@ -221,7 +221,7 @@ impl<'a> DeviceBatch<'a> {
     }
 }
 
-/// What ranks compare of a count: where each has its own, nothing.
+/// The count that ranks compare; 0 for calls in which each rank has its own counts.
 fn compared(kind: CallKind, count: usize) -> usize {
     match kind {
         CallKind::GatherV | CallKind::ScatterV | CallKind::AllToAllV => 0,
@@ -229,7 +229,7 @@ fn compared(kind: CallKind, count: usize) -> usize {
     }
 }
 
-/// The blocks of a buffer that have any elements: rank, address, number.
+/// The non-empty blocks of a buffer: rank, address, number of elements.
 fn filled(blocks: &Blocks, of: Of, start: Address) -> impl Iterator<Item = (usize, Address, usize)> {
     let place = move |rank: usize| {
         let range = blocks.of(rank);
