@@ -1,4 +1,4 @@
-//! How an operation gets on a stream.
+//! The way of an operation onto a stream.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -22,10 +22,11 @@ use crate::flight::Told;
 use crate::nccl::{Communicator, NcclError, Progress, Step};
 
 impl Core {
-    /// Carries out the steps of one call, which has so many buffers, on a stream, behind what is there: NCCL's, or all of it if it
-    /// goes through the host.
+    /// Carries out the steps of one call, which has so many buffers, on a stream, behind its earlier work.
+    /// That is NCCL's work, or the whole call if the group is staged through the host.
     ///
     /// # Safety
+    ///
     /// As [`Communicator::enqueue`], of a stream of this side's context.
     #[allow(unsafe_code)]
     pub(super) unsafe fn enqueue(
@@ -42,11 +43,11 @@ impl Core {
         let ticket = Arc::new(Ticket::nonblocking(limit, Arc::clone(&self.chores)));
         let _ = ticket.step.set(self.track.begin(&Told::device(call, seq, self.track.ns(ticket.made))));
         let mut patience = Patience::new(call, seq, limit);
-        // SAFETY: the caller's.
+        // SAFETY: the caller promises it.
         let carried_out = unsafe { self.carry_out(steps, stream, &mut patience) };
-        // Nobody else has NCCL before this one is known to be under way.
+        // The lock is held until this operation is registered, so no other call uses NCCL before.
         let recorded = carried_out.and_then(|alone| {
-            // Events of what is captured in a graph tell of the graph, which nobody has launched.
+            // Events that are captured in a graph belong to the graph, which has not been launched.
             let broken = |error| self.broken(error, call, seq);
             if is_captured(stream).map_err(broken)? {
                 return Ok(None);
@@ -85,9 +86,10 @@ impl Core {
         Ok(Some(begun))
     }
 
-    /// With what keeps others from NCCL.
+    /// Returns the guard that keeps other calls out of NCCL.
     ///
     /// # Safety
+    ///
     /// As [`Self::enqueue`].
     #[allow(unsafe_code)]
     unsafe fn carry_out(
@@ -96,7 +98,7 @@ impl Core {
         stream: &CudaStream,
         patience: &mut Patience,
     ) -> Result<Option<MutexGuard<'_, ()>>, CommError> {
-        // Few enough operations are under way.
+        // Limits the number of operations under way.
         self.wait_for(patience, || {
             if self.watched().is_full() {
                 self.reap();
@@ -110,11 +112,11 @@ impl Core {
                 let steps: Result<SmallVec<[Step; 2]>, String> =
                     steps.iter().map(|step| in_nccl(*step, version)).collect();
                 let steps = steps.map_err(CommError::Unsupported)?;
-                // SAFETY: the caller's.
+                // SAFETY: the caller promises it.
                 unsafe { self.enqueue_nccl(communicator, &steps, stream, patience) }.map(Some)
             }
             Way::Staged(staging) => {
-                // SAFETY: the caller's.
+                // SAFETY: the caller promises it.
                 unsafe { self.stage(staging, steps, stream, patience) }.map(|()| None)
             }
         }
@@ -139,17 +141,17 @@ impl Core {
             drop(guard);
             progress.map_err(|error| self.nccl_failed(error, call, seq))
         };
-        // SAFETY: the caller's.
+        // SAFETY: the caller promises it.
         let begun = ask(&|known| unsafe { known.enqueue(steps, stream.cu_stream().cast()) });
         let mut entered = begun.map(|progress| progress == Progress::UnderWay);
-        // Only what is enqueued is before the event that is recorded next.
+        // The event that is recorded next covers only operations that NCCL has enqueued, so wait for that.
         while let Ok(true) = entered {
             entered = self
                 .pause(patience)
                 .and_then(|()| ask(&Communicator::progress))
                 .map(|progress| progress == Progress::UnderWay);
         }
-        // NCCL may be in the middle of this call: see there.
+        // NCCL may be in the middle of this call; `have_let_go` waits for it.
         entered.map(|_| alone).inspect_err(|_| self.have_let_go())
     }
 
@@ -175,17 +177,17 @@ impl Core {
             self.wait_for(patience, || recorded.is_over().map(|over| over.then_some(())).transpose())?
                 .map_err(broken)
         };
-        // SAFETY: the caller's.
+        // SAFETY: the caller promises it.
         let staged = unsafe { staging.carry_out(&group, steps, stream, settle) };
         if let Err(CommError::Device(error)) = &staged {
-            // The others wait for this rank.
+            // The other ranks wait for this one, so the group ends.
             self.fail(Failure::Device(error.clone()));
         }
         staged
     }
 }
 
-/// Whether a stream's operations become part of a graph, and are not carried out.
+/// Returns whether the stream is capturing a graph, so that its operations are not executed.
 fn is_captured(stream: &CudaStream) -> Result<bool, DriverError> {
     stream.capture_status().map(|status| status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
 }

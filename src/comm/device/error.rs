@@ -1,15 +1,15 @@
-//! Why a group cannot use devices.
+//! The reasons why a group cannot use devices.
 
 use std::fmt;
 use std::time::Duration;
 
 use crate::nccl::{NcclError, Version};
 
-/// Why a group cannot use devices.
+/// The reason why a group cannot use devices.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DeviceError {
-    /// CUDA's driver is not there.
+    /// CUDA's driver was not found.
     #[error(
         "CUDA's driver, libcuda.so.1, was not found: is there an NVIDIA GPU with its driver on this host, and was a container \
          given it (docker run --gpus all)?"
@@ -18,23 +18,23 @@ pub enum DeviceError {
     /// CUDA's driver is older than what is needed.
     #[error("CUDA's driver has no {absent}: install a newer one, of CUDA 12 or later")]
     OldDriver {
-        /// The first function that it lacks.
+        /// The first function that the driver lacks.
         absent: &'static str,
     },
-    /// There is no such device.
+    /// The device does not exist.
     #[error("there is no device {ordinal}: this process sees {count} (CUDA_VISIBLE_DEVICES may hide some)")]
     NoDevice {
-        /// Its number, from 0.
+        /// The number of the device, from 0.
         ordinal: usize,
-        /// How many there are.
+        /// The number of devices.
         count: usize,
     },
     /// CUDA's driver refused something.
     #[error("{what}: {said}")]
     Driver {
-        /// What was asked for.
+        /// The operation that failed.
         what: &'static str,
-        /// What it said.
+        /// The driver's error message.
         said: String,
     },
     /// NCCL cannot be used, or failed.
@@ -43,35 +43,35 @@ pub enum DeviceError {
     /// Another rank cannot use its device.
     #[error("rank {rank} has no device for the group: {what}")]
     Elsewhere {
-        /// The rank.
+        /// The rank that cannot use its device.
         rank: usize,
-        /// What it said.
+        /// The message of that rank.
         what: String,
     },
     /// The ranks have different versions of NCCL.
     #[error("the ranks have different versions of NCCL: {}", Versions(ranks))]
     Versions {
-        /// A rank of each version, the lowest.
+        /// The lowest rank of each version.
         ranks: Vec<(usize, Version)>,
     },
-    /// Two ranks are on one device.
+    /// Two ranks use one device.
     #[error(
         "ranks {} and {} are on the same device, {device}: each needs its own (convoke --gpu-bind, or \
          CudaContext::new(LOCAL_RANK))", ranks.0, ranks.1
     )]
     Shared {
-        /// The ranks.
+        /// The two ranks.
         ranks: (usize, usize),
         /// The device's UUID.
         device: String,
     },
-    /// The devices did not find together in time.
+    /// The devices did not connect in time.
     #[error("NCCL did not connect the group's devices within {} ms", after.as_millis())]
     Init {
-        /// How long it was waited for.
+        /// The time that the ranks waited.
         after: Duration,
     },
-    /// The group has no side on a device.
+    /// The group has no device.
     #[error("group {group} has no device: Group::with_device gives it one")]
     Without {
         /// Name of the group.
@@ -79,7 +79,7 @@ pub enum DeviceError {
     },
 }
 
-/// As [`Display`](fmt::Display): what a `main` prints that returns it.
+/// Prints the text of [`Display`](fmt::Display), since a `main` that returns the error prints it this way.
 impl fmt::Debug for DeviceError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
@@ -87,7 +87,7 @@ impl fmt::Debug for DeviceError {
 }
 
 impl DeviceError {
-    /// The rank to look at first, if one is to blame.
+    /// The rank to look at first, if the error points to one.
     #[must_use]
     pub fn blame(&self) -> Option<usize> {
         match self {
@@ -96,10 +96,10 @@ impl DeviceError {
         }
     }
 
-    /// What the driver said to `what`.
+    /// Makes an error of the driver's error in the operation `what`.
     pub fn driver(what: &'static str) -> impl FnOnce(cudarc::driver::DriverError) -> Self {
         move |error| {
-            // Both look the code up in the driver.
+            // Both calls look the code up in the driver.
             let name = error.error_name().map(|name| name.to_string_lossy().into_owned());
             let text = error.error_string().map(|text| text.to_string_lossy().into_owned());
             let name = name.unwrap_or_else(|_| format!("CUDA error {}", error.0 as u32));
@@ -108,7 +108,7 @@ impl DeviceError {
     }
 }
 
-/// A rank of each version.
+/// The list of versions, with a rank of each, for messages.
 struct Versions<'a>(&'a [(usize, Version)]);
 
 impl fmt::Display for Versions<'_> {

@@ -1,4 +1,4 @@
-//! Events of CUDA, used again and again: making one costs more than recording it.
+//! A pool of CUDA events: creating one costs more than recording it.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -6,10 +6,10 @@ use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, sys};
 
 use super::driver::bind;
 
-/// Events that are kept for later.
+/// Most events that the pool keeps.
 const KEPT: usize = 1024;
 
-/// The events of one device that nobody uses.
+/// The unused events of one device.
 #[derive(Debug)]
 pub(super) struct Events {
     context: Arc<CudaContext>,
@@ -21,7 +21,7 @@ impl Events {
         Arc::new(Self { context, free: Mutex::default() })
     }
 
-    /// An event that is over when `stream` has come to where it is now.
+    /// Returns an event that completes when `stream` has done its present work.
     pub(super) fn record(self: &Arc<Self>, stream: &CudaStream) -> Result<Recorded, DriverError> {
         let free = self.free.lock().unwrap_or_else(PoisonError::into_inner).pop();
         let event = free.map_or_else(|| self.context.new_event(None), Ok)?;
@@ -33,27 +33,27 @@ impl Events {
 /// An event in use.
 #[derive(Debug)]
 pub(super) struct Recorded {
-    /// Until it is dropped.
+    /// The event; `None` once it is dropped.
     event: Option<CudaEvent>,
     of: Arc<Events>,
 }
 
 impl Recorded {
-    /// Whether the stream has come past it. An error is one of the device, which does nothing more.
+    /// Returns whether the stream has passed the event. An error means that the device has failed for good.
     pub(super) fn is_over(&self) -> Result<bool, DriverError> {
-        // It may be asked by a thread that has had nothing to do with devices.
+        // The calling thread may not have used the device before.
         bind(&self.of.context)?;
         let _relaxed = Relaxed::new()?;
         self.event.as_ref().map_or(Ok(true), CudaEvent::try_is_complete)
     }
 
-    /// Has `stream` wait until it is over; the host does not.
+    /// Makes `stream`, but not the host, wait for the event.
     pub(super) fn hold(&self, stream: &CudaStream) -> Result<(), DriverError> {
         self.event.as_ref().map_or(Ok(()), |event| stream.wait(event))
     }
 }
 
-/// While it lives this thread may ask for events though some thread captures a graph.
+/// While it lives, this thread may query events even if another thread captures a graph.
 struct Relaxed {
     before: sys::CUstreamCaptureMode,
 }
@@ -62,7 +62,7 @@ struct Relaxed {
 impl Relaxed {
     fn new() -> Result<Self, DriverError> {
         let mut before = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
-        // SAFETY: exchanges what this thread has.
+        // SAFETY: exchanges the capture mode of this thread.
         unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut before) }.result()?;
         Ok(Self { before })
     }
@@ -71,7 +71,7 @@ impl Relaxed {
 #[allow(unsafe_code)]
 impl Drop for Relaxed {
     fn drop(&mut self) {
-        // SAFETY: as above. It fails only if the argument is no mode.
+        // SAFETY: exchanges the capture mode of this thread. It fails only if the argument is no mode.
         let _ = unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut self.before) };
     }
 }

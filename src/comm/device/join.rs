@@ -1,4 +1,4 @@
-//! How the ranks of a group bring their devices together.
+//! The setup of a group's devices.
 
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -22,16 +22,20 @@ use crate::group::Group;
 use crate::nccl::{Communicator, Enter, Library, NcclError, Progress, UniqueId, Version};
 
 impl Group {
-    /// This group with a side on a device: operations on buffers there are those of [`Self::on`]. All ranks call it, each with
-    /// its own device; the host's side goes on as it was. The device is that of [`device::of_rank`](crate::device::of_rank), as a rule.
+    /// Returns this group with a device: [`Self::on`] gives the operations on its buffers. All ranks call it,
+    /// each with its own device, usually [`device::of_rank`](crate::device::of_rank). The host side of the
+    /// group stays usable.
     ///
-    /// Groups made from it have sides as well (by `ncclCommSplit`). When the host's side learns that a rank has died, or is
-    /// aborted, what is under way on devices ends as well, with the same error. What NCCL finds out ends the host's side.
+    /// Groups made from it have devices as well (by `ncclCommSplit`). If the host side learns that a rank has
+    /// died, or is aborted, operations on devices end with the same error. If NCCL reports an error, the host
+    /// side ends too.
     ///
     /// # Errors
-    /// [`CommError::Device`]: [`DeviceError::Nccl`] if this rank has no NCCL that can be used, [`DeviceError::Elsewhere`] if
-    /// another has none, [`DeviceError::Versions`], [`DeviceError::Shared`]; on all ranks, and the group goes on without
-    /// devices. [`DeviceError::Init`] and what NCCL says end the group. Else whatever did.
+    ///
+    /// [`CommError::Device`] on all ranks; the group goes on without devices after these:
+    /// [`DeviceError::Nccl`] if this rank has no usable NCCL, [`DeviceError::Elsewhere`] if another rank has
+    /// none, [`DeviceError::Versions`], [`DeviceError::Shared`]. [`DeviceError::Init`] and errors of NCCL
+    /// calls end the group. Otherwise the error that ended the group.
     ///
     /// # Cost
     /// An all-gather, a broadcast, and what NCCL needs: a few hundred milliseconds as a rule.
@@ -69,7 +73,7 @@ impl Group {
         Ok(self.with_side(host.new_side(context, options, way)?))
     }
 
-    /// Forms the group of NCCL: rank 0 draws its name and tells the others.
+    /// Creates the communicator: rank 0 draws the unique id and broadcasts it.
     fn connect(
         &self,
         library: &'static Library,
@@ -78,7 +82,7 @@ impl Group {
     ) -> Result<Communicator, CommError> {
         let mut id = [0; 128];
         let drawn = if self.rank() == 0 { library.unique_id().map(Some) } else { Ok(None) };
-        // A rank 0 that has none sends zeros, so that nobody waits.
+        // If rank 0 has no id, it sends zeros, so that no rank waits.
         if let Ok(Some(UniqueId(drawn))) = drawn {
             id = drawn;
         }
@@ -95,7 +99,8 @@ impl Group {
         Ok(communicator)
     }
 
-    /// Waits until NCCL has done what it was asked for, as `progress` says. Ends the group if it fails or takes too long.
+    /// Waits until NCCL has finished the last call, as `progress` reports. Ends the group if it fails or
+    /// takes too long.
     fn await_nccl(
         &self,
         mut progress: impl FnMut() -> Result<Progress, NcclError>,
@@ -113,7 +118,7 @@ impl Group {
             if now - begun >= time {
                 return Err(self.gave_up(DeviceError::Init { after: time }));
             }
-            // Who is dead does not come: no need to wait for the deadline.
+            // A dead rank does not connect, so check the group instead of waiting for the deadline.
             if now - looked >= super::watch::LOOK {
                 self.check(None)?;
                 looked = now;
@@ -122,7 +127,7 @@ impl Group {
         }
     }
 
-    /// Its side. The others have theirs by now: without it the group ends.
+    /// Creates the device side. The other ranks have theirs by now, so a failure ends the group.
     fn new_side(
         &self,
         context: &Arc<CudaContext>,
@@ -133,14 +138,14 @@ impl Group {
         side.inspect_err(|error| self.abort(&format!("the device of rank {}: {error}", self.rank())))
     }
 
-    /// The group ends, so that no rank waits for this one.
+    /// Ends the group, so that no rank waits for this one.
     fn gave_up(&self, error: DeviceError) -> CommError {
         self.abort(&format!("the device of rank {}: {error}", self.rank()));
         error.into()
     }
 
-    /// The side of a group of `ranks`, in this order, which is cut out of this one; `None` if this rank is not among them.
-    /// All ranks of this group call it, each for the ranks it will be with.
+    /// The device side of a subgroup of `ranks`, in this order; `None` if this rank is not among them. All
+    /// ranks of this group call it, each with the ranks of its own subgroup.
     pub(crate) fn split_side(&self, ranks: &[usize]) -> Result<Option<SplitSide>, CommError> {
         let Ok(side) = self.side() else { return Ok(None) };
         let core = &side.core;
@@ -153,7 +158,7 @@ impl Group {
                 let child = core.split(color, place.unwrap_or_default(), self.limit());
                 let child = child.inspect_err(|_| {
                     core.fail(Failure::Group);
-                    // NCCL may be in the middle of it: see there.
+                    // NCCL may be in the middle of the call; `have_let_go` waits for it.
                     core.have_let_go();
                 })?;
                 child.map(|child| Way::Nccl { library, communicator: Mutex::new(Some(child)) })
@@ -164,7 +169,7 @@ impl Group {
 }
 
 impl Core {
-    /// Cuts the communicator, with those of the same color.
+    /// Splits the communicator: ranks with equal colors are together.
     fn split(
         &self,
         color: Option<usize>,
@@ -176,7 +181,7 @@ impl Core {
         let failed = DeviceError::driver("the device failed");
         bind(&self.context).map_err(|error| group.gave_up(failed(error)))?;
         let _alone = self.wait_for(&mut patience, || self.try_alone_in_nccl())?;
-        // It wants nothing else under way meanwhile.
+        // NCCL wants no other operation under way during a split.
         self.wait_for(&mut patience, || {
             self.reap();
             self.hand_on_chores();
@@ -193,8 +198,8 @@ impl Core {
         Ok(child)
     }
 
-    /// Asks the communicator something, unless NCCL was told to let go. It is locked for that only: the watchdog looks
-    /// meanwhile.
+    /// Calls a function of the communicator, unless NCCL was aborted. The lock is held for the call only, so
+    /// that the watchdog can check meanwhile.
     fn ask<R>(&self, ask: impl FnOnce(&Communicator) -> Result<R, NcclError>) -> Result<R, NcclError> {
         let aborted = || NcclError::nothing("ncclCommSplit");
         let (_, communicator) = self.nccl().ok_or_else(aborted)?;
@@ -202,7 +207,7 @@ impl Core {
     }
 }
 
-/// A side that waits for its group.
+/// A device side whose group does not exist yet.
 pub(crate) struct SplitSide {
     context: Arc<CudaContext>,
     options: DeviceOptions,
@@ -210,20 +215,20 @@ pub(crate) struct SplitSide {
 }
 
 impl SplitSide {
-    /// The group with it.
+    /// The group with this device side.
     pub(crate) fn of(self, group: &Group) -> Result<Group, CommError> {
         let Self { context, options, way } = self;
         Ok(group.with_side(group.new_side(&context, options, way)?))
     }
 }
 
-/// What a split is in errors.
+/// The call that errors of a split name.
 const SPLIT: Call = Call::new(CallKind::Subgroup, Dtype::U8, None, 0, 0);
 
-/// Whether it is the context that every other library of the process has of this device.
+/// Returns whether the context is the device's primary one, which other libraries of the process use.
 #[allow(unsafe_code)]
 fn is_primary(context: &CudaContext) -> bool {
-    // SAFETY: retained and released once; `context` has it, or has nothing to do with it.
+    // SAFETY: retained and released once; `context` is the primary one, or unaffected.
     unsafe {
         let Ok(primary) = result::primary_ctx::retain(context.cu_device()) else { return true };
         let _ = result::primary_ctx::release(context.cu_device());

@@ -1,4 +1,4 @@
-//! Groups whose buffers are on GPUs: the same groups, with a side on a device.
+//! Groups whose buffers are on GPUs: ordinary groups with a device side.
 //!
 //! ```text
 //! driver ─► join ─► side ◄─ stream ─► batch ─► enqueue ─► words, staged, patience
@@ -6,14 +6,15 @@
 //!                            └─► ending
 //! ```
 //!
-//! `driver` opens CUDA so that nothing panics, `join` has the ranks find together if what they tell each other allows it
-//! (`told`, pure), `side` is what a rank then has: the communicator and the operations that are not done. `stream` and
-//! `batch` are the operations, `enqueue` puts them on a stream; `words` (pure) says what NCCL calls them, `staged` is the
-//! way without NCCL, through host memory. `patience` is how long a call may be kept on the way, `begun` what can be waited
-//! for then. `watchdog` looks after it, by the rules of `watch` (pure), and `ending` is why and how it ends.
+//! `driver` opens CUDA without panics. `join` sets up the devices if the capabilities that ranks exchange
+//! allow it (`told`, pure). `side` holds the communicator and the unfinished operations of a rank. `stream`
+//! and `batch` are the operations, and `enqueue` puts them on a stream. `words` (pure) maps types and
+//! operations to NCCL's; `staged` does without NCCL, through host memory. `patience` bounds how long a call
+//! may block, and `begun` waits for operations. `watchdog` checks progress by the rules of `watch` (pure);
+//! `ending` is failure and shutdown.
 //!
-//! What the host's side of a group learns, such as the death of a rank, ends the operations on GPUs as well, and the
-//! other way round: one cause for all.
+//! If the host side learns of a failure, such as the death of a rank, operations on GPUs end as well. A
+//! failure of the device also ends the host side. Both report one cause.
 
 mod batch;
 pub(crate) mod begun;

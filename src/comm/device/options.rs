@@ -1,8 +1,8 @@
-//! How a group gets its side on GPUs.
+//! The options of a group's device side.
 
 use std::time::Duration;
 
-/// How a group gets its side on GPUs; all ranks pass the same.
+/// Options of a group's device side; all ranks pass equal values.
 #[derive(Debug, Clone)]
 pub struct DeviceOptions {
     pub(super) init_timeout: Duration,
@@ -17,25 +17,27 @@ impl Default for DeviceOptions {
 }
 
 impl DeviceOptions {
-    /// How long the devices may take to find together; 10 minutes by default.
+    /// Sets the time that the devices may take to connect; 10 minutes by default.
     #[must_use]
     pub fn init_timeout(mut self, timeout: Duration) -> Self {
         self.init_timeout = timeout;
         self
     }
 
-    /// Without NCCL: each operation copies its buffers to pinned host memory, goes the way of buffers in host memory, and
-    /// copies back. The calling thread does all that before the call returns. For devices that NCCL cannot connect, and
-    /// to find out whether it is to blame; never chosen by itself.
+    /// Does without NCCL: each operation copies its buffers to pinned host memory, runs there on the host
+    /// side, and copies back. The calling thread does all that before the call returns. It serves devices
+    /// that NCCL cannot connect, and finding out whether NCCL is the cause of a problem. It is never chosen
+    /// automatically.
     #[must_use]
     pub fn staged(mut self, staged: bool) -> Self {
         self.staged = staged;
         self
     }
 
-    /// Before each operation the ranks compare what they call, over the host's side: a rank that calls something else is
-    /// [`CommError::Mismatch`](crate::CommError::Mismatch) on all instead of a time-out or wrong numbers. Costs an
-    /// exchange between hosts for each operation, and has the caller wait for the others. Off by default.
+    /// Compares the calls of all ranks over the host side before each operation. A rank that makes another
+    /// call leads to [`CommError::Mismatch`](crate::CommError::Mismatch) on all ranks instead of a time-out
+    /// or wrong numbers. It costs an exchange between hosts for each operation and makes the caller wait for
+    /// the others. Off by default.
     #[must_use]
     pub fn checked(mut self, checked: bool) -> Self {
         self.checked = checked;

@@ -1,5 +1,5 @@
-//! What a thread does while NCCL or a stream keeps a call: it waits no longer than the call may take, and no longer than the
-//! group goes on.
+//! The waiting of a thread while NCCL or a stream delays a call. It ends when the call times out or the group
+//! fails.
 
 use std::time::{Duration, Instant};
 
@@ -10,11 +10,11 @@ use crate::call::Call;
 use crate::engine::Limit;
 use crate::error::CommError;
 
-/// Of one call.
+/// The wait state of one call.
 pub(super) struct Patience {
     pub(super) call: Call,
     pub(super) seq: u64,
-    /// It has begun.
+    /// The time limit, which has begun.
     limit: Limit,
     looked: Instant,
     wait: Poll,
@@ -25,15 +25,15 @@ impl Patience {
         Self { call, seq, limit: limit.begun(), looked: Instant::now(), wait: Poll::default() }
     }
 
-    /// What is left of its time.
+    /// The time that is left.
     pub(super) fn rest(&self) -> Duration {
         self.limit.deadline().saturating_duration_since(Instant::now())
     }
 }
 
 impl Core {
-    /// Waits a little, or has an error: the group has ended, or does so now because the time is over. It may be the
-    /// watchdog that waits, in a callback: so it is also looked whether the group goes on.
+    /// Waits a little. Returns an error if the group has ended, or if the time is over, which ends the group.
+    /// The waiting thread may be the watchdog in a callback, so this also checks the group.
     pub(super) fn pause(&self, patience: &mut Patience) -> Result<(), CommError> {
         let now = Instant::now();
         if now - patience.looked >= LOOK {
@@ -48,7 +48,7 @@ impl Core {
         Ok(())
     }
 
-    /// Asks for something until it is to be had.
+    /// Polls until `ask` returns a value.
     pub(super) fn wait_for<T>(
         &self,
         patience: &mut Patience,

@@ -1,13 +1,13 @@
-//! Memory on a device that somebody else has allocated.
+//! Device memory that other code has allocated.
 
 use std::marker::PhantomData;
 use std::sync::Arc;
 
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, DeviceSlice, SyncOnDrop, sys};
 
-/// Elements on a device that belong to somebody else, such as a tensor of another library, by their address.
+/// Elements on a device that other code owns, such as a tensor of another library, by their address.
 ///
-/// It frees nothing and waits for nothing: what happens to the elements on other streams is the program's to order.
+/// It frees nothing and waits for nothing: the program orders accesses from other streams.
 #[derive(Debug)]
 pub struct RawBuffer<T> {
     at: sys::CUdeviceptr,
@@ -16,18 +16,20 @@ pub struct RawBuffer<T> {
     of: PhantomData<*const T>,
 }
 
-// SAFETY: an address, used with streams; that the elements are used rightly is what `new` asks for.
+// SAFETY: an address, used with streams; `new` requires that the elements are used correctly.
 #[allow(unsafe_code)]
 unsafe impl<T: Send> Send for RawBuffer<T> {}
 
 #[allow(unsafe_code)]
 impl<T> RawBuffer<T> {
-    /// `len` elements at an address of the device that `stream` is on.
+    /// Returns `len` elements at an address of the device of `stream`.
     ///
     /// # Safety
-    /// The elements are there, aligned for their type, for as long as operations on this buffer are under way on any
-    /// stream; nobody writes them meanwhile, nor reads what an operation writes. An operation that ended with an error may be under
-    /// way until its stream has been synchronized: NCCL lets go at once, but not of what stands behind a kernel that does not end.
+    ///
+    /// The elements exist, aligned for their type, as long as operations on this buffer are under way on any
+    /// stream. Nobody writes them meanwhile, nor reads elements that an operation writes. An operation that
+    /// ended with an error may be under way until its stream has been synchronized: NCCL aborts at once, but
+    /// not kernels queued behind one that does not end.
     #[must_use]
     pub unsafe fn new(at: sys::CUdeviceptr, len: usize, stream: Arc<CudaStream>) -> Self {
         Self { at, len, stream, of: PhantomData }

@@ -1,4 +1,4 @@
-//! Memory that NCCL knows, so that it may go there directly.
+//! Buffers registered with NCCL, which it can access directly.
 
 use std::error::Error;
 use std::fmt;
@@ -15,32 +15,32 @@ use crate::error::CommError;
 use crate::group::Group;
 use crate::nccl::{NcclError, Registered};
 
-/// How long a buffer that is given back is waited for: operations may use it.
+/// The longest time to wait for operations before a dropped buffer is deregistered.
 const GIVE_BACK: Duration = Duration::from_secs(10);
 
-/// A buffer that NCCL knows as one that is used often; from [`Group::register`]. Its elements are reached through it, as those
-/// of the buffer itself. It is given back when it is dropped, when all operations of the group that are under way are done;
-/// one that is not in 10 seconds keeps the memory for good.
+/// A buffer registered with NCCL because it is used often; from [`Group::register`]. It gives access to the
+/// elements like the buffer itself. Dropping it deregisters the buffer when all operations of the group under
+/// way are done. If they are not within 10 seconds, the memory is never freed.
 pub struct Registration<T> {
-    /// Taken when it is dropped.
+    /// The registration; taken by `drop`.
     known: Option<Registered>,
     core: Weak<Core>,
-    /// Dropped after NCCL has forgotten it.
+    /// The buffer, dropped after it is deregistered.
     buffer: ManuallyDrop<CudaSlice<T>>,
 }
 
-/// A buffer that NCCL does not know, as it was, and why.
+/// A buffer that could not be registered, unchanged, with the reason.
 pub struct Unregistered<T> {
-    /// Why.
+    /// The reason.
     pub error: CommError,
-    /// What was to be registered.
+    /// The buffer.
     pub buffer: CudaSlice<T>,
 }
 
 impl Group {
-    /// Has NCCL know a buffer that will be used often, as with `ncclCommRegister`: where the machine can, operations on it
-    /// need no copies into NCCL's own memory. Local to this rank; whether the others register theirs is up to them, but
-    /// NCCL gains only where all do, and only with memory that the driver shares between processes.
+    /// Registers a buffer that will be used often, as with `ncclCommRegister`. If the machine supports it,
+    /// operations on it need no copies into NCCL's own memory. It is local to this rank. NCCL gains only if
+    /// all ranks register theirs, and only with memory that the driver shares between processes.
     ///
     /// # Errors
     /// [`Unregistered`], with the buffer: [`CommError::Unsupported`] if this version of NCCL cannot (2.19 is the first)
@@ -69,7 +69,7 @@ impl Group {
         };
         bind(&core.context).map_err(DeviceError::driver("the device failed"))?;
         let (at, _wait) = buffer.device_ptr(buffer.stream());
-        // SAFETY: the buffer is kept, and taken back before it goes.
+        // SAFETY: the buffer is kept, and deregistered before it is freed.
         #[allow(unsafe_code)]
         let known = unsafe { communicator.register(at, buffer.num_bytes()) }.map_err(DeviceError::from)?;
         match known {
@@ -80,9 +80,9 @@ impl Group {
 }
 
 impl<T> Registration<T> {
-    /// Has NCCL forget the buffer; whether that may be freed.
+    /// Deregisters the buffer. Returns whether the buffer may be freed.
     fn give_back(&mut self) -> bool {
-        // A communicator that was freed knows nothing any more.
+        // A communicator that was freed holds no registrations.
         let Some((known, core)) = self.known.take().zip(self.core.upgrade()) else { return true };
         if core.group.of_this_process().is_err() {
             return false;
@@ -107,7 +107,7 @@ impl<T> Registration<T> {
 impl<T> Drop for Registration<T> {
     fn drop(&mut self) {
         if self.give_back() {
-            // SAFETY: dropped once, as the last thing.
+            // SAFETY: dropped once, as the last action.
             #[allow(unsafe_code)]
             unsafe {
                 ManuallyDrop::drop(&mut self.buffer);
@@ -124,7 +124,7 @@ impl<T> std::ops::Deref for Registration<T> {
     }
 }
 
-// The buffer is not to be had as a whole: what NCCL knows stays in its place.
+// The buffer is not accessible as a `CudaSlice`, so it cannot be moved out while NCCL knows it.
 impl<T> DeviceSlice<T> for Registration<T> {
     fn len(&self) -> usize {
         self.buffer.len()

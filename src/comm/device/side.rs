@@ -1,4 +1,4 @@
-//! What a rank has of its group on a device: the communicator, and what is under way there.
+//! The device side of a group on one rank: the communicator, and the operations under way.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -24,15 +24,15 @@ use crate::flight::{Recorder, Track};
 use crate::group::Group;
 use crate::nccl::{Communicator, Library};
 
-/// A group's side on a device, on this rank. Dropped with its last handle, it takes leave.
+/// A group's device side on this rank. Dropping its last handle shuts it down.
 pub(crate) struct Side {
     pub(super) core: Arc<Core>,
     watchdog: Option<JoinHandle<()>>,
 }
 
-/// What the watchdog has of it as well.
+/// The state that the side shares with its watchdog.
 pub(super) struct Core {
-    /// The host's side.
+    /// The host side.
     pub(super) group: Group,
     pub(super) context: Arc<CudaContext>,
     pub(super) options: DeviceOptions,
@@ -40,29 +40,30 @@ pub(super) struct Core {
     pub(super) failure: OnceLock<Failure>,
     pub(super) events: Arc<Events>,
     pub(super) watch: Mutex<Watch<Arc<Begun>>>,
-    /// Rings when `watch` has changed so that the watchdog should look.
+    /// Notified when `watch` has changed so that the watchdog should check it.
     pub(super) bell: Condvar,
     pub(super) closing: AtomicBool,
-    /// NCCL was told to let go, or need not be.
+    /// Set when NCCL was aborted, or need not be.
     pub(super) let_go: AtomicBool,
-    /// From here on what has come to its end may have been aborted.
+    /// Once set, operations that end may have been aborted.
     pub(super) aborting: AtomicBool,
-    /// NCCL has let go.
+    /// Set when the abort of NCCL is done.
     pub(super) gone: AtomicBool,
-    /// Held by who calls NCCL until it has done what it was asked for: it wants one thing at a time from a communicator.
+    /// Held by a caller of NCCL until the call is finished: a communicator takes one call at a time.
     in_nccl: Mutex<()>,
     pub(super) chores: Arc<Chores>,
-    /// What a barrier is about.
+    /// The one-byte buffer of barriers.
     token: Mutex<CudaSlice<u8>>,
     pub(super) seq: AtomicU64,
     pub(super) track: Track,
 }
 
-/// How bytes go from device to device.
+/// The transport between devices.
 pub(super) enum Way {
     Nccl {
         library: &'static Library,
-        /// Locked while a call is made, and no longer: the watchdog looks, and aborts. `None` when it has been aborted.
+        /// Locked only during a call, so that the watchdog can check and abort. `None` when it has been
+        /// aborted.
         communicator: Mutex<Option<Communicator>>,
     },
     Staged(Mutex<Staging>),
@@ -109,7 +110,7 @@ impl Side {
         Ok(Self { core, watchdog: Some(watchdog) })
     }
 
-    /// Ends the group's side on this device for `reason`, and what is under way there.
+    /// Ends the group's device side for `reason`, and aborts the operations under way.
     pub(crate) fn abort(&self, reason: &str) {
         self.core.fail(Failure::Own(Report::new(
             self.core.group.rank(),
@@ -117,7 +118,7 @@ impl Side {
         )));
     }
 
-    /// Takes leave now, though there are handles left. What is under way is carried out.
+    /// Shuts down now, though handles exist. Operations under way are carried out.
     pub(crate) fn destroy(&self) {
         self.core.finish_all(Limit::from(Duration::MAX).deadline());
         self.core.leave();
@@ -129,21 +130,21 @@ impl Side {
 impl Drop for Side {
     fn drop(&mut self) {
         if self.core.group.is_forked() {
-            // The thread is not here, and what NCCL has is the parent's.
+            // In a forked child the thread does not exist, and NCCL's resources are the parent's.
             std::mem::forget(Arc::clone(&self.core));
             std::mem::forget(self.watchdog.take());
             return;
         }
         let _ = bind(&self.core.context);
         if thread::panicking() {
-            // As the group's side on the host does: the others must not wait for this rank.
+            // The host side does this too: the others must not wait for this rank.
             let rank = self.core.group.rank();
             let cause = Cause::PeerLost { rank, how: Loss::Panicked };
             self.core.fail(Failure::Own(Report::new(rank, cause)));
         }
         self.core.closing.store(true, Ordering::SeqCst);
         self.core.ring();
-        // The last handle may have been dropped by a callback: then this is that thread, which ends next.
+        // If a callback dropped the last handle, this is the watchdog thread itself, which ends next.
         if let Some(watchdog) =
             self.watchdog.take().filter(|other| other.thread().id() != thread::current().id())
         {
@@ -154,17 +155,17 @@ impl Drop for Side {
 }
 
 impl Core {
-    /// Calls that were made so far.
+    /// The number of calls so far.
     pub(super) fn calls(&self) -> u64 {
         self.seq.load(Ordering::Relaxed)
     }
 
-    /// What a barrier is about.
+    /// The one-byte buffer of barriers.
     pub(super) fn token(&self) -> MutexGuard<'_, CudaSlice<u8>> {
         self.token.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The communicator, and what made it.
+    /// The communicator, and its library.
     pub(super) fn nccl(&self) -> Option<(&'static Library, MutexGuard<'_, Option<Communicator>>)> {
         match &self.way {
             Way::Nccl { library, communicator } => Some((library, lock(communicator))),
@@ -172,12 +173,12 @@ impl Core {
         }
     }
 
-    /// Nobody else asks NCCL for anything meanwhile. To be had before [`Self::nccl`]. `None` if it is not to be had now.
+    /// Returns a guard that keeps other calls out of NCCL, if it is free. Lock it before [`Self::nccl`].
     pub(super) fn try_alone_in_nccl(&self) -> Option<MutexGuard<'_, ()>> {
         try_lock(&self.in_nccl)
     }
 
-    /// The same, with some patience.
+    /// Waits until `until` for the guard that keeps other calls out of NCCL.
     pub(super) fn alone_in_nccl(&self, until: Instant) -> Option<MutexGuard<'_, ()>> {
         Poll::until(until, || self.try_alone_in_nccl())
     }
@@ -186,7 +187,8 @@ impl Core {
         self.watch.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Has the watchdog do what completing an operation on another thread has left: code that is not ours.
+    /// Leaves callbacks of operations that this thread completed to the watchdog, since they are the
+    /// program's code.
     pub(super) fn hand_on_chores(&self) {
         if self.chores.any() {
             self.ring();
@@ -194,13 +196,13 @@ impl Core {
     }
 
     pub(super) fn ring(&self) {
-        // With the lock: the watchdog has seen what was before, or sleeps and hears it.
+        // With the lock held, the watchdog has either seen the change or sleeps and is woken.
         let _watch = self.watched();
         self.bell.notify_all();
     }
 
-    /// Waits until nothing is under way, since all is done or the group has ended, or until `until`; whether that is so.
-    /// Each operation has its time.
+    /// Waits until no operation is under way, or until `until`. Returns whether that is so. Operations are
+    /// still subject to their own timeouts.
     pub(super) fn finish_all(&self, until: Instant) -> bool {
         let mut looked = Instant::now();
         let finished = Poll::until(until, || {
@@ -218,7 +220,7 @@ impl Core {
         finished.is_some()
     }
 
-    /// Ends the group if the time of an operation is over.
+    /// Ends the group if an operation has timed out.
     pub(super) fn end_overdue(&self) {
         let overdue = self.watched().overdue(Instant::now()).map(|begun| begun.ticket.timeout);
         if let Some(timeout) = overdue {
@@ -226,10 +228,10 @@ impl Core {
         }
     }
 
-    /// Takes out and completes what is done.
+    /// Removes and completes the operations that are done.
     pub(super) fn reap(&self) {
         let (done, failed) = self.watched().reap(|begun| begun.recorded.is_over());
-        // Asked before an abort began, it has ended well, whatever has happened since.
+        // Operations found done before an abort began have succeeded.
         if !self.aborting.load(Ordering::SeqCst) {
             done.iter().for_each(|begun| begun.ticket.complete(Ok(None)));
         } else {
@@ -241,7 +243,7 @@ impl Core {
     }
 }
 
-/// What a mutex guards, if nobody has it.
+/// Locks a mutex if it is free.
 pub(super) fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
     match mutex.try_lock() {
         Ok(guard) => Some(guard),
@@ -257,7 +259,7 @@ pub(super) fn lock(communicator: &Mutex<Option<Communicator>>) -> MutexGuard<'_,
 impl Drop for Core {
     fn drop(&mut self) {
         if !self.group.is_forked() {
-            // For the token, whoever drops it.
+            // The token's memory is freed next, on any thread.
             let _ = bind(&self.context);
         }
     }

@@ -1,4 +1,4 @@
-//! The way without NCCL: device, pinned host memory, the host's side of the group, and back.
+//! Operations without NCCL: device to pinned host memory, the host side of the group, and back.
 
 use std::ffi::c_void;
 use std::ops::Range;
@@ -19,18 +19,18 @@ use crate::nccl::{Address, Step};
 use crate::reduction::Reduction;
 use half::{bf16, f16};
 
-/// What lies in pinned memory begins at multiples of this.
+/// The alignment of buffers in pinned memory.
 const ALIGNED: usize = 64;
-/// Tag of messages on the host's side.
+/// The tag of messages on the host side.
 const TAG: u32 = u32::MAX;
 
 /// Pinned host memory, which grows as it is needed.
 pub(crate) struct Staging {
     context: Arc<CudaContext>,
-    /// Of so many bytes, or nothing.
+    /// The memory of `bytes` bytes, or null.
     start: *mut u8,
     bytes: usize,
-    /// Copies may be under way: then the memory stays for good.
+    /// If set, copies may be under way, and the memory is never freed.
     busy: bool,
 }
 
@@ -38,7 +38,7 @@ pub(crate) struct Staging {
 #[allow(unsafe_code)]
 unsafe impl Send for Staging {}
 
-/// Where the bytes of one step are on the host.
+/// The locations of a step's bytes in host memory.
 struct Staged {
     step: Step<Of, By>,
     send: Range<usize>,
@@ -51,11 +51,13 @@ impl Staging {
         Self { context, start: std::ptr::null_mut(), bytes: 0, busy: false }
     }
 
-    /// Carries out steps on what `stream` has come to; when it returns, the stream has. `settle` waits for that.
+    /// Carries out steps on the data of `stream` when its earlier work is done. The stream has executed
+    /// everything when it returns; `settle` waits for that.
     ///
     /// # Safety
-    /// `stream` is of this device. The memory at the addresses is on that device, long enough, and stays so until the stream
-    /// has come past it.
+    ///
+    /// `stream` is of this device. The memory at the addresses is on that device, long enough, and stays so
+    /// until the stream has passed the copies.
     pub(super) unsafe fn carry_out(
         &mut self,
         group: &Group,
@@ -64,7 +66,7 @@ impl Staging {
         mut settle: impl FnMut() -> Result<(), CommError>,
     ) -> Result<(), CommError> {
         if self.busy {
-            // Of a call that failed: its copies go where nobody looks any more.
+            // A call failed, and its copies may still be under way, so that memory is left to them.
             self.free();
         }
         let mut end = 0;
@@ -75,19 +77,20 @@ impl Staging {
         let sends = staged.iter().filter_map(|staged| Some((source(&staged.step, group)?, &staged.send)));
         self.busy = true;
         let all = sends.filter(|(_, range)| !range.is_empty()).try_for_each(|(at, range)| {
-            // SAFETY: on the device the caller's; on the host within our memory, which nothing else uses now.
+            // SAFETY: the caller promises it for the device; the host range is within our memory, which is
+            // otherwise unused now.
             unsafe { result::memcpy_dtoh_async(self.slice::<u8>(range), at, raw) }
         });
         all.map_err(copied)?;
         settle()?;
         self.busy = false;
-        // SAFETY: all ranges are apart.
+        // SAFETY: all ranges are disjoint.
         unsafe { self.on_host(group, &staged)? };
         let copied = DeviceError::driver("a copy between host and device failed");
         self.busy = true;
         let recvs = staged.iter().filter_map(|staged| Some((target(&staged.step, group)?, &staged.recv)));
         let all = recvs.filter(|(_, range)| !range.is_empty()).try_for_each(|(at, range)| {
-            // SAFETY: as above.
+            // SAFETY: the caller promises it for the device; the host range is ours, and unused otherwise.
             unsafe { result::memcpy_htod_async(at, &*self.slice::<u8>(range), raw) }
         });
         all.map_err(copied)?;
@@ -96,16 +99,17 @@ impl Staging {
         Ok(())
     }
 
-    /// The same on the host's side: messages side by side, then collectives one after the other.
+    /// Carries out the steps on the host side: messages concurrently, then collectives one after the other.
     ///
     /// # Safety
+    ///
     /// Nothing else uses the memory.
     unsafe fn on_host(&self, group: &Group, staged: &[Staged]) -> Result<(), CommError> {
         let me = group.rank();
-        // SAFETY: the caller's; ranges of different steps are apart.
+        // SAFETY: the caller promises it; ranges of different steps are disjoint.
         let slice = |range: &Range<usize>| unsafe { self.slice::<u8>(range) };
         let mut messages = group.batch();
-        // What a rank sends to itself, in order.
+        // Messages of a rank to itself, in order.
         let mut own = staged.iter().filter(|staged| matches!(staged.step, Step::Send { to, .. } if to == me));
         for Staged { step, send, recv } in staged {
             match *step {
@@ -135,7 +139,7 @@ impl Staging {
                 Step::AllReduce { of, op, .. }
                 | Step::Reduce { of, op, .. }
                 | Step::ReduceScatter { of, op, .. } => {
-                    // SAFETY: the caller's.
+                    // SAFETY: the caller promises it.
                     unsafe { self.reduce(group, step, (of, op), send, recv)? };
                 }
             }
@@ -160,18 +164,18 @@ impl Staging {
             ($($dtype:ident => $rust:ty,)*) => {
                 match of.dtype {
                     $(Dtype::$dtype => {
-                        // SAFETY: the caller's.
+                        // SAFETY: the caller promises it.
                         let (send, recv) = unsafe { (self.slice::<$rust>(send), self.slice::<$rust>(recv)) };
                         reduced(group, step, send, recv, reduction::<$rust>(by)?)
                     })*
                     Dtype::Bool => {
-                        // Not as truth values: those of a device may be any bytes.
+                        // Reduced as bytes, not as `bool`: a device's truth values may be any bytes.
                         let op = match by.op {
                             ReduceOp::Sum | ReduceOp::Max | ReduceOp::Bor => ReduceOp::Max,
                             ReduceOp::Product | ReduceOp::Min | ReduceOp::Band => ReduceOp::Min,
                             other => other,
                         };
-                        // SAFETY: the caller's.
+                        // SAFETY: the caller promises it.
                         let (send, recv) = unsafe { (self.slice::<u8>(send), self.slice::<u8>(recv)) };
                         reduced(group, step, send, recv, op.into())
                     }
@@ -205,7 +209,7 @@ impl Staging {
         (self.start, self.bytes, self.busy) = (std::ptr::null_mut(), 0, false);
     }
 
-    /// Elements in a range of the memory.
+    /// Returns the elements in a range of the memory.
     ///
     /// # Safety
     /// Nothing else uses that range, and any bytes are a `T`.
@@ -215,7 +219,7 @@ impl Staging {
             return &mut [];
         }
         assert!(range.end <= self.bytes && range.start.is_multiple_of(ALIGNED));
-        // SAFETY: within our memory, which begins at a page; the rest is the caller's.
+        // SAFETY: within our memory, which begins at a page; the caller promises the rest.
         unsafe {
             std::slice::from_raw_parts_mut(self.start.add(range.start).cast(), range.len() / size_of::<T>())
         }
@@ -230,7 +234,7 @@ impl Drop for Staging {
     }
 }
 
-/// Gives the bytes of a step places behind `end`.
+/// Assigns the buffers of a step ranges behind `end`.
 fn place(step: Step<Of, By>, group: &Group, end: &mut usize) -> Staged {
     let ranks = group.size();
     let (sent, received, of) = match step {
@@ -251,7 +255,7 @@ fn place(step: Step<Of, By>, group: &Group, end: &mut usize) -> Staged {
     Staged { step, send: next(sent), recv: next(received) }
 }
 
-/// What this rank gives from the device, if anything.
+/// The address of the step's input on this rank, if it has one.
 fn source(step: &Step<Of, By>, group: &Group) -> Option<Address> {
     match *step {
         Step::AllReduce { send, .. }
@@ -264,7 +268,7 @@ fn source(step: &Step<Of, By>, group: &Group) -> Option<Address> {
     }
 }
 
-/// Where this rank gets anything on the device, if it does.
+/// The address of the step's output on this rank, if it has one.
 fn target(step: &Step<Of, By>, group: &Group) -> Option<Address> {
     match *step {
         Step::AllReduce { recv, .. }
@@ -277,7 +281,7 @@ fn target(step: &Step<Of, By>, group: &Group) -> Option<Address> {
     }
 }
 
-/// By what elements of one type are added.
+/// The reduction of elements of one type.
 fn reduction<T: Element>(by: By) -> Result<Reduction<T>, CommError> {
     match by.factor.and_then(T::Factor::of_bytes) {
         Some(factor) => Ok(Reduction::premul_sum(factor)),

@@ -17,15 +17,18 @@ const PER_THREAD: usize = 2;
 
 /// The operations of a group on buffers of its device, on one stream; from [`Group::on`].
 ///
-/// Each method is its namesake of [`Group`], with the same meaning and arguments. It enqueues the operation behind what the
-/// stream has to do and returns at once. What the stream does later comes after the operation: there nobody waits for
-/// it. Another stream is ordered behind it by [`Work::wait_on`], or by itself where the buffer is cudarc's; the host by
-/// [`Work::wait`]. Ranks enqueue the same operations in the same order, also from several threads and streams.
+/// Each method has the meaning and arguments of the method of that name of [`Group`]. It enqueues the
+/// operation behind the earlier work of the stream and returns at once. Later work on the stream runs after
+/// the operation without further waits. [`Work::wait_on`] orders another stream behind it, which cudarc's
+/// buffers do by themselves. The host waits with [`Work::wait`]. Ranks enqueue the same operations in the
+/// same order, also from several threads and streams.
 ///
 /// # Errors
-/// All of them: [`CommError::InvalidArgument`] if a buffer is on another device, a length or rank does not fit, or the operation has
-/// no meaning; [`CommError::Unsupported`] if NCCL cannot do it with that type. In both cases nothing was enqueued.
-/// [`CommError::Device`] if the device or NCCL failed, and whatever ended the group.
+///
+/// All methods return [`CommError::InvalidArgument`] if a buffer is on another device, a length or rank does
+/// not fit, or the operation has no meaning. They return [`CommError::Unsupported`] if NCCL cannot do it with
+/// that type. In both cases nothing was enqueued. [`CommError::Device`] if the device or NCCL failed,
+/// otherwise the error that ended the group.
 #[derive(Debug)]
 pub struct OnStream<'a> {
     group: &'a Group,
@@ -42,7 +45,7 @@ impl Group {
     pub fn on<'a>(&'a self, stream: &'a Arc<CudaStream>) -> Result<OnStream<'a>, CommError> {
         let core = Arc::clone(&self.side()?.core);
         same_context("a stream", stream.context(), &core.context)?;
-        // NCCL enqueues from threads of its own, where this handle means another stream.
+        // NCCL enqueues from its own threads, in which this handle means another stream.
         if stream.cu_stream() as usize == PER_THREAD {
             let what = "a thread's own default stream (CudaContext::per_thread_stream) is another one in NCCL's \
                         threads: CudaContext::new_stream makes one that is the same everywhere";
@@ -258,7 +261,7 @@ impl OnStream<'_> {
         batch.enqueue()
     }
 
-    /// Has the stream wait until the streams of all ranks have come to theirs.
+    /// Makes the stream wait until the streams of all ranks have reached the barrier.
     pub fn barrier(&self) -> Result<Work<()>, CommError> {
         let mut token = self.core.token();
         let mut batch = self.batch();

@@ -1,4 +1,4 @@
-//! What the ranks of a group tell each other of their devices before NCCL is asked for anything, and whether that goes together. Pure.
+//! The capability exchange of a group's devices before NCCL is called, and the check that they match. Pure.
 
 use std::collections::BTreeMap;
 
@@ -7,18 +7,18 @@ use serde::{Deserialize, Serialize};
 use super::error::DeviceError;
 use crate::nccl::Version;
 
-/// What a rank tells the others of its device before NCCL is asked for anything.
+/// The message of a rank about its device, sent before NCCL is called.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Told {
-    /// Of NCCL; `None` if the rank goes through the host.
+    /// The version of NCCL; `None` if the rank is staged through the host.
     pub(super) version: Option<(u32, u32, u32)>,
     /// The device's UUID.
     pub(super) device: String,
-    /// Why it cannot.
+    /// The reason why the rank cannot use its device.
     pub(super) error: Option<String>,
 }
 
-/// Whether what all ranks have told goes together.
+/// Checks that the messages of all ranks allow a common communicator.
 pub(super) fn judge(all: &[Told]) -> Result<(), DeviceError> {
     if let Some((rank, what)) =
         all.iter().enumerate().find_map(|(rank, told)| Some((rank, told.error.clone()?)))
@@ -44,7 +44,7 @@ pub(super) fn judge(all: &[Told]) -> Result<(), DeviceError> {
         ranks.sort_unstable();
         return Err(DeviceError::Versions { ranks });
     }
-    // Through the host several ranks may well be on one.
+    // Several ranks may share a device if they are staged through the host.
     let mut devices = BTreeMap::new();
     for (rank, told) in
         all.iter().enumerate().filter(|(_, told)| told.version.is_some() && !told.device.is_empty())
@@ -69,7 +69,7 @@ mod tests {
         let new = Some((2, 30, 7));
         assert_eq!(judge(&[told(new, "a"), told(new, "b")]), Ok(()));
         assert_eq!(judge(&[told(None, "a"), told(None, "a")]), Ok(()), "through the host");
-        // What the driver does not tell is not compared.
+        // Devices whose UUID the driver does not report are not compared.
         assert_eq!(judge(&[told(new, ""), told(new, "")]), Ok(()));
     }
 

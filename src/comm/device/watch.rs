@@ -1,34 +1,35 @@
-//! Operations on a device that are not known to be done. Pure: what has come to its end is asked of the caller.
+//! Operations on a device that are not known to be done. Pure: the caller provides the answer whether one is
+//! done.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-/// How often it is looked whether all is well while something is under way.
+/// The interval of checks while operations are under way.
 pub(super) const LOOK: Duration = Duration::from_millis(100);
-/// The same while somebody waits to be told, who does not look himself.
+/// The interval of checks while a waiter depends on the watchdog.
 const HURRIED: Duration = Duration::from_micros(100);
-/// At multiples of this whoever adds one looks which are done.
+/// At multiples of this number of operations, the thread that adds one also reaps.
 const MANY: usize = 32;
-/// A queue of CUDA holds about 1,000 commands, and who calls when it is full is kept inside the call, where nobody can have
-/// him end. So many at most are under way.
+/// The most commands that may be under way. A CUDA queue holds about 1,000 commands. A caller that finds it
+/// full blocks inside the driver, where nobody can end the call.
 const MOST_COMMANDS: usize = 512;
-/// What an operation has of its own, our event among it; what each buffer adds, waits and events of cudarc's; and each launch of
-/// NCCL, which stands for several calls if they are enqueued as one.
+/// The commands of each operation, which include our event; of each buffer, which are waits and events of
+/// cudarc; and of each launch of NCCL, which covers several calls of a group.
 const COMMANDS: usize = 2;
 const COMMANDS_OF_BUFFER: usize = 3;
 const COMMANDS_OF_LAUNCH: usize = 3;
 const CALLS_OF_LAUNCH: usize = 8;
 
-/// Commands of an operation that is made of so many calls of NCCL, on so many buffers.
+/// The commands of an operation of so many NCCL calls on so many buffers.
 pub(super) fn commands(calls: usize, buffers: usize) -> usize {
     COMMANDS + buffers * COMMANDS_OF_BUFFER + calls.div_ceil(CALLS_OF_LAUNCH) * COMMANDS_OF_LAUNCH
 }
 
-/// What the caller knows an operation by, and where and until when it is.
+/// The caller's value for an operation, with its stream and deadline.
 #[derive(Debug)]
 struct Entry<P> {
     what: P,
-    /// Operations of one stream end in the order in which they began.
+    /// The stream; its operations end in the order in which they began.
     stream: usize,
     deadline: Instant,
     commands: usize,
@@ -38,9 +39,9 @@ struct Entry<P> {
 #[derive(Debug)]
 pub(super) struct Watch<P> {
     entries: VecDeque<Entry<P>>,
-    /// Of all of them.
+    /// The commands of all operations together.
     commands: usize,
-    /// Somebody waits to be told.
+    /// If set, a thread waits to be told.
     hurried: bool,
 }
 
@@ -51,14 +52,14 @@ impl<P> Default for Watch<P> {
 }
 
 impl<P> Watch<P> {
-    /// One more is under way, of so many commands; whether it should be looked which are done.
+    /// Adds an operation of so many commands. Returns whether the caller should reap.
     pub(super) fn add(&mut self, what: P, stream: usize, deadline: Instant, commands: usize) -> bool {
         self.entries.push_back(Entry { what, stream, deadline, commands });
         self.commands += commands;
         self.entries.len().is_multiple_of(MANY)
     }
 
-    /// Somebody waits to be told of one of them.
+    /// Notes that a thread waits to be told of an operation.
     pub(super) fn hurry(&mut self) {
         self.hurried = true;
     }
@@ -67,7 +68,7 @@ impl<P> Watch<P> {
         self.entries.is_empty()
     }
 
-    /// Whether no more should be begun until some are done.
+    /// Returns whether no operation should begin until some are done.
     pub(super) fn is_full(&self) -> bool {
         self.commands >= MOST_COMMANDS
     }
@@ -76,8 +77,8 @@ impl<P> Watch<P> {
         self.entries.iter().any(|entry| is_such(&entry.what))
     }
 
-    /// Takes out what `is_done`, which is asked once for each stream that has come no further. The first error of it
-    /// ends the asking.
+    /// Removes the operations that are done. It asks `is_done` for each stream until one operation is not
+    /// done, and stops at the first error.
     pub(super) fn reap<E>(&mut self, mut is_done: impl FnMut(&P) -> Result<bool, E>) -> (Vec<P>, Option<E>) {
         let (mut done, mut left, mut failed) = (Vec::new(), VecDeque::new(), None);
         let mut stuck: Vec<usize> = Vec::new();
@@ -104,19 +105,19 @@ impl<P> Watch<P> {
         (done, failed)
     }
 
-    /// The first whose time is over.
+    /// The first operation that has timed out.
     pub(super) fn overdue(&self, now: Instant) -> Option<&P> {
         self.entries.iter().find(|entry| now >= entry.deadline).map(|entry| &entry.what)
     }
 
-    /// How long until it is to be looked again; `None` if nothing is under way.
+    /// The time until the next check; `None` if nothing is under way.
     pub(super) fn look_in(&self, now: Instant) -> Option<Duration> {
         let due = self.entries.iter().map(|entry| entry.deadline).min()?;
         let usual = if self.hurried { HURRIED } else { LOOK };
         Some(usual.min(due.saturating_duration_since(now)))
     }
 
-    /// Takes out all of them.
+    /// Removes all operations.
     pub(super) fn end(&mut self) -> Vec<P> {
         (self.hurried, self.commands) = (false, 0);
         std::mem::take(&mut self.entries).into_iter().map(|entry| entry.what).collect()
@@ -185,9 +186,9 @@ mod tests {
         assert!(watch.is_full());
         watch.reap(|&what| Ok::<_, ()>(what == 1));
         assert!(!watch.is_full() && watch.any(|&what| what == 2) && !watch.any(|&what| what == 1));
-        // Messages of one call have a launch together: such a call of a hundred ranks is one of many.
+        // Messages of one call share a launch, so even one to a hundred ranks uses a small part of the limit.
         assert!(commands(200, 2) < MOST_COMMANDS / 4);
-        // One of many buffers fills it alone, and whatever is under way may be followed by one.
+        // An operation of many buffers exceeds the limit alone, and may still be added behind others.
         watch.add(65, 0, now, commands(1000, 1000));
         assert!(watch.is_full());
         watch.end();

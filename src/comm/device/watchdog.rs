@@ -1,4 +1,5 @@
-//! The thread that looks after a group's operations on a device: what is done, what takes too long, whether the group goes on.
+//! The watchdog thread of a group's device side: it reaps finished operations, enforces timeouts, and checks
+//! the group.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
@@ -9,21 +10,21 @@ use super::driver::bind;
 use super::side::Core;
 use super::watch::LOOK;
 
-/// How often it is looked whether the group goes on while nothing is under way: a rank whose group has ended must have NCCL
-/// let go, which the other ranks of its host wait for.
+/// The interval of checks while nothing is under way. A rank whose group has ended must abort NCCL, since the
+/// other ranks of its host wait for that.
 const IDLE: Duration = Duration::from_secs(1);
-/// How long what a rank has left behind may take: its own part was done when it left.
+/// The time for operations with a rank that has left: its own part was done when it left.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
 impl Core {
-    /// What the watchdog does until the side is closed.
+    /// The loop of the watchdog until the side is closed.
     pub(super) fn watch_over(self: &Arc<Self>) {
-        // Without it events cannot be asked, and say so.
+        // If it fails, queries of events fail too and report the error.
         let _ = bind(&self.context);
         let (mut looked, mut absent) = (Instant::now(), BTreeMap::new());
         loop {
             let closing = self.wait_for_something();
-            // First what needs no driver, which may keep who asks it.
+            // First the checks without the driver, whose calls may block.
             if looked.elapsed() >= LOOK && !closing {
                 self.look_around();
                 looked = Instant::now();
@@ -41,7 +42,8 @@ impl Core {
             if self.has_failed() {
                 self.end_everything();
             }
-            // Callbacks, wakers, memory that nobody waits for: code that is not ours. One that panics ends the group.
+            // Callbacks, wakers and memory that nobody waits for are the program's code. If it panics, the
+            // group ends.
             if !self.chores.run() {
                 self.group.abort("a callback panicked");
             }
@@ -51,7 +53,7 @@ impl Core {
         }
     }
 
-    /// Sleeps until something is to be looked at; whether the side is being closed.
+    /// Sleeps until there is something to check. Returns whether the side is being closed.
     fn wait_for_something(&self) -> bool {
         let watch = self.watched();
         let closing = || self.closing.load(Ordering::SeqCst);
@@ -62,7 +64,7 @@ impl Core {
         let time = watch.look_in(Instant::now()).or_else(|| (!let_go).then_some(IDLE));
         match time {
             Some(time) => drop(self.bell.wait_timeout(watch, time).unwrap_or_else(PoisonError::into_inner)),
-            // It has ended and all is answered: nothing comes any more but the end.
+            // The side has ended and all operations are completed: wait for the close.
             None => drop(self.bell.wait(watch).unwrap_or_else(PoisonError::into_inner)),
         }
         closing()

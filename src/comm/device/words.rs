@@ -1,4 +1,4 @@
-//! What NCCL calls the types and operations of ours. Pure.
+//! The mapping of types and operations to NCCL's. Pure.
 
 use half::{bf16, f16};
 use smallvec::SmallVec;
@@ -7,17 +7,17 @@ use super::element::Of;
 use crate::dtype::{Dtype, ReduceOp};
 use crate::nccl::{Op, Step, Type, Version};
 
-/// The first that adds floating-point numbers of 8 bits.
+/// The first version that adds floating-point numbers of 8 bits.
 const EIGHT_BITS: Version = Version { major: 2, minor: 24, patch: 0 };
 
-/// How elements become one: the operation, and the bytes of this rank's factor, in the type that factors have.
+/// The reduction: the operation, and the bytes of this rank's factor in the type of factors.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct By {
     pub(crate) op: ReduceOp,
     pub(crate) factor: Option<[u8; 16]>,
 }
 
-/// The ranks that messages go to and come from; `None` if there is more than messages.
+/// The ranks that messages go to and come from; `None` if there are other operations than messages.
 pub(super) fn peers(steps: &[Step<Of, By>]) -> Option<SmallVec<[usize; 2]>> {
     let peer = |step: &Step<Of, By>| match *step {
         Step::Send { to: peer, .. } | Step::Recv { from: peer, .. } => Some(peer),
@@ -26,7 +26,7 @@ pub(super) fn peers(steps: &[Step<Of, By>]) -> Option<SmallVec<[usize; 2]>> {
     steps.iter().map(peer).collect()
 }
 
-/// A call in NCCL's words; says what it cannot do.
+/// Maps a call to NCCL's. The error tells what NCCL cannot do.
 pub(crate) fn in_nccl(step: Step<Of, By>, version: Version) -> Result<Step, String> {
     let moved = |of: Of, count: usize| {
         let (of, times) = moved(of);
@@ -68,14 +68,14 @@ pub(crate) fn in_nccl(step: Step<Of, By>, version: Version) -> Result<Step, Stri
     })
 }
 
-/// Whether NCCL can add elements of `dtype` by `op`.
+/// Returns whether NCCL can reduce elements of `dtype` by `op`.
 #[must_use]
 pub fn accepts(op: ReduceOp, dtype: Dtype) -> bool {
     let newest = Version { major: u32::MAX, minor: 0, patch: 0 };
     op.accepts(dtype) && reduced(Of { dtype, eight: None }, By { op, factor: Some([0; 16]) }, newest).is_ok()
 }
 
-/// What elements are that are only moved, and how many of those each is.
+/// NCCL's type for elements that are only moved, and the number of those in each element.
 fn moved(of: Of) -> (Type, usize) {
     plain(of.dtype).map_or((Type::U8, of.size_bytes()), |plain| (plain, 1))
 }
@@ -97,7 +97,7 @@ fn plain(dtype: Dtype) -> Option<Type> {
     })
 }
 
-/// What elements are that are added, how many of those each is, and by what.
+/// NCCL's type for elements that are reduced, the number of those in each element, and the operation.
 fn reduced(of: Of, by: By, version: Version) -> Result<(Type, usize, Op), String> {
     let cannot = || format!("NCCL has no {} of {}", by.op, of.name());
     let real = |op| {
@@ -121,10 +121,10 @@ fn reduced(of: Of, by: By, version: Version) -> Result<(Type, usize, Op), String
         return Ok((eight, 1, op.ok_or_else(cannot)?));
     }
     match (of.dtype, by.op) {
-        // 0 and 1, of which the greatest is OR and the least is AND.
+        // The values are 0 and 1, so the maximum is OR and the minimum is AND.
         (Dtype::Bool, ReduceOp::Sum | ReduceOp::Max | ReduceOp::Bor) => Ok((Type::U8, 1, Op::Max)),
         (Dtype::Bool, ReduceOp::Product | ReduceOp::Min | ReduceOp::Band) => Ok((Type::U8, 1, Op::Min)),
-        // Sums of both parts.
+        // Sums of the real and the imaginary parts.
         (Dtype::ComplexF32, ReduceOp::Sum) => Ok((Type::F32, 2, Op::Sum)),
         (Dtype::ComplexF64, ReduceOp::Sum) => Ok((Type::F64, 2, Op::Sum)),
         (Dtype::ComplexF32, ReduceOp::Avg) => Ok((Type::F32, 2, Op::Avg)),
@@ -137,7 +137,8 @@ fn reduced(of: Of, by: By, version: Version) -> Result<(Type, usize, Op), String
     }
 }
 
-/// A factor as NCCL wants it, in the elements' type; those of halves are `f32` with us.
+/// The bytes of a factor in the type of the elements, as NCCL wants it. Factors of 16-bit floats are `f32`
+/// here.
 fn in_type(dtype: Dtype, factor: [u8; 16]) -> [u8; 8] {
     let (mut bytes, of_half) = ([0; 8], f32::from_ne_bytes([factor[0], factor[1], factor[2], factor[3]]));
     bytes.copy_from_slice(&factor[..8]);

@@ -1,7 +1,8 @@
-//! A communicator of NCCL: what this process has of a group on GPUs.
+//! A communicator of NCCL: the part of a GPU group in this process.
 //!
-//! All calls return at once, also those that set up connections: [`Progress::Under way`](Progress) until
-//! [`Communicator::progress`] says otherwise. The device of whoever calls is the current one of its thread.
+//! All calls return at once, also those that set up connections. A call is [`Progress::Under way`](Progress)
+//! until [`Communicator::progress`] reports otherwise. The caller makes the device the current one of its
+//! thread.
 
 use std::ffi::{CStr, c_int, c_void};
 use std::ptr::{self, NonNull};
@@ -12,36 +13,37 @@ use super::functions::Functions;
 use super::library::Library;
 use super::types::{Address, Comm, Config, HOST_IMMEDIATE, IN_PROGRESS, Op, SUCCESS, Step, Type, UniqueId};
 
-/// How far a call is.
+/// The state of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Progress {
     Done,
     UnderWay,
 }
 
-/// A communicator; aborted when it is dropped, unless it was [destroyed](Self::destroy). Both take a second at most, whatever
-/// NCCL takes.
+/// A communicator. It is aborted when dropped, unless it was [destroyed](Self::destroy). Both wait for NCCL
+/// for at most a second.
 pub(crate) struct Communicator {
     pub(super) functions: &'static Functions,
-    /// Until it is freed.
+    /// The handle; `None` once it is freed.
     pub(super) handle: Option<NonNull<Comm>>,
     pub(super) enter: Enter,
 }
 
 #[allow(unsafe_code)]
-// SAFETY: NCCL's communicators belong to no thread. It is not `Sync`: whoever shares one keeps its calls apart by a lock.
+// SAFETY: NCCL's communicators are not bound to a thread. It is not `Sync`: users that share one serialise
+// its calls by a lock.
 unsafe impl Send for Communicator {}
 
-/// Memory that NCCL knows, of one communicator.
+/// The handle of memory registered with one communicator.
 #[derive(Debug)]
 pub(crate) struct Registered(NonNull<c_void>);
 
 #[allow(unsafe_code)]
-// SAFETY: a number that only NCCL reads.
+// SAFETY: a handle that only NCCL reads.
 unsafe impl Send for Registered {}
 
 impl Library {
-    /// A name by which the ranks of a group find each other: one of them draws it and tells the others.
+    /// Creates a unique id for a group. One rank creates it and sends it to the others.
     pub(crate) fn unique_id(&'static self) -> Result<UniqueId, NcclError> {
         let mut id = UniqueId([0; 128]);
         let functions = self.functions();
@@ -51,8 +53,8 @@ impl Library {
         check(functions, "ncclGetUniqueId", result, ptr::null_mut()).map(|_| id)
     }
 
-    /// Begins to form a group: rank `rank` of `size` that know `id`, on the thread's current device, which `enter` makes the
-    /// current one of others.
+    /// Begins to create the communicator of rank `rank` of `size` ranks that share `id`, on the thread's
+    /// current device. `enter` makes that device current on other threads.
     pub(crate) fn begin(
         &'static self,
         size: usize,
@@ -63,7 +65,7 @@ impl Library {
         let functions = self.functions();
         let mut handle = ptr::null_mut();
         let mut config = Config::nonblocking();
-        // SAFETY: NCCL copies what `config` says and writes the handle before it returns.
+        // SAFETY: NCCL copies `config` and writes the handle before it returns.
         #[allow(unsafe_code)]
         let result = unsafe {
             (functions.comm_init_rank_config)(
@@ -83,7 +85,7 @@ impl Library {
 
 #[allow(unsafe_code)]
 impl Communicator {
-    /// Whether what was called last is done.
+    /// Returns whether the last call is done.
     pub(crate) fn progress(&self) -> Result<Progress, NcclError> {
         let mut state = SUCCESS;
         // SAFETY: writes one number; the handle is valid while `self` is.
@@ -99,18 +101,20 @@ impl Communicator {
     /// stays so until the stream has come past the calls.
     pub(crate) unsafe fn enqueue(&self, steps: &[Step], stream: *mut c_void) -> Result<Progress, NcclError> {
         if let [step] = steps {
-            // SAFETY: the caller's.
+            // SAFETY: the caller promises it.
             let called = unsafe { self.call(step, stream) }?;
-            // Up to 2.23 a message alone is said to be done while a thread of NCCL still connects, and enqueues it then.
+            // Up to 2.23 NCCL reports a single message as done while its thread still connects, and enqueues
+            // it later.
             let is_message = matches!(step, Step::Send { .. } | Step::Recv { .. });
             return if is_message { self.progress() } else { Ok(called) };
         }
         // SAFETY: has no arguments.
         let begun = unsafe { (self.functions.group_start)() };
         self.check("ncclGroupStart", begun)?;
-        // SAFETY: the caller's.
+        // SAFETY: the caller promises it.
         let called = steps.iter().try_for_each(|step| unsafe { self.call(step, stream) }.map(drop));
-        // SAFETY: ends what was begun above, whatever came of it: later calls of this thread must not be part of it.
+        // SAFETY: ends the group call begun above, even after an error: later calls of this thread must not
+        // join it.
         let ended = unsafe { (self.functions.group_end)() };
         called?;
         self.check("ncclGroupEnd", ended)
@@ -129,7 +133,7 @@ impl Communicator {
             _ => None,
         };
         let op = made.as_ref().map_or(0, |made| made.number);
-        // SAFETY: the caller's.
+        // SAFETY: the caller promises it.
         let (name, result) = unsafe {
             match *step {
                 Step::AllReduce { send, recv, count, of, .. } => {
@@ -167,7 +171,7 @@ impl Communicator {
         self.check(name, result)
     }
 
-    /// An operation by its number. One with a factor is made for this call.
+    /// The number of an operation. An operation with a factor is created for this call.
     fn made(&self, op: Op, of: Type) -> Result<Made<'_>, NcclError> {
         let mut made = Made { number: 0, of: None };
         if let Op::PremulSum(mut factor) = op {
@@ -184,20 +188,20 @@ impl Communicator {
         Ok(made)
     }
 
-    /// Tells NCCL of memory that will be used often, so that it may go there directly; `None` if this version cannot.
+    /// Registers memory that will be used often with NCCL, for direct access; `None` if this version cannot.
     ///
     /// # Safety
     /// The memory is on the communicator's device, and stays until it is [deregistered](Self::deregister).
     pub(crate) unsafe fn register(&self, at: Address, bytes: usize) -> Result<Option<Registered>, NcclError> {
         let Some(register) = self.functions.comm_register else { return Ok(None) };
         let mut handle = ptr::null_mut();
-        // SAFETY: the caller's; writes one pointer.
+        // SAFETY: the caller promises it; writes one pointer.
         let result = unsafe { register(self.raw(), at as *mut c_void, bytes, &raw mut handle) };
         self.check("ncclCommRegister", result)?;
         Ok(NonNull::new(handle).map(Registered))
     }
 
-    /// Takes it back.
+    /// Deregisters memory.
     pub(crate) fn deregister(&self, registered: Registered) {
         if let Some(deregister) = self.functions.comm_deregister {
             // SAFETY: from `register` of this communicator, and used once.
@@ -205,20 +209,20 @@ impl Communicator {
         }
     }
 
-    /// Begins to end it in good order: what was enqueued is carried out. Then [`Self::progress`], then
-    /// [`Self::destroy`].
+    /// Begins an orderly shutdown, in which enqueued operations are carried out. Call [`Self::progress`]
+    /// until it is done, then [`Self::destroy`].
     pub(crate) fn finalize(&self) -> Result<Progress, NcclError> {
         // SAFETY: the handle is valid.
         let result = unsafe { (self.functions.comm_finalize)(self.raw()) };
         self.check("ncclCommFinalize", result)
     }
 
-    /// Frees it after [`Self::finalize`].
+    /// Frees the communicator after [`Self::finalize`].
     pub(crate) fn destroy(mut self) {
         self.last(self.functions.comm_destroy, Free::apart);
     }
 
-    /// Aborts it on this thread, however long that takes.
+    /// Aborts the communicator on this thread, however long that takes.
     pub(crate) fn abort_here(mut self) {
         self.last(self.functions.comm_abort, Free::here);
     }
@@ -238,7 +242,8 @@ impl Communicator {
     }
 }
 
-/// A reduction, which goes with this value if it was made for it: what was called keeps what it needs.
+/// A reduction. If it was created for one call, dropping this value destroys it; NCCL keeps it for calls
+/// under way.
 struct Made<'a> {
     number: c_int,
     of: Option<&'a Communicator>,
@@ -260,7 +265,7 @@ impl Drop for Communicator {
     }
 }
 
-/// What a result means.
+/// Turns a result code into an error.
 #[allow(unsafe_code)]
 fn check(
     functions: &Functions,
@@ -272,7 +277,7 @@ fn check(
         SUCCESS => Ok(Progress::Done),
         IN_PROGRESS => Ok(Progress::UnderWay),
         _ => {
-            // SAFETY: both give texts that last, or nothing; the communicator is valid or null.
+            // SAFETY: both return texts that stay valid, or null; the communicator is valid or null.
             let (what, detail) = unsafe {
                 (text((functions.get_error_string)(result)), text((functions.get_last_error)(comm)))
             };
@@ -288,7 +293,7 @@ unsafe fn text(at: *const std::ffi::c_char) -> Option<String> {
     if at.is_null() {
         return None;
     }
-    // SAFETY: the caller's.
+    // SAFETY: the caller promises it.
     let text = unsafe { CStr::from_ptr(at) }.to_string_lossy().trim().to_owned();
     (!text.is_empty()).then_some(text)
 }

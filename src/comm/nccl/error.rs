@@ -1,4 +1,4 @@
-//! Why NCCL cannot be used.
+//! The reasons why NCCL cannot be used.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -8,19 +8,19 @@ use super::places;
 /// A version of NCCL.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Version {
-    /// As in 2.30.7: 2.
+    /// The major version, such as 2 of 2.30.7.
     pub major: u32,
-    /// 30.
+    /// The minor version, such as 30.
     pub minor: u32,
-    /// 7.
+    /// The patch level, such as 7.
     pub patch: u32,
 }
 
 impl Version {
-    /// The first that can be told to abort while it is setting up, and splits groups.
+    /// The oldest usable version: the first that can abort during setup, and split communicators.
     pub(super) const LEAST: Self = Self { major: 2, minor: 18, patch: 0 };
 
-    /// From NCCL's own number: 2708 is 2.7.8, from 2.9 on 21803 is 2.18.3.
+    /// Decodes NCCL's version number: 2708 is 2.7.8; from 2.9 on, 21803 is 2.18.3.
     pub(super) fn of(code: i32) -> Option<Self> {
         let code = u32::try_from(code).ok().filter(|&code| code >= 1000)?;
         let (major, hundreds) = if code < 10_000 { (code / 1000, 10) } else { (code / 10_000, 100) };
@@ -34,11 +34,11 @@ impl fmt::Display for Version {
     }
 }
 
-/// Why NCCL cannot be used.
+/// The reason why NCCL cannot be used.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum NcclError {
-    /// There is no such library.
+    /// The library was not found.
     #[error(
         "NCCL was not found{}; install it (pip install nvidia-nccl-cu13, or apt-get install libnccl2), or say where it is \
          in {}",
@@ -46,38 +46,38 @@ pub enum NcclError {
         places::CHOSEN
     )]
     NotFound {
-        /// Where it was looked for, and what the system said.
+        /// The places that were tried, with the system's errors.
         tried: Vec<(PathBuf, String)>,
     },
-    /// It is older than what convoke needs.
+    /// The library is older than convoke needs.
     #[error("{} is NCCL {version}; {} or newer is needed", path.display(), Version::LEAST)]
     TooOld {
         /// The library.
         path: PathBuf,
-        /// What it says it is.
+        /// The version that the library reports.
         version: Version,
     },
-    /// It is no NCCL, or a broken one.
+    /// The library is not NCCL, or is broken.
     #[error("{} is no NCCL that can be used: {what}", path.display())]
     Unusable {
         /// The library.
         path: PathBuf,
-        /// What is missing or wrong.
+        /// The missing function or other defect.
         what: String,
     },
     /// A call failed.
     #[error("{function}: {what}{}", Detail(detail.as_deref()))]
     Call {
-        /// Name of the function.
+        /// The name of the function.
         function: &'static str,
-        /// What NCCL says that went wrong.
+        /// NCCL's description of the error.
         what: String,
-        /// What it says beside that, if anything. `NCCL_DEBUG=WARN` has it say more on standard output.
+        /// NCCL's last error message, if it has one. `NCCL_DEBUG=WARN` prints more on standard output.
         detail: Option<String>,
     },
 }
 
-/// As [`Display`](fmt::Display): what a `main` prints that returns it.
+/// Prints the text of [`Display`](fmt::Display), since a `main` that returns the error prints it this way.
 impl fmt::Debug for NcclError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
@@ -85,13 +85,13 @@ impl fmt::Debug for NcclError {
 }
 
 impl NcclError {
-    /// It said that all is well, and gave nothing.
+    /// The error for a call that reported success but returned nothing.
     pub(crate) fn nothing(function: &'static str) -> Self {
         Self::Call { function, what: "it gave nothing".to_owned(), detail: None }
     }
 }
 
-/// What NCCL says beside the name of an error.
+/// NCCL's last error message, for display.
 struct Detail<'a>(Option<&'a str>);
 
 impl fmt::Display for Detail<'_> {
@@ -103,14 +103,14 @@ impl fmt::Display for Detail<'_> {
     }
 }
 
-/// What was tried, for people.
+/// The places that were tried, for display.
 struct Tried<'a>(&'a [(PathBuf, String)]);
 
 impl fmt::Display for Tried<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (index, (place, said)) in self.0.iter().enumerate() {
             let before = if index == 0 { ": tried" } else { "," };
-            // The system's words begin with the name as a rule.
+            // The system's message usually begins with the path.
             match said.strip_prefix(&*place.to_string_lossy()) {
                 Some(rest) => write!(f, "{before} {}{rest}", place.display())?,
                 None => write!(f, "{before} {} ({said})", place.display())?,

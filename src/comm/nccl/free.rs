@@ -1,4 +1,4 @@
-//! How a communicator is freed without keeping anybody.
+//! Frees communicators with a bounded wait.
 
 use std::ffi::c_int;
 use std::fmt;
@@ -10,10 +10,10 @@ use std::time::Duration;
 
 use super::types::Comm;
 
-/// How long NCCL may take to let go before those who wait go on.
+/// The longest time to wait for NCCL to free a communicator.
 pub(crate) const LET_GO: Duration = Duration::from_secs(1);
 
-/// Makes the communicator's device the current one of a thread; says whether it could.
+/// Makes the communicator's device the current one of a thread. Returns whether it could.
 #[derive(Clone)]
 pub(crate) struct Enter(Arc<dyn Fn() -> bool + Send + Sync>);
 
@@ -36,12 +36,13 @@ pub(super) struct Free {
     pub(super) enter: Enter,
 }
 
-// SAFETY: NCCL's communicators belong to no thread, and nobody else has this one any more.
+// SAFETY: NCCL's communicators are not bound to a thread, and nobody else has this one any more.
 #[allow(unsafe_code)]
 unsafe impl Send for Free {}
 
 impl Free {
-    /// Frees it on this thread, however long that takes. Not if the device is gone, as in a process that ends: then NCCL cannot.
+    /// Frees it on this thread, however long that takes. It does nothing if the device is gone, as in a
+    /// process that exits, since NCCL cannot free it then.
     pub(super) fn here(self) {
         if (self.enter.0)() {
             // SAFETY: the handle is valid, and used for the last time.
@@ -50,8 +51,9 @@ impl Free {
         }
     }
 
-    /// Frees it on a thread of its own, and waits a second at most: NCCL waits for the other ranks of the host to close
-    /// their connections, or for a kernel to end. Without a thread it is left to the end of the process.
+    /// Frees it on a new thread, and waits a second at most. NCCL waits for the other ranks of the host to
+    /// close their connections, or for a kernel to end. If no thread can be started, it stays until the
+    /// process ends.
     pub(super) fn apart(self) {
         let (told, gone) = sync_channel::<()>(1);
         let act = move || {

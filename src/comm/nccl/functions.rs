@@ -1,4 +1,4 @@
-//! The functions of NCCL, found once.
+//! The functions of NCCL, looked up once.
 
 use std::ffi::{c_char, c_int, c_void};
 
@@ -11,7 +11,7 @@ macro_rules! functions {
         needed { $($field:ident = $name:literal ($($argument:ty),*) -> $result:ty;)* }
         newer { $($newer:ident = $newer_name:literal ($($newer_argument:ty),*) -> $newer_result:ty;)* }
     ) => {
-        /// All that is called; `None` for what older versions do not have.
+        /// All functions that are called; `None` for those that older versions lack.
         #[allow(missing_debug_implementations)] // addresses
         pub(super) struct Functions {
             $(pub(super) $field: unsafe extern "C" fn($($argument),*) -> $result,)*
@@ -19,7 +19,7 @@ macro_rules! functions {
         }
 
         impl Functions {
-            /// Those of a library; the name of the first that it does not have.
+            /// Looks up the functions of a library. The error is the name of the first that is missing.
             ///
             /// # Safety
             /// The library is NCCL, 2.18 or newer: functions of these names are those of its header.
@@ -27,12 +27,12 @@ macro_rules! functions {
             pub(super) unsafe fn of(handle: &Handle) -> Result<Self, &'static str> {
                 Ok(Self {
                     $($field: {
-                        // SAFETY: the caller's.
+                        // SAFETY: the caller promises it.
                         let found = unsafe { handle.get(concat!($name, "\0").as_bytes()) };
                         *found.map_err(|_| $name)?
                     },)*
                     $($newer: {
-                        // SAFETY: the caller's.
+                        // SAFETY: the caller promises it.
                         let found = unsafe { handle.get(concat!($newer_name, "\0").as_bytes()) };
                         found.ok().map(|symbol| *symbol)
                     },)*

@@ -12,7 +12,7 @@ use super::functions::Functions;
 use super::places::{Place, places};
 use super::types::SUCCESS;
 
-/// NCCL, as this process has found it. It stays open: it has threads of its own.
+/// NCCL as this process has found it. It is never closed, since it runs its own threads.
 pub struct Library {
     path: PathBuf,
     version: Version,
@@ -21,11 +21,11 @@ pub struct Library {
 }
 
 impl Library {
-    /// That of this process; looked for once.
+    /// Returns the library of this process, which is looked for once.
     ///
-    /// `CONVOKE_NCCL_SO` names it. Else it is what the system's loader knows as `libnccl.so.2`, which finds what is loaded
-    /// already, as by a Python program, `LD_LIBRARY_PATH` and the system's packages; then the wheel `nvidia-nccl-cu*` in
-    /// `VIRTUAL_ENV`, `CONDA_PREFIX` and where Python is installed.
+    /// `CONVOKE_NCCL_SO` names it. Otherwise it is `libnccl.so.2` as the system's loader finds it: already
+    /// loaded, as by a Python program, in `LD_LIBRARY_PATH`, or in the system's packages. The last choice is
+    /// the wheel `nvidia-nccl-cu*` in `VIRTUAL_ENV`, `CONDA_PREFIX` or the system's Python.
     ///
     /// # Errors
     /// [`NcclError::NotFound`] with all that was tried, [`NcclError::TooOld`], [`NcclError::Unusable`].
@@ -35,15 +35,15 @@ impl Library {
         loaded.as_ref().map_err(Clone::clone)
     }
 
-    /// The first of `places` that is there and new enough; else what is wrong with the first that is there.
+    /// Opens the first of `places` that exists and is new enough. The error describes the first that exists.
     pub(super) fn open(places: &[Place]) -> Result<Self, NcclError> {
         let (mut tried, mut refused) = (Vec::new(), None);
         for place in places {
             if place.guessed && !place.path.exists() {
                 continue;
             }
-            // SAFETY: opening a library runs what it has to run first. That it is NCCL is what its name says, as for
-            // every program that links it.
+            // SAFETY: opening a library runs its initialisers. Its name says that it is NCCL, which every
+            // program that links it relies on too.
             #[allow(unsafe_code)]
             let opened = unsafe { Handle::open(Some(&place.path), RTLD_NOW | RTLD_LOCAL) };
             match opened {
@@ -61,7 +61,7 @@ impl Library {
 
     fn of(handle: Handle, path: &Path) -> Result<Self, NcclError> {
         let unusable = |what: String| NcclError::Unusable { path: path.to_owned(), what };
-        // SAFETY: it is called as NCCL, so this is the function of `nccl.h`.
+        // SAFETY: the library has the name of NCCL, so this is the function of `nccl.h`.
         #[allow(unsafe_code)]
         let get_version =
             unsafe { handle.get::<unsafe extern "C" fn(*mut c_int) -> c_int>(b"ncclGetVersion") };
@@ -87,13 +87,13 @@ impl Library {
         &self.functions
     }
 
-    /// The file that it is.
+    /// Returns the path of the library file.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Its version.
+    /// Returns the version of the library.
     #[must_use]
     pub fn version(&self) -> Version {
         self.version
@@ -107,7 +107,7 @@ impl fmt::Debug for Library {
     }
 }
 
-/// What the loader says, without what `libloading` says before it.
+/// The loader's error message, without the prefix of `libloading`.
 fn text_of(error: &libloading::Error) -> String {
     let source = std::error::Error::source(error);
     source.map_or_else(|| error.to_string(), ToString::to_string)

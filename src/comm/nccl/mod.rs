@@ -1,12 +1,13 @@
-//! NCCL, found and loaded where a program runs: nothing of it or of CUDA is there when it is built.
+//! NCCL, found and loaded at run time: the build needs neither NCCL nor CUDA.
 //!
 //! ```text
 //! places ─► library ─► functions, types, error
 //!              └► communicator ─► split, free
 //! ```
 //!
-//! `places` (pure) says where it may be, `library` opens the first that is there, is new enough and has all it needs.
-//! `types` (pure) is what of the header is needed, `communicator` makes the calls, `split` that which cuts it and `free` the last one. Nothing here knows of groups.
+//! `places` (pure) lists where the library may be. `library` opens the first that exists, is new enough and
+//! has all functions. `types` (pure) has the needed part of the header. `communicator` makes the calls,
+//! `split` splits a communicator, `free` frees it. Nothing here depends on groups.
 
 mod communicator;
 mod error;

@@ -1,19 +1,19 @@
-//! Where NCCL may be. Pure: what the environment and folders hold is asked of the caller.
+//! The places where NCCL may be. Pure: the caller provides environment variables and folder contents.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-/// The variable that names the library, and then no other is tried.
+/// The variable that names the library; if it is set, no other place is tried.
 pub(super) const CHOSEN: &str = "CONVOKE_NCCL_SO";
-/// As all packages of it are called at run time; the name without a number comes with headers.
+/// The names of the library: with a number in run-time packages, without it in those with headers.
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
-/// Of a wheel, below `site-packages`.
+/// The path in a wheel, below `site-packages`.
 const IN_WHEEL: &str = "nvidia/nccl/lib/libnccl.so.2";
-/// Python environments name themselves so.
+/// The variables in which Python environments give their folders.
 const ENVIRONMENTS: [&str; 2] = ["VIRTUAL_ENV", "CONDA_PREFIX"];
-/// Where Python is without one.
+/// The prefixes of Python without an environment.
 const SYSTEM: [&str; 3] = ["/usr/local", "/usr", "/opt/conda"];
-/// Below `lib/python3.*`.
+/// The folders of packages below `lib/python3.*`.
 const PACKAGES: [&str; 2] = ["site-packages", "dist-packages"];
 
 /// A library that may be there.
@@ -21,12 +21,13 @@ const PACKAGES: [&str; 2] = ["site-packages", "dist-packages"];
 pub(super) struct Place {
     /// A name for the system's loader, or a path.
     pub(super) path: PathBuf,
-    /// Found by looking: nothing is said of it if it is not there.
+    /// If set, the path is a guess, and it is not mentioned if it does not exist.
     pub(super) guessed: bool,
 }
 
-/// All of them, in the order in which they are tried: what the loader finds by name (`LD_LIBRARY_PATH`, the system's
-/// folders; what is loaded already, as by a Python program with PyTorch), then Python's wheels.
+/// Returns all places in the order in which they are tried. First are the names that the loader finds: in
+/// `LD_LIBRARY_PATH`, the system's folders, or already loaded, as by a Python program with PyTorch. Then come
+/// Python's wheels.
 pub(super) fn places(
     variable: impl Fn(&str) -> Option<OsString>,
     list: impl Fn(&Path) -> Vec<PathBuf>,
@@ -54,7 +55,7 @@ pub(super) fn places(
     names.into_iter().chain(wheels.into_iter().map(|path| Place { path, guessed: true })).collect()
 }
 
-/// Of `python3.12`: 12.
+/// The minor version of a folder: 12 of `python3.12`.
 fn minor(folder: &Path) -> Option<u32> {
     folder.file_name()?.to_str()?.strip_prefix("python3.")?.parse().ok()
 }

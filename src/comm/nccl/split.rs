@@ -1,4 +1,4 @@
-//! How a communicator is cut.
+//! Splitting a communicator.
 
 use std::ffi::c_int;
 use std::ptr::{self, NonNull};
@@ -13,17 +13,18 @@ use super::types::{Comm, Config, NO_COLOR};
 pub(crate) struct Splitting {
     functions: &'static Functions,
     enter: Enter,
-    /// Its place stays the same while NCCL knows it.
+    /// The destination of NCCL's write; its address stays fixed until NCCL has written.
     into: Box<Into>,
-    /// Whether NCCL writes no more.
+    /// Set when NCCL writes no more.
     settled: bool,
 }
 
 #[allow(unsafe_code)]
-// SAFETY: as of a communicator; `into` is written before the parent says that it is done, and read only then.
+// SAFETY: as for a communicator. NCCL writes `into` before the parent reports that it is done, and it is read
+// only then.
 unsafe impl Send for Splitting {}
 
-/// Where NCCL writes the new communicator.
+/// The cell to which NCCL writes the new communicator.
 struct Into(*mut Comm);
 
 impl Default for Into {
@@ -34,16 +35,17 @@ impl Default for Into {
 
 #[allow(unsafe_code)]
 impl Communicator {
-    /// Begins to cut this group: ranks with the same color are together, in the order of `key`. All ranks call it. When
-    /// [`Self::progress`] of this one says that it is done, [`Splitting::take`] has the new one.
+    /// Begins to split this communicator: ranks with the same color are together, in the order of `key`. All
+    /// ranks call it. When [`Self::progress`] of this communicator reports that it is done,
+    /// [`Splitting::take`] has the new one.
     ///
-    /// What the call itself returns says nothing of that: it is done only when `progress` says so.
+    /// The result of the call itself does not tell that: only `progress` does.
     pub(crate) fn begin_split(&self, color: Option<usize>, key: usize) -> Result<Splitting, NcclError> {
         let mut into = Box::<Into>::default();
         let mut config = Config::nonblocking();
         let color = color.map_or(NO_COLOR, |color| color as c_int);
-        // SAFETY: NCCL copies what `config` says, and writes to `into` until it says that it is done; until then
-        // `Splitting` keeps it (see its `drop`).
+        // SAFETY: NCCL copies `config`, and writes to `into` until it reports that it is done. `Splitting`
+        // keeps `into` until then (see its `drop`).
         let result = unsafe {
             (self.functions.comm_split)(self.raw(), color, key as c_int, &raw mut into.0, &raw mut config)
         };
@@ -53,7 +55,8 @@ impl Communicator {
 }
 
 impl Splitting {
-    /// The new communicator; `None` for a rank without a color. Only when the parent's call is done.
+    /// Returns the new communicator; `None` for a rank without a color. Call it only when the parent's call
+    /// is done.
     pub(crate) fn take(mut self) -> Option<Communicator> {
         self.settled = true;
         let handle = Some(NonNull::new(self.into.0)?);
@@ -64,7 +67,8 @@ impl Splitting {
 impl Drop for Splitting {
     fn drop(&mut self) {
         if !self.settled {
-            // It was given up, and may yet be written to: 8 bytes, once for each group that fails so.
+            // The split was abandoned, and NCCL may still write here: leak 8 bytes, once for each group that
+            // fails so.
             let _ = Box::leak(std::mem::take(&mut self.into));
         }
     }

@@ -1,4 +1,4 @@
-//! Libraries that are no NCCL, an old one, or broken: stubs that a C compiler makes here.
+//! Libraries that are not NCCL, old or broken: stubs that these tests compile with a C compiler.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -6,7 +6,7 @@ use std::process::Command;
 use super::places::Place;
 use super::{Library, NcclError, Version};
 
-/// A folder with stubs, which goes with this value.
+/// A folder with stubs, removed when this value is dropped.
 struct Stubs(PathBuf);
 
 impl Stubs {

@@ -1,4 +1,4 @@
-//! What the header of NCCL says: layouts and numbers. Pure.
+//! The needed part of NCCL's header: layouts and numbers. Pure.
 
 use std::ffi::{c_char, c_int, c_uint};
 use std::ptr;
@@ -8,24 +8,24 @@ pub(super) const SUCCESS: c_int = 0;
 pub(super) const IN_PROGRESS: c_int = 7;
 /// `NCCL_SPLIT_NOCOLOR`.
 pub(super) const NO_COLOR: c_int = -1;
-/// `ncclScalarHostImmediate`: a factor is read while the call is made.
+/// `ncclScalarHostImmediate`: NCCL reads a factor during the call.
 pub(super) const HOST_IMMEDIATE: c_int = 1;
 /// `NCCL_CONFIG_UNDEF_INT`.
 const UNDEFINED: c_int = c_int::MIN;
 const MAGIC: c_uint = 0xcafe_beef;
 
-/// `ncclUniqueId`: by it the ranks of a group find each other.
+/// `ncclUniqueId`: identifies a group while its ranks connect.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(crate) struct UniqueId(pub(crate) [u8; 128]);
 
-/// `ncclComm`, which is only pointed to.
+/// `ncclComm`, used only by pointer.
 #[repr(C)]
 pub(super) struct Comm {
     hidden: [u8; 0],
 }
 
-/// `ncclConfig_t` of 2.18. Later ones are longer: NCCL reads as much as `size` says, and the rest has its defaults.
+/// `ncclConfig_t` of 2.18. Later versions are longer: NCCL reads `size` bytes and uses defaults for the rest.
 #[repr(C)]
 pub(super) struct Config {
     size: usize,
@@ -40,7 +40,7 @@ pub(super) struct Config {
 }
 
 impl Config {
-    /// Calls return before they are carried out.
+    /// A configuration in which calls return before they are carried out.
     pub(super) fn nonblocking() -> Self {
         Self {
             size: size_of::<Self>(),
@@ -95,12 +95,13 @@ pub(crate) enum Op {
     Max,
     Min,
     Avg,
-    /// A sum of shares that this rank multiplies by the factor whose bytes, in the elements' type, come first.
+    /// A sum of shares, each multiplied by its rank's factor. The bytes of this rank's factor, in the
+    /// elements' type, come first.
     PremulSum([u8; 8]),
 }
 
 impl Op {
-    /// Its number; of one with a factor that of a sum.
+    /// The number of the operation; of one with a factor, that of a sum.
     pub(super) const fn number(self) -> c_int {
         match self {
             Self::Sum | Self::PremulSum(_) => 0,
@@ -115,8 +116,8 @@ impl Op {
 /// An address on a device.
 pub(crate) type Address = u64;
 
-/// One call, of elements `T` that `O` adds. Counts are of elements; that of `AllGather` and `ReduceScatter` is of one
-/// rank's block. NCCL has its own `T` and `O`.
+/// One call on elements `T` with the reduction `O`. Counts are of elements; those of `AllGather` and
+/// `ReduceScatter` are of one rank's block. NCCL has its own `T` and `O`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Step<T = Type, O = Op> {
     AllReduce { send: Address, recv: Address, count: usize, of: T, op: O },
