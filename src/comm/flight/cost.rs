@@ -1,4 +1,4 @@
-//! What recording costs: for `scripts/bench flight`.
+//! Measures the cost of recording, for `scripts/bench flight`.
 
 use std::hint::black_box;
 use std::path::PathBuf;
@@ -10,16 +10,17 @@ use crate::dtype::{Dtype, ReduceOp};
 use crate::plan::Algorithm;
 use convoke_env::flight::layout::Operation;
 
-/// Loops whose median counts, as other processes disturb few of them; and calls in each.
+/// The number of loops, whose median is reported since other processes disturb few of them; and the calls in
+/// each.
 const LOOPS: usize = 1000;
 const CALLS: u32 = 100;
 
-/// What was measured, and its nanoseconds. The recording in a file goes to `folder`.
+/// Returns the name of each measurement and its nanoseconds. The recording in a file goes to `folder`.
 pub fn flight_costs(folder: PathBuf) -> Vec<(&'static str, f64)> {
     let track =
         |folder| Recorder::new(folder, None).group("bench", 7, None::<Generation>, (1, 3), &[5, 6, 8]);
     let (in_file, in_memory): (Track, Track) = (track(Some(folder)), track(None));
-    // The engine knows when a call was made.
+    // The engine knows the time of a call already, so it is not measured.
     let made = told();
     let step = in_file.begin(&made);
     vec![

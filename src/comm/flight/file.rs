@@ -1,8 +1,8 @@
-//! Where the words of a recording are: in a file that is mapped, else in memory, from where a failure saves them.
+//! The memory of a recording: a mapped file, or plain memory that a failure saves to a file.
 //!
-//! Nothing here may harm the worker. Only a file whose blocks are allocated is mapped, since a store to a page for
-//! which the disk has no room would be a SIGBUS; and only one of a local file system, since a store to a page of a
-//! server may wait for the server. Whatever goes wrong leaves the worker with memory.
+//! Nothing here may harm the worker. Only a file with allocated blocks is mapped, since a store to a page for
+//! which the disk has no room raises SIGBUS. The file must be on a local file system, since a store to a page
+//! of a network file may wait for the server. After any error the worker records in plain memory.
 
 use std::fs::{self, DirBuilder, OpenOptions};
 use std::io::{self, Write};
@@ -26,7 +26,7 @@ use super::map::map;
 use super::ring::Ring;
 use crate::room;
 
-/// Local file systems whose allocated blocks can be relied on. (ext2, ext3 and ext4 have one number.)
+/// Local file systems whose allocated blocks are reliable. (ext2, ext3 and ext4 share one number.)
 const LOCAL: [FsType; 6] = [
     BTRFS_SUPER_MAGIC,
     EXT4_SUPER_MAGIC,
@@ -37,13 +37,13 @@ const LOCAL: [FsType; 6] = [
 ];
 /// Most recordings of one rank and pid in one folder.
 const NAMES: u32 = 100;
-/// How long a failing call may wait until a recording is saved.
+/// The longest time that a failing call waits for a recording to be saved.
 const SAVE: Duration = Duration::from_secs(1);
 
 /// The file of a recording.
 #[derive(Debug)]
 pub(super) struct File {
-    /// Where to save it; `None` if it is mapped, or there is no folder.
+    /// The destination of a save; `None` if the file is mapped, or there is no folder.
     save_to: Option<Unsaved>,
 }
 
@@ -51,12 +51,12 @@ pub(super) struct File {
 struct Unsaved {
     folder: PathBuf,
     name: String,
-    /// The file, once it was saved; whoever saves holds it.
+    /// The path, once the recording was saved; locked during a save.
     path: Arc<Mutex<Option<PathBuf>>>,
 }
 
 impl File {
-    /// Words for a recording, in a new file in `folder` if there can be one.
+    /// Returns zeroed words for a recording, in a new file in `folder` if possible.
     pub(super) fn open(folder: Option<PathBuf>, header: &Header) -> (&'static [AtomicU64], Self) {
         let name = match header.rank {
             Some(rank) => format!("rank-{rank}.{}", header.process.pid),
@@ -79,8 +79,9 @@ impl File {
         (Box::leak(words.into_boxed_slice()), Self { save_to })
     }
 
-    /// Writes what is recorded to a file in the folder, once or again, unless it is in one already. What goes wrong is
-    /// not told, and it waits for at most a second: whoever calls is about to fail, and shall do so.
+    /// Saves the recording to a file in the folder, or overwrites the earlier save. It does nothing if the
+    /// recording is a mapped file. It reports no errors and waits for at most a second, since its caller is
+    /// about to fail and must not be held up.
     pub(super) fn save(&self, ring: &Ring) {
         let Some(Unsaved { folder, name, path }) = &self.save_to else { return };
         let (folder, name, path, bytes) = (folder.clone(), name.clone(), Arc::clone(path), ring.bytes());
@@ -88,7 +89,7 @@ impl File {
         let save = move || {
             let mut path = path.lock().unwrap_or_else(PoisonError::into_inner);
             if room::for_file(bytes.len()).is_err() {
-                // To write it would kill the process.
+                // Exceeding the file size limit would kill the process.
             } else if let Some(path) = &*path {
                 let _ = fs::write(path, bytes);
             } else if let Ok((mut file, made)) = create(&folder, &name) {
@@ -115,7 +116,7 @@ fn mapped(folder: &Path, name: &str) -> io::Result<&'static [AtomicU64]> {
     mapped
 }
 
-/// A new file, and its name, which no other file in `folder` had.
+/// Creates a file with a name that no other file in `folder` has, and returns both.
 fn create(folder: &Path, name: &str) -> io::Result<(fs::File, PathBuf)> {
     DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
     for number in 0..NAMES {

@@ -1,4 +1,4 @@
-//! A file as memory that is shared with whoever reads the file.
+//! Maps a file as memory that is shared with its readers.
 
 use std::fs::File;
 use std::io;
@@ -9,8 +9,8 @@ use nix::sys::mman::{MapFlags, ProtFlags, mmap};
 
 /// Maps the first `words` words of `file` for the rest of the life of this process.
 ///
-/// The caller has allocated so many bytes in the file. If another process cuts it short all the same, the next store
-/// is a SIGBUS: only this user can.
+/// The caller has allocated this many bytes in the file. If another process truncates it nevertheless, the
+/// next store raises SIGBUS. Only processes of this user can do that.
 ///
 /// # Errors
 /// The system's.
@@ -24,6 +24,6 @@ pub(super) fn map(file: &File, words: usize) -> io::Result<&'static [AtomicU64]>
     // - valid for so many bytes, for ever: mapped above for reading and writing, and never unmapped.
     // - aligned: to a page.
     // - initialised: any bits are a value of `AtomicU64`.
-    // - other processes may read and write there: all access here is atomic, and nothing relies on what it finds.
+    // - other processes may read and write there: all access here is atomic, and the code relies on no value.
     Ok(unsafe { std::slice::from_raw_parts(start.as_ptr().cast(), words) })
 }

@@ -1,19 +1,20 @@
-//! The flight recorder: what this process does in its groups, stored where it survives the process.
+//! The flight recorder: the calls of this process in its groups, stored where they survive the process.
 //!
 //! ```text
 //! Recorder ─► Track (a group) ─► Step (a call)
 //!   └─► Ring ─► a file of CONVOKE_FLIGHT_DIR, mapped; or plain memory
 //! ```
 //!
-//! One recorder for each process, for all its sessions and groups: its last 1024 calls in the order in which they were
-//! made, whichever thread made them. It is always on. A call costs one or two readings of the clock and some stores, no
-//! lock and no system call; that two threads meet in one slot costs one of them its entry, and nobody waits.
+//! Each process has one recorder for all its sessions and groups. It holds the last 1024 calls of all threads
+//! in the order in which they were made. It is always on. A call costs one or two readings of the clock and
+//! some stores, no lock and no system call. If two threads meet in one slot, one of them loses its entry, and
+//! nobody waits.
 //!
-//! The file's form is part of the contract with the launcher, which reads it: [`convoke_env::flight`].
+//! The format of the file is part of the contract with the launcher, which reads it: [`convoke_env::flight`].
 //!
-//! This is the one thing in the runtime that is global, as a file belongs to a process, just as its environment does:
-//! whatever sessions and groups it has, theirs is one story, and which of its groups a process is in is what a reader
-//! wants to know. Nothing but the recorder itself depends on it.
+//! The recorder is the only global state of the runtime, since a file belongs to a process. It covers all
+//! sessions and groups of the process, because a reader wants to know in which of its groups a process is.
+//! Only the recorder itself depends on that.
 
 #[cfg(feature = "bench")]
 pub(crate) mod cost;
@@ -50,11 +51,11 @@ pub(crate) struct Recorder {
     ring: Ring,
     groups: Mutex<Groups>,
     file: File,
-    /// One moment by both clocks, which tick alike.
+    /// One moment read from both clocks, which run at one speed.
     began: (Instant, u64),
 }
 
-/// The groups of a recording, by their slots; who has a track is in use.
+/// The groups of a recording by slot; the flag is set while a track uses the slot.
 #[derive(Debug, Default)]
 struct Groups {
     slots: Vec<(Group, bool)>,
@@ -62,12 +63,12 @@ struct Groups {
 }
 
 impl Recorder {
-    /// That of this process.
+    /// Returns the recorder of this process.
     pub(crate) fn of_process() -> &'static Self {
         static OF_PROCESS: Mutex<Option<(u32, &'static Recorder)>> = Mutex::new(None);
         let mut of_process = OF_PROCESS.lock().unwrap_or_else(PoisonError::into_inner);
         let pid = std::process::id();
-        // A forked child tells its own story, in a file of its own.
+        // A forked child records to a file of its own.
         if let Some((_, recorder)) = of_process.filter(|(owner, _)| *owner == pid) {
             return recorder;
         }
@@ -77,7 +78,8 @@ impl Recorder {
         recorder
     }
 
-    /// One that lasts as long as the process, since calls that nobody waits for may write to it until then.
+    /// Creates a recorder that lives as long as the process, since calls that nobody waits for may write to
+    /// it until then.
     fn new(folder: Option<PathBuf>, env: Option<&WorkerEnv>) -> &'static Self {
         let header = header(env);
         let (words, file) = File::open(folder, &header);
@@ -90,7 +92,7 @@ impl Recorder {
         Box::leak(Box::new(Self { ring, groups: Mutex::default(), file, began }))
     }
 
-    /// Begins to record a group whose ranks are about to look for each other.
+    /// Begins to record a group whose ranks are about to connect.
     pub(crate) fn group(
         &'static self,
         name: &str,
@@ -130,8 +132,8 @@ impl Recorder {
 }
 
 impl Groups {
-    /// Takes a slot that was never used, else that of the group that has ended first; if there is none, the
-    /// group is not recorded, and its calls are those of a group without a name.
+    /// Takes an unused slot, otherwise the slot of the group that ended first. If there is none, the group is
+    /// not recorded, and its calls are recorded without a group name.
     fn add(&mut self, group: Group) -> Option<usize> {
         if self.slots.len() < layout::GROUPS {
             self.slots.push((group, true));
@@ -144,7 +146,7 @@ impl Groups {
     }
 }
 
-/// A group that is recorded. Dropped, it has left, unless it has failed.
+/// A recorded group. Dropping it records that the rank has left, unless the group has failed.
 #[derive(Debug)]
 pub(crate) struct Track {
     recorder: &'static Recorder,
@@ -152,26 +154,26 @@ pub(crate) struct Track {
     slot: Option<usize>,
 }
 
-/// What a call says of itself when it comes.
+/// The description of a call when it is made.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Told {
     pub(crate) operation: Operation,
     pub(crate) call: Call,
-    /// When it was made, by CLOCK_MONOTONIC.
+    /// The time at which it was made, by CLOCK_MONOTONIC.
     pub(crate) at_ns: u64,
-    /// Which collective of its group; of a message 0.
+    /// The sequence number of a collective in its group; 0 for a message.
     pub(crate) seq: u64,
     pub(crate) algorithm: Option<Algorithm>,
-    /// Of a message: the other rank.
+    /// The other rank of a message.
     pub(crate) peer: Option<usize>,
     pub(crate) to_receive_bytes: u64,
     pub(crate) to_send_bytes: u64,
-    /// Others are before it.
+    /// If set, earlier calls are still in the queue.
     pub(crate) queued: bool,
 }
 
 impl Told {
-    /// Of a call on a device, where only its end is known.
+    /// Describes a call on a device, of which only the end is known.
     #[cfg(feature = "nccl")]
     pub(crate) fn device(call: Call, seq: u64, at_ns: u64) -> Self {
         let operation = Operation::Collective;
@@ -191,13 +193,13 @@ impl Told {
 }
 
 impl Track {
-    /// A moment by CLOCK_MONOTONIC.
+    /// Converts an instant to CLOCK_MONOTONIC.
     pub(crate) fn ns(&self, at: Instant) -> u64 {
         let (began, began_ns) = self.recorder.began;
         began_ns + at.saturating_duration_since(began).as_nanos() as u64
     }
 
-    /// Its ranks have found together, in this generation.
+    /// Records that the ranks have connected, in this generation.
     pub(crate) fn formed(&self, generation: Generation) {
         self.change(|group| {
             group.state = GroupState::Formed;
@@ -205,7 +207,7 @@ impl Track {
         });
     }
 
-    /// It has failed; the first report counts.
+    /// Records that the group has failed; only the first report counts.
     pub(crate) fn failed(&self, report: &Report) {
         let (kind, suspect) = match &report.cause {
             Cause::PeerLost { rank, .. } => (CauseKind::Lost, Some(*rank)),
@@ -227,7 +229,7 @@ impl Track {
         });
     }
 
-    /// Puts what is recorded into a file, if it is not in one already: the group has failed.
+    /// Saves the recording to a file if it is not in one already; called when the group has failed.
     pub(crate) fn save(&self) {
         self.recorder.file.save(&self.recorder.ring);
     }
@@ -241,7 +243,7 @@ impl Track {
         Step { ring, number: ring.add(&entry), tags, thread, to_receive_bytes, to_send_bytes }
     }
 
-    /// Records a call that was over as soon as it was made: it waited for nothing.
+    /// Records a call that completed at once, without waiting.
     pub(crate) fn done(&self, told: &Told) {
         let mut entry = self.entry(told);
         (entry.state, entry.ended_ns) = (State::Done, entry.enqueued_ns);
@@ -296,11 +298,11 @@ impl Drop for Track {
     }
 }
 
-/// A call that is recorded.
+/// A recorded call.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Step {
     ring: &'static Ring,
-    /// `None` if it could not be.
+    /// The number of the call; `None` if it could not be recorded.
     number: Option<u64>,
     tags: u64,
     thread: u32,
@@ -309,7 +311,7 @@ pub(crate) struct Step {
 }
 
 impl Step {
-    /// Its turn has come.
+    /// Records that the call has started.
     pub(crate) fn start(&self) {
         self.change(|slot| {
             slot.set(layout::entry::TAGS, self.tagged(State::Running));
@@ -317,11 +319,11 @@ impl Step {
         });
     }
 
-    /// It can go on only when these ranks have done something; how far it is.
+    /// Records that the call waits for these ranks, and its progress.
     pub(crate) fn wait(&self, ranks: impl Iterator<Item = usize>, received_bytes: u64, sent_bytes: u64) {
         let (mut peers, mut count) = ([0; LISTED_PEERS], 0);
         for rank in ranks.map(number) {
-            // A peer may be waited for in both directions.
+            // A call may wait for a peer in both directions.
             if peers[..LISTED_PEERS.min(count as usize)].contains(&rank) {
                 continue;
             }
@@ -340,13 +342,13 @@ impl Step {
         });
     }
 
-    /// It has ended.
+    /// Records that the call has ended.
     pub(crate) fn end(&self, well: bool) {
         self.ended(well, |_| now_ns());
     }
 
-    /// It has ended well, within so few microseconds that the clock is not worth reading: it costs a tenth of a short
-    /// message. Its end is when it began.
+    /// Records that the call has succeeded within so few microseconds that its start counts as its end.
+    /// Reading the clock would cost a tenth of a short message.
     pub(crate) fn end_soon(&self) {
         self.ended(true, |slot| slot.get(layout::entry::STARTED));
     }
@@ -362,7 +364,7 @@ impl Step {
         });
     }
 
-    /// `tags` were made for a call that is queued, whose number is 0.
+    /// `tags` describe a queued call; the state of that is 0.
     fn tagged(&self, state: State) -> u64 {
         self.tags | (state as u64) << 32
     }
@@ -397,7 +399,7 @@ fn header(env: Option<&WorkerEnv>) -> Header {
     }
 }
 
-/// Ranks fit: groups have at most 2^24.
+/// Ranks fit in 32 bits: groups have at most 2^24.
 fn number(rank: usize) -> u32 {
     u32::try_from(rank).unwrap_or(u32::MAX)
 }

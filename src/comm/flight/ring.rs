@@ -1,9 +1,10 @@
-//! The words of a recording, which several threads write and other processes read at the same time.
+//! The words of a recording, which several threads write and other processes read concurrently.
 //!
-//! Each group and each call has a lock, its first word (see [`layout`]). Who writes to a call makes its lock odd, if
-//! nobody else has, and even again; who finds it odd, or finds another call there, goes without. So nobody waits, and a
-//! reader that sees the same twice, with an even lock, has read one state. (The lock alone says too little: it is even,
-//! and the same, before and after a change.) Groups are written under a mutex.
+//! Each group and each call begins with a lock word (see [`layout`]). A writer of a call makes its lock odd,
+//! and even again when it is done. If the lock is odd already, or the slot has another call, the writer gives
+//! up, so nobody waits. A reader that copies a slot twice with equal contents and an even lock has read one
+//! state. The lock alone is not enough: it has one even value before and after a change. Groups are written
+//! under a mutex.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
@@ -13,18 +14,19 @@ use nix::unistd::gettid;
 
 use crate::links::fork;
 
-/// Times that a group or a call is copied which others change meanwhile.
+/// The number of attempts to copy a group or a call that others change meanwhile.
 const COPIES: u32 = 100;
 
-/// The ring of calls, and all else that stands in a recording.
+/// The ring of calls, and the other parts of a recording.
 #[derive(Debug)]
 pub(super) struct Ring {
     words: &'static [AtomicU64],
-    /// How many forks lay before the process that made it: a child shares the memory, and must not write there.
+    /// The number of forks before the process that made it. A child shares the memory and must not write to
+    /// it.
     forks: u32,
 }
 
-/// The place of a call.
+/// The slot of a call.
 pub(super) struct Slot<'a>(&'a [AtomicU64; layout::ENTRY_LEN]);
 
 impl Slot<'_> {
@@ -41,7 +43,7 @@ impl Ring {
     /// A ring in `words`, which are zero and [`layout::FILE_LEN`] in number.
     pub(super) fn new(words: &'static [AtomicU64], header: &Header) -> Self {
         let ring = Self { words, forks: fork::forks() };
-        // The first word last: what has it is a recording.
+        // The first word is written last: it marks a valid recording.
         for (word, value) in ring.words.iter().zip(header.encode().iter()).skip(1) {
             word.store(*value, Ordering::Relaxed);
         }
@@ -49,14 +51,14 @@ impl Ring {
         ring
     }
 
-    /// Whether this is the process that made it, and no fork of that.
+    /// Returns whether this process made the ring, and is not a fork of that one.
     pub(super) fn is_ours(&self) -> bool {
         self.forks == fork::forks()
     }
 
-    /// This thread's number as debuggers show it, in the process that made the ring.
+    /// Returns the kernel's id of this thread, as debuggers show it, in the process that made the ring.
     pub(super) fn thread_id(&self) -> u32 {
-        // The thread that forks goes on in the child with another number.
+        // The thread that forks has another id in the child.
         thread_local!(static ID: Cell<Option<(u32, u32)>> = const { Cell::new(None) });
         ID.with(|id| match id.get() {
             Some((forks, id)) if forks == self.forks => id,
@@ -68,7 +70,7 @@ impl Ring {
         })
     }
 
-    /// Adds a call and returns the number that it gets; `None` if another thread is just writing to its slot.
+    /// Adds a call and returns its number; `None` if another thread is writing to its slot.
     #[inline]
     pub(super) fn add(&self, entry: &Entry) -> Option<u64> {
         if !self.is_ours() {
@@ -77,12 +79,13 @@ impl Ring {
         let number = self.words[layout::header::CALL_COUNT].fetch_add(1, Ordering::Relaxed) + 1;
         let slot = self.slot(number)?;
         let before = slot.0[layout::entry::LOCK].load(Ordering::Relaxed);
-        // A thread may be held up here until the ring has gone round, and find a later call in its slot.
+        // A thread may be delayed until the ring has wrapped around, and find a later call in its slot.
         if before & 1 == 1 || before >= lock(number) || !slot.lock(before, number) {
             self.words[layout::header::LOST].fetch_add(1, Ordering::Relaxed);
             return None;
         }
-        // All but the lock, which is the first. (Skipped in both: the compiler knows then how many there are.)
+        // All words but the lock, which is the first. (Both skip it in this way so that the compiler knows
+        // the length.)
         for (place, word) in slot.0[1..].iter().zip(&entry.encode()[1..]) {
             place.store(*word, Ordering::Relaxed);
         }
@@ -99,7 +102,7 @@ impl Ring {
         }
     }
 
-    /// Sets a group; two threads must not do so at once.
+    /// Writes a group; two threads must not do so at once.
     pub(super) fn set_group(&self, slot: usize, group: &Group) {
         let places = &self.words[group_at(slot)..][..layout::GROUP_LEN];
         places[0].store(1, Ordering::Relaxed);
@@ -110,7 +113,8 @@ impl Ring {
         places[0].store(lock(u64::from(group.number)), Ordering::Release);
     }
 
-    /// A copy of all that is recorded. What others change all the time while it is made is marked as being written.
+    /// Returns a copy of the recording. Slots that others keep changing during the copy are marked as being
+    /// written.
     pub(super) fn bytes(&self) -> Vec<u8> {
         let mut words: Vec<u64> = self.words.iter().map(|word| word.load(Ordering::Relaxed)).collect();
         for (at, count) in layout::slots() {
@@ -119,13 +123,13 @@ impl Ring {
         words.into_iter().flat_map(u64::to_le_bytes).collect()
     }
 
-    /// The place of a call; there always is one.
+    /// The slot of a call, which always exists.
     fn slot(&self, number: u64) -> Option<Slot<'_>> {
         self.words[entry_at(number)..].first_chunk().map(Slot)
     }
 }
 
-/// Copies a group or a call as it stood at one moment, or with an odd lock.
+/// Copies a consistent state of a group or a call, or one with an odd lock.
 fn copy(from: &[AtomicU64], into: &mut [u64]) {
     for _ in 0..COPIES {
         let mut same = true;
@@ -141,12 +145,12 @@ fn copy(from: &[AtomicU64], into: &mut [u64]) {
 }
 
 impl Slot<'_> {
-    /// Makes the lock odd if it is `before`; whether it was.
+    /// Makes the lock odd if it is `before`. Returns whether it was.
     fn lock(&self, before: u64, number: u64) -> bool {
         let lock = &self.0[layout::entry::LOCK];
         let locked =
             lock.compare_exchange(before, layout::lock(number) | 1, Ordering::Acquire, Ordering::Relaxed);
-        // What follows must not be seen before the odd lock is.
+        // Later stores must not be visible before the odd lock.
         fence(Ordering::Release);
         locked.is_ok()
     }

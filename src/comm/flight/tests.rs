@@ -1,4 +1,4 @@
-//! Recordings as their readers see them.
+//! Recordings as readers see them.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,7 +11,7 @@ use convoke_env::flight::names::Names;
 
 use super::*;
 
-/// A folder that is gone at the end of the test.
+/// A folder that is removed at the end of the test.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -152,7 +152,7 @@ fn a_call_that_was_half_written_is_not_read() {
     let track = of_three(folder.recorder());
     let step = track.begin(&told(0));
     track.begin(&told(1));
-    // As if the process were killed in there.
+    // The state as if the process had been killed during the change.
     step.change(|slot| {
         slot.set(layout::entry::SEQ, 99);
         let recording = folder.only();
@@ -200,7 +200,7 @@ fn threads_that_write_at_once_and_a_reader_beside_them_see_whole_calls() {
     });
     assert!(reads > 0);
     assert_eq!((calls.calls, calls.torn), (THREADS * CALLS, 0));
-    // Two threads met in a slot only if one was held up for a whole round of the ring.
+    // Two threads meet in a slot only if one was delayed for a whole round of the ring.
     assert!(
         calls.entries.len() as u64 + calls.lost >= ENTRIES as u64,
         "{} {}",
@@ -232,10 +232,12 @@ fn groups_that_have_ended_make_room_and_calls_of_more_groups_than_there_is_room_
     drop((first, many));
 }
 
-/// Asserts that something is true in a forked child. It takes no lock that another thread may have there for ever.
+/// Asserts a condition in a forked child. The condition takes no lock that another thread may have held at
+/// the fork.
 #[allow(unsafe_code)]
 fn assert_in_a_child(is_true: impl FnOnce() -> bool) {
-    // SAFETY: the child takes no such lock, may allocate, which glibc allows after a fork, and ends with _exit.
+    // SAFETY: the child takes no such lock, may allocate, which glibc allows after a fork, and ends with
+    // _exit.
     match unsafe { nix::unistd::fork() }.unwrap() {
         nix::unistd::ForkResult::Child => {
             let code = i32::from(!is_true());
@@ -270,7 +272,7 @@ fn a_forked_child_does_not_write_into_its_parents_recording() {
 #[test]
 fn a_forked_child_tells_its_own_threads() {
     of_three(Recorder::new(None, None)).begin(&told(1)).end(true);
-    // As `Recorder::of_process` does in a child.
+    // `Recorder::of_process` also does this in a child.
     assert_in_a_child(|| {
         let ring = &Recorder::new(None, None).ring;
         ring.thread_id() == nix::unistd::gettid().as_raw().cast_unsigned()

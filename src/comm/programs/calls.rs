@@ -1,4 +1,4 @@
-//! Each collective in its blocking form, and begun without waiting.
+//! Each collective in its blocking and its nonblocking form.
 
 use std::sync::Arc;
 
@@ -54,7 +54,7 @@ pub(crate) fn blocking<T: Value>(
     }
 }
 
-/// The operation with what this rank knows of it.
+/// The reduction, with this rank's factor if it has one.
 fn reduction<T: Value>(call: &Collective, me: usize) -> Reduction<T> {
     match call.op {
         ReduceOp::PremulSum => Reduction::premul_sum(T::factor(call.factor(me))),
@@ -67,23 +67,23 @@ fn reduction<T: Value>(call: &Collective, me: usize) -> Reduction<T> {
     }
 }
 
-/// What `me` sends to each rank, and gets from each.
+/// The lengths that `me` sends to each rank, and those that it gets from each.
 fn lens_of_pairs(lens: &[usize], me: usize, size: usize) -> (Vec<usize>, Vec<usize>) {
     let filled = (0..size).map(|rank| lens[rank * size + me]).collect();
     (lens[me * size..(me + 1) * size].to_vec(), filled)
 }
 
-/// Looks at what an operation has sent and filled.
+/// Checks the buffers that an operation has sent and filled.
 pub(crate) type Check<'s, T> = Box<dyn FnOnce(&[T], &[T]) -> Result<(), String> + Send + 's>;
-/// The same of the memory as it was handed over.
+/// Checks the memory that a handle returns.
 pub(crate) type Look<'s, M> = Box<dyn FnOnce(<M as Memory>::Output) -> Result<(), String> + Send + 's>;
 
-/// Where handles go.
+/// A receiver of handles.
 pub(crate) trait Keeper<'s> {
     fn keep<M: Memory + Send + 's>(&mut self, work: Work<M>, look: Look<'s, M>);
 }
 
-/// Begins `call`, and leaves its handle to `keeper`.
+/// Begins `call`, and passes its handle to `keeper`.
 pub(crate) fn begin<'s, T, S, R>(
     from: &Nonblocking<'s, '_>,
     (call, me, size): (&Collective, usize, usize),
@@ -161,9 +161,9 @@ fn joined<B: Buffer>(buffers: &[B]) -> Vec<B::Element> {
     buffers.iter().flat_map(|buffer| buffer.elements()).copied().collect()
 }
 
-/// A buffer that can be cut in those of a list.
+/// A buffer that can be cut into the buffers of a list.
 pub(crate) trait Cut: Sized {
-    /// Pieces of `times` each of `lens`.
+    /// Cuts off pieces of `times` each of `lens`.
     fn cut(self, lens: &[usize], times: usize) -> Vec<Self>;
 }
 

@@ -1,5 +1,5 @@
-//! Endings other than that all is dropped. Of those that are errors: one rank does what the others do not expect,
-//! and all must learn the same of it.
+//! The endings of programs other than dropping all handles. In those with errors, one rank does something
+//! unexpected, and all ranks must report one cause.
 
 use crate::{CommError, Group, Loss, ReduceOp};
 
@@ -8,12 +8,12 @@ use super::program::{Badly, Fault};
 use super::works::{PATIENCE, Shelves, Stop};
 use convoke_testkit::Random;
 
-/// What an abort says.
+/// The reason of an abort.
 const REASON: &str = "the program wants it";
-/// A tag that nobody sends with.
+/// A tag without any messages.
 const SILENT: u32 = u32::MAX;
 
-/// Destroys all groups; subgroups go on without those that they come from.
+/// Destroys all groups; subgroups must stay usable after their parents.
 pub(crate) fn destroyed(groups: &[Option<Group>]) -> Result<(), Stop> {
     for group in groups.iter().flatten() {
         group.barrier()?;
@@ -31,7 +31,7 @@ fn destroy(group: &Group) -> Result<(), Stop> {
     }
 }
 
-/// Ends this rank's part in a group, of which one rank ends by a fault; the cause that it gets.
+/// Ends this rank's part in a group in which one rank causes a fault. Returns the cause that this rank gets.
 pub(crate) fn badly(
     groups: &mut Vec<Option<Group>>,
     what: Badly,
@@ -40,7 +40,7 @@ pub(crate) fn badly(
     let Badly { group, culprit, fault, shrinks } = what;
     let Some(group) = groups[group].take() else { return Ok(None) };
     let guilty = group.rank() == culprit;
-    // Whoever is through knows that all others have come to this point. It may hear of the end here already.
+    // A rank that returns knows that all others have come to this point. It may hear of the end here already.
     let mut met = group.barrier();
     if guilty && fault == Fault::Leaves {
         groups.clear();
@@ -63,7 +63,7 @@ pub(crate) fn badly(
             }
         }
     }
-    // Who is done before it could notice, such as a root, hears of it in its next call.
+    // A rank that is done before it could notice, such as a root, hears of it in its next call.
     while result.is_ok() {
         result = group.barrier();
     }
@@ -81,7 +81,7 @@ pub(crate) fn badly(
     }
 }
 
-/// Begins what cannot end well.
+/// Begins operations that must fail.
 fn begin(group: &Group, culprit: usize, waiting: &mut Shelves, random: &mut Random) -> Result<(), CommError> {
     let (own, others) = (group.nonblocking(), (0..group.size()).filter(|&rank| rank != group.rank()));
     for from in others {
@@ -95,7 +95,7 @@ fn begin(group: &Group, culprit: usize, waiting: &mut Shelves, random: &mut Rand
     Ok(())
 }
 
-/// Goes on with those who are left.
+/// Continues with the remaining ranks.
 fn shrink(group: &Group, culprit: usize, fault: Fault) -> Result<(), Stop> {
     let left: Vec<usize> = (0..group.size()).filter(|&rank| rank != culprit || !fault.is_leave()).collect();
     let shrunk = group.shrink(PATIENCE)?;
@@ -107,7 +107,7 @@ fn shrink(group: &Group, culprit: usize, fault: Fault) -> Result<(), Stop> {
     Err(format!("{left:?} should be left of {:?}, not {ranks:?}", group.global_ranks()).into())
 }
 
-/// What all but the culprit call, in one form or another.
+/// A call that all ranks but the culprit make, in one form or another.
 fn expected(group: &Group, random: &mut Random) -> Result<(), CommError> {
     let mut buf = vec![1.0_f32; 1000];
     match random.below(3) {
@@ -117,7 +117,7 @@ fn expected(group: &Group, random: &mut Random) -> Result<(), CommError> {
     }
 }
 
-/// What the culprit calls instead.
+/// A call that the culprit makes instead.
 fn other(group: &Group, random: &mut Random) -> Result<(), CommError> {
     let (size, own) = (group.size(), group.nonblocking());
     match random.below(8) {
@@ -132,7 +132,7 @@ fn other(group: &Group, random: &mut Random) -> Result<(), CommError> {
     }
 }
 
-/// The cause that an error names, if it is the right one.
+/// The cause that an error names, if it is the expected one.
 fn cause(error: &CommError, culprit: usize, fault: Fault) -> Result<String, Stop> {
     let right = match (fault, error) {
         (Fault::Differs, CommError::Mismatch { rank, by, .. }) => *rank == culprit || *by == culprit,
@@ -143,7 +143,7 @@ fn cause(error: &CommError, culprit: usize, fault: Fault) -> Result<String, Stop
         _ => false,
     };
     let text = error.to_string();
-    // What follows is where this rank was.
+    // The rest of the text tells where this rank was.
     let cause = text.split("; group").next().unwrap_or_default().to_owned();
     if right { Ok(cause) } else { Err(format!("{fault:?} by rank {culprit} became: {text}").into()) }
 }

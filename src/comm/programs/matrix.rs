@@ -1,8 +1,9 @@
-//! The matrix: each collective with each type, each operation that has a meaning and each number of ranks, with
-//! lengths of all kinds, compared with the model.
+//! The matrix: each collective with each type, each meaningful operation, each number of ranks and lengths of
+//! all kinds, compared with the model.
 //!
-//! [`cases`] is the table. The short form has fewer numbers of ranks, and lengths around the lower thresholds only; of
-//! all lengths each case has some, the next case others. Values with more digits are in `tests/reductions.rs`.
+//! [`cases`] is the table. The short form has fewer numbers of ranks, and lengths around the lower thresholds
+//! only. Each case takes some of all lengths, and the next case takes others. Values with more digits are in
+//! `tests/reductions.rs`.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,19 +19,19 @@ use super::works::{Shelves, Stop};
 use crate::{Dtype, Group, GroupOptions, ReduceOp};
 
 const LONG: Duration = Duration::from_secs(60);
-/// Numbers of ranks of the short and of the whole form.
+/// The numbers of ranks of the short and of the full form.
 const WORLDS: [&[usize]; 2] = [&[1, 2, 3, 5], &[1, 2, 3, 4, 5, 6, 7, 8, 16, 17]];
 /// Lengths in elements.
 const FEW: [usize; 5] = [0, 1, 3, 7, 77];
-/// Lengths in bytes of all blocks together, around which algorithms, small messages and chunks change; each is tried
-/// with an element less, exactly and with one more.
+/// Total lengths in bytes at which algorithms, small messages and chunks change. Each is tried exactly, with
+/// one element less, and with one more.
 const THRESHOLDS: [&[usize]; 2] =
     [&[4 << 10, 8 << 10, 12 << 10], &[4 << 10, 8 << 10, 12 << 10, 64 << 10, 128 << 10, 256 << 10]];
 
-/// Each case has one in so many lengths.
+/// Each case takes one in this many lengths.
 const STEP: usize = 11;
 
-/// Whether all orders of combining values of this type give the same, among so many ranks.
+/// Returns whether the reduction of this many values gives one result in every order.
 fn is_exact(dtype: Dtype, op: ReduceOp, ranks: usize) -> bool {
     use {Dtype as D, ReduceOp as Op};
     let most = match (dtype, op) {
@@ -59,7 +60,7 @@ fn cases(world: usize, thresholds: &[usize]) -> Vec<Collective> {
                     |threshold: &usize| (threshold / bytes).saturating_sub(1)..=threshold / bytes + 1;
                 let lens = FEW.into_iter().chain(thresholds.iter().flat_map(around));
                 for (index, len) in lens.enumerate().skip(cases.len() % STEP).step_by(STEP) {
-                    // Of unequal ones, no two neighbours are equal, and some are empty.
+                    // Neighbouring lengths differ, and some are 0.
                     let unequal = (0..buffers).map(|place| len.saturating_sub(place % 3)).collect();
                     let (root, seed) = ((cases.len() + index) % world, cases.len() as u64);
                     cases.push(Collective { kind, dtype, op, root, lens: unequal, rounded: false, seed });
@@ -70,7 +71,7 @@ fn cases(world: usize, thresholds: &[usize]) -> Vec<Collective> {
     cases
 }
 
-/// The blocking form.
+/// Runs the blocking form.
 fn wait<T: Value>(group: &Group, call: &Collective) -> Result<(), Stop> {
     let case = case::<T>(call, group.rank(), group.size());
     let (send, mut recv) = (case.send.clone(), case.recv.clone());
@@ -78,7 +79,7 @@ fn wait<T: Value>(group: &Group, call: &Collective) -> Result<(), Stop> {
     Ok(case.check(&send, &recv)?)
 }
 
-/// The same without waiting.
+/// Begins the nonblocking form.
 fn begin<T: Value>(group: &Group, call: &Collective, shelves: &mut Shelves) -> Result<(), Stop> {
     let case = case::<T>(call, group.rank(), group.size());
     let (memory, what) = ((case.send.clone(), case.recv.clone()), (call, group.rank(), group.size()));

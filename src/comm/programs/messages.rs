@@ -12,12 +12,12 @@ use super::works::{Shelves, Stop};
 use convoke_testkit::Random;
 
 impl Messages {
-    /// What is in the message with this place in the list.
+    /// The content of the message at this place in the list.
     pub(crate) fn content<T: Value>(&self, index: usize) -> Vec<T> {
         (0..self.list[index].len).map(|place| T::exact(hash(self.seed, index, place))).collect()
     }
 
-    /// Messages that this rank sends or receives, with their places in the list.
+    /// The messages that this rank sends or receives, with their places in the list.
     pub(crate) fn of(&self, me: usize) -> impl Iterator<Item = (usize, &Message)> {
         self.list.iter().enumerate().filter(move |(_, message)| message.from == me || message.to == me)
     }
@@ -28,7 +28,7 @@ impl Messages {
         if same { Ok(()) } else { Err(format!("{:?} has not arrived as it was sent", self.list[index])) }
     }
 
-    /// The place of what `from` sends, if it sends anything and has not been seen before.
+    /// The place of the message that `from` sends, if there is one that was not received before.
     fn first_of(&self, from: usize, seen: &mut Vec<usize>) -> Result<usize, String> {
         let index = self.list.iter().position(|message| message.from == from);
         let index = index.filter(|index| !seen.contains(index));

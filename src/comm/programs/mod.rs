@@ -1,19 +1,21 @@
-//! Random programs: all operations, in all their forms, on overlapping groups and from several threads, compared with
-//! a model that computes what every rank must have.
+//! Random programs: all operations, in all their forms, on overlapping groups and from several threads,
+//! compared with a model that computes the results of every rank.
 //!
-//! A seed stands for a program: groups, 200 operations, how it ends, and what its connections are like. On which
-//! thread and in which form a rank carries out an operation (blocking, begun and waited for in any way and order, in a
-//! scope, let go) is its own choice, and also of the seed. What the seed does not decide is time.
+//! A seed determines a program: its groups, 200 operations, its ending, and the faults of its connections. It
+//! also determines the thread and the form in which a rank carries out an operation. Forms are: blocking,
+//! begun and waited for in any way and order, in a scope, or with a dropped handle. Only timing does not
+//! depend on the seed.
 //!
-//! [`matrix`] takes each collective in turn, against the same model.
+//! [`matrix`] runs each collective in turn against this model.
 //!
-//! [`program`] says what is done, [`model`] what must come of it, [`calls`], [`messages`], [`objects`] and [`scope`] do
-//! it, [`works`] waits, [`rank`] ties that together, [`ending`] is how a program ends that shall not end well.
+//! [`program`] defines the operations, and [`model`] the results. [`calls`], [`messages`], [`objects`] and
+//! [`scope`] carry them out. [`works`] waits, [`rank`] drives one rank, and [`ending`] has the endings with
+//! errors.
 //!
-//! The test runs the programs of the first seeds, always the same, and then others for some seconds, or 5,000 with
-//! CONVOKE_FULL=1; with CONVOKE_SEED the one program of that seed, again and again for the same time.
+//! The test runs a fixed set of seeds, then random ones for some seconds. With CONVOKE_FULL=1 there are 5,000
+//! programs. With CONVOKE_SEED it runs the program of that seed repeatedly for the usual time.
 
-// In a test a broken expectation ends it.
+// A failed expectation in a test panics.
 #![allow(clippy::panic)]
 
 mod calls;
@@ -41,16 +43,17 @@ use convoke_testkit::Random;
 use program::Program;
 use rank::Common;
 
-/// Programs that are the same in every run.
+/// The number of programs that every run includes.
 const FIXED: usize = 50;
-/// Programs of the whole form.
+/// The number of programs of the full form.
 const PROGRAMS: usize = 5000;
-/// How long the short form begins new ones beyond the fixed ones.
+/// The time in which the short form begins programs beyond the fixed ones.
 const SHORT: Duration = Duration::from_secs(5);
-/// Longest run of a program: more than any of its waits.
+/// The longest time that a program may run: more than any of its waits.
 const LONGEST: Duration = Duration::from_secs(200);
-/// If no thread of a program gets on for so long, a message was not noticed until its ranks asked each other before a
-/// deadline. The time of the whole program says nothing: on a busy machine each change of threads takes milliseconds.
+/// The longest time in which no thread of a program may progress. After it, a message was not noticed until
+/// its ranks asked each other before a deadline. The total time proves nothing: on a busy machine each
+/// context switch takes milliseconds.
 const STALLED: Duration = Duration::from_secs(45);
 
 #[test]
@@ -58,7 +61,7 @@ fn random_programs_end_as_the_model_says_and_leave_nothing() {
     let variable = |name: &str| std::env::var(name).ok();
     let given = variable("CONVOKE_SEED").and_then(|seed| seed.parse::<u64>().ok());
     let full = given.is_none() && variable("CONVOKE_FULL").is_some_and(|value| value == "1");
-    // Short enough to be typed.
+    // A seed short enough to be typed.
     let first = given.unwrap_or_else(|| Random::new("").next() >> 32);
     let (start, begun) = (Instant::now(), AtomicUsize::new(0));
     let programs = || {
@@ -81,12 +84,12 @@ fn random_programs_end_as_the_model_says_and_leave_nothing() {
         workers.into_iter().map(|worker| worker.join().unwrap()).collect()
     });
     let ran: usize = ran.into_iter().map(|ran| ran.unwrap_or_else(|wrong| panic!("{wrong}"))).sum();
-    // Past the harness, which shows nothing of a test that passes.
+    // Written directly to stderr, since the harness hides the output of a test that passes.
     let took = start.elapsed().as_secs_f64();
     writeln!(std::io::stderr(), "random programs: {ran} from seed {first}, {took:.0} s").unwrap();
 }
 
-/// Runs the program of `seed`; the error says what is wrong.
+/// Runs the program of `seed`. The error describes the failure.
 fn run(seed: u64) -> Result<(), String> {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
     let common = Arc::new(Common::new(Program::random(seed), Arc::clone(&store)));
@@ -120,7 +123,7 @@ fn run(seed: u64) -> Result<(), String> {
     if wrong.is_empty() && causes.len() > 1 {
         wrong.push(format!("the ranks name different causes: {causes:#?}"));
     }
-    // Every group, its engine and its thread have the store.
+    // Every group, its engine and its thread hold the store.
     while wrong.is_empty() && Arc::strong_count(&store) > 1 {
         if Instant::now() > deadline {
             wrong.push(format!("{} things are left that have the store", Arc::strong_count(&store) - 1));

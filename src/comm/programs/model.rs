@@ -1,4 +1,5 @@
-//! What each rank has before a collective, and what it must have afterwards, computed on one's own. Pure.
+//! The memory of each rank before a collective, and the expected memory afterwards, computed independently.
+//! Pure.
 
 use std::ops::Range;
 
@@ -7,25 +8,25 @@ use crate::ReduceOp;
 use super::program::{Collective, Kind};
 use super::values::{Value, hash};
 
-/// One rank's memory of one operation. The buffers of a list lie behind each other.
+/// One rank's memory of one operation. The buffers of a list follow each other.
 #[derive(Debug, Clone)]
 pub(crate) struct Case<T> {
     pub(crate) send: Vec<T>,
     pub(crate) recv: Vec<T>,
-    /// What `recv` must be afterwards, in the part that is specified.
+    /// The expected values of `recv`, in the part that is specified.
     pub(crate) want: Vec<T>,
     pub(crate) specified: Range<usize>,
     rounded: bool,
 }
 
 impl<T: Value> Case<T> {
-    /// Of an operation that has nothing to do with reductions.
+    /// The case of an operation that is no reduction.
     pub(crate) fn of(send: Vec<T>, recv: Vec<T>, want: Vec<T>) -> Self {
         let specified = 0..want.len();
         Self { send, recv, want, specified, rounded: false }
     }
 
-    /// Whether what came out of it is as it must be: `send` untouched, and `recv`.
+    /// Checks the result of the operation: `send` unchanged, and `recv` as expected.
     pub(crate) fn check(&self, send: &[T], recv: &[T]) -> Result<(), String> {
         compare("what is sent has changed", send, &self.send, T::is)?;
         let (got, want) = (recv.get(self.specified.clone()), &self.want[self.specified.clone()]);
@@ -46,12 +47,12 @@ fn compare<T: Value>(what: &str, got: &[T], want: &[T], same: fn(T, T) -> bool) 
     }
 }
 
-/// What lies in memory that is to be filled.
+/// Arbitrary values for memory that an operation fills.
 pub(crate) fn junk<T: Value>(len: usize) -> Vec<T> {
     (0..len).map(|index| T::rounded(hash(7, len, index))).collect()
 }
 
-/// `call` as rank `me` of `size` sees it.
+/// The case of `call` for rank `me` of `size`.
 pub(crate) fn case<T: Value>(call: &Collective, me: usize, size: usize) -> Case<T> {
     Model { call, me, size }.case()
 }
@@ -63,7 +64,7 @@ struct Model<'a> {
 }
 
 impl Model<'_> {
-    /// What a rank has at a place of its row.
+    /// The value of a rank at an index of its row.
     fn value<T: Value>(&self, rank: usize, index: usize) -> T {
         let random = hash(self.call.seed, rank, index);
         if self.call.rounded { T::rounded(random) } else { T::exact(random) }
@@ -73,7 +74,7 @@ impl Model<'_> {
         range.map(|index| self.value(rank, index)).collect()
     }
 
-    /// The reduction over `ranks`, at one place of their rows.
+    /// The reduction over `ranks` at one index of their rows.
     fn sum<T: Value>(&self, ranks: Range<usize>, index: usize) -> T {
         let op = self.call.op;
         let count = ranks.len();

@@ -6,7 +6,7 @@ use super::program::Objects;
 use super::values::hash;
 use super::works::Stop;
 
-/// Anything that serde can write, of sizes that differ.
+/// An arbitrary type that serde can write, with values of different sizes.
 type Object = (u64, Option<String>, Vec<u16>);
 
 fn object(seed: u64, rank: usize) -> Object {

@@ -1,4 +1,4 @@
-//! What a random program is: groups, and operations that all their ranks carry out in one order. Pure.
+//! A random program: groups, and operations that all their ranks carry out in one order. Pure.
 
 use std::fmt;
 use std::sync::Arc;
@@ -8,46 +8,46 @@ use crate::{Dtype, ReduceOp};
 use super::values::{TYPES, hash};
 use convoke_testkit::Random;
 
-/// Operations of a program.
+/// The number of operations of a program.
 pub(crate) const STEPS: usize = 200;
-/// Most ranks.
+/// The largest number of ranks.
 const WORLD: usize = 5;
-/// Tags of a lane; the last of them are for messages that must not meet others.
+/// The number of tags of a lane; the last of them are for messages that must not match others.
 pub(crate) const LANE_TAGS: u32 = 1000;
 
 #[derive(Debug)]
 pub(crate) struct Program {
     pub(crate) seed: u64,
-    /// For each group its ranks in the world, in the order of the group. The first is the world.
+    /// The ranks of each group in the world, in group order. The first group is the world.
     pub(crate) groups: Vec<Vec<usize>>,
     pub(crate) makes: Vec<Make>,
     pub(crate) lanes: Vec<Lane>,
     pub(crate) steps: Vec<Step>,
-    /// Each lane has a thread of its own on each rank; else one has all.
+    /// If set, each lane has its own thread on each rank; otherwise one thread runs all.
     pub(crate) threads: bool,
-    /// Connections are as awkward as they can be.
+    /// If set, connections deliver in the most awkward pieces.
     pub(crate) rough: bool,
     pub(crate) ending: Ending,
 }
 
-/// How groups come from another.
+/// An operation that makes groups from another.
 #[derive(Debug)]
 pub(crate) struct Make {
     pub(crate) parent: usize,
     pub(crate) how: How,
-    /// Indices of the groups that it makes.
+    /// The indices of the new groups.
     pub(crate) groups: std::ops::Range<usize>,
 }
 
 #[derive(Debug)]
 pub(crate) enum How {
-    /// Of these ranks of the parent.
+    /// A subgroup of these ranks of the parent.
     Subgroup(Vec<usize>),
-    /// By each rank's color and key.
+    /// A split by each rank's color and key.
     Split(Vec<(Option<u32>, i64)>),
 }
 
-/// Operations of one group, one after the other: its collectives, or messages with tags of their own.
+/// Operations of one group, one after the other: its collectives, or messages with their own tags.
 #[derive(Debug)]
 pub(crate) struct Lane {
     pub(crate) group: usize,
@@ -74,15 +74,15 @@ pub(crate) struct Collective {
     pub(crate) dtype: Dtype,
     pub(crate) op: ReduceOp,
     pub(crate) root: usize,
-    /// One length, one for each buffer of a list, for each rank, or for each pair of ranks.
+    /// One length, or one for each buffer of a list, for each rank, or for each pair of ranks.
     pub(crate) lens: Vec<usize>,
-    /// Values whose sums are rounded.
+    /// If set, the sums of the values are rounded.
     pub(crate) rounded: bool,
     pub(crate) seed: u64,
 }
 
 impl Collective {
-    /// Decides what a rank multiplies its share with, where it does.
+    /// A random number for the factor of a rank, if the operation has one.
     pub(crate) fn factor(&self, rank: usize) -> u64 {
         hash(self.seed, rank, usize::MAX)
     }
@@ -170,13 +170,13 @@ impl Kind {
         self.is_all_reduce() || self.is_scan() || of_one.contains(&self) || of_blocks.contains(&self)
     }
 
-    /// Whether all ranks get the same sums.
+    /// Returns whether all ranks get equal sums.
     pub(crate) fn is_all_reduce(self) -> bool {
         matches!(self, Self::AllReduce | Self::AllReduceInto | Self::AllReduceList)
     }
 
-    /// Lengths in [`Collective::lens`] for a group of `size` and lists of so many buffers, and how many times each of
-    /// them a rank has at most.
+    /// The number of lengths in [`Collective::lens`] for a group of `size` and lists of so many buffers. Also
+    /// how many times each of them a rank has at most.
     pub(crate) fn shape(self, size: usize, buffers: usize) -> (usize, usize) {
         match self {
             Self::Barrier => (0, 1),
@@ -211,15 +211,15 @@ pub(crate) struct Messages {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Pattern {
-    /// One after the other.
+    /// The messages one after the other.
     Plain,
     /// Each rank sends to one and receives from one.
     SendRecv,
-    /// Side by side.
+    /// All messages in one batch.
     Batch,
-    /// One rank receives from whoever sends.
+    /// One rank receives from any source.
     AnySource,
-    /// The receiver looks first.
+    /// The receiver probes first.
     Probe,
 }
 
@@ -231,12 +231,12 @@ pub(crate) struct Message {
     pub(crate) len: usize,
 }
 
-/// How a program ends: well, or with an error that all ranks of a group must get alike.
+/// The ending of a program: success, or an error that all ranks of a group must report alike.
 #[derive(Debug, Clone)]
 pub(crate) enum Ending {
     /// All handles are dropped.
     Well,
-    /// All groups are destroyed, the first first, though there are handles left.
+    /// All groups are destroyed in order, while handles exist.
     Destroyed,
     /// One rank of a group does something that the others do not expect.
     Badly(Badly),
@@ -247,7 +247,7 @@ pub(crate) struct Badly {
     pub(crate) group: usize,
     pub(crate) culprit: usize,
     pub(crate) fault: Fault,
-    /// Those who are left go on in a group of their own.
+    /// If set, the remaining ranks continue in a group of their own.
     pub(crate) shrinks: bool,
 }
 
@@ -255,20 +255,20 @@ pub(crate) struct Badly {
 pub(crate) enum Fault {
     Differs,
     Aborts,
-    /// Drops all its handles.
+    /// The rank drops all its handles.
     Leaves,
     Destroys,
 }
 
 impl Fault {
-    /// Whether the rank is no longer in the group then.
+    /// Returns whether the rank leaves the group.
     pub(crate) fn is_leave(self) -> bool {
         matches!(self, Self::Leaves | Self::Destroys)
     }
 }
 
 impl Program {
-    /// The program that `seed` stands for.
+    /// The program that `seed` determines.
     pub(crate) fn random(seed: u64) -> Self {
         let random = &mut Random::from_seed(seed);
         let world = [1, 2, 2, 2, 3, 3, 3, 4, 4, WORLD, WORLD][random.below(11)];
@@ -305,7 +305,7 @@ impl Program {
     }
 }
 
-/// All but the steps.
+/// Prints everything but the steps.
 impl fmt::Display for Program {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { groups, makes, threads, rough, ending, .. } = self;
@@ -347,10 +347,10 @@ fn shuffle<T>(list: &mut [T], random: &mut Random) {
     }
 }
 
-/// Sizes at which the table of algorithms, the small messages and the reading ahead change, in bytes.
+/// The sizes in bytes at which algorithms, small messages and read-ahead change.
 const THRESHOLDS: [usize; 6] = [4 << 10, 8 << 10, 12 << 10, 64 << 10, 128 << 10, 256 << 10];
 
-/// A length such that `times` of it are mostly few bytes, sometimes around a threshold.
+/// A random length: `times` of it are mostly few bytes, sometimes close to a threshold.
 fn random_len(element_bytes: usize, times: usize, random: &mut Random) -> usize {
     let around =
         |bytes: usize, random: &mut Random| (bytes / element_bytes / times + random.below(3)).max(1) - 1;
@@ -389,11 +389,11 @@ fn random_objects(size: usize, random: &mut Random) -> Objects {
     }
 }
 
-/// Of a lane with tags of its own, in a group of at least two.
+/// Messages of a lane with its own tags, in a group of at least two.
 fn random_messages(lane: usize, number: usize, size: usize, random: &mut Random) -> Messages {
     let dtype = random_type(random);
     let tags = lane as u32 * LANE_TAGS;
-    // No other message of the lane has this one.
+    // A tag that no other message of the lane has.
     let own_tag = tags + 10 + number as u32;
     let len = |random: &mut Random| random_len(dtype.size_bytes(), 1, random);
     let other_than = |rank: usize, random: &mut Random| (rank + 1 + random.below(size - 1)) % size;
@@ -433,7 +433,7 @@ fn random_messages(lane: usize, number: usize, size: usize, random: &mut Random)
 fn random_ending(groups: &[Vec<usize>], random: &mut Random) -> Ending {
     let group = random.below(groups.len());
     let fault = [Fault::Differs, Fault::Aborts, Fault::Leaves, Fault::Destroys][random.below(4)];
-    // Subgroups keep the groups that they come from, so nobody can leave those alone.
+    // Subgroups keep their parents alive, so a rank can leave only the world, together with everything else.
     let group = if fault == Fault::Leaves { 0 } else { group };
     let (culprit, shrinks) = (random.below(groups[group].len()), random.below(2) == 0);
     match random.below(2) {

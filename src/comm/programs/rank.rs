@@ -1,4 +1,5 @@
-//! One rank of a program: it makes the groups, carries out the steps, and compares with the model.
+//! One rank of a program: it makes the groups, carries out the steps, and compares the results with the
+//! model.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -18,26 +19,26 @@ use super::works::{Calls, PATIENCE, Shelves, Stop};
 use crate::links::rough;
 use convoke_testkit::Random;
 
-/// Bound for each operation: long, as whatever ends by it is an error.
+/// The timeout of each operation: long, since an operation that times out is an error.
 const TIMEOUT: Duration = Duration::from_secs(60);
 /// Most steps in one scope.
 const SCOPE: usize = 6;
 
-/// What all ranks of a program share.
+/// The state that all ranks of a program share.
 pub(crate) struct Common {
     pub(crate) program: Program,
     store: Arc<dyn Store>,
-    /// Of the sums of each step, on the rank that was first.
+    /// The digest of the sums of each step, set by the first rank that has it.
     digests: Mutex<HashMap<usize, u64>>,
     pub(crate) doing: Mutex<Doing>,
 }
 
-/// What each thread of each rank does, to tell who hangs where.
+/// The current step of each thread of each rank, to name those that hang.
 #[derive(Debug)]
 pub(crate) struct Doing {
     threads: HashMap<(usize, usize), String>,
     last_change: Instant,
-    /// Longest time in which no thread went on to something else.
+    /// The longest time in which no thread began another step.
     pub(crate) longest_pause: Duration,
 }
 
@@ -58,7 +59,7 @@ impl Common {
         Self { program, store, digests: Mutex::default(), doing: Mutex::new(Doing::new()) }
     }
 
-    /// Whether what came out of a collective is right, and sums that all get have the same bits everywhere.
+    /// Checks the result of a collective. Sums that all ranks get must have equal bits everywhere.
     fn check<T: Value>(&self, number: usize, case: &Case<T>, send: &[T], recv: &[T]) -> Result<(), String> {
         case.check(send, recv).map_err(|what| format!("step {number}: {what}"))?;
         let What::Collective(call) = &self.program.steps[number].what else { return Ok(()) };
@@ -78,7 +79,7 @@ pub(crate) fn text(stop: &Stop) -> String {
     }
 }
 
-/// Runs the program as `rank`. The error that it ended with, if it should.
+/// Runs the program as `rank`. Returns the error that it ended with, if it should fail.
 pub(crate) fn run(common: &Arc<Common>, rank: usize) -> Result<Option<String>, String> {
     let program = &common.program;
     rough::on(program.rough.then(|| hash(program.seed, rank, usize::MAX - 1)));
@@ -110,11 +111,11 @@ pub(crate) fn run(common: &Arc<Common>, rank: usize) -> Result<Option<String>, S
     Ok(ended)
 }
 
-/// The groups that this rank is in.
+/// Creates the groups that this rank is in.
 fn groups(common: &Common, rank: usize) -> Result<Vec<Option<Group>>, CommError> {
     let program = &common.program;
     let options = GroupOptions::default().name("world").timeout(TIMEOUT).init_timeout(PATIENCE);
-    // Half of the programs through shared memory.
+    // Half of the programs use shared memory.
     let options = options.shared_memory(hash(program.seed, 0, usize::MAX - 2).is_multiple_of(2));
     let mut groups = vec![None; program.groups.len()];
     groups[0] = Some(Group::new(Arc::clone(&common.store), rank, program.world(), options)?);
@@ -146,7 +147,7 @@ struct Thread {
     shelves: Shelves,
 }
 
-/// Numbers of steps, and their groups.
+/// The numbers of steps, with their groups.
 type Steps = [(usize, Group)];
 
 impl Thread {
@@ -186,7 +187,7 @@ impl Thread {
         doing.note(self.rank, self.number, what);
     }
 
-    /// Carries out the first step, or some; how many.
+    /// Carries out the first step, or several. Returns how many.
     fn some(&mut self, steps: &Steps) -> Result<usize, Stop> {
         let (number, group) = &steps[0];
         let common = Arc::clone(&self.common);
@@ -236,7 +237,7 @@ impl Thread {
         Ok(calls::begin::<T, _, _>(&from, what, (send, recv), &mut self.shelves, check)?)
     }
 
-    /// As many of the next steps as are in one group and can borrow their memory, in one scope; how many.
+    /// Carries out the next steps of one group that can borrow their memory in one scope. Returns how many.
     fn in_a_scope(&mut self, steps: &Steps) -> Result<usize, Stop> {
         let first = &steps[0].1;
         let most = 1 + self.random.below(SCOPE);

@@ -1,4 +1,4 @@
-//! Operations on memory that they borrow.
+//! Operations on borrowed memory.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use super::values::Value;
 use super::works::{OfScope, Stop};
 use convoke_testkit::Random;
 
-/// An operation with the memory that a scope borrows.
+/// An operation with memory that a scope borrows.
 pub(crate) trait Lent {
     fn begin<'scope, 'env>(
         &'env mut self,
@@ -19,11 +19,11 @@ pub(crate) trait Lent {
         handles: &mut OfScope<'scope>,
     ) -> Result<(), CommError>;
 
-    /// Looks at the memory when the scope is over.
+    /// Checks the memory when the scope is over.
     fn check(&self) -> Result<(), String>;
 }
 
-/// Carries out all of them in one scope.
+/// Carries out all operations in one scope.
 pub(crate) fn carry_out(group: &Group, lent: &mut [Box<dyn Lent>], random: &mut Random) -> Result<(), Stop> {
     let mut wrong = Ok(());
     group.scope(|scope| {
@@ -41,7 +41,7 @@ pub(crate) fn carry_out(group: &Group, lent: &mut [Box<dyn Lent>], random: &mut 
     Ok(lent.iter().try_for_each(|one| one.check())?)
 }
 
-/// Compares with the model what an operation has sent and filled.
+/// Compares the buffers that an operation has sent and filled with the model.
 type Check<T> = Box<dyn Fn(&Case<T>, &[T], &[T]) -> Result<(), String>>;
 
 pub(crate) struct OfCollective<T> {
@@ -50,7 +50,7 @@ pub(crate) struct OfCollective<T> {
     pub(crate) case: Case<T>,
     pub(crate) send: Vec<T>,
     pub(crate) recv: Vec<T>,
-    /// Looks at what is left of the two.
+    /// Checks both buffers.
     pub(crate) check: Check<T>,
 }
 
@@ -72,12 +72,12 @@ impl<T: Value> Lent for OfCollective<T> {
 pub(crate) struct OfMessages<T> {
     what: Arc<Messages>,
     me: usize,
-    /// For each message of this rank.
+    /// The memory of each message of this rank.
     memory: Vec<Vec<T>>,
 }
 
 impl<T: Value> OfMessages<T> {
-    /// `None` if only one who waits learns who has sent.
+    /// `None` if only the waiter of a receive learns the sender.
     pub(crate) fn new(what: &Arc<Messages>, me: usize) -> Option<Self> {
         let memory = |(index, message): (usize, &Message)| {
             if message.from == me { what.content::<T>(index) } else { junk(message.len) }

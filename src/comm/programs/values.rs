@@ -1,43 +1,43 @@
-//! Element types, and the arithmetic of the model: the plainest there is, one element after the other.
+//! Element types, and the arithmetic of the model: as simple as possible, one element after the other.
 
 use std::fmt::Debug;
 
 use crate::{Complex, Dtype, Element, ReduceOp, bf16, f16};
 
 pub(crate) trait Value: Element + Debug + PartialEq {
-    /// A value of which sums and products of a few are exact in every order.
+    /// A value; sums and products of a few of these are exact in every order.
     fn exact(random: u64) -> Self;
 
-    /// A value of which sums are rounded, if it is of a type that rounds.
+    /// A value whose sums are rounded, if the type rounds.
     fn rounded(random: u64) -> Self {
         Self::exact(random)
     }
 
-    /// [`ReduceOp::PremulSum`] and [`ReduceOp::Custom`] are sums as well.
+    /// Combines two values. [`ReduceOp::PremulSum`] and [`ReduceOp::Custom`] are sums too.
     fn reduce(op: ReduceOp, a: Self, b: Self) -> Self;
 
-    /// For averages.
+    /// Divides a sum for an average.
     fn divided_by(self, ranks: usize) -> Self {
         panic!("{self:?} divided by {ranks} ranks")
     }
 
-    /// What a rank multiplies its share with.
+    /// The factor with which a rank multiplies its share.
     fn factor(random: u64) -> Self::Factor;
 
-    /// A share after that.
+    /// The share multiplied by the factor.
     fn scaled(self, random: u64) -> Self;
 
-    /// Equal; all NaN are.
+    /// Returns whether both are equal; all NaN are equal.
     fn is(self, other: Self) -> bool {
         self == other
     }
 
-    /// Equal but for rounding.
+    /// Returns whether both are equal except for rounding.
     fn is_near(self, other: Self) -> bool {
         self == other
     }
 
-    /// All NaN are one.
+    /// The bits of the value; all NaN have equal ones.
     fn bits(self) -> u64;
 }
 
@@ -107,11 +107,11 @@ impl Value for bool {
     }
 }
 
-/// Few bits each, both zeros among them.
+/// Values with few significant bits, both zeros among them.
 const EXACT: [f32; 16] =
     [0.0, -0.0, 1.0, -1.0, 2.0, -2.0, 0.5, -0.5, 3.0, -3.0, 1.5, -1.5, 4.0, 0.25, 8.0, -8.0];
 const SPECIAL: [f32; 3] = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY];
-/// One in so many is no number.
+/// One value in this many is NaN or infinite.
 const SPECIAL_ONE_IN: u64 = 200;
 const FACTORS: [f32; 2] = [1.0, -1.0];
 
@@ -120,7 +120,7 @@ fn exact(random: u64) -> f32 {
     if random.is_multiple_of(SPECIAL_ONE_IN) { of(&SPECIAL) } else { of(&EXACT) }
 }
 
-/// Between -1 and 1.
+/// A value between -1 and 1.
 fn rounded(random: u64) -> f64 {
     random as i64 as f64 / i64::MAX as f64
 }
@@ -207,7 +207,7 @@ floats! {
 
 macro_rules! complex {
     ($($float:ty),*) => {$(
-        /// In a product of these the order decides which zero it is, and would decide more if there were infinities.
+        /// A product depends on the order in the sign of zero, and would depend on it more with infinities.
         impl Value for Complex<$float> {
             fn exact(random: u64) -> Self {
                 let of = |bits: u64| <$float>::from(EXACT[bits as usize % EXACT.len()]);
@@ -251,12 +251,12 @@ macro_rules! complex {
 
 complex!(f32, f64);
 
-/// Types that programs use: of all sizes, exact and rounded, and those that are worked on in ways of their own. (Each
-/// takes its time to compile; the matrix has them all.)
+/// The types that programs use: of all sizes, exact and rounded, and those with special code paths. (Each
+/// takes time to compile; the matrix has all types.)
 pub(crate) const TYPES: [Dtype; 6] =
     [Dtype::Bool, Dtype::I16, Dtype::F32, Dtype::I64, Dtype::Bf16, Dtype::ComplexF64];
 
-/// Evaluates an expression with the one of the listed types that stands for `dtype`.
+/// Evaluates an expression with the listed type that corresponds to `dtype`.
 macro_rules! with_one_of {
     ([$($Name:ident: $type:ty),*], $dtype:expr, $T:ident => $body:expr, $other:ident => $else:expr) => {
         match $dtype {
@@ -270,7 +270,7 @@ macro_rules! with_one_of {
 }
 pub(crate) use with_one_of;
 
-/// Evaluates an expression with the one of [`TYPES`] that stands for `dtype`.
+/// Evaluates an expression with the type of [`TYPES`] that corresponds to `dtype`.
 macro_rules! with_type {
     ($dtype:expr, $T:ident => $body:expr) => {
         $crate::programs::values::with_one_of!(
@@ -283,7 +283,7 @@ macro_rules! with_type {
 }
 pub(crate) use with_type;
 
-/// As [`with_type`], with all types.
+/// Evaluates an expression with the type that corresponds to `dtype`, out of all types.
 macro_rules! with_every_type {
     ($dtype:expr, $T:ident => $body:expr) => {
         $crate::programs::values::with_one_of!(
@@ -297,7 +297,7 @@ macro_rules! with_every_type {
 }
 pub(crate) use with_every_type;
 
-/// A number that only the three decide.
+/// A pseudorandom number that depends only on the arguments.
 pub(crate) fn hash(seed: u64, rank: usize, index: usize) -> u64 {
     let mut x = seed ^ (rank as u64).wrapping_mul(0xA24B_AED4_963E_E407);
     x = x.wrapping_add((index as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15));
@@ -305,7 +305,7 @@ pub(crate) fn hash(seed: u64, rank: usize, index: usize) -> u64 {
     x ^ (x >> 29)
 }
 
-/// Equal for equal bits, and hardly otherwise.
+/// A digest: equal for equal bits, and almost never otherwise.
 pub(crate) fn digest<T: Value>(values: &[T]) -> u64 {
     values.iter().fold(values.len() as u64, |sum, value| hash(sum, 1, 0).wrapping_add(value.bits()))
 }

@@ -10,10 +10,10 @@ use nix::poll::{PollFd, PollFlags, PollTimeout};
 use super::calls::{Keeper, Look};
 use convoke_testkit::Random;
 
-/// Why a rank stops.
+/// The reason why a rank stops.
 #[derive(Debug)]
 pub(crate) enum Stop {
-    /// Something is not as the model says.
+    /// A result differs from the model.
     Wrong(String),
     /// An operation failed.
     Failed(CommError),
@@ -31,12 +31,12 @@ impl From<String> for Stop {
     }
 }
 
-/// Longest wait for anything that should come.
+/// The longest wait for anything that should happen.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(100);
-/// Handles that a shelf holds before some of them are waited for.
+/// The number of handles on a shelf from which on some of them are waited for.
 const FULL: usize = 40;
 
-/// How to wait for a single handle.
+/// A way to wait for a single handle.
 #[derive(Debug, Clone, Copy)]
 enum Way {
     Wait,
@@ -88,7 +88,7 @@ fn wait<M: Memory>(mut work: Work<M>, way: Way) -> Result<M::Output, Stop> {
     Ok(work.wait()?)
 }
 
-/// Handles of one type, in the order in which they came.
+/// Handles of one type, in the order in which they were added.
 struct Shelf<M: Memory> {
     works: Vec<Work<M>>,
     looks: Vec<Look<'static, M>>,
@@ -97,9 +97,9 @@ struct Shelf<M: Memory> {
 trait AnyShelf: Send {
     fn as_any(&mut self) -> &mut dyn Any;
     fn len(&self) -> usize;
-    /// Waits for one, or more, or lets one go.
+    /// Waits for one handle or more, or drops one.
     fn settle(&mut self, random: &mut Random) -> Result<(), Stop>;
-    /// Waits for all; each must fail.
+    /// Waits for all handles; each must fail.
     fn fail(&mut self, random: &mut Random, errors: &mut Vec<CommError>) -> Result<(), Stop>;
 }
 
@@ -156,7 +156,7 @@ impl<M: Memory + Send + 'static> AnyShelf for Shelf<M> {
     }
 }
 
-/// Callbacks that were asked for, and news of those that were called.
+/// Callbacks that were registered, and the channel on which they report that they ran.
 pub(crate) struct Calls {
     asked: usize,
     tell: Sender<()>,
@@ -177,7 +177,7 @@ impl Calls {
         });
     }
 
-    /// Each was called once: by and by, for those of handles that were let go.
+    /// Checks that each callback ran once. Those of dropped handles may run a little later.
     pub(crate) fn check(self) -> Result<(), Stop> {
         let Self { asked, tell, told } = self;
         for called in 0..asked {
@@ -185,7 +185,7 @@ impl Calls {
                 return Err(format!("{called} of {asked} callbacks were called").into());
             }
         }
-        // Nobody else has it: all callbacks have been dropped, called or not.
+        // Every sender is gone when all callbacks have been dropped, called or not.
         drop(tell);
         match told.recv_timeout(PATIENCE) {
             Ok(()) => Err("a callback was called twice".to_owned().into()),
@@ -208,7 +208,8 @@ impl Keeper<'static> for Shelves {
 }
 
 impl Shelves {
-    /// A receive is not let go: a rank that leaves gives it up, and its sender is told.
+    /// Keeps the handle of a receive, which is never dropped early: a rank that leaves would cancel it and
+    /// report that to the sender.
     pub(crate) fn keep_receive<M: Memory + Send + 'static>(&mut self, work: Work<M>, look: Look<'static, M>) {
         self.put(true, work, look);
     }
@@ -238,7 +239,7 @@ impl Shelves {
         self.shelves.iter().map(|(_, shelf)| shelf.len()).sum()
     }
 
-    /// Waits for some, now and then, and for all of a few if there are too many.
+    /// Waits for some handles now and then, and for most if there are too many.
     pub(crate) fn tidy(&mut self) -> Result<(), Stop> {
         let now = self.random.below(3) == 0;
         for _ in 0..if now { self.random.below(6) } else { 0 } {
@@ -259,7 +260,7 @@ impl Shelves {
         self.shelves[index].1.settle(&mut self.random)
     }
 
-    /// Waits for all; at times on another thread than the one that began them.
+    /// Waits for all handles, sometimes on another thread than the one that began them.
     pub(crate) fn settle(&mut self) -> Result<(), Stop> {
         if self.random.below(4) == 0 {
             let mut moved = Self::new(self.random.next());
@@ -282,7 +283,7 @@ impl Shelves {
         Ok(())
     }
 
-    /// Waits for all; each must fail. The errors.
+    /// Waits for all handles, each of which must fail. Returns the errors.
     pub(crate) fn fail(&mut self) -> Result<Vec<CommError>, Stop> {
         let mut errors = Vec::new();
         for (_, shelf) in &mut self.shelves {
@@ -292,7 +293,7 @@ impl Shelves {
     }
 }
 
-/// Handles of a scope. What they have filled is looked at when the scope is over.
+/// Handles of a scope. Their results are checked when the scope is over.
 #[derive(Default)]
 pub(crate) struct OfScope<'s> {
     works: Vec<Box<dyn Settle + 's>>,
@@ -319,7 +320,7 @@ impl<'s> OfScope<'s> {
         self.works.push(Box::new(work));
     }
 
-    /// Waits for some, and leaves the others to the scope.
+    /// Waits for some handles, and leaves the others to the scope.
     pub(crate) fn settle(mut self, random: &mut Random) -> Result<(), Stop> {
         while !self.works.is_empty() {
             let work = self.works.remove(random.below(self.works.len()));
