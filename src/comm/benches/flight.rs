@@ -1,4 +1,4 @@
-//! What the flight recorder costs a call.
+//! Measures the time that the flight recorder adds to a call.
 
 #![allow(clippy::unwrap_used, clippy::print_stdout)]
 

@@ -175,8 +175,9 @@ impl<'a> DeviceBatch<'a> {
         Ok(self.add::<T>(CallKind::ReduceScatter, Some(op.op), 0, count, [step]))
     }
 
-    /// Sends to rank `to`, which receives as much on its device. There are no tags: messages between two ranks arrive in
-    /// the order in which they were enqueued. Two ranks that send to each other do so in one batch each.
+    /// Sends to rank `to`, which receives as much on its device. There are no tags: messages between two
+    /// ranks arrive in the order in which they were enqueued. Two ranks that send to each other do so in one
+    /// batch each.
     ///
     /// # Errors
     /// As [`Self::broadcast`].

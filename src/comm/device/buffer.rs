@@ -11,7 +11,8 @@ use cudarc::driver::{
 use super::error::DeviceError;
 use crate::dtype::Element;
 
-/// Elements on a device, also of types that cudarc's [`CudaSlice`] does not know, such as [`Complex`](crate::Complex).
+/// Elements on a device, also of types that cudarc's [`CudaSlice`] does not know, such as
+/// [`Complex`](crate::Complex).
 ///
 /// It is freed on its stream after the operations under way on it.
 pub struct DeviceBuffer<T: Element> {

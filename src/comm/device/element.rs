@@ -14,8 +14,8 @@ pub(crate) mod sealed {
     }
 }
 
-/// A type whose values can be sent from devices and reduced there: every [`Element`], and the floating-point numbers of
-/// 8 bits, `F8E4M3` and `F8E5M2`, which NCCL adds from 2.24 on.
+/// A type whose values can be sent from devices and reduced there: every [`Element`], and the floating-point
+/// numbers of 8 bits, `F8E4M3` and `F8E5M2`, which NCCL adds from 2.24 on.
 pub trait DeviceElement: sealed::Sealed + Send + Sync + 'static {}
 
 impl<T: Element> sealed::Sealed for T {

@@ -43,8 +43,8 @@ impl Group {
     /// all ranks register theirs, and only with memory that the driver shares between processes.
     ///
     /// # Errors
-    /// [`Unregistered`], with the buffer: [`CommError::Unsupported`] if this version of NCCL cannot (2.19 is the first)
-    /// or the group goes through the host. [`CommError::Device`].
+    /// [`Unregistered`], with the buffer: [`CommError::Unsupported`] if this version of NCCL cannot (2.19 is
+    /// the first) or the group goes through the host. [`CommError::Device`].
     #[allow(clippy::result_large_err)] // with the buffer, which must not be lost
     pub fn register<T>(&self, buffer: CudaSlice<T>) -> Result<Registration<T>, Unregistered<T>> {
         match self.make_known(&buffer) {

@@ -40,8 +40,8 @@ impl Group {
     /// The operations of this group on buffers of its device, on `stream`.
     ///
     /// # Errors
-    /// [`CommError::Device`] if the group has no device ([`Self::with_device`]). [`CommError::InvalidArgument`] if the
-    /// stream is of another context, or the default one of each thread.
+    /// [`CommError::Device`] if the group has no device ([`Self::with_device`]).
+    /// [`CommError::InvalidArgument`] if the stream is of another context, or the default one of each thread.
     pub fn on<'a>(&'a self, stream: &'a Arc<CudaStream>) -> Result<OnStream<'a>, CommError> {
         let core = Arc::clone(&self.side()?.core);
         same_context("a stream", stream.context(), &core.context)?;

@@ -97,8 +97,8 @@ impl Communicator {
     /// Enqueues calls on a stream, several as one.
     ///
     /// # Safety
-    /// `stream` is a stream of this communicator's device. The memory at the addresses is on that device, long enough, and
-    /// stays so until the stream has come past the calls.
+    /// `stream` is a stream of this communicator's device. The memory at the addresses is on that device,
+    /// long enough, and stays so until the stream has come past the calls.
     pub(crate) unsafe fn enqueue(&self, steps: &[Step], stream: *mut c_void) -> Result<Progress, NcclError> {
         if let [step] = steps {
             // SAFETY: the caller promises it.

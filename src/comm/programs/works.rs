@@ -239,7 +239,7 @@ impl Shelves {
         self.shelves.iter().map(|(_, shelf)| shelf.len()).sum()
     }
 
-    /// Waits for some handles now and then, and for most if there are too many.
+    /// Waits for some handles now and then, and for more until at most [`FULL`] are left.
     pub(crate) fn tidy(&mut self) -> Result<(), Stop> {
         let now = self.random.below(3) == 0;
         for _ in 0..if now { self.random.below(6) } else { 0 } {

@@ -352,7 +352,8 @@ impl Node {
         Some(Header { call, seq: (stamp >> 32) as u32, past: u64::from_le_bytes(past) })
     }
 
-    /// The call of `rank`, `number` or one shortly before, in which it was the first to differ from this rank.
+    /// The call of `rank`, `number` or one shortly before, in which it was the first to differ from this
+    /// rank.
     fn difference(&mut self, rank: usize, number: u32) -> Option<Header> {
         let last = (0..SLOTS).map(|back| number.wrapping_sub(back));
         let differ = last.filter_map(|number| {

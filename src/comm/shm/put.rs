@@ -71,7 +71,8 @@ impl View<'_> {
             let mut into = self.start.wrapping_add(before).cast::<__m128i>();
             for line in lines {
                 for piece in line.as_chunks::<16>().0 {
-                    // SAFETY: within the lines, which begin at a multiple of 64; reads 16 bytes of any alignment.
+                    // SAFETY: within the lines, which begin at a multiple of 64; reads 16 bytes of any
+                    // alignment.
                     unsafe { _mm_stream_si128(into, _mm_loadu_si128(piece.as_ptr().cast())) };
                     into = into.wrapping_add(1);
                 }
@@ -118,8 +119,8 @@ pub(super) fn arrive() {
 /// True if prefetching lines for writing makes copies quicker. Other cores have read these lines, so a store
 /// needs a round trip to them. Measured on two cores of a Xeon (Cascade Lake): 18 instead of 12 GB/s from 16
 /// KiB on. On an EPYC (Zen 5) it is a tenth to a third slower. Processors that are not known to gain do not
-/// prefetch.
-/// GB/s from 16 KiB on; of an EPYC (Zen 5): a tenth to a third slower. What is not known to gain does without.
+/// prefetch. GB/s from 16 KiB on; of an EPYC (Zen 5): a tenth to a third slower. What is not known to gain
+/// does without.
 static FETCHES: LazyLock<bool> = LazyLock::new(|| {
     #[cfg(target_arch = "x86_64")]
     {
@@ -135,7 +136,8 @@ static FETCHES: LazyLock<bool> = LazyLock::new(|| {
 fn fetch_for_writing(start: *const u8, bytes: usize) {
     for at in (0..bytes).step_by(LINE_BYTES) {
         let line = start.wrapping_add(at);
-        // SAFETY: a hint that changes nothing and never faults, wherever it points; processors without it skip it.
+        // SAFETY: a hint that changes nothing and never faults, wherever it points; processors without it
+        // skip it.
         #[cfg(target_arch = "x86_64")]
         #[allow(unsafe_code)]
         unsafe {

@@ -31,7 +31,8 @@ pub(crate) struct Segment {
     bytes: usize,
 }
 
-// SAFETY: it is an address and a length; all access is by atomics, or by copies whose order its users agree on.
+// SAFETY: it is an address and a length; all access is by atomics, or by copies whose order its users agree
+// on.
 #[allow(unsafe_code)]
 unsafe impl Send for Segment {}
 // SAFETY: as for `Send`.

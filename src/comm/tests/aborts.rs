@@ -10,12 +10,12 @@ use std::time::{Duration, Instant};
 use common::{CommError, Gate, Group, ReduceOp, ranks};
 use convoke_testkit::Thread;
 
-/// How long a blocked call may take to end; in practice it takes microseconds.
+/// The longest time that a blocked call may take to end; in practice it takes microseconds.
 const AT_ONCE: Duration = Duration::from_secs(5);
 
 type Call = fn(&Group) -> Result<(), CommError>;
 
-/// Calls in which rank 0 waits for rank 2, which makes none.
+/// Calls in which rank 0 waits for rank 2, which makes no call.
 const BLOCKED: &[(&str, Call)] = &[
     ("barrier", Group::barrier),
     ("all_reduce, small", |group| group.all_reduce(&mut [1], ReduceOp::Sum)),

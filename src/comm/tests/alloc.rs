@@ -1,4 +1,5 @@
-//! Memory that ranks of a host share: the same results as in any other, and nobody else's when a call has failed.
+//! Memory that ranks of a host share: results equal those in private memory, and a failed call makes it
+//! private.
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 
@@ -7,7 +8,7 @@ mod common;
 use common::{CommError, GroupOptions, ReduceOp, Sample, for_every_type};
 use convoke_comm::{Reduction, SharedBuffer, f16};
 
-/// Elements that make pages of any type, with some over.
+/// A length that fills pages of any type, with a remainder.
 const LEN: usize = 40_961;
 
 fn fill<T: Sample>(buf: &mut [T], rank: usize, round: usize) {
@@ -17,14 +18,15 @@ fn fill<T: Sample>(buf: &mut [T], rank: usize, round: usize) {
     }
 }
 
-/// All-reduces of one length in shared memory and in the rank's own, which must be equal to the bit.
+/// Compares all-reduces of one length in shared and in private memory bit by bit.
 fn same_as_in_own_memory<T: Sample>(world: usize) {
     let differ = common::ranks(world, |group| {
         let mut shared = group.alloc::<T>(LEN).unwrap();
         assert!(shared.is_shared() && shared.len() == LEN && shared.iter().all(|x| *x == T::of(0)));
         let mut own: Vec<T> = shared.to_vec();
         let page = 4096 / size_of::<T>();
-        // All of it; whole pages of it; what begins or ends within a page, and so goes the other way.
+        // All of the memory; whole pages; then ranges that begin or end within a page, which are not reduced
+        // in place.
         for (round, range) in
             [0..LEN, page..LEN, page..3 * page + 1, 0..LEN - 1, 1..LEN].into_iter().enumerate()
         {
@@ -83,7 +85,7 @@ fn ranks_may_differ_in_where_their_elements_are() {
             let buf: &mut [i64] = match (round, group.rank()) {
                 (0, 0) | (1, 1) => &mut own,
                 (2, 2) => &mut other[..LEN],
-                // Another page of the same.
+                // Another page of that allocation.
                 (3, rank) => &mut other[rank * 512..][..LEN],
                 _ => &mut one,
             };
@@ -97,7 +99,7 @@ fn ranks_may_differ_in_where_their_elements_are() {
             }
             assert!(buf == want, "round {round} at {}", group.rank());
         }
-        // What is dropped on one rank is still there on the others.
+        // Memory that one rank drops still exists on the others.
         if group.rank() == 1 {
             drop(one);
             drop(other);
@@ -148,7 +150,7 @@ fn where_no_memory_is_shared_it_is_like_any_other() {
     });
     common::on_hosts(&[0, 0, 1], "", |group| assert!(!group.alloc::<u16>(LEN).unwrap().is_shared()));
     common::ranks(1, |group| assert!(!group.alloc::<u16>(LEN).unwrap().is_shared()));
-    // One that needs none, and then nobody has any.
+    // One rank asks for no memory, so none is shared.
     common::ranks(2, |group| assert!(!group.alloc::<u8>(group.rank() * LEN).unwrap().is_shared()));
 }
 
@@ -157,7 +159,7 @@ fn too_much_is_an_error_and_the_group_goes_on() {
     common::ranks(2, |group| {
         let error = group.alloc::<f64>(usize::MAX / 4).unwrap_err();
         assert!(matches!(error, CommError::InvalidArgument(_)), "{error}");
-        // Each could be, all together not.
+        // Each part is possible, but their sum is not.
         let error = group.alloc::<u8>(isize::MAX as usize / 2 + 1).unwrap_err();
         assert!(matches!(error, CommError::InvalidArgument(_)), "{error}");
         group.barrier().unwrap();
@@ -172,12 +174,12 @@ fn after_a_failure_the_memory_is_the_ranks_own() {
         lent.fill(7);
         kept.fill(8);
         if group.rank() == 1 {
-            // It has seen that the other one is in the call, or not: both must do.
+            // It may or may not have seen that the other rank is in the call: both must work.
             group.abort("enough");
         }
         let error = group.all_reduce(&mut lent[..], ReduceOp::Sum).unwrap_err();
         assert!(matches!(error, CommError::Aborted { .. }), "{error}");
-        // Ours again: nobody changes it.
+        // The memory is private again: nobody changes it.
         lent.fill(9);
         assert!(lent.iter().all(|&x| x == 9) && kept.iter().all(|&x| x == 8));
     });

@@ -10,7 +10,7 @@ use common::{
 };
 use convoke_comm::{CommError, bf16};
 
-/// What rank `from` has at `index` of its block for rank `to`. Sums are exact in every order.
+/// The value of rank `from` at `index` of its block for rank `to`. Sums are exact in every order.
 fn value(from: usize, to: usize, index: usize) -> i64 {
     ((from * 7 + to * 3 + index) % 23) as i64 - 11
 }
@@ -65,7 +65,7 @@ fn check<T: Sample>(group: &Group, count: usize) {
     }
 }
 
-/// Elements of a block, around the thresholds of the tuning table.
+/// Lengths of a block around the thresholds of the tuning table.
 const COUNTS: [usize; 9] = [0, 1, 3, 1000, 13_107, 13_108, 21_846, 65_537, 200_003];
 
 #[test]

@@ -1,4 +1,4 @@
-//! Whoever waits for a rank that does not come is told in time, and whom it waited for.
+//! A rank that waits for an absent rank gets a timeout in time, which names the absent rank.
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 
@@ -12,14 +12,14 @@ use common::{CommError, Gate, Group, LONG, ReduceOp, ranks, ranks_together};
 use convoke_comm::{GroupOptions, Loss, Mesh};
 
 const TIMEOUT: Duration = Duration::from_millis(800);
-/// For a busy machine.
+/// The margin for a busy machine.
 const MARGIN: Duration = Duration::from_secs(10);
-/// The rank that never calls; where there is a root that sends, it is that.
+/// The rank that makes no call; it is the root in operations whose root sends.
 const ABSENT: usize = 2;
 
 type Op = fn(&Group) -> Result<(), CommError>;
 
-/// Each operation, so that a rank below [`ABSENT`] waits for it, or sends it something that it does not take.
+/// Operations in which ranks below [`ABSENT`] wait for it, or send data that it does not receive.
 const OPERATIONS: [(&str, Op); 38] = [
     ("barrier", Group::barrier),
     ("monitored_barrier", |group| group.monitored_barrier(group.timeout())),
@@ -63,7 +63,7 @@ const OPERATIONS: [(&str, Op); 38] = [
     ("split", |group| group.split(Some(0), 0).map(drop)),
 ];
 
-/// Checks that an operation, begun at `start`, ended for the absent rank alone, and in time.
+/// Checks that an operation, begun at `start`, timed out in time and named only the absent rank.
 fn check(name: &str, start: Instant, result: Result<(), CommError>) {
     let error = result.unwrap_err();
     let CommError::Timeout { missing, after, .. } = &error else { panic!("{name}: {error}") };
@@ -72,7 +72,7 @@ fn check(name: &str, start: Instant, result: Result<(), CommError>) {
     assert!(took < TIMEOUT + MARGIN, "{name}: {took:?}");
 }
 
-/// Runs `body` on ranks 0 and 1 of a group of three; rank 2 is there and calls nothing.
+/// Runs `body` on ranks 0 and 1 of a group of three; rank 2 is alive and makes no call.
 fn without_one(body: impl Fn(&Group) + Sync) {
     let done = Gate::new(3);
     ranks_together(3, |group| {
@@ -90,7 +90,7 @@ fn every_operation_ends_at_its_deadline_and_names_who_did_not_come() {
             scope.spawn(move || {
                 without_one(|group| {
                     let (limited, start) = (group.with_timeout(TIMEOUT), Instant::now());
-                    // Whom it does not concern hears of it with the next call.
+                    // A rank that need not wait in the operation hears of the timeout with its next call.
                     check(name, start, operation(&limited).and_then(|()| limited.barrier()));
                     assert!(start.elapsed() >= TIMEOUT / 2, "{name}");
                 });
@@ -100,7 +100,7 @@ fn every_operation_ends_at_its_deadline_and_names_who_did_not_come() {
             without_one(|group| {
                 let (limited, start) = (group.with_timeout(TIMEOUT), Instant::now());
                 let error = limited.recv_any(&mut [0], 0).unwrap_err();
-                // Anybody could have sent.
+                // Any rank could have sent.
                 let CommError::Timeout { missing, .. } = &error else { panic!("{error}") };
                 assert!(missing.contains(&ABSENT) && start.elapsed() < TIMEOUT + MARGIN, "{error}");
             });
@@ -121,7 +121,7 @@ fn the_time_of_a_nonblocking_operation_runs_from_when_it_is_begun() {
         let work = limited.nonblocking().all_reduce(vec![1; 1000], ReduceOp::Sum).unwrap();
         let (done, is_done) = channel();
         work.on_complete(move || done.send(()).unwrap());
-        // Nobody waits for it.
+        // No thread waits for the operation.
         is_done.recv_timeout(LONG).unwrap();
         check("all_reduce", start, work.wait().map(drop));
     });
@@ -129,7 +129,7 @@ fn the_time_of_a_nonblocking_operation_runs_from_when_it_is_begun() {
 
 #[test]
 fn the_parts_of_one_call_have_its_time_together() {
-    // Long, so that two thirds of it are more than a margin for a busy machine.
+    // Two thirds of this exceed the margin for a busy machine.
     let timeout = Duration::from_secs(6);
     ranks_together(2, |group| {
         if group.rank() == 0 {
@@ -139,7 +139,8 @@ fn the_parts_of_one_call_have_its_time_together() {
                 if *missing == [1] && *after == timeout));
             assert!(start.elapsed() < timeout * 3 / 2, "6 s in all, but {:?}", start.elapsed());
         } else {
-            // The first part, of the sizes, late; then nothing. With the whole time for each part it were 10 s.
+            // The first part, the sizes, comes late; the second never. If each part had the whole timeout, it
+            // would take 10 s.
             std::thread::sleep(timeout * 2 / 3);
             group.all_gather(&[1_u64], &mut [0; 2]).unwrap();
             let error = group.recv(&mut [0], 0, 0).unwrap_err();
@@ -167,7 +168,7 @@ fn a_monitored_barrier_names_all_who_did_not_come_on_every_rank() {
             if is_absent {
                 gate.wait();
             } else if group.rank() != absent[0] ^ 1 {
-                // One is early, and waits for longer than the others.
+                // One rank is early, and waits longer than the others.
                 std::thread::sleep(timeout / 4);
             }
             let start = Instant::now();
@@ -207,7 +208,7 @@ fn a_monitored_barrier_waits_for_who_comes_in_time_and_takes_its_turn_among_coll
                     group.barrier().unwrap();
                 }
             }
-            // Whoever is through may leave at once.
+            // A rank that has passed the barrier may leave at once.
             group.monitored_barrier(LONG).unwrap();
         });
     }
@@ -215,7 +216,7 @@ fn a_monitored_barrier_waits_for_who_comes_in_time_and_takes_its_turn_among_coll
 
 #[test]
 fn nobody_is_through_a_monitored_barrier_before_all_have_come() {
-    // In large groups not all are connected for data.
+    // In large groups not all pairs have a data connection.
     for (world, rounds) in [(4, 200), (20, 5)] {
         let come = AtomicUsize::new(0);
         ranks(world, |group| {
@@ -241,7 +242,7 @@ fn a_monitored_barrier_fails_as_other_calls_do() {
         assert!(matches!(error, CommError::Mismatch { .. }), "{error}");
         assert!(error.to_string().contains("monitored_barrier()"), "{error}");
     });
-    // Who has left will not come.
+    // A rank that has left will not come.
     ranks_together(3, |group| {
         if group.rank() != 1 {
             let error = group.monitored_barrier(LONG).unwrap_err();

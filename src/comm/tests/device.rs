@@ -1,5 +1,5 @@
-//! Groups with a side on devices, against what stands in for CUDA and NCCL (`launcher-tests/gpu`): ranks are threads of a
-//! process that was started with it.
+//! Groups with a device side, on stand-ins for CUDA and NCCL (`launcher-tests/gpu`). Ranks are threads of a
+//! process that was started with the stand-ins.
 
 #![cfg(feature = "nccl")]
 #![allow(clippy::unwrap_used, clippy::panic, missing_docs)]
@@ -21,7 +21,7 @@ use convoke_comm::{Loss, Reduction, bf16, f16, wait_any};
 use convoke_testkit::Thread;
 use convoke_testkit::gpu::{is_inside, is_simulated};
 
-/// Within which an abort ends whatever is under way.
+/// The time within which an abort ends all operations.
 const AT_ONCE: Duration = Duration::from_secs(LONG.as_secs() / 2);
 
 /// A group of `world` ranks, each with the device of its number.
@@ -73,7 +73,7 @@ impl Spin {
 }
 
 impl Spin {
-    /// Ends it after a while, on a thread of its own.
+    /// Ends the kernel after a while, on a new thread.
     fn end_after(self, time: Duration) -> std::thread::JoinHandle<()> {
         std::thread::spawn(move || {
             std::thread::sleep(time);
@@ -82,7 +82,7 @@ impl Spin {
     }
 }
 
-/// Aborts a group when the calling thread sleeps, on a thread of its own.
+/// Aborts a group from a new thread once the calling thread sleeps.
 fn abort_when_asleep(group: &Group) -> std::thread::JoinHandle<()> {
     let (group, caller) = (group.clone(), Thread::current());
     std::thread::spawn(move || {
@@ -160,7 +160,7 @@ fn collectives(group: &Group, stream: &Arc<CudaStream>) {
     on.barrier().unwrap().wait().unwrap();
 }
 
-/// Blocks of rank + 1 elements.
+/// Collectives with blocks of rank + 1 elements.
 fn unequal(group: &Group, stream: &Arc<CudaStream>) {
     let (rank, on) = (group.rank(), group.on(stream).unwrap());
     let host = |buf: &CudaSlice<i32>| stream.clone_dtoh(buf).unwrap();
@@ -177,7 +177,7 @@ fn unequal(group: &Group, stream: &Arc<CudaStream>) {
     let mut own = buffer(stream, &vec![-1; rank + 1]);
     drop(on.scatter_v(&recv, &mut own, &lens, 1).unwrap());
     assert_eq!(host(&own), vec![rank as i32; rank + 1]);
-    // To rank r as many as r, none to rank 0.
+    // Each rank sends r elements to rank r, so none to rank 0.
     let send = buffer(stream, &[rank as i32; 3]);
     let mut recv = buffer(stream, &vec![-1; 3 * rank.max(1)]);
     let lens = if rank == 0 { [0; 3] } else { [rank; 3] };
@@ -212,7 +212,7 @@ fn types_are_those_of_the_device() {
         summed(&group, &stream, bf16::from_f32(1.5), bf16::from_f32(3.0));
         summed(&group, &stream, 0.5_f64, 1.0);
         let on = group.on(&stream).unwrap();
-        // Moved, though NCCL has no such type.
+        // NCCL lacks this type, but can move it.
         let mut buf = buffer(&stream, &[group.rank() as u16 + 7]);
         drop(on.broadcast(&mut buf, 1).unwrap());
         assert_eq!(stream.clone_dtoh(&buf).unwrap(), [8]);
@@ -227,7 +227,7 @@ fn types_are_those_of_the_device() {
         assert!(matches!(error, CommError::Unsupported(_)), "{error}");
         let mut eight = stream.alloc_zeros::<F8E4M3>(4).unwrap();
         drop(on.all_reduce(&mut eight, ReduceOp::Max).unwrap());
-        // All that was refused has harmed nobody.
+        // The refused calls have done no harm.
         summed(&group, &stream, 1.0_f32, 2.0);
     });
 }
@@ -240,7 +240,7 @@ fn messages_go_side_by_side_in_a_batch() {
     for staged in [false, true] {
         with_options(2, &DeviceOptions::default().staged(staged), |group, stream| {
             let (rank, on) = (group.rank(), group.on(&stream).unwrap());
-            // More than what stands in for NCCL holds.
+            // More than the stand-in for NCCL buffers.
             let send = buffer(&stream, &vec![rank as f32 + 1.0; 100_000]);
             let mut recv = buffer(&stream, &vec![0.0_f32; 100_000]);
             let (mut own, mut sum) = (buffer(&stream, &[0.0_f32; 2]), buffer(&stream, &[1.0_f32]));
@@ -310,7 +310,7 @@ fn an_abort_ends_what_is_under_way_on_all_ranks() {
     let ended = on_devices(3, |group, stream| {
         let mut buf = buffer(&stream, &[1.0_f32]);
         let _spin = (group.rank() == 0).then(|| Spin::on(&stream));
-        // On rank 0 behind a kernel that does not end, on the others in NCCL.
+        // On rank 0 it waits behind a kernel that does not end, on the others in NCCL.
         let work = group.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).unwrap();
         let begun = Instant::now();
         if group.rank() == 1 {
@@ -336,7 +336,7 @@ fn an_operation_that_takes_too_long_ends_the_group() {
     on_devices(2, |group, stream| {
         let mut buf = buffer(&stream, &[1.0_f32]);
         let error = if group.rank() == 0 {
-            // Rank 1 makes no such call.
+            // Rank 1 does not make this call.
             let short = group.with_timeout(common::SHORT);
             let work = short.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).unwrap();
             work.wait().unwrap_err()
@@ -419,7 +419,7 @@ fn a_broken_device_is_an_error_not_a_wait() {
     });
 }
 
-/// Rank 0 of two, whose rank 1 tells that it can and then never comes to NCCL.
+/// Rank 0 of two; rank 1 reports a usable device, but never calls NCCL.
 #[test]
 fn a_group_that_does_not_form_ends_at_its_deadline_or_when_it_is_aborted() {
     let test = "a_group_that_does_not_form_ends_at_its_deadline_or_when_it_is_aborted";
@@ -430,11 +430,11 @@ fn a_group_that_does_not_form_ends_at_its_deadline_or_when_it_is_aborted() {
         let context = device::open(group.rank()).unwrap();
         let options = DeviceOptions::default().init_timeout(Duration::from_millis(300));
         let error = group.with_device(&context, options).unwrap_err();
-        // The first whose time is over tells the others.
+        // The rank that times out first tells the others.
         let text = error.to_string();
         assert!(text.contains("NCCL did not connect the group's devices within 300 ms"), "{text}");
     });
-    // Or it might be aborted where one is still forming the host's side.
+    // Together, since the abort might come while a rank still forms the group.
     ranks_together(2, |group| {
         let context = device::open(group.rank()).unwrap();
         let aborter = group.clone();
@@ -479,7 +479,7 @@ fn two_ranks_on_one_device_are_told_so_and_go_on_without() {
         let stream = context.new_stream().unwrap();
         let error = group.on(&stream).unwrap_err();
         assert!(error.to_string().ends_with("has no device: Group::with_device gives it one"), "{error}");
-        // Through the host they may be on one.
+        // Ranks may share a device if they are staged through the host.
         let staged = group.with_device(&context, DeviceOptions::default().staged(true)).unwrap();
         let mut buf = buffer(&stream, &[1.0_f32]);
         drop(staged.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).unwrap());
@@ -505,7 +505,7 @@ fn groups_made_from_one_have_devices_as_well() {
     }
     on_devices(4, |group, stream| {
         let mut buf = buffer(&stream, &[group.rank() as f32]);
-        // Not of a color of NCCL's own, and in another order.
+        // Another color than NCCL's, and another order of ranks.
         let half = group.split(Some(group.rank() as u32 % 2), -(group.rank() as i64)).unwrap().unwrap();
         let mut first = buffer(&stream, &[group.rank() as f32]);
         drop(half.on(&stream).unwrap().broadcast(&mut first, 0).unwrap());
@@ -566,7 +566,7 @@ fn registered_memory_is_used_as_any_other() {
         let mut known = group.register(buffer(&stream, &[1.0_f32; 8])).unwrap();
         drop(group.on(&stream).unwrap().all_reduce(&mut known, ReduceOp::Sum).unwrap());
         assert_eq!(stream.clone_dtoh(&*known).unwrap(), [2.0; 8]);
-        // One that is given back while an operation uses it is not forgotten before that is done.
+        // A registration that is dropped during an operation stays until the operation is done.
         drop(group.on(&stream).unwrap().all_reduce(&mut known, ReduceOp::Sum).unwrap());
         drop(known);
     });
@@ -601,7 +601,7 @@ fn a_group_that_is_destroyed_has_done_what_was_enqueued() {
             .collect();
         works.pop().unwrap().wait().unwrap();
         drop(works);
-        // A kernel that takes longer than the watchdog needs to look twice.
+        // The kernel takes longer than two checks of the watchdog.
         let spin = Spin::on(&stream);
         let last = group.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Max).unwrap();
         let kernel = spin.end_after(Duration::from_millis(300));

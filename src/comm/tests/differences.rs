@@ -1,4 +1,4 @@
-//! One thing that one rank does otherwise, whatever it is, in whatever call: all ranks are told, and nobody gets data.
+//! One rank makes a call that differs in one property: all ranks are told, and no rank gets data.
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 
@@ -15,15 +15,16 @@ struct Made {
     floats: bool,
     op: ReduceOp,
     root: usize,
-    /// Lengths of the buffers of a list, or of the ranks' blocks; else the first counts.
+    /// Lengths of the buffers of a list or of the ranks' blocks; other calls use the first.
     lens: Vec<usize>,
 }
 
-/// What can differ in a call, beside its name and type.
+/// The properties of a call that can differ, besides its name and type.
 const OP: u8 = 1;
 const LENS: u8 = 2;
-/// Not another call or root: if nobody reads what a rank sends in it, only a later call that reads from that rank finds the
-/// difference. So without `gather_v` and `scatter_v`, which are messages.
+/// Another call or root is not among them. If no rank reads the data of the differing rank, only a later call
+/// that reads from that rank finds the difference. `gather_v` and `scatter_v` are left out, since they are
+/// messages.
 const CALLS: [(&str, u8); 18] = [
     ("all_reduce", OP),
     ("all_reduce_into", OP),
@@ -53,7 +54,7 @@ fn any(random: &mut Random, world: usize) -> Made {
         floats: random.below(2) == 0,
         op: [ReduceOp::Sum, ReduceOp::Max][random.below(2)],
         root: random.below(world),
-        // All different, so that no rank has the same if they change places.
+        // All lengths differ, so that swapping two changes both.
         lens: (0..world.max(2)).map(|place| first + 3 * place).collect(),
     }
 }
@@ -66,7 +67,7 @@ fn other(made: &Made, random: &mut Random) -> Made {
         match random.below(4) {
             0 => other.floats = !made.floats,
             1 if differs & OP > 0 => other.op = ReduceOp::Min,
-            // As much in all.
+            // The total stays equal.
             2 if differs & LENS > 0 => other.lens.rotate_left(1),
             3 => other.lens.iter_mut().for_each(|len| *len += 1),
             _ => {}
@@ -122,15 +123,15 @@ fn whatever_one_rank_does_otherwise_all_are_told() {
         let odd = other(&even, &mut random);
         let story = format!("round {round}, rank {who} of {world}: {odd:?}, the others: {even:?}");
         let body = |group: Group| {
-            // Another rank may be through it, and have made its call, before this one is.
+            // Another rank may pass the barrier and make its call before this one does.
             let together = group.barrier();
             let made = if group.rank() == who { &odd } else { &even };
             let make = || if made.floats { make::<f32>(&group, made) } else { make::<i32>(&group, made) };
             let result = together.and_then(|()| make());
-            // Who has returned already, such as a root, hears of it with its next call.
+            // A rank that has returned already, such as a root, hears of it with its next call.
             result.and_then(|()| group.barrier()).and_then(|()| group.barrier()).err()
         };
-        // In memory, and over connections.
+        // Shared memory, or connections.
         let errors = match random.below(2) {
             0 => ranks(world, body),
             _ => on_hosts(&(0..world).collect::<Vec<_>>(), "", body),

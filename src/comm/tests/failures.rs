@@ -1,4 +1,4 @@
-//! Every way in which a call can fail ends the same way on all ranks: one cause, named, no hang.
+//! Every failure of a call ends alike on all ranks: they report one cause with a name, and none hangs.
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 
@@ -30,7 +30,7 @@ fn whoever_does_not_call_is_named_by_all_at_the_deadline() {
                 group.barrier().unwrap();
                 if group.rank() == who {
                     gate.wait();
-                    // It hears of it with its next call.
+                    // The rank hears of the failure with its next call.
                     group.barrier().unwrap_err()
                 } else {
                     let start = Instant::now();
@@ -71,7 +71,7 @@ fn who_keeps_a_chain_of_messages_waiting_is_named_and_not_who_waits_as_well() {
         let gate = Gate::new(world);
         let errors = ranks(world, |group| {
             let (rank, last) = (group.rank(), world - 1);
-            // Each waits for the next, the last computes.
+            // Each rank waits for the next; the last one computes.
             let waited = (rank != last).then(|| {
                 let timeout = if rank == 0 { SHORT } else { LONG };
                 group.with_timeout(timeout).recv(&mut [0_u8], rank + 1, 0).unwrap_err()
@@ -143,7 +143,7 @@ fn who_left_in_good_order_is_missed_only_by_calls_that_need_it() {
                 drop(group);
             }
             rank => {
-                // What it sent before it left still arrives; the others go on among themselves.
+                // Messages that it sent before it left still arrive; the others can still communicate.
                 if rank == 0 {
                     let mut last = [0_i32];
                     group.recv(&mut last, 2, 0).unwrap();
@@ -174,7 +174,7 @@ fn a_rank_that_panics_is_lost_at_once_to_all_also_to_those_that_do_not_need_it()
             return;
         }
         let start = Instant::now();
-        // Neither of them needs rank 1.
+        // Neither call needs rank 1.
         let error = group.recv(&mut [0_u8], 2 - group.rank(), 0).unwrap_err();
         assert!(matches!(error, CommError::PeerLost { rank: 1, how: Loss::Panicked, .. }), "{error}");
         assert!(start.elapsed() < LONG, "{:?}", start.elapsed());
@@ -208,7 +208,7 @@ fn a_destroyed_group_takes_leave_and_refuses_later_calls_of_all_handles() {
             let error = group.barrier().unwrap_err();
             assert!(matches!(error, CommError::PeerLost { rank: 2, how: Loss::Left, .. }), "{error}");
         }
-        // What came from it goes on.
+        // Subgroups stay usable.
         pair.into_iter().for_each(|pair| pair.barrier().unwrap());
     });
     ranks(1, |group| {
@@ -224,7 +224,7 @@ fn a_group_is_destroyed_when_all_that_is_under_way_is_done() {
         if group.rank() == 0 {
             let sum = group.nonblocking().all_reduce(vec![1; 100_000], ReduceOp::Sum).unwrap();
             let sent = group.isend(large, 1, 0).unwrap();
-            // Nobody waits for this one.
+            // No thread waits for this send.
             drop(group.isend(vec![2_u8; 200_000], 1, 1).unwrap());
             group.destroy();
             assert!(sum.is_completed() && sent.is_completed());
@@ -240,7 +240,7 @@ fn a_group_is_destroyed_when_all_that_is_under_way_is_done() {
             assert_eq!(sum, [2; 100_000]);
         }
     });
-    // Or has failed; other threads that come meanwhile are refused.
+    // The group may also have failed; other threads that call meanwhile are refused.
     ranks_together(2, |group| {
         if group.rank() == 0 {
             let work = group.irecv(vec![0_u8; 1], 1, 0).unwrap();
@@ -323,7 +323,7 @@ fn who_does_not_join_is_named_by_all_others() {
 fn what_a_crashed_round_left_in_the_store_misleads_nobody() {
     let store: Arc<dyn convoke_store::Store> = Arc::new(convoke_store::MemoryStore::new());
     let soon = Instant::now() + LONG;
-    // As rank 0 and a whole table of an earlier round would have left it.
+    // The state that rank 0 and the complete table of an earlier round would have left.
     let stale = "00000000000000000000000000000001";
     let announced = format!("{{\"generation\":\"{stale}\",\"given\":false}}");
     store.set(b"convoke/default/generation", announced.as_bytes(), soon).unwrap();

@@ -1,5 +1,5 @@
-//! A dropped group leaves nothing behind, and a waiting one uses no CPU. One test: it looks at what the
-//! whole process holds and uses.
+//! A dropped group leaves nothing behind, and a waiting one uses no CPU. It is one test, since it measures
+//! the resources of the whole process.
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 
@@ -18,14 +18,14 @@ use nix::sys::time::TimeValLike;
 
 /// Cycles of making, using, aborting and dropping a group of three; CONVOKE_CYCLES sets another number.
 const CYCLES: usize = 1000;
-/// Cycles after which the process has grown to what it needs.
+/// Cycles after which the process has reached its stable size.
 const WARM_UP: usize = 100;
 
 fn count(what: &str) -> usize {
     std::fs::read_dir(format!("/proc/self/{what}")).unwrap().count()
 }
 
-/// Waits until the process holds no more than before: closing is asynchronous in the kernel.
+/// Waits until the count is no higher than before: the kernel closes asynchronously.
 fn settles(what: &str, before: usize) {
     let deadline = Instant::now() + Duration::from_secs(10);
     while count(what) > before {
@@ -41,7 +41,7 @@ fn cpu_time() -> Duration {
     Duration::from_micros(u64::try_from(sum.num_microseconds()).unwrap())
 }
 
-/// Two ranks that wait for a third which computes, here: sleeps. With or without something that nobody waits for.
+/// Two ranks wait for a third, which sleeps. `standing` adds an operation that nobody waits for.
 fn a_long_wait_uses_no_cpu(standing: bool) {
     common::ranks(3, |group| {
         let peer = (group.rank() + 1) % 3;
@@ -67,7 +67,7 @@ fn sockets() -> usize {
     links.filter(|link| link.to_string_lossy().starts_with("socket:")).count()
 }
 
-/// Though its handles are there still.
+/// A destroyed group frees its resources while its handles still exist.
 fn a_destroyed_group_has_no_socket_and_no_thread() {
     let (before, threads, destroyed) = (sockets(), count("task"), Gate::new(3));
     common::ranks(3, |group| {
@@ -91,7 +91,7 @@ fn memory() -> (usize, usize) {
     (std::fs::read_to_string("/proc/self/maps").unwrap().lines().count(), resident)
 }
 
-/// Gives this thread, and those that it starts, a network in which nobody else leaves connections. Needs root.
+/// Gives this thread and its children a network without connections of others. Needs root.
 fn has_own_network() -> bool {
     if let Err(error) = unshare(CloneFlags::CLONE_NEWNET) {
         skip(format!("connections that keep their ports are not counted: no network of its own: {error}"));
@@ -113,7 +113,7 @@ fn waiting_ports() -> usize {
 fn a_dropped_group_leaves_no_descriptor_no_thread_and_no_key_and_a_waiting_one_uses_no_cpu() {
     let cycles = std::env::var("CONVOKE_CYCLES").map_or(CYCLES, |text| text.parse().unwrap());
     let counts_ports = has_own_network();
-    // Before there were any: a thread that was joined may still be seen for a moment.
+    // Counted before any group exists: a thread that was joined may still be visible for a moment.
     let (fds, threads) = (count("fd"), count("task"));
     let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
     [false, true].into_iter().for_each(a_long_wait_uses_no_cpu);
@@ -138,7 +138,7 @@ fn a_dropped_group_leaves_no_descriptor_no_thread_and_no_key_and_a_waiting_one_u
                         Err(error) => assert!(cycle % 6 >= 2, "{error}"),
                     }
                     match cycle % 6 {
-                        // A message that nobody takes, or to somebody who has left.
+                        // A message that is never received, or that goes to a rank that has left.
                         1 => drop(group.send(&[7_u8; 10_000], (rank + 1) % 3, 0)),
                         2 if rank == 0 => group.abort("enough"),
                         2 => drop(group.barrier()),
@@ -147,7 +147,7 @@ fn a_dropped_group_leaves_no_descriptor_no_thread_and_no_key_and_a_waiting_one_u
                             (rank + 1) % 3,
                             9,
                         )),
-                        // Nobody waits for what is begun; some of it never ends.
+                        // No thread waits for these operations; some never end.
                         4 => {
                             let own = group.nonblocking();
                             drop(own.all_reduce(vec![1_i64; 20_000], ReduceOp::Sum));
@@ -178,10 +178,10 @@ fn a_dropped_group_leaves_no_descriptor_no_thread_and_no_key_and_a_waiting_one_u
         settles("task", threads);
         let keys = store.list_keys(Instant::now() + Duration::from_secs(1)).unwrap();
         let left: Vec<_> = keys.iter().map(|key| String::from_utf8_lossy(key)).collect();
-        // What ended a group stays: whoever is late must learn of it.
+        // The reason of a group's end stays in the store, since a late rank must learn of it.
         assert!(left.iter().all(|key| key.ends_with("/abort")), "{left:?}");
     }
-    // Of the ten connections of a cycle, those by which two said goodbye at the same moment.
+    // Of the ten connections of a cycle, those that both sides closed at once.
     let more = waiting_ports().saturating_sub(waiting);
     assert!(!counts_ports || more <= 6 * cycles, "{more} ports wait after {cycles} cycles");
     if let Some((mappings, resident)) = warm {

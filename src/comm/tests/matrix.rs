@@ -10,7 +10,7 @@ use common::{
 use convoke_comm::CommError;
 use convoke_testkit::{assert_one_passed, scene};
 
-/// Numbers whose sums are exact in every order, so that any order of adding gives the same.
+/// Numbers whose sums are exact in every order of adding.
 fn number<T: Sample>(rank: usize, index: usize) -> i64 {
     T::number(((rank + 1) * (index % 13 + 1)) as i64 % 6 - 2)
 }
@@ -31,7 +31,7 @@ fn reduced<T: Sample>(op: ReduceOp, world: usize, index: usize) -> T {
 
 fn check<T: Sample>(group: &Group, count: usize) {
     let share = |rank: usize| (0..count).map(|i| T::of(number::<T>(rank, i))).collect::<Vec<_>>();
-    // The others are not exact, or take more than a name.
+    // The other operations are not exact, or need more than a name.
     let left_out = [ReduceOp::Avg, ReduceOp::PremulSum, ReduceOp::Custom];
     for op in ReduceOp::ALL.into_iter().filter(|op| op.accepts(T::DTYPE) && !left_out.contains(op)) {
         let mut buf = share(group.rank());
@@ -98,7 +98,7 @@ fn ranks_on_hosts_of_any_shape() {
 fn parts_of_a_group_on_hosts() {
     for algorithms in WITH_HIERARCHIES {
         on_hosts(&[0, 1, 1, 2, 2, 0], algorithms, |group| {
-            // One host each, unequal parts of hosts, all; backwards.
+            // The parts are: one host each, unequal parts of hosts, all ranks; each with the ranks reversed.
             let me = group.rank();
             for color in [me.div_ceil(2) % 3, me / 4, 0] {
                 let part = group.split(Some(color as u32), -(me as i64)).unwrap().unwrap();
@@ -165,7 +165,7 @@ fn messages_arrive_in_order_for_each_tag_whatever_their_size() {
     ranks(3, |group| {
         let (me, world) = (group.rank(), group.size());
         for count in [0_usize, 1, 100, 16_384, 16_385, 1_000_000] {
-            // Around the ring; even ranks send first, so that large ones cannot wait for each other.
+            // Around the ring; even ranks send first, so that large messages cannot deadlock.
             let (to, from) = ((me + 1) % world, (me + world - 1) % world);
             let sent: Vec<f32> = (0..count).map(|i| (i + me) as f32).collect();
             let mut got = vec![0.0_f32; count];
@@ -178,7 +178,7 @@ fn messages_arrive_in_order_for_each_tag_whatever_their_size() {
             }
             assert!(got.iter().enumerate().all(|(i, &x)| x == (i + from) as f32));
         }
-        // Tags out of order, more than there is credit for, and a wanted tag behind all that.
+        // Tags out of order, more than the credit allows, and a wanted tag behind all of them.
         if me == 0 {
             for i in 0..40_u8 {
                 group.send(&vec![i; 60_000], 1, u32::from(i % 2)).unwrap_or_else(|error| panic!("{error}"));
@@ -219,7 +219,7 @@ fn who_comes_long_after_the_others_gets_what_they_gave() {
         let me = group.rank();
         if me == 1 {
             (0..100).for_each(|_| seen.lock().unwrap().recv_timeout(common::LONG).unwrap());
-            // The root goes on as far as it may.
+            // The root runs ahead as far as it may.
             (0..10_000).for_each(|_| std::thread::yield_now());
         }
         for call in 0..calls {
@@ -237,7 +237,7 @@ fn who_comes_long_after_the_others_gets_what_they_gave() {
 fn threads_of_one_rank_share_a_group() {
     ranks(3, |group| {
         std::thread::scope(|scope| {
-            // Each thread has a tag of its own; the collectives have one thread.
+            // Each thread has its own tag; one thread makes the collectives.
             for thread in 0..4_u32 {
                 let group = &group;
                 scope.spawn(move || {
@@ -311,7 +311,7 @@ fn in_another_process_connections_are_counted() {
     };
     on_hosts(&hosts, "", |group| {
         let begun = count(&group);
-        // Each pair has a connection that says who is there; only neighbours also have one for data.
+        // Each pair has a control connection; only neighbours also have a data connection.
         let pairs = MANY * (MANY - 1) / 2;
         assert!((2 * pairs..4 * pairs).contains(&begun), "{begun} sockets of {pairs} pairs");
         let across = (group.rank() + MANY / 2) % MANY;

@@ -1,4 +1,4 @@
-//! Ranks that do not come, come twice, or come to the place of another job: said on all ranks at once, with what is there.
+//! Absent ranks, duplicate ranks, and ranks that join another job's address: all ranks report them at once.
 
 #![allow(clippy::unwrap_used, clippy::panic, clippy::exit)]
 
@@ -12,24 +12,24 @@ use common::{LONG, free_port};
 use convoke_comm::{CommError, Session, Spawn};
 use convoke_store::{Store, StoreServer, TcpStore};
 
-/// Long before a time-out of two minutes; the margin is for a busy machine.
+/// Much less than a timeout of two minutes; the margin is for a busy machine.
 const AT_ONCE: Duration = Duration::from_secs(20);
 
-/// What processes do that join as `ranks` of `size`.
+/// A set of processes that join as `ranks` of `size`.
 struct Processes<'a> {
     url: &'a str,
     size: usize,
     ranks: &'a [usize],
-    /// How long they look for each other.
+    /// The time in which they must connect.
     init: Duration,
-    /// So many of the first form a world before the others come.
+    /// The number of processes that form a world before the others start.
     first: usize,
-    /// The process with this index ends after it has met the store.
+    /// The index of a process that exits after it has connected to the store.
     ends: Option<usize>,
 }
 
 impl Processes<'_> {
-    /// What each gets: "joined", or the error.
+    /// The outcome of each process: "joined", or the error.
     fn outcomes(&self) -> Vec<String> {
         let server = StoreServer::bind(&[SocketAddr::from(([127, 0, 0, 1], 0))]).unwrap();
         let ranks: Vec<_> = self.ranks.iter().map(ToString::to_string).collect();
@@ -65,7 +65,7 @@ fn take_part(index: usize) {
     if variable("ENDS") == index.to_string() {
         report.set(format!("outcome/{index}").as_bytes(), b"ended", soon()).unwrap();
         std::thread::spawn(move || {
-            // When another one waits for the third rank.
+            // Exit when another process waits for the third rank.
             report.get(b"waits", soon()).unwrap();
             std::thread::sleep(Duration::from_millis(300));
             std::process::exit(0);
@@ -79,7 +79,7 @@ fn take_part(index: usize) {
     let joined = session.with_options(|options| options.timeout(LONG).init_timeout(init)).world();
     let said = joined.as_ref().map_or_else(ToString::to_string, |_| "joined".to_owned());
     report.set(format!("outcome/{index}").as_bytes(), said.as_bytes(), soon()).unwrap();
-    // A world stays until all have had their answer.
+    // The world stays until all processes have their outcome.
     for other in 0..ranks.len() {
         report.get(format!("outcome/{other}").as_bytes(), soon()).unwrap();
     }
@@ -103,10 +103,10 @@ impl Drop for File {
     }
 }
 
-/// How long ranks look for each other that do not all come.
+/// The timeout of ranks of which some are absent.
 const SHORT: Duration = Duration::from_millis(1500);
 
-// A process of `Spawn` runs its test up to the call that started it: so each test has one such call.
+// A process of `Spawn` runs its test up to the call that started it, so each test has one such call.
 
 #[test]
 fn a_rank_that_does_not_come_is_named_on_every_rank_with_the_place_and_what_leads_there() {
@@ -131,7 +131,7 @@ fn where_rank_0_does_not_come_the_others_say_that_nobody_serves_the_store() {
     }
 }
 
-/// All say at once that the second and the first that follow each other are one rank.
+/// Checks that all report at once that two processes, the second in a row among them, have rank `twice`.
 #[track_caller]
 fn is_told(url: &str, ranks: &[usize], twice: usize) {
     let since = Instant::now();

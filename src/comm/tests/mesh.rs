@@ -9,7 +9,7 @@ use std::time::Instant;
 use common::{CommError, Group, LONG, ReduceOp, SHORT, ranks, ranks_together};
 use convoke_comm::Mesh;
 
-/// Where each rank of a group is, as its members tell each other: their ranks in the mesh's group.
+/// The ranks in the mesh's group of a group's members, gathered from them.
 fn members(group: &Group, rank: usize) -> Vec<usize> {
     let mut all = vec![0_u64; group.size()];
     group.all_gather(&[rank as u64], &mut all).unwrap();
@@ -79,7 +79,7 @@ fn submeshes_share_the_groups_and_flatten_to_one() {
         assert_eq!(members(&flat, me), want);
         assert_eq!(flat.rank(), 2 * pp + tp);
 
-        // The order of the axes is the caller's.
+        // The order of the axes is that of the caller.
         let turned = mesh.submesh(&["tp", "pp"]).unwrap();
         assert_eq!(turned.coordinates(), [tp, pp]);
         let flat = turned.flatten().unwrap();
@@ -138,7 +138,7 @@ fn axes_that_make_no_sense_or_differ_are_refused_and_the_group_goes_on() {
         invalid(mesh.submesh(&[]), "it needs an axis");
         invalid(mesh.rank_at(&[0, 2]), "no rank at [0, 2]");
         invalid(mesh.rank_at(&[0]), "no rank at [0]");
-        // All flatten, but not the same.
+        // All flatten, but different meshes.
         let axis = if world.rank() == 0 { "dp" } else { "tp" };
         let flat = mesh.submesh(&[axis]).unwrap().flatten();
         invalid(flat, if world.rank() == 0 { "rank 1 makes another" } else { "rank 0 makes another" });

@@ -1,4 +1,4 @@
-//! Messages from anybody, probes, and messages side by side.
+//! Messages from any source, probes, and concurrent messages.
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 
@@ -29,7 +29,7 @@ fn what_came_first_is_received_first() {
     ranks(4, |group| {
         let rank = group.rank();
         if rank > 0 {
-            // One after the other, each when the one before has arrived.
+            // Senders send one after the other, each when the previous message has arrived.
             if rank > 1 {
                 group.recv(&mut [0_u8], 0, 5).unwrap();
             }
@@ -57,7 +57,7 @@ fn what_came_first_is_received_first() {
 
 #[test]
 fn receives_are_served_in_the_order_of_their_calls() {
-    // Nobody leaves before: a receive is left over that names one of them.
+    // No rank leaves earlier: a receive is left that names one of them.
     let done = Gate::new(3);
     ranks(3, |group| {
         if group.rank() > 0 {
@@ -76,7 +76,7 @@ fn receives_are_served_in_the_order_of_their_calls() {
         let (first, from) = any.wait().unwrap();
         let from = from as u64;
         assert_eq!(first, [from * 10]);
-        // Whoever it was has one message left for two receives.
+        // The sender that was matched has one message left for two receives.
         let (mine, other) =
             if from == 1 { ((one, one_more), (two, two_more)) } else { ((two, two_more), (one, one_more)) };
         assert_eq!(mine.0.wait().unwrap(), [from * 10 + 1]);
@@ -103,7 +103,7 @@ fn many_messages_from_anybody() {
             }
             return;
         }
-        // What each rank sends next, with either tag.
+        // The next message of each rank, for either tag.
         let mut small: Vec<_> = (0..4).map(|_| (0..EACH).filter(|round| !is_large(round))).collect();
         let mut large: Vec<_> = (0..4).map(|_| (0..EACH).filter(is_large)).collect();
         for count in 0..3 * EACH {
@@ -177,7 +177,7 @@ fn alone_nobody_else_sends() {
     });
 }
 
-/// Beyond what is sent before it is asked for, and beyond what is kept of another rank.
+/// More than is sent before it is asked for, and more than is buffered of another rank.
 const LARGE: usize = 400_000;
 
 #[test]
@@ -187,7 +187,7 @@ fn a_rank_sends_to_itself_before_it_receives_whatever_the_length() {
             let me = group.rank();
             for len in [0, 1, 1000, LARGE] {
                 let sent: Vec<u64> = (0..len as u64).collect();
-                // Of one tag in order, tags in any order.
+                // Messages of one tag in order, tags in any order.
                 group.send(&sent, me, 1).unwrap();
                 group.send(&[9.5_f64], me, 2).unwrap();
                 group.send(&[true, false], me, 1).unwrap();
@@ -268,16 +268,16 @@ fn what_a_rank_sends_to_itself_must_fit() {
     }
 }
 
-/// More than a receiver once heard of before it took the first.
+/// More than a receiver used to hear of before it took the first.
 const MANY: usize = 80_000;
 
 #[test]
 fn any_number_of_messages_arrives_though_nobody_has_asked_for_the_first() {
-    // In memory, and over connections.
+    // Shared memory, then connections.
     for hosts in [[0, 0], [0, 1]] {
         let sent = Gate::new(2);
         on_hosts(&hosts, "", |group| {
-            // Of all of them together, also on a busy machine.
+            // The timeout covers all messages together, also on a busy machine.
             let group = group.with_timeout(10 * LONG);
             if group.rank() == 0 {
                 let send = |number| group.isend(vec![number as u64; 2], 1, (number % 2) as u32).unwrap();
@@ -286,7 +286,7 @@ fn any_number_of_messages_arrives_though_nobody_has_asked_for_the_first() {
                 assert_eq!(wait_all(works).unwrap().len(), MANY);
                 return;
             }
-            // They come while this rank waits for something else.
+            // The messages arrive while this rank waits for another.
             group.probe(Some(0), 1).unwrap();
             sent.wait();
             for tag in [1, 0] {

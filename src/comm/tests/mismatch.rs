@@ -1,4 +1,4 @@
-//! Ranks that do not make the same calls are told so, all alike, and with the name of the rank that differs.
+//! If ranks make different calls, all of them report that alike, with the rank that differs.
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 
@@ -13,7 +13,7 @@ use convoke_comm::{CallKind, Dtype, Element, Loss};
 use convoke_testkit::Thread;
 
 type Call = fn(&Group) -> Result<(), CommError>;
-/// A call with a root, or with some other rank that matters.
+/// A call with a root, or with another distinguished rank.
 type Rooted = fn(&Group, usize) -> Result<(), CommError>;
 
 fn sum<T: Element + Default>(group: &Group, count: usize, op: ReduceOp) -> Result<(), CommError> {
@@ -40,7 +40,7 @@ fn scatter_from(group: &Group, root: usize) -> Result<(), CommError> {
     group.scatter(&vec![0.0_f32; 10 * group.size()], &mut [0.0; 10], root)
 }
 
-/// Blocks of which the first and the second share `three` elements, the others have one each.
+/// Lengths of blocks: the first two ranks share `three` elements, the others have one each.
 fn blocks(group: &Group, three: [usize; 2]) -> Vec<usize> {
     (0..group.size()).map(|rank| three.get(rank).copied().unwrap_or(1)).collect()
 }
@@ -56,7 +56,7 @@ fn sum_blocks(group: &Group, three: [usize; 2]) -> Result<(), CommError> {
     group.reduce_scatter_v(&vec![0; lens.iter().sum()], &mut own, &lens, ReduceOp::Sum)
 }
 
-/// What differs, what one rank calls, what the others call.
+/// The difference, the calls of one rank, and the calls of the others.
 const ODD: &[(&str, &[Call], &[Call])] = &[
     ("the operation", &[|group| sum::<f32>(group, 1000, ReduceOp::Max)], &[sum_1000]),
     ("the type", &[|group| sum::<i32>(group, 1000, ReduceOp::Sum)], &[sum_1000]),
@@ -78,12 +78,12 @@ const ODD: &[(&str, &[Call], &[Call])] = &[
     ("one call more", &[sum_1000, sum_1000, Group::barrier], &[sum_1000, Group::barrier]),
 ];
 
-/// What all ranks get that make these calls, after one that all of them make alike: who is slow could hear of the
-/// mismatch while the group forms.
+/// The errors of all ranks after these calls. A call that all make alike comes first, since a slow rank could
+/// otherwise hear of the mismatch while the group forms.
 fn errors(world: usize, calls: impl Fn(&Group) -> Result<(), CommError> + Sync) -> Vec<CommError> {
     ranks(world, |group| {
         let result = sum::<f32>(&group, 10, ReduceOp::Sum).and_then(|()| calls(&group));
-        // Who has returned already, such as a root, hears of it with its next call.
+        // A rank that has returned already, such as a root, hears of it with its next call.
         result.and_then(|()| group.barrier()).and_then(|()| group.barrier()).unwrap_err()
     })
 }
@@ -113,7 +113,7 @@ fn calls_that_differ_are_a_mismatch_on_all_ranks() {
 #[test]
 fn a_mismatch_is_found_where_no_data_flows_between_the_ranks_that_differ() {
     let start = Instant::now();
-    // Each waits for its root and nobody sends; or all send, and nobody waits.
+    // Each rank waits for its own root and none sends; or all send, and none waits.
     let all: [Rooted; 4] = [broadcast_from, scatter_from, reduce_to, gather_to];
     for call in all {
         for world in [3, 5] {
@@ -177,12 +177,12 @@ fn who_makes_one_call_more_than_all_others_is_told_whom_it_waits_for() {
             group.barrier().unwrap();
             let more = (group.rank() == who).then(|| group.barrier().unwrap_err());
             gate.wait();
-            // What that one had sent may be all that theirs needs.
+            // The data that it had sent may be all that the others need.
             more.unwrap_or_else(|| group.barrier().and_then(|()| group.barrier()).unwrap_err())
         });
         let others: Vec<usize> = (0..3).filter(|&rank| rank != who).collect();
         for error in errors {
-            // It waits for one of them, which need not be the first.
+            // It waits for one of them, not necessarily the first.
             let CommError::Timeout { missing, .. } = &error else { panic!("{error}") };
             assert!(!missing.is_empty() && missing.iter().all(|rank| others.contains(rank)), "{error}");
         }
@@ -212,7 +212,7 @@ fn blocks_of_another_length_than_a_root_expects_name_who_sends_them() {
         }),
     ];
     for (name, call) in cases {
-        // The root of a gather knows its own length, that of a scatter sends to another.
+        // The root of a gather knows its own length; in a scatter it sends to another rank.
         for odd in if name == "scatter_v" { [0, 2] } else { [1, 2] } {
             for error in errors(3, |group| call(group, odd)) {
                 assert!(
@@ -225,14 +225,14 @@ fn blocks_of_another_length_than_a_root_expects_name_who_sends_them() {
     }
 }
 
-/// Where a message is when its receiver asks for it.
+/// The state of a message when its receiver asks for it.
 #[derive(Clone, Copy)]
 enum Early {
-    /// Not sent, or somewhere.
+    /// The message may or may not be sent.
     No,
-    /// Its sender waits, as it has sent what it may.
+    /// The sender waits, because it has used its credit.
     OnItsWay,
-    /// Its receiver has read that there is one.
+    /// The receiver has read the announcement.
     Known,
 }
 
@@ -251,7 +251,7 @@ fn messages_of_another_length_or_type_are_a_mismatch() {
             let (tell, told) = channel();
             let told = Mutex::new(told);
             let errors = ranks(2, |group| {
-                // The connection for messages is there, and used.
+                // The connection for messages exists and was used.
                 warm_up(&group);
                 if group.rank() == 0 {
                     tell.send(Thread::current()).unwrap();

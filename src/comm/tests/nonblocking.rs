@@ -1,5 +1,5 @@
-//! Operations that nobody waits for yet: they give what the blocking ones give, go on by themselves, and end well or
-//! not with the group.
+//! Nonblocking operations: they give the results of the blocking ones, progress in the background, and end or
+//! fail with the group.
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 
@@ -14,7 +14,7 @@ use convoke_comm::{List, Loss, Work, wait_all, wait_any};
 use convoke_testkit::Thread;
 use nix::poll::{PollFd, PollFlags, PollTimeout};
 
-/// What rank `rank` has in element `index`.
+/// The value of rank `rank` at element `index`.
 fn value(rank: usize, index: usize) -> i64 {
     (rank * 1000 + index) as i64
 }
@@ -23,7 +23,7 @@ fn row(rank: usize, len: usize) -> Vec<i64> {
     (0..len).map(|index| value(rank, index)).collect()
 }
 
-/// Sizes that take each algorithm.
+/// Sizes that select each algorithm.
 const LENS: [usize; 3] = [3, 5_000, 70_000];
 
 #[test]
@@ -212,7 +212,7 @@ fn a_dropped_handle_lets_it_go_on_even_without_the_group() {
     let sums = ranks(2, |group| {
         let own = group.nonblocking();
         if group.rank() == 0 {
-            // Nobody waits, nobody holds the group: the other rank must get its sum nevertheless.
+            // No thread waits or holds the group, but the other rank must get its sum nevertheless.
             drop(own.all_reduce(vec![1_i64; 100_000], ReduceOp::Sum).unwrap());
             drop(own.send(vec![5_i64; 100_000], 1, 7).unwrap());
             tell.send(Thread::current()).unwrap();
@@ -261,7 +261,7 @@ fn who_waits_for_a_call_that_another_will_not_make_is_told_though_that_one_has_m
             if group.rank() > 0 {
                 return Some(if group.rank() == 1 { wait(&group) } else { group.barrier() }.unwrap_err());
             }
-            // Nobody will receive it.
+            // No rank receives this message.
             drop(group.isend(vec![1_u64; 100_000], 1, 5).unwrap());
             None
         });
@@ -292,7 +292,7 @@ fn one_message() -> (mpsc::Sender<Thread>, Told) {
     (tell, Mutex::new(told))
 }
 
-/// Waits until the rank that tells its thread at last has dropped its group, or waits in that.
+/// Waits until the rank that sends its thread last has dropped its group, or sleeps in the drop.
 fn until_left(told: &Told) {
     told.lock().unwrap().recv_timeout(LONG).unwrap().until_asleep_or_ended();
 }
@@ -314,7 +314,7 @@ fn a_handle_that_leaves_its_scope_keeps_its_outcome() {
                 .unwrap();
             assert_eq!(kept.unwrap().wait().unwrap(), (vec![7], 0));
         }
-        // No abort before the message is there: it could be heard first.
+        // No abort before the message has arrived, since the abort could be heard first.
         gate.wait();
         group
             .scope(|scope| {
@@ -351,7 +351,7 @@ fn its_descriptor_becomes_readable() {
         let mut fds = [PollFd::new(descriptor, PollFlags::POLLIN)];
         assert_eq!(nix::poll::poll(&mut fds, PollTimeout::from(60_000_u16)), Ok(1));
         assert!(work.is_completed());
-        // And of what is done already.
+        // The operation is already done when it is waited for.
         let done = group.nonblocking().barrier().unwrap();
         group.barrier().unwrap();
         assert!(done.is_completed());
@@ -460,7 +460,7 @@ fn a_panic_in_a_scope_ends_what_it_began() {
 fn the_one_that_is_done_is_found() {
     ranks(4, |group| {
         if group.rank() > 0 {
-            // In this order: 3, 1, 2.
+            // The ranks take turns in the order 3, 1, 2.
             let turn = [2, 3, 1][group.rank() - 1];
             for now in 1..=3 {
                 if now == turn {
@@ -517,7 +517,7 @@ fn nothing_is_begun_with_arguments_that_make_no_sense() {
 
 #[test]
 fn threads_wait_while_others_call() {
-    // Handing the seat over between the background thread and callers: nobody is forgotten.
+    // The progress lock passes between the background thread and callers, and no operation is forgotten.
     ranks(2, |group| {
         let standing = group.irecv(vec![0_u8], 1 - group.rank(), 99).unwrap();
         std::thread::scope(|scope| {

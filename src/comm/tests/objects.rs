@@ -17,7 +17,7 @@ struct Thing {
     by_rank: BTreeMap<usize, Option<i64>>,
 }
 
-/// Of another size on each rank, from a few bytes to more than one message holds.
+/// A value of another size on each rank, from a few bytes to more than one message holds.
 fn thing(rank: usize, scale: usize) -> Thing {
     Thing {
         name: "x".repeat(rank),
@@ -47,7 +47,7 @@ fn objects_of_different_sizes_reach_whom_they_should() {
     }
 }
 
-/// Refuses to be written, on demand.
+/// A value whose serialisation fails on demand.
 #[derive(Debug, Deserialize)]
 struct Picky(bool);
 

@@ -1,4 +1,4 @@
-//! Ranks as processes that die: by SIGKILL, at any moment, with and without a launcher that says how.
+//! Ranks as processes that die by SIGKILL at any moment, with and without a launcher that reports the cause.
 //!
 //! The test binary starts itself as the workers (`worker` below) and acts as their launcher.
 
@@ -24,9 +24,9 @@ use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-/// Bound for anything that should happen.
+/// The timeout of events that should happen.
 const LONG: Duration = Duration::from_secs(60);
-/// How long survivors wait for each other.
+/// The time that survivors wait for each other.
 const TO_COME: Duration = Duration::from_secs(3);
 
 // ---------------------------------------------------------------- the worker's side
@@ -71,7 +71,7 @@ fn act(scenario: &str, session: &mut Session, world: World) -> Result<(), CommEr
     }
 }
 
-/// A forked child drops its copy and may not use it; the group goes on without noticing.
+/// A forked child drops its copy and may not use it; the group is not affected.
 #[allow(unsafe_code)]
 fn fork(world: World) -> Result<(), CommError> {
     world.barrier()?;
@@ -95,14 +95,14 @@ fn fork(world: World) -> Result<(), CommError> {
     Ok(())
 }
 
-/// After a failure all ranks go on in the same processes.
+/// After a failure all ranks continue in the same processes.
 fn two_rounds(session: &mut Session, world: World) -> Result<(), CommError> {
     let generation = world.generation();
     world.barrier()?;
     drop(world);
     let again = session.next_round()?;
     assert_ne!(again.generation(), generation);
-    // The abort may overtake the barrier on ranks that are not through yet.
+    // The abort may overtake the barrier on ranks that have not passed it yet.
     let through = again.barrier();
     if again.rank() == 0 {
         again.abort("try a third");
@@ -113,7 +113,7 @@ fn two_rounds(session: &mut Session, world: World) -> Result<(), CommError> {
     session.next_round()?.barrier()
 }
 
-/// Goes on with the survivors, again and again.
+/// Continues with the survivors, repeatedly.
 fn shrink(mut group: Group) -> Result<(), CommError> {
     loop {
         let want: usize = group.global_ranks().iter().sum();
@@ -143,7 +143,7 @@ fn say(line: &str) {
 struct Job {
     workers: Vec<Worker>,
     events: Receiver<(usize, String)>,
-    /// What was said before anybody waited for it.
+    /// The messages of workers that arrived before a wait for them.
     before: RefCell<Vec<(usize, String)>>,
     generation: Generation,
     _store: Option<StoreServer>,
@@ -157,11 +157,11 @@ struct Worker {
 
 #[derive(Clone, Copy, PartialEq)]
 enum Launcher {
-    /// Variables only, rank 0 serves the store.
+    /// Environment variables only; rank 0 serves the store.
     Plain,
     /// The launcher serves the store.
     Torchrun,
-    /// Also an agent channel, with a token.
+    /// The launcher serves the store and provides an agent channel with a token.
     Convoke,
 }
 
@@ -191,7 +191,7 @@ impl Job {
         Self { workers, events: received, before: RefCell::default(), generation, _store: store }
     }
 
-    /// Waits until each of `ranks` has said `what`. What others say meanwhile is there for the next.
+    /// Waits until each of `ranks` has sent `what`. Other messages are kept for the next wait.
     fn wait(&self, ranks: &[usize], what: &str) {
         let deadline = Instant::now() + LONG;
         let (mut said, mut others) = (Vec::new(), Vec::new());
@@ -221,7 +221,7 @@ impl Job {
         self.say_dead(rank);
     }
 
-    /// What the launcher tells the others.
+    /// Sends the other workers the launcher's report of a dead rank.
     fn say_dead(&mut self, rank: usize) {
         let cause = ExitCause::Signal(9);
         let verdict = ToWorker::PeerExit { generation: self.generation, rank, cause }.encode();
@@ -288,7 +288,7 @@ fn without_variables_it_is_a_world_of_one_and_with_some_an_error_that_names_the_
     assert!(said.contains("@ done"), "{said}");
 }
 
-/// Moments from now on, spread over a few calls.
+/// Random delays, spread over the duration of a few calls.
 struct Moments(u64);
 
 impl Moments {
@@ -304,7 +304,7 @@ impl Moments {
         (self.0 >> 33) % bound
     }
 
-    /// The one place where a test waits for time: the moment of a death must be arbitrary.
+    /// The only sleep in these tests: the moment of a death must be arbitrary.
     fn pass(&mut self, most: Duration) {
         std::thread::sleep(Duration::from_micros(self.below(most.as_micros() as u64 + 1)));
     }
@@ -331,7 +331,7 @@ fn all_ranks_can_go_on_in_the_same_processes() {
 }
 
 impl Job {
-    /// All survivors go on together, and with nobody else.
+    /// Checks that exactly the survivors continue together.
     fn goes_on(&self, survivors: &[usize]) {
         self.wait(survivors, &format!("shrunk {survivors:?}"));
     }
@@ -351,7 +351,7 @@ fn survivors_of_killed_ranks_go_on_again_and_again() {
         moments.pass(Duration::from_millis(30));
         job.kill(4);
         job.goes_on(&[0, 1, 2, 3, 5]);
-        // Two at once; rank 0 serves the store if nobody else does.
+        // Two ranks die at once; rank 0 survives if it serves the store.
         moments.pass(Duration::from_millis(30));
         let (first, left) = if launcher == Launcher::Plain { (1, [0, 2, 5]) } else { (0, [1, 2, 5]) };
         job.kill(first);

@@ -1,4 +1,4 @@
-//! Halves, factors and functions of the program, over real connections, ranks as threads.
+//! 16-bit floats, factors and reduction functions of the program, over real connections, ranks as threads.
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 
@@ -11,7 +11,7 @@ use common::{
 };
 use convoke_comm::{Complex, Element, Reduction, bf16, f16};
 
-/// What a test needs of a half.
+/// The operations of 16-bit floats that the tests need.
 trait Half: Element<Factor = f32> + PartialEq + std::fmt::Debug {
     fn of(value: f32) -> Self;
     fn wide(self) -> f32;
@@ -32,8 +32,8 @@ macro_rules! half {
 
 half!(f16, bf16);
 
-/// What `rank` has at `index`: with all digits, so that every rounding shows; of every third element great shares
-/// that cancel each other, so that the order of adding shows.
+/// The value of `rank` at `index`. It has all digits, so that every rounding shows. Every third element has
+/// large shares that cancel each other, so that the order of adding shows.
 fn share<T: Half>(rank: usize, index: usize) -> T {
     let mixed = ((index * 17 + rank + 1) as u32).wrapping_mul(0x9E37_79B9) >> 12;
     T::of(match (index % 3, rank) {
@@ -48,7 +48,7 @@ fn shares<T: Half>(rank: usize, range: std::ops::Range<usize>) -> Vec<T> {
     range.map(|index| share(rank, index)).collect()
 }
 
-/// All shares up to `ranks`, as they are changed by `change`, added as `f32` in the order of the ranks.
+/// The sum of the shares of `ranks` ranks, each changed by `change`, as `f32` in rank order.
 fn sum<T: Half>(ranks: usize, index: usize, change: impl Fn(usize, f32) -> f32) -> f32 {
     (0..ranks).map(|rank| change(rank, share::<T>(rank, index).wide())).reduce(|a, b| a + b).unwrap()
 }
@@ -57,7 +57,7 @@ fn rounded<T: Half>(range: std::ops::Range<usize>, value: impl Fn(usize) -> f32)
     range.map(|index| T::of(value(index))).collect()
 }
 
-/// Every operation that adds gives the sum in the order of the ranks, rounded once.
+/// Every operation that adds gives the sum in rank order, rounded once.
 fn halves<T: Half>(group: &Group, count: usize) {
     let (me, world) = (group.rank(), group.size());
     let name = format!("{count} {} on rank {me} of {world}", T::DTYPE);
@@ -139,7 +139,8 @@ fn scans_of_halves_are_rounded_once() {
     }
 }
 
-/// Whichever algorithm adds, and however many ranks: these sums are exact in `f32`, but no halves.
+/// The sums are exact in `f32` but not in 16 bits, so a rounded partial sum shows with any algorithm and
+/// number of ranks.
 #[test]
 fn partial_sums_of_halves_are_not_rounded() {
     let check = |group: Group| {
@@ -190,7 +191,7 @@ fn lists_and_unequal_blocks_of_halves_too() {
     });
 }
 
-/// Shares times factors that differ from rank to rank; whole numbers, so that every order gives the same.
+/// Shares times factors that differ between ranks; whole numbers, so that every order gives one result.
 fn factors<T: Element + PartialEq + std::fmt::Debug>(
     group: &Group,
     make: impl Fn(i64) -> T,
@@ -272,7 +273,8 @@ fn functions_of_the_program_combine_elements() {
     }
 }
 
-/// The farther from zero of two, which of -1 and 1 depends on which stands first: all ranks get the same even so.
+/// The larger of two by absolute value. For -1 and 1 it depends on the order, but all ranks get equal
+/// results.
 #[test]
 fn functions_need_not_be_commutative_for_equal_bits() {
     for algorithm in ["all_reduce:ring", "all_reduce:direct", "all_reduce:doubling", "all_reduce:hierarchy"] {
@@ -295,16 +297,16 @@ fn functions_need_not_be_commutative_for_equal_bits() {
 fn a_function_that_panics_ends_the_group_with_one_cause_on_all_ranks() {
     for world in [2, 3, 5] {
         let errors = ranks(world, |group| {
-            // Else it ends before it begins.
+            // Without this the call could fail before it begins.
             group.barrier().unwrap();
             let (fails, calls) = (group.rank() == 1, AtomicUsize::new(0));
             let reduction = Reduction::new(move |_: &mut [i32], _: &[i32]| {
-                // Once, in the middle: nobody must try again with what is half added.
+                // It fails once, in the middle: nobody must retry with half of the data added.
                 assert!(!fails || calls.fetch_add(1, Ordering::Relaxed) != 1, "rank 1 cannot add");
             });
             let result = group.all_reduce(&mut vec![1; 10_000], reduction);
             assert!(!fails || result.is_err());
-            // Others may have their result before rank 1 comes to add.
+            // Other ranks may have their result before rank 1 adds.
             let first = result.and_then(|()| group.barrier()).unwrap_err();
             assert!(matches!(group.barrier(), Err(CommError::Aborted { by: 1, .. })), "it stays so");
             first
@@ -334,7 +336,7 @@ fn a_function_cannot_wait_for_the_group_that_called_it() {
 #[test]
 fn pairs_without_meaning_are_refused_before_anything_is_sent() {
     fn refused<T: Element>(group: &Group, value: T, op: ReduceOp) {
-        // Only on one rank: had anything been sent, the barrier below would be another call than the others'.
+        // Only one rank calls it: if it sent anything, the barrier below would not match the others'.
         if group.rank() == 0 {
             let error = group.all_reduce(&mut [value], op).unwrap_err();
             assert!(matches!(error, CommError::InvalidArgument(_)), "{op} of {}: {error}", T::DTYPE);
@@ -354,7 +356,7 @@ fn pairs_without_meaning_are_refused_before_anything_is_sent() {
             }
             refused(&group, true, ReduceOp::Avg);
             refused(&group, 1_u64, ReduceOp::Avg);
-            // Without the factor, and without the function.
+            // The operation without its factor, and without its function.
             refused(&group, 1_i32, ReduceOp::PremulSum);
             refused(&group, 1_i32, ReduceOp::Custom);
         });
@@ -388,7 +390,7 @@ fn an_operation_without_a_meaning_says_what_to_do_instead() {
             assert!(matches!(error, CommError::InvalidArgument(_)), "{error}");
             assert!(error.to_string().contains(advice), "{error}");
         }
-        // Nothing was sent: the group goes on.
+        // Nothing was sent, so the group stays usable.
         group.barrier().unwrap();
     });
 }

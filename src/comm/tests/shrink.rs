@@ -1,4 +1,4 @@
-//! Survivors go on in a group of their own, ranks as threads. Ranks that die: `processes.rs`.
+//! Survivors continue in a new group, ranks as threads. `processes.rs` has ranks that die.
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 
@@ -11,10 +11,10 @@ use std::time::{Duration, Instant};
 use common::{CommError, Gate, Group, LONG, ReduceOp, on, options, ranks, ranks_together};
 use convoke_store::{MemoryStore, Store, StoreServer, TcpStore};
 
-/// Time to come for ranks of which some do not.
+/// The timeout for ranks of which some are absent.
 const SHORT: Duration = Duration::from_secs(1);
 
-/// The new group has these ranks of the first one, in this order, and works.
+/// Checks that the new group has these ranks of the first one, in this order, and works.
 fn check(group: &Group, me: usize, survivors: &[usize]) {
     assert_eq!(group.global_ranks(), survivors);
     assert_eq!((group.size(), group.global_rank(group.rank())), (survivors.len(), Some(me)));
@@ -38,7 +38,7 @@ fn after_an_abort_all_go_on_in_another_generation() {
         check(&again, me, &[0, 1, 2, 3]);
         assert_ne!((again.generation(), again.name()), (group.generation(), group.name()));
         assert_eq!(again.timeout(), group.timeout());
-        // The old one stays as it is, and is shrunk once.
+        // The old group stays failed, and can be shrunk only once.
         assert!(matches!(group.barrier(), Err(CommError::Aborted { by: 3, .. })));
         assert!(matches!(group.shrink(LONG), Err(CommError::InvalidArgument(_))));
         drop(group);
@@ -64,14 +64,14 @@ fn one_after_the_other_down_to_one() {
     ranks(5, |world| {
         let me = world.rank();
         let mut group = world;
-        // The first leaves each time, so that rank 0 is another one each time.
+        // The first rank leaves each time, so that rank 0 is another one each time.
         for (first, checked) in checked.iter().enumerate() {
             check(&group, me, &(first..5).collect::<Vec<_>>());
             checked.wait();
             if me == first {
                 return;
             }
-            // Who has left is not waited for, and the group ended for it.
+            // The rank that left is not waited for, but the group ended because of it.
             assert!(matches!(group.barrier(), Err(CommError::PeerLost { rank: 0, .. })));
             group = group.shrink(LONG).unwrap();
         }
@@ -92,7 +92,7 @@ fn who_does_not_come_in_time_is_left_out_and_told() {
         let start = Instant::now();
         let result = group.shrink(if me == 1 { LONG } else { SHORT });
         if me == 1 {
-            // Also when it asks again.
+            // A second request gets the error as well.
             for error in [result.unwrap_err(), group.shrink(LONG).unwrap_err()] {
                 assert!(
                     matches!(&error, CommError::Excluded { survivors, .. } if *survivors == [0, 2, 3]),
@@ -137,12 +137,12 @@ fn a_group_of_one_shrinks_to_itself() {
     });
 }
 
-/// What the group has in the store under its shrinking.
+/// The key under which a shrink of the group stores data.
 fn key(group: &Group, what: &str) -> String {
     format!("convoke/{}/{}/shrink/{what}", group.name(), group.generation())
 }
 
-/// Three ranks shrink while rank 1 only seems to: it is there until it is decided who goes on.
+/// Three ranks shrink, while rank 1 only pretends to: it stays until the survivors are decided.
 fn betrayed(name: &str, betray: impl Fn(&Arc<dyn Store>, Group) + Sync) {
     let (store, formed): (Arc<dyn Store>, _) = (Arc::new(MemoryStore::new()), Gate::new(4));
     on(&store, 4, &options().name(name), |group| {

@@ -1,5 +1,5 @@
-//! Ranks as processes of the test program: what they are told, how their failures are named, and that nothing
-//! is left of them.
+//! Ranks as processes of the test program: their environment, the reports of their failures, and the cleanup
+//! of processes and files.
 
 #![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout, clippy::print_stderr, clippy::exit)]
 
@@ -16,7 +16,7 @@ use nix::sys::signal::{Signal, kill, raise};
 use nix::unistd::Pid;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// Bound for anything that should happen.
+/// The timeout of events that should happen.
 const LONG: Duration = Duration::from_secs(60);
 
 fn sum(world: &World) -> Result<i64, CommError> {
@@ -66,7 +66,7 @@ fn several_calls_follow_each_other_also_in_a_loop() {
     assert!(matches!(error, SpawnError::Failed { how: ExitCause::Code(7), .. }), "{error}");
 }
 
-/// The error of two ranks of which rank 1 ends so, while rank 0 is in a barrier with it.
+/// The error of two ranks if rank 1 ends in this way while rank 0 is in a barrier with it.
 #[track_caller]
 fn failure(rank_1: impl FnOnce(World) -> Result<(), String>) -> (usize, ExitCause, String) {
     let outcome = Spawn::new(2).timeout(LONG).run(|rank| {
@@ -74,7 +74,7 @@ fn failure(rank_1: impl FnOnce(World) -> Result<(), String>) -> (usize, ExitCaus
         world.barrier().map_err(|error| error.to_string())?;
         match rank {
             1 => rank_1(world),
-            // Exits with a code of its own as soon as it has lost its peer.
+            // Rank 0 exits with its own code as soon as it has lost its peer.
             _ => world.barrier().map_err(|error| format!("rank 0 has lost rank 1: {error}")),
         }
     });
@@ -136,7 +136,7 @@ fn a_rank_that_does_not_end_is_killed_when_another_fails() {
         .run(|rank| {
             if rank == 1 {
                 write_pid("rank", std::process::id());
-                // As it is stopped, SIGTERM does not end it.
+                // A stopped process does not react to SIGTERM.
                 raise(Signal::SIGSTOP).unwrap();
             }
             wait_for_pid(Path::new(&std::env::var_os("FOLDER").unwrap()), "rank");
@@ -232,7 +232,7 @@ fn a_rank_whose_spawner_has_died_before_the_call_does_not_spawn_itself() {
     assert!(!folder.0.join("0").exists());
 }
 
-/// Runs [`spawner`] in a process of its own, whose ranks stop to wait for its death `when`.
+/// Runs [`spawner`] in a new process, whose ranks wait for its death at `when`.
 fn start_spawner(folder: &Folder, when: &str) -> std::process::Child {
     let mut command = scene("spawner");
     command.env("FOLDER", &folder.0).env("WHEN", when).stdout(Stdio::null()).spawn().unwrap()
@@ -250,7 +250,7 @@ fn spawner() {
             std::thread::yield_now();
         }
     }
-    // The only one, or the other might see the death before it could know of whom.
+    // Only one rank, since another might see the death before its cause can be known.
     spawn(if early { 1 } else { 2 }, |rank| {
         write_pid(&rank.to_string(), std::process::id());
         std::thread::sleep(LONG);
@@ -260,7 +260,7 @@ fn spawner() {
 
 // ---------------------------------------------------------------- pids, through files
 
-/// A folder that is removed with this.
+/// A folder that is removed when this value is dropped.
 struct Folder(std::path::PathBuf);
 
 impl Drop for Folder {
@@ -272,7 +272,7 @@ impl Drop for Folder {
 fn folder() -> Folder {
     let name = format!("convoke-spawn-{}-{:?}", std::process::id(), std::thread::current().id());
     let path = std::env::temp_dir().join(name);
-    // Ranks come here too, and have no use for it: FOLDER tells them that of the test.
+    // Spawned ranks run this too and do not need it: FOLDER names the test's folder.
     if std::env::var_os("CONVOKE_SPAWN").is_none() {
         std::fs::create_dir(&path).unwrap();
     }
@@ -298,7 +298,7 @@ fn wait_for_pid(folder: &Path, name: &str) -> Pid {
     read_pid(folder, name)
 }
 
-/// Whether there is such a process that is not just waiting to be reaped by somebody else.
+/// Returns whether the process exists and is not a zombie.
 fn lives(pid: Pid) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     kill(pid, None).is_ok() && !stat.contains(") Z ")
@@ -325,7 +325,7 @@ fn messages_whose_handles_were_dropped_arrive_though_the_rank_returns() {
                 }
                 return Ok(());
             }
-            // It is announced; its sender has nothing else to do.
+            // The message is announced, and its sender has no other work.
             world.probe(Some(0), 1)?;
             let (mut large, mut small) = (vec![9_u64; LARGE], [9_u64]);
             world.recv(&mut large, 0, 1)?;
@@ -339,7 +339,7 @@ fn messages_whose_handles_were_dropped_arrive_though_the_rank_returns() {
 
 #[test]
 fn where_files_may_not_be_large_enough_for_shared_memory_ranks_use_connections() {
-    // The first of them makes the memory.
+    // The first rank creates the memory.
     for (who, most) in [(0, 0), (0, 10 << 20), (1, 0)] {
         Spawn::new(3)
             .timeout(LONG)
@@ -362,7 +362,7 @@ fn where_files_may_not_be_large_enough_for_shared_memory_ranks_use_connections()
 
 #[test]
 fn where_descriptors_end_all_ranks_are_told_at_once() {
-    // One rank has so many left beyond those that it has, or all have.
+    // One rank, or all, can open only `left` more files.
     for left in 0..16 {
         let who = left % 4;
         Spawn::new(3)

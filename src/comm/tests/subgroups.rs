@@ -7,7 +7,7 @@ mod common;
 use common::{Gate, Group, ReduceOp, on_hosts, ranks, with_options};
 use convoke_comm::{CommError, GroupOptions};
 
-/// The ranks of `group` in the first group, as its members tell each other.
+/// The ranks of `group` in the first group, gathered from its members.
 fn members(group: &Group, origin: usize) -> Vec<usize> {
     let mut all = vec![usize::MAX as u64; group.size()];
     group.all_gather(&[origin as u64], &mut all).unwrap();
@@ -103,7 +103,7 @@ fn subgroups_of_other_names_or_kinds_are_not_taken_for_each_other() {
         let named = world.with_subgroup_name("dp").subgroup(&[0, 1, 2]).unwrap().unwrap();
         assert!(named.name().contains("dp"), "{}", named.name());
     });
-    // Nor for other collectives.
+    // Other collectives do not match a split either.
     ranks(2, |world| {
         let error = if world.rank() == 0 {
             world.split(Some(0), 0).map(drop).unwrap_err()
@@ -114,7 +114,7 @@ fn subgroups_of_other_names_or_kinds_are_not_taken_for_each_other() {
     });
 }
 
-/// What ranks 0 to 3 get of numbers whose sum depends on the order of adding.
+/// The results on ranks 0 to 3 of a sum that depends on the order of adding.
 fn sums(group: &Group) -> Vec<u32> {
     let mut buf: Vec<f32> = (0..64).map(|index| 1.0 / (1 + index + 64 * group.rank()) as f32).collect();
     group.all_reduce(&mut buf, ReduceOp::Sum).unwrap();
@@ -128,7 +128,7 @@ fn subgroups_take_the_algorithms_of_the_handle_that_makes_them() {
         let all = [0, 1, 2, 3];
         let ring = world.with_algorithms("all_reduce:ring").unwrap().subgroup(&all).unwrap().unwrap();
         assert_eq!(sums(&ring), rings[0]);
-        // So do theirs; and the empty text is the table, as in the world.
+        // Subgroups inherit the algorithms; the empty text selects the table, as in the world.
         let inner = ring.subgroup(&all).unwrap().unwrap();
         let plain = ring.with_algorithms("").unwrap().subgroup(&all).unwrap().unwrap();
         assert_eq!((sums(&inner), sums(&plain)), (rings[0].clone(), sums(&world)));
@@ -177,7 +177,7 @@ fn threads_that_make_named_subgroups_side_by_side_get_their_own_or_an_error() {
                         round.wait();
                         let made = match mine.subgroup(&[0, 1]) {
                             Ok(group) => {
-                                // The other rank's is of the same thread.
+                                // The group's other member is the other rank's thread of this number.
                                 assert_eq!(members(&group.unwrap(), thread), [thread, thread]);
                                 true
                             }
@@ -202,7 +202,7 @@ fn a_subgroup_that_fails_leaves_the_others_alone() {
     ranks(4, |world| {
         let half = world.split(Some(world.rank() as u32 / 2), 0).unwrap().unwrap();
         if world.rank() < 2 {
-            // When one rank is through, the other has its group too.
+            // When one rank returns from the barrier, the other has its group too.
             let _ = half.barrier();
             half.abort("enough");
             assert!(matches!(half.barrier(), Err(CommError::Aborted { .. })));

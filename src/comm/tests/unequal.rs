@@ -7,7 +7,7 @@ mod common;
 use common::{Group, GroupOptions, HOSTS, ReduceOp, WITH_HIERARCHIES, on_hosts, ranks, with_options};
 use convoke_comm::CommError;
 
-/// What rank `from` has at `index` of its block for rank `to`.
+/// The value of rank `from` at `index` of its block for rank `to`.
 fn value(from: usize, to: usize, index: usize) -> i64 {
     ((from * 7 + to * 3 + index) % 23) as i64 - 11
 }
@@ -16,7 +16,7 @@ fn block(from: usize, to: usize, len: usize) -> impl Iterator<Item = i64> {
     (0..len).map(move |index| value(from, to, index))
 }
 
-/// Lengths of the ranks' blocks: none, one, and many are among them.
+/// Lengths of the ranks' blocks, with zero, one and many elements.
 fn lens(world: usize, scale: usize) -> Vec<usize> {
     (0..world).map(|rank| [0, 1, 3 * scale, scale + 1, 2][(rank + scale) % 5]).collect()
 }
@@ -49,7 +49,7 @@ fn check(group: &Group, scale: usize) {
         assert!(own.iter().copied().eq(block(root, me, lens[me])), "scatter_v of {name}");
     }
 
-    // From a to b: as many as block (a + 2 b) is long.
+    // From a to b go as many elements as block (a + 2 b) has.
     let of = |from: usize, to: usize| lens[(from + 2 * to) % world];
     let sent: Vec<usize> = (0..world).map(|to| of(me, to)).collect();
     let filled: Vec<usize> = (0..world).map(|from| of(from, me)).collect();

@@ -1,4 +1,4 @@
-//! The ways in: URLs, files, stores and variables; who listens where; what is said.
+//! The ways to join: URLs, files, stores and variables; the listening addresses; the log messages.
 
 #![allow(clippy::unwrap_used, clippy::panic, clippy::print_stderr)]
 
@@ -12,7 +12,7 @@ use common::{Gate, Group, LONG, ReduceOp, free_port, options};
 use convoke_comm::{CommError, Session, Spawn, SpawnError, World, is_initialized};
 use convoke_store::{FileStore, MemoryStore, Store, StoreError};
 
-/// The worlds of `size` ranks that are threads, each by its own session.
+/// The worlds of `size` ranks in threads, each with its own session.
 fn worlds<R: Send>(
     size: usize,
     session: impl Fn(usize) -> Result<Session, CommError> + Sync,
@@ -41,7 +41,7 @@ fn add_up(world: &World) {
     assert_eq!(sum[0], (1..=world.size() as i64).sum::<i64>());
 }
 
-/// Whether this machine has IPv6, which it says if not.
+/// Returns whether this machine has IPv6; prints a note if not.
 fn has_ipv6(what: &str) -> bool {
     let has = std::net::TcpListener::bind("[::1]:0").is_ok();
     if !has {
@@ -81,7 +81,7 @@ fn join_100_times(url: &str) {
     rounds.unwrap();
 }
 
-/// Ranks drop a world at different moments: one joins again while rank 0 still holds the one before.
+/// Ranks drop a world at different times: one joins again while rank 0 still holds the previous world.
 #[test]
 fn processes_that_serve_the_store_themselves_join_100_times() {
     let port = free_port();
@@ -95,7 +95,7 @@ fn ranks_form_groups_when_the_rank_that_served_the_store_has_ended() {
         let address = format!("127.0.0.1:{}", std::env::var("PORT").unwrap());
         let session = Session::from_url_as(&format!("tcp://{address}"), rank, 4).unwrap();
         let world = session.with_options(|options| options.timeout(LONG).init_timeout(LONG)).world().unwrap();
-        // Its process ends while the others form the group.
+        // The process of rank 0 ends while the others form the group.
         let Some(group) = world.subgroup(&[1, 2, 3]).unwrap() else { return };
         convoke_testkit::wait_until("the store to be gone", || {
             std::net::TcpStream::connect(&address).is_err().then_some(())
@@ -147,7 +147,7 @@ fn ranks_meet_through_a_store() {
 
 // ---------------------------------------------------------------- files
 
-/// A path that nothing is at, and that is cleaned up.
+/// An unused path that is cleaned up.
 struct Place(PathBuf);
 
 impl Place {
@@ -187,7 +187,7 @@ fn ranks_meet_through_a_file_which_is_removed_at_the_end() {
     }
 }
 
-/// The last that leaves a round removes the file, while others have begun the next round in it.
+/// The last rank to leave a round removes the file, while others have begun the next round in it.
 #[test]
 fn processes_that_meet_through_a_file_join_100_times() {
     let place = Place::new("again");
@@ -199,7 +199,7 @@ fn processes_that_meet_through_a_file_join_100_times() {
 fn a_file_that_a_killed_job_has_left_is_a_clean_start() {
     let place = Place::new("stale");
     let url = place.url();
-    // In the job before, rank 0 is killed in the middle; rank 1 fails by that.
+    // In the previous job rank 0 is killed in the middle, and rank 1 fails because of that.
     let killed = Spawn::new(2).env("URL", &url).timeout(LONG).run(|rank| {
         let url = std::env::var("URL").unwrap();
         let world = Session::from_url_as(&url, rank, 2).unwrap().world().unwrap();
@@ -218,7 +218,7 @@ fn a_file_that_a_killed_job_has_left_is_a_clean_start() {
 #[test]
 fn an_announcement_that_nobody_confirms_does_not_mislead() {
     let place = Place::new("announcement");
-    // As rank 0 leaves it if it dies before the others have come.
+    // The state that rank 0 leaves if it dies before the others have joined.
     let store = FileStore::open(&place.0, None, std::time::Instant::now() + LONG).unwrap();
     let announcement = br#"{"generation":"00000000000000000000000000000007","given":false}"#;
     store.set(b"convoke/world/generation", announcement, std::time::Instant::now() + LONG).unwrap();
@@ -227,7 +227,7 @@ fn an_announcement_that_nobody_confirms_does_not_mislead() {
     let session = |rank| {
         if rank == 0 {
             others_are_there.wait();
-            // Until they have read the announcement and believe it.
+            // Waits until they have read the announcement and use it.
             let store = FileStore::open(&place.0, None, std::time::Instant::now() + LONG).unwrap();
             let stale = "convoke/world/00000000000000000000000000000007/rank";
             let keys = [1, 2].map(|rank| format!("{stale}/{rank}"));
@@ -253,7 +253,7 @@ fn files_that_cannot_serve_are_typed_errors() {
     assert!(error.contains("/no/such/folder/job") && error.contains("No such file"), "{error}");
     let error = join(&format!("file://{}", std::env::temp_dir().display())).to_string();
     assert!(error.contains("Is a directory"), "{error}");
-    // Nobody else comes: no hang.
+    // No other rank joins: it must not hang.
     let place = Place::new("alone");
     let soon = Duration::from_millis(200);
     let session = Session::from_url_as(&place.url(), 1, 2).unwrap();
@@ -287,7 +287,7 @@ fn arguments_that_make_no_sense_are_typed_errors() {
     assert!(error.to_string().starts_with(&wanted), "{error}");
 }
 
-/// What a process with these variables gets by joining, as text.
+/// The text that a process with these variables prints when it joins.
 #[track_caller]
 fn join_with(variables: &[(&str, &str)]) -> String {
     let mut spawn = Spawn::new(1).timeout(LONG);
@@ -346,8 +346,8 @@ fn of_the_environment_only_the_place_is_taken_if_the_rank_is_passed() {
 
 // ---------------------------------------------------------------- several threads
 
-/// Two threads make rank 0, and the main one rank 1 when one of them has been refused: so the other cannot have been
-/// through before.
+/// Two threads make rank 0. The main thread makes rank 1 once one of them has been refused, so the other
+/// cannot have finished before.
 fn contested<G: Send>(make: impl Fn(usize) -> Result<G, CommError> + Sync, check: impl Fn(&G) + Sync) {
     let (told, outcomes) = mpsc::channel();
     let begin = Gate::new(2);
@@ -402,7 +402,7 @@ fn threads_may_make_different_groups_at_the_same_time() {
 
 // ---------------------------------------------------------------- what is said
 
-/// The stderr of rank 0 of two, of which rank 1 comes or not.
+/// The stderr of rank 0 of two; rank 1 joins or not.
 #[track_caller]
 fn said(level: &str, rank_1_comes: bool) -> String {
     let mut spawn = Spawn::new(2).env("CONVOKE_LOG", level).timeout(LONG);
@@ -445,7 +445,7 @@ fn events_are_written_to_stderr_if_asked_for() {
     assert!(!text.contains(" info: "), "{text}");
 }
 
-/// A program's own logger.
+/// A logger of the program.
 struct Own(Mutex<Vec<String>>);
 
 impl log::Log for Own {

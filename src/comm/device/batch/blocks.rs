@@ -45,7 +45,8 @@ impl<'a> DeviceBatch<'a> {
     /// As [`Group::all_to_all`](crate::Group::all_to_all).
     ///
     /// # Errors
-    /// As [`Self::all_reduce`]; also if the two are not equally long, or cannot be cut into a block for each rank.
+    /// As [`Self::all_reduce`]; also if the two are not equally long, or cannot be cut into a block for each
+    /// rank.
     pub fn all_to_all<T: DeviceElement>(
         &mut self,
         send: &'a impl DevicePtr<T>,

@@ -11,9 +11,10 @@ use convoke_store::{MemoryStore, Store};
 
 pub(crate) use convoke_testkit::{Gate, free_port, is_full};
 
-/// Bound for anything that should succeed.
+/// The timeout of operations that should succeed.
 pub(crate) const LONG: Duration = Duration::from_secs(60);
-/// For calls that shall time out: a quarter of it is what others have to say for whom they wait, also on a busy machine.
+/// The timeout of calls that should time out. A quarter of it remains for ranks to report whom they wait for,
+/// also on a busy machine.
 pub(crate) const SHORT: Duration = Duration::from_secs(1);
 
 pub(crate) fn options() -> GroupOptions {
@@ -25,7 +26,7 @@ pub(crate) fn ranks<R: Send>(world: usize, body: impl Fn(Group) -> R + Sync) -> 
     with_options(world, GroupOptions::default(), body)
 }
 
-/// As [`ranks`]; `body` begins when the group has worked on all of them, so that no failure can overtake that.
+/// As [`ranks`], but `body` begins only when the group works on all ranks, so that no failure comes earlier.
 pub(crate) fn ranks_together<R: Send>(world: usize, body: impl Fn(Group) -> R + Sync) -> Vec<R> {
     let gate = Gate::new(world);
     ranks(world, |group| {
@@ -44,22 +45,23 @@ pub(crate) fn with_options<R: Send>(
     on(&store, world, &options, body)
 }
 
-/// A store, and a name that is used once.
+/// A new store, and options with a unique group name.
 fn place(options: GroupOptions) -> (Arc<dyn Store>, GroupOptions) {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     let name = format!("test-{}", NEXT.fetch_add(1, Ordering::Relaxed));
     (Arc::new(MemoryStore::new()), options.timeout(LONG).init_timeout(LONG).name(name))
 }
 
-/// Ranks on hosts, each one's: equally many or not, one after the other or not, one on each.
+/// The host of each rank in several layouts: equal and unequal numbers, consecutive ranks and others, one
+/// rank on each.
 pub(crate) const HOSTS: [&[usize]; 6] =
     [&[0, 0, 1, 1], &[0, 1, 0, 1, 0], &[0, 0, 0, 1], &[0, 1, 2], &[0, 1, 1, 2, 2, 0], &[0, 0, 0, 1, 1, 2]];
 
-/// The table, and hierarchies of whatever there can be one.
+/// The tuning table, and hierarchies for all collectives that have one.
 pub(crate) const WITH_HIERARCHIES: [&str; 2] =
     ["", "all_reduce:hierarchy,all_gather:hierarchy,reduce_scatter:hierarchy"];
 
-/// As [`with_options`], a rank on each of `hosts`, with these choices of algorithms.
+/// As [`with_options`], with one rank on each of `hosts` and these algorithms.
 pub(crate) fn on_hosts<R: Send>(
     hosts: &[usize],
     algorithms: &str,
@@ -99,11 +101,11 @@ fn each<R: Send>(
     })
 }
 
-/// Elements that stand for small whole numbers.
+/// Element types that can represent small whole numbers.
 pub(crate) trait Sample: Element + PartialEq + std::fmt::Debug {
     fn of(number: i64) -> Self;
 
-    /// A number that such an element can stand for.
+    /// A number that this element type can represent.
     fn number(any: i64) -> i64 {
         any
     }

@@ -1,4 +1,4 @@
-//! What NCCL and CUDA would answer with wrong numbers, a hang or worse.
+//! Misuse that NCCL and CUDA would answer with wrong numbers, a hang or worse.
 
 use super::*;
 use convoke_comm::device::cudarc::driver::CudaContext;
@@ -15,7 +15,7 @@ fn streams_and_buffers_of_other_contexts_are_refused() {
         return;
     }
     on_devices(1, |group, stream| {
-        // Not ordered with streams of the other.
+        // This context's streams are not ordered with those of the other context.
         let again = CudaContext::new(0).unwrap().new_stream().unwrap();
         refused(group.on(&again), "another CudaContext of device 0");
         let mut foreign = buffer(&again, &[1.0_f32]);
@@ -23,7 +23,7 @@ fn streams_and_buffers_of_other_contexts_are_refused() {
         refused(on.all_reduce(&mut foreign, ReduceOp::Sum), "another CudaContext of device 0");
         let elsewhere = device::open(1).unwrap().new_stream().unwrap();
         refused(group.on(&elsewhere), "on device 1; the group's side is on device 0");
-        // In NCCL's threads it is another one.
+        // In NCCL's threads this handle means another stream.
         refused(group.on(&stream.context().per_thread_stream()).map(|_| ()), "a thread's own default stream");
     });
 }
@@ -54,7 +54,7 @@ fn a_group_that_ranks_leave_at_different_times_holds_up_nobody() {
     on_devices(2, |group, _| {
         let part = group.split(Some(0), 0).unwrap().unwrap();
         let begun = Instant::now();
-        // NCCL frees a group when all ranks of a host do: one waits for the other here.
+        // NCCL frees a communicator when all ranks of a host do, so one rank waits for the other here.
         if group.rank() == 0 {
             drop(part);
             group.barrier().unwrap();
@@ -127,7 +127,7 @@ fn any_thread_may_ask_whether_work_is_done() {
     on_devices(2, |group, stream| {
         let mut buf = buffer(&stream, &[1.0_f32]);
         let work = group.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).unwrap();
-        // One that has had nothing to do with devices.
+        // A thread that has not used a device before.
         std::thread::scope(|scope| scope.spawn(|| work.wait()).join().unwrap()).unwrap();
         group.barrier().unwrap();
     });

@@ -40,7 +40,7 @@ fn messages_go_on_without_a_rank_that_has_left() {
         has_left.wait();
         let mut buf = buffer(&stream, &[rank as f32]);
         if rank == 0 {
-            // Longer than what a rank has left behind is waited for.
+            // The delay exceeds the grace period for operations with a rank that has left.
             let message = group.on(&stream).unwrap().recv(&mut buf, 1).unwrap();
             message.wait().unwrap();
             assert_eq!(stream.clone_dtoh(&buf).unwrap(), [1.0]);
@@ -114,7 +114,7 @@ fn a_fork_has_no_part_in_what_is_under_way() {
         let known = group.register(buffer(&stream, &[1.0_f32])).unwrap();
         let spin = Spin::on(&stream);
         let work = group.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).unwrap();
-        // SAFETY: the child uses what this thread alone has, and ends with _exit.
+        // SAFETY: the child uses only data of this thread, and ends with _exit.
         match unsafe { nix::unistd::fork() }.unwrap() {
             nix::unistd::ForkResult::Child => {
                 drop(known);
