@@ -219,9 +219,9 @@ impl<'a> DeviceBatch<'a> {
         if self.core.options.checked && !self.messages {
             self.group.compare_on_host(call, self.core.calls())?;
         }
-        // SAFETY: the stream is of this device (`OnStream`), and so is the memory (`read`, `written`), which
-        // is as long as its count. cudarc's buffers live long enough: they are freed behind the events that
-        // their guards, dropped below, record. The maker of a `RawBuffer` promises the same.
+        // SAFETY: the stream is of this device (`OnStream`), and so is the memory (`read`, `written`). The
+        // memory is as long as its count. cudarc's buffers live long enough: they are freed behind the events
+        // that their guards, dropped below, record. The maker of a `RawBuffer` promises it.
         #[allow(unsafe_code)]
         let begun = unsafe {
             self.core.enqueue(call, (&self.steps, self.guards.len()), self.stream, self.group.limit())

@@ -1,5 +1,4 @@
-//! Operations on a device that are not known to be done. Pure: the caller provides the answer whether one is
-//! done.
+//! Operations on a device that are not known to be done. Pure: the caller tells whether one is done.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -13,8 +12,8 @@ const MANY: usize = 32;
 /// The most commands that may be under way. A CUDA queue holds about 1,000 commands. A caller that finds it
 /// full blocks inside the driver, where nobody can end the call.
 const MOST_COMMANDS: usize = 512;
-/// The commands of each operation, which include our event; of each buffer, which are waits and events of
-/// cudarc; and of each launch of NCCL, which covers several calls of a group.
+/// The commands of each operation, which include our event, and those of each buffer, which are waits and
+/// events of cudarc. The last are those of each launch of NCCL, which covers several calls of a group.
 const COMMANDS: usize = 2;
 const COMMANDS_OF_BUFFER: usize = 3;
 const COMMANDS_OF_LAUNCH: usize = 3;

@@ -51,9 +51,9 @@ const PROGRAMS: usize = 5000;
 const SHORT: Duration = Duration::from_secs(5);
 /// The longest time that a program may run: more than any of its waits.
 const LONGEST: Duration = Duration::from_secs(200);
-/// The longest time in which no thread of a program may progress. After it, a message was not noticed until
-/// its ranks asked each other before a deadline. The total time proves nothing: on a busy machine each
-/// context switch takes milliseconds.
+/// The longest time in which no thread of a program may progress. A longer pause means that a message was not
+/// noticed until its ranks probed each other, shortly before a deadline. The total time proves nothing: on a
+/// busy machine each context switch takes milliseconds.
 const STALLED: Duration = Duration::from_secs(45);
 
 #[test]

@@ -1,5 +1,4 @@
-//! The memory of each rank before a collective, and the expected memory afterwards, computed independently.
-//! Pure.
+//! The memory of each rank before a collective, and the expected memory afterwards. Pure.
 
 use std::ops::Range;
 

@@ -89,9 +89,9 @@ impl RingLane {
     const ALL: [Self; 2] = [Self::Messages, Self::Collectives];
 
     /// The approximate size of all rings of one rank, and the largest size of one ring. Rings of messages are
-    /// large so that they are rewritten late, for the reason given at [`ROUNDS_BYTES`]. 1 MiB between two
-    /// pairs of ranks on two cores takes 142 µs with 512 KiB each, 36 with 1 MiB, 41 with 2 MiB. Few
-    /// collectives use streams where there is shared memory.
+    /// large so that they are rewritten late, for the reason given at [`ROUNDS_BYTES`]. A message
+    /// of 1 MiB between two pairs of ranks on two cores takes 142 µs with 512 KiB each. It takes 36 µs with
+    /// 1 MiB and 41 with 2 MiB. Few collectives use streams where there is shared memory.
     const fn bytes(self) -> (usize, usize) {
         match self {
             Self::Messages => (4 << 20, 1 << 20),

@@ -11,10 +11,10 @@
 //! | 64 KiB | 3.1 | 5.2 | 14.5 | 5.7 |
 //! | 1 MiB | 33 | 52 | 450 | 70 |
 //!
-//! No system table shows the topology where a hypervisor moves cores, so writes are timed. 16 KiB take 0.25
-//! to 0.75 µs with a shared cache and 2 to 6 µs without. They take 0.75 to 1.75 µs if all data is in main
-//! memory anyway. Non-temporal stores are timed as well: if every store waits for main memory, they gain
-//! nothing.
+//! No system table shows the topology where a hypervisor moves cores, so writes are timed. A write of 16 KiB
+//! takes 0.25 to 0.75 µs with a shared cache and 2 to 6 µs without. It takes 0.75 to 1.75 µs if all data is
+//! in main memory anyway. Non-temporal stores are timed as well: if every store waits for main memory, they
+//! gain nothing.
 
 use std::cell::Cell;
 use std::time::Duration;
@@ -138,9 +138,9 @@ mod tests {
     const SLOW: u64 = 6000;
     const PAST: u64 = 2000;
 
-    /// Returns the bytes of `count` writes of `sizes` in turn that are written normally, timed normally, and
-    /// written with non-temporal stores. 16 KiB take `usual` ns with normal and `past` ns with non-temporal
-    /// stores.
+    /// Makes `count` writes of `sizes` in turn. Returns the bytes that are written normally, timed normally,
+    /// and written with non-temporal stores. 16 KiB take `usual` ns with normal and `past` ns with
+    /// non-temporal stores.
     fn write(pace: &Pace, count: usize, sizes: &[usize], usual: u64, past: u64) -> [usize; 3] {
         let mut ways = [0; 3];
         for &bytes in sizes.iter().cycle().take(count) {
