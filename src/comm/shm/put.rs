@@ -119,8 +119,7 @@ pub(super) fn arrive() {
 /// True if prefetching lines for writing makes copies quicker. Other cores have read these lines, so a store
 /// needs a round trip to them. Measured on two cores of a Xeon (Cascade Lake): 18 instead of 12 GB/s from 16
 /// KiB on. On an EPYC (Zen 5) it is a tenth to a third slower. Processors that are not known to gain do not
-/// prefetch. GB/s from 16 KiB on; of an EPYC (Zen 5): a tenth to a third slower. What is not known to gain
-/// does without.
+/// prefetch.
 static FETCHES: LazyLock<bool> = LazyLock::new(|| {
     #[cfg(target_arch = "x86_64")]
     {
