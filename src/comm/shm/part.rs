@@ -47,7 +47,7 @@ impl Part {
         Ok(Self { start: map_shared(memory, at, bytes)?, bytes })
     }
 
-    /// Returns the offset of the `bytes` bytes at an address, if they are whole pages of this part.
+    /// Returns the offset of the `bytes` bytes at an address, if no page of them holds other elements.
     pub(crate) fn place(&self, address: usize, bytes: usize) -> Option<usize> {
         let at = address.checked_sub(self.start.as_ptr() as usize)?;
         let end = at.checked_add(bytes).filter(|&end| end <= self.bytes)?;

@@ -292,7 +292,7 @@ fn one_message() -> (mpsc::Sender<Thread>, Told) {
     (tell, Mutex::new(told))
 }
 
-/// Waits until the rank that sends its thread last has dropped its group, or sleeps in the drop.
+/// Waits until the rank that sent its thread on this channel has dropped its group, or sleeps in the drop.
 fn until_left(told: &Told) {
     told.lock().unwrap().recv_timeout(LONG).unwrap().until_asleep_or_ended();
 }
