@@ -16,6 +16,25 @@ use crate::fault::moment;
 /// Longest pause between two polls of the store.
 const SLOWEST_LOOK: Duration = Duration::from_secs(2);
 
+/// Deadlines of repeated looks at the store, at growing intervals.
+pub(super) struct Looks {
+    interval: Duration,
+    deadline: Instant,
+}
+
+impl Looks {
+    pub(super) fn new(deadline: Instant) -> Self {
+        Self { interval: RECHECK, deadline }
+    }
+
+    /// Returns when the next look ends.
+    pub(super) fn until(&mut self) -> Instant {
+        let until = (Instant::now() + self.interval).min(self.deadline);
+        self.interval = (self.interval * 2).min(SLOWEST_LOOK);
+        until
+    }
+}
+
 impl Ours<'_> {
     /// Tries to connect under `generation`.
     pub(super) fn round(&self, generation: Generation) -> Result<Outcome, CommError> {
@@ -86,23 +105,19 @@ impl Ours<'_> {
         let key = self.key(generation, "table");
         if self.invitation.rank == 0 {
             let values = self.gather(generation)?;
-            let table = record::decode_all(&values).and_then(|table| record::compare(&table).map(|()| table));
+            let table = self.checked(record::decode_all(&values));
             // Invalid records are published too, so that the other ranks fail with this error instead of
             // waiting.
             let texts: Vec<_> = values.iter().map(|value| String::from_utf8_lossy(value)).collect();
             let bytes = serde_json::to_vec(&texts).unwrap_or_default();
             self.store().set(&key, &bytes, self.deadline)?;
-            return table.map(Ok).map_err(|(what, ranks)| self.failed(what, ranks));
+            return table.map(Ok);
         }
-        let mut slice = RECHECK;
+        let mut looks = Looks::new(self.deadline);
         loop {
-            let until = (Instant::now() + slice).min(self.deadline);
-            slice = (slice * 2).min(SLOWEST_LOOK);
-            match self.store().get(&key, until) {
+            match self.store().get(&key, looks.until()) {
                 Ok(bytes) => {
-                    let table = record::decode_table(&bytes)
-                        .and_then(|table| record::compare(&table).map(|()| table));
-                    let table = table.map_err(|(what, ranks)| self.failed(what, ranks))?;
+                    let table = self.checked(record::decode_table(&bytes))?;
                     if table.get(self.invitation.rank) == Some(&self.record) {
                         return Ok(Ok(table));
                     }
@@ -120,15 +135,22 @@ impl Ours<'_> {
         }
     }
 
+    /// Compares the records of all ranks.
+    pub(super) fn checked(
+        &self,
+        records: Result<Vec<Record>, record::Wrong>,
+    ) -> Result<Vec<Record>, CommError> {
+        let compared = records.and_then(|records| record::compare(&records).map(|()| records));
+        compared.map_err(|(what, ranks)| self.failed(what, ranks))
+    }
+
     fn gather(&self, generation: Generation) -> Result<Vec<Vec<u8>>, CommError> {
         let keys: Vec<_> = (0..self.invitation.size).map(|rank| self.record_key(generation, rank)).collect();
         let keys: Vec<&[u8]> = keys.iter().map(Vec::as_slice).collect();
         let mut notice = Instant::now() + NOTICE.min(self.invitation.options.init_timeout / 3);
-        let mut slice = RECHECK;
+        let mut looks = Looks::new(self.deadline);
         loop {
-            let until = (Instant::now() + slice).min(self.deadline);
-            slice = (slice * 2).min(SLOWEST_LOOK);
-            match self.store().multi_get(&keys, until) {
+            match self.store().multi_get(&keys, looks.until()) {
                 Err(error) if self.may_yet_come(&error) => {}
                 Err(StoreError::Timeout { .. }) => return Err(self.missing(generation)),
                 other => return Ok(other?),
@@ -163,27 +185,28 @@ impl Ours<'_> {
             let waited = self.invitation.options.init_timeout.as_millis();
             return self.failed(format!("rank 0 gathered nobody within {waited} ms: did it die?"), vec![0]);
         }
-        let error = self.did_not_come(missing.clone());
-        match error {
-            CommError::Bootstrap { what, ranks, .. } if self.invitation.rank == 0 => {
-                self.refuse_all(generation, what, ranks)
-            }
-            error => error,
+        let what = self.absence(&missing);
+        match self.invitation.rank {
+            0 => self.refuse_all(generation, what, missing),
+            _ => self.failed(what, missing),
         }
     }
 
-    /// Returns the error for ranks that did not come. It says where the others waited and how a rank is
-    /// directed there.
-    pub(super) fn did_not_come(&self, missing: Vec<usize>) -> CommError {
+    /// Describes the absence of these ranks, with the place where they were awaited and the settings that lead there.
+    fn absence(&self, missing: &[usize]) -> String {
         let Self { invitation, .. } = self;
-        let what = format!(
+        format!(
             "rank(s) {} of {} did not come within {} ms{}",
-            Ranks(&missing),
+            Ranks(missing),
             invitation.size,
             invitation.options.init_timeout.as_millis(),
             invitation.whereabouts
-        );
-        self.failed(what, missing)
+        )
+    }
+
+    /// Returns the error of a rank that awaited rank 0 in vain.
+    pub(super) fn without_rank_0(&self) -> CommError {
+        self.failed(self.absence(&[0]), vec![0])
     }
 
     /// Returns true if a store call that found nothing may succeed when repeated before the deadline. On a
@@ -195,7 +218,7 @@ impl Ours<'_> {
 
     pub(super) fn pause(&self) -> Result<(), CommError> {
         if Instant::now() >= self.deadline {
-            return Err(self.did_not_come(vec![0]));
+            return Err(self.without_rank_0());
         }
         std::thread::sleep(Duration::from_millis(10));
         Ok(())

@@ -3,13 +3,14 @@
 //! An announcement may be left over from a crashed round. So a rank reads it again until rank 0 has
 //! confirmed the generation in a handshake.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use convoke_env::Generation;
 use convoke_store::StoreError;
 
+use super::Ours;
+use super::gather::Looks;
 use super::record::{Announcement, Record};
-use super::{Ours, RECHECK};
 use crate::error::CommError;
 
 impl Ours<'_> {
@@ -38,17 +39,15 @@ impl Ours<'_> {
         if let Some(given) = given {
             return Ok(given);
         }
-        let mut slice = RECHECK;
+        let mut looks = Looks::new(self.deadline);
         loop {
-            let until = (Instant::now() + slice).min(self.deadline);
-            slice = (slice * 2).min(Duration::from_secs(2));
-            let announced = match self.store().get(&self.announcement_key(), until) {
+            let announced = match self.store().get(&self.announcement_key(), looks.until()) {
                 Ok(announced) => announced,
                 Err(error) if self.may_yet_come(&error) => {
                     self.check_standing()?;
                     continue;
                 }
-                Err(StoreError::Timeout { .. }) => return Err(self.did_not_come(vec![0])),
+                Err(StoreError::Timeout { .. }) => return Err(self.without_rank_0()),
                 Err(error) => return Err(error.into()),
             };
             if let Some((generation, _)) = Announcement::decode(&announced) {

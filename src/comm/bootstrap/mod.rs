@@ -373,8 +373,7 @@ impl Ours<'_> {
 
     /// Connects to the ranks with these records, indexed by rank.
     fn meet_those(&self, records: &[&[u8]]) -> Result<Formed, CommError> {
-        let table = record::decode_all(records).and_then(|table| record::compare(&table).map(|()| table));
-        let table = table.map_err(|(what, ranks)| self.failed(what, ranks))?;
+        let table = self.checked(record::decode_all(records))?;
         let Some(generation) = self.invitation.options.generation else {
             unreachable!("a group that comes from another one has its generation")
         };

@@ -57,6 +57,9 @@ impl Announcement {
     }
 }
 
+/// What is wrong with records, and with those of which ranks.
+pub(super) type Wrong = (String, Vec<usize>);
+
 impl Record {
     /// Returns `None` if the bytes are no record, or a record of another version.
     pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
@@ -95,7 +98,7 @@ pub(super) fn failed(why: &str) -> Vec<u8> {
 }
 
 /// Decodes the records of all ranks. The error says what is wrong, and on which ranks.
-pub(super) fn decode_all(values: &[impl AsRef<[u8]>]) -> Result<Vec<Record>, (String, Vec<usize>)> {
+pub(super) fn decode_all(values: &[impl AsRef<[u8]>]) -> Result<Vec<Record>, Wrong> {
     let mut records = Vec::with_capacity(values.len());
     for (rank, value) in values.iter().enumerate() {
         // The version is read first, since another version may have other fields.
@@ -123,7 +126,7 @@ pub(super) fn decode_all(values: &[impl AsRef<[u8]>]) -> Result<Vec<Record>, (St
 
 /// Decodes the table of all records that rank 0 published. The error says what is wrong, and on which
 /// ranks.
-pub(super) fn decode_table(bytes: &[u8]) -> Result<Vec<Record>, (String, Vec<usize>)> {
+pub(super) fn decode_table(bytes: &[u8]) -> Result<Vec<Record>, Wrong> {
     if let Ok(Refused { refused, mut ranks, .. }) = serde_json::from_slice(bytes) {
         ranks.truncate(NAMED_RANKS);
         return Err((refused.chars().take(REFUSED_CHARS).collect(), ranks));
@@ -134,7 +137,7 @@ pub(super) fn decode_table(bytes: &[u8]) -> Result<Vec<Record>, (String, Vec<usi
 }
 
 /// Checks that all ranks have equal settings, so that they choose equal algorithms.
-pub(super) fn compare(records: &[Record]) -> Result<(), (String, Vec<usize>)> {
+pub(super) fn compare(records: &[Record]) -> Result<(), Wrong> {
     same(records, "the choice of algorithms (CONVOKE_ALGO, build)", |record| record.tuning.clone())?;
     same(records, "the number of ranks (WORLD_SIZE)", |record| record.size.to_string())?;
     same(records, "whether there is a token (CONVOKE_TOKEN)", |record| record.token.to_string())?;
@@ -143,7 +146,7 @@ pub(super) fn compare(records: &[Record]) -> Result<(), (String, Vec<usize>)> {
 }
 
 /// Checks that no address belongs to two networks.
-fn apart(records: &[Record]) -> Result<(), (String, Vec<usize>)> {
+fn apart(records: &[Record]) -> Result<(), Wrong> {
     let mut owners: HashMap<IpAddr, &Record> = HashMap::new();
     for record in records {
         let owner = *owners.entry(record.address.ip()).or_insert(record);
@@ -162,11 +165,7 @@ fn apart(records: &[Record]) -> Result<(), (String, Vec<usize>)> {
     Ok(())
 }
 
-fn same(
-    records: &[Record],
-    what: &str,
-    value: impl Fn(&Record) -> String,
-) -> Result<(), (String, Vec<usize>)> {
+fn same(records: &[Record], what: &str, value: impl Fn(&Record) -> String) -> Result<(), Wrong> {
     let Some(first) = records.first().map(&value) else { return Ok(()) };
     let Some(other) = records.iter().map(&value).find(|other| *other != first) else { return Ok(()) };
     let with = |wanted: &String| -> Vec<usize> {

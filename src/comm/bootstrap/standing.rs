@@ -103,8 +103,7 @@ impl Ours<'_> {
         else {
             return Ok(());
         };
-        let is_own = |one: &Generation| one.to_string() == formed;
-        if known().iter().any(is_own) {
+        if formed.parse().is_ok_and(|formed| known().contains(&formed)) {
             return Ok(());
         }
         let Self { invitation, .. } = self;

@@ -59,7 +59,7 @@ impl Meeting {
         match self {
             Self::Alone => Listen::Loopback,
             // The host's own name may resolve to a loopback address on that host (127.0.1.1 on Debian).
-            Self::Tcp(master) if master.may_mislead() => Listen::Outward,
+            Self::Tcp(master) if master.may_mislead(&master.resolve().unwrap_or_default()) => Listen::Outward,
             Self::Tcp(master) => Listen::RouteTo(master.host.clone()),
             Self::File(_) | Self::Store(_) => Listen::Outward,
         }
@@ -188,10 +188,8 @@ impl Master {
 
     /// Returns true if other hosts may resolve the host's name to another address. An example is the host's
     /// own name, which stands for loopback in its /etc/hosts (127.0.1.1 on Debian).
-    fn may_mislead(&self) -> bool {
-        let resolved = self.resolve().unwrap_or_default();
-        let knows_hosts = self.run.is_some();
-        is_misleading(&self.host, &resolved, if knows_hosts { Some(self.several_hosts) } else { None })
+    fn may_mislead(&self, resolved: &[SocketAddr]) -> bool {
+        is_misleading(&self.host, resolved, self.run.is_some().then_some(self.several_hosts))
     }
 
     /// Serves the store at the named address. Binds to all addresses if the name resolves to loopback here.
@@ -207,7 +205,7 @@ impl Master {
         let wrong = |source| CommError::system(&format!("cannot serve the store at {self}{advice}"), source);
         let named = self.resolve().map_err(wrong)?;
         let any = [SocketAddr::from((Ipv6Addr::UNSPECIFIED, self.port))];
-        let everywhere = self.may_mislead();
+        let everywhere = self.may_mislead(&named);
         let first = match StoreServer::bind(if everywhere { &any } else { &named }) {
             Ok(server) => return Ok(server),
             Err(error) => error,
