@@ -182,16 +182,19 @@ impl Group {
             options: invitation.options.clone().init_timeout(invitation.options.init_timeout.min(rest)),
             ..invitation
         });
-        let waiting = invitation.as_ref().filter(|invitation| invitation.size > 1).map(Waiting::new);
-        let record = match (&waiting, &invitation) {
-            (Some(Ok(waiting)), _) => waiting.record(),
-            (Some(Err(error)), Some(invitation)) => bootstrap::no_record(invitation, error),
-            (Some(Err(_)) | None, _) => Vec::new(),
+        let waiting = invitation.as_ref().filter(|invitation| invitation.size > 1).map(|invitation| {
+            Waiting::new(invitation).map_err(|error| (bootstrap::no_record(invitation, &error), error))
+        });
+        let record = match &waiting {
+            None => Vec::new(),
+            Some(Ok(waiting)) => waiting.record(),
+            Some(Err((record, _))) => record.clone(),
         };
         let records = self.tell_all(&record)?;
         let records: Vec<&[u8]> = ranks.iter().map(|&rank| records[rank].as_slice()).collect();
         let formed = match waiting {
-            Some(waiting) => Some(bootstrap::connect_to(waiting?, &records)?),
+            Some(Ok(waiting)) => Some(bootstrap::connect_to(waiting, &records)?),
+            Some(Err((_, error))) => return Err(error),
             None => None,
         };
         let Some(invitation) = invitation else { return Ok(None) };
@@ -225,10 +228,8 @@ impl Group {
         self.own(&mut all, most)[..own.len()].copy_from_slice(own);
         let second = call::<u8>(CallKind::Subgroup, None, 0, most);
         self.carry_out(self.planned(second, Lent::default().filled(0, &mut all), None))?;
-        let told = all.chunks(most.max(1)).zip(&lens);
-        let mut told: Vec<Vec<u8>> = told.map(|(bytes, &len)| bytes[..len as usize].to_vec()).collect();
-        told.resize(self.size(), Vec::new());
-        Ok(told)
+        let told = lens.iter().enumerate().map(|(rank, &len)| all[rank * most..][..len as usize].to_vec());
+        Ok(told.collect())
     }
 
     /// Returns an invitation for `ranks` of this group, with the timeout of this handle; `None` if this
