@@ -27,7 +27,7 @@ use std::time::{Duration, Instant};
 use convoke_env::Generation;
 use convoke_store::{PrefixStore, Store};
 
-use crate::bootstrap::{self, Formed, Invitation, Whereabouts};
+use crate::bootstrap::{self, Formed, Invitation};
 use crate::call::{Call, CallKind, Envelope};
 #[cfg(feature = "nccl")]
 use crate::device::side::Side;
@@ -146,24 +146,7 @@ impl Group {
         let place = format!("the store {:p}", Arc::as_ptr(&store).cast::<()>());
         let store = Arc::new(PrefixStore::new("convoke", store));
         let tuning = Tuning::parse(&options.algorithms).map_err(CommError::InvalidArgument)?;
-        let origin = (0..size).collect();
-        let (store_rank, agent, sharing) = (None, None, None);
-        let (is_successor, whereabouts, removal) = (false, Whereabouts::default(), None);
-        let invitation = Invitation {
-            store,
-            place,
-            store_rank,
-            whereabouts,
-            removal,
-            rank,
-            size,
-            origin,
-            is_successor,
-            options,
-            tuning,
-            agent,
-            sharing,
-        };
+        let invitation = Invitation::new(store, place, (rank, size), options, tuning);
         Self::join(invitation, None)
     }
 

@@ -258,23 +258,32 @@ impl Invitation {
     /// Returns an invitation to a group of one, which needs no shared store.
     pub(crate) fn alone(options: GroupOptions, tuning: Tuning) -> Self {
         let store = Arc::new(convoke_store::MemoryStore::new());
-        let (place, origin) = ("no place".to_owned(), vec![0]);
-        let (store_rank, agent, sharing) = (None, None, None);
-        let (is_successor, whereabouts, removal) = (false, Whereabouts::default(), None);
+        Self::new(store, "no place".to_owned(), (0, 1), options, tuning)
+    }
+
+    /// Returns the invitation of one rank of so many to a group that comes from no other one, in a store of which nothing
+    /// else is known.
+    pub(crate) fn new(
+        store: Arc<dyn Store>,
+        place: String,
+        (rank, size): (usize, usize),
+        options: GroupOptions,
+        tuning: Tuning,
+    ) -> Self {
         Self {
             store,
             place,
-            store_rank,
-            whereabouts,
-            removal,
-            rank: 0,
-            size: 1,
-            origin,
-            is_successor,
+            store_rank: None,
+            whereabouts: Whereabouts::default(),
+            removal: None,
+            rank,
+            size,
+            origin: (0..size).collect(),
+            is_successor: false,
             options,
             tuning,
-            agent,
-            sharing,
+            agent: None,
+            sharing: None,
         }
     }
 
