@@ -3,6 +3,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use crate::kernel_file;
+
 /// A control group of this process that has a certain controller.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Group {
@@ -41,7 +43,7 @@ impl Group {
 /// Returns the groups with this controller, read below `root`. Groups of version 1 come before those of
 /// version 2; a controller belongs to only one of the versions.
 pub(crate) fn groups(root: &Path, controller: &str) -> Vec<Group> {
-    let read = |path: &str| fs::read_to_string(root.join(path)).unwrap_or_default();
+    let read = |path: &str| kernel_file::read(&root.join(path));
     let mut found = parse(&read("proc/self/cgroup"), &read("proc/self/mountinfo"), controller);
     for group in &mut found {
         group.folder = below(root, &group.folder);

@@ -18,6 +18,7 @@ mod fault;
 mod flight;
 mod gpus;
 mod guard;
+mod kernel_file;
 mod limits;
 mod logs;
 mod membership;

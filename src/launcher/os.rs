@@ -11,7 +11,10 @@ use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, FdFlag, OFlag, fcntl};
 use nix::sched::{CpuSet, sched_setaffinity};
 use nix::sys::signal::{SigHandler, SigSet, Signal, raise, signal};
+use nix::sys::signalfd::SignalFd;
 use nix::unistd::{ForkResult, Pid};
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
 
 use crate::cause::{StartFailure, Step};
 use crate::limits::Limits;
@@ -258,6 +261,16 @@ pub(crate) fn die_by(number: i32) -> ! {
 pub(crate) fn stop_this_process() {
     // This cannot fail, since no process can catch or ignore the signal.
     let _ = raise(Signal::SIGSTOP);
+}
+
+/// Registers a signalfd with the event loop.
+///
+/// # Errors
+/// The system refuses the registration.
+pub(crate) fn readable(signals: SignalFd) -> io::Result<AsyncFd<SignalFd>> {
+    // SAFETY: a `SignalFd` owns its open descriptor, always returns that one, and closes it only when dropped.
+    let registered = unsafe { AsyncFd::register_with_interest(signals, Interest::READABLE) };
+    registered.map_err(Into::into)
 }
 
 /// Takes ownership of a descriptor that just arrived by SCM_RIGHTS.

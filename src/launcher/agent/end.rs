@@ -20,7 +20,7 @@ impl Shell {
     pub(super) async fn end(&mut self, end: End) -> Exit {
         fault::point("ending");
         self.close_output();
-        if let Err(error) = self.dismiss_guard().await {
+        if let Err(error) = self.dismiss_guard(&end).await {
             say(&format!("warning: guard: {error}"));
             kill_all(|_, _| {});
         }
@@ -44,7 +44,6 @@ impl Shell {
         }
         let exit = match &end {
             End::Success => {
-                self.flight.discard();
                 self.events
                     .agent_succeeded(self.round.as_ref().map(|round| &round.assignment), self.restarts);
                 Exit::Code(exit::SUCCESS)
@@ -88,7 +87,6 @@ impl Shell {
             }
         };
         self.write_report(&end, report);
-        self.run_dir.remove_empty();
         self.leave_guests(&end).await;
         self.signals.fatal.map_or(exit, Exit::Signal)
     }
@@ -109,13 +107,17 @@ impl Shell {
         }
     }
 
-    /// Tells the guard to exit and waits until it has.
-    async fn dismiss_guard(&mut self) -> io::Result<()> {
+    /// Tells the guard to exit and waits until it has. Meanwhile closes the rendezvous and removes the files
+    /// that nobody needs.
+    async fn dismiss_guard(&mut self, end: &End) -> io::Result<()> {
         self.link.send(&ToGuard::Leave, &[])?;
-        // The rendezvous closes while the guard exits.
         if let Ok(mut rendezvous) = self.rendezvous.try_lock() {
             rendezvous.close();
         }
+        if matches!(end, End::Success) {
+            self.flight.discard();
+        }
+        self.run_dir.remove_empty();
         let deadline = tokio::time::Instant::now() + LEAVE_TIMEOUT;
         let mut closed = false;
         // The guard's socket closes a moment before the guard exits. Only its reaping shows that no process

@@ -15,7 +15,7 @@ use super::environment::command_line;
 use super::machine::{Action, Agent, End, Event, Rules};
 use super::pause::{Pause, Same};
 use super::refused::surroundings;
-use super::setup::{release_signals, token};
+use super::setup::token;
 use super::signalled::Signalled;
 use super::signals::{Meaning, watch};
 use super::trial::start_thread;
@@ -160,7 +160,6 @@ impl Shell {
         let link = GuardLink::new(socket).map_err(|error| format!("guard: {error}"))?;
         let (tell, news) = mpsc::unbounded_channel();
         watch(&config, &tell)?;
-        release_signals()?;
         let run_dir = RunDir::create(&config.logs, &config.run_id);
         let flight = Flight::new(&config.flight, run_dir.path());
         let events = Events::new(&config);

@@ -8,16 +8,11 @@ use crate::config::{Config, Rendezvous as Choice};
 /// Signals by which users and schedulers end a launcher.
 const STOPPING: [Signal; 4] = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGQUIT];
 
-/// Blocks the signals that stop a job until the launcher handles them. Before that, PID 1 of a container
-/// would ignore them.
+/// Blocks the signals that stop a job. They stay pending until the launcher handles them. Without that, PID 1
+/// of a container would ignore them.
 pub(crate) fn hold_signals() {
     // If blocking fails, the signals keep their usual effect.
     let _ = SigSet::from_iter(STOPPING).thread_block();
-}
-
-/// Unblocks the signals that [`hold_signals`] blocked.
-pub(super) fn release_signals() -> Result<(), String> {
-    SigSet::from_iter(STOPPING).thread_unblock().map_err(|error| format!("cannot unblock signals: {error}"))
 }
 
 /// Returns the secret of the job. The user may provide it. Otherwise the launcher creates it if all workers

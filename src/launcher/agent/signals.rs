@@ -1,14 +1,18 @@
 //! Meanings of signals to the launcher, and their delivery to the select loop.
 
-use std::fs;
+use std::path::Path;
 
-use nix::sys::signal::Signal;
-use tokio::signal::unix::{SignalKind, signal};
+use nix::errno::Errno;
+use nix::sys::signal::{SigSet, Signal};
+use nix::sys::signalfd::{SfdFlags, SignalFd};
+use tokio::io::unix::AsyncFd;
 use tokio::sync::mpsc;
 
 use super::run::News;
 use crate::config::Config;
 use crate::guard::signal_set;
+use crate::kernel_file;
+use crate::say::say;
 
 /// Meaning of a signal to the launcher.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -76,28 +80,63 @@ pub(super) fn meanings(choices: Choices<'_>, is_ignored: impl Fn(i32) -> bool) -
     all
 }
 
-/// Passes signals on to the select loop.
+/// Blocks the signals that have a meaning and passes them on to the select loop. Threads that start later
+/// inherit the mask. One signalfd costs two system calls; a handler for each signal costs two each.
 pub(super) fn watch(config: &Config, tell: &mpsc::UnboundedSender<News>) -> Result<(), String> {
     let choices =
         Choices { stop: &config.signals, is_given: config.signals_given, forward: &config.forward_signals };
     let ignored = ignored();
-    for (number, meaning) in meanings(choices, |number| ignored >> (number - 1) & 1 == 1) {
-        let stream = signal(SignalKind::from_raw(number));
-        let mut stream =
-            stream.map_err(|error| format!("cannot handle {}: {error}", crate::words::signal(number)))?;
-        let tell = tell.clone();
-        tokio::spawn(async move {
-            while stream.recv().await.is_some() && tell.send(News::Signal(number, meaning)).is_ok() {}
-        });
-    }
+    let meanings = meanings(choices, |number| ignored >> (number - 1) & 1 == 1);
+    let meaning =
+        move |number| meanings.iter().find(|(known, _)| *known == number).map(|(_, meaning)| *meaning);
+    let cannot = |error: std::io::Error| format!("cannot handle signals: {error}");
+    // The set contains every real-time signal. Those without a meaning are dropped when they arrive.
+    let mut watched = SigSet::all();
+    Signal::iterator()
+        .filter(|&named| meaning(named as i32).is_none())
+        .for_each(|named| watched.remove(named));
+    watched.thread_set_mask().map_err(|errno| cannot(errno.into()))?;
+    let signals = SignalFd::with_flags(&watched, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)
+        .map_err(|errno| cannot(errno.into()))?;
+    let signals = crate::os::readable(signals).map_err(cannot)?;
+    let tell = tell.clone();
+    tokio::spawn(async move {
+        while let Some(number) = next_signal(&signals).await {
+            if let Some(meaning) = meaning(number)
+                && tell.send(News::Signal(number, meaning)).is_err()
+            {
+                return;
+            }
+        }
+    });
     Ok(())
+}
+
+/// Waits for the next signal. Returns `None`, with a warning, if the system delivers none any more.
+async fn next_signal(signals: &AsyncFd<SignalFd>) -> Option<i32> {
+    loop {
+        let read = match signals.readable().await {
+            Ok(mut ready) => match signals.get_ref().read_signal() {
+                Ok(None) => {
+                    ready.clear_ready();
+                    continue;
+                }
+                Ok(Some(signal)) => i32::try_from(signal.ssi_signo).map_err(std::io::Error::other),
+                Err(Errno::EINTR) => continue,
+                Err(errno) => Err(errno.into()),
+            },
+            Err(error) => Err(error),
+        };
+        return read
+            .inspect_err(|error| say(&format!("warning: signals are not handled any more: {error}")))
+            .ok();
+    }
 }
 
 /// Returns the signals that this process ignores: bit 0 is number 1. Returns 0 if the system does not provide
 /// them.
 fn ignored() -> u64 {
-    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
-    signal_set(&status, "SigIgn:")
+    signal_set(&kernel_file::read(Path::new("/proc/self/status")), "SigIgn:")
 }
 
 #[cfg(test)]

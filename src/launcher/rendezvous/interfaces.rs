@@ -1,18 +1,32 @@
 //! The addresses of this host.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr, UdpSocket};
 
 use nix::ifaddrs::getifaddrs;
 use nix::net::if_::InterfaceFlags;
 
 /// Returns true if the loopback interface is down. No process of this host can then reach another one by TCP.
 pub(super) fn loopback_is_down() -> bool {
+    // Asking for all interfaces takes longer than the start of a worker.
+    if loopback_has_route() {
+        return false;
+    }
     let mut loopbacks = getifaddrs()
         .into_iter()
         .flatten()
         .filter(|one| one.flags.contains(InterfaceFlags::IFF_LOOPBACK))
         .peekable();
     loopbacks.peek().is_some() && !loopbacks.any(|one| one.flags.contains(InterfaceFlags::IFF_UP))
+}
+
+/// Returns true if this host sends to 127.0.0.1 over the loopback interface. Sends nothing.
+fn loopback_has_route() -> bool {
+    let loopback = IpAddr::from(Ipv4Addr::LOCALHOST);
+    let routed = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).and_then(|socket| {
+        socket.connect((loopback, 9))?;
+        socket.local_addr()
+    });
+    routed.is_ok_and(|own| own.ip() == loopback)
 }
 
 /// Returns the addresses of this host's interfaces, and whether each interface is up. The result is empty if
