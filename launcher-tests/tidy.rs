@@ -220,7 +220,7 @@ fn text(value: &Value) -> &str {
 }
 
 #[test]
-fn nothing_that_a_worker_links_pulls_in_the_launchers_libraries() {
+fn worker_libraries_do_not_depend_on_launcher_libraries() {
     let dependencies = Dependencies::load();
     let mut found = Vec::new();
     for worker in WORKER_CRATES {
@@ -231,7 +231,7 @@ fn nothing_that_a_worker_links_pulls_in_the_launchers_libraries() {
 }
 
 #[test]
-fn the_launcher_and_the_runtime_do_not_know_each_other() {
+fn launcher_and_runtime_do_not_depend_on_each_other() {
     let dependencies = Dependencies::load();
     let pairs = [("convoke", "convoke-comm"), ("convoke-comm", "convoke"), ("convoke-env", "convoke-store")];
     let found: Vec<String> = pairs.iter().filter_map(|(from, to)| dependencies.path(from, to)).collect();
@@ -239,7 +239,7 @@ fn the_launcher_and_the_runtime_do_not_know_each_other() {
 }
 
 #[test]
-fn the_launcher_without_etcd_is_built_without_protoc() {
+fn launcher_without_etcd_builds_without_protoc() {
     let builders = |features: &[&str]| {
         let output = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
             .args(["tree", "--locked", "--package=convoke", "--edges=normal,build", "--prefix=none"])
@@ -257,7 +257,7 @@ fn the_launcher_without_etcd_is_built_without_protoc() {
 }
 
 #[test]
-fn pure_files_name_no_clock_and_no_system() {
+fn pure_files_use_no_clock_and_no_system_calls() {
     let mut found = Vec::new();
     let mut pure_count = 0;
     for (path, text) in with_extension("rs") {
@@ -280,7 +280,7 @@ fn pure_files_name_no_clock_and_no_system() {
 }
 
 #[test]
-fn unsafe_code_stays_inside_its_fence() {
+fn unsafe_code_appears_only_in_allowed_files() {
     let with_unsafe: BTreeSet<String> = with_extension("rs")
         .filter(|(path, _)| !is_test_file(path))
         .filter(|(_, text)| text.lines().any(|line| has_word(code(line), "unsafe")))
@@ -294,7 +294,7 @@ fn unsafe_code_stays_inside_its_fence() {
 }
 
 #[test]
-fn compiled_kernels_are_those_of_their_sources() {
+fn compiled_kernels_match_their_sources() {
     let mut stale = Vec::new();
     for (path, text) in with_extension("cu") {
         let compiled = fs::read_to_string(root().join(path.with_extension("ptx"))).unwrap_or_default();
@@ -308,7 +308,7 @@ fn compiled_kernels_are_those_of_their_sources() {
 }
 
 #[test]
-fn every_crate_takes_version_and_lints_from_the_workspace() {
+fn every_crate_inherits_version_and_lints_from_the_workspace() {
     let mut found = Vec::new();
     for (path, text) in with_extension("toml").filter(|(path, _)| path.ends_with("Cargo.toml")) {
         // A Cargo.toml with its own workspace has its own lints and versions.
@@ -330,7 +330,7 @@ fn every_crate_takes_version_and_lints_from_the_workspace() {
 }
 
 #[test]
-fn files_have_a_length_that_can_be_read() {
+fn files_stay_within_the_line_limit() {
     let mut found = Vec::new();
     for (path, text) in with_extension("rs").filter(|(path, _)| !is_test_file(path)) {
         let lines = without_tests(&text).count();
@@ -344,7 +344,7 @@ fn files_have_a_length_that_can_be_read() {
 }
 
 #[test]
-fn scripts_are_executable_and_say_how_they_are_used() {
+fn scripts_are_executable_and_document_their_usage() {
     let mut found = Vec::new();
     for path in files().into_iter().filter(|path| path.starts_with("scripts") || path.starts_with(".ci")) {
         let text = read(&path);
@@ -369,7 +369,7 @@ fn scripts_are_executable_and_say_how_they_are_used() {
 }
 
 #[test]
-fn documents_are_linked_and_links_lead_somewhere() {
+fn documents_are_linked_and_links_are_valid() {
     let mut found = Vec::new();
     let mut linked = BTreeSet::new();
     for (path, text) in with_extension("md") {
@@ -395,7 +395,7 @@ fn documents_are_linked_and_links_lead_somewhere() {
 }
 
 #[test]
-fn call_paths_name_functions_that_exist() {
+fn documented_call_paths_name_existing_functions() {
     let page = read(Path::new("docs/internals/call-paths.md"));
     let mut found = Vec::new();
     let mut steps = 0;
@@ -425,7 +425,7 @@ fn links(text: &str) -> impl Iterator<Item = &str> {
 }
 
 #[test]
-fn nothing_is_put_off_in_a_comment() {
+fn comments_contain_no_todo() {
     let marks = [concat!("TO", "DO"), concat!("FIX", "ME"), concat!("X", "XX"), concat!("to", "do!")];
     let mut found = Vec::new();
     for path in files() {
@@ -442,7 +442,7 @@ fn nothing_is_put_off_in_a_comment() {
 
 /// Clones with a common target folder share binaries, so no binary may contain the path of one clone.
 #[test]
-fn only_testkit_compiles_the_path_of_the_repository_in() {
+fn only_testkit_compiles_in_the_repository_path() {
     let compiled = concat!("env!(\"CARGO_MANIFEST", "_DIR\")");
     let mut found = files();
     found.retain(|path| path.extension().is_some_and(|extension| extension == "rs"));
@@ -455,7 +455,7 @@ fn only_testkit_compiles_the_path_of_the_repository_in() {
 }
 
 #[test]
-fn the_rules_see_what_they_should() {
+fn rules_detect_planted_violations() {
     assert!(has_word("unsafe { x }", "unsafe") && !has_word("allow(unsafe_code)", "unsafe"));
     assert_eq!(code("let x = 1; // unsafe"), "let x = 1; ");
     assert_eq!(without_tests("a\n#[cfg(test)]\nmod tests {\nb\n}").count(), 1);

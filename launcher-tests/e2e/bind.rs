@@ -47,7 +47,7 @@ fn of_worker(job: &Job, rank: usize) -> BTreeSet<usize> {
 }
 
 #[test]
-fn each_worker_has_cores_of_its_own() {
+fn each_worker_gets_its_own_cores() {
     let (job, ours) = (Job::new(), ours());
     if cores(&ours).len() < 2 {
         convoke_testkit::skip("this test may use one core only");
@@ -63,7 +63,7 @@ fn each_worker_has_cores_of_its_own() {
 }
 
 #[test]
-fn whatever_workers_are_spread_over_none_is_left_without_cpus() {
+fn every_bind_kind_leaves_each_worker_at_least_one_cpu() {
     for kind in ["node", "socket", "core-complex", "none"] {
         let (job, ours) = (Job::new(), ours());
         run(&job, &["--nproc-per-node=3", "--bind", kind]).expect(0);
@@ -76,7 +76,7 @@ fn whatever_workers_are_spread_over_none_is_left_without_cpus() {
 }
 
 #[test]
-fn the_launchers_own_cpus_are_the_limit() {
+fn workers_get_only_cpus_that_the_launcher_may_use() {
     let (job, ours) = (Job::new(), ours());
     let last = *ours.last().unwrap();
     let launcher = job.command(["--bind=core", "--nproc-per-node=1"]);
@@ -116,7 +116,7 @@ impl Drop for CpuSet {
 }
 
 #[test]
-fn cpus_that_were_taken_away_are_the_reason_and_not_the_program() {
+fn removed_cpus_are_reported_as_the_cause() {
     let ours = ours();
     let first = *ours.first().unwrap();
     let cpuset = match CpuSet::new(first) {

@@ -241,7 +241,7 @@ fn complaint(case: &Case, ended: &Ended, report: &Value) -> Option<String> {
 }
 
 #[test]
-fn every_cause_is_told() {
+fn report_names_every_cause() {
     let next = Mutex::new(CASES.iter());
     let complaints = Mutex::new(Vec::new());
     // Four cases run at a time, because they mostly wait for processes.
@@ -284,7 +284,7 @@ fn two_nodes(job: &Job, scripts: [&Path; 2]) -> [(Ended, Value); 2] {
 }
 
 #[test]
-fn a_bad_import_on_one_of_two_nodes_is_told_there() {
+fn bad_import_on_one_node_is_reported_with_that_node() {
     let job = Job::new();
     let [good, bad] = [("good.py", "time.sleep(1000)"), ("bad.py", "only(3)\nimport only_on_the_other_node")]
         .map(|(name, script)| {
@@ -301,7 +301,7 @@ fn a_bad_import_on_one_of_two_nodes_is_told_there() {
 }
 
 #[test]
-fn a_segfault_on_the_second_node_is_told_by_both() {
+fn both_nodes_report_a_segfault_on_the_second_node() {
     let job = Job::new();
     let worker = job.script(&format!("{SH}only 2\nkill -SEGV $$\n"));
     let [(zero, _), (one, one_report)] = two_nodes(&job, [&worker, &worker]);
@@ -357,7 +357,7 @@ impl Drop for Cgroup {
 }
 
 #[test]
-fn a_worker_that_the_kernel_kills_for_want_of_memory_is_told_with_numbers() {
+fn oom_killed_worker_is_reported_with_memory_numbers() {
     let cgroup = match Cgroup::with_limit("oom", 96 << 20) {
         Ok(cgroup) => cgroup,
         Err(error) => {
@@ -392,7 +392,7 @@ fn a_worker_that_the_kernel_kills_for_want_of_memory_is_told_with_numbers() {
 }
 
 #[test]
-fn who_failed_before_the_guard_was_lost_is_still_the_root_cause() {
+fn first_failure_stays_root_cause_after_guard_is_lost() {
     let job = Job::new();
     let worker = job.script(
         "[ $RANK = 1 ] && { while [ ! -e \"$JOB/up\" ]; do sleep 0.01; done; echo why >&2; exit 3; }\n\
@@ -414,7 +414,7 @@ fn who_failed_before_the_guard_was_lost_is_still_the_root_cause() {
 }
 
 #[test]
-fn a_guard_that_is_lost_after_its_workers_have_ended_killed_none() {
+fn guard_lost_after_workers_exit_is_not_a_failure() {
     let job = Job::new();
     let port = free_port().to_string();
     let mut command = job.command(["--nnodes=2", "--node-rank=0", "--master-addr=127.0.0.1"]);
@@ -436,7 +436,7 @@ fn a_guard_that_is_lost_after_its_workers_have_ended_killed_none() {
 }
 
 #[test]
-fn a_job_that_succeeds_or_is_stopped_has_a_report_too() {
+fn successful_and_stopped_jobs_also_write_a_report() {
     let job = Job::new();
     let worker = job.script("exit 0\n");
     let run = |flag: &str| job.run([flag.as_ref(), worker.as_os_str()]).expect(0);
@@ -465,7 +465,7 @@ fn a_job_that_succeeds_or_is_stopped_has_a_report_too() {
 }
 
 #[test]
-fn a_restart_says_why() {
+fn restart_message_states_the_reason() {
     let job = Job::new();
     let worker = job.script("[ $TORCHELASTIC_RESTART_COUNT = 1 ] && exit 0\nkill -SEGV $$\n");
     let ended = job.run(["--max-restarts=1".as_ref(), worker.as_os_str()]).expect(0);
@@ -477,7 +477,7 @@ fn a_restart_says_why() {
 }
 
 #[test]
-fn stderr_comes_whole_and_unchanged_and_can_be_left_alone() {
+fn stderr_passes_unchanged_and_capture_can_be_disabled() {
     let job = Job::new();
     // Two workers at once write 64 MiB with escape sequences, which the launcher must not change.
     let worker = job.script("yes \"rank $RANK \u{1b}[1m\" | head -c 33554432 >&2\n");

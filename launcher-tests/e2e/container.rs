@@ -46,7 +46,7 @@ fn start(job: &Job, flags: &[&str], worker: &str) -> Launcher {
 }
 
 #[test]
-fn exit_codes_come_through() {
+fn launcher_as_pid_1_returns_the_exit_code() {
     if !can_unshare() {
         return;
     }
@@ -59,7 +59,7 @@ fn exit_codes_come_through() {
 }
 
 #[test]
-fn orphans_are_reaped_while_the_job_runs() {
+fn launcher_as_pid_1_reaps_orphans_during_the_job() {
     if !can_unshare() {
         return;
     }
@@ -93,7 +93,7 @@ ls -d /proc/[0-9]* > "$JOB/left"
 }
 
 #[test]
-fn a_signal_stops_the_workers_and_kills_them_after_the_shutdown_timeout() {
+fn signal_stops_workers_and_kills_them_after_the_shutdown_timeout() {
     if !can_unshare() {
         return;
     }
@@ -112,7 +112,7 @@ fn a_signal_stops_the_workers_and_kills_them_after_the_shutdown_timeout() {
 }
 
 #[test]
-fn a_signal_before_there_are_workers_ends_it() {
+fn signal_before_workers_start_ends_the_launcher() {
     if !can_unshare() {
         return;
     }
@@ -138,7 +138,7 @@ fn a_signal_before_there_are_workers_ends_it() {
 }
 
 #[test]
-fn a_signal_that_is_not_handled_ends_it_all_the_same() {
+fn unhandled_signal_still_ends_the_launcher() {
     if !can_unshare() {
         return;
     }

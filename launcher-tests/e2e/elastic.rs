@@ -69,7 +69,7 @@ fn two(job: &Job, endpoint: &str, nodes: &str, worker: &Path) -> [Launcher; 2] {
 }
 
 #[test]
-fn a_job_goes_on_without_a_node_that_is_killed_and_with_one_that_comes() {
+fn job_continues_when_a_node_is_killed_or_joins() {
     let (job, endpoint) = (Job::new(), endpoint());
     let worker = job.script(WAITS);
     let [first, second] = two(&job, &endpoint, "1:2", &worker);
@@ -95,7 +95,7 @@ fn a_job_goes_on_without_a_node_that_is_killed_and_with_one_that_comes() {
 }
 
 #[test]
-fn a_node_that_is_stopped_by_a_signal_makes_the_others_begin_anew() {
+fn node_stopped_by_signal_makes_the_others_restart() {
     for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP] {
         let (job, endpoint) = (Job::new(), endpoint());
         let worker = job.script(WAITS);
@@ -112,7 +112,7 @@ fn a_node_that_is_stopped_by_a_signal_makes_the_others_begin_anew() {
 }
 
 #[test]
-fn a_node_that_is_stopped_where_none_can_be_spared_is_waited_for_like_a_lost_one() {
+fn job_waits_for_a_stopped_node_below_min_nodes() {
     let job = Job::new();
     let worker = job.script(WAITS);
     let endpoint = job.path("shared").display().to_string();
@@ -133,7 +133,7 @@ fn a_node_that_is_stopped_where_none_can_be_spared_is_waited_for_like_a_lost_one
 }
 
 #[test]
-fn elastic_nodes_that_are_all_signalled_within_a_second_are_one_stop() {
+fn signals_to_all_nodes_within_a_second_stop_the_job() {
     let job = Job::new();
     let saves = "trap 'echo saved > \"$JOB/saved.$RANK\"; exit 0' TERM\n";
     let worker = job.script(&format!("{saves}{WAITS}"));
@@ -159,7 +159,7 @@ fn elastic_nodes_that_are_all_signalled_within_a_second_are_one_stop() {
 }
 
 #[test]
-fn a_final_failure_ends_all_nodes_with_one_cause() {
+fn final_failure_ends_all_nodes_with_one_cause() {
     for culprit in 0..3 {
         let (job, endpoint) = (Job::new(), endpoint());
         let fails = format!("{WAITS}[ $RANK != {culprit} ] || exit 3\nexec sleep 1000\n");
@@ -179,7 +179,7 @@ fn a_final_failure_ends_all_nodes_with_one_cause() {
 }
 
 #[test]
-fn a_failure_that_a_loss_has_caused_does_not_end_a_job_without_restarts() {
+fn failure_caused_by_node_loss_does_not_end_the_job() {
     let (job, endpoint) = (Job::new(), endpoint());
     // In a world of two, the worker fails as soon as the other node is dead. In a world of one, it succeeds.
     let worker = job.script(&format!(
@@ -195,7 +195,7 @@ fn a_failure_that_a_loss_has_caused_does_not_end_a_job_without_restarts() {
 }
 
 #[test]
-fn the_node_that_serves_the_rendezvous_says_that_it_goes_and_its_death_is_noticed() {
+fn rendezvous_server_announces_its_exit_and_its_death_is_detected() {
     for (signal, said) in [(Signal::SIGTERM, "was stopped by SIGTERM"), (Signal::SIGKILL, "is lost: ")] {
         let (job, endpoint) = (Job::new(), endpoint());
         let worker = job.script(WAITS);
@@ -211,7 +211,7 @@ fn the_node_that_serves_the_rendezvous_says_that_it_goes_and_its_death_is_notice
 }
 
 #[test]
-fn with_a_shared_file_any_node_may_be_killed() {
+fn any_node_may_die_with_a_shared_file() {
     let job = Job::new();
     let worker = job.script(WAITS);
     let endpoint = job.path("shared").display().to_string();
@@ -234,7 +234,7 @@ fn with_a_shared_file_any_node_may_be_killed() {
 }
 
 #[test]
-fn a_job_that_failed_may_be_queued_again_under_its_id() {
+fn failed_job_can_be_restarted_with_the_same_id() {
     let job = Job::new();
     let worker = job.script("[ -e \"$JOB/mended\" ] || exit 3\n");
     let endpoint = job.path("shared").display().to_string();
@@ -248,7 +248,7 @@ fn a_job_that_failed_may_be_queued_again_under_its_id() {
 }
 
 #[test]
-fn jobs_without_an_id_do_not_meet_the_past_of_others() {
+fn jobs_without_an_id_ignore_records_of_other_jobs() {
     let job = Job::new();
     let worker = job.script("exit 0\n");
     let file = job.path("shared").display().to_string();
@@ -269,7 +269,7 @@ fn jobs_without_an_id_do_not_meet_the_past_of_others() {
 }
 
 #[test]
-fn a_job_whose_launchers_were_all_killed_may_be_queued_again_with_another_number_of_nodes() {
+fn killed_job_can_be_restarted_with_another_number_of_nodes() {
     let job = Job::new();
     let worker = job.script(WAITS);
     let endpoint = job.path("shared").display().to_string();
@@ -300,7 +300,7 @@ fn strangers_at_one_endpoint(first_ends: &str) -> ([Job; 2], String, [Launcher; 
 }
 
 #[test]
-fn another_job_at_the_endpoint_goes_on_when_the_job_that_serves_it_has_ended() {
+fn other_job_continues_after_the_job_serving_it_ends() {
     for (ends, code) in [("exit 0", 0), ("exit 3", 1)] {
         let (jobs, endpoint, [first, second]) = strangers_at_one_endpoint(ends);
         let third = Job::new();
@@ -315,7 +315,7 @@ fn another_job_at_the_endpoint_goes_on_when_the_job_that_serves_it_has_ended() {
 }
 
 #[test]
-fn a_launcher_that_stays_for_another_job_tells_it_when_a_signal_stops_it() {
+fn launcher_serving_another_job_announces_its_stop_by_signal() {
     let (_jobs, endpoint, [first, second]) = strangers_at_one_endpoint("exit 0");
     let since = Instant::now();
     first.signal(Signal::SIGTERM);
@@ -328,7 +328,7 @@ fn a_launcher_that_stays_for_another_job_tells_it_when_a_signal_stops_it() {
 }
 
 #[test]
-fn a_spare_ends_well_with_the_job_and_with_an_error_if_the_job_fails() {
+fn standby_node_exits_with_the_outcome_of_the_job() {
     for (workers_end, code) in [("", 0), ("exit 3\n", 1)] {
         let job = Job::new();
         let worker = job.script(&format!("{WAITS}{workers_end}"));
@@ -346,7 +346,7 @@ fn a_spare_ends_well_with_the_job_and_with_an_error_if_the_job_fails() {
 }
 
 #[test]
-fn nodes_that_were_told_another_number_of_nodes_are_refused() {
+fn nodes_with_another_nnodes_are_refused() {
     let (job, endpoint) = (Job::new(), endpoint());
     let worker = job.script(WAITS);
     let first = node(&job, &endpoint, "2", &worker);
@@ -361,7 +361,7 @@ fn nodes_that_were_told_another_number_of_nodes_are_refused() {
 }
 
 #[test]
-fn strangers_can_neither_join_nor_disturb() {
+fn unauthenticated_peers_cannot_join_or_disturb_the_job() {
     let (job, endpoint) = (Job::new(), endpoint());
     let worker = job.script(WAITS);
     let start = |token: Option<&str>, conf: &str| {
@@ -402,7 +402,7 @@ fn strangers_can_neither_join_nor_disturb() {
 }
 
 #[test]
-fn a_stranger_at_the_endpoint_is_recognised() {
+fn foreign_service_at_the_endpoint_is_reported() {
     type Talk = fn(&mut TcpStream);
     let cases: [(Talk, &str); 5] = [
         (|stream| drop(stream.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n")), "it answers something else"),
@@ -429,7 +429,7 @@ fn a_stranger_at_the_endpoint_is_recognised() {
 }
 
 #[test]
-fn a_restart_budget_of_the_job_counts_for_all_nodes() {
+fn restarts_of_all_nodes_count_against_the_job_limit() {
     let (job, endpoint) = (Job::new(), endpoint());
     let worker = job.script(
         "n=$TORCHELASTIC_RESTART_COUNT\necho > \"$JOB/up.$n.$RANK\"\n\
@@ -451,7 +451,7 @@ fn a_restart_budget_of_the_job_counts_for_all_nodes() {
 }
 
 #[test]
-fn who_waits_says_every_ten_seconds_who_is_there_and_how_many_are_missing() {
+fn waiting_nodes_report_present_and_missing_nodes_every_ten_seconds() {
     let (job, endpoint) = (Job::new(), endpoint());
     let ended =
         job.start(command(&job, &endpoint, "2", ",join_timeout=12", Path::new("true"))).wait().expect(1);

@@ -83,7 +83,7 @@ fn expect(ended: Ended, since: Instant, words: &[&str]) {
 }
 
 #[test]
-fn a_refused_certificate_is_called_that() {
+fn refused_certificate_is_reported_as_such() {
     let Some(etcd) = Etcd::up(&[("TB_ETCD_TLS", "mutual")]) else { return };
     let job = Job::new();
     let worker = job.script("echo ran\n");
@@ -117,7 +117,7 @@ fn a_refused_certificate_is_called_that() {
 }
 
 #[test]
-fn a_refused_password_is_called_that() {
+fn refused_password_is_reported_as_such() {
     let Some(etcd) = Etcd::up(&[("TB_ETCD_AUTH", "1")]) else { return };
     let job = Job::new();
     let worker = job.script("env | grep ETCD\necho ran\n");
@@ -145,7 +145,7 @@ fn a_refused_password_is_called_that() {
 }
 
 #[test]
-fn who_has_come_and_what_came_back_is_told_of_an_etcd_that_is_none() {
+fn foreign_service_at_etcd_address_is_reported_with_its_answer() {
     let Some(etcd) = Etcd::up(&[]) else { return };
     let job = Job::new();
     let worker = job.script("echo ran\n");
@@ -164,7 +164,7 @@ fn who_has_come_and_what_came_back_is_told_of_an_etcd_that_is_none() {
 }
 
 #[test]
-fn jobs_of_one_etcd_do_not_meet_each_others_past() {
+fn jobs_in_one_etcd_ignore_records_of_each_other() {
     let Some(etcd) = Etcd::up(&[]) else { return };
     let job = Job::new();
     let worker = job.script("[ ! -e \"$JOB/broken\" ] || exit 3\necho ran\n");
@@ -189,7 +189,7 @@ fn jobs_of_one_etcd_do_not_meet_each_others_past() {
 
 /// The launcher must not overwrite keys of another version or another program.
 #[test]
-fn keys_of_others_are_left_alone() {
+fn launcher_does_not_change_foreign_etcd_keys() {
     let Some(etcd) = Etcd::up(&[]) else { return };
     let job = Job::new();
     let worker = job.script("echo ran\n");

@@ -35,7 +35,7 @@ fn transcript(name: &str) -> (String, Vec<String>) {
 }
 
 #[test]
-fn every_example_prints_what_its_head_says() {
+fn every_example_prints_its_documented_output() {
     for name in EXAMPLES {
         let folder = tempfile::Builder::new().prefix("convoke-examples-").tempdir().unwrap();
         let (bin, work) = (folder.path().join("bin"), folder.path().join("work"));
@@ -73,7 +73,7 @@ fn examples_are_short() {
 }
 
 #[test]
-fn the_book_has_the_same_commands_and_every_example() {
+fn docs_contain_every_example_with_its_command() {
     let book = fs::read_to_string(root().join("docs/guides/examples.md")).unwrap();
     for name in EXAMPLES {
         let (command, expected) = transcript(name);

@@ -107,7 +107,7 @@ impl Recorded for Job {
 }
 
 #[test]
-fn who_waits_for_whom_is_seen_while_a_job_hangs_and_still_after_a_rank_was_killed() {
+fn flight_report_shows_waits_during_hang_and_after_kill() {
     let job = Job::new();
     let launcher = job.four("late", &[], &[]);
     let logs = job.path("logs");
@@ -136,7 +136,7 @@ fn who_waits_for_whom_is_seen_while_a_job_hangs_and_still_after_a_rank_was_kille
 }
 
 #[test]
-fn a_timeout_says_who_did_not_call_in_the_text_and_in_the_report_file() {
+fn timeout_report_and_file_name_ranks_that_did_not_call() {
     let job = Job::new();
     let ended = job.four("timeout", &["--report-file=report.json"], &[]).wait().expect(1);
     let (calls, folder) = told(&ended.stderr);
@@ -150,7 +150,7 @@ fn a_timeout_says_who_did_not_call_in_the_text_and_in_the_report_file() {
 }
 
 #[test]
-fn a_function_of_the_program_that_does_not_come_back_is_seen_on_all_ranks() {
+fn all_ranks_report_a_user_function_that_never_returns() {
     for (scenario, count) in [("function", 8), ("long-function", 1 << 20)] {
         let job = Job::new();
         let launcher = job.four(scenario, &[], &[]);
@@ -162,7 +162,7 @@ fn a_function_of_the_program_that_does_not_come_back_is_seen_on_all_ranks() {
 }
 
 #[test]
-fn calls_that_differ_are_both_shown() {
+fn report_shows_both_of_two_differing_calls() {
     let job = Job::new();
     let ended = job.four("mismatch", &[], &[]).wait().expect(1);
     let (calls, _) = told(&ended.stderr);
@@ -172,7 +172,7 @@ fn calls_that_differ_are_both_shown() {
 }
 
 #[test]
-fn a_deadlock_across_groups_is_told_when_the_user_ends_the_job() {
+fn deadlock_across_groups_is_reported_when_user_stops_the_job() {
     let job = Job::new();
     let launcher = job.four("groups", &[], &[]);
     let logs = job.path("logs");
@@ -194,7 +194,7 @@ fn a_deadlock_across_groups_is_told_when_the_user_ends_the_job() {
 }
 
 #[test]
-fn the_loss_of_the_guard_is_reported_with_what_became_of_the_workers_and_what_they_were_doing() {
+fn guard_loss_report_includes_worker_states_and_calls() {
     let job = Job::new();
     let launcher = job.four("late", &["--report-file=report.json"], &[]);
     let logs = job.path("logs");
@@ -229,7 +229,7 @@ fn the_loss_of_the_guard_is_reported_with_what_became_of_the_workers_and_what_th
 }
 
 #[test]
-fn a_rank_that_has_not_joined_is_missed_and_a_job_that_goes_well_leaves_no_recordings() {
+fn successful_job_deletes_recordings_and_report_names_unjoined_ranks() {
     let job = Job::new();
     let launcher = job.four("absent", &[], &[]);
     let logs = job.path("logs");
@@ -243,7 +243,7 @@ fn a_rank_that_has_not_joined_is_missed_and_a_job_that_goes_well_leaves_no_recor
 }
 
 #[test]
-fn a_crash_in_no_call_is_told_with_a_restart_and_recordings_stay_in_a_folder_of_the_users() {
+fn crash_outside_calls_is_reported_and_user_folder_keeps_recordings() {
     let job = Job::new();
     let launcher = job.four("crash", &["--max-restarts=1"], &[("CONVOKE_FLIGHT_DIR", "mine")]);
     wait_for_line(&[&job.path("mine")], &["ranks 0,1,3 wait in seq 1 barrier() for rank 2"]);
@@ -264,7 +264,7 @@ fn a_crash_in_no_call_is_told_with_a_restart_and_recordings_stay_in_a_folder_of_
 }
 
 #[test]
-fn an_empty_variable_turns_files_off_and_a_folder_that_cannot_be_is_one_warning() {
+fn empty_variable_disables_recording_and_bad_folder_warns_once() {
     let job = Job::new();
     let ended = job.four("good", &[], &[("CONVOKE_FLIGHT_DIR", "")]).wait().expect(0);
     assert!(!ended.stderr.contains("FLIGHT"), "{}", ended.stderr);
@@ -284,7 +284,7 @@ fn an_empty_variable_turns_files_off_and_a_folder_that_cannot_be_is_one_warning(
 }
 
 #[test]
-fn a_full_disk_does_not_disturb_the_workers() {
+fn full_disk_does_not_disturb_the_workers() {
     let possible = Command::new("unshare").args(["-m", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]).output();
     if !possible.is_ok_and(|output| output.status.success()) {
         return skip("recordings on a full disk: no mount namespaces here");
@@ -305,7 +305,7 @@ fn a_full_disk_does_not_disturb_the_workers() {
 }
 
 #[test]
-fn recordings_of_two_nodes_are_read_together() {
+fn report_combines_recordings_of_two_nodes() {
     let job = Job::new();
     let port = free_port().to_string();
     let node = |rank: &str| {

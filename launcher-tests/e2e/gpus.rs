@@ -59,7 +59,7 @@ fn each_worker_sees_its_own_gpu() {
 }
 
 #[test]
-fn instances_are_handed_out_by_name() {
+fn mig_instances_are_assigned_by_name() {
     let instance = |number: usize| format!("MIG-00000000-0000-0000-0000-{number:012x}");
     let lines = seen(2, &["--nproc-per-node=gpu", "--gpu-bind"], &[("SIMULATED_MIG", "2")]);
     let last = "2 sees GPU-00000000-0000-0000-0000-000000000001".to_owned();
@@ -67,7 +67,7 @@ fn instances_are_handed_out_by_name() {
 }
 
 #[test]
-fn too_few_gpus_and_names_of_none_are_told() {
+fn too_few_gpus_and_unknown_gpu_names_are_reported() {
     let said = refused(2, &["--nproc-per-node=3", "--gpu-bind"], &[]);
     let expected = "--gpu-bind: 3 workers with 1 GPUs each need 3; 2 can be seen; lower --nproc-per-node or leave --gpu-bind out";
     assert!(said.contains(expected), "{said}");
@@ -87,7 +87,7 @@ fn too_few_gpus_and_names_of_none_are_told() {
 }
 
 #[test]
-fn perf_measures_on_gpus() {
+fn perf_tool_runs_on_gpus() {
     for device in ["cuda", "staged"] {
         let job = Job::new();
         let flags = ["--nproc-per-node=3", "--gpu-bind", &path(shipped("convoke-perf"))];
@@ -113,7 +113,7 @@ fn perf_measures_on_gpus() {
 }
 
 #[test]
-fn a_rank_that_is_killed_ends_what_is_under_way_on_the_gpus_of_the_others() {
+fn killed_rank_ends_gpu_operations_of_the_other_ranks() {
     let job = Job::new();
     let flags = ["--nproc-per-node=3", "--gpu-bind", &path(shipped("convoke-perf"))];
     let mut command = on_gpus(&job, 3, &flags);
@@ -168,7 +168,7 @@ fn epochs(flags: &[&str], of_digits: &[&str]) -> Vec<(f64, f64)> {
 }
 
 #[test]
-fn digits_trains_on_gpus_as_on_the_host() {
+fn digits_example_trains_on_gpus_as_on_the_host() {
     let on_host = epochs(&["--nproc-per-node=1"], &[]);
     let two = ["--nproc-per-node=2", "--gpu-bind"];
     let on_gpus = [
@@ -202,7 +202,7 @@ fn gpu_check(job: &Job) -> Command {
 }
 
 #[test]
-fn the_check_of_gpus_finds_all_well_and_writes_its_report() {
+fn gpu_check_passes_and_writes_its_report() {
     let job = Job::new();
     let ended = job.start(gpu_check(&job)).wait().expect(0);
     let report = std::fs::read_to_string(job.path("report.md")).unwrap();
@@ -222,7 +222,7 @@ fn the_check_of_gpus_finds_all_well_and_writes_its_report() {
 }
 
 #[test]
-fn the_check_of_gpus_says_what_fails() {
+fn gpu_check_names_each_failed_check() {
     let job = Job::new();
     let mut command = gpu_check(&job);
     command.env("SIMULATED_NCCL_FAIL", "ncclAllReduce");
@@ -234,7 +234,7 @@ fn the_check_of_gpus_says_what_fails() {
 }
 
 #[test]
-fn without_a_gpu_perf_says_what_is_missing() {
+fn perf_without_a_gpu_reports_the_missing_part() {
     let job = Job::new();
     let flags = ["--nproc-per-node=2", &path(shipped("convoke-perf")), "all_reduce", "--device=cuda"];
     let mut command = job.command(flags);
@@ -248,7 +248,7 @@ fn without_a_gpu_perf_says_what_is_missing() {
 }
 
 #[test]
-fn the_report_says_what_the_driver_said_of_a_failed_workers_gpu() {
+fn failure_report_includes_driver_messages_for_the_workers_gpu() {
     let job = Job::new();
     let log = "3,1,99999999999999,-;NVRM: Xid (PCI:0000:02:00): 79, GPU has fallen off the bus.\n\
                3,2,99999999999999,-;NVRM: Xid (PCI:0000:03:00): 31, another one's\n3,3,5,-;NVRM: Xid (PCI:0000:02:00): 48, long ago\n";

@@ -21,7 +21,7 @@ fn two_hosts() -> Option<Hosts> {
 
 /// The hosts must end by themselves after a test is killed, because then no code takes them down.
 #[test]
-fn hosts_and_their_wires_end_with_whoever_has_them() {
+fn simulated_hosts_and_links_end_with_their_test_process() {
     let hosts = Hosts::up_with_wires(2).inspect_err(|why| skip(format!("wires of simulated hosts: {why}")));
     let Ok(mut hosts) = hosts else { return };
     hosts.tell(["delay", "1", "1"]).unwrap();
@@ -92,18 +92,18 @@ fn expect_named(what: &str) {
 }
 
 #[test]
-fn a_host_without_power_is_lost_and_named() {
+fn powered_off_host_is_reported_lost_by_name() {
     expect_named("kill-host");
 }
 
 #[test]
-fn a_host_without_network_is_lost_and_named() {
+fn disconnected_host_is_reported_lost_by_name() {
     expect_named("partition");
 }
 
 /// Six ranks are no power of two, and some subgroups have unequal numbers of ranks on the hosts.
 #[test]
-fn collectives_between_hosts_are_right_and_send_only_sums() {
+fn collectives_between_hosts_are_correct_and_send_only_sums() {
     let Some(hosts) = two_hosts() else { return };
     for workers in [[3, 3], [4, 2]] {
         let job = Job::new();

@@ -114,11 +114,11 @@ fn killed_often(who: &str, points: &[(&str, u64)]) {
 }
 
 #[test]
-fn a_killed_launcher_leaves_nothing() {
+fn killed_launcher_leaves_no_process() {
     killed_often("launcher", &LAUNCHER_POINTS);
 }
 
 #[test]
-fn a_killed_guard_leaves_nothing() {
+fn killed_guard_leaves_no_process() {
     killed_often("guard", &GUARD_POINTS);
 }

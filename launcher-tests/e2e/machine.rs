@@ -36,7 +36,7 @@ fn inside(job: &Job, namespace: &str, words: &str, arguments: &[&str]) -> Option
 }
 
 #[test]
-fn programs_that_cannot_run_are_refused_with_the_reason_and_a_remedy() {
+fn non_executable_programs_are_refused_with_reason_and_remedy() {
     let job = Job::new();
     let mut foreign = b"\x7fELF\x01\x01\x01".to_vec();
     foreign.resize(64, 0);
@@ -67,7 +67,7 @@ fn programs_that_cannot_run_are_refused_with_the_reason_and_a_remedy() {
 }
 
 #[test]
-fn a_script_of_a_shell_needs_no_permission_to_execute() {
+fn shell_script_needs_no_execute_permission() {
     let job = Job::new();
     fs::write(job.path("run.sh"), "#!/bin/sh -e\necho \"rank $RANK: $1\"\n").unwrap();
     let ended = job.run(["run.sh", "word"]).expect(0);
@@ -75,7 +75,7 @@ fn a_script_of_a_shell_needs_no_permission_to_execute() {
 }
 
 #[test]
-fn a_launcher_in_an_environment_runs_the_python_of_that() {
+fn launcher_in_a_virtual_environment_uses_its_python() {
     let job = Job::new();
     let bin = job.path("venv/bin");
     fs::create_dir_all(&bin).unwrap();
@@ -96,7 +96,7 @@ fn a_launcher_in_an_environment_runs_the_python_of_that() {
 }
 
 #[test]
-fn a_file_system_that_allows_no_programs_is_named() {
+fn noexec_file_system_is_named() {
     let job = Job::new();
     let words = "mkdir disk\nmount -t tmpfs -o noexec tmpfs disk\n\
                  printf '#!/bin/sh\\nexit 0\\n' > disk/run\nchmod +x disk/run";
@@ -108,7 +108,7 @@ fn a_file_system_that_allows_no_programs_is_named() {
 }
 
 #[test]
-fn an_environment_that_is_too_large_is_told_with_its_size() {
+fn too_large_environment_is_reported_with_its_size() {
     let job = Job::new();
     // The kernel allows a quarter of the stack, 256 KiB, for arguments and variables. The loop finds the
     // largest environment with which the launcher starts. It is too large for a worker, which has more
@@ -130,7 +130,7 @@ fn an_environment_that_is_too_large_is_told_with_its_size() {
 }
 
 #[test]
-fn soft_limits_are_raised_for_the_launcher_and_given_back_to_workers() {
+fn launcher_raises_soft_limits_but_workers_keep_the_original() {
     let job = Job::new();
     let worker = job.script("ulimit -n > \"$JOB/limit.$RANK\"\n");
     let worker = worker.to_str().unwrap();
@@ -154,7 +154,7 @@ fn soft_limits_are_raised_for_the_launcher_and_given_back_to_workers() {
 }
 
 #[test]
-fn a_log_that_may_not_grow_ends_and_the_job_goes_on() {
+fn log_stops_at_its_size_limit_and_job_continues() {
     let job = Job::new();
     let worker = job.script("seq 20000\n");
     let mut command = after(&job, "ulimit -f 16", &["--tee=1", "--log-dir=logs", worker.to_str().unwrap()]);
@@ -189,7 +189,7 @@ fn group(controller: &str, files: &[(&str, &str)]) -> Option<Group> {
 }
 
 #[test]
-fn a_limit_of_processes_is_named_before_the_first_worker() {
+fn process_limit_is_reported_before_the_first_worker_starts() {
     let Some(group) = group("pids", &[("pids.max", "9")]) else { return };
     let job = Job::new();
     let words = format!("echo $$ > {}", group.0.join("cgroup.procs").display());
@@ -203,7 +203,7 @@ fn a_limit_of_processes_is_named_before_the_first_worker() {
 }
 
 #[test]
-fn a_quota_of_cpus_counts_for_the_workers_of_a_node() {
+fn cpu_quota_limits_the_workers_of_a_node() {
     let files = [("cpu.cfs_period_us", "100000"), ("cpu.cfs_quota_us", "100000")];
     let Some(group) = group("cpu", &files) else { return };
     let job = Job::new();
@@ -215,7 +215,7 @@ fn a_quota_of_cpus_counts_for_the_workers_of_a_node() {
 }
 
 #[test]
-fn a_loopback_that_is_down_is_said_at_once() {
+fn disabled_loopback_is_reported_at_once() {
     let port = free_port().to_string();
     let told = "the loopback interface is down";
     let fixed = ["--nnodes=2", "--master-addr=127.0.0.1", "--master-port", &port, "true"];
@@ -235,7 +235,7 @@ fn a_loopback_that_is_down_is_said_at_once() {
 }
 
 #[test]
-fn an_own_address_without_a_route_is_said_at_once() {
+fn missing_route_to_own_address_is_reported_at_once() {
     let job = Job::new();
     // The routing table of this host declares its own address unreachable.
     let words = "ip link set lo up\nip link add d0 type dummy 2>/dev/null || ip link add d0 type veth peer name d1\n\

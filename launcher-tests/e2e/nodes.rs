@@ -32,7 +32,7 @@ fn three(job: &Job, extra: &str) -> [Launcher; 3] {
 }
 
 #[test]
-fn a_final_failure_ends_all_nodes_with_one_cause() {
+fn final_failure_ends_all_nodes_with_one_cause() {
     for culprit in 0..3 {
         let job = Job::new();
         let fail = "while [ ! -e \"$JOB/go\" ]; do sleep 0.01; done\n[ $RANK = CULPRIT ] && exit 3\n";
@@ -56,7 +56,7 @@ fn a_final_failure_ends_all_nodes_with_one_cause() {
 }
 
 #[test]
-fn a_killed_launcher_ends_all_nodes_and_is_named() {
+fn killed_launcher_ends_all_nodes_and_is_named() {
     for culprit in 0..3 {
         let job = Job::new();
         let nodes = three(&job, "");
@@ -76,7 +76,7 @@ fn a_killed_launcher_ends_all_nodes_and_is_named() {
 }
 
 #[test]
-fn workers_of_all_nodes_get_the_signal_that_was_sent_to_one() {
+fn signal_to_one_node_reaches_workers_of_all_nodes() {
     let job = Job::new();
     let says = "trap 'echo INT > \"$JOB/got.$RANK\"; exit 0' INT\nwhile :; do sleep 0.02; done";
     let nodes = three(&job, says);
@@ -88,7 +88,7 @@ fn workers_of_all_nodes_get_the_signal_that_was_sent_to_one() {
 }
 
 #[test]
-fn a_signal_to_one_node_ends_all() {
+fn signal_to_one_node_ends_all_nodes() {
     let job = Job::new();
     let nodes = three(&job, "");
     nodes[1].signal(Signal::SIGTERM);
@@ -102,7 +102,7 @@ fn a_signal_to_one_node_ends_all() {
 }
 
 #[test]
-fn nodes_that_end_well_end_quietly_in_any_order() {
+fn nodes_exit_quietly_in_any_order_after_success() {
     let job = Job::new();
     let worker = job.script("sleep 0.0$RANK\n");
     for _ in 0..10 {
@@ -115,7 +115,7 @@ fn nodes_that_end_well_end_quietly_in_any_order() {
 }
 
 #[test]
-fn a_node_rank_that_is_taken_is_refused_and_disturbs_nobody() {
+fn duplicate_node_rank_is_refused_without_disturbing_the_job() {
     let job = Job::new();
     let worker = job.script("exit 0\n");
     let port = free_port().to_string();
@@ -137,7 +137,7 @@ fn a_node_rank_that_is_taken_is_refused_and_disturbs_nobody() {
 }
 
 #[test]
-fn different_nnodes_are_named_on_both_sides() {
+fn both_sides_report_different_nnodes() {
     let job = Job::new();
     let worker = job.script("exit 0\n");
     let port = free_port().to_string();
@@ -150,7 +150,7 @@ fn different_nnodes_are_named_on_both_sides() {
 }
 
 #[test]
-fn who_is_missing_is_named() {
+fn missing_nodes_are_named() {
     let job = Job::new();
     let worker = job.script("exit 0\n");
     let port = free_port().to_string();
@@ -168,7 +168,7 @@ fn who_is_missing_is_named() {
 }
 
 #[test]
-fn a_master_that_is_not_there_is_named_while_waiting_and_at_the_end() {
+fn unreachable_master_is_named_during_the_wait_and_finally() {
     let job = Job::new();
     let mut command =
         job.command(["--nnodes=2", "--node-rank=1", "--master-addr=127.0.0.1", "--rdzv-conf=timeout=3"]);
@@ -187,7 +187,7 @@ fn a_master_that_is_not_there_is_named_while_waiting_and_at_the_end() {
 }
 
 #[test]
-fn an_address_that_every_host_takes_for_itself_is_doubted_while_waiting_and_at_the_end() {
+fn address_local_to_every_host_is_questioned_and_finally_reported() {
     let job = Job::new();
     let port = free_port().to_string();
     let fixed = ["--nnodes=2", "--node-rank=1", "--rdzv-conf=timeout=3", "--master-port", &port, "true"];
@@ -204,7 +204,7 @@ fn an_address_that_every_host_takes_for_itself_is_doubted_while_waiting_and_at_t
 }
 
 #[test]
-fn who_holds_the_port_is_named() {
+fn process_that_owns_the_port_is_named() {
     let job = Job::new();
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port().to_string();

@@ -41,7 +41,7 @@ fn print_rate(what: &str, bytes: usize, start: Instant) {
 }
 
 #[test]
-fn teed_lines_of_eight_busy_workers_are_whole_and_complete() {
+fn teed_lines_of_eight_busy_workers_stay_whole_and_complete() {
     let job = Job::new();
     let mut command = job.command(["--tee=3", "--log-dir=logs", &format!("--nproc-per-node={WORKERS}")]);
     let [program, role] = worker_of("plain");
@@ -63,7 +63,7 @@ fn teed_lines_of_eight_busy_workers_are_whole_and_complete() {
 }
 
 #[test]
-fn stderr_lines_of_eight_busy_workers_are_whole_and_complete() {
+fn stderr_lines_of_eight_busy_workers_stay_whole_and_complete() {
     let job = Job::new();
     let mut command = job.command([&format!("--nproc-per-node={WORKERS}")]);
     let [program, role] = worker_of("plain");
@@ -98,7 +98,7 @@ fn with_mounts(job: &Job, mounts: &str, arguments: &[&str], worker: &str) -> Opt
 const WRITES: &str = "seq 30000 2>/dev/null\nseq 30000 >&2\nexit 0\n";
 
 #[test]
-fn a_full_disk_is_told_once_and_the_job_goes_on() {
+fn full_disk_is_reported_once_and_the_job_continues() {
     for flag in ["--redirects=3", "--tee=3"] {
         let job = Job::new();
         let mounts = "mount -t tmpfs -o size=64k tmpfs disk\nmkfifo both";
@@ -120,7 +120,7 @@ fn a_full_disk_is_told_once_and_the_job_goes_on() {
 }
 
 #[test]
-fn a_log_folder_that_cannot_be_made_is_told_once_and_the_job_goes_on() {
+fn unusable_log_folder_is_reported_once_and_the_job_continues() {
     let job = Job::new();
     fs::write(job.path("file"), "").unwrap();
     let worker = "echo out; echo err >&2; [ -z \"$TORCHELASTIC_ERROR_FILE\" ] || exit 2\n[ $TORCHELASTIC_RESTART_COUNT = 1 ]\n";
@@ -144,7 +144,7 @@ fn a_log_folder_that_cannot_be_made_is_told_once_and_the_job_goes_on() {
 }
 
 #[test]
-fn a_stdout_that_is_full_or_closed_is_told_once_and_the_job_goes_on() {
+fn unwritable_stdout_is_reported_once_and_the_job_continues() {
     // One worker writes a short line, the other much more than any pipe holds. Each makes two attempts.
     for worker in ["echo hello", "seq 100000"] {
         for full in [true, false] {
@@ -173,7 +173,7 @@ fn a_stdout_that_is_full_or_closed_is_told_once_and_the_job_goes_on() {
 }
 
 #[test]
-fn a_stderr_that_is_full_or_closed_does_not_end_the_job() {
+fn unwritable_stderr_does_not_end_the_job() {
     for redirection in ["2>/dev/full", "2>&-"] {
         let job = Job::new();
         let through = format!("exec \"$@\" {redirection}");

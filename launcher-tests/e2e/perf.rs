@@ -31,7 +31,7 @@ fn run(hosts: &Hosts, count: usize, arguments: &[&str]) -> Ended {
 }
 
 #[test]
-fn the_slowest_pair_of_hosts_and_the_slow_host_are_named() {
+fn perf_names_the_slowest_host_pair_and_the_slow_host() {
     let Ok(hosts) = Hosts::up(3).inspect_err(|why| skip(format!("hosts: {why}"))) else { return };
     hosts.tell(["rate", "2", MBIT]).unwrap();
     let told = run(&hosts, 3, &["pairs", "--pair-bytes=1M"]).stdout;
@@ -48,7 +48,7 @@ fn the_slowest_pair_of_hosts_and_the_slow_host_are_named() {
 }
 
 #[test]
-fn of_two_hosts_there_is_one_pair_beside_the_collectives() {
+fn perf_on_two_hosts_measures_their_one_pair() {
     let Ok(hosts) = Hosts::up(2).inspect_err(|why| skip(format!("hosts: {why}"))) else { return };
     let arguments = ["all_reduce", "--max-bytes=64K", "--iters=3", "--pair-bytes=64K"];
     let told = run(&hosts, 2, &arguments).stdout;

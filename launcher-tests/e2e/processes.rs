@@ -8,7 +8,7 @@ use convoke_launcher_tests::harness::Job;
 use convoke_testkit::wait_until;
 
 #[test]
-fn what_outlives_a_successful_worker_is_stopped_and_named() {
+fn processes_outliving_a_successful_worker_are_stopped_and_named() {
     let job = Job::new();
     let worker = job.script("setsid --fork sleep 1000\n");
     let ended = job.run(["--no-python".as_ref(), worker.as_os_str()]).expect(0);
@@ -21,7 +21,7 @@ fn what_outlives_a_successful_worker_is_stopped_and_named() {
 }
 
 #[test]
-fn orphans_are_kept_on_request() {
+fn keep_orphans_flag_keeps_orphans_running() {
     let job = Job::new();
     let worker = job.script("setsid --fork sleep 1000\n");
     let ended = job.run(["--orphans=keep".as_ref(), worker.as_os_str()]).expect(0);
@@ -31,7 +31,7 @@ fn orphans_are_kept_on_request() {
 }
 
 #[test]
-fn each_worker_leads_a_process_group_without_a_terminal_also_where_workers_share_a_session() {
+fn each_worker_leads_a_process_group_without_a_terminal() {
     let cpus = std::thread::available_parallelism().unwrap().get();
     for workers in [1, cpus + 1] {
         let job = Job::new();
@@ -51,7 +51,7 @@ fn each_worker_leads_a_process_group_without_a_terminal_also_where_workers_share
 }
 
 #[test]
-fn a_leftover_of_a_failed_attempt_is_gone_before_the_next_starts() {
+fn leftover_of_a_failed_attempt_ends_before_the_next_attempt() {
     let job = Job::new();
     let worker = job.script(
         r#"
@@ -68,7 +68,7 @@ exit 0
 }
 
 #[test]
-fn the_guard_ignores_signals_that_a_scheduler_sends_to_every_process() {
+fn guard_ignores_scheduler_signals_sent_to_every_process() {
     let job = Job::new();
     let worker = job.script("trap 'echo got > \"$JOB/got.$RANK\"; exit 0' TERM\necho $PPID > \"$JOB/up.$RANK\"\nwhile :; do sleep 0.01; done\n");
     let launcher = job.start({
@@ -87,7 +87,7 @@ fn the_guard_ignores_signals_that_a_scheduler_sends_to_every_process() {
 }
 
 #[test]
-fn workers_heed_signals_that_were_ignored_where_the_launcher_was_started() {
+fn workers_receive_signals_that_the_launcher_inherited_as_ignored() {
     for signal in [Signal::SIGINT, Signal::SIGQUIT] {
         let job = Job::new();
         // A shell without job control starts background commands with SIGINT and SIGQUIT ignored.
@@ -106,7 +106,7 @@ fn workers_heed_signals_that_were_ignored_where_the_launcher_was_started() {
 }
 
 #[test]
-fn a_program_that_cannot_be_executed_is_named() {
+fn unexecutable_program_is_named() {
     let job = Job::new();
     std::fs::write(job.path("no-program"), "x").unwrap();
     for (program, what) in [("/no/such/program", "No such file"), ("./no-program", "Permission denied")] {
@@ -123,7 +123,7 @@ fn a_program_that_cannot_be_executed_is_named() {
 }
 
 #[test]
-fn a_stopped_worker_is_ended_as_well() {
+fn stopped_worker_is_also_ended() {
     let job = Job::new();
     let worker = job.script(
         "echo > \"$JOB/up.$RANK\"\nif [ $RANK = 0 ]; then kill -STOP $$; fi\nwhile :; do sleep 0.01; done\n",
@@ -141,7 +141,7 @@ fn a_stopped_worker_is_ended_as_well() {
 }
 
 #[test]
-fn kernels_without_pidfds_will_do() {
+fn launcher_runs_on_kernels_without_pidfd() {
     let job = Job::new();
     let worker = job.script("[ $TORCHELASTIC_RESTART_COUNT = 1 ]\n");
     let mut command = job.command(["--nproc-per-node=3", "--max-restarts=1"]);

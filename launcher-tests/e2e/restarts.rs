@@ -12,7 +12,7 @@ fn starts(job: &Job) -> usize {
 }
 
 #[test]
-fn a_worker_that_fails_at_once_is_not_restarted_as_fast_as_possible() {
+fn worker_that_fails_at_once_restarts_with_a_delay() {
     let job = Job::new();
     let worker = job.script("echo x >> \"$JOB/starts\"\nexit 3\n");
     let mut command = job.command(["--max-restarts=1000000"]);
@@ -32,7 +32,7 @@ fn a_worker_that_fails_at_once_is_not_restarted_as_fast_as_possible() {
 }
 
 #[test]
-fn a_restart_waits_as_long_as_the_user_says() {
+fn restart_waits_for_the_delay_that_the_user_sets() {
     let job = Job::new();
     let worker = job.script("echo x >> \"$JOB/starts\"\nexit 3\n");
     let start = Instant::now();
@@ -43,7 +43,7 @@ fn a_restart_waits_as_long_as_the_user_says() {
 }
 
 #[test]
-fn the_same_failure_again_and_again_ends_the_job() {
+fn identical_repeated_failure_ends_the_job() {
     let job = Job::new();
     // The second failure differs from the others, so it resets the count.
     let worker = job.script(

@@ -87,8 +87,8 @@ impl Run {
 }
 
 #[test]
-fn whoever_fails_first_is_the_root_cause_with_its_own_words() {
-    let mut random = Random::new("whoever_fails_first_is_the_root_cause_with_its_own_words");
+fn first_failed_worker_is_root_cause_with_its_own_message() {
+    let mut random = Random::new("first_failed_worker_is_root_cause_with_its_own_message");
     for _ in 0..if is_full() { 500 } else { 40 } {
         let run = Run::random(&mut random);
         let job = Job::new();

@@ -219,7 +219,7 @@ fn while_they_run() -> Vec<Screen> {
 }
 
 #[test]
-fn the_screens_are_those_of_the_docs() {
+fn screens_match_the_docs() {
     let screens = [with_workers(), rust(), before_the_first_worker(), while_they_run()].concat();
     let mut page = BEGINNING.to_owned();
     for Screen { title, typed, text } in &screens {

@@ -49,7 +49,7 @@ fn pid(job: &Job, rank: usize) -> i32 {
 }
 
 #[test]
-fn a_signal_that_was_ignored_at_the_start_ends_nothing() {
+fn inherited_ignored_signal_ends_nothing() {
     for signal in [Signal::SIGHUP, Signal::SIGTERM, Signal::SIGQUIT, Signal::SIGUSR1, Signal::SIGALRM] {
         let job = Job::new();
         let name = &signal.as_str()[3..];
@@ -68,7 +68,7 @@ fn a_signal_that_was_ignored_at_the_start_ends_nothing() {
 }
 
 #[test]
-fn a_list_of_signals_that_the_user_gives_counts_also_if_they_were_ignored() {
+fn signals_listed_by_the_user_count_even_if_inherited_ignored() {
     let job = Job::new();
     let trap = "trap '' HUP; exec \"$0\" \"$@\"";
     let mut command =
@@ -81,7 +81,7 @@ fn a_list_of_signals_that_the_user_gives_counts_also_if_they_were_ignored() {
 }
 
 #[test]
-fn a_signal_that_workers_catch_reaches_those_and_ends_nothing() {
+fn signal_caught_by_workers_is_forwarded_and_ends_nothing() {
     let job = Job::new();
     let launcher = two(&job, "[ $RANK = 0 ] && trap 'echo saved > \"$JOB/saved\"' USR1");
     launcher.signal(Signal::SIGUSR1);
@@ -95,7 +95,7 @@ fn a_signal_that_workers_catch_reaches_those_and_ends_nothing() {
 }
 
 #[test]
-fn a_program_behind_a_shell_gets_a_forwarded_signal() {
+fn program_started_by_a_shell_receives_forwarded_signals() {
     let job = Job::new();
     let script = "sh -c 'trap \"echo saved > $JOB/saved\" WINCH; echo $$ > $JOB/up.0; while [ ! -e $JOB/go ]; do sleep 0.01; done; :'; :\n";
     let mut command = job.command(["--forward-signals=SIGWINCH,SIGUSR1"]);
@@ -108,7 +108,7 @@ fn a_program_behind_a_shell_gets_a_forwarded_signal() {
 }
 
 #[test]
-fn no_signal_that_can_be_caught_makes_the_launcher_vanish() {
+fn no_catchable_signal_ends_the_launcher_silently() {
     // Signal 40 is a real-time signal.
     for number in [14, 26, 27, 29, 30, 24, 25, 6, 16, 40] {
         let job = Job::new();
@@ -131,7 +131,7 @@ fn no_signal_that_can_be_caught_makes_the_launcher_vanish() {
 const SAVES: &str = "trap 'echo begun > \"$JOB/begun.$RANK\"; while [ ! -e \"$JOB/go\" ]; do sleep 0.01; done; echo saved > \"$JOB/saved.$RANK\"; exit 0' TERM INT";
 
 #[test]
-fn a_scheduler_that_says_it_twice_cuts_no_checkpoint_short() {
+fn repeated_scheduler_signal_does_not_shorten_the_grace_period() {
     for first in [Signal::SIGTERM, Signal::SIGUSR1, Signal::SIGHUP] {
         let job = Job::new();
         let launcher = two(&job, SAVES.replace("TERM INT", "TERM INT HUP").as_str());
@@ -154,7 +154,7 @@ fn a_scheduler_that_says_it_twice_cuts_no_checkpoint_short() {
 }
 
 #[test]
-fn nodes_that_are_all_signalled_at_once_let_their_workers_save() {
+fn workers_can_save_when_all_nodes_are_signalled_at_once() {
     let job = Job::new();
     let port = free_port().to_string();
     let script = worker(&job, SAVES);
@@ -186,7 +186,7 @@ fn at_a_terminal(job: &Job, script: &Path) -> (Launcher, File) {
 }
 
 #[test]
-fn ctrl_c_lets_workers_save_and_a_second_one_does_not() {
+fn first_ctrl_c_lets_workers_save_and_second_does_not() {
     let job = Job::new();
     let (launcher, mut keys) = at_a_terminal(&job, &worker(&job, SAVES));
     keys.write_all(b"\x03").unwrap();
@@ -198,7 +198,7 @@ fn ctrl_c_lets_workers_save_and_a_second_one_does_not() {
 }
 
 #[test]
-fn ctrl_z_stops_the_workers_and_they_go_on_with_the_launcher() {
+fn ctrl_z_stops_workers_and_fg_continues_them() {
     let job = Job::new();
     let (launcher, mut keys) = at_a_terminal(&job, &worker(&job, ""));
     let (all, own) = ([pid(&job, 0), pid(&job, 1)], launcher.pid());
@@ -215,7 +215,7 @@ fn ctrl_z_stops_the_workers_and_they_go_on_with_the_launcher() {
 }
 
 #[test]
-fn workers_see_that_the_terminal_changes_its_size() {
+fn workers_receive_terminal_size_changes() {
     let job = Job::new();
     let size =
         |rows, columns| nix::pty::Winsize { ws_row: rows, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 };

@@ -7,7 +7,7 @@ use convoke_launcher_tests::worker_of;
 use convoke_testkit::wait_until;
 
 #[test]
-fn fifty_at_once_all_succeed_each_with_a_port_of_its_own() {
+fn fifty_concurrent_jobs_succeed_on_separate_ports() {
     const JOBS: usize = 50;
     const WORKERS: usize = 2;
     let job = Job::new();
@@ -39,7 +39,7 @@ fn fifty_at_once_all_succeed_each_with_a_port_of_its_own() {
 }
 
 #[test]
-fn a_job_that_goes_well_says_nothing_and_leaves_no_folder() {
+fn successful_job_prints_nothing_and_leaves_no_folder() {
     let job = Job::new();
     let (worker, folder) = (job.script("echo done\n"), job.path("temporary"));
     std::fs::create_dir(&folder).unwrap();

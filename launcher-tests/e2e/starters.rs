@@ -45,14 +45,14 @@ fn said(ended: &Ended) -> Vec<String> {
 }
 
 #[test]
-fn workers_under_open_mpis_mpirun() {
+fn workers_start_under_open_mpi_mpirun() {
     let [program, role] = worker_of("group");
     let Some(ended) = run(OPEN_MPI, &["-np", "3", &program, &role]) else { return };
     assert_eq!(said(&ended), expected(&[(0, 3), (1, 3), (2, 3)]), "{}", ended.stderr);
 }
 
 #[test]
-fn workers_under_mpichs_mpirun() {
+fn workers_start_under_mpich_mpirun() {
     let [program, role] = worker_of("group");
     let Some(ended) = run(&["mpirun.mpich"], &["-n", "3", &program, &role]) else { return };
     assert_eq!(said(&ended), expected(&[(0, 3), (1, 3), (2, 3)]), "{}", ended.stderr);
@@ -63,7 +63,7 @@ fn workers_under_mpichs_mpirun() {
 }
 
 #[test]
-fn a_launcher_under_mpirun_has_the_last_word() {
+fn launcher_under_mpirun_sets_the_ranks_of_its_workers() {
     let [program, role] = worker_of("group");
     let launcher = path(shipped("convoke"));
     let rest = ["-np", "1", &launcher, "--nproc-per-node=2", &program, &role];
@@ -119,7 +119,7 @@ impl Drop for Slurm {
 }
 
 #[test]
-fn workers_on_two_hosts_under_srun_and_under_mpirun_inside_of_slurm() {
+fn workers_start_on_two_hosts_under_srun_and_mpirun() {
     let Some(slurm) = Slurm::up() else { return };
     let [program, role] = worker_of("group");
     let job = Job::new();

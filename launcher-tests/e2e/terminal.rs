@@ -32,7 +32,7 @@ fn alone(job: &Job) -> Command {
 const WAITING: &str = "1 of 2 nodes are here, waiting for node 1";
 
 #[test]
-fn a_terminal_shows_one_live_line_while_nodes_are_awaited() {
+fn terminal_shows_one_updating_line_while_nodes_join() {
     let job = Job::new();
     let seen = on_a_terminal(&job, alone(&job));
     let (live, rest) = seen.rsplit_once("\r\x1b[2K").expect(&seen);
@@ -47,7 +47,7 @@ fn a_terminal_shows_one_live_line_while_nodes_are_awaited() {
 }
 
 #[test]
-fn a_log_gets_one_line_per_change() {
+fn log_file_gets_one_line_per_change() {
     let job = Job::new();
     let ended = job.start(alone(&job)).wait().expect(1);
     assert_eq!(ended.stderr.matches(WAITING).count(), 1, "{}", ended.stderr);
@@ -55,7 +55,7 @@ fn a_log_gets_one_line_per_change() {
 }
 
 #[test]
-fn a_workers_stderr_is_a_terminal_where_ours_is_one_and_is_in_the_report() {
+fn worker_stderr_is_a_terminal_and_appears_in_the_report() {
     let job = Job::new();
     let worker = job.script(
         "[ -t 2 ] && echo \"a terminal of $(stty size <&2)\" >&2\nprintf '10 %%\\r20 %%\\r\\n' >&2\necho 'ValueError: wrong' >&2\nexit 3\n",
@@ -70,7 +70,7 @@ fn a_workers_stderr_is_a_terminal_where_ours_is_one_and_is_in_the_report() {
 }
 
 #[test]
-fn the_report_is_coloured_on_a_terminal_unless_the_user_wants_none() {
+fn report_is_coloured_on_a_terminal_unless_disabled() {
     let job = Job::new();
     let worker = job.script("exit 3\n");
     let seen = on_a_terminal(&job, job.command([&worker]));

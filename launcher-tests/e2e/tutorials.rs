@@ -53,7 +53,7 @@ fn expect_two_ranks(ended: Ended) {
 }
 
 #[test]
-fn scripts_of_one_node() {
+fn single_node_tutorial_scripts_run() {
     if !has_python() {
         return;
     }
@@ -71,7 +71,7 @@ fn scripts_of_one_node() {
 }
 
 #[test]
-fn two_nodes_with_underscores_in_all_flags() {
+fn two_nodes_accept_underscores_in_all_flags() {
     if !has_python() {
         return;
     }
@@ -92,7 +92,7 @@ fn two_nodes_with_underscores_in_all_flags() {
 }
 
 #[test]
-fn the_name_torchrun_changes_nothing() {
+fn launcher_called_torchrun_behaves_the_same() {
     if !has_python() {
         return;
     }
@@ -107,7 +107,7 @@ fn the_name_torchrun_changes_nothing() {
 }
 
 #[test]
-fn a_script_that_does_not_know_its_local_rank_argument_is_told_what_to_do() {
+fn script_rejecting_local_rank_argument_gets_advice() {
     if !has_python() {
         return;
     }

@@ -23,7 +23,7 @@ fn each_worker_gets_the_generation_and_a_token() {
 }
 
 #[test]
-fn the_users_token_is_handed_on_and_a_bad_one_is_refused() {
+fn valid_user_token_is_passed_on_and_invalid_one_refused() {
     let job = Job::new();
     std::fs::write(job.path("secret"), "0123456789\n").unwrap();
     let mut command = channel(&job, &[], "1");
@@ -38,7 +38,7 @@ fn the_users_token_is_handed_on_and_a_bad_one_is_refused() {
 }
 
 #[test]
-fn the_death_of_a_peer_is_told() {
+fn launcher_reports_a_dead_peer_to_workers() {
     let job = Job::new();
     // The surviving workers ignore SIGTERM, so that they have time to record the message.
     let worker = job.script(&format!("trap '' TERM\nexec {} heard 2\n", worker_of("channel").join(" ")));
@@ -52,7 +52,7 @@ fn the_death_of_a_peer_is_told() {
 }
 
 #[test]
-fn nodes_share_a_generation_and_each_restart_gets_another() {
+fn nodes_share_a_generation_that_changes_on_restart() {
     let job = Job::new();
     let worker = job.script(
         r#"
@@ -78,7 +78,7 @@ echo $CONVOKE_GENERATION > "$JOB/generation.$RANK.$TORCHELASTIC_RESTART_COUNT"
 }
 
 #[test]
-fn a_program_with_a_fast_interval_timer_works_under_the_launcher() {
+fn program_with_a_fast_interval_timer_runs_under_the_launcher() {
     let job = Job::new();
     let mut command = job.command(["--nproc-per-node=4"]);
     command.args(worker_of("timers"));
@@ -86,7 +86,7 @@ fn a_program_with_a_fast_interval_timer_works_under_the_launcher() {
 }
 
 #[test]
-fn workers_join_and_leave_100_times_through_the_launchers_store() {
+fn workers_join_and_leave_100_times_through_the_launcher_store() {
     let job = Job::new();
     let mut command = job.command(["--nproc-per-node=3"]);
     command.args(worker_of("comm")).arg("again");

@@ -23,7 +23,7 @@ fn world(backend: Backend, what: &str) -> Option<World> {
 
 /// Debian's /etc/hosts maps the host's own name to 127.0.1.1.
 #[test]
-fn a_host_whose_own_name_is_loopback() {
+fn host_whose_own_name_is_loopback_can_join() {
     for backend in [Backend::C10d, Backend::Etcd(1)] {
         let Some(world) = world(backend, "hosts with 127.0.1.1 in /etc/hosts") else { return };
         for host in [1, 2] {
@@ -39,7 +39,7 @@ fn a_host_whose_own_name_is_loopback() {
 }
 
 #[test]
-fn hosts_with_ipv6_only_or_both() {
+fn hosts_with_ipv6_only_or_both_can_join() {
     for both in [true, false] {
         let Some(mut world) = world(Backend::C10d, "hosts with IPv6") else { return };
         for host in [1, 2] {
@@ -57,7 +57,7 @@ fn hosts_with_ipv6_only_or_both() {
 
 /// No server listens at the endpoint. The error says which node tried which address, and what came back.
 #[test]
-fn a_wrong_endpoint_is_named_with_what_came_back() {
+fn wrong_endpoint_is_reported_with_its_answer() {
     for (endpoint, words) in [
         ("10.77.0.2:29400", &["10.77.0.2:29400", "Connection refused", "the same --rdzv-endpoint"][..]),
         ("nowhere:29400", &["look up nowhere", "nowhere:29400"]),

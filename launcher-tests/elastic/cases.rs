@@ -114,7 +114,7 @@ fn all_end(
 }
 
 #[test]
-fn a_worker_is_killed() {
+fn job_survives_a_killed_worker() {
     each("worker: SIGKILL", &[C10d, Etcd(1)], ALL, |backend| {
         let (mut world, round) = three_with(backend, "--max-restarts=1")?;
         let victim = round[&2].worker;
@@ -132,7 +132,7 @@ fn a_worker_is_killed() {
 }
 
 #[test]
-fn a_worker_is_stopped() {
+fn job_survives_a_stopped_worker() {
     each("worker: SIGSTOP for 5 s", &[], ALL, |backend| {
         let (world, round) = three(backend)?;
         let victim = round[&2].worker;
@@ -142,7 +142,7 @@ fn a_worker_is_stopped() {
 }
 
 #[test]
-fn a_launcher_is_killed() {
+fn job_survives_a_killed_launcher() {
     each("launcher: SIGKILL", &[C10d, File, Etcd(1)], ALL, |backend| {
         let (world, round) = three(backend)?;
         let victim = round[&3].launcher;
@@ -166,7 +166,7 @@ fn a_launcher_is_killed() {
 }
 
 #[test]
-fn a_launcher_is_told_to_stop() {
+fn job_survives_a_launcher_stopped_by_signal() {
     each("launcher: SIGTERM", &[], ALL, |backend| {
         let (world, round) = three(backend)?;
         let node = round[&3].launcher;
@@ -184,7 +184,7 @@ fn a_launcher_is_told_to_stop() {
 }
 
 #[test]
-fn a_launcher_is_frozen() {
+fn job_survives_a_frozen_launcher() {
     each("launcher: SIGSTOP for 1 s", &[], ALL, |backend| {
         let (world, round) = three(backend)?;
         let node = round[&3].launcher;
@@ -212,7 +212,7 @@ fn a_launcher_is_frozen() {
 }
 
 #[test]
-fn a_host_loses_its_power() {
+fn job_survives_a_host_power_failure() {
     each("host loses its power", &[C10d, Etcd(1)], ALL, |backend| {
         let (world, round) = three(backend)?;
         Ok(survived(world, &round, 3, SILENT, |world| world.tell(&["kill-host", "3"])))
@@ -229,7 +229,7 @@ fn a_host_loses_its_power() {
 }
 
 #[test]
-fn too_few_are_left() {
+fn job_waits_while_too_few_nodes_remain() {
     each("two of three hosts lose their power, one comes back", &[], ALL, |backend| {
         let (mut world, round) = three(backend)?;
         world.tell(&["kill-host", "2"]);
@@ -293,13 +293,13 @@ fn cut(fault: &str, short: &[Backend], cut: &[&str], host: usize) {
 }
 
 #[test]
-fn a_host_is_cut_off() {
+fn job_survives_a_disconnected_host() {
     cut("host is cut off, then back", &[C10d, Etcd(1)], &["partition", "3"], 3);
     cut("host of the coordinator is cut off, then back", &[], &["partition", "1"], 1);
 }
 
 #[test]
-fn a_host_is_cut_off_while_its_worker_does_not_stop() {
+fn job_survives_a_disconnected_host_with_a_hanging_worker() {
     each("host is cut off while its worker does not stop", &[Etcd(1)], ALL, |backend| {
         let (mut world, round) = three_with(backend, "--max-restarts=1")?;
         let (victim, stubborn) = (round[&2].worker, round[&3].worker);
@@ -322,13 +322,13 @@ fn a_host_is_cut_off_while_its_worker_does_not_stop() {
 }
 
 #[test]
-fn a_path_is_cut_one_way() {
+fn job_survives_a_one_way_network_failure() {
     cut("nobody hears a host, which hears all", &[], &["mute", "3"], 3);
     cut("a host hears nobody, all hear it", &[], &["deaf", "3"], 3);
 }
 
 #[test]
-fn a_path_between_two_hosts_is_cut() {
+fn job_survives_a_network_failure_between_two_hosts() {
     cut("path from a host to the coordinator is cut, then back", &[], &["partition", "3", "1"], 3);
     each("path between two other hosts is cut", &[], ALL, |backend| {
         let (world, round) = three(backend)?;
@@ -338,7 +338,7 @@ fn a_path_between_two_hosts_is_cut() {
 }
 
 #[test]
-fn a_link_is_slow_or_flaps() {
+fn job_survives_a_slow_or_flapping_link() {
     each("link of 150 ms each way that loses 2 % of its frames", &[], ALL, |backend| {
         Hosts::can_have_wires()?;
         let (world, round) = three(backend)?;
@@ -367,7 +367,7 @@ fn a_link_is_slow_or_flaps() {
 }
 
 #[test]
-fn nodes_come() {
+fn joining_nodes_enter_the_running_job() {
     each("a node comes late", &[], ALL, |backend| {
         let mut world = World::new(backend, 3, "2:3")?.with_conf("last_call_timeout=1,join_timeout=100");
         world.start_all(2);
@@ -413,7 +413,7 @@ fn nodes_come() {
 }
 
 #[test]
-fn a_disk_is_full() {
+fn job_survives_a_full_disk() {
     each("disk with a node's logs is full", &[], ALL, |backend| {
         let mut world = World::new(backend, 3, "2:3")?.with("--max-restarts=0");
         let logs = world.job.path("logs");
@@ -430,7 +430,7 @@ fn a_disk_is_full() {
 }
 
 #[test]
-fn clocks_differ() {
+fn job_survives_different_clocks() {
     const FAKE: &str = "/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1";
     each("clocks of the hosts differ by hours", &[], ALL, |backend| {
         if !std::path::Path::new(FAKE).exists() {
@@ -462,7 +462,7 @@ fn clocks_differ() {
 }
 
 #[test]
-fn etcd_fails() {
+fn job_survives_an_etcd_failure() {
     let three_members = &[Etcd(3)];
     each("etcd: SIGKILL of its leader", &[Etcd(3)], three_members, |backend| {
         let (world, round) = three(backend)?;
@@ -550,7 +550,7 @@ fn etcd_fails() {
 
 /// Without the token, no client can join, stop or disturb a job, or make its rendezvous hold much memory.
 #[test]
-fn strangers_are_kept_out() {
+fn unauthenticated_peers_are_refused() {
     each(
         "10,000 half-open connections, wrong tokens, replayed and damaged words",
         &[C10d],

@@ -20,17 +20,17 @@ fn in_calls(case: &'static str, place: Place<'_>, act: Act) {
 }
 
 #[test]
-fn a_rank_that_is_killed_in_any_phase_of_a_call_is_named() {
+fn rank_killed_in_any_phase_of_a_call_is_named() {
     in_calls("SIGKILL, in any phase of a call", Place::Here, Act::Kill);
 }
 
 #[test]
-fn a_rank_that_is_killed_together_with_the_store_is_named() {
+fn rank_killed_together_with_the_store_is_named() {
     in_calls("the same, rank 0 serves the store", Place::Alone, Act::Kill);
 }
 
 #[test]
-fn a_rank_that_dies_while_all_compute_is_named_by_the_next_call() {
+fn next_call_names_a_rank_that_died_during_computation() {
     for victim in 0..3 {
         let faults = vec![fault(victim, ("computing", 0), Act::Kill)];
         let pause = Duration::from_millis(50);
@@ -40,32 +40,32 @@ fn a_rank_that_dies_while_all_compute_is_named_by_the_next_call() {
 }
 
 #[test]
-fn a_rank_that_exits_without_a_farewell_is_named() {
+fn rank_that_exits_without_destroying_its_group_is_named() {
     in_calls("exit(3) without a farewell", Place::Here, Act::Exit);
 }
 
 #[test]
-fn a_rank_that_loses_its_connections_but_lives_is_named() {
+fn rank_that_loses_its_connections_but_runs_is_named() {
     in_calls("all its sockets closed, it lives on", Place::Here, Act::Close);
 }
 
 #[test]
-fn a_forked_child_does_not_hide_the_death_of_its_parent() {
+fn forked_child_does_not_hide_the_death_of_its_parent() {
     in_calls("SIGKILL, a forked child lives on", Place::Here, Act::ForkAndDie);
 }
 
 #[test]
-fn the_launcher_says_how_a_rank_died() {
+fn launcher_reports_the_exit_status_of_a_dead_rank() {
     in_calls("SIGKILL under `convoke`", Place::Launcher, Act::Kill);
 }
 
 #[test]
-fn the_launcher_says_that_a_rank_died_whose_sockets_live_on() {
+fn launcher_reports_a_dead_rank_whose_sockets_stay_open() {
     in_calls("SIGKILL under `convoke`, a child holds the sockets", Place::Launcher, Act::HoldAndDie);
 }
 
 #[test]
-fn who_dies_of_the_news_of_a_death_does_not_hide_it() {
+fn second_rank_death_does_not_hide_the_first() {
     let mut times =
         Times::new("SIGKILL of two, the second tells of the first", "one of both", Promise::AT_ONCE);
     let size = 4;
@@ -85,7 +85,7 @@ fn who_dies_of_the_news_of_a_death_does_not_hide_it() {
 }
 
 #[test]
-fn a_rank_that_dies_while_all_leave_holds_up_nobody() {
+fn rank_death_during_group_destruction_blocks_nobody() {
     let mut times = Times::new("SIGKILL while all ranks leave", "nobody: all is done", Promise::AT_ONCE);
     for point in ["leaving", "left"] {
         for victim in 0..3 {
@@ -101,7 +101,7 @@ fn a_rank_that_dies_while_all_leave_holds_up_nobody() {
 }
 
 #[test]
-fn a_rank_that_leaves_is_named_by_those_who_need_it_dead_or_not() {
+fn ranks_that_need_a_departed_rank_name_it() {
     let mut times = Times::new("SIGKILL while it leaves, the others need it", "the rank", Promise::AT_ONCE);
     for (point, how) in [("leaving", "Disconnected"), ("left", "Left"), ("never", "Left")] {
         for victim in 0..3 {
@@ -125,7 +125,7 @@ fn a_rank_that_leaves_is_named_by_those_who_need_it_dead_or_not() {
 const FORMING: [&str; 6] = ["recorded", "meeting", "greeted", "welcomed", "proving", "connected"];
 
 #[test]
-fn a_rank_that_is_killed_while_the_group_forms_is_named() {
+fn rank_killed_during_group_formation_is_named() {
     let mut times =
         Times::new("SIGKILL while the group forms", "the rank", Promise::within(Duration::from_secs(10)));
     for point in FORMING {

@@ -48,10 +48,10 @@ fn sockets() -> BTreeSet<String> {
 }
 
 #[test]
-fn a_rank_may_be_killed_at_any_moment() {
+fn survivors_name_a_rank_killed_at_any_time() {
     let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
     let kills = number("CONVOKE_KILLS").unwrap_or(if is_full() { 1000 } else { KILLS });
-    let mut random = Random::new("kills::a_rank_may_be_killed_at_any_moment");
+    let mut random = Random::new("kills::survivors_name_a_rank_killed_at_any_time");
     let mut below = |bound: u64| random.next() % bound;
     let before = sockets();
     let whole = run(0, None);

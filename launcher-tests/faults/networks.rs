@@ -157,7 +157,7 @@ impl Case {
 }
 
 #[test]
-fn a_host_that_is_lost_in_whatever_way_is_named_in_time() {
+fn lost_host_is_named_in_time_for_every_failure_kind() {
     let mut cases = Vec::new();
     for cut in Cut::ALL {
         let case = |victim, work| Case { cut, work, hosts: 3, ranks_on_each: 1, victim };
@@ -202,7 +202,7 @@ enum Slow {
 }
 
 #[test]
-fn a_slow_network_or_host_ends_nothing() {
+fn slow_network_or_host_ends_nothing() {
     let all = [
         (Slow::Path("150", "0"), Work::Direct),
         (Slow::Path("20", "2"), Work::Small),
@@ -251,7 +251,7 @@ fn a_slow_network_or_host_ends_nothing() {
 }
 
 #[test]
-fn a_host_is_never_lost_to_itself() {
+fn host_is_never_lost_to_itself() {
     // The cut loopback simulates a machine so busy that neither end of a local connection runs for a while.
     let Some(hosts) = hosts(1) else { return };
     let faults = vec![fault(1, ("computing", 0), Act::Sleep(3 * PEER_TIMEOUT))];
@@ -268,7 +268,7 @@ fn a_host_is_never_lost_to_itself() {
 }
 
 #[test]
-fn a_rank_that_stops_on_another_host_is_named_at_the_deadline_and_not_taken_for_a_lost_host() {
+fn rank_stopped_on_another_host_is_not_called_host_loss() {
     let (timeout, bound) = (2 * LONG_PEER_TIMEOUT, 2 * LONG_PEER_TIMEOUT + MARGIN);
     let mut times = Times::new("SIGSTOP on another host; deadline 8 s", "the rank", Promise::within(bound));
     let took = side_by_side(TESTBEDS, 0..3, |victim| {

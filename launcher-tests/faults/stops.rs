@@ -50,12 +50,12 @@ fn a_stopped_rank_is_named_at_the_deadline() {
 }
 
 #[test]
-fn a_dead_rank_whose_sockets_live_on_is_named_at_the_deadline_or_by_its_process() {
+fn a_dead_rank_with_open_sockets_is_named_in_time() {
     silent("SIGKILL, a child holds the sockets, no launcher; deadline 2 s", Act::HoldAndDie);
 }
 
 #[test]
-fn a_rank_that_is_stopped_while_the_group_forms_is_named_at_the_deadline() {
+fn rank_stopped_during_group_formation_is_named_at_the_deadline() {
     let bound = TIMEOUT + MARGIN;
     let mut times =
         Times::new("SIGSTOP while the group forms; deadline 2 s", "the rank", Promise::within(bound));
@@ -71,7 +71,7 @@ fn a_rank_that_is_stopped_while_the_group_forms_is_named_at_the_deadline() {
 }
 
 #[test]
-fn what_a_stopped_rank_has_said_before_misleads_nobody() {
+fn earlier_messages_of_a_stopped_rank_mislead_nobody() {
     // All ranks wait for a late rank and report this. Then the late rank arrives, and another rank stops.
     let works = [Work::Ring, Work::Broadcast, Work::Direct];
     let cases = works.into_iter().flat_map(|work| (0..3).map(move |victim| (work, victim)));
@@ -85,7 +85,7 @@ fn what_a_stopped_rank_has_said_before_misleads_nobody() {
 }
 
 #[test]
-fn a_slow_rank_never_fails_before_the_deadline() {
+fn slow_rank_never_fails_before_the_deadline() {
     let peer_timeout = Duration::from_secs(2);
     side_by_side(JOBS, cases(), |case| {
         // The delay exceeds the time limit for a dead host, threefold where the program computes.

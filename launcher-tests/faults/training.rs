@@ -31,20 +31,20 @@ fn play(scene: &str, victim: usize) {
 }
 
 #[test]
-fn a_rank_dies_in_the_guard() {
+fn training_reports_a_rank_death_in_the_first_rank_guard() {
     play("prepares", 0);
     play("waits for the first", 1);
 }
 
 #[test]
-fn a_rank_dies_in_a_bucket() {
+fn training_reports_a_rank_death_during_a_bucket() {
     for scene in ["computes", "sends", "receives"] {
         play(scene, 1);
     }
 }
 
 #[test]
-fn a_rank_dies_in_a_join() {
+fn training_reports_a_rank_death_during_a_join() {
     // The victim dies before the others join it, and while it takes part without a batch of its own.
     for scene in ["joins", "helps"] {
         play(scene, 2);

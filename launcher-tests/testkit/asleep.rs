@@ -72,7 +72,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_thread_that_waits_is_asleep() {
+    fn waiting_thread_counts_as_asleep() {
         let (tell, told) = channel();
         let (end, ended) = channel::<()>();
         std::thread::scope(|scope| {
@@ -87,12 +87,12 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "does not wait")]
-    fn a_thread_that_has_ended_does_not_count_as_asleep() {
+    fn finished_thread_does_not_count_as_asleep() {
         std::thread::spawn(Thread::current).join().unwrap().until_asleep();
     }
 
     #[test]
-    fn threads_are_found_by_the_begin_of_a_long_name() {
+    fn threads_are_found_by_a_prefix_of_a_long_name() {
         let (tell, told) = channel();
         let (end, ended) = channel::<()>();
         let builder = std::thread::Builder::new().name("testkit-found-by-name".into());

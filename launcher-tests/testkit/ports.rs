@@ -50,7 +50,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_port_is_given_out_twice() {
+    fn no_port_is_assigned_twice() {
         let mut ports: Vec<u16> = (0..200).map(|_| free_port()).collect();
         ports.sort_unstable();
         ports.dedup();
@@ -58,7 +58,7 @@ mod tests {
     }
 
     #[test]
-    fn a_port_of_another_process_is_not_given_out() {
+    fn port_of_another_process_is_not_assigned() {
         let port = free_port();
         assert!(reserve(port).is_none());
     }

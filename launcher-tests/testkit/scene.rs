@@ -29,24 +29,28 @@ mod tests {
 
     #[test]
     #[ignore = "a scene of the tests below"]
-    fn acts() {
+    fn body_of_the_scene() {
         assert_eq!(scene_variable("TESTKIT_SCENE"), "well");
     }
 
     #[test]
-    fn a_scene_runs_in_a_process_of_its_own() {
-        assert_one_passed(&scene("scene::tests::acts").env("TESTKIT_SCENE", "well").output().unwrap());
+    fn scene_runs_in_its_own_process() {
+        assert_one_passed(
+            &scene("scene::tests::body_of_the_scene").env("TESTKIT_SCENE", "well").output().unwrap(),
+        );
     }
 
     #[test]
     #[should_panic(expected = "another test starts this scene")]
-    fn a_scene_that_nobody_started_fails() {
-        assert_one_passed(&scene("scene::tests::acts").env_remove("TESTKIT_SCENE").output().unwrap());
+    fn scene_fails_if_no_test_starts_it() {
+        assert_one_passed(
+            &scene("scene::tests::body_of_the_scene").env_remove("TESTKIT_SCENE").output().unwrap(),
+        );
     }
 
     #[test]
     #[should_panic(expected = "0 passed")]
-    fn a_scene_that_does_not_exist_fails() {
+    fn missing_scene_fails() {
         assert_one_passed(&scene("scene::tests::renamed").output().unwrap());
     }
 }

@@ -313,7 +313,7 @@ mod tests {
 
     /// A larger descriptor is passed through memory instead of registers, which slows each small message.
     #[test]
-    fn a_call_fits_into_two_registers() {
+    fn call_descriptor_fits_into_two_registers() {
         assert_eq!(size_of::<Call>(), 16);
     }
 
@@ -361,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    fn random_descriptors_never_do_harm() {
+    fn random_descriptors_never_cause_a_panic() {
         let op = Some(ReduceOp::Max);
         let good = CallKind::ALL.map(|kind| Call::new(kind, Dtype::I64, op, 0x0102_0304, 1 << 40).encode());
         let decode = |bytes: &[u8]| Call::decode(bytes.try_into().ok()?).ok();
@@ -369,7 +369,7 @@ mod tests {
             assert!(call.to_string().len() < 200);
             call.encode().to_vec()
         };
-        convoke_testkit::fuzz("random_descriptors_never_do_harm", &good, 1000, decode, encode);
+        convoke_testkit::fuzz("random_descriptors_never_cause_a_panic", &good, 1000, decode, encode);
     }
 
     #[test]

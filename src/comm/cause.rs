@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn random_reports_never_do_harm() {
+    fn random_reports_never_cause_a_panic() {
         let good: Vec<_> = causes().into_iter().map(|cause| Report::new(0, cause).encode()).collect();
         let decode = |bytes: &[u8]| Report::decode(bytes).ok();
         let encode = |report: &Report| {
@@ -156,7 +156,7 @@ mod tests {
             bytes
         };
         convoke_testkit::fuzz(
-            "random_reports_never_do_harm",
+            "random_reports_never_cause_a_panic",
             &good,
             4 * CONTROL_PAYLOAD_BYTES,
             decode,

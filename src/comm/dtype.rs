@@ -369,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn wire_numbers_stay_what_they_are() {
+    fn wire_numbers_are_stable() {
         assert_eq!(
             [Dtype::I8, Dtype::F64, Dtype::F16, Dtype::ComplexF64].map(Dtype::to_wire),
             [0, 9, 10, 14]
@@ -388,7 +388,7 @@ mod tests {
     }
 
     #[test]
-    fn elements_are_the_bytes_that_they_are_in_memory() {
+    fn elements_keep_their_memory_bytes() {
         is_as_in_memory(&[-2_i16, 3], &[(-2_i16).to_ne_bytes(), 3_i16.to_ne_bytes()].concat());
         is_as_in_memory(&[1.5_f64], &1.5_f64.to_ne_bytes());
         is_as_in_memory(
@@ -402,7 +402,7 @@ mod tests {
     }
 
     #[test]
-    fn any_byte_is_read_as_a_truth_value() {
+    fn any_byte_decodes_to_a_bool() {
         let mut read = Vec::new();
         <bool as sealed::Sealed>::read(&[0, 1, 2, 255], &mut read);
         assert_eq!(read, [false, true, true, true]);

@@ -382,7 +382,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_main_prints_of_an_error_is_its_message() {
+    fn returning_an_error_from_main_prints_its_message() {
         let place = Place {
             group: "world".to_owned(),
             call: None,

@@ -260,8 +260,8 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn random_headers_never_do_harm() {
-        let mut random = convoke_testkit::Random::new("random_headers_never_do_harm");
+    fn random_headers_never_cause_a_panic() {
+        let mut random = convoke_testkit::Random::new("random_headers_never_cause_a_panic");
         for round in 0..200_000 {
             let mut bytes = frame(Kind::ALL[round % Kind::ALL.len()]).encode();
             for _ in 0..random.below(4) {

@@ -71,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn levels_are_those_of_the_log_crate() {
+    fn levels_match_the_log_crate() {
         let cases = [
             (None, Some(LevelFilter::Off)),
             (Some(""), Some(LevelFilter::Off)),

@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn the_least_of_all_groups_above_counts_and_cached_files_are_free() {
+    fn smallest_cgroup_limit_counts_and_page_cache_is_free() {
         let folder = Folder::new(
             "unified",
             &[
@@ -150,14 +150,14 @@ mod tests {
     }
 
     #[test]
-    fn in_a_container_the_group_of_the_host_is_that_at_the_root() {
+    fn container_memory_limit_is_read_at_the_cgroup_root() {
         let own = [("memory.max", "500"), ("memory.current", "400")];
         let folder = Folder::new("container", &own);
         assert_eq!(free("0::/kubepods/pod7/c1\n", &folder.0), Some(100));
     }
 
     #[test]
-    fn the_first_version_is_known_too() {
+    fn cgroup_v1_is_read() {
         let folder = Folder::new(
             "first",
             &[
@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn who_has_no_descriptor_left_is_told_how_many_it_takes() {
+    fn descriptor_exhaustion_error_states_the_number_needed() {
         let told = without_descriptors(&Errno::MFILE.into(), 4, 4);
         assert!(told.contains("4 ranks needs up to 21") && told.contains("`ulimit -n "), "{told}");
         let told = without_descriptors(&Errno::NFILE.into(), 4, 0);
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_forbids_nothing() {
+    fn malformed_cgroup_files_set_no_limit() {
         for groups in ["", "0", "0:", "x::/..\n::", "7:memory", "0::/\u{0}\n"] {
             assert_eq!(free(groups, Path::new("/nonexistent")), None, "{groups:?}");
         }

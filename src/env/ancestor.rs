@@ -40,7 +40,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_parent_has_no_variable_that_nobody_sets() {
+    fn unset_variable_selects_the_parent_process() {
         assert_eq!(nearest_ancestor_without("CONVOKE_NO_SUCH_VARIABLE"), Some(parent_id()));
         assert_eq!(parent_of(std::process::id()), Some(parent_id()));
     }
@@ -49,16 +49,16 @@ mod tests {
     const ABOVE: &str = "CONVOKE_TEST_ABOVE";
 
     #[test]
-    #[ignore = "a scene of who_passes_the_variable_on_is_not_the_one"]
-    fn asks_below_a_shell_that_passes_the_variable_on() {
+    #[ignore = "a scene of ancestor_search_skips_processes_that_inherit_the_variable"]
+    fn scene_below_a_shell_that_inherits_the_variable() {
         let above = convoke_testkit::scene_variable(ABOVE).parse().unwrap();
         assert_ne!(parent_id(), above);
         assert_eq!(nearest_ancestor_without(PASSED_ON), Some(above));
     }
 
     #[test]
-    fn who_passes_the_variable_on_is_not_the_one() {
-        let scene = convoke_testkit::scene("ancestor::tests::asks_below_a_shell_that_passes_the_variable_on");
+    fn ancestor_search_skips_processes_that_inherit_the_variable() {
+        let scene = convoke_testkit::scene("ancestor::tests::scene_below_a_shell_that_inherits_the_variable");
         // The shell does not exec the scene, because `exit` follows it.
         let mut shell = Command::new("sh");
         shell.args(["-c", "\"$0\" \"$@\"; exit $?"]).arg(scene.get_program()).args(scene.get_args());

@@ -380,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn a_message_cut_by_a_timeout_is_continued() {
+    fn message_cut_by_a_timeout_is_continued() {
         let (mut launcher, mut worker) = pair();
         let bytes = hello().encode();
         launcher.write_all(&bytes[..10]).unwrap();
@@ -393,7 +393,7 @@ mod tests {
     /// Sends signals without SA_RESTART to this thread only, as an interval timer does to a process.
     #[test]
     #[allow(unsafe_code)]
-    fn a_wait_ends_in_time_though_signals_interrupt_it_each_millisecond() {
+    fn wait_ends_in_time_despite_frequent_signals() {
         use std::sync::atomic::{AtomicBool, Ordering};
 
         use nix::libc;
@@ -430,7 +430,7 @@ mod tests {
     }
 
     #[test]
-    fn garbage_is_an_error_and_not_a_hang() {
+    fn garbage_is_an_error_instead_of_a_hang() {
         let long = vec![b'x'; MAX_MESSAGE_BYTES + 1];
         let cases: [&[u8]; 6] = [
             b"\n",
@@ -455,7 +455,7 @@ mod tests {
     proptest! {
         /// Any line is decoded to a message, skipped as unknown or refused.
         #[test]
-        fn random_lines_never_do_harm(
+        fn random_lines_never_cause_a_panic(
             which in 0..2_usize,
             changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>(), 0..3_u8), 0..5),
             noise in prop::option::weighted(0.1, prop::collection::vec(any::<u8>(), 0..100)),
@@ -478,7 +478,7 @@ mod tests {
     }
 
     #[test]
-    fn a_token_is_not_printed() {
+    fn token_is_not_printed() {
         assert_eq!(format!("{:?}", Token::new(vec![42; 3])), "Token(3 bytes)");
     }
 }

@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn other_texts_are_refused() {
+    fn malformed_generations_are_refused() {
         for text in ["", "1", "+0000000000000000000000000000001", &"g".repeat(32), &"0".repeat(33)] {
             assert!(text.parse::<Generation>().is_err(), "{text:?}");
         }

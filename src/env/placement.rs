@@ -315,7 +315,7 @@ mod tests {
     proptest! {
         /// With random changes, the variables give an error or a worker that round-trips.
         #[test]
-        fn random_variables_never_do_harm(
+        fn random_variables_never_cause_a_panic(
             launcher in prop::sample::select(vec![TORCHRUN, OPEN_MPI, HYDRA, SRUN]),
             changes in prop::collection::vec(
                 (
@@ -342,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn each_starter_tells_rank_and_place() {
+    fn each_starter_provides_rank_and_local_rank() {
         let open_mpi = worker(&[OPEN_MPI]);
         assert_eq!(place(&open_mpi), (3, 4, 1, 2));
         assert_eq!(
@@ -361,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    fn inside_a_slurm_job_mpirun_is_believed_and_the_first_node_is_that_of_rank_0() {
+    fn mpirun_variables_outrank_slurm_and_rank_0_hosts_the_master() {
         let open_mpi = worker(&[OPEN_MPI, WRONG_SLURM]);
         assert_eq!((place(&open_mpi), open_mpi.master_addr.as_str()), ((3, 4, 1, 2), "node07"));
         let hydra = worker(&[HYDRA, WRONG_SLURM, &[("PMI_SIZE", "4")]]);
@@ -385,13 +385,13 @@ mod tests {
     }
 
     #[test]
-    fn other_processes_of_a_slurm_job_are_not_placed() {
+    fn processes_of_slurm_without_srun_get_no_rank() {
         assert_eq!(read(&[SRUN, &[("SLURM_STEP_ID", "")]]), Ok(None), "a batch script");
         assert_eq!(read(&[&[("PMI_RANK", "1"), ("PMI_SIZE", "2")]]), Ok(None), "srun --mpi=pmi2 tells more");
     }
 
     #[test]
-    fn what_nothing_tells_is_asked_for() {
+    fn missing_starter_variables_are_requested_with_advice() {
         let cases: [(&[&Vars], &str); 3] = [
             (
                 &[OPEN_MPI, &[("OMPI_MCA_orte_hnp_uri", "")]],
@@ -443,7 +443,7 @@ mod tests {
     }
 
     #[test]
-    fn lists_of_hosts_and_counts() {
+    fn slurm_host_lists_and_task_counts_are_decoded() {
         let hosts = [
             ("h1", Some("h1")),
             ("h[1-2]", Some("h1")),

@@ -316,12 +316,12 @@ mod tests {
     }
 
     #[test]
-    fn no_variables_are_no_worker() {
+    fn worker_environment_without_variables_is_none() {
         assert_eq!(read(&[("LOCAL_RANK", "3"), ("HOME", "/root")]), Ok(None));
     }
 
     #[test]
-    fn another_launcher_may_set_only_four() {
+    fn four_variables_suffice_from_another_launcher() {
         let worker = read(&MINIMAL).unwrap().unwrap();
         assert_eq!((worker.rank, worker.local_rank, worker.local_world_size), (1, 1, 2));
         assert_eq!((worker.generation, worker.use_agent_store), (None, false));

@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn the_memory_cgroup_is_found_in_both_versions() {
+    fn memory_cgroup_is_found_in_v1_and_v2() {
         let hybrid = "9:name=systemd:/\n4:memory:/job/step:0\n1:cpu,cpuacct:/\n0::/\n";
         assert_eq!(
             folders(hybrid, V1_MOUNTS),
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn the_least_quota_of_a_group_and_those_above_it_counts() {
+    fn smallest_cpu_quota_of_all_ancestor_cgroups_counts() {
         let v2 = |files: &[(&str, &str)]| cpu_quota(machine("0::/a/b\n", V2_MOUNTS, files).path());
         let [a, b] = ["sys/fs/cgroup/a/cpu.max", "sys/fs/cgroup/a/b/cpu.max"];
         assert_eq!(v2(&[]), None);
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn the_limit_of_tasks_with_the_least_room_counts() {
+    fn ancestor_cgroup_with_fewest_free_tasks_sets_the_limit() {
         let files = [
             ("sys/fs/cgroup/a/pids.max", "100\n"),
             ("sys/fs/cgroup/a/pids.current", "90\n"),

@@ -257,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn a_standalone_job_shows_what_is_not_known_yet() {
+    fn dry_run_marks_values_unknown_before_start() {
         let text = dry("--nproc-per-node=2 --no-python echo rank ${local_rank}");
         assert_shows(
             &text,
@@ -279,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn a_static_node_shows_its_ranks_among_all() {
+    fn dry_run_of_a_static_node_shows_its_global_ranks() {
         let text = dry(
             "--nnodes=3 --node-rank=1 --nproc-per-node=4 --master-addr=10.0.0.1 --master-port=29501 --no-python ./run it's",
         );

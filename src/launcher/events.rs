@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_event_has_its_ranks() {
+    fn worker_event_contains_its_ranks() {
         let (assignment, worker) = (assignment(), Some((5, 321)));
         let happening =
             Happening { state: "START", assignment: Some(&assignment), worker, ..Happening::default() };
@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn an_agent_event_has_no_worker_even_before_the_first_round() {
+    fn agent_event_has_no_worker_even_before_the_first_round() {
         let happening = Happening { state: "FAILED", restarts: 2, total_s: 7, ..Happening::default() };
         let line = line(&job(), &happening);
         assert!(
@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_is_json_in_json() {
+    fn event_error_is_nested_json() {
         let happening =
             Happening { state: "FAILED", error: Some("was \"hurt\"".to_owned()), ..Happening::default() };
         let line = line(&job(), &happening);

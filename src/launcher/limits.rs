@@ -191,7 +191,7 @@ mod tests {
     const NEEDS: Needs = Needs { workers: 8, descriptors: 104, most: 120, copies: true };
 
     #[test]
-    fn what_cannot_suffice_is_one_line_with_what_is_needed_and_there_and_how_to_raise_it() {
+    fn insufficient_limit_error_states_need_limit_and_remedy() {
         let tasks = Some(Tasks { folder: "/cg/pod".into(), max: 20, current: 9 });
         for (there, parts) in [
             (
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn what_may_not_suffice_is_a_warning_and_what_does_is_none() {
+    fn possibly_insufficient_limit_is_a_warning_and_sufficient_is_silent() {
         let warnings = |there: There| check(&NEEDS, &there).expect("enough").concat();
         let store = warnings(There { descriptors: Some(119), ..There::default() });
         assert!(store.contains("may need 120 open files") && store.contains("119 are allowed"), "{store}");

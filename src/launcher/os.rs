@@ -304,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_runs_on_its_cpus_only() {
+    fn worker_runs_only_on_its_cpus() {
         let own = sched_getaffinity(Pid::from_raw(0)).expect("CPUs");
         for cpu in (0..CpuSet::count()).filter(|cpu| own.is_set(*cpu).unwrap_or(false)).take(4) {
             let wanted = format!("^Cpus_allowed_list:.{cpu}$");
@@ -314,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn refused_cpus_and_a_missing_program_are_told_apart() {
+    fn refused_cpus_and_missing_program_are_distinguished() {
         let refused = failed(Step::Bind, Errno::EINVAL);
         if let Some(absent) = (0..CpuSet::count()).rev().find(|cpu| !exists(*cpu)) {
             assert_eq!(start(&["true"], &[absent]), Err(refused));
@@ -324,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn a_program_for_another_cpu_is_refused_and_not_given_to_the_shell() {
+    fn program_for_another_cpu_is_not_run_by_the_shell() {
         let folder = tempfile::tempdir().expect("a folder");
         let file = |name: &str, bytes: &[u8]| {
             let path = folder.path().join(name);

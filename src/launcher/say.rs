@@ -148,7 +148,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn colours_change_nothing_but_the_looks() {
+    fn colours_change_no_text() {
         let report =
             "\n===\nx FAILED\n---\nRoot Cause (first observed failure):\n  cause     : exit: 3\n===\n";
         let shown = coloured(report);
@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn a_long_line_leaves_the_last_column_free() {
+    fn long_line_is_cut_before_the_last_column() {
         assert_eq!(cut("waiting", 8), "waiting");
         assert_eq!(cut("waiting", 7), "waiti…");
         assert_eq!(cut("wärme", 5), "wär…");

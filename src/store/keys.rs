@@ -86,7 +86,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_slash_is_put_before_keys_and_taken_away_again() {
+    fn slash_prefix_of_keys_is_added_and_removed() {
         assert_eq!(KeyStyle::Slash.stored_key(b"a/b").unwrap(), &b"/a/b"[..]);
         assert_eq!(KeyStyle::Slash.user_key(b"/a/b"), Some(&b"a/b"[..]));
         assert_eq!(KeyStyle::Slash.user_key(b"init/"), None);
@@ -94,14 +94,14 @@ mod tests {
     }
 
     #[test]
-    fn the_limit_counts_the_slash() {
+    fn key_length_limit_includes_the_slash() {
         assert!(KeyStyle::Slash.stored_key(&[b'k'; MAX_KEY_BYTES - 1]).is_ok());
         let error = KeyStyle::Slash.stored_key(&[b'k'; MAX_KEY_BYTES]).unwrap_err();
         assert_eq!(error.to_string(), "store: a key of 8193 bytes, the limit is 8192");
     }
 
     #[test]
-    fn keys_in_messages_are_few_short_and_printable() {
+    fn messages_show_few_short_printable_keys() {
         let keys = vec![&b"\x00\xff\n"[..]; 20];
         assert_eq!(printable(keys), vec!["\\x00\\xff\\n"; 8]);
         assert_eq!(printable([&[b'a'; 500][..]])[0].len(), 131);

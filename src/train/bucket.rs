@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn buckets_begin_with_the_last_parameter_and_close_when_they_are_full() {
+    fn buckets_start_with_the_last_parameter_and_close_when_full() {
         let layout = layout(&[10, 2, 3, 4, 1], 16, 40);
         assert_eq!(layout.buckets(), [vec![4, 3], vec![2, 1, 0]]);
         assert_eq!(*layout.place(4), Place { bucket: 0, range: 0..1 });
@@ -155,13 +155,13 @@ mod tests {
     }
 
     #[test]
-    fn a_bucket_of_exactly_its_size_is_full() {
+    fn bucket_of_exactly_its_size_is_full() {
         // Elements have 4 bytes: the first bucket is full at 16 bytes, the others at 40.
         assert_eq!(layout(&[10, 4, 6, 4], 16, 40).buckets(), [vec![3], vec![2, 1], vec![0]]);
     }
 
     #[test]
-    fn every_parameter_has_a_place_of_its_own() {
+    fn every_parameter_has_its_own_range() {
         let mut random = Random::new(4, 4);
         for _ in 0..500 {
             let counts: Vec<usize> = (0..1 + random.below(30)).map(|_| random.below(50)).collect();
@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn what_differs_is_told_and_changes_the_fingerprint() {
+    fn layout_difference_is_described_and_changes_the_fingerprint() {
         let ours = layout(&[10, 2], 1, 1);
         let other_name =
             Layout { parameters: vec![("p0".to_owned(), 10), ("q".to_owned(), 2)], ..ours.clone() };
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fingerprint_is_the_same_in_all_builds() {
+    fn fingerprint_is_equal_in_all_builds() {
         assert_eq!(layout(&[10, 2], 1, 1).fingerprint(), 8_499_401_631_276_651_658);
     }
 }

@@ -53,7 +53,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parts_have_their_share_and_nothing_twice() {
+    fn parts_have_their_share_without_duplicates() {
         let mut random = Random::new(5, 5);
         for _ in 0..300 {
             let examples = random.below(1000);
@@ -75,14 +75,14 @@ mod tests {
     }
 
     #[test]
-    fn what_is_over_goes_to_nobody() {
+    fn unassigned_fraction_is_left_out() {
         let parts = partition(10, &[0.5, 0.0, 0.2], 1).unwrap();
         assert_eq!(parts.iter().map(Vec::len).collect::<Vec<_>>(), [5, 0, 2]);
         assert_ne!(parts, partition(10, &[0.5, 0.0, 0.2], 2).unwrap());
     }
 
     #[test]
-    fn fractions_without_a_meaning_are_refused() {
+    fn meaningless_fractions_are_refused() {
         for fractions in [&[0.6, 0.5][..], &[-0.1], &[f64::NAN], &[1.5]] {
             assert!(
                 matches!(partition(10, fractions, 1), Err(TrainError::InvalidArgument(_))),

@@ -50,7 +50,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn splitmix_gives_the_published_sequence() {
+    fn splitmix_produces_the_published_sequence() {
         let mut random = Random(1_234_567);
         assert_eq!(random.word(), 6_457_827_717_110_365_317);
         assert_eq!(random.word(), 3_203_168_211_198_807_973);
@@ -72,7 +72,7 @@ mod tests {
     }
 
     #[test]
-    fn symmetric_fills_its_range_evenly() {
+    fn symmetric_values_fill_their_range_evenly() {
         let mut random = Random::new(3, 3);
         let draws: Vec<f32> = (0..10_000).map(|_| random.symmetric(0.5)).collect();
         assert!(draws.iter().all(|x| (-0.5..0.5).contains(x)));

@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn every_example_is_taken_as_the_tail_says() {
+    fn tail_policy_decides_about_remaining_examples() {
         for (examples, world) in [(10, 3), (9, 3), (1, 4), (0, 2), (100, 7), (5, 1)] {
             for tail in TAILS {
                 let dealt = dealt(examples, world, tail);
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn every_world_size_sees_the_same_batches_and_each_example_once() {
+    fn batches_are_equal_for_every_world_size_without_duplicates() {
         for examples in [1, 5, 64, 65, 1438] {
             let alone = batches(examples, 64, 1);
             let mut seen: Vec<usize> = alone.concat();
@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn one_goes_on_in_the_middle_with_any_number_of_ranks() {
+    fn epoch_resumes_with_any_number_of_ranks() {
         for tail in TAILS {
             let mut before: Vec<Epoch> =
                 (0..3).map(|rank| sampler(101, rank, 3).tail(tail).epoch(5)).collect();
@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn how_many_are_left_is_known() {
+    fn remaining_example_count_is_exact() {
         for tail in TAILS {
             for rank in 0..3 {
                 let mut epoch = sampler(10, rank, 3).tail(tail).epoch(0);
@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn the_order_depends_on_seed_and_epoch_only() {
+    fn example_order_depends_only_on_seed_and_epoch() {
         let order = |seed, epoch| Sampler::new(100, 0, 1).shuffled(seed).epoch(epoch).collect::<Vec<_>>();
         assert_eq!(order(1, 2), order(1, 2), "a resumed run shuffles as an uninterrupted one");
         assert_ne!(order(1, 2), order(1, 3));

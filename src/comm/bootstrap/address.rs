@@ -93,7 +93,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn loopback_is_reached_from_loopback() {
+    fn address_towards_a_loopback_peer_is_loopback() {
         for listen in [Listen::Loopback, Listen::RouteTo("127.0.0.1".to_owned())] {
             assert_eq!(address(&listen).unwrap(), IpAddr::V4(Ipv4Addr::LOCALHOST));
         }

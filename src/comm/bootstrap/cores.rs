@@ -78,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_that_may_use_all_cores_share_them_evenly() {
+    fn ranks_allowed_on_all_cores_share_them_evenly() {
         let places: Vec<_> = shares(&vec![of(0..2); 4]).into_iter().map(|share| share.place).collect();
         assert_eq!(places, [Some(0), Some(1), Some(2), Some(3)]);
         let enough = Share { ranks: 4, cores: 70, place: None };
@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_on_cores_of_their_own_share_nothing() {
+    fn ranks_with_exclusive_cores_share_nothing() {
         let alone = Share { ranks: 1, cores: 2, place: None };
         for share in shares(&[of(0..2), of(2..4), of([4, 64]), of([65, 130])]) {
             assert_eq!(share, alone);
@@ -106,14 +106,14 @@ mod tests {
     }
 
     #[test]
-    fn ranks_that_overlap_are_counted_and_have_no_places() {
+    fn partly_overlapping_ranks_are_counted_but_get_no_local_index() {
         let all = [of(0..2), of(1..3), of([2]), of([2, 3]), of([3]), of([9])];
         assert_eq!(shares(&all)[0], Share { ranks: 5, cores: 4, place: None });
         assert_eq!(shares(&all)[5], Share { ranks: 1, cores: 1, place: None });
     }
 
     #[test]
-    fn who_does_not_know_counts_all() {
+    fn ranks_with_unknown_cores_count_all_ranks() {
         let unknown = Share { ranks: 2, cores: usize::MAX, place: None };
         assert_eq!(shares(&[of([]), of(0..2)])[0], unknown);
     }

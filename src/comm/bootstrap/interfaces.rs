@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn lists_are_read_as_nccl_and_gloo_mean_them() {
+    fn interface_lists_have_the_meaning_of_nccl_and_gloo() {
         let cases = [
             ("eth1", Some("10.1.0.1")),
             ("eth", Some("10.10.0.1")),
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_list_loopback_comes_last() {
+    fn loopback_comes_last_without_an_interface_list() {
         let mut all = host();
         assert_eq!(outward(all.iter()), Some("10.10.0.1".parse().unwrap()));
         all.retain(|one| one.is_loopback);

@@ -36,7 +36,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn both_ends_expect_the_same_lanes() {
+    fn both_peers_expect_the_same_connections() {
         for size in 1..40 {
             for rank in 0..size {
                 for (peer, lane) in lanes(rank, size) {

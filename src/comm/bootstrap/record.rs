@@ -223,8 +223,8 @@ mod tests {
     }
 
     #[test]
-    fn random_tables_and_announcements_never_do_harm() {
-        let test = "random_tables_and_announcements_never_do_harm";
+    fn random_tables_and_announcements_never_cause_a_panic() {
+        let test = "random_tables_and_announcements_never_cause_a_panic";
         let encode = |records: &Vec<Record>| {
             let texts: Vec<_> = records.iter().map(|record| serde_json::to_string(record).unwrap()).collect();
             serde_json::to_vec(&texts).unwrap()
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn one_address_on_two_hosts_names_both_ranks_and_the_variable() {
+    fn error_names_both_ranks_and_variable_for_a_duplicate_address() {
         let mut records: Vec<_> = (0..3).map(record).collect();
         let elsewhere = records[2].host.replace("net:", "net:9");
         records[2].host = elsewhere;
@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refusal_in_the_place_of_the_table_is_read() {
+    fn refusal_is_read_instead_of_the_rank_table() {
         let refused = decode_table(&refusal("rank 1 is there twice", &[1]));
         assert_eq!(refused, Err(("rank 1 is there twice".to_owned(), vec![1])));
     }

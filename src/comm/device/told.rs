@@ -65,7 +65,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_with_one_version_and_a_device_each_go_together() {
+    fn ranks_with_equal_versions_and_separate_devices_are_compatible() {
         let new = Some((2, 30, 7));
         assert_eq!(judge(&[told(new, "a"), told(new, "b")]), Ok(()));
         assert_eq!(judge(&[told(None, "a"), told(None, "a")]), Ok(()), "through the host");
@@ -74,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_go_together_is_named() {
+    fn differing_versions_and_shared_devices_are_named() {
         let (old, new) = (Some((2, 18, 3)), Some((2, 30, 7)));
         let text = |all: &[Told]| judge(all).unwrap_err().to_string();
         assert_eq!(

@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_is_asked_until_it_has_come_no_further() {
+    fn completion_check_stops_at_first_unfinished_operation_of_a_stream() {
         let (mut watch, _) = watch(&[(1, 0, 9), (2, 1, 9), (3, 0, 9), (4, 1, 9), (5, 1, 9)]);
         let mut asked = Vec::new();
         let (done, failed) = watch.reap(|&what| {
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_is_asked_after_an_error_and_nothing_is_lost() {
+    fn completion_check_stops_after_an_error_and_loses_nothing() {
         let (mut watch, _) = watch(&[(1, 0, 9), (2, 1, 9), (3, 2, 9)]);
         let (done, failed) = watch.reap(|&what| if what == 2 { Err("broken") } else { Ok(true) });
         assert_eq!((done, failed), (vec![1], Some("broken")));
@@ -156,14 +156,14 @@ mod tests {
     }
 
     #[test]
-    fn the_first_whose_time_is_over_is_named() {
+    fn first_overdue_operation_is_named() {
         let (watch, now) = watch(&[(1, 0, 9), (2, 1, 3), (3, 1, 2)]);
         assert_eq!(watch.overdue(now), None);
         assert_eq!(watch.overdue(now + Duration::from_secs(3)), Some(&2));
     }
 
     #[test]
-    fn it_is_looked_again_when_something_can_have_changed() {
+    fn polling_resumes_when_state_may_have_changed() {
         let (mut watch, now) = watch(&[(1, 0, 9)]);
         assert_eq!(watch.look_in(now), Some(LOOK));
         assert_eq!(watch.look_in(now + Duration::from_secs(10)), Some(Duration::ZERO));
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_adds_many_looks_now_and_then_and_waits_when_it_is_full() {
+    fn many_submissions_trigger_polls_and_wait_when_queue_is_full() {
         let (mut watch, now) = watch(&[]);
         let looks: Vec<u32> = (1..=63).filter(|&what| watch.add(what, 0, now, commands(1, 1))).collect();
         assert_eq!(looks, [32]);

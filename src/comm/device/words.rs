@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn every_type_is_moved_as_so_many_bytes() {
+    fn every_type_maps_to_an_nccl_type_of_equal_size() {
         for dtype in Dtype::ALL {
             let step = Step::Send { send: 1, count: 10, of: Of { dtype, eight: None }, to: 0 };
             let Ok(Step::Send { count, of, .. }) = in_nccl(step, NEW) else { panic!("{dtype}") };
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn sums_are_those_of_nccl_where_it_has_them() {
+    fn reductions_use_nccl_operations_where_available() {
         assert_eq!(sum::<f32>(ReduceOp::Avg, NEW), all_reduce(10, Type::F32, Op::Avg));
         assert_eq!(sum::<bf16>(ReduceOp::Product, NEW), all_reduce(10, Type::Bf16, Op::Product));
         assert_eq!(sum::<bool>(ReduceOp::Sum, NEW), all_reduce(10, Type::U8, Op::Max));
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nccl_cannot_do_is_named() {
+    fn operations_missing_in_nccl_are_named() {
         assert_eq!(sum::<i32>(ReduceOp::Bxor, NEW), Err("NCCL has no bxor of i32".to_owned()));
         assert_eq!(sum::<i16>(ReduceOp::Sum, NEW), Err("NCCL has no sum of i16".to_owned()));
         assert_eq!(sum::<bool>(ReduceOp::Bxor, NEW), Err("NCCL has no bxor of bool".to_owned()));
@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_of_8_bits_need_a_version_that_adds_them() {
+    fn fp8_sums_need_an_nccl_version_that_supports_them() {
         assert_eq!(sum::<F8E4M3>(ReduceOp::Sum, NEW), all_reduce(10, Type::F8E4M3, Op::Sum));
         let old = Version { major: 2, minor: 23, patch: 4 };
         let error = sum::<F8E4M3>(ReduceOp::Sum, old).unwrap_err();
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn factors_are_in_the_type_of_the_elements() {
+    fn scale_factors_have_the_element_type() {
         let by = |bytes: &[u8]| {
             let mut factor = [0; 16];
             factor[..bytes.len()].copy_from_slice(bytes);

@@ -108,7 +108,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_goes_elsewhere_keeps_the_right_to_come_back() {
+    fn moved_thread_may_return_to_its_former_cores() {
         let allowed = allowed_cores();
         assert!(!allowed.is_empty());
         let core = sched_getcpu().unwrap();

@@ -235,7 +235,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranges_are_cut_to_what_was_lent() {
+    fn ranges_are_clipped_to_the_borrowed_buffer() {
         let mut memory = [1_u8, 2, 3, 4];
         let mut lent = Lent::default().filled(0, &mut memory);
         lent.bytes_mut(1..2)[0] = 9;
@@ -279,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_are_one_row() {
+    fn buffer_parts_form_one_contiguous_view() {
         for row in rows() {
             // Each place holds its own index in the row, whichever buffer it is in.
             let mut memory: Vec<Vec<u8>> =
@@ -307,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_to_a_row_is_in_the_memory_that_was_lent() {
+    fn writes_to_a_view_change_the_borrowed_buffers() {
         let (sent, mut first, mut second) = ([1_u8, 2, 3], [0_u8; 4], [0_u8; 2]);
         let mut lent = Lent::default().filled(12, &mut second).sent(5, &sent).filled(8, &mut first);
         lent.bytes_mut(9..11).copy_from_slice(&[7, 8]);
@@ -317,14 +317,14 @@ mod tests {
     }
 
     #[test]
-    fn a_row_says_where_its_parts_are() {
+    fn view_lists_the_ranges_of_its_parts() {
         let (sent, mut filled) = ([1_u8, 2, 3], [0_u8; 4]);
         let lent = Lent::default().filled(8, &mut filled).sent(5, &sent).scratch(20, vec![7_u8; 2]);
         assert!(lent.ranges().eq([(5..8, false), (8..12, true), (20..22, true)]));
     }
 
     #[test]
-    fn copies_are_made_by_and_by() {
+    fn copies_proceed_in_bounded_steps() {
         let (from, mut into, other, mut beside) = ([1_u16, 2, 3], [0_u16; 3], [9_u16], [0_u16; 1]);
         let mut lent = Lent::default().copied(&from, &mut into).copied(&other, &mut beside);
         let steps: Vec<usize> =
@@ -334,14 +334,14 @@ mod tests {
     }
 
     #[test]
-    fn places_count_in_elements() {
+    fn offsets_count_elements() {
         let mut memory = [1_u32, 2];
         let lent = Lent::default().filled(3, &mut memory);
         assert_eq!(lent.bytes(16..20), 2_u32.to_ne_bytes());
     }
 
     #[test]
-    fn a_bool_is_true_or_false_whatever_is_written() {
+    fn bool_buffers_contain_only_zero_and_one_bytes() {
         let mut memory = [false; 256];
         let mut lent = Lent::default().filled(0, &mut memory);
         let every_byte: Vec<u8> = (0..=255).collect();

@@ -39,19 +39,19 @@ mod tests {
     }
 
     #[test]
-    fn who_has_said_nothing_is_missing() {
+    fn silent_ranks_are_missing() {
         assert_eq!(found(&[1, 2], &[None, None, Some(&[0])]), [1]);
         assert_eq!(found(&[2, 1], &[None, None, None]), [1, 2]);
     }
 
     #[test]
-    fn who_waits_for_others_is_not_missing_but_they_are() {
+    fn ranks_that_waiting_ranks_wait_for_are_missing() {
         assert_eq!(found(&[1], &[None, Some(&[2]), Some(&[3]), None]), [3]);
         assert_eq!(found(&[1], &[None, Some(&[2, 3]), None, None]), [2, 3]);
     }
 
     #[test]
-    fn where_all_wait_in_a_circle_it_is_who_is_waited_for_here() {
+    fn missing_rank_in_a_wait_cycle_is_the_direct_peer() {
         assert_eq!(found(&[1], &[None, Some(&[2]), Some(&[0])]), [1]);
         assert_eq!(found(&[1], &[None, Some(&[])]), [1]);
     }

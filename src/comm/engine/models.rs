@@ -102,7 +102,7 @@ fn model(interruptions: usize, body: impl Fn() + Send + Sync + 'static) {
 }
 
 #[test]
-fn a_driver_that_falls_asleep_misses_no_letter() {
+fn sleeping_progress_thread_misses_no_submission() {
     model(4, || {
         let gong = Arc::new(Gong::default());
         let mailbox = Arc::new(Mailbox::<u32, _>::with_bell(Arc::clone(&gong)));
@@ -126,7 +126,7 @@ fn a_driver_that_falls_asleep_misses_no_letter() {
 }
 
 #[test]
-fn callers_find_their_tasks_done_whoever_drives() {
+fn tasks_complete_whichever_thread_drives_progress() {
     model(3, || {
         let core = Arc::new(core());
         let call = |core: &Core<Fake>| {
@@ -143,7 +143,7 @@ fn callers_find_their_tasks_done_whoever_drives() {
 }
 
 #[test]
-fn the_background_thread_carries_out_what_nobody_waits_for() {
+fn background_thread_completes_operations_without_a_waiter() {
     model(3, || {
         let core = Arc::new(core());
         let background = Arc::clone(&core);
@@ -168,7 +168,7 @@ fn the_background_thread_carries_out_what_nobody_waits_for() {
 }
 
 #[test]
-fn a_caller_is_not_forgotten_by_the_background_thread() {
+fn background_thread_serves_waiting_callers() {
     model(2, || {
         let core = Arc::new(core());
         let background = Arc::clone(&core);
@@ -186,7 +186,7 @@ fn a_caller_is_not_forgotten_by_the_background_thread() {
 }
 
 #[test]
-fn an_abort_is_seen_though_whoever_drives_is_about_to_leave() {
+fn abort_is_seen_while_progress_changes_threads() {
     model(3, || {
         let core = Arc::new(core());
         let other = Arc::clone(&core);
@@ -200,7 +200,7 @@ fn an_abort_is_seen_though_whoever_drives_is_about_to_leave() {
 }
 
 #[test]
-fn a_callback_is_called_though_the_group_is_closed_at_once() {
+fn callback_runs_although_the_group_closes_at_once() {
     model(2, || {
         let core = Arc::new(core());
         let background = Arc::clone(&core);
@@ -221,7 +221,7 @@ fn a_callback_is_called_though_the_group_is_closed_at_once() {
 }
 
 #[test]
-fn all_who_wait_for_an_operation_are_woken() {
+fn all_waiters_of_an_operation_are_woken() {
     model(3, || {
         let ticket = Arc::new(Ticket::new(LONG));
         let waiting: Vec<_> = (0..2)
@@ -249,7 +249,7 @@ impl Drop for Count {
 }
 
 #[test]
-fn what_is_kept_for_an_operation_is_dropped_once_and_not_before_it_is_done() {
+fn resources_of_an_operation_are_dropped_once_after_completion() {
     model(4, || {
         let chores = Arc::new(Chores::default());
         let ticket = Arc::new(Ticket::nonblocking(LONG, Arc::clone(&chores)));
@@ -274,7 +274,7 @@ fn what_is_kept_for_an_operation_is_dropped_once_and_not_before_it_is_done() {
 }
 
 #[test]
-fn who_asks_to_be_told_is_told_once() {
+fn completion_callback_and_waker_each_run_once() {
     struct Told(Arc<AtomicUsize>);
     impl Wake for Told {
         fn wake(self: Arc<Self>) {

@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_that_shares_every_core_still_sleeps_every_other_time() {
+    fn rank_sharing_every_core_sleeps_on_every_second_attempt() {
         let mut patience = Patience::new(Crowd::No);
         let mut slept = Vec::new();
         for _ in 0..6 {
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn with_a_core_for_each_rank_it_spins_then_yields_then_sleeps() {
+    fn wait_spins_then_yields_then_sleeps_with_enough_cores() {
         let mut patience = Patience::new(Crowd::No);
         let first = until_sleep(&mut patience, VAIN);
         assert_eq!(phases(&first), [Step::Spin, Step::Yield, Step::Sleep]);
@@ -228,14 +228,14 @@ mod tests {
     }
 
     #[test]
-    fn with_more_ranks_than_cores_it_leaves_the_core_to_them_at_once() {
+    fn oversubscribed_wait_yields_at_once_without_spinning() {
         for crowd in [Crowd::Cores, Crowd::Apart] {
             assert_eq!(phases(&until_sleep(&mut Patience::new(crowd), VAIN)), [Step::Yield, Step::Sleep]);
         }
     }
 
     #[test]
-    fn who_moves_begins_anew() {
+    fn progress_restarts_the_wait() {
         let mut patience = Patience::new(Crowd::Cores);
         for _ in 0..BOUND {
             assert_eq!(patience.step(false), Step::Yield);
@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_that_shares_its_core_though_there_are_enough_sleeps_for_once() {
+    fn rank_sharing_its_core_sleeps_once_despite_enough_cores() {
         let yields = |took| count(&until_sleep(&mut Patience::new(Crowd::No), took), Step::Yield);
         assert!(yields(SWITCHED) < yields(VAIN), "{} and {}", yields(SWITCHED), yields(VAIN));
         // Short waits count too.
@@ -257,14 +257,14 @@ mod tests {
     }
 
     #[test]
-    fn it_counts_as_long_as_a_job_goes_on() {
+    fn yield_counter_does_not_overflow() {
         let mut patience = Patience { shared: u32::MAX, ..Patience::new(Crowd::Cores) };
         patience.yielded(SWITCHED);
         assert_eq!(phases(&until_sleep(&mut patience, SWITCHED)), [Step::Yield, Step::Sleep]);
     }
 
     #[test]
-    fn with_more_ranks_than_cores_it_yields_longer_if_that_lets_others_run() {
+    fn oversubscribed_wait_yields_longer_if_others_then_run() {
         for mut patience in [Patience::new(Crowd::Cores), Patience::brief(Crowd::Cores)] {
             let useful = count(&until_sleep(&mut patience, SWITCHED), Step::Yield);
             let vain = count(&until_sleep(&mut patience, VAIN), Step::Yield);
@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn a_yield_that_reaches_nobody_is_soon_given_up() {
+    fn useless_yields_stop_early() {
         for patience in [Patience::new, Patience::brief] {
             let yields = |crowd| count(&until_sleep(&mut patience(crowd), VAIN), Step::Yield);
             assert!(yields(Crowd::Apart) < yields(Crowd::Cores));
@@ -281,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn a_brief_wait_spins_but_for_a_rank_on_its_own_core() {
+    fn brief_wait_spins_unless_the_peer_shares_the_core() {
         let mut brief = Patience::brief(Crowd::Cores);
         assert_eq!(phases(&until_sleep(&mut brief, VAIN)), [Step::Spin, Step::Yield, Step::Sleep]);
         brief.is_near(true);
@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn a_brief_wait_with_a_core_for_each_rank_keeps_it() {
+    fn brief_wait_with_enough_cores_spins_longer() {
         let steps = until_sleep(&mut Patience::brief(Crowd::No), VAIN);
         assert_eq!(phases(&steps), [Step::Spin, Step::Sleep]);
         let long = until_sleep(&mut Patience::new(Crowd::No), VAIN);

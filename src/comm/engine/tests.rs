@@ -152,7 +152,7 @@ fn read_welcome(stream: &mut TcpStream) -> Welcome {
 }
 
 #[test]
-fn strangers_are_turned_away_and_the_real_peers_still_connect() {
+fn unauthenticated_peers_are_refused_and_real_peers_still_connect() {
     let sums = siege(
         |group| {
             let group = group?;
@@ -239,7 +239,7 @@ fn strangers_are_turned_away_and_the_real_peers_still_connect() {
 }
 
 #[test]
-fn strangers_disturb_no_call() {
+fn unauthenticated_peers_disturb_no_call() {
     let over = AtomicBool::new(false);
     siege(
         |group| {
@@ -257,7 +257,7 @@ fn strangers_disturb_no_call() {
         },
         |siege| {
             let (addresses, mut engine) = (siege.addresses.clone(), siege.engine());
-            let mut random = convoke_testkit::Random::new("strangers_disturb_no_call");
+            let mut random = convoke_testkit::Random::new("unauthenticated_peers_disturb_no_call");
             while !over.load(Ordering::SeqCst) {
                 let mut stream = TcpStream::connect(addresses[random.below(2)]).unwrap();
                 let mut bytes = greeting(FAKE, random.below(2));

@@ -62,7 +62,7 @@ fn of_three(recorder: &'static Recorder) -> Track {
 }
 
 #[test]
-fn a_call_is_read_back_in_each_of_its_states() {
+fn recorded_call_is_read_in_each_of_its_states() {
     let folder = Folder::new();
     let track = of_three(folder.recorder());
     let group = &folder.only().groups[0];
@@ -112,7 +112,7 @@ fn a_call_is_read_back_in_each_of_its_states() {
 }
 
 #[test]
-fn every_call_reads_in_a_recording_as_in_an_error() {
+fn recording_and_error_describe_calls_alike() {
     let names = Names::parse(&header(None).names);
     for kind in CallKind::ALL {
         for dtype in Dtype::ALL {
@@ -128,7 +128,7 @@ fn every_call_reads_in_a_recording_as_in_an_error() {
 }
 
 #[test]
-fn the_last_calls_stay_and_one_whose_place_was_taken_changes_nothing() {
+fn overwritten_call_record_ignores_late_updates() {
     let folder = Folder::new();
     let track = of_three(folder.recorder());
     let early = track.begin(&told(0));
@@ -147,7 +147,7 @@ fn the_last_calls_stay_and_one_whose_place_was_taken_changes_nothing() {
 }
 
 #[test]
-fn a_call_that_was_half_written_is_not_read() {
+fn partially_written_call_is_not_read() {
     let folder = Folder::new();
     let track = of_three(folder.recorder());
     let step = track.begin(&told(0));
@@ -162,7 +162,7 @@ fn a_call_that_was_half_written_is_not_read() {
 }
 
 #[test]
-fn threads_that_write_at_once_and_a_reader_beside_them_see_whole_calls() {
+fn concurrent_writers_and_a_reader_see_whole_calls() {
     const THREADS: u64 = 4;
     const CALLS: u64 = 100_000;
     let folder = Folder::new();
@@ -210,7 +210,7 @@ fn threads_that_write_at_once_and_a_reader_beside_them_see_whole_calls() {
 }
 
 #[test]
-fn groups_that_have_ended_make_room_and_calls_of_more_groups_than_there_is_room_for_go_on() {
+fn ended_groups_free_slots_and_excess_groups_still_work() {
     let folder = Folder::new();
     let recorder = folder.recorder();
     let first = of_three(recorder);
@@ -252,7 +252,7 @@ fn assert_in_a_child(is_true: impl FnOnce() -> bool) {
 }
 
 #[test]
-fn a_forked_child_does_not_write_into_its_parents_recording() {
+fn forked_child_does_not_write_the_recording_of_its_parent() {
     let folder = Folder::new();
     let track = of_three(folder.recorder());
     let step = track.begin(&told(1));
@@ -270,7 +270,7 @@ fn a_forked_child_does_not_write_into_its_parents_recording() {
 }
 
 #[test]
-fn a_forked_child_tells_its_own_threads() {
+fn forked_child_recognises_its_own_threads() {
     of_three(Recorder::new(None, None)).begin(&told(1)).end(true);
     // `Recorder::of_process` also does this in a child.
     assert_in_a_child(|| {
@@ -280,7 +280,7 @@ fn a_forked_child_tells_its_own_threads() {
 }
 
 #[test]
-fn a_call_that_changes_while_it_is_saved_is_whole_or_not_there() {
+fn call_changing_during_a_save_is_whole_or_absent() {
     let recorder = Recorder::new(None, None);
     let (track, done) = (of_three(recorder), AtomicBool::new(false));
     let recordings: Vec<_> = std::thread::scope(|scope| {
@@ -303,7 +303,7 @@ fn a_call_that_changes_while_it_is_saved_is_whole_or_not_there() {
 }
 
 #[test]
-fn without_a_file_a_recording_is_saved_when_a_group_fails_and_again_when_another_does() {
+fn recording_without_a_file_is_saved_at_each_group_failure() {
     let folder = Folder::new();
     let header = header(None);
     let (words, file) = File::in_memory(Some(folder.0.clone()), "rank-3.77".to_owned());
@@ -320,7 +320,7 @@ fn without_a_file_a_recording_is_saved_when_a_group_fails_and_again_when_another
 }
 
 #[test]
-fn a_folder_that_cannot_be_written_is_no_trouble() {
+fn unwritable_folder_is_ignored() {
     for folder in ["/dev/null/folder", "/proc/self", "/proc/no/such"] {
         let recorder = Recorder::new(Some(PathBuf::from(folder)), None);
         let track = of_three(recorder);
@@ -332,7 +332,7 @@ fn a_folder_that_cannot_be_written_is_no_trouble() {
 }
 
 #[test]
-fn two_recorders_of_one_process_do_not_share_a_file() {
+fn two_recorders_of_one_process_use_separate_files() {
     let folder = Folder::new();
     let tracks = [of_three(folder.recorder()), of_three(folder.recorder())];
     assert_eq!(folder.read().recordings.len(), 2);

@@ -211,14 +211,14 @@ mod tests {
     type Object = (u64, Option<String>, Vec<Vec<u64>>);
 
     #[test]
-    fn random_objects_never_do_harm() {
+    fn random_objects_never_cause_a_panic() {
         let objects: [Object; 2] =
             [(7, Some("convoke".to_owned()), vec![vec![1; 3], vec![], vec![u64::MAX]]), (0, None, vec![])];
         let good = objects.map(|object| written(&object).unwrap());
         let decode = |bytes: &[u8]| read::<Object>(0, bytes).ok();
         // Limit on the bytes that serde reserves for a list before its elements arrive.
         let most = 3 << 20;
-        convoke_testkit::fuzz("random_objects_never_do_harm", &good, most, decode, |object| {
+        convoke_testkit::fuzz("random_objects_never_cause_a_panic", &good, most, decode, |object| {
             written(object).unwrap()
         });
     }

@@ -199,7 +199,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn random_decisions_never_do_harm() {
+    fn random_decisions_never_cause_a_panic() {
         let encode = |(generation, ranks): &(Generation, Vec<usize>)| {
             serde_json::to_vec(&Decision { generation: generation.to_string(), ranks: ranks.clone() })
                 .unwrap()
@@ -209,6 +209,6 @@ mod tests {
             encode(&(Generation::from_bytes([2; 16]), vec![])),
         ];
         let decode = |bytes: &[u8]| read(bytes).ok();
-        convoke_testkit::fuzz("random_decisions_never_do_harm", &good, 4000, decode, encode);
+        convoke_testkit::fuzz("random_decisions_never_cause_a_panic", &good, 4000, decode, encode);
     }
 }

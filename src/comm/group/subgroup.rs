@@ -285,7 +285,7 @@ mod tests {
     use crate::engine;
 
     #[test]
-    fn a_subgroup_shares_cores_with_the_ranks_that_are_not_in_it() {
+    fn subgroup_counts_ranks_outside_it_that_share_its_cores() {
         let size = engine::allowed_cores().len() + 2;
         let store: Arc<dyn convoke_store::Store> = Arc::new(MemoryStore::new());
         let sharings: Vec<_> = std::thread::scope(|scope| {

@@ -41,7 +41,7 @@ fn operations(dtype: Dtype) -> impl Iterator<Item = (ReduceOp, Kernel)> {
 }
 
 #[test]
-fn pairs_without_meaning_have_no_kernel() {
+fn undefined_type_and_operation_pairs_have_no_kernel() {
     use ReduceOp::{Avg, Band, Bor, Bxor, Custom, Max, Min, PremulSum};
     for dtype in Dtype::ALL {
         let refused: &[ReduceOp] = match dtype {
@@ -185,7 +185,7 @@ macro_rules! check_halves {
             }
 
             #[test]
-            fn every_half_is_a_float_and_back() { Vectors::each(|| {
+            fn every_half_converts_to_float_and_back() { Vectors::each(|| {
                 let halves: Vec<_> = all().collect();
                 let floats = widened(&halves, 1);
                 for (half, float) in halves.iter().zip(&floats) {
@@ -198,7 +198,7 @@ macro_rules! check_halves {
             }); }
 
             #[test]
-            fn what_lies_between_two_halves_goes_to_the_nearer_and_ties_to_the_even_one() { Vectors::each(|| {
+            fn conversion_to_half_rounds_to_nearest_even() { Vectors::each(|| {
                 let pairs = all().filter(|half| half.is_finite() && half.is_sign_positive());
                 for low in pairs {
                     let high = $half::from_bits(low.to_bits() + 1);
@@ -218,7 +218,7 @@ macro_rules! check_halves {
             }); }
 
             #[test]
-            fn least_and_greatest() { Vectors::each(|| {
+            fn half_minimum_and_maximum_handle_special_values() { Vectors::each(|| {
                 let special = [0.0, -0.0, 1.0, -1.5, 1000.0, -2e-5, 3e-5, f32::INFINITY, -f32::INFINITY, f32::NAN,
                     -f32::NAN].map($half::from_f32);
                 let pairs: Vec<_> = special.iter().flat_map(|&a| special.map(|b| (a, b))).collect();
@@ -239,8 +239,8 @@ macro_rules! check_halves {
             }); }
 
             #[test]
-            fn folds_round_once() { Vectors::each(|| {
-                let mut random = Random::new("folds_round_once");
+            fn ordered_reductions_round_once() { Vectors::each(|| {
+                let mut random = Random::new("ordered_reductions_round_once");
                 for len in (0..130).chain([1000]) {
                     let mut values =
                         || (0..len).map(|_| $half::from_bits(random.next() as u16)).collect::<Vec<_>>();
@@ -341,7 +341,7 @@ fn complex_f64() {
 }
 
 #[test]
-fn truth_values() {
+fn bool_reductions_are_correct() {
     Vectors::each(|| {
         for len in 0..130 {
             let a: Vec<bool> = (0..len).map(|i| i % 2 == 1).collect();
@@ -368,7 +368,7 @@ fn farthest(into: &mut [f64], from: &[f64]) {
 }
 
 #[test]
-fn functions_of_the_program_get_aligned_elements_in_the_order_that_is_told() {
+fn user_functions_get_aligned_elements_in_the_documented_order() {
     let kernel = Kernel::custom(Arc::new(function(farthest)));
     for len in (0..130).chain([5000, 10_000]) {
         let a: Vec<f64> = (0..len).map(|i| f64::from(i % 5) - 2.0).collect();
@@ -385,7 +385,7 @@ fn functions_of_the_program_get_aligned_elements_in_the_order_that_is_told() {
 }
 
 #[test]
-fn a_function_that_panics_is_an_error_and_changes_nothing() {
+fn user_function_panic_is_an_error_and_changes_nothing() {
     let kernel = Kernel::custom(Arc::new(function(|into: &mut [bool], _: &[bool]| {
         assert!(is_inside_function());
         into.fill(true);
@@ -399,7 +399,7 @@ fn a_function_that_panics_is_an_error_and_changes_nothing() {
 }
 
 #[test]
-fn each_kind_of_vectors_is_tried() {
+fn each_vector_instruction_set_is_tested() {
     let kinds = Vectors::each(|| {});
     eprintln!("this processor has {kinds} kinds of vectors");
     #[cfg(target_arch = "x86_64")]
@@ -427,9 +427,9 @@ fn added_up(kernel: &Kernel, shares: &[Vec<u8>], me: usize) -> Vec<u8> {
 }
 
 #[test]
-fn shares_are_added_in_the_order_of_the_ranks_wherever_that_is_done() {
+fn operands_are_added_in_rank_order_in_every_kernel() {
     Vectors::each(|| {
-        let mut random = Random::new("shares_are_added_in_the_order_of_the_ranks_wherever_that_is_done");
+        let mut random = Random::new("operands_are_added_in_rank_order_in_every_kernel");
         for (ranks, bytes) in [(2, 64), (2, 9008), (3, 12_304), (4, 16), (5, 8192), (7, 4100 * 16)] {
             for dtype in Dtype::ALL {
                 let shares: Vec<Vec<u8>> = (0..ranks)
@@ -477,7 +477,7 @@ fn shares_are_added_in_the_order_of_the_ranks_wherever_that_is_done() {
 }
 
 #[test]
-fn copies_are_whole_wherever_they_begin_in_their_pages_and_change_nothing_beside() {
+fn copies_at_any_page_offset_are_complete_and_stay_inside() {
     const PAGE: usize = 4096;
     let from: Vec<u8> = (0..5 * PAGE).map(|i| (i % 251) as u8 + 1).collect();
     let mut into = vec![0; 6 * PAGE];

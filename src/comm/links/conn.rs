@@ -175,7 +175,7 @@ mod tests {
     use crate::links::fake;
 
     #[test]
-    fn reading_ahead_keeps_order_across_moves_of_the_memory() {
+    fn read_ahead_keeps_order_when_the_buffer_moves() {
         let (mut a, b) = fake::pair(fake::Script::default());
         let mut conn = Conn::new(Box::new(b));
         let sent: Vec<u8> = (0..100_000_u32).map(|i| (i % 251) as u8).collect();

@@ -86,7 +86,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn slots_are_used_again() {
+    fn slots_are_reused() {
         let file = std::fs::File::open("/dev/null").unwrap();
         for _ in 0..3 * SLOTS {
             assert!(NotForForks::new(file.as_fd()).slot.is_some());

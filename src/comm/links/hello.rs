@@ -258,8 +258,8 @@ mod tests {
     }
 
     #[test]
-    fn random_payloads_never_do_harm() {
-        let (test, most) = ("random_payloads_never_do_harm", 1000);
+    fn random_payloads_never_cause_a_panic() {
+        let (test, most) = ("random_payloads_never_cause_a_panic", 1000);
         let decode = |bytes: &[u8]| Hello::decode(bytes).ok();
         convoke_testkit::fuzz(test, &[hello().encode()], most, decode, |hello| hello.encode().to_vec());
         let welcome = Welcome { suite: SUITE_PLAIN, capabilities: 9, nonce: [1; 32], proof: [2; 32] };
@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn a_proof_is_bound_to_everything_that_was_said() {
+    fn proof_covers_the_whole_handshake() {
         let nonce = [3; 32];
         let ours = credentials(b"secret");
         let proof = ours.prove(Role::Connector, &hello(), 0, &nonce);

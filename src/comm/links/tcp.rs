@@ -222,7 +222,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn both_ends_inside_a_host_are_not_paced() {
+    fn loopback_connections_are_not_paced() {
         let listener = listen("127.0.0.1:0".parse().unwrap()).unwrap();
         let dialled = Tcp::connect(listener.address().unwrap(), None).unwrap();
         let until = std::time::Instant::now() + Duration::from_secs(10);
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_begins_with_reno_whatever_the_system_has() {
+    fn socket_starts_with_reno_whatever_the_system_default() {
         let known = std::fs::read_to_string("/proc/sys/net/ipv4/tcp_available_congestion_control").unwrap();
         let mut others = 0;
         for systems in known.split_whitespace() {
@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn connections_to_other_hosts_have_what_the_system_has() {
+    fn connections_to_other_hosts_use_the_system_congestion_control() {
         // The socket is not connected yet, so it is not known to lead to this host.
         let socket = Socket::new(Domain::IPV4, Type::STREAM, Some(Protocol::TCP)).unwrap();
         let systems = name(&socket);

@@ -77,13 +77,13 @@ mod tests {
     }
 
     #[test]
-    fn what_is_chosen_is_the_only_one() {
+    fn explicit_nccl_path_is_the_only_candidate() {
         assert_eq!(found(&[("CONVOKE_NCCL_SO", "/x/nccl.so"), ("VIRTUAL_ENV", "/v")], &[]), ["/x/nccl.so"]);
         assert_eq!(found(&[("CONVOKE_NCCL_SO", "")], &[]), ["libnccl.so.2", "libnccl.so"]);
     }
 
     #[test]
-    fn wheels_are_looked_for_where_python_has_them() {
+    fn nccl_wheels_are_searched_in_python_site_packages() {
         let found = found(
             &[("VIRTUAL_ENV", "/venv"), ("HOME", "/home/me")],
             &[

@@ -38,7 +38,7 @@ fn chosen(path: PathBuf) -> Place {
 }
 
 #[test]
-fn the_first_that_is_new_enough_is_taken() {
+fn first_recent_enough_nccl_is_used() {
     let stubs = Stubs::new("first");
     let old = stubs.stub("old.so", &["-DVERSION=21703"]);
     let good = stubs.stub("good.so", &["-DVERSION=23007"]);
@@ -48,7 +48,7 @@ fn the_first_that_is_new_enough_is_taken() {
 }
 
 #[test]
-fn none_says_all_that_was_tried() {
+fn missing_nccl_error_lists_all_paths_tried() {
     let nowhere = Path::new("/nowhere/libnccl.so.2").to_owned();
     let guessed = Place { path: nowhere.clone(), guessed: true };
     let name = chosen("libnccl-absent.so.2".into());
@@ -65,7 +65,7 @@ fn none_says_all_that_was_tried() {
 }
 
 #[test]
-fn one_that_is_too_old_is_named_with_its_version() {
+fn too_old_nccl_is_named_with_its_version() {
     let stubs = Stubs::new("old");
     let old = stubs.stub("libnccl.so.2", &["-DVERSION=2708"]);
     let error = Library::open(std::slice::from_ref(&old)).unwrap_err();
@@ -75,7 +75,7 @@ fn one_that_is_too_old_is_named_with_its_version() {
 }
 
 #[test]
-fn what_is_broken_is_an_error_that_says_how() {
+fn broken_nccl_library_error_states_the_defect() {
     let stubs = Stubs::new("broken");
     let what = |place: Place| match Library::open(&[place]).unwrap_err() {
         NcclError::Unusable { what, .. } => what,
@@ -95,7 +95,7 @@ fn what_is_broken_is_an_error_that_says_how() {
 }
 
 #[test]
-fn versions_are_read_as_nccl_writes_them() {
+fn nccl_version_codes_are_decoded() {
     let read = |code| Version::of(code).map(|version| version.to_string());
     assert_eq!(read(2708).as_deref(), Some("2.7.8"));
     assert_eq!(read(2212).as_deref(), Some("2.2.12"));

@@ -134,7 +134,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn layouts_are_those_of_the_header() {
+    fn layouts_match_nccl_h() {
         assert_eq!((size_of::<UniqueId>(), align_of::<UniqueId>()), (128, 1));
         assert_eq!(size_of::<Config>(), 48);
         assert_eq!(std::mem::offset_of!(Config, net_name), 32);

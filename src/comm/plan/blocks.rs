@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn blocks_lie_behind_each_other() {
+    fn blocks_are_contiguous() {
         let blocks = Blocks::new(&[3, 0, 4]).unwrap();
         assert_eq!((blocks.world(), blocks.end(), blocks.equal()), (3, 7, None));
         assert_eq!((blocks.of(0), blocks.of(1), blocks.of(2)), (0..3, 3..3, 3..7));

@@ -75,22 +75,22 @@ mod tests {
     use crate::plan::check::{broadcast_is_right, on_hosts, reduce_is_right};
 
     #[test]
-    fn a_scan_has_the_share_of_each_rank_up_to_this_one() {
+    fn inclusive_scan_combines_all_ranks_up_to_this_one() {
         crate::plan::check::scan_is_right(super::scan);
     }
 
     #[test]
-    fn an_exclusive_scan_has_also_the_share_of_the_ranks_before() {
+    fn exclusive_scan_combines_all_ranks_before_this_one() {
         crate::plan::check::exclusive_scan_is_right(super::exclusive_scan);
     }
 
     #[test]
-    fn the_root_gets_everybodys_share() {
+    fn root_combines_contributions_of_all_ranks() {
         reduce_is_right(on_hosts, super::reduce);
     }
 
     #[test]
-    fn everyone_gets_what_the_root_has() {
+    fn everyone_receives_the_data_of_the_root() {
         broadcast_is_right(on_hosts, super::broadcast);
     }
 }

@@ -116,7 +116,7 @@ mod tests {
     };
 
     #[test]
-    fn blocks_reach_everybody_their_owner_or_their_addressee() {
+    fn direct_blocks_are_delivered_to_their_destinations() {
         all_gather_is_right(flat, |rank, _, blocks| super::all_gather(rank, blocks));
         all_to_all_is_right(super::all_to_all);
         for folds in [None, Some(2)] {
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn every_rank_counts_once_in_every_element() {
+    fn result_includes_every_rank_exactly_once() {
         for folds in [None, Some(2)] {
             all_reduce_is_right(flat, |rank, topology, count| {
                 super::all_reduce(rank, topology.world(), count, folds)

@@ -60,7 +60,7 @@ fn tell(
 #[cfg(test)]
 mod tests {
     #[test]
-    fn nobody_leaves_before_everybody_came() {
+    fn barrier_completes_only_after_all_ranks_enter() {
         crate::plan::check::barrier_is_right(super::rounds, super::barrier);
     }
 }

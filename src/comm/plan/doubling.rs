@@ -89,13 +89,13 @@ mod tests {
     use crate::plan::check::{all_gather_is_right, all_reduce_is_right, flat};
 
     #[test]
-    fn blocks_reach_everybody() {
+    fn every_rank_receives_every_block() {
         let powers = |world: usize| if world.is_power_of_two() { flat(world) } else { Vec::new() };
         all_gather_is_right(powers, |rank, _, blocks| super::all_gather(rank, blocks));
     }
 
     #[test]
-    fn every_rank_counts_once_in_every_element() {
+    fn result_includes_every_rank_exactly_once() {
         all_reduce_is_right(flat, |rank, topology, count| super::all_reduce(rank, topology.world(), count));
     }
 }

@@ -82,14 +82,14 @@ mod tests {
     use crate::plan::check::{all_reduce_is_right, flat, reduce_is_right};
 
     #[test]
-    fn every_rank_counts_once_in_every_element() {
+    fn result_includes_every_rank_exactly_once() {
         // The simulation of larger worlds takes long, with one element on the way for each pair of ranks.
         let flat = |world| if world < 18 { flat(world) } else { Vec::new() };
         all_reduce_is_right(flat, |rank, topology, count| super::all_reduce(rank, topology.world(), count));
     }
 
     #[test]
-    fn the_root_gets_everybodys_share() {
+    fn root_combines_contributions_of_all_ranks() {
         let window = 2;
         reduce_is_right(flat, |rank, topology, count, root| {
             super::reduce(rank, topology.world(), count, root, window)

@@ -108,7 +108,7 @@ mod tests {
     use crate::plan::{BLOCK_BYTES, Direction};
 
     #[test]
-    fn every_rank_counts_once_in_every_element() {
+    fn result_includes_every_rank_exactly_once() {
         for chunk in [|_| 1, |world| 4 * world, |_| usize::MAX] {
             all_reduce_is_right(flat, |rank, topology, count| {
                 all_reduce(rank, topology.world(), count, chunk(topology.world()))
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn its_halves_gather_and_scatter() {
+    fn reduce_scatter_and_all_gather_halves_are_correct() {
         for chunk in [|_| 1, |world| 4 * world, |_| usize::MAX] {
             all_gather_is_right(flat, |rank, _, blocks| all_gather(rank, blocks, chunk(blocks.world())));
             reduce_scatter_is_right(flat, |rank, _, blocks| {
@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn it_sends_the_least_that_an_all_reduce_can() {
+    fn ring_sends_the_minimum_of_an_all_reduce() {
         let (world, count) = (4, 4000);
         let plan = all_reduce(1, world, count, 400);
         let sent = plan.streams.iter().find(|stream| stream.direction == Direction::Send).unwrap();
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn an_odd_count_does_not_shorten_the_lead() {
+    fn odd_element_count_keeps_the_prefetch_distance() {
         let plan = all_reduce(0, 2, (16 << 20) + 1, 2 * BLOCK_BYTES / 4);
         let lead = plan.streams[1].gate.unwrap().lead;
         assert!(lead.unsigned_abs() * 4 > BLOCK_BYTES * 9 / 10, "{lead}");

@@ -35,7 +35,7 @@ mod tests {
     use crate::plan::check::{gather_is_right, scatter_is_right};
 
     #[test]
-    fn the_root_has_all_blocks_before_or_after() {
+    fn linear_gather_and_scatter_deliver_all_blocks() {
         gather_is_right(super::gather);
         scatter_is_right(super::scatter);
     }

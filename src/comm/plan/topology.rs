@@ -78,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn hosts_and_places_follow_the_ranks() {
+    fn hosts_and_local_ranks_follow_the_rank_order() {
         let topology = Topology::new(["b", "a", "b", "c", "a", "b"]);
         assert_eq!(topology.hosts(), [vec![0, 2, 5], vec![1, 4], vec![3]]);
         assert_eq!(
@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn one_host_and_one_rank_a_host_are_not_deep() {
+    fn single_host_and_one_rank_per_host_need_no_hierarchy() {
         assert!(!Topology::one_host(4).is_deep());
         assert!(!Topology::new(0..4).is_deep());
         assert!(Topology::new([0, 0, 1, 1]).is_deep() && Topology::new([0, 0, 1, 1]).is_even());

@@ -88,12 +88,12 @@ mod tests {
     use crate::plan::check::{broadcast_is_right, on_hosts, reduce_is_right};
 
     #[test]
-    fn the_root_gets_everybodys_share() {
+    fn root_combines_contributions_of_all_ranks() {
         reduce_is_right(on_hosts, super::reduce);
     }
 
     #[test]
-    fn everyone_gets_what_the_root_has() {
+    fn everyone_receives_the_data_of_the_root() {
         broadcast_is_right(on_hosts, super::broadcast);
     }
 }

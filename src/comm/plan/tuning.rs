@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn wrong_overrides_say_what_is_allowed() {
+    fn override_errors_list_the_allowed_values() {
         for (text, message) in [
             ("ring", "\"ring\" is not COLLECTIVE:ALGORITHM"),
             ("barrier:ring", "all_reduce, broadcast, reduce, all_gather, reduce_scatter have"),
@@ -291,8 +291,8 @@ mod tests {
     }
 
     #[test]
-    fn random_overrides_never_do_harm() {
-        let test = "random_overrides_never_do_harm";
+    fn random_overrides_never_cause_a_panic() {
+        let test = "random_overrides_never_cause_a_panic";
         let good = ["all_reduce:ring,broadcast:chain", " reduce : binomial ,, all_gather:direct", ""];
         let decode = |bytes: &[u8]| Tuning::parse(&String::from_utf8_lossy(bytes)).ok();
         let encode = |tuning: &Tuning| {
@@ -304,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_goes_from_few_rounds_to_few_bytes() {
+    fn default_tuning_prefers_few_rounds_for_small_messages() {
         let tuning = Tuning::default();
         let all_reduce =
             |bytes, world| tuning.all_reduce(bytes, &Topology::one_host(world), Rounding::Stepwise);
@@ -321,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn few_bytes_are_gathered_in_few_rounds_by_powers_of_two() {
+    fn small_all_gather_uses_doubling_for_powers_of_two() {
         let (tuning, forced) = (Tuning::default(), Tuning::parse("all_gather:doubling").unwrap());
         let gather = |tuning: &Tuning, bytes, world| tuning.all_gather(bytes, &Topology::one_host(world));
         assert_eq!(gather(&tuning, 16 << 10, 4), Algorithm::Doubling);
@@ -332,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_rounded_once_is_added_in_one_place_up_to_16_ranks() {
+    fn single_rounding_reductions_use_direct_up_to_16_ranks() {
         let tuning = Tuning::default();
         let once = Rounding::Once { wide_shares: false };
         let all_reduce = |bytes, world| tuning.all_reduce(bytes, &Topology::one_host(world), once);
@@ -350,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn hosts_with_several_ranks_make_a_hierarchy_of_what_is_large() {
+    fn large_messages_use_a_hierarchy_on_multi_rank_hosts() {
         let tuning = Tuning::default();
         let all_reduce =
             |hosts: &[usize], bytes| tuning.all_reduce(bytes, &Topology::new(hosts), Rounding::Stepwise);
@@ -372,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_rounded_once_makes_a_hierarchy_where_sums_travel() {
+    fn single_rounding_reductions_use_a_hierarchy_beyond_16_ranks() {
         let tuning = Tuning::default();
         let of = |hosts: usize| Topology::new((0..8 * hosts).map(|rank| rank / 8));
         for wide_shares in [false, true] {

@@ -103,7 +103,7 @@ fn run(group: &Group, cases: &[Collective]) {
 }
 
 #[test]
-fn every_collective_type_operation_and_number_of_ranks() {
+fn every_collective_type_operation_and_world_size() {
     let full = std::env::var_os("CONVOKE_FULL").is_some_and(|value| value == "1");
     for &world in WORLDS[usize::from(full)] {
         let cases = cases(world, THRESHOLDS[usize::from(full)]);

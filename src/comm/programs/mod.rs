@@ -57,7 +57,7 @@ const LONGEST: Duration = Duration::from_secs(200);
 const STALLED: Duration = Duration::from_secs(45);
 
 #[test]
-fn random_programs_end_as_the_model_says_and_leave_nothing() {
+fn random_call_sequences_match_the_reference_and_leak_nothing() {
     let variable = |name: &str| std::env::var(name).ok();
     let given = variable("CONVOKE_SEED").and_then(|seed| seed.parse::<u64>().ok());
     let full = given.is_none() && variable("CONVOKE_FULL").is_some_and(|value| value == "1");

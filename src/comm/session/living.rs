@@ -102,7 +102,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_worlds_of_another_process_do_not_count() {
+    fn world_count_ignores_other_processes() {
         assert_eq!(count(process() | 3), 3);
         assert_eq!(count((process() + (1 << COUNT_BITS)) | 3), 0);
         assert_eq!(count(0), 0);

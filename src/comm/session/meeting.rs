@@ -275,7 +275,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_that_is_loopback_only_on_its_own_host_is_served_everywhere() {
+    fn store_of_a_loopback_only_hostname_listens_on_all_addresses() {
         let here = [SocketAddr::from(([127, 0, 1, 1], 5))];
         let elsewhere = [SocketAddr::from(([10, 0, 0, 1], 5))];
         // A URL does not say how many hosts there are.

@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn urls_of_torch_are_read() {
+    fn torch_urls_are_accepted() {
         let cases = [
             ("env://", Way::Env, None),
             ("env://?rank=1&world_size=2", Way::Env, Some((1, 2))),
@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn random_urls_never_do_harm() {
+    fn random_urls_never_cause_a_panic() {
         let good =
             ["tcp://[::1]:29500?world_size=4&rank=3", "tcp://node-1:29500/", "file:///tmp/x", "env://"];
         let decode = |bytes: &[u8]| Url::parse(&String::from_utf8_lossy(bytes)).ok();
@@ -137,11 +137,11 @@ mod tests {
             let place = url.place.map(|(rank, size)| format!("?rank={rank}&world_size={size}"));
             (way + &place.unwrap_or_default()).into_bytes()
         };
-        convoke_testkit::fuzz("random_urls_never_do_harm", &good, 4000, decode, encode);
+        convoke_testkit::fuzz("random_urls_never_cause_a_panic", &good, 4000, decode, encode);
     }
 
     #[test]
-    fn malformed_urls_are_named_with_what_to_do() {
+    fn malformed_urls_are_reported_with_advice() {
         let cases = [
             ("", "it has no scheme: tcp://host:port"),
             ("node-1:29500", "it has no scheme"),

@@ -98,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_knows_the_word_gets_the_memory() {
+    fn descriptor_is_sent_only_to_peers_with_the_secret() {
         let (giver, invitation) = Giver::new(8192).unwrap();
         let stranger = Taker::new(&{
             let mut other = invitation;
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn regions_are_whole_pages_and_must_fit() {
+    fn regions_are_whole_pages_and_fit_the_memory() {
         assert_eq!(regions(&[1, 0, 4097]), Some((vec![0..4096, 4096..8192, 8192..16384], 16384)));
         assert_eq!(regions(&[u64::MAX]), None);
         assert_eq!(regions(&[1 << 62, 1 << 62]), None);

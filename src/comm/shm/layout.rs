@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn places_are_apart_and_within_the_memory() {
+    fn slots_are_disjoint_and_inside_the_memory() {
         for ranks in [2, 3, 64, 65, MOST_RANKS] {
             let layout = Layout::new(ranks);
             let mut places = places(layout);
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn each_rank_has_a_bit_of_its_own_among_the_sleepers() {
+    fn each_rank_has_its_own_sleeper_bit() {
         let bits: std::collections::HashSet<_> = (0..MOST_RANKS).map(Layout::sleeper).collect();
         assert_eq!(bits.len(), MOST_RANKS);
         let words: Vec<_> = Layout::new(MOST_RANKS).sleepers().collect();

@@ -33,7 +33,7 @@ impl Shared {
 
 /// A rank that sleeps though its data was published would sleep for ever, which loom reports as a failure.
 #[test]
-fn who_falls_asleep_is_woken_or_sees_what_came() {
+fn sleeping_rank_is_woken_or_sees_the_new_data() {
     loom::model(|| {
         let shared = Arc::new(Shared {
             sleepers: AtomicU64::new(0),

@@ -54,7 +54,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_limit_has_its_hint() {
+    fn each_shared_memory_limit_has_its_hint() {
         let told = |errno: Errno| Obstacle::Memory { bytes: 7, source: errno.into() }.to_string();
         assert_eq!(
             told(Errno::MFILE),

@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn where_a_cache_is_shared_all_goes_as_usual_and_few_are_timed() {
+    fn ranks_with_a_shared_cache_store_normally() {
         // 1750 ns: all data is in main memory.
         for ns in [QUICK, 1750] {
             for sizes in [&[BYTES][..], &[4096], &[32 << 10, 4096, 4096, 8192]] {
@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn where_none_is_shared_almost_all_goes_past_the_caches() {
+    fn ranks_without_a_shared_cache_use_non_temporal_stores() {
         for sizes in [&[BYTES][..], &[4096], &[32 << 10, 4096, 4096, 4096], &[128 << 10]] {
             let pace = Pace::default();
             let [usual, timed, past] = write(&pace, 40_000, sizes, SLOW, PAST);
@@ -178,13 +178,13 @@ mod tests {
     }
 
     #[test]
-    fn where_main_memory_is_slower_still_all_goes_as_usual() {
+    fn slow_memory_disables_non_temporal_stores() {
         let [usual, timed, past] = write(&Pace::default(), 40_000, &[BYTES], SLOW, SLOW);
         assert!(usual + timed > 200 * past, "{usual}, {timed} and {past}");
     }
 
     #[test]
-    fn one_slow_write_is_an_accident() {
+    fn one_slow_write_changes_no_store_policy() {
         let pace = Pace::default();
         for _ in 0..100 {
             assert!((0..100).any(|_| pace.way(BYTES).is_timed));
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn where_readers_take_turns_the_writes_to_each_are_timed() {
+    fn alternating_readers_are_all_sampled() {
         for readers in 2..=16 {
             for bytes in [4096, BYTES, 64 << 10, 128 << 10] {
                 let (pace, mut timed) = (Pace::default(), vec![0; readers]);

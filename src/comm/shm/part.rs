@@ -127,7 +127,7 @@ mod tests {
     use crate::shm::segment::{Segment, commit, create};
 
     #[test]
-    fn what_was_taken_back_is_nobody_elses() {
+    fn reclaimed_pages_are_private() {
         let bytes = 4 * PAGE_BYTES;
         let memory = create(bytes).unwrap();
         commit(&memory, 0..bytes).unwrap();
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn only_pages_that_have_nothing_else_have_a_place() {
+    fn only_whole_owned_pages_have_an_offset() {
         let memory = create(4 * PAGE_BYTES).unwrap();
         commit(&memory, 0..4 * PAGE_BYTES).unwrap();
         let owned = Owned::<u8>::map(&memory, 0, 3 * PAGE_BYTES + 5).unwrap();

@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn what_goes_past_the_caches_is_there_wherever_it_begins_and_ends() {
+    fn non_temporal_stores_write_exactly_the_given_range() {
         let segment = segment(4096);
         let bytes: Vec<u8> = (0..1024_u32).map(|i| (i % 251) as u8 + 1).collect();
         for at in (0..130).chain([1000]) {
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn slow_writes_go_past_the_caches_and_arrive() {
+    fn slow_writes_switch_to_non_temporal_stores_and_are_visible() {
         let segment = segment(65536);
         let (pace, bytes) = (Pace::default(), vec![7; pace::LEAST_BYTES]);
         let past_caches = |_| {

@@ -242,7 +242,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn two_mappings_are_one_memory() {
+    fn two_mappings_show_the_same_memory() {
         let memory = create(8192).unwrap();
         commit(&memory, 0..8192).unwrap();
         let (a, b) = (Segment::map(&memory, 8192).unwrap(), Segment::map(&memory, 8192).unwrap());
@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_while_pages_become_large_is_kept() {
+    fn writes_during_huge_page_conversion_are_kept() {
         // Not a whole number of large pages; one large page spans both ranges.
         let (bytes, middle) = (5 * LARGE_PAGE + 4096, 5 * LARGE_PAGE / 2);
         let memory = create(bytes).unwrap();
@@ -281,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn mappings_begin_where_large_pages_may() {
+    fn mappings_start_at_huge_page_boundaries() {
         let memory = create(4 * LARGE_PAGE).unwrap();
         for at in [0, 4096, LARGE_PAGE, LARGE_PAGE + 8192] {
             // Another thread may have mapped something there in between.
@@ -295,14 +295,14 @@ mod tests {
     }
 
     #[test]
-    fn it_cannot_be_made_shorter() {
+    fn sealed_memory_cannot_be_resized() {
         let memory = create(8192).unwrap();
         assert!(rustix::fs::ftruncate(&memory, 0).is_err());
         assert!(rustix::fs::ftruncate(&memory, 1 << 20).is_err());
     }
 
     #[test]
-    fn what_is_not_sealed_or_of_another_size_is_refused() {
+    fn unsealed_or_wrongly_sized_memory_is_refused() {
         assert!(Segment::map(create(4096).unwrap(), 8192).is_err());
         let loose = rustix::fs::memfd_create(c"loose", MemfdFlags::CLOEXEC).unwrap();
         rustix::fs::ftruncate(&loose, 4096).unwrap();

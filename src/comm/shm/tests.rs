@@ -284,8 +284,8 @@ fn call(kind: CallKind, dtype: Dtype, root: usize, count: usize) -> Call {
 }
 
 #[test]
-fn each_kind_is_right_for_all_sizes_around_the_limits() {
-    let mut random = Random::new("each_kind_is_right_for_all_sizes_around_the_limits");
+fn each_collective_is_correct_at_sizes_around_the_limits() {
+    let mut random = Random::new("each_collective_is_correct_at_sizes_around_the_limits");
     for kind in kinds() {
         for ranks in 2..6 {
             for dtype in [Dtype::U8, Dtype::F32, Dtype::ComplexF64] {
@@ -301,8 +301,8 @@ fn each_kind_is_right_for_all_sizes_around_the_limits() {
 }
 
 #[test]
-fn calls_follow_each_other_in_any_order_of_events() {
-    let mut random = Random::new("calls_follow_each_other_in_any_order_of_events");
+fn consecutive_calls_work_in_any_event_order() {
+    let mut random = Random::new("consecutive_calls_work_in_any_event_order");
     let kinds = kinds();
     for _ in 0..3000 {
         let ranks = 2 + random.below(4);

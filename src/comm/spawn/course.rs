@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn all_end_well() {
+    fn spawn_succeeds_when_all_ranks_exit_successfully() {
         let (mut course, start) = course();
         assert_eq!(course.ended(start, End::Well), None);
         assert_eq!(course.tick(start + 59 * SECOND, || error(0)), None);
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_failure_ends_the_others_and_is_named() {
+    fn first_failure_stops_the_other_ranks_and_is_named() {
         let (mut course, start) = course();
         assert_eq!(course.ended(start, End::Failed(error(1))), Some(Action::Terminate));
         assert_eq!(course.ended(start, End::Failed(error(0))), None);
@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn a_consequence_waits_for_its_cause() {
+    fn consequential_failure_waits_for_its_cause() {
         let (mut course, start) = course();
         assert_eq!(course.ended(start, End::Consequence(error(0))), None);
         assert_eq!(course.ended(start, End::Consequence(error(2))), None);
@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cause_that_does_not_come_leaves_the_first_consequence() {
+    fn first_consequential_failure_is_reported_if_no_cause_follows() {
         let (mut course, start) = course();
         assert_eq!(course.ended(start, End::Consequence(error(0))), None);
         assert_eq!(course.tick(start + SECOND, || error(9)), Some(Action::Terminate));
@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn the_deadline_ends_all() {
+    fn deadline_stops_all_ranks() {
         let (mut course, start) = course();
         assert_eq!(course.wake_at(), Some(start + 60 * SECOND));
         assert_eq!(course.tick(start + 60 * SECOND, || error(3)), Some(Action::Terminate));

@@ -152,7 +152,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn marks_are_found_in_any_pieces_and_what_is_before_the_first_is_dropped() {
+    fn markers_are_found_across_chunks_and_earlier_output_is_dropped() {
         let foreign = mark("other", Mark::Consequence);
         let parts: [&[u8]; 6] = [
             b"running 1 test\ntest x ... ",
@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn the_end_of_what_was_said_too_early_is_kept() {
+    fn tail_of_output_before_the_marker_is_kept() {
         let mut output = Output::new("token");
         assert_eq!(output.take(b"no such option\n"), b"");
         assert!(!output.has_begun());
@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn a_long_line_is_shown_in_parts_and_memory_is_bounded() {
+    fn long_line_is_split_and_memory_is_bounded() {
         let mut output = Output::new("token");
         output.take(&mark("token", Mark::Begin));
         let mut shown = 0;

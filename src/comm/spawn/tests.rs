@@ -14,14 +14,16 @@ fn tickets_round_trip() {
 }
 
 #[test]
-fn damaged_tickets_do_no_harm() {
+fn damaged_tickets_are_refused_without_panic() {
     let good = ["7 abc 2 a folder/x.rs:1:2", "4294967295 t 18446744073709551615 p"];
     let read = |bytes: &[u8]| std::str::from_utf8(bytes).ok().and_then(|text| text.parse::<Ticket>().ok());
-    fuzz("spawn::damaged_tickets_do_no_harm", &good, 4096, read, |ticket| ticket.to_string().into_bytes());
+    fuzz("spawn::damaged_tickets_are_refused_without_panic", &good, 4096, read, |ticket| {
+        ticket.to_string().into_bytes()
+    });
 }
 
 #[test]
-fn without_pidfds_ranks_are_looked_at() {
+fn ranks_are_polled_without_pidfd() {
     let mut spawn = Spawn::new(2);
     spawn.use_pidfds = false;
     spawn.clone().run(|_| ()).unwrap();
@@ -30,7 +32,7 @@ fn without_pidfds_ranks_are_looked_at() {
 }
 
 #[test]
-fn errors_reach_ranks_as_they_were_and_do_not_grow_without_bound() {
+fn errors_are_passed_to_ranks_unchanged_and_bounded() {
     let failed = |stderr: &str| SpawnError::Failed {
         rank: 1,
         size: 2,

@@ -88,7 +88,7 @@ fn an_abort_from_another_thread_ends_every_kind_of_call() {
 }
 
 #[test]
-fn the_first_of_many_aborts_is_the_cause_for_all() {
+fn first_of_many_aborts_is_the_cause_for_all() {
     let errors = ranks(4, |group| {
         let warm = group.barrier();
         group.abort(&format!("rank {}", group.rank()));

@@ -47,14 +47,14 @@ fn same_as_in_own_memory<T: Sample>(world: usize) {
 }
 
 #[test]
-fn an_all_reduce_is_the_same_as_in_own_memory() {
+fn all_reduce_in_shared_and_private_memory_is_equal() {
     for world in [2, 3, 5] {
         for_every_type!(same_as_in_own_memory, (world));
     }
 }
 
 #[test]
-fn an_average_of_halves_is_rounded_once_and_a_factor_is_applied_once() {
+fn half_average_rounds_once_and_factor_applies_once() {
     common::ranks(4, |group| {
         let mut shared = group.alloc::<f16>(LEN).unwrap();
         let mut own = vec![f16::ZERO; LEN];
@@ -77,7 +77,7 @@ fn an_average_of_halves_is_rounded_once_and_a_factor_is_applied_once() {
 }
 
 #[test]
-fn ranks_may_differ_in_where_their_elements_are() {
+fn ranks_may_use_different_shared_or_private_buffers() {
     common::ranks(3, |group| {
         let (mut one, mut other) = (group.alloc::<i64>(LEN).unwrap(), group.alloc::<i64>(2 * LEN).unwrap());
         let mut own = vec![0_i64; LEN];
@@ -111,7 +111,7 @@ fn ranks_may_differ_in_where_their_elements_are() {
 }
 
 #[test]
-fn several_are_under_way_side_by_side_and_in_every_collective() {
+fn shared_buffers_support_concurrent_operations_and_every_collective() {
     common::ranks(2, |group| {
         let world = group.size();
         let buffers: Vec<SharedBuffer<f32>> = (0..4).map(|_| group.alloc(LEN).unwrap()).collect();
@@ -139,7 +139,7 @@ fn several_are_under_way_side_by_side_and_in_every_collective() {
 }
 
 #[test]
-fn where_no_memory_is_shared_it_is_like_any_other() {
+fn unshared_allocation_behaves_like_any_other_buffer() {
     let options = GroupOptions::default().shared_memory(false);
     common::with_options(3, options, |group| {
         let mut buffer = group.alloc::<u16>(LEN).unwrap();
@@ -155,7 +155,7 @@ fn where_no_memory_is_shared_it_is_like_any_other() {
 }
 
 #[test]
-fn too_much_is_an_error_and_the_group_goes_on() {
+fn too_large_allocation_is_an_error_and_the_group_continues() {
     common::ranks(2, |group| {
         let error = group.alloc::<f64>(usize::MAX / 4).unwrap_err();
         assert!(matches!(error, CommError::InvalidArgument(_)), "{error}");
@@ -167,7 +167,7 @@ fn too_much_is_an_error_and_the_group_goes_on() {
 }
 
 #[test]
-fn after_a_failure_the_memory_is_the_ranks_own() {
+fn memory_is_private_after_a_failure() {
     common::ranks_together(2, |group| {
         let mut lent = group.alloc::<u64>(LEN).unwrap();
         let mut kept = group.alloc::<u64>(LEN).unwrap();

@@ -69,7 +69,7 @@ fn check<T: Sample>(group: &Group, count: usize) {
 const COUNTS: [usize; 9] = [0, 1, 3, 1000, 13_107, 13_108, 21_846, 65_537, 200_003];
 
 #[test]
-fn every_collective_size_type_and_number_of_ranks() {
+fn every_collective_size_type_and_world_size() {
     for world in 1..=if is_full() { 8 } else { 5 } {
         ranks(world, |group| {
             for count in COUNTS {
@@ -88,7 +88,7 @@ fn every_collective_size_type_and_number_of_ranks() {
 }
 
 #[test]
-fn ranks_on_hosts_of_any_shape() {
+fn collectives_work_on_any_distribution_of_ranks_over_hosts() {
     for hosts in HOSTS {
         for algorithms in WITH_HIERARCHIES {
             on_hosts(hosts, algorithms, |group| {
@@ -102,7 +102,7 @@ fn ranks_on_hosts_of_any_shape() {
 }
 
 #[test]
-fn every_algorithm_is_right_for_few_and_many_bytes() {
+fn every_algorithm_is_correct_for_few_and_many_bytes() {
     for algorithms in [
         "reduce:chain,all_gather:ring,reduce_scatter:ring",
         "reduce:binomial,all_gather:direct,reduce_scatter:direct",
@@ -118,7 +118,7 @@ fn every_algorithm_is_right_for_few_and_many_bytes() {
 }
 
 #[test]
-fn averages_divide_once_and_inexact_sums_are_the_same_on_a_rerun() {
+fn averages_divide_once_and_inexact_sums_repeat_exactly() {
     for algorithms in ["", "reduce:chain,reduce_scatter:ring", "reduce:binomial,reduce_scatter:direct"] {
         let run = || {
             with_options(3, GroupOptions::default().algorithms(algorithms), |group| {
@@ -142,7 +142,7 @@ fn averages_divide_once_and_inexact_sums_are_the_same_on_a_rerun() {
 }
 
 #[test]
-fn scans_reduce_the_ranks_up_to_each() {
+fn scans_combine_the_ranks_up_to_each() {
     for world in 1..=5 {
         ranks(world, |group| {
             let me = group.rank();
@@ -164,7 +164,7 @@ fn scans_reduce_the_ranks_up_to_each() {
 }
 
 #[test]
-fn lengths_that_do_not_fit_are_refused_before_anything_is_sent() {
+fn invalid_lengths_are_refused_before_anything_is_sent() {
     ranks(2, |group| {
         let invalid = |result: Result<(), CommError>, what: &str| {
             let Err(CommError::InvalidArgument(text)) = &result else { panic!("{result:?}") };
@@ -187,7 +187,7 @@ fn lengths_that_do_not_fit_are_refused_before_anything_is_sent() {
 }
 
 #[test]
-fn ranks_that_disagree_are_told_each_others_call() {
+fn ranks_with_differing_calls_learn_both_calls() {
     ranks(2, |group| {
         let mut recv = [0_i32; 4];
         let result = if group.rank() == 0 {

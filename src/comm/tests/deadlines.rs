@@ -84,7 +84,7 @@ fn without_one(body: impl Fn(&Group) + Sync) {
 }
 
 #[test]
-fn every_operation_ends_at_its_deadline_and_names_who_did_not_come() {
+fn every_operation_times_out_and_names_missing_ranks() {
     std::thread::scope(|scope| {
         for (name, operation) in OPERATIONS {
             scope.spawn(move || {
@@ -115,7 +115,7 @@ fn every_operation_ends_at_its_deadline_and_names_who_did_not_come() {
 }
 
 #[test]
-fn the_time_of_a_nonblocking_operation_runs_from_when_it_is_begun() {
+fn timeout_of_a_nonblocking_operation_starts_at_submission() {
     without_one(|group| {
         let (limited, start) = (group.with_timeout(TIMEOUT), Instant::now());
         let work = limited.nonblocking().all_reduce(vec![1; 1000], ReduceOp::Sum).unwrap();
@@ -128,7 +128,7 @@ fn the_time_of_a_nonblocking_operation_runs_from_when_it_is_begun() {
 }
 
 #[test]
-fn the_parts_of_one_call_have_its_time_together() {
+fn parts_of_one_call_share_its_timeout() {
     // Two thirds of this exceed the margin for a busy machine.
     let timeout = Duration::from_secs(6);
     ranks_together(2, |group| {
@@ -150,7 +150,7 @@ fn the_parts_of_one_call_have_its_time_together() {
 }
 
 #[test]
-fn calls_have_half_an_hour_unless_told_otherwise() {
+fn default_timeout_is_half_an_hour() {
     let store = std::sync::Arc::new(convoke_store::MemoryStore::new());
     let group = Group::new(store, 0, 1, GroupOptions::default()).unwrap();
     assert_eq!(group.timeout(), Duration::from_secs(30 * 60));
@@ -159,7 +159,7 @@ fn calls_have_half_an_hour_unless_told_otherwise() {
 }
 
 #[test]
-fn a_monitored_barrier_names_all_who_did_not_come_on_every_rank() {
+fn monitored_barrier_names_all_missing_ranks_on_every_rank() {
     let timeout = 2 * TIMEOUT;
     let names = |absent: &[usize]| {
         let gate = Gate::new(4);
@@ -192,7 +192,7 @@ fn a_monitored_barrier_names_all_who_did_not_come_on_every_rank() {
 }
 
 #[test]
-fn a_monitored_barrier_waits_for_who_comes_in_time_and_takes_its_turn_among_collectives() {
+fn monitored_barrier_waits_for_late_ranks_in_collective_order() {
     for world in 1..=4 {
         ranks(world, |group| {
             if group.rank() == world / 2 {
@@ -215,7 +215,7 @@ fn a_monitored_barrier_waits_for_who_comes_in_time_and_takes_its_turn_among_coll
 }
 
 #[test]
-fn nobody_is_through_a_monitored_barrier_before_all_have_come() {
+fn monitored_barrier_completes_only_after_all_ranks_enter() {
     // In large groups not all pairs have a data connection.
     for (world, rounds) in [(4, 200), (20, 5)] {
         let come = AtomicUsize::new(0);
@@ -230,7 +230,7 @@ fn nobody_is_through_a_monitored_barrier_before_all_have_come() {
 }
 
 #[test]
-fn a_monitored_barrier_fails_as_other_calls_do() {
+fn monitored_barrier_fails_like_other_calls() {
     // Another call is a mismatch, on all ranks.
     ranks_together(3, |group| {
         let result = if group.rank() == 1 {

@@ -101,8 +101,8 @@ impl Drop for Spin {
 }
 
 #[test]
-fn every_collective_is_right() {
-    if is_simulated("every_collective_is_right", &[]) {
+fn device_collectives_are_correct() {
+    if is_simulated("device_collectives_are_correct", &[]) {
         for options in [
             DeviceOptions::default(),
             DeviceOptions::default().staged(true),
@@ -191,8 +191,8 @@ fn unequal(group: &Group, stream: &Arc<CudaStream>) {
 }
 
 #[test]
-fn types_are_those_of_the_device() {
-    if !is_simulated("types_are_those_of_the_device", &[]) {
+fn device_types_match_host_types() {
+    if !is_simulated("device_types_match_host_types", &[]) {
         return;
     }
     fn summed<T: device::DeviceElement + DeviceRepr + Clone + PartialEq + std::fmt::Debug>(
@@ -233,8 +233,8 @@ fn types_are_those_of_the_device() {
 }
 
 #[test]
-fn messages_go_side_by_side_in_a_batch() {
-    if !is_simulated("messages_go_side_by_side_in_a_batch", &[]) {
+fn batched_messages_run_concurrently() {
+    if !is_simulated("batched_messages_run_concurrently", &[]) {
         return;
     }
     for staged in [false, true] {
@@ -259,8 +259,8 @@ fn messages_go_side_by_side_in_a_batch() {
 }
 
 #[test]
-fn a_result_is_used_on_another_stream_a_thousand_times() {
-    if !is_simulated("a_result_is_used_on_another_stream_a_thousand_times", &[]) {
+fn result_is_usable_on_another_stream_a_thousand_times() {
+    if !is_simulated("result_is_usable_on_another_stream_a_thousand_times", &[]) {
         return;
     }
     on_devices(2, |group, stream| {
@@ -278,8 +278,8 @@ fn a_result_is_used_on_another_stream_a_thousand_times() {
 }
 
 #[test]
-fn work_is_waited_for_as_that_of_the_host() {
-    if !is_simulated("work_is_waited_for_as_that_of_the_host", &[]) {
+fn device_work_is_awaited_like_host_work() {
+    if !is_simulated("device_work_is_awaited_like_host_work", &[]) {
         return;
     }
     on_devices(2, |group, stream| {
@@ -303,8 +303,8 @@ fn work_is_waited_for_as_that_of_the_host() {
 }
 
 #[test]
-fn an_abort_ends_what_is_under_way_on_all_ranks() {
-    if !is_simulated("an_abort_ends_what_is_under_way_on_all_ranks", &[]) {
+fn abort_ends_pending_device_operations_on_all_ranks() {
+    if !is_simulated("abort_ends_pending_device_operations_on_all_ranks", &[]) {
         return;
     }
     let ended = on_devices(3, |group, stream| {
@@ -329,8 +329,8 @@ fn an_abort_ends_what_is_under_way_on_all_ranks() {
 }
 
 #[test]
-fn an_operation_that_takes_too_long_ends_the_group() {
-    if !is_simulated("an_operation_that_takes_too_long_ends_the_group", &[]) {
+fn device_operation_timeout_ends_the_group() {
+    if !is_simulated("device_operation_timeout_ends_the_group", &[]) {
         return;
     }
     on_devices(2, |group, stream| {
@@ -350,8 +350,8 @@ fn an_operation_that_takes_too_long_ends_the_group() {
 }
 
 #[test]
-fn a_rank_that_leaves_is_named_instead_of_waited_for() {
-    if !is_simulated("a_rank_that_leaves_is_named_instead_of_waited_for", &[]) {
+fn departed_rank_is_named_instead_of_awaited() {
+    if !is_simulated("departed_rank_is_named_instead_of_awaited", &[]) {
         return;
     }
     on_devices(2, |group, stream| {
@@ -368,8 +368,8 @@ fn a_rank_that_leaves_is_named_instead_of_waited_for() {
 }
 
 #[test]
-fn what_nccl_says_ends_the_group_on_all_ranks() {
-    if !is_simulated("what_nccl_says_ends_the_group_on_all_ranks", &[("SIMULATED_NCCL_SICK", "1")]) {
+fn nccl_error_ends_the_group_on_all_ranks() {
+    if !is_simulated("nccl_error_ends_the_group_on_all_ranks", &[("SIMULATED_NCCL_SICK", "1")]) {
         return;
     }
     let errors = on_devices(2, |group, stream| {
@@ -386,9 +386,9 @@ fn what_nccl_says_ends_the_group_on_all_ranks() {
 }
 
 #[test]
-fn a_call_that_nccl_refuses_is_an_error_with_its_words() {
+fn call_refused_by_nccl_returns_the_nccl_message() {
     if !is_simulated(
-        "a_call_that_nccl_refuses_is_an_error_with_its_words",
+        "call_refused_by_nccl_returns_the_nccl_message",
         &[("SIMULATED_NCCL_FAIL", "ncclAllReduce")],
     ) {
         return;
@@ -406,8 +406,8 @@ fn a_call_that_nccl_refuses_is_an_error_with_its_words() {
 }
 
 #[test]
-fn a_broken_device_is_an_error_not_a_wait() {
-    if !is_simulated("a_broken_device_is_an_error_not_a_wait", &[("SIMULATED_GPU_BROKEN", "1")]) {
+fn broken_device_is_an_error_instead_of_a_hang() {
+    if !is_simulated("broken_device_is_an_error_instead_of_a_hang", &[("SIMULATED_GPU_BROKEN", "1")]) {
         return;
     }
     on_devices(1, |group, stream| {
@@ -421,8 +421,8 @@ fn a_broken_device_is_an_error_not_a_wait() {
 
 /// Rank 0 of two; rank 1 reports a usable device, but never calls NCCL.
 #[test]
-fn a_group_that_does_not_form_ends_at_its_deadline_or_when_it_is_aborted() {
-    let test = "a_group_that_does_not_form_ends_at_its_deadline_or_when_it_is_aborted";
+fn device_group_formation_ends_at_timeout_or_abort() {
+    let test = "device_group_formation_ends_at_timeout_or_abort";
     if !is_simulated(test, &[("SIMULATED_NCCL_ABSENT", "1")]) {
         return;
     }
@@ -453,8 +453,8 @@ fn a_group_that_does_not_form_ends_at_its_deadline_or_when_it_is_aborted() {
 }
 
 #[test]
-fn an_init_that_fails_says_why() {
-    let test = "an_init_that_fails_says_why";
+fn failed_nccl_init_reports_the_reason() {
+    let test = "failed_nccl_init_reports_the_reason";
     if !is_simulated(test, &[("SIMULATED_NCCL_FAIL", "ncclCommInitRankConfig")]) {
         return;
     }
@@ -467,8 +467,8 @@ fn an_init_that_fails_says_why() {
 }
 
 #[test]
-fn two_ranks_on_one_device_are_told_so_and_go_on_without() {
-    if !is_simulated("two_ranks_on_one_device_are_told_so_and_go_on_without", &[]) {
+fn ranks_sharing_one_device_are_reported_and_continue_without_it() {
+    if !is_simulated("ranks_sharing_one_device_are_reported_and_continue_without_it", &[]) {
         return;
     }
     ranks(2, |group| {
@@ -488,7 +488,7 @@ fn two_ranks_on_one_device_are_told_so_and_go_on_without() {
 }
 
 #[test]
-fn without_a_driver_the_error_says_what_to_do() {
+fn error_without_a_driver_states_what_to_do() {
     let (count, open) = (device::count(), device::open(0));
     if is_inside() || count.as_ref().is_ok_and(|&count| count > 0) {
         convoke_testkit::skip("there is a GPU here");
@@ -499,8 +499,8 @@ fn without_a_driver_the_error_says_what_to_do() {
 }
 
 #[test]
-fn groups_made_from_one_have_devices_as_well() {
-    if !is_simulated("groups_made_from_one_have_devices_as_well", &[]) {
+fn subgroups_of_a_device_group_have_devices() {
+    if !is_simulated("subgroups_of_a_device_group_have_devices", &[]) {
         return;
     }
     on_devices(4, |group, stream| {
@@ -522,8 +522,8 @@ fn groups_made_from_one_have_devices_as_well() {
 }
 
 #[test]
-fn a_buffer_of_another_device_is_refused() {
-    if !is_simulated("a_buffer_of_another_device_is_refused", &[]) {
+fn buffer_of_another_device_is_refused() {
+    if !is_simulated("buffer_of_another_device_is_refused", &[]) {
         return;
     }
     on_devices(2, |group, stream| {
@@ -545,8 +545,8 @@ fn a_buffer_of_another_device_is_refused() {
 }
 
 #[test]
-fn ranks_that_call_something_else_are_named_where_that_is_checked() {
-    if !is_simulated("ranks_that_call_something_else_are_named_where_that_is_checked", &[]) {
+fn differing_device_calls_are_named_when_checks_are_enabled() {
+    if !is_simulated("differing_device_calls_are_named_when_checks_are_enabled", &[]) {
         return;
     }
     with_options(2, &DeviceOptions::default().checked(true), |group, stream| {
@@ -558,8 +558,8 @@ fn ranks_that_call_something_else_are_named_where_that_is_checked() {
 }
 
 #[test]
-fn registered_memory_is_used_as_any_other() {
-    if !is_simulated("registered_memory_is_used_as_any_other", &[]) {
+fn registered_memory_behaves_like_any_other() {
+    if !is_simulated("registered_memory_behaves_like_any_other", &[]) {
         return;
     }
     on_devices(2, |group, stream| {
@@ -573,11 +573,9 @@ fn registered_memory_is_used_as_any_other() {
 }
 
 #[test]
-fn a_buffer_that_nccl_does_not_take_comes_back() {
-    if !is_simulated(
-        "a_buffer_that_nccl_does_not_take_comes_back",
-        &[("SIMULATED_NCCL_FAIL", "ncclCommRegister")],
-    ) {
+fn failed_registration_returns_the_buffer() {
+    if !is_simulated("failed_registration_returns_the_buffer", &[("SIMULATED_NCCL_FAIL", "ncclCommRegister")])
+    {
         return;
     }
     on_devices(1, |group, stream| {
@@ -590,8 +588,8 @@ fn a_buffer_that_nccl_does_not_take_comes_back() {
 }
 
 #[test]
-fn a_group_that_is_destroyed_has_done_what_was_enqueued() {
-    if !is_simulated("a_group_that_is_destroyed_has_done_what_was_enqueued", &[]) {
+fn destroying_a_group_completes_queued_operations() {
+    if !is_simulated("destroying_a_group_completes_queued_operations", &[]) {
         return;
     }
     on_devices(2, |group, stream| {

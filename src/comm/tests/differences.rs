@@ -115,8 +115,8 @@ fn make<T: Element + Default + From<u8>>(group: &Group, made: &Made) -> Result<(
 }
 
 #[test]
-fn whatever_one_rank_does_otherwise_all_are_told() {
-    let mut random = Random::new("whatever_one_rank_does_otherwise_all_are_told");
+fn any_differing_setting_of_one_rank_is_reported_to_all() {
+    let mut random = Random::new("any_differing_setting_of_one_rank_is_reported_to_all");
     for round in 0..if common::is_full() { 2000 } else { 150 } {
         let world = 2 + random.below(3);
         let (even, who) = (any(&mut random, world), random.below(world));

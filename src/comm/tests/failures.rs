@@ -21,7 +21,7 @@ fn all_reduce<T: convoke_comm::Element + Default>(
 }
 
 #[test]
-fn whoever_does_not_call_is_named_by_all_at_the_deadline() {
+fn all_ranks_name_an_absent_rank_at_the_deadline() {
     for world in [2, 4] {
         for who in 0..world {
             let gate = Gate::new(world);
@@ -55,7 +55,7 @@ fn whoever_does_not_call_is_named_by_all_at_the_deadline() {
 }
 
 #[test]
-fn a_receive_without_a_send_times_out_naming_the_sender() {
+fn receive_without_a_send_times_out_naming_the_sender() {
     let errors = ranks(3, |group| match group.rank() {
         0 => group.with_timeout(SHORT).recv(&mut [0], 2, 0).unwrap_err(),
         _ => group.barrier().unwrap_err(),
@@ -66,7 +66,7 @@ fn a_receive_without_a_send_times_out_naming_the_sender() {
 }
 
 #[test]
-fn who_keeps_a_chain_of_messages_waiting_is_named_and_not_who_waits_as_well() {
+fn last_rank_of_a_wait_chain_is_named() {
     for world in [3, 5] {
         let gate = Gate::new(world);
         let errors = ranks(world, |group| {
@@ -89,7 +89,7 @@ fn who_keeps_a_chain_of_messages_waiting_is_named_and_not_who_waits_as_well() {
 }
 
 #[test]
-fn who_computes_is_named_though_messages_for_it_are_on_their_way() {
+fn computing_rank_with_pending_messages_is_named() {
     let gate = Gate::new(3);
     let errors = ranks(3, |group| {
         // Rank 2 has asked for a message of rank 1 early; both compute, and only rank 2 is waited for.
@@ -106,7 +106,7 @@ fn who_computes_is_named_though_messages_for_it_are_on_their_way() {
 }
 
 #[test]
-fn a_large_send_that_nobody_receives_times_out_naming_the_receiver() {
+fn unreceived_large_send_times_out_naming_the_receiver() {
     let errors = ranks(2, |group| match group.rank() {
         0 => group.with_timeout(SHORT).send(&[0_u8; 100_000], 1, 0).unwrap_err(),
         _ => group.barrier().unwrap_err(),
@@ -117,7 +117,7 @@ fn a_large_send_that_nobody_receives_times_out_naming_the_receiver() {
 }
 
 #[test]
-fn a_failed_group_stays_failed_with_the_same_cause() {
+fn failed_group_always_returns_the_same_cause() {
     ranks(2, |group| {
         group.barrier().unwrap();
         if group.rank() == 0 {
@@ -134,7 +134,7 @@ fn a_failed_group_stays_failed_with_the_same_cause() {
 }
 
 #[test]
-fn who_left_in_good_order_is_missed_only_by_calls_that_need_it() {
+fn only_calls_that_need_a_departed_rank_fail() {
     ranks(3, |group| {
         group.barrier().unwrap();
         match group.rank() {
@@ -162,7 +162,7 @@ fn who_left_in_good_order_is_missed_only_by_calls_that_need_it() {
 }
 
 #[test]
-fn a_rank_that_panics_is_lost_at_once_to_all_also_to_those_that_do_not_need_it() {
+fn panicked_rank_is_lost_at_once_to_all_ranks() {
     ranks(3, |group| {
         group.barrier().unwrap();
         if group.rank() == 1 {
@@ -182,7 +182,7 @@ fn a_rank_that_panics_is_lost_at_once_to_all_also_to_those_that_do_not_need_it()
 }
 
 #[test]
-fn a_destroyed_group_takes_leave_and_refuses_later_calls_of_all_handles() {
+fn destroyed_group_says_goodbye_and_all_handles_refuse_calls() {
     ranks_together(3, |group| {
         let pair = group.subgroup(&[2, 0]).unwrap();
         group.barrier().unwrap();
@@ -218,7 +218,7 @@ fn a_destroyed_group_takes_leave_and_refuses_later_calls_of_all_handles() {
 }
 
 #[test]
-fn a_group_is_destroyed_when_all_that_is_under_way_is_done() {
+fn group_destruction_completes_pending_operations() {
     ranks(2, |group| {
         let (mut message, large) = (vec![0_u8; 200_000], vec![1_u8; 200_000]);
         if group.rank() == 0 {
@@ -264,7 +264,7 @@ fn a_group_is_destroyed_when_all_that_is_under_way_is_done() {
 }
 
 #[test]
-fn different_settings_are_refused_by_all_ranks_with_their_names() {
+fn different_settings_are_refused_and_named_by_all_ranks() {
     let store: Arc<dyn convoke_store::Store> = Arc::new(convoke_store::MemoryStore::new());
     std::thread::scope(|scope| {
         for rank in 0..3 {
@@ -281,7 +281,7 @@ fn different_settings_are_refused_by_all_ranks_with_their_names() {
 }
 
 #[test]
-fn different_tokens_are_an_error_and_not_a_hang() {
+fn different_tokens_are_an_error_instead_of_a_hang() {
     let store: Arc<dyn convoke_store::Store> = Arc::new(convoke_store::MemoryStore::new());
     std::thread::scope(|scope| {
         for rank in 0..3_usize {
@@ -302,7 +302,7 @@ fn equal_tokens_connect() {
 }
 
 #[test]
-fn who_does_not_join_is_named_by_all_others() {
+fn all_ranks_name_a_rank_that_does_not_join() {
     let store: Arc<dyn convoke_store::Store> = Arc::new(convoke_store::MemoryStore::new());
     std::thread::scope(|scope| {
         for rank in [0, 1, 3] {
@@ -320,7 +320,7 @@ fn who_does_not_join_is_named_by_all_others() {
 }
 
 #[test]
-fn what_a_crashed_round_left_in_the_store_misleads_nobody() {
+fn stale_store_keys_of_a_crashed_round_are_ignored() {
     let store: Arc<dyn convoke_store::Store> = Arc::new(convoke_store::MemoryStore::new());
     let soon = Instant::now() + LONG;
     // The state that rank 0 and the complete table of an earlier round would have left.

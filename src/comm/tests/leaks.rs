@@ -110,7 +110,7 @@ fn waiting_ports() -> usize {
 }
 
 #[test]
-fn a_dropped_group_leaves_no_descriptor_no_thread_and_no_key_and_a_waiting_one_uses_no_cpu() {
+fn dropped_group_leaks_nothing_and_waiting_group_uses_no_cpu() {
     let cycles = std::env::var("CONVOKE_CYCLES").map_or(CYCLES, |text| text.parse().unwrap());
     let counts_ports = has_own_network();
     // Counted before any group exists: a thread that was joined may still be visible for a moment.

@@ -57,7 +57,7 @@ fn check_some<T: Sample>(group: &Group) {
 }
 
 #[test]
-fn every_type_operation_size_and_number_of_ranks() {
+fn every_type_operation_size_and_world_size() {
     for world in 1..=if is_full() { 8 } else { 5 } {
         ranks(world, |group| {
             for count in COUNTS {
@@ -76,7 +76,7 @@ fn every_type_operation_size_and_number_of_ranks() {
 }
 
 #[test]
-fn ranks_on_hosts_of_any_shape() {
+fn collectives_work_on_any_distribution_of_ranks_over_hosts() {
     for hosts in HOSTS {
         for algorithms in WITH_HIERARCHIES {
             on_hosts(hosts, algorithms, |group| {
@@ -95,7 +95,7 @@ fn ranks_on_hosts_of_any_shape() {
 }
 
 #[test]
-fn parts_of_a_group_on_hosts() {
+fn subgroups_work_across_hosts() {
     for algorithms in WITH_HIERARCHIES {
         on_hosts(&[0, 1, 1, 2, 2, 0], algorithms, |group| {
             // The parts are: one host each, unequal parts of hosts, all ranks; each with the ranks reversed.
@@ -112,7 +112,7 @@ fn parts_of_a_group_on_hosts() {
 }
 
 #[test]
-fn inexact_sums_are_equal_to_the_last_bit_on_all_ranks_and_on_a_rerun() {
+fn inexact_sums_are_bitwise_equal_on_all_ranks_and_reruns() {
     let flat = ["", "all_reduce:ring", "all_reduce:direct", "all_reduce:doubling"]
         .into_iter()
         .flat_map(|algorithm| [2, 3, 5].map(|world| (algorithm, vec![0; world])));
@@ -161,7 +161,7 @@ fn averages_divide_the_sum() {
 }
 
 #[test]
-fn messages_arrive_in_order_for_each_tag_whatever_their_size() {
+fn messages_of_any_size_keep_their_order_per_tag() {
     ranks(3, |group| {
         let (me, world) = (group.rank(), group.size());
         for count in [0_usize, 1, 100, 16_384, 16_385, 1_000_000] {
@@ -210,7 +210,7 @@ fn messages_arrive_in_order_for_each_tag_whatever_their_size() {
 }
 
 #[test]
-fn who_comes_long_after_the_others_gets_what_they_gave() {
+fn late_receiver_gets_the_data_sent_earlier() {
     let (made, seen) = std::sync::mpsc::channel();
     let seen = std::sync::Mutex::new(seen);
     // More than there are slots in memory, so that each is used several times.
@@ -260,7 +260,7 @@ fn threads_of_one_rank_share_a_group() {
 }
 
 #[test]
-fn arguments_without_meaning_are_refused_and_the_group_goes_on() {
+fn meaningless_arguments_are_refused_and_the_group_continues() {
     ranks(2, |group| {
         let refused = |result: Result<(), CommError>| matches!(result, Err(CommError::InvalidArgument(_)));
         assert!(refused(group.all_reduce(&mut [1_i32], ReduceOp::Avg)));
@@ -272,7 +272,7 @@ fn arguments_without_meaning_are_refused_and_the_group_goes_on() {
 }
 
 #[test]
-fn a_group_of_one_needs_nobody() {
+fn group_of_one_needs_no_peers() {
     ranks(1, |group| {
         let mut buf = [1.5_f32];
         group.all_reduce(&mut buf, ReduceOp::Avg).unwrap();
@@ -293,13 +293,13 @@ fn sockets() -> usize {
 }
 
 #[test]
-fn large_groups_open_connections_when_they_are_needed() {
-    assert_one_passed(&scene("in_another_process_connections_are_counted").output().unwrap());
+fn large_groups_connect_lazily() {
+    assert_one_passed(&scene("scene_process_counts_connections").output().unwrap());
 }
 
 #[test]
-#[ignore = "run by large_groups_open_connections_when_they_are_needed, whose sockets it counts"]
-fn in_another_process_connections_are_counted() {
+#[ignore = "run by large_groups_connect_lazily, whose sockets it counts"]
+fn scene_process_counts_connections() {
     let gate = Gate::new(MANY);
     let hosts: Vec<usize> = (0..MANY).collect();
     let count = |group: &Group| {
@@ -322,7 +322,7 @@ fn in_another_process_connections_are_counted() {
 }
 
 #[test]
-fn large_groups_work_whatever_connections_they_need() {
+fn collectives_of_large_groups_open_all_needed_connections() {
     ranks(MANY, |group| {
         let mut sum = vec![1_i32; 100];
         group.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
@@ -342,7 +342,7 @@ fn large_groups_work_whatever_connections_they_need() {
 }
 
 #[test]
-fn bits_are_combined_and_floats_have_none() {
+fn bitwise_operations_support_integers_and_refuse_floats() {
     ranks(3, |group| {
         let mine = 1_u16 << group.rank() | 0x8000;
         for (op, want) in [(ReduceOp::Band, 0x8000), (ReduceOp::Bor, 0x8007), (ReduceOp::Bxor, 0x8007)] {

@@ -109,7 +109,7 @@ const SHORT: Duration = Duration::from_millis(1500);
 // A process of `Spawn` runs its test up to the call that started it, so each test has one such call.
 
 #[test]
-fn a_rank_that_does_not_come_is_named_on_every_rank_with_the_place_and_what_leads_there() {
+fn every_rank_names_an_unjoined_rank_with_host_and_advice() {
     let url = tcp();
     let place = url.strip_prefix("tcp://").unwrap();
     let those = Processes { url: &url, size: 3, ranks: &[0, 2], init: SHORT, first: 0, ends: None };
@@ -121,7 +121,7 @@ fn a_rank_that_does_not_come_is_named_on_every_rank_with_the_place_and_what_lead
 }
 
 #[test]
-fn where_rank_0_does_not_come_the_others_say_that_nobody_serves_the_store() {
+fn other_ranks_report_a_missing_store_without_rank_0() {
     let url = tcp();
     let place = url.strip_prefix("tcp://").unwrap();
     let those = Processes { url: &url, size: 3, ranks: &[1, 2], init: SHORT, first: 0, ends: None };
@@ -144,24 +144,24 @@ fn is_told(url: &str, ranks: &[usize], twice: usize) {
 }
 
 #[test]
-fn a_rank_that_is_started_twice_is_told_to_all_ranks_at_once() {
+fn duplicate_rank_is_reported_to_all_ranks_at_once() {
     is_told(&tcp(), &[0, 1, 1], 1);
 }
 
 #[test]
-fn a_rank_that_is_started_twice_is_told_to_all_ranks_that_meet_in_a_file() {
+fn duplicate_rank_is_reported_to_all_ranks_using_a_file() {
     let file = File::new("twice");
     is_told(&format!("file://{}", file.0.display()), &[0, 1, 1], 1);
 }
 
 #[test]
-fn a_second_rank_0_is_told_to_all_ranks_that_meet_in_a_file() {
+fn second_rank_0_is_reported_to_all_ranks_using_file() {
     let file = File::new("zero");
     is_told(&format!("file://{}", file.0.display()), &[0, 0, 1], 0);
 }
 
 #[test]
-fn a_second_job_at_the_port_of_a_first_is_told_so_on_all_its_ranks_and_the_first_goes_on() {
+fn second_job_at_a_busy_port_fails_and_first_continues() {
     let url = tcp();
     let since = Instant::now();
     let ranks = [0, 1, 0, 1];
@@ -178,7 +178,7 @@ fn a_second_job_at_the_port_of_a_first_is_told_so_on_all_its_ranks_and_the_first
 }
 
 #[test]
-fn a_store_that_is_lost_is_called_that_of_rank_0_which_has_ended() {
+fn lost_store_error_states_that_rank_0_exited() {
     let url = tcp();
     let since = Instant::now();
     let all =
@@ -189,7 +189,7 @@ fn a_store_that_is_lost_is_called_that_of_rank_0_which_has_ended() {
 }
 
 #[test]
-fn who_joins_again_while_the_first_world_lives_is_told_on_all_ranks() {
+fn rejoining_an_active_world_is_reported_on_all_ranks() {
     let file = File::new("again");
     let by_file = format!("file://{}", file.0.display());
     for url in [tcp(), by_file] {

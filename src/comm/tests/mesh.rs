@@ -17,7 +17,7 @@ fn members(group: &Group, rank: usize) -> Vec<usize> {
 }
 
 #[test]
-fn each_axis_has_the_ranks_that_differ_only_along_it() {
+fn mesh_axis_groups_contain_ranks_differing_only_along_it() {
     let shapes: [&[(&str, usize)]; 4] =
         [&[("dp", 2), ("tp", 2)], &[("dp", 2), ("tp", 3)], &[("pp", 2), ("dp", 2), ("tp", 2)], &[("dp", 3)]];
     for axes in shapes {
@@ -61,7 +61,7 @@ fn the_last_axis_varies_fastest() {
 }
 
 #[test]
-fn submeshes_share_the_groups_and_flatten_to_one() {
+fn submeshes_share_groups_and_can_be_flattened() {
     ranks(8, |world| {
         let me = world.rank();
         let mesh = Mesh::new(&world, &[("pp", 2), ("dp", 2), ("tp", 2)]).unwrap();
@@ -99,7 +99,7 @@ fn submeshes_share_the_groups_and_flatten_to_one() {
 }
 
 #[test]
-fn a_mesh_of_a_subgroup_and_two_meshes_of_one_group() {
+fn subgroup_mesh_and_two_meshes_of_one_group_work() {
     ranks(5, |world| {
         let part = world.subgroup(&[4, 2, 1, 0]).unwrap();
         let Some(part) = part else { return };
@@ -114,7 +114,7 @@ fn a_mesh_of_a_subgroup_and_two_meshes_of_one_group() {
 }
 
 #[test]
-fn axes_that_make_no_sense_or_differ_are_refused_and_the_group_goes_on() {
+fn invalid_or_differing_axes_are_refused_and_the_group_continues() {
     fn invalid<T>(result: Result<T, CommError>, what: &str) {
         let Err(CommError::InvalidArgument(text)) = result.map(drop) else { panic!("no error: {what}") };
         assert!(text.contains(what), "{text}");
@@ -147,7 +147,7 @@ fn axes_that_make_no_sense_or_differ_are_refused_and_the_group_goes_on() {
 }
 
 #[test]
-fn a_rank_that_makes_no_mesh_is_named_in_time() {
+fn rank_that_creates_no_mesh_is_named_in_time() {
     let timeout = SHORT;
     ranks_together(4, |world| {
         if world.rank() != 2 {

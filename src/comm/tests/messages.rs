@@ -8,7 +8,7 @@ use common::*;
 use convoke_comm::{Dtype, Loss, wait_all};
 
 #[test]
-fn a_ring_of_large_messages_does_not_wait_in_a_circle() {
+fn ring_of_large_messages_does_not_deadlock() {
     ranks(3, |group| {
         let (rank, size) = (group.rank(), group.size());
         let (next, before) = ((rank + 1) % size, (rank + size - 1) % size);
@@ -25,7 +25,7 @@ fn a_ring_of_large_messages_does_not_wait_in_a_circle() {
 }
 
 #[test]
-fn what_came_first_is_received_first() {
+fn messages_are_received_in_arrival_order() {
     ranks(4, |group| {
         let rank = group.rank();
         if rank > 0 {
@@ -56,7 +56,7 @@ fn what_came_first_is_received_first() {
 }
 
 #[test]
-fn receives_are_served_in_the_order_of_their_calls() {
+fn receives_match_in_call_order() {
     // No rank leaves earlier: a receive is left that names one of them.
     let done = Gate::new(3);
     ranks(3, |group| {
@@ -92,7 +92,7 @@ fn receives_are_served_in_the_order_of_their_calls() {
 }
 
 #[test]
-fn many_messages_from_anybody() {
+fn recv_any_receives_many_messages_from_all_ranks() {
     const EACH: u64 = 300;
     let is_large = |round: &u64| round.is_multiple_of(10);
     let len = |round: u64| if is_large(&round) { 20_000 } else { 1 + round as usize % 7 };
@@ -123,7 +123,7 @@ fn many_messages_from_anybody() {
 }
 
 #[test]
-fn a_message_from_anybody_has_a_deadline_that_names_everybody() {
+fn recv_any_timeout_names_all_possible_senders() {
     let options = GroupOptions::default();
     let errors = with_options(3, options, |group| {
         if group.rank() != 1 {
@@ -137,7 +137,7 @@ fn a_message_from_anybody_has_a_deadline_that_names_everybody() {
 }
 
 #[test]
-fn nobody_is_left_to_send() {
+fn receiving_fails_when_all_senders_have_departed() {
     ranks_together(3, |group| {
         if group.rank() != 1 {
             return;
@@ -155,7 +155,7 @@ fn nobody_is_left_to_send() {
 }
 
 #[test]
-fn another_type_or_length_is_a_mismatch() {
+fn differing_type_or_length_is_a_mismatch() {
     let errors = ranks(2, |group| {
         if group.rank() == 0 {
             group.recv_any(&mut [0_u8; 4], 0).unwrap_err()
@@ -168,7 +168,7 @@ fn another_type_or_length_is_a_mismatch() {
 }
 
 #[test]
-fn alone_nobody_else_sends() {
+fn receive_in_a_group_of_one_times_out() {
     ranks(1, |group| {
         group.batch().wait().unwrap();
         assert_eq!(group.try_probe(None, 0).unwrap(), None);
@@ -181,7 +181,7 @@ fn alone_nobody_else_sends() {
 const LARGE: usize = 400_000;
 
 #[test]
-fn a_rank_sends_to_itself_before_it_receives_whatever_the_length() {
+fn rank_sends_any_length_to_itself_before_receiving() {
     for world in [1, 3] {
         ranks(world, |group| {
             let me = group.rank();
@@ -206,7 +206,7 @@ fn a_rank_sends_to_itself_before_it_receives_whatever_the_length() {
 }
 
 #[test]
-fn a_rank_receives_from_itself_before_it_sends() {
+fn rank_receives_from_itself_before_sending() {
     for world in [1, 2] {
         ranks(world, |group| {
             let me = group.rank();
@@ -232,7 +232,7 @@ fn a_rank_receives_from_itself_before_it_sends() {
 }
 
 #[test]
-fn a_thread_waits_for_what_another_of_its_rank_sends() {
+fn thread_receives_a_message_from_a_thread_of_its_rank() {
     ranks(1, |group| {
         std::thread::scope(|scope| {
             let receiver = scope.spawn(|| {
@@ -248,7 +248,7 @@ fn a_thread_waits_for_what_another_of_its_rank_sends() {
 }
 
 #[test]
-fn what_a_rank_sends_to_itself_must_fit() {
+fn message_to_self_must_match_in_length_and_type() {
     for (world, before) in [(1, true), (1, false), (2, true), (2, false)] {
         let errors = ranks_together(world, |group| {
             let me = group.rank();
@@ -272,7 +272,7 @@ fn what_a_rank_sends_to_itself_must_fit() {
 const MANY: usize = 80_000;
 
 #[test]
-fn any_number_of_messages_arrives_though_nobody_has_asked_for_the_first() {
+fn any_number_of_messages_is_delivered_before_the_first_receive() {
     // Shared memory, then connections.
     for hosts in [[0, 0], [0, 1]] {
         let sent = Gate::new(2);

@@ -89,7 +89,7 @@ fn errors(world: usize, calls: impl Fn(&Group) -> Result<(), CommError> + Sync) 
 }
 
 #[test]
-fn calls_that_differ_are_a_mismatch_on_all_ranks() {
+fn differing_calls_are_a_mismatch_on_all_ranks() {
     for &(name, odd, even) in ODD {
         for world in if common::is_full() { vec![2, 3, 4, 5] } else { vec![2, 5] } {
             for who in 0..world {
@@ -111,7 +111,7 @@ fn calls_that_differ_are_a_mismatch_on_all_ranks() {
 }
 
 #[test]
-fn a_mismatch_is_found_where_no_data_flows_between_the_ranks_that_differ() {
+fn mismatch_is_detected_without_data_flow_between_differing_ranks() {
     let start = Instant::now();
     // Each rank waits for its own root and none sends; or all send, and none waits.
     let all: [Rooted; 4] = [broadcast_from, scatter_from, reduce_to, gather_to];
@@ -140,7 +140,7 @@ fn a_mismatch_names_both_calls() {
 }
 
 #[test]
-fn who_makes_one_call_less_and_computes_or_leaves_is_named() {
+fn rank_that_omits_a_call_is_named() {
     for leaves in [false, true] {
         for who in 0..3 {
             let gate = Gate::new(3);
@@ -169,7 +169,7 @@ fn who_makes_one_call_less_and_computes_or_leaves_is_named() {
 }
 
 #[test]
-fn who_makes_one_call_more_than_all_others_is_told_whom_it_waits_for() {
+fn rank_with_an_extra_call_learns_the_absent_ranks() {
     for who in 0..3 {
         let gate = Gate::new(3);
         let errors = ranks(3, |group| {
@@ -190,7 +190,7 @@ fn who_makes_one_call_more_than_all_others_is_told_whom_it_waits_for() {
 }
 
 #[test]
-fn blocks_of_another_length_than_a_root_expects_name_who_sends_them() {
+fn root_names_senders_of_blocks_with_wrong_length() {
     // Rank `odd` sends one element more than it should.
     let cases: [(&str, Rooted); 3] = [
         ("gather_v", |group, odd| {
@@ -244,7 +244,7 @@ fn warm_up(group: &Group) {
 }
 
 #[test]
-fn messages_of_another_length_or_type_are_a_mismatch() {
+fn messages_of_differing_length_or_type_are_a_mismatch() {
     for when in [Early::No, Early::OnItsWay, Early::Known] {
         for large in [false, true] {
             let count = if large { 100_000 } else { 100 };
@@ -272,7 +272,7 @@ fn messages_of_another_length_or_type_are_a_mismatch() {
 }
 
 #[test]
-fn a_message_with_another_tag_times_out_naming_its_sender() {
+fn message_with_another_tag_times_out_naming_its_sender() {
     let errors = ranks(2, |group| match group.rank() {
         0 => group.send(&[1], 1, 5).and_then(|()| group.barrier()).unwrap_err(),
         _ => group.with_timeout(SHORT).recv(&mut [0], 0, 6).unwrap_err(),

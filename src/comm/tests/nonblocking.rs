@@ -27,7 +27,7 @@ fn row(rank: usize, len: usize) -> Vec<i64> {
 const LENS: [usize; 3] = [3, 5_000, 70_000];
 
 #[test]
-fn each_gives_what_its_blocking_namesake_gives() {
+fn nonblocking_and_blocking_calls_return_equal_results() {
     for world in [1, 2, 4] {
         ranks(world, |group| {
             let (rank, size, own) = (group.rank(), group.size(), group.nonblocking());
@@ -123,7 +123,7 @@ fn each_gives_what_its_blocking_namesake_gives() {
 }
 
 #[test]
-fn lists_give_what_each_buffer_would() {
+fn list_calls_equal_separate_calls_on_each_buffer() {
     for world in [1, 2, 3] {
         ranks(world, |group| {
             let (rank, size, own) = (group.rank(), group.size(), group.nonblocking());
@@ -174,7 +174,7 @@ fn lists_give_what_each_buffer_would() {
 }
 
 #[test]
-fn many_are_under_way_and_blocking_calls_keep_their_place_among_them() {
+fn blocking_calls_keep_their_order_among_pending_ones() {
     ranks(3, |group| {
         let works: Vec<Work<Vec<i64>>> = (0..200)
             .map(|round| {
@@ -195,7 +195,7 @@ fn many_are_under_way_and_blocking_calls_keep_their_place_among_them() {
 }
 
 #[test]
-fn nobody_need_wait_for_it_to_go_on() {
+fn operation_progresses_without_a_waiter() {
     ranks(2, |group| {
         let work = group.nonblocking().all_reduce(vec![1.0_f32; 300_000], ReduceOp::Sum).unwrap();
         let (told, news) = mpsc::channel();
@@ -207,7 +207,7 @@ fn nobody_need_wait_for_it_to_go_on() {
 }
 
 #[test]
-fn a_dropped_handle_lets_it_go_on_even_without_the_group() {
+fn dropped_operation_completes_even_without_the_group() {
     let (tell, told) = one_message();
     let sums = ranks(2, |group| {
         let own = group.nonblocking();
@@ -229,7 +229,7 @@ fn a_dropped_handle_lets_it_go_on_even_without_the_group() {
 }
 
 #[test]
-fn a_dropped_barrier_goes_on_even_without_the_group() {
+fn dropped_barrier_completes_even_without_the_group() {
     let (gate, (tell, told)) = (Gate::new(3), one_message());
     ranks(4, |group| {
         if group.rank() == 0 {
@@ -248,7 +248,7 @@ fn a_dropped_barrier_goes_on_even_without_the_group() {
 type Call = fn(&Group) -> Result<(), CommError>;
 
 #[test]
-fn who_waits_for_a_call_that_another_will_not_make_is_told_though_that_one_has_messages_to_deliver() {
+fn waiting_rank_learns_of_an_omitted_call_despite_pending_messages() {
     let begin = Instant::now();
     let waits: [Call; 4] = [
         |group| group.recv(&mut [0_u8], 0, 6),
@@ -272,7 +272,7 @@ fn who_waits_for_a_call_that_another_will_not_make_is_told_though_that_one_has_m
 }
 
 #[test]
-fn receives_that_nobody_waits_for_do_not_keep_the_last_handle() {
+fn abandoned_receives_do_not_delay_group_destruction() {
     let begin = Instant::now();
     for world in [1, 2] {
         ranks_together(world, |group| {
@@ -298,7 +298,7 @@ fn until_left(told: &Told) {
 }
 
 #[test]
-fn a_handle_that_leaves_its_scope_keeps_its_outcome() {
+fn handle_used_outside_its_scope_keeps_its_outcome() {
     let gate = Gate::new(2);
     ranks(2, |group| {
         group.barrier().unwrap();
@@ -331,7 +331,7 @@ fn a_handle_that_leaves_its_scope_keeps_its_outcome() {
 }
 
 #[test]
-fn it_can_be_awaited() {
+fn work_can_be_awaited_as_a_future() {
     ranks(2, |group| {
         let total = pollster::block_on(async {
             let one = group.nonblocking().all_reduce(vec![1_i32; 10], ReduceOp::Sum)?;
@@ -344,7 +344,7 @@ fn it_can_be_awaited() {
 }
 
 #[test]
-fn its_descriptor_becomes_readable() {
+fn work_descriptor_becomes_readable_at_completion() {
     ranks(2, |group| {
         let work = group.nonblocking().all_reduce(vec![1_i32; 1000], ReduceOp::Sum).unwrap();
         let descriptor = work.descriptor().unwrap().unwrap();
@@ -362,7 +362,7 @@ fn its_descriptor_becomes_readable() {
 }
 
 #[test]
-fn callbacks_may_begin_the_next() {
+fn callbacks_may_submit_the_next_operation() {
     ranks(2, |group| {
         let (told, news) = mpsc::channel();
         let next = group.clone();
@@ -380,7 +380,7 @@ fn callbacks_may_begin_the_next() {
 }
 
 #[test]
-fn a_callback_that_panics_ends_the_group_and_nothing_else() {
+fn callback_panic_ends_only_the_group() {
     let errors = ranks(2, |group| {
         if group.rank() == 0 {
             let work = group.nonblocking().barrier().unwrap();
@@ -396,7 +396,7 @@ fn a_callback_that_panics_ends_the_group_and_nothing_else() {
 }
 
 #[test]
-fn waiting_for_a_while_gives_the_handle_back() {
+fn wait_timeout_returns_the_handle() {
     ranks(2, |group| {
         if group.rank() == 0 {
             let work = group.irecv(vec![0_u8; 3], 1, 0).unwrap();
@@ -414,7 +414,7 @@ fn waiting_for_a_while_gives_the_handle_back() {
 }
 
 #[test]
-fn a_scope_borrows_and_waits() {
+fn scope_borrows_buffers_and_waits() {
     ranks(3, |group| {
         let (mut sums, mut gathered, mine) = (vec![1_u32; 9], vec![0_u32; 3], [group.rank() as u32]);
         let first = group
@@ -429,7 +429,7 @@ fn a_scope_borrows_and_waits() {
 }
 
 #[test]
-fn a_scope_tells_of_errors_that_nobody_waited_for() {
+fn scope_returns_errors_of_unawaited_operations() {
     let errors = ranks(2, |group| {
         let mut buf = vec![0_u32; 4 + group.rank()];
         group.scope(|scope| scope.all_reduce(&mut buf[..], ReduceOp::Sum).map(drop)).unwrap_err()
@@ -438,7 +438,7 @@ fn a_scope_tells_of_errors_that_nobody_waited_for() {
 }
 
 #[test]
-fn a_panic_in_a_scope_ends_what_it_began() {
+fn panic_in_a_scope_ends_its_operations() {
     let errors = ranks(2, |group| {
         group.barrier().unwrap();
         if group.rank() == 0 {
@@ -457,7 +457,7 @@ fn a_panic_in_a_scope_ends_what_it_began() {
 }
 
 #[test]
-fn the_one_that_is_done_is_found() {
+fn wait_any_returns_the_completed_operation() {
     ranks(4, |group| {
         if group.rank() > 0 {
             // The ranks take turns in the order 3, 1, 2.
@@ -484,7 +484,7 @@ fn the_one_that_is_done_is_found() {
 }
 
 #[test]
-fn the_one_that_is_done_is_found_among_several_groups() {
+fn wait_any_accepts_operations_of_several_groups() {
     ranks(2, |group| {
         let other = group.subgroup(&[0, 1]).unwrap().unwrap();
         if group.rank() == 0 {
@@ -502,7 +502,7 @@ fn the_one_that_is_done_is_found_among_several_groups() {
 }
 
 #[test]
-fn nothing_is_begun_with_arguments_that_make_no_sense() {
+fn invalid_arguments_submit_no_operation() {
     ranks(2, |group| {
         let own = group.nonblocking();
         let wrong = |error: CommError| assert!(matches!(error, CommError::InvalidArgument(_)), "{error}");
@@ -516,7 +516,7 @@ fn nothing_is_begun_with_arguments_that_make_no_sense() {
 }
 
 #[test]
-fn threads_wait_while_others_call() {
+fn threads_may_wait_while_others_call() {
     // The progress lock passes between the background thread and callers, and no operation is forgotten.
     ranks(2, |group| {
         let standing = group.irecv(vec![0_u8], 1 - group.rank(), 99).unwrap();

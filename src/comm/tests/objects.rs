@@ -27,7 +27,7 @@ fn thing(rank: usize, scale: usize) -> Thing {
 }
 
 #[test]
-fn objects_of_different_sizes_reach_whom_they_should() {
+fn objects_of_different_sizes_are_delivered_to_their_destinations() {
     for world in 1..=4 {
         ranks(world, |group| {
             let me = group.rank();
@@ -58,7 +58,7 @@ impl Serialize for Picky {
 }
 
 #[test]
-fn an_object_that_cannot_be_written_is_told_to_all_and_the_group_goes_on() {
+fn unserialisable_object_is_reported_to_all_and_group_continues() {
     ranks(3, |group| {
         let me = group.rank();
         let named = |error: CommError| {
@@ -75,7 +75,7 @@ fn an_object_that_cannot_be_written_is_told_to_all_and_the_group_goes_on() {
 }
 
 #[test]
-fn another_type_on_one_rank_is_told_by_who_cannot_read_it() {
+fn undecodable_object_error_names_its_sender() {
     ranks(2, |group| {
         let result = if group.rank() == 0 {
             group.all_gather_object(&7_u8).map(|_| ())
@@ -91,7 +91,7 @@ fn another_type_on_one_rank_is_told_by_who_cannot_read_it() {
 }
 
 #[test]
-fn a_root_without_an_object_is_told_before_anything_is_sent() {
+fn missing_root_object_is_reported_before_anything_is_sent() {
     ranks(1, |group| {
         assert!(matches!(group.broadcast_object::<u8>(None, 0), Err(CommError::InvalidArgument(_))));
         assert!(matches!(group.scatter_object::<u8>(Some(vec![]), 0), Err(CommError::InvalidArgument(_))));

@@ -266,7 +266,7 @@ fn watch(rank: usize, child: &mut Child, events: Sender<(usize, String)>) -> Joi
 }
 
 #[test]
-fn without_variables_it_is_a_world_of_one_and_with_some_an_error_that_names_the_others() {
+fn world_without_variables_has_one_rank_and_some_are_refused() {
     let run = |vars: &[(&str, &str)]| {
         let mut command = scene("worker");
         for name in ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"] {
@@ -318,13 +318,13 @@ impl Job {
 }
 
 #[test]
-fn a_forked_child_disturbs_nobody() {
+fn forked_child_disturbs_nobody() {
     Job::ends_well("fork", 3, Launcher::Convoke);
     Job::ends_well("fork", 2, Launcher::Plain);
 }
 
 #[test]
-fn all_ranks_can_go_on_in_the_same_processes() {
+fn all_ranks_can_form_a_new_group_in_their_processes() {
     for launcher in [Launcher::Convoke, Launcher::Torchrun, Launcher::Plain] {
         Job::ends_well("two rounds", 3, launcher);
     }
@@ -343,7 +343,7 @@ impl Job {
 }
 
 #[test]
-fn survivors_of_killed_ranks_go_on_again_and_again() {
+fn survivors_of_killed_ranks_continue_repeatedly() {
     let mut moments = Moments::new();
     for launcher in [Launcher::Torchrun, Launcher::Convoke, Launcher::Plain] {
         let mut job = Job::start("shrink", 6, launcher);
@@ -368,7 +368,7 @@ fn survivors_of_killed_ranks_go_on_again_and_again() {
 }
 
 #[test]
-fn a_rank_that_dies_while_the_survivors_meet_is_left_out() {
+fn rank_that_dies_during_shrink_is_excluded() {
     let mut moments = Moments::new();
     for _ in 0..6 {
         let mut job = Job::start("shrink", 4, Launcher::Torchrun);
@@ -381,7 +381,7 @@ fn a_rank_that_dies_while_the_survivors_meet_is_left_out() {
 }
 
 #[test]
-fn a_rank_that_stands_still_while_the_survivors_meet_is_left_out_and_told() {
+fn stopped_rank_is_excluded_by_shrink_and_learns_it() {
     let mut job = Job::start("shrink", 4, Launcher::Torchrun);
     job.wait(&[0, 1, 2, 3], "joined");
     job.signal(2, Signal::SIGSTOP);
@@ -392,7 +392,7 @@ fn a_rank_that_stands_still_while_the_survivors_meet_is_left_out_and_told() {
 }
 
 #[test]
-fn a_rank_that_lives_but_was_lost_to_the_others_is_left_out_and_told() {
+fn disconnected_rank_is_excluded_by_shrink_and_learns_it() {
     let mut job = Job::start("shrink", 3, Launcher::Convoke);
     job.wait(&[0, 1, 2], "joined");
     job.say_dead(1);

@@ -89,7 +89,7 @@ fn halves<T: Half>(group: &Group, count: usize) {
 }
 
 #[test]
-fn halves_are_added_in_the_order_of_the_ranks_and_rounded_once() {
+fn half_sums_follow_rank_order_and_round_once() {
     for world in 1..=8 {
         ranks(world, |group| {
             for count in [1, 5, 2049, 5000] {
@@ -105,7 +105,7 @@ fn halves_are_added_in_the_order_of_the_ranks_and_rounded_once() {
 }
 
 #[test]
-fn halves_are_added_in_the_order_of_the_ranks_on_whatever_hosts() {
+fn half_sums_follow_rank_order_on_any_hosts() {
     for hosts in HOSTS {
         on_hosts(hosts, "", |group| {
             halves::<bf16>(&group, 5);
@@ -115,7 +115,7 @@ fn halves_are_added_in_the_order_of_the_ranks_on_whatever_hosts() {
 }
 
 #[test]
-fn scans_of_halves_are_rounded_once() {
+fn half_scans_round_once() {
     for world in 1..=5 {
         ranks(world, |group| {
             let me = group.rank();
@@ -142,7 +142,7 @@ fn scans_of_halves_are_rounded_once() {
 /// The sums are exact in `f32` but not in 16 bits, so a rounded partial sum shows with any algorithm and
 /// number of ranks.
 #[test]
-fn partial_sums_of_halves_are_not_rounded() {
+fn half_partial_sums_are_not_rounded() {
     let check = |group: Group| {
         let (me, world) = (group.rank(), group.size());
         let value = |rank: usize, i: usize| ((i * 7 + rank * 5) % 255 + 1) as f32;
@@ -173,7 +173,7 @@ fn partial_sums_of_halves_are_not_rounded() {
 }
 
 #[test]
-fn lists_and_unequal_blocks_of_halves_too() {
+fn half_lists_and_unequal_blocks_round_once() {
     ranks(3, |group| {
         let me = group.rank();
         let sums = |range| rounded::<f16>(range, |i| sum::<f16>(3, i, |_, x| x));
@@ -219,7 +219,7 @@ fn factors<T: Element + PartialEq + std::fmt::Debug>(
 }
 
 #[test]
-fn each_rank_multiplies_its_share_by_a_factor_of_its_own() {
+fn each_rank_multiplies_its_data_by_its_own_factor() {
     for world in [1, 2, 3, 5] {
         ranks(world, |group| {
             factors::<f32>(&group, |v| v as f32, |f| f as f32);
@@ -244,7 +244,7 @@ fn gcd(mut a: u32, mut b: u32) -> u32 {
 }
 
 #[test]
-fn functions_of_the_program_combine_elements() {
+fn user_functions_combine_elements() {
     let gcds = || {
         Reduction::new(|into: &mut [u32], from: &[u32]| {
             for (a, b) in into.iter_mut().zip(from) {
@@ -276,7 +276,7 @@ fn functions_of_the_program_combine_elements() {
 /// The larger of two by absolute value. For -1 and 1 it depends on the order, but all ranks get equal
 /// results.
 #[test]
-fn functions_need_not_be_commutative_for_equal_bits() {
+fn non_commutative_functions_produce_equal_bits_on_all_ranks() {
     for algorithm in ["all_reduce:ring", "all_reduce:direct", "all_reduce:doubling", "all_reduce:hierarchy"] {
         let results = on_hosts(&[0, 1, 1, 0, 1], algorithm, |group| {
             let farther = Reduction::new(|into: &mut [f32], from: &[f32]| {
@@ -294,7 +294,7 @@ fn functions_need_not_be_commutative_for_equal_bits() {
 }
 
 #[test]
-fn a_function_that_panics_ends_the_group_with_one_cause_on_all_ranks() {
+fn user_function_panic_ends_the_group_with_one_cause() {
     for world in [2, 3, 5] {
         let errors = ranks(world, |group| {
             // Without this the call could fail before it begins.
@@ -319,7 +319,7 @@ fn a_function_that_panics_ends_the_group_with_one_cause_on_all_ranks() {
 }
 
 #[test]
-fn a_function_cannot_wait_for_the_group_that_called_it() {
+fn user_function_cannot_wait_for_its_own_group() {
     ranks(2, |group| {
         let inner = group.clone();
         let reduction = Reduction::new(move |into: &mut [i32], _: &[i32]| {
@@ -334,7 +334,7 @@ fn a_function_cannot_wait_for_the_group_that_called_it() {
 }
 
 #[test]
-fn pairs_without_meaning_are_refused_before_anything_is_sent() {
+fn undefined_reductions_are_refused_before_anything_is_sent() {
     fn refused<T: Element>(group: &Group, value: T, op: ReduceOp) {
         // Only one rank calls it: if it sent anything, the barrier below would not match the others'.
         if group.rank() == 0 {
@@ -364,7 +364,7 @@ fn pairs_without_meaning_are_refused_before_anything_is_sent() {
 }
 
 #[test]
-fn ranks_that_reduce_by_different_means_are_told_so() {
+fn ranks_with_differing_reduction_operations_learn_it() {
     let errors = ranks(2, |group| {
         let reduction =
             if group.rank() == 0 { ReduceOp::Sum.into() } else { Reduction::<f32>::premul_sum(2.0) };
@@ -376,7 +376,7 @@ fn ranks_that_reduce_by_different_means_are_told_so() {
 }
 
 #[test]
-fn an_operation_without_a_meaning_says_what_to_do_instead() {
+fn unsupported_operation_error_states_an_alternative() {
     ranks(2, |group| {
         let told = [
             (group.all_reduce(&mut [1_i32], ReduceOp::Avg), "ReduceOp::Sum and divide by Group::size"),

@@ -27,7 +27,7 @@ fn check(group: &Group, me: usize, survivors: &[usize]) {
 }
 
 #[test]
-fn after_an_abort_all_go_on_in_another_generation() {
+fn shrink_after_an_abort_creates_a_new_generation() {
     ranks_together(4, |group| {
         let me = group.rank();
         if me == 3 {
@@ -47,7 +47,7 @@ fn after_an_abort_all_go_on_in_another_generation() {
 }
 
 #[test]
-fn a_group_that_works_is_aborted_first() {
+fn shrink_aborts_a_working_group_first() {
     ranks_together(3, |group| {
         let me = group.rank();
         if me > 0 {
@@ -59,7 +59,7 @@ fn a_group_that_works_is_aborted_first() {
 }
 
 #[test]
-fn one_after_the_other_down_to_one() {
+fn group_can_shrink_repeatedly_down_to_one() {
     let checked: Vec<Gate> = (0..5).map(|first| Gate::new(5 - first)).collect();
     ranks(5, |world| {
         let me = world.rank();
@@ -79,7 +79,7 @@ fn one_after_the_other_down_to_one() {
 }
 
 #[test]
-fn who_does_not_come_in_time_is_left_out_and_told() {
+fn late_rank_is_excluded_by_shrink_and_learns_it() {
     let gone_on = Gate::new(4);
     ranks_together(4, |group| {
         let me = group.rank();
@@ -108,7 +108,7 @@ fn who_does_not_come_in_time_is_left_out_and_told() {
 }
 
 #[test]
-fn a_subgroup_shrinks_by_itself() {
+fn subgroup_can_shrink_separately() {
     let formed = Gate::new(4);
     ranks(5, |world| {
         let me = world.rank();
@@ -129,7 +129,7 @@ fn a_subgroup_shrinks_by_itself() {
 }
 
 #[test]
-fn a_group_of_one_shrinks_to_itself() {
+fn group_of_one_can_shrink() {
     ranks(1, |group| {
         let again = group.shrink(LONG).unwrap();
         assert_ne!(again.generation(), group.generation());
@@ -166,12 +166,12 @@ fn betrayed(name: &str, betray: impl Fn(&Arc<dyn Store>, Group) + Sync) {
 }
 
 #[test]
-fn a_rank_that_is_lost_between_decision_and_meeting_is_left_out_by_agreeing_again() {
+fn shrink_agrees_again_if_a_rank_dies_after_the_decision() {
     betrayed("lost early", |_, group| drop(group));
 }
 
 #[test]
-fn a_rank_that_is_lost_when_the_group_has_formed_is_left_out_by_agreeing_again() {
+fn shrink_agrees_again_if_a_rank_dies_after_formation() {
     betrayed("lost late", |store, group| {
         let soon = Instant::now() + LONG;
         let decision = store.get(key(&group, "decided").as_bytes(), soon).unwrap();
@@ -184,7 +184,7 @@ fn a_rank_that_is_lost_when_the_group_has_formed_is_left_out_by_agreeing_again()
 }
 
 #[test]
-fn without_the_store_it_is_an_error_and_no_group() {
+fn shrink_without_the_store_is_an_error() {
     let server = StoreServer::bind(&[SocketAddr::from(([127, 0, 0, 1], 0))]).unwrap();
     let address = format!("127.0.0.1:{}", server.port());
     let (formed, lost) = (Gate::new(3), Gate::new(3));

@@ -26,7 +26,7 @@ fn sum(world: &World) -> Result<i64, CommError> {
 }
 
 #[test]
-fn ranks_are_workers_that_find_each_other() {
+fn spawned_ranks_form_a_group() {
     Spawn::new(3)
         .env("THE_SPAWNER", std::process::id().to_string())
         .timeout(LONG)
@@ -51,7 +51,7 @@ fn ranks_are_workers_that_find_each_other() {
 }
 
 #[test]
-fn several_calls_follow_each_other_also_in_a_loop() {
+fn spawn_can_be_called_repeatedly_and_in_loops() {
     for round in 0..2 {
         spawn(2, |rank| {
             let world = init()?;
@@ -85,21 +85,21 @@ fn failure(rank_1: impl FnOnce(World) -> Result<(), String>) -> (usize, ExitCaus
 }
 
 #[test]
-fn a_panic_is_named_with_its_message() {
+fn spawn_reports_the_panic_message_and_rank() {
     let (rank, how, stderr) = failure(|_world| panic!("the data set is empty"));
     assert_eq!((rank, how), (1, ExitCause::Code(101)));
     assert!(stderr.contains("panicked at") && stderr.contains("the data set is empty"), "{stderr}");
 }
 
 #[test]
-fn an_error_is_named_with_its_text() {
+fn spawn_reports_the_error_text_and_rank() {
     let (rank, how, stderr) = failure(|_world| Err("no such file".to_owned()));
     assert_eq!((rank, how), (1, ExitCause::Code(1)));
     assert!(stderr.contains("Error: \"no such file\""), "{stderr}");
 }
 
 #[test]
-fn an_exit_code_is_named_with_the_last_words() {
+fn spawn_reports_the_exit_code_and_last_output() {
     let (rank, how, stderr) = failure(|_world| {
         eprintln!("giving up");
         std::process::exit(3)
@@ -108,7 +108,7 @@ fn an_exit_code_is_named_with_the_last_words() {
 }
 
 #[test]
-fn a_signal_is_named() {
+fn spawn_reports_the_signal_and_rank() {
     let (rank, how, _) = failure(|_world| {
         raise(Signal::SIGKILL).unwrap();
         Ok(())
@@ -117,7 +117,7 @@ fn a_signal_is_named() {
 }
 
 #[test]
-fn a_rank_that_leaves_too_early_does_not_hide_who_fails_then() {
+fn early_departed_rank_does_not_hide_a_later_failure() {
     let (rank, how, stderr) = failure(|world| {
         drop(world);
         Ok(())
@@ -127,7 +127,7 @@ fn a_rank_that_leaves_too_early_does_not_hide_who_fails_then() {
 }
 
 #[test]
-fn a_rank_that_does_not_end_is_killed_when_another_fails() {
+fn unresponsive_rank_is_killed_when_another_fails() {
     let folder = folder();
     let error = Spawn::new(2)
         .env("FOLDER", &folder.0)
@@ -148,7 +148,7 @@ fn a_rank_that_does_not_end_is_killed_when_another_fails() {
 }
 
 #[test]
-fn what_takes_too_long_is_ended_and_named() {
+fn spawn_timeout_kills_and_names_unfinished_ranks() {
     let after = Duration::from_millis(100);
     let error = Spawn::new(2).timeout(after).run(|_| std::thread::sleep(LONG)).unwrap_err();
     assert!(matches!(&error, SpawnError::Timeout { ranks, .. } if *ranks == [0, 1]), "{error}");
@@ -157,7 +157,7 @@ fn what_takes_too_long_is_ended_and_named() {
 
 #[test]
 #[allow(clippy::zombie_processes)] // that is the point
-fn what_a_rank_has_started_ends_with_it() {
+fn child_processes_of_a_rank_end_with_it() {
     let folder = folder();
     Spawn::new(1)
         .env("FOLDER", &folder.0)
@@ -170,7 +170,7 @@ fn what_a_rank_has_started_ends_with_it() {
 }
 
 #[test]
-fn a_failure_before_the_call_is_told_apart() {
+fn failure_before_the_spawn_call_is_reported_separately() {
     if std::env::var_os("CONVOKE_SPAWN").is_some() {
         eprintln!("not this way");
         std::process::exit(4);
@@ -182,7 +182,7 @@ fn a_failure_before_the_call_is_told_apart() {
 }
 
 #[test]
-fn a_rank_that_comes_to_another_call_says_so() {
+fn rank_that_calls_another_spawn_reports_it() {
     let other = std::env::var_os("CONVOKE_SPAWN").is_some();
     let error = if other { spawn(1, |_| ()) } else { spawn(1, |_| ()) }.unwrap_err();
     assert!(matches!(&error, SpawnError::Unreached { how: ExitCause::Code(1), .. }), "{error}");
@@ -190,7 +190,7 @@ fn a_rank_that_comes_to_another_call_says_so() {
 }
 
 #[test]
-fn ranks_cannot_spawn_and_no_ranks_are_refused() {
+fn ranks_cannot_spawn_and_zero_ranks_are_refused() {
     spawn(1, |_| {
         let error = spawn(1, |_| ()).unwrap_err();
         assert!(matches!(error, SpawnError::Unusable(_)), "{error}");
@@ -202,17 +202,17 @@ fn ranks_cannot_spawn_and_no_ranks_are_refused() {
 }
 
 #[test]
-fn a_program_that_a_rank_starts_may_spawn() {
+fn program_started_by_a_rank_may_spawn() {
     spawn(1, |_| {
         let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["ranks_cannot_spawn_and_no_ranks_are_refused", "--exact"]);
+        command.args(["ranks_cannot_spawn_and_zero_ranks_are_refused", "--exact"]);
         assert_one_passed(&command.output().unwrap());
     })
     .unwrap();
 }
 
 #[test]
-fn ranks_die_with_the_process_that_has_spawned_them() {
+fn ranks_die_with_the_process_that_spawned_them() {
     let folder = folder();
     let mut spawner = start_spawner(&folder, "");
     let ranks = [wait_for_pid(&folder.0, "0"), wait_for_pid(&folder.0, "1")];
@@ -222,7 +222,7 @@ fn ranks_die_with_the_process_that_has_spawned_them() {
 }
 
 #[test]
-fn a_rank_whose_spawner_has_died_before_the_call_does_not_spawn_itself() {
+fn rank_orphaned_before_the_spawn_call_does_not_spawn() {
     let folder = folder();
     let mut spawner = start_spawner(&folder, "before the call");
     let rank = wait_for_pid(&folder.0, "early");
@@ -313,7 +313,7 @@ fn gone(pid: Pid) {
 }
 
 #[test]
-fn messages_whose_handles_were_dropped_arrive_though_the_rank_returns() {
+fn messages_with_dropped_handles_are_delivered_after_the_rank_returns() {
     const LARGE: usize = 200_000;
     for round in 0..3 {
         spawn(3, |rank| {
@@ -338,7 +338,7 @@ fn messages_whose_handles_were_dropped_arrive_though_the_rank_returns() {
 }
 
 #[test]
-fn where_files_may_not_be_large_enough_for_shared_memory_ranks_use_connections() {
+fn ranks_use_tcp_if_file_size_limit_prevents_shared_memory() {
     // The first rank creates the memory.
     for (who, most) in [(0, 0), (0, 10 << 20), (1, 0)] {
         Spawn::new(3)
@@ -361,7 +361,7 @@ fn where_files_may_not_be_large_enough_for_shared_memory_ranks_use_connections()
 }
 
 #[test]
-fn where_descriptors_end_all_ranks_are_told_at_once() {
+fn descriptor_exhaustion_is_reported_to_all_ranks_at_once() {
     // One rank, or all, can open only `left` more files.
     for left in 0..16 {
         let who = left % 4;

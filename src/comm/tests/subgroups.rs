@@ -15,7 +15,7 @@ fn members(group: &Group, origin: usize) -> Vec<usize> {
 }
 
 #[test]
-fn a_subgroup_has_its_ranks_in_the_order_given_and_all_groups_work_at_once() {
+fn subgroups_keep_the_given_rank_order_and_run_concurrently() {
     ranks(5, |world| {
         let me = world.rank();
         let odd = world.subgroup(&[3, 1]).unwrap();
@@ -48,7 +48,7 @@ fn a_subgroup_has_its_ranks_in_the_order_given_and_all_groups_work_at_once() {
 }
 
 #[test]
-fn a_split_cuts_by_color_and_orders_by_key() {
+fn split_groups_by_color_and_orders_by_key() {
     ranks(6, |world| {
         let me = world.rank();
         // Ranks 0, 2, 4 backwards; 1 and 3; 5 nowhere.
@@ -72,7 +72,7 @@ fn a_split_cuts_by_color_and_orders_by_key() {
 }
 
 #[test]
-fn lists_that_make_no_sense_or_differ_are_refused_and_the_group_goes_on() {
+fn invalid_or_differing_rank_lists_are_refused_without_group_failure() {
     ranks(3, |world| {
         let invalid = |result: Result<Option<Group>, CommError>, what: &str| {
             let Err(CommError::InvalidArgument(text)) = &result else { panic!("{:?}", result.is_ok()) };
@@ -90,7 +90,7 @@ fn lists_that_make_no_sense_or_differ_are_refused_and_the_group_goes_on() {
 }
 
 #[test]
-fn subgroups_of_other_names_or_kinds_are_not_taken_for_each_other() {
+fn subgroups_with_differing_names_or_kinds_are_not_mixed() {
     ranks(3, |world| {
         let odd = world.rank() == 1;
         let refused = |result: Result<Option<Group>, CommError>| {
@@ -122,7 +122,7 @@ fn sums(group: &Group) -> Vec<u32> {
 }
 
 #[test]
-fn subgroups_take_the_algorithms_of_the_handle_that_makes_them() {
+fn subgroups_inherit_the_algorithms_of_their_handle() {
     let rings = with_options(4, GroupOptions::default().algorithms("all_reduce:ring"), |world| sums(&world));
     ranks(4, |world| {
         let all = [0, 1, 2, 3];
@@ -141,7 +141,7 @@ fn subgroups_take_the_algorithms_of_the_handle_that_makes_them() {
 }
 
 #[test]
-fn ranks_with_different_algorithms_make_no_subgroup() {
+fn ranks_with_different_algorithms_form_no_subgroup() {
     ranks(2, |world| {
         let mine = if world.rank() == 1 { "all_reduce:ring" } else { "" };
         let error = world.with_algorithms(mine).unwrap().subgroup(&[0, 1]).map(drop).unwrap_err();
@@ -152,7 +152,7 @@ fn ranks_with_different_algorithms_make_no_subgroup() {
 }
 
 #[test]
-fn a_group_tells_which_ranks_share_a_host() {
+fn group_lists_the_ranks_on_the_same_host() {
     on_hosts(&[1, 0, 1, 2], "", |world| {
         assert_eq!(world.hosts(), [vec![0, 2], vec![1], vec![3]]);
         let part = world.subgroup(&[3, 2, 0]).unwrap();
@@ -165,7 +165,7 @@ fn a_group_tells_which_ranks_share_a_host() {
 }
 
 #[test]
-fn threads_that_make_named_subgroups_side_by_side_get_their_own_or_an_error() {
+fn concurrent_named_subgroups_are_correct_or_an_error() {
     const ROUNDS: usize = 40;
     let made = ranks(2, |world| {
         let round = Gate::new(2);
@@ -198,7 +198,7 @@ fn threads_that_make_named_subgroups_side_by_side_get_their_own_or_an_error() {
 }
 
 #[test]
-fn a_subgroup_that_fails_leaves_the_others_alone() {
+fn subgroup_failure_does_not_affect_other_groups() {
     ranks(4, |world| {
         let half = world.split(Some(world.rank() as u32 / 2), 0).unwrap().unwrap();
         if world.rank() < 2 {
@@ -214,7 +214,7 @@ fn a_subgroup_that_fails_leaves_the_others_alone() {
 }
 
 #[test]
-fn ranks_that_leave_at_once_do_not_keep_the_others_from_meeting() {
+fn ranks_departing_at_once_do_not_prevent_group_formation() {
     for _ in 0..40 {
         ranks(5, drop);
     }

@@ -61,7 +61,7 @@ fn check(group: &Group, scale: usize) {
 }
 
 #[test]
-fn every_collective_size_and_number_of_ranks() {
+fn unequal_blocks_work_for_every_size_and_world_size() {
     for algorithms in ["", "all_gather:ring,reduce_scatter:ring", "all_gather:direct,reduce_scatter:direct"] {
         for world in 1..=5 {
             with_options(world, GroupOptions::default().algorithms(algorithms), |group| {
@@ -74,7 +74,7 @@ fn every_collective_size_and_number_of_ranks() {
 }
 
 #[test]
-fn ranks_on_hosts_of_any_shape() {
+fn collectives_work_on_any_distribution_of_ranks_over_hosts() {
     for hosts in HOSTS {
         for algorithms in WITH_HIERARCHIES {
             on_hosts(hosts, algorithms, |group| {
@@ -87,7 +87,7 @@ fn ranks_on_hosts_of_any_shape() {
 }
 
 #[test]
-fn lengths_that_do_not_fit_are_refused_before_anything_is_sent() {
+fn invalid_lengths_are_refused_before_anything_is_sent() {
     ranks(2, |group| {
         let invalid = |result: Result<(), CommError>, what: &str| {
             let Err(CommError::InvalidArgument(text)) = &result else { panic!("{result:?}") };
@@ -109,7 +109,7 @@ fn lengths_that_do_not_fit_are_refused_before_anything_is_sent() {
 }
 
 #[test]
-fn ranks_that_disagree_about_lengths_are_told() {
+fn ranks_with_differing_lengths_learn_it() {
     ranks(2, |group| {
         let lens = if group.rank() == 0 { [1, 2] } else { [2, 1] };
         let error = group.all_gather_v(&[7_i32], &mut [0; 3], &lens).unwrap_err();

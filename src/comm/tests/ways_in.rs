@@ -51,7 +51,7 @@ fn has_ipv6(what: &str) -> bool {
 }
 
 #[test]
-fn ranks_meet_at_a_tcp_url() {
+fn ranks_join_through_a_tcp_url() {
     let port = free_port();
     let by_url = |rank| Session::from_url(&format!("tcp://127.0.0.1:{port}?rank={rank}&world_size=3"));
     let places = worlds(3, by_url, |_, world| {
@@ -83,13 +83,13 @@ fn join_100_times(url: &str) {
 
 /// Ranks drop a world at different times: one joins again while rank 0 still holds the previous world.
 #[test]
-fn processes_that_serve_the_store_themselves_join_100_times() {
+fn processes_that_host_the_store_join_100_times() {
     let port = free_port();
     join_100_times(&format!("tcp://127.0.0.1:{port}"));
 }
 
 #[test]
-fn ranks_form_groups_when_the_rank_that_served_the_store_has_ended() {
+fn ranks_form_groups_after_the_rank_hosting_the_store_exits() {
     let port = free_port();
     let outcome = Spawn::new(4).env("PORT", port.to_string()).timeout(LONG).run(|rank| {
         let address = format!("127.0.0.1:{}", std::env::var("PORT").unwrap());
@@ -138,7 +138,7 @@ fn groups_form_over_ipv6() {
 }
 
 #[test]
-fn ranks_meet_through_a_store() {
+fn ranks_join_through_a_store() {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
     worlds(2, |rank| Session::from_store(Arc::clone(&store), rank, 2), |_, world| add_up(&world));
     let mut alone = Session::from_store(store, 0, 1).unwrap();
@@ -167,7 +167,7 @@ impl Drop for Place {
 }
 
 #[test]
-fn ranks_meet_through_a_file_which_is_removed_at_the_end() {
+fn ranks_join_through_a_file_that_is_removed_finally() {
     let place = Place::new("file");
     for _ in 0..2 {
         worlds(
@@ -189,14 +189,14 @@ fn ranks_meet_through_a_file_which_is_removed_at_the_end() {
 
 /// The last rank to leave a round removes the file, while others have begun the next round in it.
 #[test]
-fn processes_that_meet_through_a_file_join_100_times() {
+fn processes_join_through_a_file_100_times() {
     let place = Place::new("again");
     join_100_times(&place.url());
     assert!(!place.0.exists());
 }
 
 #[test]
-fn a_file_that_a_killed_job_has_left_is_a_clean_start() {
+fn file_left_by_a_killed_job_is_reusable() {
     let place = Place::new("stale");
     let url = place.url();
     // In the previous job rank 0 is killed in the middle, and rank 1 fails because of that.
@@ -216,7 +216,7 @@ fn a_file_that_a_killed_job_has_left_is_a_clean_start() {
 }
 
 #[test]
-fn an_announcement_that_nobody_confirms_does_not_mislead() {
+fn stale_generation_of_a_dead_rank_0_is_ignored() {
     let place = Place::new("announcement");
     // The state that rank 0 leaves if it dies before the others have joined.
     let store = FileStore::open(&place.0, None, std::time::Instant::now() + LONG).unwrap();
@@ -264,7 +264,7 @@ fn files_that_cannot_serve_are_typed_errors() {
 // ---------------------------------------------------------------- wrong arguments
 
 #[test]
-fn arguments_that_make_no_sense_are_typed_errors() {
+fn invalid_arguments_are_typed_errors() {
     let cases = [
         (Session::from_url("tcp://h:1"), "it does not tell the rank: add ?rank=0&world_size=2"),
         (Session::from_url("udp://h:1"), "cannot join at \"udp://h:1\": the scheme \"udp\""),
@@ -305,7 +305,7 @@ fn join_with(variables: &[(&str, &str)]) -> String {
 }
 
 #[test]
-fn the_interface_is_taken_from_the_first_variable_that_is_set() {
+fn interface_is_read_from_the_first_set_variable() {
     let cases: [(&[(&str, &str)], &str); 9] = [
         (&[("NCCL_SOCKET_IFNAME", "l")], "Address(127.0.0.1)"),
         (&[("NCCL_SOCKET_IFNAME", "=l")], "NCCL_SOCKET_IFNAME=\\\"=l\\\": no network interface"),
@@ -334,7 +334,7 @@ fn malformed_variables_are_named() {
 }
 
 #[test]
-fn of_the_environment_only_the_place_is_taken_if_the_rank_is_passed() {
+fn explicit_rank_uses_only_the_master_address_from_environment() {
     let outcome = Spawn::new(1).env("MASTER_ADDR", "somewhere").env("MASTER_PORT", "7").run(|_| {
         let session = Session::from_url_as("env://", 1, 4).unwrap();
         Err::<(), _>(format!("{session:?}"))
@@ -372,7 +372,7 @@ fn contested<G: Send>(make: impl Fn(usize) -> Result<G, CommError> + Sync, check
 }
 
 #[test]
-fn of_two_threads_that_would_be_the_same_rank_one_is_refused() {
+fn second_thread_with_the_same_rank_is_refused() {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
     let world = |session: Session| session.with_options(|_| options()).world();
     contested(|rank| world(Session::from_store(Arc::clone(&store), rank, 2)?), add_up);
@@ -382,7 +382,7 @@ fn of_two_threads_that_would_be_the_same_rank_one_is_refused() {
 }
 
 #[test]
-fn threads_may_make_different_groups_at_the_same_time() {
+fn threads_may_create_different_groups_concurrently() {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
     let begin = Gate::new(8);
     std::thread::scope(|scope| {
@@ -428,7 +428,7 @@ fn said(level: &str, rank_1_comes: bool) -> String {
 }
 
 #[test]
-fn events_are_written_to_stderr_if_asked_for() {
+fn events_are_written_to_stderr_on_request() {
     let text = said("info", true);
     let lines: Vec<_> = text.lines().filter(|line| line.starts_with("convoke[")).collect();
     for wanted in ["world: rank 0 listens at 127.0.0.1:", "world: rank 0 of 2 connected after"] {
@@ -461,7 +461,7 @@ impl log::Log for Own {
 }
 
 #[test]
-fn a_program_with_a_logger_gets_the_events_by_it() {
+fn events_use_the_logger_of_the_program() {
     static OWN: Own = Own(Mutex::new(Vec::new()));
     let outcome = Spawn::new(2).env("CONVOKE_LOG", "info").timeout(LONG).run(|rank| -> Result<(), String> {
         log::set_logger(&OWN).unwrap();
@@ -485,7 +485,7 @@ fn a_program_with_a_logger_gets_the_events_by_it() {
 }
 
 #[test]
-fn a_world_is_counted_as_long_as_a_group_of_it_lives() {
+fn is_initialized_lasts_while_a_group_of_the_world_exists() {
     Spawn::new(2)
         .timeout(LONG)
         .run(|_| {

@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn calls_read_as_their_writer_wrote_them() {
+    fn recorded_calls_print_as_in_errors() {
         let templates = ["barrier()", "sum(%t, %n%o, root %r)", "v(%x) 100%", "list(%n%l)"];
         let text = encode(&templates, &["f32"], &["max"], &["ring"]);
         let names = Names::parse(&text);
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn names_of_others_cannot_steer_a_terminal_or_grow() {
+    fn untrusted_names_cannot_control_the_terminal_or_grow() {
         let names = Names::parse(&format!("\u{1b}[2J{}", "x".repeat(1000)));
         let shown = names.call(&call(0, 0, 0, 0, 0));
         assert!(shown.starts_with('\u{fffd}') && shown.chars().count() == MAX_ITEM_CHARS, "{shown}");

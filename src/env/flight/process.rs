@@ -66,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn this_process_lives_and_one_that_has_ended_does_not() {
+    fn own_process_is_alive_and_an_exited_one_is_not() {
         let here = current();
         assert!(here.start_ticks > 0 && here.boot_id > 0 && here.pid_namespace > 0, "{here:?}");
         assert_eq!(status(&here, &here), ProcessStatus::Alive);

@@ -184,7 +184,7 @@ fn one_is_late() -> Vec<TestRecording> {
 }
 
 #[test]
-fn a_rank_that_does_not_call_is_named_with_how_long_it_has_been_idle() {
+fn rank_that_does_not_call_is_named_with_idle_time() {
     assert_eq!(
         line(&one_is_late(), ProcessStatus::Alive),
         "group world: rank 2 is at seq 41 barrier() (idle 30 s); \
@@ -193,7 +193,7 @@ fn a_rank_that_does_not_call_is_named_with_how_long_it_has_been_idle() {
 }
 
 #[test]
-fn of_processes_that_are_gone_it_is_the_past_and_nobody_knows_how_long() {
+fn recordings_of_exited_processes_are_described_without_durations() {
     assert_eq!(
         line(&one_is_late(), ProcessStatus::Gone),
         "group world: rank 2 was at seq 41 barrier(); \
@@ -202,7 +202,7 @@ fn of_processes_that_are_gone_it_is_the_past_and_nobody_knows_how_long() {
 }
 
 #[test]
-fn a_rank_that_has_not_called_at_all_or_was_not_recorded_is_said_to_be_so() {
+fn report_distinguishes_ranks_without_calls_from_unrecorded_ranks() {
     let mut files = one_is_late();
     files[2] = TestRecording::of(2).world(2);
     let text = line(&files, ProcessStatus::Alive);
@@ -220,7 +220,7 @@ fn a_rank_that_has_not_called_at_all_or_was_not_recorded_is_said_to_be_so() {
 }
 
 #[test]
-fn times_count_up_to_the_failure_of_the_group() {
+fn waiting_times_end_at_the_group_failure() {
     let files: Vec<TestRecording> = (0..4)
         .map(|rank| {
             let file = TestRecording::of(rank).group(
@@ -241,7 +241,7 @@ fn times_count_up_to_the_failure_of_the_group() {
 }
 
 #[test]
-fn who_was_lost_has_died_and_who_was_stopped_has_not() {
+fn report_distinguishes_dead_ranks_from_stopped_ranks() {
     let file = |rank| TestRecording::of(rank).group("world", rank, 4, failed(CauseKind::Lost, 1, 20));
     let mut files = vec![
         file(0).call(1, 5, 11, sum(100), fails(&[1])),
@@ -268,7 +268,7 @@ fn who_was_lost_has_died_and_who_was_stopped_has_not() {
 }
 
 #[test]
-fn calls_that_differ_stand_side_by_side() {
+fn differing_calls_are_listed_together() {
     let file = |rank| TestRecording::of(rank).group("world", rank, 2, failed(CauseKind::Mismatch, 1, 20));
     let files = [file(0).call(1, 5, 11, sum(8), fails(&[1])), file(1).call(1, 5, 11, sum(7), fails(&[0]))];
     assert_eq!(
@@ -279,7 +279,7 @@ fn calls_that_differ_stand_side_by_side() {
 }
 
 #[test]
-fn of_several_groups_it_is_told_who_is_in_another() {
+fn report_names_ranks_waiting_in_another_group() {
     let half = |file: TestRecording, rank| {
         file.group("world/0.0", rank, 2, |group| group.world_ranks = Some(vec![4, 6]))
     };
@@ -303,7 +303,7 @@ fn of_several_groups_it_is_told_who_is_in_another() {
 }
 
 #[test]
-fn groups_that_form_did_not_form_or_are_of_an_earlier_round_are_told_apart() {
+fn report_distinguishes_forming_failed_and_earlier_groups() {
     let forming =
         |rank| TestRecording::of(rank).group("world", rank, 3, |group| group.state = GroupState::Forming);
     assert_eq!(
@@ -331,7 +331,7 @@ fn groups_that_form_did_not_form_or_are_of_an_earlier_round_are_told_apart() {
 }
 
 #[test]
-fn a_rank_that_is_not_recorded_as_waiting_ends_the_chain_and_a_circle_has_no_end() {
+fn wait_chains_and_wait_cycles_are_reported() {
     let file = |rank, peers| {
         TestRecording::of(rank).group("world", rank, 3, |_| {}).call(1, 1, 5, barrier(), waits(peers))
     };
@@ -344,7 +344,7 @@ fn a_rank_that_is_not_recorded_as_waiting_ends_the_chain_and_a_circle_has_no_end
 }
 
 #[test]
-fn ranks_and_spans_are_short() {
+fn rank_lists_and_durations_are_short() {
     let ranks = |ranks: &[u32]| RankList(ranks).to_string();
     assert_eq!(ranks(&[3]), "rank 3");
     assert_eq!(ranks(&[0, 1, 3]), "ranks 0,1,3");
@@ -357,7 +357,7 @@ fn ranks_and_spans_are_short() {
 }
 
 #[test]
-fn everything_of_a_recording_round_trips() {
+fn recording_round_trips() {
     let texts = "x".repeat(500);
     let header = Header {
         rank: Some(7),
@@ -390,7 +390,7 @@ fn everything_of_a_recording_round_trips() {
 }
 
 #[test]
-fn what_is_no_recording_of_this_version_says_what_it_is() {
+fn invalid_recording_error_describes_the_file() {
     let whole = one_is_late()[0].bytes();
     let mut foreign = whole.clone();
     foreign[0] ^= 1;
@@ -412,7 +412,7 @@ proptest! {
 
     /// Recordings with random changes give lines of bounded length without control characters.
     #[test]
-    fn recordings_that_lie_do_no_harm(
+    fn false_recordings_cause_no_panic(
         changes in prop::collection::vec((0..4_usize, 0..FILE_LEN, any::<u64>(), 0..3_u8), 0..40),
         length in prop_oneof![4 => Just(FILE_BYTES), 1 => 0..FILE_BYTES],
     ) {

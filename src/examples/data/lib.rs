@@ -85,7 +85,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn all_images_are_there_and_a_fifth_is_held_out() {
+    fn all_images_are_present_and_one_fifth_is_test_data() {
         let split = load(1).unwrap();
         assert_eq!((split.training.len(), split.held_out.len()), (1438, 359));
         for class in 0..CLASSES {

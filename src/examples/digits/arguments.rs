@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn both_spellings_of_values_work() {
+    fn flags_accept_equals_sign_and_separate_values() {
         let words = [
             ["--epochs", "3"],
             ["--batch=32", "--lr=0.5"],

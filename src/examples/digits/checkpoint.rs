@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read_again() {
+    fn checkpoint_round_trips() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("state");
         assert_eq!(Checkpoint::read(&path, 5, &[7, 9]).unwrap(), None);
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn every_damaged_byte_and_every_length_is_noticed() {
+    fn every_damaged_byte_and_every_truncation_is_detected() {
         let bytes = sample().to_bytes();
         let path = Path::new("state");
         for index in (0..HEADER_BYTES).chain((HEADER_BYTES..bytes.len()).step_by(97)).chain([bytes.len() - 1])
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn a_later_version_and_another_seed_say_what_to_do() {
+    fn checkpoint_error_for_later_version_or_other_seed_states_remedy() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("state");
         sample().write(&path).unwrap();
@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unusable_place_is_named() {
+    fn unusable_checkpoint_path_is_named() {
         let path = Path::new("/nonexistent/state");
         assert!(sample().write(path).unwrap_err().to_string().contains("/nonexistent/state"));
         assert!(Checkpoint::read(Path::new("/"), 5, &[]).unwrap_err().to_string().contains("cannot read"));

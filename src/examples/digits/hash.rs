@@ -14,7 +14,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn fnv_gives_the_published_values() {
+    fn fnv_produces_the_published_values() {
         assert_eq!(fnv1a(*b""), 0xCBF2_9CE4_8422_2325);
         assert_eq!(fnv1a(*b"foobar"), 0x8594_4171_F739_67E8);
     }

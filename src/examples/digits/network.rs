@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn the_gradient_is_the_slope_of_the_loss() {
+    fn gradient_matches_finite_differences() {
         let data = convoke_example_data::load(1).unwrap();
         let examples: Vec<&Example> = data.training.iter().take(3).collect();
         for hidden in [&[][..], &[20], &[13, 9]] {
@@ -249,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn an_undecided_network_loses_the_logarithm_of_ten() {
+    fn uniform_prediction_has_loss_ln_10() {
         let data = convoke_example_data::load(1).unwrap();
         let (loss, _) = gradient(&Network::empty(&[64]), &[&data.training[0], &data.training[1]]);
         assert!((loss - 10f32.ln()).abs() < 1e-6, "{loss}");
@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn momentum_carries_on() {
+    fn momentum_accumulates() {
         let mut network = Network::empty(&[]);
         let gradient = vec![1.0; CLASSES];
         network.descend(1, &gradient, 0.5, 0.5);
@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn dot_products_take_all_values() {
+    fn dot_products_include_all_values() {
         for len in 0..40 {
             let a: Vec<f32> = (0..len).map(|i| i as f32).collect();
             let want: f32 = a.iter().map(|x| 2.0 * x).sum();

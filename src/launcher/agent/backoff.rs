@@ -43,7 +43,7 @@ mod tests {
     const AT_ONCE: Duration = Duration::from_millis(1);
 
     #[test]
-    fn after_three_quick_failures_waits_double_from_a_second_to_a_minute() {
+    fn restart_delay_doubles_from_a_second_to_a_minute() {
         let mut backoff = Backoff::new(Duration::ZERO);
         let waits: Vec<u64> = (0..11).map(|_| backoff.failed(AT_ONCE).as_secs()).collect();
         assert_eq!(waits, [0, 0, 0, 1, 2, 4, 8, 16, 32, 60, 60]);
@@ -51,7 +51,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_that_fails_at_once_is_started_at_most_ten_times_in_a_minute() {
+    fn instantly_failing_worker_starts_at_most_ten_times_per_minute() {
         let mut backoff = Backoff::new(Duration::ZERO);
         let (mut now, mut starts) = (Duration::ZERO, 0);
         while now < Duration::from_secs(60) {
@@ -62,7 +62,7 @@ mod tests {
     }
 
     #[test]
-    fn a_round_that_lasted_begins_the_count_anew() {
+    fn long_attempt_resets_the_restart_delay() {
         let mut backoff = Backoff::new(Duration::ZERO);
         for _ in 0..5 {
             let _ = backoff.failed(AT_ONCE);
@@ -72,7 +72,7 @@ mod tests {
     }
 
     #[test]
-    fn no_restart_is_sooner_than_the_user_wants() {
+    fn restart_delay_is_never_below_the_user_setting() {
         let mut backoff = Backoff::new(Duration::from_secs(5));
         let waits: Vec<u64> = (0..8).map(|_| backoff.failed(AT_ONCE).as_secs()).collect();
         assert_eq!(waits, [5, 5, 5, 5, 5, 5, 8, 16]);

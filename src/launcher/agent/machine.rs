@@ -305,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn a_good_job_sweeps_and_waits_for_the_others() {
+    fn successful_node_stops_orphans_and_waits_for_other_nodes() {
         story(
             &mut agent(0, false),
             &[
@@ -321,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn kept_orphans_are_not_swept_after_success_only() {
+    fn orphans_are_kept_only_after_success() {
         story(
             &mut agent(1, true),
             &[
@@ -335,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn max_restarts_allows_that_many_more_rounds() {
+    fn max_restarts_allows_exactly_that_many_restarts() {
         let mut agent = agent(2, false);
         for restarts in 1..=2 {
             story(
@@ -360,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn a_signal_while_a_failed_round_is_swept_leads_to_no_restart() {
+    fn signal_during_failure_cleanup_prevents_a_restart() {
         let mut agent = agent(5, false);
         let Outcome::Failed(failures) = failed() else { unreachable!() };
         story(
@@ -375,7 +375,7 @@ mod tests {
     }
 
     #[test]
-    fn a_signal_while_what_good_workers_left_is_swept_leads_to_no_wait_for_others() {
+    fn signal_during_success_cleanup_skips_the_exit_barrier() {
         let stopped = Some(Action::End(End::Stopped(Signal::SIGTERM)));
         for news in [Event::NewRound { alone: false }, Event::Final] {
             let mut agent = agent(5, false);
@@ -386,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn a_signal_never_leads_to_a_restart() {
+    fn signal_never_causes_a_restart() {
         story(
             &mut agent(5, false),
             &[
@@ -407,13 +407,13 @@ mod tests {
     }
 
     #[test]
-    fn without_workers_a_signal_ends_the_agent_at_once() {
+    fn signal_without_running_workers_ends_the_agent_at_once() {
         let interrupted = Some(Action::End(End::Interrupted(Signal::SIGTERM)));
         story(&mut agent(5, false), &[(term(), interrupted)]);
     }
 
     #[test]
-    fn a_verdict_ends_every_state_and_outranks_a_restart() {
+    fn final_job_outcome_ends_every_state_and_prevents_restarts() {
         let aborted = Some(Action::End(End::Aborted));
         story(&mut agent(5, false), &[(Event::Verdict, aborted.clone())]);
         story(
@@ -445,7 +445,7 @@ mod tests {
     }
 
     #[test]
-    fn a_final_failure_of_our_own_stays_ours() {
+    fn final_failure_of_this_node_stays_its_result() {
         let Outcome::Failed(failures) = failed() else { unreachable!() };
         story(
             &mut agent(0, false),
@@ -459,7 +459,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_round_of_all_uses_no_restart_whatever_this_node_was_doing() {
+    fn round_started_by_other_nodes_uses_no_restart() {
         let (joined, join) = (Event::Joined { last_word: true }, Some(Action::Join { restarts: 0 }));
         let stopped = [
             (joined.clone(), Some(Action::Start)),
@@ -492,7 +492,7 @@ mod tests {
     }
 
     #[test]
-    fn the_others_have_the_last_word_on_a_failure_without_a_restart() {
+    fn other_nodes_decide_about_a_failure_without_restarts() {
         let joined = (Event::Joined { last_word: true }, Some(Action::Start));
         let failed = [joined, (Event::RoundEnded(failed()), Some(SWEEP)), (Event::Swept, None)];
         let Outcome::Failed(failures) = self::failed() else { unreachable!() };
@@ -518,13 +518,13 @@ mod tests {
     }
 
     #[test]
-    fn a_node_that_only_waited_ends_well_with_the_job() {
+    fn standby_node_succeeds_with_the_job() {
         let success = Some(Action::End(End::Success));
         story(&mut agent(5, false), &[(Event::NotNeeded, success)]);
     }
 
     #[test]
-    fn a_failed_rendezvous_and_a_missing_program_are_errors() {
+    fn failed_rendezvous_and_missing_program_are_errors() {
         let late = "node 1 did not come".to_owned();
         story(
             &mut agent(5, false),

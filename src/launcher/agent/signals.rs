@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn every_signal_that_can_be_caught_has_a_meaning() {
+    fn every_catchable_signal_has_a_meaning() {
         let choices = Choices { stop: &STOP, is_given: false, forward: &FORWARD };
         let of = |signal: Signal| meaning(choices, &[], signal as i32);
         assert_eq!(of(Signal::SIGTERM), Some(Meaning::Stop));
@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn a_signal_that_was_ignored_at_the_start_stays_ignored_unless_the_user_names_it() {
+    fn inherited_ignored_signal_stays_ignored_unless_the_user_lists_it() {
         let ignored = [Signal::SIGHUP, Signal::SIGUSR2, Signal::SIGALRM, Signal::SIGTSTP];
         let choices = Choices { stop: &STOP, is_given: false, forward: &FORWARD };
         for signal in ignored {
@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn a_signal_that_is_not_handled_ends_the_launcher_in_order() {
+    fn unhandled_signal_ends_the_launcher_in_order() {
         let choices = Choices { stop: &[Signal::SIGUSR1], is_given: true, forward: &FORWARD };
         assert_eq!(meaning(choices, &[], Signal::SIGTERM as i32), Some(Meaning::Die));
         assert_eq!(meaning(choices, &[], Signal::SIGUSR1 as i32), Some(Meaning::Stop));

@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_kernel_refuses_is_told_with_its_remedy() {
+    fn start_error_explains_the_kernel_refusal_with_a_remedy() {
         let sh = || starting("#!/bin/sh\n");
         let noexec = |kind| {
             let mut around = file(kind);
@@ -355,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_are_told_with_their_numbers() {
+    fn start_error_states_exceeded_limits_with_numbers() {
         let tasks = |current| Some(Tasks { folder: "/cg/pod".into(), max: 20, current });
         let around = Surroundings {
             program: "x".to_owned(),

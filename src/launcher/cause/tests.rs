@@ -28,7 +28,7 @@ fn oom(cgroup: Option<&str>) -> Option<OomKills> {
 }
 
 #[test]
-fn texts_have_classes() {
+fn error_texts_map_to_failure_classes() {
     use Class::*;
     let cases: &[(i32, &str, Class, &str)] = &[
         (1, "ValueError: no traceback", Exit, "exited with code 1"),
@@ -175,7 +175,7 @@ fn texts_have_classes() {
 }
 
 #[test]
-fn signals_have_classes() {
+fn signals_map_to_failure_classes() {
     use Class::*;
     for (signal, class) in [
         (4, IllegalInstruction),
@@ -198,7 +198,7 @@ fn signals_have_classes() {
 }
 
 #[test]
-fn last_words_tell_why_a_program_aborted() {
+fn last_output_explains_why_a_program_aborted() {
     for (stderr, text) in [
         ("free(): invalid pointer\n", "free(): invalid pointer"),
         ("t.c:3: main: Assertion `x == 1' failed.\n", "Assertion `x == 1' failed."),
@@ -225,7 +225,7 @@ fn last_words_tell_why_a_program_aborted() {
 }
 
 #[test]
-fn a_thread_that_outlives_a_python_program_gets_the_advice_to_destroy_its_groups() {
+fn python_exit_with_live_group_gets_advice_to_destroy_it() {
     let stderr = "epoch 9 done\nterminate called without an active exception\n";
     let found = verdict(ExitCause::Signal(6), stderr);
     assert_eq!(found.class, Class::Abort);
@@ -235,7 +235,7 @@ fn a_thread_that_outlives_a_python_program_gets_the_advice_to_destroy_its_groups
 }
 
 #[test]
-fn a_counted_kill_is_likely_out_of_memory() {
+fn counted_oom_kill_is_classified_as_out_of_memory() {
     let killed = ExitCause::Signal(9);
     let found = verdict_of(killed, false, "", oom(Some("/job")));
     assert_eq!(found.class, Class::OutOfMemory);
@@ -255,7 +255,7 @@ fn a_counted_kill_is_likely_out_of_memory() {
 }
 
 #[test]
-fn those_that_we_stopped_are_called_stopped_unless_they_failed_on_their_own() {
+fn stopped_workers_are_called_stopped_unless_they_failed_before() {
     let stopped = |cause, stderr: &str| verdict_of(cause, true, stderr, None).class;
     assert_eq!(stopped(ExitCause::Signal(15), ""), Class::Stopped);
     assert_eq!(stopped(ExitCause::Signal(9), ""), Class::Stopped);
@@ -268,7 +268,7 @@ fn those_that_we_stopped_are_called_stopped_unless_they_failed_on_their_own() {
 }
 
 #[test]
-fn who_wrote_to_a_pipe_that_nobody_reads_is_told_to_look_there() {
+fn broken_pipe_failure_points_to_the_reading_process() {
     let hint = |cause, text: &str| verdict(cause, text).advice.unwrap_or_default();
     let python = hint(ONE, &format!("{TRACE}BrokenPipeError: [Errno 32] Broken pipe\n"));
     for hint in [hint(ExitCause::Signal(13), ""), python] {
@@ -277,7 +277,7 @@ fn who_wrote_to_a_pipe_that_nobody_reads_is_told_to_look_there() {
 }
 
 #[test]
-fn the_argument_that_a_script_does_not_know_has_its_hint() {
+fn unknown_script_argument_has_its_hint() {
     let hint = |text: &str| verdict(ExitCause::Code(2), text).advice.unwrap_or_default();
     assert!(
         hint("t.py: error: unrecognized arguments: --local-rank=0").contains("--pass-local-rank=underscore")
@@ -287,7 +287,7 @@ fn the_argument_that_a_script_does_not_know_has_its_hint() {
 }
 
 #[test]
-fn the_traceback_is_picked_out_of_what_stands_around_it() {
+fn traceback_is_extracted_from_surrounding_output() {
     let picked = |text: &str| {
         let all = lines(text.as_bytes(), false);
         let found = Findings::in_lines(&all);
@@ -324,7 +324,7 @@ fn the_traceback_is_picked_out_of_what_stands_around_it() {
 }
 
 #[test]
-fn lines_can_be_shown_whatever_was_written() {
+fn output_lines_are_always_printable() {
     let clean = |bytes: &[u8]| lines(bytes, false);
     assert_eq!(clean(b"a\r\nb\r50%\r100%\n\x1b[31mred\x1b[0m\x07\n"), ["a", "100%", "red\u{fffd}"]);
     assert_eq!(clean(b"\x1b]0;title\x07x\n\xff\xfe\n"), ["x", "\u{fffd}\u{fffd}"]);
@@ -340,7 +340,7 @@ fn candidate(rank: usize, class: Class, time: i64) -> Candidate {
 }
 
 #[test]
-fn a_cause_of_its_own_comes_before_a_consequence_whatever_the_clocks_say() {
+fn independent_failure_outranks_consequences_whatever_the_timestamps() {
     let lost = |rank, blames| Candidate { blames, ..candidate(rank, Class::PeerLost, 0) };
     let stopped = |rank, class| Candidate { stopped: true, ..candidate(rank, class, 0) };
     assert_eq!(elect(&[]), None);
@@ -355,7 +355,7 @@ fn a_cause_of_its_own_comes_before_a_consequence_whatever_the_clocks_say() {
 }
 
 #[test]
-fn the_documented_classes_are_those_of_the_code() {
+fn documented_failure_classes_match_the_code() {
     let document = include_str!("../../../docs/reference/failure-model.md");
     let section = document.split("\n## Causes\n").nth(1).unwrap_or_default();
     let section = section.split("\n## ").next().unwrap_or_default();
@@ -375,7 +375,7 @@ fn the_documented_classes_are_those_of_the_code() {
 proptest::proptest! {
     /// Any output of a worker gives a verdict and never a panic.
     #[test]
-    fn any_text_is_survived(
+    fn any_stderr_text_is_classified_without_panic(
         bytes in proptest::collection::vec(proptest::prelude::any::<u8>(), 0..400),
         words in proptest::collection::vec(0usize..12, 0..12),
         code in 1..256,

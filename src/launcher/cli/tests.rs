@@ -67,7 +67,7 @@ fn argv(config: &Config) -> Vec<String> {
 }
 
 #[test]
-fn no_flags_is_one_worker_that_needs_nobody() {
+fn defaults_start_one_worker_without_rendezvous() {
     let config = config("train.py --lr 1");
     assert_eq!(config.nodes, NodeRange { min: 1, max: 1 });
     assert_eq!((config.nproc_per_node, config.max_restarts), (1, 0));
@@ -89,7 +89,7 @@ fn no_flags_is_one_worker_that_needs_nobody() {
 }
 
 #[test]
-fn all_spellings_of_a_flag_are_one() {
+fn all_spellings_of_a_flag_are_equal() {
     for line in [
         "--max-restarts=3 x.py",
         "--max_restarts=3 x.py",
@@ -116,7 +116,7 @@ fn all_spellings_of_a_flag_are_one() {
 }
 
 #[test]
-fn a_prefix_means_torchruns_flags_first() {
+fn flag_prefixes_prefer_torchrun_flags() {
     // --orphans, --version, --use-env and --pass-local-rank are ours; they make nothing ambiguous.
     assert!(parse_line("--print-c=zsh", &[], &here()).is_ok());
     assert_eq!(config("--o=keep x.py").orphans, Orphans::Keep);
@@ -143,7 +143,7 @@ fn a_prefix_means_torchruns_flags_first() {
 }
 
 #[test]
-fn all_words_after_the_script_are_its_own() {
+fn all_arguments_after_the_script_belong_to_it() {
     let words = ["x.py", "--", "-t", "3", "--help", "", "a b", "--nnodes=x", "é"].map(OsStr::new);
     let Ok(Invocation::Run(config)) = parse_words(&words, &[], &here()) else { panic!() };
     assert_eq!(
@@ -156,7 +156,7 @@ fn all_words_after_the_script_are_its_own() {
 }
 
 #[test]
-fn words_that_are_not_utf8_reach_the_script() {
+fn non_utf8_arguments_are_passed_to_the_script() {
     let odd = OsString::from_vec(b"caf\xe9".to_vec());
     let words = [OsStr::new("x.py"), &odd];
     let Ok(Invocation::Run(config)) = parse_words(&words, &[], &here()) else { panic!() };
@@ -175,7 +175,7 @@ fn words_that_are_not_utf8_reach_the_script() {
 }
 
 #[test]
-fn values_may_look_odd_if_they_do_not_look_like_flags() {
+fn unusual_values_are_accepted_unless_they_resemble_flags() {
     assert_eq!(config("--nnodes=2 --rdzv-id - x.py").run_id, "-");
     let words = ["--rdzv-id", "-a b", "--master-port=1", "x.py"].map(OsStr::new);
     let Ok(Invocation::Run(config)) = parse_words(&words, &[], &here()) else { panic!() };
@@ -185,7 +185,7 @@ fn values_may_look_odd_if_they_do_not_look_like_flags() {
 }
 
 #[test]
-fn variables_are_defaults_of_flags() {
+fn environment_variables_are_defaults_of_flags() {
     let variables =
         [("PET_NPROC_PER_NODE", "2"), ("PET_MAX_RESTARTS", "4"), ("PET_ROLE", "pet"), ("PET_TEE", "1")];
     let config = config_with("--max-restarts=1 x.py", &variables);
@@ -195,7 +195,7 @@ fn variables_are_defaults_of_flags() {
 }
 
 #[test]
-fn switches_by_variable_are_integers() {
+fn boolean_environment_variables_are_integers() {
     for (value, on) in [("1", true), ("-7", true), (" 1 ", true), ("0", false), ("00", false)] {
         let config = config_with("tool x", &[("PET_NO_PYTHON", value)]);
         assert_eq!(argv(&config), ["tool", "x"], "a program in PATH either way");
@@ -207,14 +207,14 @@ fn switches_by_variable_are_integers() {
 }
 
 #[test]
-fn some_flags_have_no_variable() {
+fn some_flags_have_no_environment_variable() {
     for name in ["PET_NUMA_BINDING", "PET_LOGS_SPECS", "PET_USE_ENV", "PET_HELP", "PET_PRINT_COMPLETION"] {
         config_with("x.py", &[(name, "x")]);
     }
 }
 
 #[test]
-fn help_comes_before_later_errors() {
+fn help_outranks_later_errors() {
     for line in
         ["--help", "-h", "--h", "--nnodes=7 -h --bogus", "-mh", "--unknown --help", "--max-restarts=x --help"]
     {
@@ -226,7 +226,7 @@ fn help_comes_before_later_errors() {
 }
 
 #[test]
-fn the_version_says_whether_etcd_is_missing() {
+fn version_output_states_whether_etcd_is_missing() {
     let Ok(Invocation::Version(text)) = parse_line("--version", &[], &here()) else { panic!() };
     assert_eq!(text.ends_with(", without etcd)\n"), !cfg!(feature = "etcd"), "{text}");
 }
@@ -306,7 +306,7 @@ fn help_has_every_flag_of_torchrun_and_no_flag_twice() {
 }
 
 #[test]
-fn a_default_is_what_help_says_it_is() {
+fn defaults_match_the_help_text() {
     let Ok(Invocation::Help(text)) = parse_line("--help", &[], &here()) else { panic!() };
     let (mut checked, mut different) = (0, Vec::new());
     for flag in flags::all().filter(|flag| matches!(flag.takes, flags::Takes::Value(_))) {
@@ -340,7 +340,7 @@ fn a_default_is_what_help_says_it_is() {
 }
 
 #[test]
-fn called_torchrun_it_is_torchrun() {
+fn launcher_called_torchrun_prints_torchrun_help() {
     let words = ["/opt/bin/torchrun", "--help"].map(OsString::from);
     let Ok(Invocation::Help(text)) = parse_on(words.into_iter(), &|_| None, &here()) else { panic!() };
     assert!(text.contains("Usage: torchrun [FLAGS] SCRIPT"), "{text}");
@@ -358,7 +358,7 @@ fn every_shell_has_completions() {
 }
 
 #[test]
-fn the_flags_of_tutorials_work_as_they_stand() {
+fn tutorial_flags_are_accepted_unchanged() {
     let one = config("--nproc_per_node 2 --nnodes=1 --node_rank=0 train.py");
     assert_eq!((one.nproc_per_node, one.rendezvous), (2, Rendezvous::Standalone));
     let two = config(
@@ -382,7 +382,7 @@ fn the_flags_of_tutorials_work_as_they_stand() {
 proptest! {
     /// No words cause a panic, and every refusal is one line with a fixed beginning and end.
     #[test]
-    fn any_words_are_read_or_refused(words in proptest::collection::vec(any_word(), 0..6)) {
+    fn any_command_line_is_accepted_or_refused(words in proptest::collection::vec(any_word(), 0..6)) {
         let words: Vec<&OsStr> = words.iter().map(OsString::as_os_str).collect();
         if let Err(error) = parse_words(&words, &[], &here()) {
             prop_assert!(error.text.starts_with("convoke: error: ") && error.text.ends_with('\n'));
@@ -392,7 +392,7 @@ proptest! {
 
     /// The words after SCRIPT stay unchanged, for any words before it.
     #[test]
-    fn arguments_are_never_touched(arguments in proptest::collection::vec(any_word(), 0..6)) {
+    fn script_arguments_are_never_changed(arguments in proptest::collection::vec(any_word(), 0..6)) {
         let words: Vec<&OsStr> = ["--max-restarts=1", "-t", "3", "x.py"].map(OsStr::new).into_iter()
             .chain(arguments.iter().map(OsString::as_os_str)).collect();
         let Ok(Invocation::Run(config)) = parse_words(&words, &[], &here()) else { panic!() };
@@ -414,7 +414,7 @@ fn any_word() -> impl Strategy<Value = OsString> {
 }
 
 #[test]
-fn the_manual_has_every_flag_with_its_default() {
+fn manual_lists_every_flag_with_its_default() {
     let manual = include_str!("../../../docs/reference/cli.md");
     for flag in flags::all() {
         let short = flag.short.map_or(String::new(), |letter| format!("`-{letter}`, "));

@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn an_ipv6_address_without_brackets_is_split_only_where_that_can_mean_one_thing() {
+    fn ipv6_without_brackets_is_split_only_if_unambiguous() {
         let of = |host: &str, port| Ok((host.to_owned(), Some(port)));
         assert_eq!(parse("::1:29500"), of("::1", 29500));
         assert_eq!(parse("1:2:3:4:5:6:7:8:29500"), of("1:2:3:4:5:6:7:8", 29500));
@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn a_scheme_is_told_apart_from_what_it_stands_before() {
+    fn url_scheme_in_an_endpoint_is_refused_by_name() {
         for (text, scheme, rest) in [
             ("http://etcd:2379", "http", "etcd:2379"),
             ("https://etcd:2379/v2/", "https", "etcd:2379"),

@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_is_read_as_the_kernel_reads_it() {
+    fn shebang_line_is_parsed_like_in_the_kernel() {
         for (text, interpreter, argument, has_cr) in [
             ("#!/bin/sh\nexit", "/bin/sh", None, false),
             ("#! /bin/sh -e\n", "/bin/sh", Some("-e"), false),
@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn python_is_known_by_its_name_also_behind_env() {
+    fn python_is_recognised_by_name_and_after_env() {
         for (line, is_python) in [
             ("#!/usr/bin/python3\n", true),
             ("#!/usr/bin/env python\r\n", true),
@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn programs_for_another_cpu_are_told_from_those_for_this_one() {
+    fn executables_for_another_cpu_are_recognised() {
         let elf = |order: u8, two: [u8; 2]| {
             let mut start = b"\x7fELF\x02\x00\x01".to_vec();
             start[5] = order;
@@ -223,7 +223,7 @@ mod tests {
 
     proptest::proptest! {
         #[test]
-        fn no_bytes_make_it_panic(bytes in proptest::collection::vec(proptest::prelude::any::<u8>(), 0..40), kind in 0usize..3) {
+        fn any_file_is_parsed_without_panic(bytes in proptest::collection::vec(proptest::prelude::any::<u8>(), 0..40), kind in 0usize..3) {
             let start: &[u8] = [&b""[..], b"#!", b"\x7fELF"][kind];
             FileKind::of_start(&[start, &bytes[..]].concat(), false);
         }

@@ -40,7 +40,7 @@ fn argv(config: &Config) -> Vec<String> {
 }
 
 #[test]
-fn integers_are_pythons() {
+fn integers_follow_python_syntax() {
     for (text, number) in [
         ("7", 7),
         (" 7 ", 7),
@@ -58,7 +58,7 @@ fn integers_are_pythons() {
 }
 
 #[test]
-fn floats_are_pythons() {
+fn floats_follow_python_syntax() {
     for (text, number) in
         [("0.1", 0.1), (" 2 ", 2.0), ("1e-1", 0.1), ("1_0.5", 10.5), (".5", 0.5), ("-1", -1.0)]
     {
@@ -71,7 +71,7 @@ fn floats_are_pythons() {
 }
 
 #[test]
-fn streams_are_a_digit_or_a_list() {
+fn redirects_accept_a_digit_or_a_rank_list() {
     let both = Streams { stdout: true, stderr: true };
     assert_eq!(streams("0"), Some(StreamChoice::All(Streams::default())));
     assert_eq!(streams("3"), Some(StreamChoice::All(both)));
@@ -86,7 +86,7 @@ fn streams_are_a_digit_or_a_list() {
 }
 
 #[test]
-fn a_double_comma_is_a_comma() {
+fn doubled_comma_is_a_literal_comma() {
     assert_eq!(substrings("apple,a,,b"), ["apple", "a,b"]);
     assert_eq!(substrings(""), [""; 0]);
     assert_eq!(substrings(",,"), [","]);
@@ -95,7 +95,7 @@ fn a_double_comma_is_a_comma() {
 }
 
 #[test]
-fn macros_are_pythons_templates() {
+fn macros_follow_python_string_templates() {
     for (text, wanted) in [
         ("--x=${local_rank}", "--x=3"),
         ("$local_rank", "3"),
@@ -118,7 +118,7 @@ fn macros_are_pythons_templates() {
 
 proptest! {
     #[test]
-    fn bytes_without_dollar_are_never_touched(bytes in proptest::collection::vec(any::<u8>(), 0..40)) {
+    fn arguments_without_dollar_are_never_changed(bytes in proptest::collection::vec(any::<u8>(), 0..40)) {
         let bytes: Vec<u8> = bytes.into_iter().filter(|byte| *byte != b'$').collect();
         let word = OsString::from_vec(bytes);
         prop_assert_eq!(substitute(&word, 7), word);
@@ -152,7 +152,7 @@ fn each_worker_sees_one_device() {
 }
 
 #[test]
-fn omp_num_threads_is_one_among_several() {
+fn omp_num_threads_is_one_with_several_workers() {
     assert_eq!(omp_num_threads(false, 2), Some("1"));
     assert_eq!((omp_num_threads(false, 1), omp_num_threads(true, 8)), (None, None));
     let noted = |words: &[&str], variables| {
@@ -187,7 +187,7 @@ fn machine(nodes: &[&str], vendors: &[(&str, &str)]) -> (tempfile::TempDir, Mach
 }
 
 #[test]
-fn devices_are_counted_by_their_nodes() {
+fn devices_are_counted_by_their_device_nodes() {
     let (_root, nvidia) =
         machine(&["nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm", "nvidia"], &[]);
     assert_eq!(nvidia.devices(Vendor::Nvidia, &none), 3);
@@ -200,7 +200,7 @@ fn devices_are_counted_by_their_nodes() {
 }
 
 #[test]
-fn workers_share_a_session_only_where_yielding_a_cpu_needs_it() {
+fn workers_share_a_session_only_if_autogroup_requires_it() {
     let (root, machine) = machine(&[], &[]);
     let own = |workers: &str| {
         let words = ["convoke", workers, "--no-python", "x"].map(OsString::from);
@@ -243,7 +243,7 @@ fn hidden_devices_do_not_count() {
 }
 
 #[test]
-fn devices_of_amd_and_intel_are_hidden_by_words_that_name_none() {
+fn amd_and_intel_gpus_are_hidden_by_nonnumeric_values() {
     let nodes = ["kfd", "dri/renderD128", "dri/renderD129", "dri/renderD130"];
     let vendors = [("renderD128", "0x1002"), ("renderD129", "0x1002"), ("renderD130", "0x8086")];
     let (_root, machine) = machine(&nodes, &vendors);
@@ -262,7 +262,7 @@ fn devices_of_amd_and_intel_are_hidden_by_words_that_name_none() {
 }
 
 #[test]
-fn a_variable_that_hides_all_gpus_is_named() {
+fn variable_hiding_all_gpus_is_named() {
     let (_root, machine) = machine(&["nvidia0", "nvidia1"], &[]);
     let env = |name: &str| (name == "CUDA_VISIBLE_DEVICES").then(|| OsString::from("NoDevFiles"));
     let words = ["convoke", "--nproc-per-node=gpu", "--no-python", "x"].map(OsString::from);
@@ -272,7 +272,7 @@ fn a_variable_that_hides_all_gpus_is_named() {
 }
 
 #[test]
-fn cpu_and_auto_heed_the_quota_of_a_control_group() {
+fn nproc_cpu_and_auto_respect_the_cgroup_quota() {
     let (root, machine) = machine(&[], &[]);
     let workers = |kind: &str| {
         let words = ["convoke", kind, "--no-python", "x"].map(OsString::from);
@@ -296,7 +296,7 @@ fn cpu_and_auto_heed_the_quota_of_a_control_group() {
 }
 
 #[test]
-fn programs_are_told_from_scripts() {
+fn programs_and_scripts_are_distinguished() {
     let dir = tempfile::tempdir().expect("a directory");
     let file = |name: &str, bytes: &[u8], mode: u32| {
         let path = dir.path().join(name);
@@ -345,7 +345,7 @@ fn programs_are_told_from_scripts() {
 }
 
 #[test]
-fn what_nobody_can_run_is_refused_with_a_remedy() {
+fn non_executable_program_is_refused_with_a_remedy() {
     let dir = tempfile::tempdir().expect("a directory");
     let path = |name: &str| dir.path().join(name).to_string_lossy().into_owned();
     let file = |name: &str, bytes: &[u8]| fs::write(dir.path().join(name), bytes).expect("a file");
@@ -375,7 +375,7 @@ fn what_nobody_can_run_is_refused_with_a_remedy() {
 }
 
 #[test]
-fn the_python_of_the_environment_that_the_launcher_is_in_comes_first() {
+fn active_virtual_environment_python_is_preferred() {
     let dir = tempfile::tempdir().expect("a directory");
     let bin = |environment: &str, marker: &str, name: &str| {
         let bin = dir.path().join(environment).join("bin");
@@ -418,7 +418,7 @@ fn the_python_of_the_environment_that_the_launcher_is_in_comes_first() {
 }
 
 #[test]
-fn commands_are_torchruns() {
+fn commands_match_torchrun() {
     assert_eq!(argv(&config(&["x.py", "a"])), ["py", "-u", "x.py", "a"]);
     assert_eq!(argv(&config(&["-m", "pkg.mod", "a"])), ["py", "-u", "-m", "pkg.mod", "a"]);
     assert_eq!(argv(&config(&["--no-python", "x.py", "a"])), ["x.py", "a"]);
@@ -437,7 +437,7 @@ fn commands_are_torchruns() {
 }
 
 #[test]
-fn without_python_one_line_says_what_to_do() {
+fn missing_python_error_states_what_to_do() {
     let env = |name: &str| (name == "PATH").then(|| OsString::from("/no/such/bin"));
     let error = parse(["convoke", "x.py"].map(OsString::from).into_iter(), &env).expect_err("no python");
     assert_eq!(error.code, 1);
@@ -446,7 +446,7 @@ fn without_python_one_line_says_what_to_do() {
 }
 
 #[test]
-fn backends_are_selected_as_torchrun_does() {
+fn backends_are_selected_like_torchrun() {
     let standalone = |words: &[&str]| config(words).rendezvous == Rendezvous::Standalone;
     assert!(standalone(&["--standalone", "--rdzv-backend=static", "--rdzv-endpoint=127.0.0.1:1", "x"]));
     assert!(standalone(&["--rdzv-id=mine", "x"]) && standalone(&["--master-addr=10.0.0.1", "x"]));
@@ -477,7 +477,7 @@ fn backends_are_selected_as_torchrun_does() {
 }
 
 #[test]
-fn ids_are_as_given_where_the_backend_keeps_them() {
+fn run_id_is_kept_except_by_standalone_backends() {
     let id = |words: &[&str]| config(words).run_id;
     assert_eq!(id(&["--master-port=1", "x"]), "none");
     assert_eq!(id(&["--master-port=1", "--rdzv-id=job", "x"]), "job");
@@ -489,7 +489,7 @@ fn ids_are_as_given_where_the_backend_keeps_them() {
 }
 
 #[test]
-fn what_is_ignored_is_said() {
+fn ignored_flags_are_reported() {
     let warnings = |words: &[&str]| config(words).warnings;
     assert_eq!(
         warnings(&["--rdzv-id=mine", "--node-rank=1", "x"]),
@@ -520,7 +520,7 @@ fn what_is_ignored_is_said() {
 }
 
 #[test]
-fn settings_that_nobody_reads_are_named() {
+fn unused_rendezvous_settings_are_named() {
     let warnings = |words: &[&str]| config(words).warnings;
     assert_eq!(
         warnings(&["--rdzv-backend=c10d", "--rdzv-conf=join_timout=60,timeout=900", "x"]),
@@ -541,7 +541,7 @@ fn settings_that_nobody_reads_are_named() {
 }
 
 #[test]
-fn hosts_that_every_host_takes_for_itself_are_doubted_where_there_are_several_nodes() {
+fn loopback_endpoint_with_several_nodes_causes_a_warning() {
     let doubt = |words: &[&str]| config(words).doubt.unwrap_or_default();
     let told = "by which every host means itself: nodes on other hosts do not find";
     for (words, start) in [
@@ -568,7 +568,7 @@ fn hosts_that_every_host_takes_for_itself_are_doubted_where_there_are_several_no
 }
 
 #[test]
-fn signals_replace_the_set_and_unknown_ones_are_told() {
+fn signal_list_replaces_the_default_and_unknown_ones_are_reported() {
     use nix::sys::signal::Signal;
     let config = config(&["--signals-to-handle=SIGUSR1, SIGTERM,SIGUSR1,TERM,SIGFOO,SIGKILL", "x"]);
     assert_eq!(config.signals, [Signal::SIGUSR1, Signal::SIGTERM]);
@@ -585,7 +585,7 @@ fn signals_replace_the_set_and_unknown_ones_are_told() {
 }
 
 #[test]
-fn prefix_template_falls_back_to_its_variable_then_to_the_default() {
+fn prefix_template_uses_flag_then_variable_then_default() {
     const NAME: &str = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE";
     let template =
         |words: &[&str], variables: &[(&str, &str)]| config_with(words, variables).logs.prefix_template;
@@ -595,7 +595,7 @@ fn prefix_template_falls_back_to_its_variable_then_to_the_default() {
 }
 
 #[test]
-fn other_variables_are_read() {
+fn other_environment_variables_are_read() {
     let variables = [
         ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "2"),
         ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"),
@@ -617,7 +617,7 @@ fn rdzv_conf_is_split_at_commas_and_trimmed() {
 }
 
 #[test]
-fn logs_are_as_asked_for() {
+fn log_flags_select_files_and_console() {
     let logs = config(&[
         "--log-dir=/dev/null",
         "--local-ranks-filter= 0,00",

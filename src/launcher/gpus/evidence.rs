@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn messages_are_those_of_the_workers_own_gpus() {
+    fn driver_messages_belong_to_the_gpus_of_the_worker() {
         let log = "3,1,900,-;NVRM: Xid (PCI:0000:01:00): 48, too old\n3,2,1000,-;NVRM: Xid (PCI:0000:01:00): 79, off the bus\n\
                    6,3,1001,-;NVRM: loading\n3,4,1002,-;NVRM: Xid (PCI:0000:00:00): 31, pid=77, name=x, MMU Fault\n";
         let xids = since_of(log, 1000);

@@ -179,7 +179,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn addresses_are_as_in_sysfs() {
+    fn pci_addresses_match_sysfs() {
         assert_eq!(in_sysfs("00000000:3B:00.0"), "0000:3b:00.0");
         assert_eq!(in_sysfs("0001:3b:00.0"), "0001:3b:00.0");
         assert_eq!(size_of::<PciInfo>(), 68);

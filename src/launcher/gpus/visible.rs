@@ -120,14 +120,14 @@ mod tests {
     }
 
     #[test]
-    fn all_are_seen_where_no_list_says_otherwise() {
+    fn all_gpus_are_visible_without_cuda_visible_devices() {
         assert_eq!(seen(&[gpu(0, None), gpu(1, None)], None).unwrap(), ["0", "1"]);
         assert_eq!(seen(&[gpu(0, Some(2)), gpu(1, None)], None).unwrap(), ["MIG-0-0", "MIG-0-1", "GPU-1a"]);
         assert_eq!(seen(&[gpu(0, Some(0))], None).unwrap(), Vec::<String>::new());
     }
 
     #[test]
-    fn a_list_chooses_as_for_the_driver() {
+    fn cuda_visible_devices_selects_gpus_like_the_driver() {
         let gpus = [gpu(0, None), gpu(1, Some(2)), gpu(2, None)];
         assert_eq!(seen(&gpus, Some("2, 0")).unwrap(), ["2", "0"]);
         assert_eq!(seen(&gpus, Some("1,-1,0")).unwrap(), ["1"]);
@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn each_worker_gets_its_own() {
+    fn each_worker_gets_its_own_gpus() {
         let devices: Vec<String> = ["4", "5", "6", "7", "8"].map(str::to_owned).into();
         assert_eq!(shares(&devices, 2, 2).unwrap(), ["4,5", "6,7"]);
         assert_eq!(shares(&devices, 5, 1).unwrap(), ["4", "5", "6", "7", "8"]);

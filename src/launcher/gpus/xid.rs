@@ -59,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn messages_of_the_driver_are_read() {
+    fn xid_messages_of_the_driver_are_parsed() {
         let line = "3,1204,981234567,-;NVRM: Xid (PCI:0000:3B:00): 79, pid=1234, name=python3, GPU has fallen off the bus.\n";
         let xid = Xid::of_line(line).unwrap();
         assert_eq!((xid.pci.as_str(), xid.number, xid.pid), ("0000:3b:00.0", 79, Some(1234)));
@@ -74,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn other_lines_are_none() {
+    fn other_kernel_log_lines_are_ignored() {
         for line in [
             "",
             "NVRM: loading",

@@ -105,7 +105,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn fields_are_read_by_their_whole_name() {
+    fn cgroup_fields_are_matched_by_their_whole_name() {
         let events = "low 0\noom 3\noom_kill 2\noom_group_kill 7\n";
         assert_eq!(field(events, "oom_kill"), Some(2));
         assert_eq!(field("oom_kill_disable 0\nunder_oom 0\noom_kill 5\n", "oom_kill"), Some(5));
@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn each_kill_accounts_for_one_death() {
+    fn each_oom_kill_explains_one_death() {
         let folder = tempfile::tempdir().unwrap();
         let count = |count: u64| {
             fs::write(folder.path().join("memory.events"), format!("oom_kill {count}\n")).unwrap();

@@ -85,7 +85,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sets_of_signals_are_read_from_what_the_kernel_tells() {
+    fn signal_sets_are_read_from_proc_status() {
         let status = "Name:\tx\nSigIgn:\t0000000000001001\nSigCgt:\t0000000180004a02\n";
         assert_eq!(signal_set(status, "SigIgn:"), 1 << 12 | 1);
         assert_eq!(signal_set(status, "SigCgt:"), 0x1_8000_4a02);
@@ -94,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn both_ways_find_a_child() {
+    fn both_child_listing_methods_find_a_child() {
         let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
         let pid = i32::try_from(child.id()).unwrap();
         assert!(children().contains(&pid));

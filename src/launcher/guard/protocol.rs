@@ -136,7 +136,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn messages_survive_any_split_and_any_bytes() {
+    fn messages_are_decoded_after_any_split_and_with_any_bytes() {
         let odd = OsString::from_vec(vec![b'a', 0xff, b'\n', b'"']);
         let spawn = ToGuard::Spawn(SpawnRequest {
             id: WorkerId(7),
@@ -167,7 +167,7 @@ mod tests {
     proptest! {
         /// Invalid bytes lead to an error, and an encoded message decodes to an equal one.
         #[test]
-        fn random_bytes_never_do_harm(
+        fn random_bytes_never_cause_a_panic(
             changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..4),
             signal in any::<i32>(),
             step in 1..50_usize,
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_an_error() {
+    fn malformed_message_is_an_error() {
         let mut decoder = Decoder::default();
         decoder.push(&u32::MAX.to_le_bytes());
         assert!(decoder.next::<ToGuard>().is_err());

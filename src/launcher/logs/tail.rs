@@ -92,7 +92,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_last_bytes_stay_however_they_come() {
+    fn tail_keeps_the_last_bytes_for_any_chunk_sizes() {
         for step in [1, 7, 1000, TAIL_BYTES - 1, TAIL_BYTES, 3 * TAIL_BYTES] {
             let all: Vec<u8> = (0..5 * TAIL_BYTES + 13).map(|at| (at % 251) as u8).collect();
             let tail = Tail::default();
@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn of_a_file_the_end_is_read() {
+    fn tail_of_a_file_reads_only_its_end() {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), [vec![b'a'; 10], vec![b'b'; TAIL_BYTES]].concat()).unwrap();
         assert_eq!(StderrTail::File(file.path().to_owned()).read(), (vec![b'b'; TAIL_BYTES], true));

@@ -120,7 +120,7 @@ fn path_of(attempt: &AttemptDir) -> Result<PathBuf> {
 }
 
 #[test]
-fn layout_is_base_run_attempt_rank() -> Result {
+fn log_layout_is_base_run_attempt_rank() -> Result {
     let (temp, config) = logs_in_temp()?;
     let run = RunDir::create(&config, "job/7");
     let mut attempt = run.attempt(2, 3)?;
@@ -140,7 +140,7 @@ fn layout_is_base_run_attempt_rank() -> Result {
 }
 
 #[test]
-fn an_attempt_of_the_same_number_starts_empty() -> Result {
+fn repeated_attempt_number_starts_with_empty_logs() -> Result {
     let (_temp, config) = logs_in_temp()?;
     let run = RunDir::create(&config, "job");
     let path = path_of(&run.attempt(0, 2)?)?;
@@ -152,7 +152,7 @@ fn an_attempt_of_the_same_number_starts_empty() -> Result {
 }
 
 #[test]
-fn two_runs_share_a_base_but_not_a_directory() -> Result {
+fn two_runs_share_a_base_but_no_directory() -> Result {
     let (temp, config) = logs_in_temp()?;
     RunDir::create(&config, "job");
     RunDir::create(&config, "job");
@@ -170,7 +170,7 @@ fn run_directories_are_private() -> Result {
 }
 
 #[test]
-fn without_a_directory_the_job_goes_on() -> Result {
+fn job_continues_without_a_log_directory() -> Result {
     let file = tempfile::NamedTempFile::new()?;
     for place in ["/proc/no/such/place".into(), file.path().to_owned(), file.path().join("below")] {
         let mut config = config(LogDir::Path(place));
@@ -183,7 +183,7 @@ fn without_a_directory_the_job_goes_on() -> Result {
 }
 
 #[test]
-fn dev_null_makes_no_files() -> Result {
+fn log_dir_dev_null_creates_no_files() -> Result {
     let mut config = config(LogDir::Nothing);
     config.redirects = StreamChoice::All(STDOUT);
     let run = RunDir::create(&config, "job");
@@ -194,7 +194,7 @@ fn dev_null_makes_no_files() -> Result {
 }
 
 #[test]
-fn dev_null_and_tee_show_lines_all_the_same() -> Result {
+fn log_dir_dev_null_still_tees_lines() -> Result {
     let mut config = config(LogDir::Nothing);
     config.tee = StreamChoice::All(STDOUT);
     let mut attempt = RunDir::create(&config, "job").attempt(0, 1)?;
@@ -268,7 +268,7 @@ fn a_real_worker_writes_both_streams() -> Result {
 }
 
 #[test]
-fn lines_are_shown_while_the_worker_lives_and_at_last_without_newline() -> Result {
+fn lines_are_shown_live_and_the_last_without_newline() -> Result {
     let mut config = config(LogDir::Nothing);
     config.tee = StreamChoice::All(STDOUT);
     let mut attempt = RunDir::create(&config, "job").attempt(0, 2)?;
@@ -291,7 +291,7 @@ fn lines_are_shown_while_the_worker_lives_and_at_last_without_newline() -> Resul
 }
 
 #[test]
-fn prefix_knows_four_names() -> Result {
+fn prefix_template_supports_four_names() -> Result {
     let mut config = config(LogDir::Nothing);
     config.prefix_template = "<${role_name}|$local_rank|${rank}|${hostname}|${x}|$$> ".to_owned();
     assert_eq!(prefix(&config, "node7", 1, 9), b"<trainer|1|9|node7|${x}|$> ");
@@ -383,7 +383,7 @@ fn eight_workers_at_full_speed_keep_whole_lines() -> Result {
 }
 
 #[test]
-fn a_line_beyond_the_limit_comes_in_pieces_but_complete() -> Result {
+fn line_beyond_the_limit_is_split_but_complete() -> Result {
     let mut config = config(LogDir::Nothing);
     config.tee = StreamChoice::All(STDOUT);
     let mut attempt = RunDir::create(&config, "job").attempt(0, 1)?;
@@ -399,7 +399,7 @@ fn a_line_beyond_the_limit_comes_in_pieces_but_complete() -> Result {
 }
 
 #[test]
-fn a_descendant_that_keeps_the_pipe_does_not_hold_the_launcher() -> Result {
+fn launcher_does_not_wait_for_descendants_holding_the_pipe() -> Result {
     let mut config = config(LogDir::Nothing);
     config.tee = StreamChoice::All(STDOUT);
     let mut attempt = RunDir::create(&config, "job").attempt(0, 1)?;
@@ -415,7 +415,7 @@ fn a_descendant_that_keeps_the_pipe_does_not_hold_the_launcher() -> Result {
 }
 
 #[test]
-fn a_descendant_that_writes_for_ever_is_cut_off() -> Result {
+fn output_of_an_endless_descendant_is_cut_off() -> Result {
     let mut config = config(LogDir::Nothing);
     config.tee = StreamChoice::All(STDOUT);
     let mut attempt = RunDir::create(&config, "job").attempt(0, 1)?;
@@ -436,7 +436,7 @@ fn a_descendant_that_writes_for_ever_is_cut_off() -> Result {
 }
 
 #[test]
-fn a_stream_that_is_never_empty_is_read_for_a_while_only() -> Result {
+fn endless_stream_is_read_only_for_a_limited_time() -> Result {
     let mut attempt = RunDir::create(&config(LogDir::Nothing), "job").attempt(0, 1)?;
     // No writer could always be faster than the reader.
     let endless = File::open("/dev/zero")?;
@@ -462,7 +462,7 @@ impl Write for Stuck {
 }
 
 #[test]
-fn a_stopped_console_does_not_stop_the_workers() -> Result {
+fn stopped_console_does_not_stop_the_workers() -> Result {
     let (_temp, mut config) = logs_in_temp()?;
     config.tee = StreamChoice::All(STDOUT);
     let mut attempt = RunDir::create(&config, "job").attempt(0, 1)?;
@@ -504,7 +504,7 @@ impl Write for Slow {
 }
 
 #[test]
-fn a_slow_console_gets_everything_even_beyond_the_deadline() -> Result {
+fn slow_console_gets_everything_even_after_the_deadline() -> Result {
     let mut config = config(LogDir::Nothing);
     config.tee = StreamChoice::All(STDOUT);
     let mut attempt = RunDir::create(&config, "job").attempt(0, 1)?;
@@ -524,7 +524,7 @@ fn a_slow_console_gets_everything_even_beyond_the_deadline() -> Result {
 }
 
 #[test]
-fn a_stopped_console_does_not_hold_the_end() -> Result {
+fn stopped_console_does_not_delay_the_exit() -> Result {
     let mut config = config(LogDir::Nothing);
     config.tee = StreamChoice::All(STDOUT);
     let mut attempt = RunDir::create(&config, "job").attempt(0, 1)?;
@@ -553,7 +553,7 @@ impl Write for Broken {
 }
 
 #[test]
-fn a_broken_stdout_is_told_once_and_files_go_on() -> Result {
+fn broken_stdout_is_reported_once_and_files_continue() -> Result {
     let (_temp, mut config) = logs_in_temp()?;
     config.tee = StreamChoice::All(STDOUT);
     let mut attempt = RunDir::create(&config, "job").attempt(0, 1)?;
@@ -575,7 +575,7 @@ fn a_broken_stdout_is_told_once_and_files_go_on() -> Result {
 }
 
 #[test]
-fn a_full_disk_is_told_once_and_the_console_goes_on() -> Result {
+fn full_disk_is_reported_once_and_the_console_continues() -> Result {
     let mut config = config(LogDir::Nothing);
     config.tee = StreamChoice::All(STDOUT);
     let mut attempt = RunDir::create(&config, "job").attempt(0, 2)?;
@@ -602,7 +602,7 @@ fn a_full_disk_is_told_once_and_the_console_goes_on() -> Result {
 }
 
 #[test]
-fn thousands_of_threads_and_descriptors_are_not_left_behind() -> Result {
+fn tee_leaks_no_threads_or_descriptors() -> Result {
     let open = || names(Path::new("/proc/self/task")).map(|tasks| tasks.len());
     let mut config = config(LogDir::Nothing);
     config.tee = StreamChoice::All(STDOUT);
@@ -624,7 +624,7 @@ fn thousands_of_threads_and_descriptors_are_not_left_behind() -> Result {
 }
 
 #[test]
-fn characters_of_a_line_beyond_the_limit_stay_whole() {
+fn characters_stay_whole_in_lines_beyond_the_limit() {
     for character in ["é", "€", "😀"] {
         for before in 0..=4 {
             let text = "x".repeat(before) + &character.repeat(3 * LINE_MAX_BYTES / character.len() + 7);
@@ -642,7 +642,7 @@ fn characters_of_a_line_beyond_the_limit_stay_whole() {
 }
 
 #[test]
-fn a_partial_line_with_a_bad_byte_ends_with_a_whole_character_too() {
+fn partial_line_with_an_invalid_byte_ends_at_a_character() {
     let mut lines = Lines::default();
     let mut shown = Vec::new();
     lines.feed(b"\xff caf\xc3", |_| {});
@@ -664,14 +664,14 @@ fn cut(chunks: &[&[u8]]) -> Vec<(String, bool)> {
 }
 
 #[test]
-fn carriage_returns_end_lines_too_across_chunks() {
+fn carriage_returns_end_lines_even_across_chunks() {
     let line = |text: &str| (text.to_owned(), true);
     assert_eq!(cut(&[b"a\r", b"\nb\r", b"c\r\n", b"\n"]), [line("a"), line("b"), line("c"), line("")]);
     assert_eq!(cut(&[b"a\r\rb", b""]), [line("a"), line(""), ("b".to_owned(), false)]);
 }
 
 #[test]
-fn a_partial_line_is_shown_up_to_its_last_whole_character() {
+fn partial_line_is_shown_to_its_last_whole_character() {
     let mut lines = Lines::default();
     let mut shown = Vec::new();
     lines.feed(b"caf\xc3", |_| {});
@@ -684,7 +684,7 @@ fn a_partial_line_is_shown_up_to_its_last_whole_character() {
 proptest! {
     /// Any division of the bytes into reads gives equal lines.
     #[test]
-    fn cuts_do_not_matter(text in "[ab\r\n]{0,60}", cuts in proptest::collection::vec(0usize..60, 0..6)) {
+    fn lines_are_equal_for_any_chunks(text in "[ab\r\n]{0,60}", cuts in proptest::collection::vec(0usize..60, 0..6)) {
         let bytes = text.as_bytes();
         let mut at: Vec<usize> = cuts.into_iter().map(|cut| cut.min(bytes.len())).collect();
         at.extend([0, bytes.len()]);
@@ -700,7 +700,7 @@ proptest! {
 }
 
 #[test]
-fn the_read_end_reports_what_a_worker_wrote() -> Result {
+fn pipe_read_end_returns_worker_output() -> Result {
     let (ours, theirs) = pipe()?;
     File::from(theirs).write_all(b"x")?;
     let mut text = String::new();
@@ -722,7 +722,7 @@ fn passing_through(
 }
 
 #[test]
-fn stderr_passes_through_unless_it_goes_elsewhere() -> Result {
+fn stderr_passes_through_unless_redirected() -> Result {
     let redirect = |config: &mut LogConfig| config.redirects = StreamChoice::All(BOTH);
     let filter = |config: &mut LogConfig| config.local_ranks_filter = Some(BTreeSet::from([7]));
     let kinds = |run: &RunDir| {
@@ -750,7 +750,7 @@ fn stderr_passes_through_unless_it_goes_elsewhere() -> Result {
 }
 
 #[test]
-fn what_passes_through_is_unchanged_and_prompt() -> Result {
+fn passed_through_output_is_unchanged_and_prompt() -> Result {
     let (_temp, run) = passing_through(false, |_| {})?;
     let mut attempt = run.attempt(0, 1)?;
     let stdio = attempt.worker(0, 0)?;
@@ -775,7 +775,7 @@ fn what_passes_through_is_unchanged_and_prompt() -> Result {
 }
 
 #[test]
-fn lines_that_pass_through_stay_whole_at_full_speed() -> Result {
+fn passed_through_lines_stay_whole_at_full_speed() -> Result {
     const WORKERS: usize = 8;
     const LINES: usize = 20_000;
     let (_temp, run) = passing_through(false, |_| {})?;
@@ -822,7 +822,7 @@ fn lines_that_pass_through_stay_whole_at_full_speed() -> Result {
 }
 
 #[test]
-fn at_a_glance_the_last_lines_of_one_are_known_while_another_writes_without_end() -> Result {
+fn last_lines_of_one_worker_are_read_despite_another_flooding() -> Result {
     let (_temp, run) = passing_through(false, |_| {})?;
     let mut attempt = run.attempt(0, 2)?;
     let (dead, noisy) = (attempt.worker(0, 0)?, attempt.worker(1, 1)?);

@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_round_is_in_order_of_names() {
+    fn first_round_assigns_ranks_in_name_order() {
         assert_eq!(
             seated(&[("h10", None), ("h9", None), ("h1", None), ("h02", None)], 9),
             ["h1", "h02", "h9", "h10"]
@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn who_has_a_rank_keeps_it_and_others_fill_the_holes() {
+    fn ranks_are_kept_and_others_fill_the_gaps() {
         // h1 is lost: the last node gets its rank.
         assert_eq!(seated(&[("h0", Some(0)), ("h2", Some(2)), ("h3", Some(3))], 9), ["h0", "h3", "h2"]);
         // A new node gets the free rank.
@@ -135,7 +135,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn everybody_sits_once_and_who_can_stay_stays(
+        fn node_gets_one_rank_and_keeps_it_when_possible(
             before in prop::collection::vec(prop::option::of(0..12_usize), 1..12), max in 1..12_usize,
         ) {
             let mut used = std::collections::BTreeSet::new();
@@ -156,7 +156,7 @@ mod tests {
         }
 
         #[test]
-        fn names_have_one_order(a in "[a-b0-2.]{0,6}", b in "[a-b0-2.]{0,6}", c in "[a-b0-2.]{0,6}") {
+        fn host_name_order_is_total(a in "[a-b0-2.]{0,6}", b in "[a-b0-2.]{0,6}", c in "[a-b0-2.]{0,6}") {
             prop_assert_eq!(natural(&a, &b), natural(&b, &a).reverse());
             prop_assert_eq!(natural(&a, &b).is_eq(), a == b);
             if natural(&a, &b).is_le() && natural(&b, &c).is_le() {

@@ -47,7 +47,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_listener_is_found_in_both_families() {
+    fn listener_is_found_for_ipv4_and_ipv6() {
         is_found(&TcpListener::bind("127.0.0.1:0").unwrap());
         match TcpListener::bind("[::1]:0") {
             Ok(listener) => is_found(&listener),
@@ -61,7 +61,7 @@ mod tests {
     }
 
     #[test]
-    fn a_free_port_has_no_holder() {
+    fn free_port_has_no_owner() {
         // The socket is bound, so that no other process gets the port, but it does not listen.
         let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
         socket.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();

@@ -69,7 +69,7 @@ mod tests {
         /// All nodes get ranks, whatever numbers they send. The ranks have no gaps if the numbers are
         /// possible.
         #[test]
-        fn any_nodes_are_given_ranks(
+        fn any_nodes_get_contiguous_ranks(
             sizes in prop::collection::vec(prop_oneof![4 => 1..9_usize, 1 => any::<usize>()], 1..6),
         ) {
             let nodes: Vec<_> = (0..).zip(&sizes).map(|(rank, &size)| node("x", rank, size)).collect();
@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn the_texts_are_those_of_python() {
+    fn rank_messages_match_the_json_of_torchrun() {
         assert_eq!(encode(&node("a\"b", 1, 2)), r#"{"role": "a\"b", "rank": 1, "local_world_size": 2}"#);
         assert_eq!(encode(&assign(&[node("x", 0, 1)])[0]), "[0, 1, 0, 1]");
     }

@@ -136,7 +136,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn node_0_is_told_of_an_address_that_is_not_its_own() {
+    fn master_addr_of_another_host_is_reported_on_node_0() {
         // This address belongs to a network for documentation, so no host has it.
         let elsewhere = elsewhere("192.0.2.1").unwrap();
         assert!(elsewhere.what.starts_with("192.0.2.1 is no address of this host"), "{}", elsewhere.what);

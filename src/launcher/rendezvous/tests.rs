@@ -30,7 +30,7 @@ const ROLE_INFO: &str = r#"{"role": "x", "rank": 1, "local_world_size": 2}"#;
 const RANKS: &str = "[0, 1, 0, 1]";
 
 #[test]
-fn what_agents_write_is_read() {
+fn messages_of_agents_are_decoded() {
     assert!(VERDICTS.iter().all(|text| reads::<Verdict>(text.as_bytes())), "{VERDICTS:?}");
     assert!(reads::<Registration>(REGISTRATION.as_bytes()));
     assert!(reads::<RoleInfo>(ROLE_INFO.as_bytes()));
@@ -39,7 +39,7 @@ fn what_agents_write_is_read() {
 
 proptest! {
     #[test]
-    fn damaged_texts_do_no_harm(
+    fn damaged_messages_cause_no_panic(
         which in 0..8_usize,
         changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..4),
         cut in any::<prop::sample::Index>(),

@@ -64,7 +64,7 @@ fn root_cause(failures: &[Ended]) -> Option<usize> {
 }
 
 #[test]
-fn the_layout_is_torchruns() {
+fn report_layout_matches_torchrun() {
     let stopped = Ended { stopped: true, ..failure(0, ExitCause::Signal(15)) };
     let failures = [failure(1, ExitCause::Code(3)), stopped];
     let wanted = "
@@ -94,7 +94,7 @@ Root Cause (first observed failure):
 }
 
 #[test]
-fn borders_are_as_wide_as_the_longest_line_up_to_sixty() -> Result {
+fn report_borders_match_the_longest_line_up_to_60() -> Result {
     let (_dir, failures) = with_files(&[r#"{"message": "short"}"#])?;
     let mut report = made("x", &failures);
     report.failures[0].error_file = None;
@@ -108,7 +108,7 @@ fn borders_are_as_wide_as_the_longest_line_up_to_sixty() -> Result {
 }
 
 #[test]
-fn the_time_is_local() {
+fn report_time_is_local() {
     let zone = TimeZone::fixed(jiff::tz::offset(2));
     let failures = [failure(0, ExitCause::Code(1))];
     let report = text::report(&made("x", &failures), &zone);
@@ -116,7 +116,7 @@ fn the_time_is_local() {
 }
 
 #[test]
-fn signals_without_a_name_are_not_invented() {
+fn unknown_signal_numbers_get_no_name() {
     let report = text("x", &[failure(0, ExitCause::Signal(40))]);
     assert!(report.contains("exitcode  : -40 (pid: 100)  (<N/A>)\n"), "{report}");
     assert_eq!(describe(ExitCause::Signal(40)), "was killed by signal 40");
@@ -125,7 +125,7 @@ fn signals_without_a_name_are_not_invented() {
 }
 
 #[test]
-fn the_earliest_second_is_to_blame_then_detection() {
+fn earliest_second_then_detection_order_selects_the_root_cause() {
     let mut failures = vec![failure(0, ExitCause::Code(1)), failure(1, ExitCause::Code(2))];
     assert_eq!(root_cause(&failures), Some(0), "same second: detection order");
     failures[1].time -= Duration::from_millis(900);
@@ -149,7 +149,7 @@ const RECORDED: &str = r#"{"message": {"message": "ValueError: bad",
     "extraInfo": {"py_callstack": "Traceback\n  line two", "timestamp": "1700000000"}}}"#;
 
 #[test]
-fn error_files_decide_time_and_traceback() -> Result {
+fn error_files_determine_time_and_traceback() -> Result {
     let (dir, failures) =
         with_files(&[r#"{"message": "out of cheese", "timestamp": 1700000100}"#, RECORDED])?;
     assert_eq!(root_cause(&failures), Some(1));
@@ -163,7 +163,7 @@ fn error_files_decide_time_and_traceback() -> Result {
 }
 
 #[test]
-fn odd_error_files_are_shown_as_far_as_they_go() -> Result {
+fn incomplete_error_files_are_shown_as_far_as_possible() -> Result {
     for (content, traceback) in [
         (r#"{"message": {"message": "only this"}}"#, "only this"),
         (r#"{"message": {}}"#, "<N/A>"),
@@ -186,7 +186,7 @@ fn odd_error_files_are_shown_as_far_as_they_go() -> Result {
 }
 
 #[test]
-fn an_error_file_that_is_no_json_is_named_and_the_report_still_there() -> Result {
+fn invalid_error_file_is_named_and_report_still_printed() -> Result {
     for content in ["", "{", "not json", r#"{"msg": 1}"#, "[]", "\u{0}"] {
         let (dir, failures) = with_files(&[content, RECORDED])?;
         let (report, wrong) = build(&job("x"), &failures);
@@ -202,7 +202,7 @@ fn an_error_file_that_is_no_json_is_named_and_the_report_still_there() -> Result
 }
 
 #[test]
-fn a_huge_error_file_is_not_read_whole() -> Result {
+fn huge_error_file_is_not_read_whole() -> Result {
     let (_dir, failures) = with_files(&[&format!(r#"{{"message": "{}"}}"#, "x".repeat(3 << 20))])?;
     let report = text("x", &failures);
     assert!(report.len() < 2000 && report.contains("longer than 1024 KiB"), "{report}");
@@ -210,7 +210,7 @@ fn a_huge_error_file_is_not_read_whole() -> Result {
 }
 
 #[test]
-fn what_is_no_file_is_no_error_file() -> Result {
+fn non_regular_error_file_is_ignored() -> Result {
     let dir = tempfile::tempdir()?;
     nix::unistd::mkfifo(&dir.path().join("fifo"), nix::sys::stat::Mode::S_IRWXU)?;
     for name in ["fifo", ".", "absent"] {
@@ -221,7 +221,7 @@ fn what_is_no_file_is_no_error_file() -> Result {
 }
 
 #[test]
-fn the_root_cause_is_handed_on_with_its_exit_code() -> Result {
+fn root_cause_is_copied_to_the_parent_with_exit_code() -> Result {
     let (dir, mut failures) = with_files(&[r#"{"message": "later", "timestamp": 1700000100}"#, RECORDED])?;
     let target = dir.path().join("parent.json");
     hand_on(&made("x", &failures), &failures, &target)?;
@@ -239,7 +239,7 @@ fn the_root_cause_is_handed_on_with_its_exit_code() -> Result {
 }
 
 #[test]
-fn the_plain_form_is_handed_on_as_it_is_and_nothing_if_there_is_nothing() -> Result {
+fn plain_error_is_copied_unchanged_and_absent_one_not_written() -> Result {
     let (dir, failures) = with_files(&[r#"{"message": "plain", "timestamp": 5}"#])?;
     let target = dir.path().join("parent.json");
     hand_on(&made("x", &failures), &failures, &target)?;
@@ -258,7 +258,7 @@ fn the_plain_form_is_handed_on_as_it_is_and_nothing_if_there_is_nothing() -> Res
 }
 
 #[test]
-fn full_host_names_are_in_etc_hosts() {
+fn full_host_name_is_read_from_etc_hosts() {
     let hosts = "127.0.0.1 localhost # loop\n::1 localhost\n10.0.0.7\tnode7.cluster.example node7 # me\n127.0.1.1 lone\n";
     assert_eq!(host::full_name("node7", hosts), Some("node7.cluster.example".to_owned()));
     assert_eq!(host::full_name("NODE7", hosts), Some("node7.cluster.example".to_owned()));
@@ -275,7 +275,7 @@ fn full_host_names_are_in_etc_hosts() {
 proptest! {
     /// Any output of a worker gives a report or a line about the file, and never a panic.
     #[test]
-    fn any_error_file_is_survived(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+    fn any_error_file_is_handled_without_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
         let file = tempfile::NamedTempFile::new().expect("a file");
         fs::write(file.path(), bytes).expect("written");
         let failures = [Ended { error_file: Some(file.path().to_owned()), ..failure(0, ExitCause::Code(1)) }];
@@ -285,7 +285,7 @@ proptest! {
 
     /// Timestamps of any size are shown or ignored.
     #[test]
-    fn any_timestamp_is_survived(seconds in any::<f64>()) {
+    fn any_timestamp_is_handled_without_panic(seconds in any::<f64>()) {
         let file = tempfile::NamedTempFile::new().expect("a file");
         fs::write(file.path(), serde_json::json!({"message": "m", "timestamp": seconds}).to_string()).expect("written");
         let failures = [Ended { error_file: Some(file.path().to_owned()), ..failure(0, ExitCause::Code(1)) }];
@@ -301,7 +301,7 @@ fn raised(worker: Ended, message: &str) -> Ended {
 }
 
 #[test]
-fn the_cause_stands_below_what_torchrun_shows() {
+fn cause_follows_the_torchrun_fields() {
     let failures = [raised(failure(0, ExitCause::Code(1)), "ValueError: bad")];
     let report = text("x", &failures);
     let wanted = "  traceback : Traceback (most recent call last):
@@ -316,7 +316,7 @@ fn the_cause_stands_below_what_torchrun_shows() {
 }
 
 #[test]
-fn times_of_another_clock_do_not_decide_against_times_of_ours() -> Result {
+fn implausible_error_file_time_does_not_select_the_root_cause() -> Result {
     let told = |seconds: u64| format!(r#"{{"message": "m", "timestamp": {seconds}}}"#);
     // Noticed a moment later, with a clock that is years behind.
     let (_dir, mut failures) = with_files(&["", &told(978_307_200)])?;
@@ -332,7 +332,7 @@ fn times_of_another_clock_do_not_decide_against_times_of_ours() -> Result {
 }
 
 #[test]
-fn who_left_too_early_is_to_blame_only_if_the_others_merely_lost_it() {
+fn early_exit_is_root_cause_only_of_lost_connections() {
     let lost = |rank| raised(failure(rank, ExitCause::Code(1)), "ConnectionResetError: reset by peer");
     let left = failure(0, ExitCause::Code(0));
     let report = made("x", &[left.clone(), lost(1), lost(2)]);
@@ -360,7 +360,7 @@ fn who_left_too_early_is_to_blame_only_if_the_others_merely_lost_it() {
 }
 
 #[test]
-fn a_worker_that_logs_its_own_panic_has_not_lost_a_peer() {
+fn worker_logging_its_own_panic_has_not_lost_peers() {
     let stderr =
         b"thread 'main' panicked at x.rs:1:1:\nno data\nrank 5 at 127.0.0.1:4 panicked; group world\n";
     let own = Ended { stderr: (stderr.to_vec(), false), ..failure(1, ExitCause::Code(101)) };
@@ -373,7 +373,7 @@ fn a_worker_that_logs_its_own_panic_has_not_lost_a_peer() {
 }
 
 #[test]
-fn a_worker_that_could_not_be_started_is_a_failure_without_a_process() {
+fn unstartable_worker_is_a_failure_without_a_process() {
     let how = |class| {
         let (why, advice) = ("./x: Permission denied (os error 13)".to_owned(), "chmod +x ./x".to_owned());
         How::NotStarted(NotStarted { class, why, advice })
@@ -389,7 +389,7 @@ fn a_worker_that_could_not_be_started_is_a_failure_without_a_process() {
 }
 
 #[test]
-fn a_report_is_the_same_after_its_way_to_another_node() -> Result {
+fn report_is_unchanged_after_transfer_to_another_node() -> Result {
     let (_dir, mut failures) = with_files(&[RECORDED, r#"{"message": "b"}"#])?;
     failures.push(raised(failure(2, ExitCause::Signal(40)), "ValueError: x"));
     let report = made("train.py", &failures);
@@ -406,7 +406,7 @@ fn a_report_is_the_same_after_its_way_to_another_node() -> Result {
 }
 
 #[test]
-fn a_report_on_its_way_is_short_and_keeps_the_root_cause() -> Result {
+fn transferred_report_is_short_and_keeps_the_root_cause() -> Result {
     let noise: String = (0..4000).map(|line| format!("line {line} \u{7} \"quoted\" äöü\n")).collect();
     let loud =
         |rank| Ended { stderr: (noise.clone().into_bytes(), true), ..failure(rank, ExitCause::Code(1)) };
@@ -442,7 +442,7 @@ fn reports_of_two_nodes_have_one_root_cause() {
 }
 
 #[test]
-fn a_report_file_appears_whole_or_not_at_all() -> Result {
+fn report_file_appears_completely_or_not_at_all() -> Result {
     let dir = tempfile::tempdir()?;
     let path = dir.path().join("report.json");
     let report = made("x", &[failure(0, ExitCause::Code(1))]);
@@ -461,7 +461,7 @@ fn screen(report: &Report) -> String {
 }
 
 #[test]
-fn a_screen_begins_with_the_root_cause_and_has_no_line_twice() {
+fn report_starts_with_the_root_cause_and_repeats_no_line() {
     let raised = raised(failure(1, ExitCause::Code(1)), "ValueError: bad");
     let mut after = raised.clone();
     after.stderr = (String::from_utf8_lossy(&after.stderr.0).replace("after\n", "").into_bytes(), false);
@@ -491,7 +491,7 @@ Failures:
 }
 
 #[test]
-fn a_screen_says_nothing_for_the_sake_of_the_layout() {
+fn report_omits_empty_fields() {
     let report = screen(&made("x", &[failure(0, ExitCause::Code(3))]));
     for filler in ["<N/A>", "To enable traceback", "error_file", "traceback", "cause", "more:"] {
         assert!(!report.contains(filler), "{report}");
@@ -505,7 +505,7 @@ fn a_screen_says_nothing_for_the_sake_of_the_layout() {
 }
 
 #[test]
-fn a_thousand_workers_that_fail_alike_are_one_entry() {
+fn thousand_equal_failures_are_one_entry() {
     let worker = |rank| {
         let message = format!("ModuleNotFoundError: No module named 'nemo' (seen after {rank}.5 s)");
         raised(failure(rank, ExitCause::Code(1)), &message)
@@ -517,7 +517,7 @@ fn a_thousand_workers_that_fail_alike_are_one_entry() {
 }
 
 #[test]
-fn workers_that_failed_otherwise_are_told_apart_with_one_traceback() {
+fn workers_with_other_failures_are_listed_with_one_traceback() {
     let mut workers = vec![raised(failure(0, ExitCause::Code(1)), "ValueError: bad")];
     workers.extend((1..4).map(|rank| raised(failure(rank, ExitCause::Code(1)), "KeyError: 'x'")));
     workers.push(failure(4, ExitCause::Signal(11)));
@@ -530,7 +530,7 @@ fn workers_that_failed_otherwise_are_told_apart_with_one_traceback() {
 proptest! {
     /// Any number of failures of any kind fits on one screen, with lines of limited length.
     #[test]
-    fn any_failure_fits_on_a_screen(
+    fn any_report_fits_on_a_screen(
         texts in proptest::collection::vec("(Traceback \\(most recent call last\\):\n)?([ -~]{0,300}\n){0,60}", 1..12),
         codes in proptest::collection::vec(-15_i32..130, 1..40),
     ) {

@@ -62,7 +62,7 @@ fn blaming(local_rank: usize, other: Option<usize>) -> Failure {
 }
 
 #[test]
-fn a_worker_that_others_blame_is_not_stopped_before_it_has_said_why_it_ends() {
+fn accused_worker_may_exit_with_its_own_error_first() {
     let mut story = Story::of(3, 0);
     story.at(0, blames(0, Some(1)), &[]);
     story.wakes_at(Some(5_000));
@@ -72,7 +72,7 @@ fn a_worker_that_others_blame_is_not_stopped_before_it_has_said_why_it_ends() {
 }
 
 #[test]
-fn the_others_are_stopped_when_the_worker_that_is_blamed_has_ended() {
+fn other_workers_are_stopped_when_the_accused_worker_exits() {
     for (code, cause) in [(7, failing(1, 7)), (0, failing(0, 1))] {
         let mut story = Story::of(3, 0);
         story.at(0, blames(0, Some(1)), &[]);
@@ -81,7 +81,7 @@ fn the_others_are_stopped_when_the_worker_that_is_blamed_has_ended() {
 }
 
 #[test]
-fn a_worker_that_is_blamed_and_goes_on_is_stopped_after_a_while() {
+fn accused_worker_that_continues_is_stopped_after_a_timeout() {
     let mut story = Story::of(3, 0);
     story.at(0, blames(0, Some(1)), &[]);
     story.at(4_999, Event::Tick, &[]);
@@ -90,7 +90,7 @@ fn a_worker_that_is_blamed_and_goes_on_is_stopped_after_a_while() {
 }
 
 #[test]
-fn a_worker_that_names_nobody_of_this_node_waits_for_all_of_it() {
+fn worker_accusing_another_node_waits_for_its_local_workers() {
     let mut story = Story::of(3, 0);
     story.at(0, blames(0, None), &[]);
     story.at(1, exit(2, 0), &[]);
@@ -108,7 +108,7 @@ fn a_worker_that_names_nobody_of_this_node_waits_for_all_of_it() {
 }
 
 #[test]
-fn the_end_of_the_job_on_other_nodes_stops_those_who_wait_for_a_culprit() {
+fn job_end_on_other_nodes_stops_workers_awaiting_a_culprit() {
     let mut story = Story::of(2, 0);
     story.at(0, blames(0, None), &[]);
     story.at(1, Event::Abort { signal: Signal::SIGTERM, grace: GRACE }, &[signal(1, Signal::SIGTERM)]);
@@ -116,7 +116,7 @@ fn the_end_of_the_job_on_other_nodes_stops_those_who_wait_for_a_culprit() {
 }
 
 #[test]
-fn a_settling_time_begins_with_the_first_failure_of_its_own() {
+fn settling_time_starts_with_the_first_independent_failure() {
     let mut story = Story::of(3, 2_000);
     story.at(0, blames(0, Some(1)), &[]);
     story.at(3_000, exit(1, 7), &[failing(1, 7)]);
@@ -125,7 +125,7 @@ fn a_settling_time_begins_with_the_first_failure_of_its_own() {
 }
 
 #[test]
-fn a_round_succeeds_when_all_workers_exit_with_0() {
+fn attempt_succeeds_when_all_workers_exit_with_0() {
     let mut story = Story::of(2, 0);
     story.at(1, exit(1, 0), &[]);
     story.wakes_at(None);
@@ -133,7 +133,7 @@ fn a_round_succeeds_when_all_workers_exit_with_0() {
 }
 
 #[test]
-fn a_failure_stops_the_others_and_keeps_the_order() {
+fn failure_stops_the_other_workers_and_keeps_the_order() {
     let mut story = Story::of(3, 0);
     story.at(1, exit(0, 0), &[]);
     story.at(2, exit(2, 3), &[failing(2, 3), signal(1, Signal::SIGTERM)]);
@@ -146,14 +146,14 @@ fn a_failure_stops_the_others_and_keeps_the_order() {
 }
 
 #[test]
-fn a_sibling_that_exits_with_0_when_stopped_is_no_failure() {
+fn worker_exiting_with_0_when_stopped_is_no_failure() {
     let mut story = Story::of(2, 0);
     story.at(1, exit(0, 9), &[failing(0, 9), signal(1, Signal::SIGTERM)]);
     story.at(2, exit(1, 0), &[Action::Finish(Outcome::Failed(vec![failure(0, ExitCause::Code(9), false)]))]);
 }
 
 #[test]
-fn who_ignores_sigterm_is_killed_after_the_grace_period() {
+fn worker_ignoring_sigterm_is_killed_after_the_grace_period() {
     let mut story = Story::of(2, 0);
     story.at(0, exit(0, 1), &[failing(0, 1), signal(1, Signal::SIGTERM)]);
     story.at(29_999, Event::Tick, &[]);
@@ -178,7 +178,7 @@ fn failures_within_the_settling_time_are_simultaneous() {
 }
 
 #[test]
-fn settling_ends_when_nobody_is_left() {
+fn settling_ends_when_no_worker_remains() {
     let mut story = Story::of(2, 2_000);
     story.at(0, exit(0, 10), &[failing(0, 10)]);
     let failures = vec![failure(0, ExitCause::Code(10), false), failure(1, ExitCause::Code(11), false)];
@@ -186,7 +186,7 @@ fn settling_ends_when_nobody_is_left() {
 }
 
 #[test]
-fn a_signal_is_passed_on_with_its_own_grace_period() {
+fn forwarded_signal_has_its_own_grace_period() {
     let mut story = Story::of(2, 0);
     let stop = Event::Stop { signal: Signal::SIGINT, grace: Duration::from_secs(3), at_once: false };
     story.at(0, stop, &[signal(0, Signal::SIGINT), signal(1, Signal::SIGINT)]);
@@ -196,7 +196,7 @@ fn a_signal_is_passed_on_with_its_own_grace_period() {
 }
 
 #[test]
-fn only_a_user_who_repeats_ctrl_c_ends_the_patience() {
+fn repeated_ctrl_c_by_a_user_ends_the_grace_period() {
     let mut story = Story::of(1, 0);
     let stop = |at_once| Event::Stop { signal: Signal::SIGINT, grace: GRACE, at_once };
     story.at(0, stop(false), &[signal(0, Signal::SIGINT)]);
@@ -209,7 +209,7 @@ fn only_a_user_who_repeats_ctrl_c_ends_the_patience() {
 }
 
 #[test]
-fn a_stop_by_other_nodes_and_a_signal_to_this_one_are_one_stop() {
+fn stop_by_other_nodes_and_own_signal_are_one_stop() {
     let mut story = Story::of(1, 0);
     story.at(0, Event::Abort { signal: Signal::SIGTERM, grace: GRACE }, &[signal(0, Signal::SIGTERM)]);
     let stop = Event::Stop { signal: Signal::SIGTERM, grace: Duration::from_secs(10), at_once: false };
@@ -226,7 +226,7 @@ fn a_stop_by_other_nodes_and_a_signal_to_this_one_are_one_stop() {
 }
 
 #[test]
-fn a_signal_while_a_failure_is_dealt_with_leaves_it_the_reason() {
+fn signal_during_failure_handling_keeps_the_failure_as_reason() {
     let mut story = Story::of(2, 0);
     story.at(0, exit(0, 9), &[failing(0, 9), signal(1, Signal::SIGTERM)]);
     story.at(5, Event::Stop { signal: Signal::SIGTERM, grace: GRACE, at_once: false }, &[]);
@@ -234,7 +234,7 @@ fn a_signal_while_a_failure_is_dealt_with_leaves_it_the_reason() {
 }
 
 #[test]
-fn a_worker_that_starts_late_is_stopped_as_well() {
+fn late_started_worker_is_also_stopped() {
     let policy = Policy { settle: Duration::ZERO, culprit: CULPRIT, failure_grace: GRACE };
     let mut story = Story { supervisor: Supervisor::new(2, policy), start: Instant::now() };
     story.at(0, Event::Started { local_rank: 0 }, &[]);
@@ -248,7 +248,7 @@ fn a_worker_that_starts_late_is_stopped_as_well() {
 }
 
 #[test]
-fn an_abort_in_a_hurry_leaves_less_time_to_those_that_are_being_stopped() {
+fn urgent_abort_shortens_the_grace_period_of_stopping_workers() {
     let mut story = Story::of(2, 0);
     let stop = [Action::Failing { local_rank: 0, cause: ExitCause::Code(1) }, signal(1, Signal::SIGTERM)];
     story.at(0, exit(0, 1), &stop);
@@ -257,7 +257,7 @@ fn an_abort_in_a_hurry_leaves_less_time_to_those_that_are_being_stopped() {
 }
 
 #[test]
-fn an_abort_stops_the_workers_and_blames_nobody() {
+fn abort_stops_the_workers_without_a_failure() {
     let mut story = Story::of(2, 0);
     story.at(
         0,
@@ -273,7 +273,7 @@ fn not_found() -> NotStarted {
 }
 
 #[test]
-fn a_program_that_cannot_be_started_ends_the_round() {
+fn unstartable_program_ends_the_attempt() {
     let policy = Policy { settle: Duration::ZERO, culprit: CULPRIT, failure_grace: GRACE };
     let mut story = Story { supervisor: Supervisor::new(2, policy), start: Instant::now() };
     let not_found = not_found();
@@ -283,7 +283,7 @@ fn a_program_that_cannot_be_started_ends_the_round() {
 }
 
 #[test]
-fn random_rounds_always_finish_once_and_leave_nobody_running() {
+fn random_attempts_finish_once_and_leave_no_process() {
     let seed = std::env::var("CONVOKE_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or(20_261_121);
     println!("CONVOKE_SEED={seed}");
     for round in 0..2_000 {

@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn a_will_speaks_when_its_connection_ends_and_the_first_word_stays() {
+    fn first_executed_last_will_keeps_its_value() {
         let (_server, store) = server();
         let (first, first_watch) = store.set_last_will(b"verdict", b"first is gone", soon()).unwrap();
         let (second, mut second_watch) = store.set_last_will(b"verdict", b"second is gone", soon()).unwrap();
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn a_withdrawn_will_says_nothing_and_ends_its_watch() {
+    fn withdrawn_last_will_is_never_run_and_ends_its_watch() {
         let (_server, store) = server();
         let (will, mut watch) = store.set_last_will(b"verdict", b"gone", soon()).unwrap();
         will.withdraw();
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn a_watch_sees_the_end_of_the_store() {
+    fn watch_reports_the_loss_of_the_store() {
         let (server, store) = server();
         let (_will, mut watch) = store.set_last_will(b"verdict", b"gone", soon()).unwrap();
         server.shutdown();

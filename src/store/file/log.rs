@@ -98,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn records_may_come_in_any_pieces() {
+    fn records_may_be_read_in_any_chunks() {
         let mut bytes = Vec::new();
         push_record(&mut bytes, b"/k", b"v1");
         push_record(&mut bytes, b"/n", b"5");
@@ -122,7 +122,7 @@ mod tests {
     proptest! {
         /// Replaying any bytes in pieces gives the result of replaying them at once.
         #[test]
-        fn random_files_never_do_harm(
+        fn random_files_never_cause_a_panic(
             pairs in prop::collection::vec((prop::collection::vec(any::<u8>(), 0..6), prop::collection::vec(any::<u8>(), 0..9)), 0..8),
             changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..4),
             step in 1..40_usize,
@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn an_impossible_length_is_damage() {
+    fn impossible_record_length_is_reported_as_damage() {
         let mut bytes = Vec::new();
         push_record(&mut bytes, b"/k", b"v");
         bytes.extend_from_slice(&[0xff; 8]);

@@ -20,7 +20,7 @@ fn woken_by(work: impl FnOnce(&mut Woken)) -> Vec<ClientId> {
 }
 
 #[test]
-fn a_wait_for_several_keys_ends_with_the_last() {
+fn wait_for_several_keys_ends_with_the_last() {
     let mut state = State::default();
     state.set(b"here", b"", &mut vec![]);
     assert!(!wait(&mut state, ANN, &[b"a", b"here", b"b", b"a"]));
@@ -32,7 +32,7 @@ fn a_wait_for_several_keys_ends_with_the_last() {
 }
 
 #[test]
-fn those_who_wait_are_woken_in_the_order_in_which_they_came() {
+fn waiters_are_woken_in_arrival_order() {
     let mut state = State::default();
     for client in [BOB, ANN, CLEO] {
         wait(&mut state, client, &[b"k"]);
@@ -43,7 +43,7 @@ fn those_who_wait_are_woken_in_the_order_in_which_they_came() {
 }
 
 #[test]
-fn several_waits_of_one_caller_are_answered_each() {
+fn several_waits_of_one_client_are_each_answered() {
     let mut state = State::default();
     wait(&mut state, ANN, &[b"a"]);
     wait(&mut state, ANN, &[b"b"]);
@@ -77,7 +77,7 @@ fn cancelled_waits_are_forgotten() {
 }
 
 #[test]
-fn waits_of_one_caller_are_limited_and_no_other_is_harmed() {
+fn waits_per_client_are_limited_and_other_clients_unaffected() {
     let mut state = State::default();
     for i in 0..MAX_WAITS_PER_CLIENT {
         wait(&mut state, ANN, &[i.to_string().as_bytes()]);
@@ -95,7 +95,7 @@ fn waits_of_one_caller_are_limited_and_no_other_is_harmed() {
 }
 
 #[test]
-fn one_is_woken_for_each_item() {
+fn one_waiter_is_woken_for_each_queue_item() {
     let mut state = State::default();
     for client in [ANN, BOB, CLEO] {
         wait(&mut state, client, &[b"q"]);
@@ -110,7 +110,7 @@ fn one_is_woken_for_each_item() {
 }
 
 #[test]
-fn an_item_whose_taker_went_away_is_offered_to_the_next() {
+fn item_of_a_cancelled_waiter_is_offered_to_the_next() {
     let mut state = State::default();
     for client in [ANN, BOB] {
         wait(&mut state, client, &[b"q"]);
@@ -123,7 +123,7 @@ fn an_item_whose_taker_went_away_is_offered_to_the_next() {
 }
 
 #[test]
-fn an_item_wakes_the_first_who_needs_nothing_else() {
+fn item_wakes_the_first_waiter_without_other_missing_keys() {
     let mut state = State::default();
     wait(&mut state, ANN, &[b"q", b"more"]);
     wait(&mut state, BOB, &[b"q"]);
@@ -132,7 +132,7 @@ fn an_item_wakes_the_first_who_needs_nothing_else() {
 }
 
 #[test]
-fn queues_are_not_keys() {
+fn queues_and_keys_are_separate() {
     let mut state = State::default();
     state.queue_push(b"q", b"1", &mut vec![]);
     assert!(state.has(b"q"));
@@ -142,7 +142,7 @@ fn queues_are_not_keys() {
 }
 
 #[test]
-fn a_barrier_wakes_all_who_wait_for_it_and_those_who_wait_for_its_key() {
+fn barrier_wakes_its_waiters_and_waiters_of_its_key() {
     let mut state = State::default();
     wait(&mut state, CLEO, &[b"b"]);
     let mut woken = vec![];
@@ -159,7 +159,7 @@ fn a_barrier_wakes_all_who_wait_for_it_and_those_who_wait_for_its_key() {
 }
 
 #[test]
-fn retain_deletes_what_has_none_of_the_prefixes() {
+fn retain_deletes_keys_without_a_listed_prefix() {
     let mut state = State::default();
     for key in [&b"init/"[..], b"/keep/a", b"/keep", b"/drop", b""] {
         state.set(key, b"", &mut vec![]);
@@ -176,7 +176,7 @@ fn retain_deletes_what_has_none_of_the_prefixes() {
 }
 
 #[test]
-fn numbers_are_read_as_strtoll_does() {
+fn numbers_are_parsed_like_strtoll() {
     let read = [
         ("12", 12),
         ("-3x", -3),
@@ -194,7 +194,7 @@ fn numbers_are_read_as_strtoll_does() {
 }
 
 #[test]
-fn a_large_value_leaves_no_large_buffer_behind() {
+fn large_value_is_freed_after_use() {
     let mut state = State::default();
     state.set(b"k", &vec![0; 1 << 20], &mut vec![]);
     state.set(b"k", b"small", &mut vec![]);
@@ -218,7 +218,7 @@ fn answer_stream(state: &mut State, client: ClientId, bytes: &[u8]) -> Vec<u8> {
 }
 
 #[test]
-fn a_callers_own_wake_up_keeps_its_place_among_its_replies() {
+fn wake_up_and_replies_of_one_client_keep_order() {
     let mut bytes = Vec::new();
     encode::counted(&mut bytes, Kind::Wait, 1, [&b"k"[..]].into_iter());
     encode::key_and_number(&mut bytes, Kind::Add, b"n", 5);

@@ -18,7 +18,7 @@ use support::{soon, status_field, word};
 const MOST_KIB: u64 = 150 << 10;
 
 #[test]
-fn a_reply_that_stops_in_the_middle_is_a_timeout_and_takes_no_memory() {
+fn incomplete_large_reply_times_out_without_allocating_memory() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     // The server performs the handshake, announces 200 MiB and sends 3 bytes.

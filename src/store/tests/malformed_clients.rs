@@ -27,7 +27,7 @@ enum Reaction {
 use Reaction::{Closes, WaitsForMore};
 
 #[test]
-fn garbage_ends_its_own_connection_and_no_other() {
+fn garbage_closes_only_its_own_connection() {
     let (huge, minus) = (word(u64::MAX), word(i64::MIN.cast_unsigned()));
     let long_key = vec![b'k'; 8193];
     let hello_and = |bytes: &[u8]| [&HELLO[..], bytes].concat();
@@ -124,7 +124,7 @@ fn garbage_ends_its_own_connection_and_no_other() {
 }
 
 #[test]
-fn replies_due_before_the_garbage_are_still_sent() {
+fn replies_due_before_garbage_are_still_sent() {
     let server = serve();
     let mut stream = raw(server.addresses()[0]);
     let bytes = [&HELLO[..], &request(SET, &[b"/k", b"v1"]), &request(GET, &[b"/k"]), &[0xff]].concat();
@@ -133,7 +133,7 @@ fn replies_due_before_the_garbage_are_still_sent() {
 }
 
 #[test]
-fn requests_sent_byte_by_byte_are_carried_out() {
+fn requests_sent_byte_by_byte_are_executed() {
     let server = serve();
     let other = client(&server);
     let mut stream = raw(server.addresses()[0]);
@@ -182,14 +182,14 @@ fn floods_of_garbage_from_many_connections_disturb_nobody() {
 }
 
 #[test]
-fn a_client_that_does_not_read_costs_little_and_is_served_when_it_does() {
-    let process = another_process("in_another_process_a_client_does_not_read", Stdio::null());
+fn client_that_does_not_read_uses_little_memory_and_recovers() {
+    let process = another_process("scene_process_has_a_client_that_does_not_read", Stdio::null());
     assert_one_passed(&process.wait_with_output().unwrap());
 }
 
 #[test]
-#[ignore = "run by a_client_that_does_not_read_costs_little_and_is_served_when_it_does, whose memory it measures"]
-fn in_another_process_a_client_does_not_read() {
+#[ignore = "run by client_that_does_not_read_uses_little_memory_and_recovers, whose memory it measures"]
+fn scene_process_has_a_client_that_does_not_read() {
     const REQUESTS: usize = 300;
     let server = serve();
     let (other, thread) = (client(&server), server_thread());
@@ -214,7 +214,7 @@ fn in_another_process_a_client_does_not_read() {
 }
 
 #[test]
-fn a_client_that_does_not_read_is_not_read_from_for_ever() {
+fn requests_of_a_client_that_never_reads_are_paused() {
     let server = serve();
     let other = client(&server);
     other.set(b"k", &[1; 1000], support::soon()).unwrap();
@@ -234,7 +234,7 @@ fn a_client_that_does_not_read_is_not_read_from_for_ever() {
 }
 
 #[test]
-fn waits_and_items_of_clients_that_vanish_are_released() {
+fn waits_and_items_of_lost_clients_are_released() {
     let server = serve();
     let other = client(&server);
     // The server wakes the first client, which has gone; the item must reach the second client.
@@ -251,7 +251,7 @@ fn waits_and_items_of_clients_that_vanish_are_released() {
 }
 
 #[test]
-fn a_cancel_is_answered_after_the_wake_up_it_crossed_and_without_a_wait() {
+fn cancel_that_crosses_a_wake_up_is_still_answered() {
     let server = serve();
     let other = client(&server);
     let mut stream = connected(server.addresses()[0]);
@@ -265,7 +265,7 @@ fn a_cancel_is_answered_after_the_wake_up_it_crossed_and_without_a_wait() {
 }
 
 #[test]
-fn a_client_that_has_ended_its_side_still_gets_its_replies() {
+fn half_closed_client_still_gets_its_replies() {
     let server = serve();
     let other = client(&server);
     other.set(b"large", &vec![9; 8 << 20], support::soon()).unwrap();

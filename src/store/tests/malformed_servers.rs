@@ -55,7 +55,7 @@ fn deadline(milliseconds: u64) -> Instant {
 }
 
 #[test]
-fn what_does_not_shake_hands_is_unreachable_by_the_deadline() {
+fn server_that_fails_the_handshake_is_unreachable_at_deadline() {
     let (_socket, unserved) = unserved_address();
     let servers: Vec<(&str, &str, SocketAddr)> = vec![
         ("nobody listens", "refused", unserved),
@@ -97,7 +97,7 @@ fn what_does_not_shake_hands_is_unreachable_by_the_deadline() {
 }
 
 #[test]
-fn names_that_cannot_be_looked_up_are_unreachable() {
+fn unresolvable_names_are_unreachable() {
     within(Duration::from_secs(30), || {
         let error = TcpStore::connect("no-such-host.invalid:29500", deadline(200)).unwrap_err();
         assert!(matches!(error, StoreError::Unreachable { .. }), "{error}");
@@ -107,7 +107,7 @@ fn names_that_cannot_be_looked_up_are_unreachable() {
 }
 
 #[test]
-fn a_server_that_comes_late_is_found() {
+fn client_connects_to_a_server_that_starts_late() {
     let (socket, address) = unserved_address();
     let (sender, receiver) = channel();
     thread::scope(|scope| {
@@ -147,7 +147,7 @@ const CALLS: [(&str, Call); 18] = [
 ];
 
 #[test]
-fn a_server_that_never_answers_is_a_timeout_of_every_call() {
+fn every_call_to_a_mute_server_times_out() {
     let address = answering(vec![]);
     for (name, call) in CALLS {
         println!("call: {name}");
@@ -160,7 +160,7 @@ fn a_server_that_never_answers_is_a_timeout_of_every_call() {
 }
 
 #[test]
-fn a_server_that_hangs_up_is_a_loss_of_every_call_and_the_next_finds_nobody() {
+fn closed_connection_fails_every_call_and_reconnection_finds_nobody() {
     thread::scope(|scope| {
         for (name, call) in CALLS {
             scope.spawn(move || {
@@ -179,7 +179,7 @@ fn a_server_that_hangs_up_is_a_loss_of_every_call_and_the_next_finds_nobody() {
 }
 
 #[test]
-fn a_client_in_a_wait_learns_of_the_servers_end() {
+fn waiting_client_detects_the_end_of_its_server() {
     let server = serve();
     let store = TcpStore::connect(&server.addresses()[0].to_string(), soon()).unwrap();
     let other = client(&server);
@@ -243,7 +243,7 @@ fn confirming_last_wills(reply: Vec<u8>) -> SocketAddr {
 }
 
 #[test]
-fn a_wrong_reply_to_a_watch_is_a_protocol_error() {
+fn wrong_reply_to_a_watch_is_a_protocol_error() {
     let store = TcpStore::connect(&confirming_last_wills(vec![7]).to_string(), soon()).unwrap();
     let (_will, mut watch) = store.set_last_will(b"k", b"v", soon()).unwrap();
     let error = watch.wait(soon()).unwrap_err();
@@ -251,7 +251,7 @@ fn a_wrong_reply_to_a_watch_is_a_protocol_error() {
 }
 
 #[test]
-fn a_last_will_that_is_not_confirmed_times_out_and_tells_after_which_time() {
+fn unconfirmed_last_will_times_out_with_the_elapsed_time() {
     let store = TcpStore::connect(&answering(vec![]).to_string(), soon()).unwrap();
     match store.set_last_will(b"k", b"v", deadline(100)) {
         Err(StoreError::Timeout { after, .. }) => assert!(after >= Duration::from_millis(90), "{after:?}"),
@@ -263,7 +263,7 @@ fn a_last_will_that_is_not_confirmed_times_out_and_tells_after_which_time() {
 ///
 /// The bytes are mostly small numbers, so that lengths and counts are often plausible.
 #[test]
-fn random_replies_never_do_harm() {
+fn random_replies_never_cause_a_panic() {
     let seed = std::env::var("CONVOKE_SEED").map_or_else(
         |_| std::time::SystemTime::UNIX_EPOCH.elapsed().unwrap().as_nanos() as u64,
         |seed| seed.parse().unwrap(),
@@ -294,7 +294,7 @@ fn random_replies_never_do_harm() {
 }
 
 #[test]
-fn unasked_bytes_do_not_reach_the_next_call() {
+fn unsolicited_bytes_do_not_affect_the_next_call() {
     let extra = [&[0][..], &blob(b"v"), b"surplus"].concat();
     let address = answering(extra.clone());
     let store = TcpStore::connect(&address.to_string(), soon()).unwrap();

@@ -38,7 +38,7 @@ fn several_addresses_share_keys_and_a_port() {
 }
 
 #[test]
-fn everywhere_means_ipv4_as_well() {
+fn wildcard_address_includes_ipv4() {
     for asked in [&["[::]:0"][..], &["0.0.0.0:0"], &["[::]:0", "0.0.0.0:0"]] {
         let server = StoreServer::bind(&addresses(asked)).unwrap();
         TcpStore::connect(&format!("127.0.0.1:{}", server.port()), soon()).unwrap();
@@ -47,7 +47,7 @@ fn everywhere_means_ipv4_as_well() {
 }
 
 #[test]
-fn an_address_in_use_is_named() {
+fn address_in_use_is_named() {
     let first = serve();
     let error =
         StoreServer::bind(&addresses(&["127.0.0.2:0", &first.addresses()[0].to_string()])).unwrap_err();
@@ -59,7 +59,7 @@ fn an_address_in_use_is_named() {
 }
 
 #[test]
-fn a_listening_socket_can_be_handed_over() {
+fn existing_listening_socket_can_be_passed_to_the_server() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     let server = StoreServer::serve(vec![listener]).unwrap();
@@ -68,7 +68,7 @@ fn a_listening_socket_can_be_handed_over() {
 }
 
 #[test]
-fn the_port_is_free_again_after_the_end() {
+fn port_is_free_again_after_shutdown() {
     let server = serve();
     let address = server.addresses()[0];
     let mut idle = connected(address);
@@ -79,7 +79,7 @@ fn the_port_is_free_again_after_the_end() {
 }
 
 #[test]
-fn the_view_of_a_server_fails_after_its_end_and_wakes_who_waits() {
+fn server_handle_fails_after_shutdown_and_wakes_waiters() {
     let server = serve();
     let (view, other) = (server.store(), client(&server));
     let deadline = soon();
@@ -90,7 +90,7 @@ fn the_view_of_a_server_fails_after_its_end_and_wakes_who_waits() {
 }
 
 #[test]
-fn what_is_due_is_sent_before_the_end() {
+fn due_replies_are_sent_before_shutdown() {
     let server = serve();
     let mut waiting = connected(server.addresses()[0]);
     waiting.write_all(&counted(WAIT, 1, &[b"/k"])).unwrap();
@@ -101,7 +101,7 @@ fn what_is_due_is_sent_before_the_end() {
 }
 
 #[test]
-fn an_end_with_a_client_that_does_not_read_comes_soon() {
+fn shutdown_is_quick_despite_a_client_that_does_not_read() {
     let server = serve();
     let other = client(&server);
     other.set(b"large", &vec![1; 8 << 20], soon()).unwrap();
@@ -114,7 +114,7 @@ fn an_end_with_a_client_that_does_not_read_comes_soon() {
 }
 
 #[test]
-fn retain_keeps_what_has_a_prefix_on_the_wire() {
+fn retain_over_tcp_keeps_keys_with_the_prefix() {
     let server = serve();
     let store = client(&server);
     store.announce_worker(soon()).unwrap();
@@ -127,7 +127,7 @@ fn retain_keeps_what_has_a_prefix_on_the_wire() {
 }
 
 #[test]
-fn workers_are_counted_as_torch_does() {
+fn workers_are_counted_like_in_torch() {
     let server = serve();
     let (one, two) = (client(&server), client(&server));
     assert_eq!(one.announce_worker(soon()).unwrap(), 1);
@@ -149,7 +149,7 @@ fn workers_are_counted_as_torch_does() {
 }
 
 #[test]
-fn more_threads_than_connections_take_turns() {
+fn more_threads_than_connections_share_them() {
     let server = serve();
     let store = client(&server);
     thread::scope(|scope| {
@@ -165,14 +165,14 @@ fn more_threads_than_connections_take_turns() {
 }
 
 #[test]
-fn without_descriptors_it_goes_on_serving_those_it_has() {
-    let process = another_process("in_another_process_descriptors_run_out", Stdio::null());
+fn server_without_free_descriptors_serves_existing_connections() {
+    let process = another_process("scene_process_exhausts_descriptors", Stdio::null());
     assert_one_passed(&process.wait_with_output().unwrap());
 }
 
 #[test]
-#[ignore = "run by without_descriptors_it_goes_on_serving_those_it_has, in a process of its own"]
-fn in_another_process_descriptors_run_out() {
+#[ignore = "run by server_without_free_descriptors_serves_existing_connections, in a process of its own"]
+fn scene_process_exhausts_descriptors() {
     setrlimit(Resource::RLIMIT_NOFILE, 64, 64).unwrap();
     let server = serve();
     let other = client(&server);
@@ -206,7 +206,7 @@ fn ten_thousand_clients_wait_for_one_key() {
     if clients < CLIENTS {
         skip(format_args!("{clients} clients instead of {CLIENTS}: the hard limit of descriptors is {hard}"));
     }
-    let mut server = another_process("in_another_process_a_server_runs", Stdio::piped());
+    let mut server = another_process("scene_process_runs_a_server", Stdio::piped());
     let (address, _output) = announced_address(&mut server);
     let other = TcpStore::connect(&address.to_string(), soon()).unwrap();
     let before = status_field(server.id(), "VmRSS");
@@ -247,7 +247,7 @@ fn announced_address(server: &mut Child) -> (SocketAddr, Lines<BufReader<ChildSt
 
 #[test]
 #[ignore = "run by ten_thousand_clients_wait_for_one_key, in a process of its own"]
-fn in_another_process_a_server_runs() {
+fn scene_process_runs_a_server() {
     let server = serve();
     println!("\nlistening on {}", server.addresses()[0]);
     // The server runs until the parent closes the pipe or dies.

@@ -135,7 +135,7 @@ fn until_waiting(backend: &Backend, thread: &Thread) {
 }
 
 #[test]
-fn what_one_sets_the_other_gets() {
+fn value_set_by_one_client_is_read_by_another() {
     each(|backend| {
         for (key, value) in
             [(&b"k"[..], &b"v1"[..]), (b"", b"of the empty key"), (b"empty", b""), (b"\0\xff/\n", b"\0\xff")]
@@ -160,7 +160,7 @@ fn large_values_survive() {
 }
 
 #[test]
-fn keys_and_values_that_are_too_long_are_refused_without_harm() {
+fn too_long_keys_and_values_are_refused_without_harm() {
     each(|backend| {
         let (key, value) = (vec![b'k'; 8193], vec![b'v'; (8 << 20) + 1]);
         for result in [backend.one.set(&key, b"", soon()), backend.one.set(b"k", &value, soon())] {
@@ -186,7 +186,7 @@ fn get_waits_for_the_key() {
 }
 
 #[test]
-fn a_wait_ends_with_its_last_key_however_it_appears() {
+fn wait_ends_however_its_last_key_is_created() {
     each(|backend| {
         backend.two.set(b"here", b"", soon()).unwrap();
         type Appear<'a> = (&'a [u8], Box<dyn Fn() + 'a>);
@@ -210,7 +210,7 @@ fn a_wait_ends_with_its_last_key_however_it_appears() {
 }
 
 #[test]
-fn a_failed_compare_set_ends_no_wait() {
+fn failed_compare_set_ends_no_wait() {
     each(|backend| {
         let late = || backend.two.compare_set(b"w", b"other", b"d", soon()).unwrap();
         thread::scope(|scope| {
@@ -226,7 +226,7 @@ fn a_failed_compare_set_ends_no_wait() {
 }
 
 #[test]
-fn a_timeout_names_what_is_missing_and_the_store_stays_usable() {
+fn timeout_names_missing_keys_and_the_store_stays_usable() {
     each(|backend| {
         backend.one.set(b"here", b"", soon()).unwrap();
         for _ in 0..3 {
@@ -248,7 +248,7 @@ fn a_timeout_names_what_is_missing_and_the_store_stays_usable() {
 }
 
 #[test]
-fn a_deadline_that_has_passed_still_ends_the_call() {
+fn expired_deadline_still_ends_the_call() {
     each(|backend| {
         let past = Instant::now();
         let started = Instant::now();
@@ -260,7 +260,7 @@ fn a_deadline_that_has_passed_still_ends_the_call() {
 }
 
 #[test]
-fn compare_set_follows_torchs_rules() {
+fn compare_set_follows_torch_rules() {
     each(|backend| {
         let compare_set = |expected: &[u8], desired: &[u8]| {
             let value = backend.one.compare_set(b"c", expected, desired, soon()).unwrap();
@@ -280,7 +280,7 @@ fn compare_set_follows_torchs_rules() {
 }
 
 #[test]
-fn add_counts_in_decimal_text() {
+fn add_stores_decimal_text() {
     each(|backend| {
         assert_eq!(backend.one.add(b"n", 5, soon()).unwrap(), 5);
         assert_eq!(backend.two.add(b"n", -7, soon()).unwrap(), -2);
@@ -295,7 +295,7 @@ fn add_counts_in_decimal_text() {
 }
 
 #[test]
-fn add_to_text_is_an_error_and_the_store_stays_usable() {
+fn add_to_text_fails_and_the_store_stays_usable() {
     each(|backend| {
         for text in [&b"abc"[..], b"", b"99999999999999999999"] {
             backend.one.set(b"t", text, soon()).unwrap();
@@ -329,7 +329,7 @@ fn append_extends_or_creates() {
 }
 
 #[test]
-fn check_wants_all_keys() {
+fn check_requires_all_keys() {
     each(|backend| {
         backend.one.multi_set(&[(b"x", b"1"), (b"y", b"2")], soon()).unwrap();
         assert!(backend.two.check(&[b"x", b"y", b"x"], soon()).unwrap());
@@ -340,7 +340,7 @@ fn check_wants_all_keys() {
 }
 
 #[test]
-fn many_keys_at_once() {
+fn multi_set_and_multi_get_accept_many_keys() {
     each(|backend| {
         let keys: Vec<Vec<u8>> = (0..3000).map(|i| format!("key-{i}").into_bytes()).collect();
         let pairs: Vec<(&[u8], &[u8])> = keys.iter().map(|key| (&**key, &key[4..])).collect();
@@ -354,7 +354,7 @@ fn many_keys_at_once() {
 }
 
 #[test]
-fn multi_get_waits_for_all() {
+fn multi_get_waits_for_all_keys() {
     each(|backend| {
         backend.two.set(b"m1", b"1", soon()).unwrap();
         let got = while_waiting(
@@ -381,7 +381,7 @@ fn deleted_keys_are_gone_and_count_once() {
 }
 
 #[test]
-fn a_prefix_hides_other_keys_from_lists_but_not_from_the_count() {
+fn prefix_filters_key_lists_but_not_the_key_count() {
     each(|backend| {
         let part = PrefixStore::new("a", Arc::new(PrefixStore::new("b", backend.one.clone())));
         part.set(b"k", b"v", soon()).unwrap();
@@ -396,7 +396,7 @@ fn a_prefix_hides_other_keys_from_lists_but_not_from_the_count() {
 }
 
 #[test]
-fn barriers_open_when_all_came_and_work_once() {
+fn barrier_opens_when_all_clients_enter_and_only_once() {
     each(|backend| {
         let late = || backend.two.barrier(b"b", 2, soon()).unwrap();
         while_waiting(backend, || backend.one.barrier(b"b", 2, soon()), late).unwrap();
@@ -409,7 +409,7 @@ fn barriers_open_when_all_came_and_work_once() {
 }
 
 #[test]
-fn who_gives_up_at_a_barrier_still_counts() {
+fn timed_out_barrier_participant_still_counts() {
     each(|backend| {
         assert!(matches!(backend.one.barrier(b"b", 2, short()), Err(StoreError::Timeout { .. })));
         backend.two.barrier(b"b", 2, soon()).unwrap();
@@ -436,7 +436,7 @@ fn queues_are_first_in_first_out() {
 }
 
 #[test]
-fn each_item_goes_to_one_of_those_who_wait() {
+fn each_queue_item_is_delivered_to_one_waiter() {
     each_with_queues(|backend| {
         let mut got = thread::scope(|scope| {
             let stores = [&backend.one, &backend.two, &backend.one, &backend.two, &backend.one, &backend.two];
@@ -453,7 +453,7 @@ fn each_item_goes_to_one_of_those_who_wait() {
 }
 
 #[test]
-fn a_thread_in_a_long_wait_holds_up_nobody() {
+fn long_wait_of_one_thread_blocks_no_other() {
     each(|backend| {
         thread::scope(|scope| {
             let waiters: Vec<_> =

@@ -83,7 +83,7 @@ impl Random {
 }
 
 #[test]
-fn what_is_encoded_is_decoded() {
+fn encoded_requests_round_trip() {
     let stream = conversation();
     let requests = decode(&stream, [stream.len()]).unwrap();
     assert_eq!(requests.len(), 2 + 9 + 4 + 1 + 8 + 9 + 2 + 3);
@@ -103,13 +103,13 @@ fn what_is_encoded_is_decoded() {
 }
 
 #[test]
-fn byte_by_byte_is_the_same_as_at_once() {
+fn decoding_byte_by_byte_equals_decoding_at_once() {
     let stream = conversation();
     assert_eq!(decode(&stream, 1..=stream.len()), decode(&stream, [stream.len()]));
 }
 
 #[test]
-fn random_splits_are_the_same_as_at_once() {
+fn decoding_random_splits_equals_decoding_at_once() {
     let mut random = Random::new();
     let stream = conversation();
     let whole = decode(&stream, [stream.len()]);
@@ -157,7 +157,7 @@ fn random_bytes_never_panic() {
 }
 
 #[test]
-fn limits_are_judged_by_the_length_alone() {
+fn size_limits_depend_only_on_the_announced_length() {
     let over = |kind: Kind, fields: &[&[u8]]| {
         let mut bytes = Vec::new();
         encode::handshake(&mut bytes, 1);
@@ -182,7 +182,7 @@ fn limits_are_judged_by_the_length_alone() {
 }
 
 #[test]
-fn a_request_as_a_whole_is_limited() {
+fn total_request_size_is_limited() {
     let mut bytes = Vec::new();
     encode::handshake(&mut bytes, 1);
     let hello = bytes.len();
@@ -193,7 +193,7 @@ fn a_request_as_a_whole_is_limited() {
 }
 
 #[test]
-fn the_first_request_must_be_a_good_validate_and_the_only_one() {
+fn first_and_only_first_request_is_a_valid_handshake() {
     let first = |bytes: &[u8]| decode(bytes, [bytes.len()]);
     for byte in 1..=255 {
         assert_eq!(first(&[byte]), Err(Malformed::NotValidated(byte)));
@@ -207,7 +207,7 @@ fn the_first_request_must_be_a_good_validate_and_the_only_one() {
 }
 
 #[test]
-fn a_request_of_many_pieces_is_scanned_once() {
+fn request_in_many_pieces_is_scanned_once() {
     let mut bytes = Vec::new();
     encode::handshake(&mut bytes, 1);
     encode::counted(&mut bytes, Kind::Wait, 60_000, (0..60_000).map(|_| &b"/some-key"[..]));
@@ -219,7 +219,7 @@ fn a_request_of_many_pieces_is_scanned_once() {
 
 proptest::proptest! {
     #[test]
-    fn any_requests_survive_any_splits(
+    fn requests_survive_any_split(
         sets in proptest::collection::vec((proptest::collection::vec(0..=255_u8, 0..20),
                                            proptest::collection::vec(0..=255_u8, 0..200)), 1..20),
         step in 1..100_usize,

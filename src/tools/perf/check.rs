@@ -184,12 +184,12 @@ mod tests {
     }
 
     #[test]
-    fn right_results_pass() {
+    fn correct_results_pass() {
         each(|_, _, _| None);
     }
 
     #[test]
-    fn one_wrong_element_is_found_wherever_it_is() {
+    fn one_wrong_element_is_detected_at_any_index() {
         for at in [0.0, 0.4, 0.9999] {
             each(|_, _, result| {
                 let index = (result.len() as f64 * at) as usize;
@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_never_filled_is_found_and_told() {
+    fn unwritten_result_is_detected_and_reported() {
         let (shape, numbers) =
             (Shape::new(Collective::AllGather, 12, 1, 3), Numbers::new(None, Dtype::Bool, 3));
         let (mut a, mut b) = (vec![false; 4], vec![false; 12]);

@@ -239,7 +239,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bus_factors_are_those_of_nccl_tests() {
+    fn bus_bandwidth_factors_match_nccl_tests() {
         assert_eq!(Collective::AllReduce.bus_factor(4), 1.5);
         for collective in [Collective::AllGather, Collective::ReduceScatterV, Collective::Scatter] {
             assert_eq!(collective.bus_factor(4), 0.75, "{collective}");
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn counts_are_whole_blocks_and_never_nothing() {
+    fn element_counts_are_whole_blocks_and_never_zero() {
         assert_eq!(Collective::AllReduce.count(4, 4, 3), 1);
         assert_eq!(Collective::AllReduce.count(4, 16, 3), 1);
         assert_eq!(Collective::AllGather.count(64, 4, 3), 15);
@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn every_name_is_the_one_of_the_command_line_and_listed_once() {
+    fn collective_names_match_the_command_line_and_are_unique() {
         assert_eq!(Collective::value_variants(), Collective::ALL);
         for collective in Collective::ALL {
             assert_eq!(collective.to_possible_value().unwrap().get_name(), collective.name());
@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_fill_the_buffer_and_what_is_sent_is_what_is_expected() {
+    fn blocks_fill_the_buffer_and_sent_equals_expected() {
         for (collective, count) in
             Collective::ALL.into_iter().flat_map(|c| [0, 1, 3, 15, 1000].map(|n| (c, n)))
         {

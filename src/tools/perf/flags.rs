@@ -334,7 +334,7 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_meaning_is_left_out_of_all_and_an_error_by_name() {
+    fn undefined_combinations_are_skipped_in_all_and_refused_by_name() {
         assert_eq!(subjects(&["all_reduce,barrier"], 2).unwrap(), ["all_reduce f32 sum", "barrier f32"]);
         let all = subjects(&["--op=avg", "--dtype=f32,f64"], 1).unwrap();
         assert!(all.contains(&"reduce f64 avg".to_owned()) && all.contains(&"gather f64".to_owned()));
@@ -350,14 +350,14 @@ mod tests {
     }
 
     #[test]
-    fn sizes_of_blocks_are_rounded_and_not_repeated() {
+    fn sizes_are_rounded_to_blocks_without_duplicates() {
         let flags = Flags::try_parse_from(["convoke-perf", "all_gather", "-b4", "-e100", "-f2"]).unwrap();
         let subject = flags.subjects(3).unwrap()[0];
         assert_eq!(flags.counts(&subject, 3), [3, 6, 15]);
     }
 
     #[test]
-    fn no_pairs_are_measured_where_only_a_csv_is_asked_for() {
+    fn host_pairs_are_not_measured_for_csv_only_output() {
         let pairs = |arguments: &[&str]| {
             Flags::try_parse_from(["convoke-perf"].iter().chain(arguments)).unwrap().pairs()
         };

@@ -44,7 +44,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_there_is_read_and_compared() {
+    fn available_memory_is_read_and_checked_against_the_need() {
         assert_eq!(available("MemTotal:  9 kB\nMemAvailable:    3 kB\n"), Some(3072));
         assert_eq!(available("MemTotal:  9 kB\n"), None);
         assert!(check("a call", 1, 1).is_ok());
@@ -53,7 +53,7 @@ mod tests {
     }
 
     #[test]
-    fn too_much_is_an_error() {
+    fn too_large_buffer_is_an_error() {
         assert!(filled(usize::MAX / 2, 0_u8, "all").is_err());
         assert_eq!(filled(2, 7_u16, "two").unwrap(), [7, 7]);
     }

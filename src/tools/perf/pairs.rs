@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn the_text_names_the_slowest_pair() {
+    fn pair_text_names_the_slowest_pair() {
         let text = pairs(3, &[((0, 1), 0.94), ((0, 2), 0.11), ((1, 2), 0.96)]).text(&names(3));
         assert!(text.contains(&"h1 - h3     0.110     0.220".to_owned()), "{text:?}");
         let last = text.last().unwrap();
@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn of_many_pairs_the_slowest_are_listed() {
+    fn only_the_slowest_of_many_pairs_are_listed() {
         let all: Vec<_> =
             tournament::rounds(20).concat().into_iter().map(|(a, b)| ((a, b), (a + b) as f64)).collect();
         let text = pairs(20, &all).text(&names(20));
@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn programs_get_both_ways() {
+    fn csv_and_json_contain_both_directions_of_a_pair() {
         let pairs = pairs(2, &[((0, 1), 1.0)]);
         let csv = pairs.csv(&names(2), "convoke", "tcp");
         assert_eq!(csv[0], "convoke,tcp,pair_h1_h2,2,u8,1000000,3,1000.00,1000.00,1.0000,1.0000");

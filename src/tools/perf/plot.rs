@@ -133,7 +133,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_are_named_by_what_differs() {
+    fn plot_lines_are_labelled_by_their_differences() {
         let mut rows: Vec<Row> =
             [64, 1024, 4096].map(|count| row(Collective::AllReduce, count, count as f64)).into();
         assert_eq!(lines(&rows, Row::bus_bandwidth).len(), 1);
@@ -147,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn a_drawing_has_axes_units_and_a_legend() {
+    fn plot_has_axes_units_and_a_legend() {
         let rows =
             [1, 1024, 1 << 20].map(|count| row(Collective::Broadcast, count, 5.0 + count as f64 / 100.0));
         let text = svg(&rows).unwrap();
@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_cannot_be_written_is_named() {
+    fn unwritable_plot_file_is_named() {
         let error = draw(&[], Path::new("/no/such/folder/x.svg")).unwrap_err().to_string();
         assert!(error.contains("/no/such/folder/x.svg"), "{error}");
     }

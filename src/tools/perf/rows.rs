@@ -103,7 +103,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn csv_is_that_of_all_benchmarks() {
+    fn csv_columns_match_all_benchmarks() {
         let mut row = row(Collective::AllReduce, 1_000_000, 4000.0);
         assert_eq!(
             row.csv("convoke", "tcp", false),
@@ -114,7 +114,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn json_has_everything_under_a_name() {
+    fn json_has_a_name_for_every_value() {
         let row = row(Collective::Broadcast, 1000, 2.0);
         let value: serde_json::Value = serde_json::from_str(&row.json("tcp")).unwrap();
         assert_eq!((value["collective"].as_str(), value["bytes"].as_u64()), (Some("broadcast"), Some(4000)));
@@ -123,7 +123,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn roots_are_told_where_there_are_any() {
+    fn root_column_appears_only_for_rooted_collectives() {
         let mut rooted = row(Collective::Gather, 4, 1.0);
         assert_eq!(rooted.root_text().as_deref(), Some("each"));
         rooted.root = Some(2);

@@ -66,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_are_read_in_all_their_spellings() {
+    fn sizes_are_parsed_in_all_spellings() {
         for (text, bytes) in [
             ("0", 0),
             ("4", 4),
@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_size_says_why() {
+    fn invalid_size_error_states_the_reason() {
         for (text, why) in [
             ("", "begins with a whole number"),
             ("K", "begins with a whole number"),
@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn series_go_to_their_end_and_no_farther() {
+    fn size_series_ends_exactly_at_its_maximum() {
         let all = |least, most, step| series(least, most, step).collect::<Vec<_>>();
         assert_eq!(all(4, 64, Step::Times(4)), [4, 16, 64]);
         assert_eq!(all(4, 63, Step::Times(4)), [4, 16]);
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_are_short_where_that_is_exact() {
+    fn sizes_are_abbreviated_if_exact() {
         assert_eq!([5, 4 << 30, 3 << 29].map(approximate), ["5 B", "4.0 GiB", "1.5 GiB"]);
         assert_eq!([4, 1023, 1024, 65532, 3 << 20].map(text), ["4 B", "1023 B", "1 KiB", "65532 B", "3 MiB"]);
     }

@@ -63,7 +63,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn percentiles_are_those_of_the_sorted_times() {
+    fn percentiles_are_selected_from_sorted_times() {
         let mut times: Vec<f64> = (0..200).rev().map(f64::from).collect();
         assert_eq!(percentiles(&mut times), Percentiles { p50: 100.0, p99: 197.0 });
         assert_eq!(percentiles(&mut [3.0]), Percentiles { p50: 3.0, p99: 3.0 });
@@ -71,19 +71,19 @@ mod tests {
     }
 
     #[test]
-    fn bandwidth_is_in_powers_of_ten() {
+    fn bandwidth_uses_powers_of_ten() {
         assert_eq!(gigabytes_per_second(2_000_000, 1000.0), 2.0);
         assert_eq!(gigabytes_per_second(5, 0.0), 0.0);
     }
 
     #[test]
-    fn medians_and_means() {
+    fn median_and_mean_are_correct() {
         assert_eq!((median(&[5.0, 1.0, 3.0]), median(&[4.0, 1.0]), median(&[])), (3.0, 2.5, 0.0));
         assert_eq!((mean(&[1.0, 2.0]), mean(&[])), (1.5, 0.0));
     }
 
     #[test]
-    fn iterations_fill_the_time_within_bounds_and_all_roots_are_equal() {
+    fn iteration_count_is_bounded_and_equal_for_all_roots() {
         let about = Length::About { micros: 30_000.0, least: 5, most: 2000 };
         assert_eq!(about.iterations(100.0, 4), 300);
         assert_eq!(about.iterations(1.0, 4), 2000);

@@ -104,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_table_has_the_columns_that_say_something() {
+    fn table_omits_empty_columns() {
         let columns = Columns::new(Collective::AllReduce, false, None);
         let row = row(Collective::AllReduce, 16 << 10, 100.0);
         assert_eq!(
@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn bars_fill_the_line_and_no_more() {
+    fn bars_fill_exactly_the_line() {
         for width in [0, 60, 90, 100, 120, 400] {
             let columns = Columns::new(Collective::AllReduce, false, Some(width));
             let row = row(Collective::AllReduce, 16 << 10, 100.0);
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn a_barrier_has_no_bandwidth() {
+    fn barrier_results_have_no_bandwidth() {
         let columns = Columns::new(Collective::Barrier, false, Some(200));
         let line = columns.row(&row(Collective::Barrier, 0, 4.0), Some(1.0));
         let cells: Vec<&str> = line.split_whitespace().collect();
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_and_ranks_are_short() {
+    fn numbers_and_rank_lists_are_short() {
         let numbers = [0.0, 0.000_05, 0.0123, 1.5, 12.345, 123.45, 12_345.6];
         assert_eq!(numbers.map(digits), ["0", "5.0e-5", "0.012", "1.500", "12.35", "123.5", "12346"]);
         assert_eq!(ranks(&[0, 1, 2, 3, 6, 8, 9]), "0-3, 6, 8-9");

@@ -84,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn all_meet_once_and_nobody_twice_at_a_time() {
+    fn every_host_pair_runs_once_and_hosts_never_overlap() {
         for hosts in 0..20 {
             let rounds = rounds(hosts);
             let mut met = BTreeSet::new();
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn the_slowest_pair_is_named_with_its_distance() {
+    fn slowest_pair_is_named_with_its_difference_from_the_median() {
         let pairs = [((0, 1), 0.94), ((0, 2), 0.11), ((1, 2), 0.96)];
         let slowest = slowest_pair(&pairs, None).unwrap();
         assert_eq!((slowest.what, slowest.bandwidth, slowest.median), ((0, 2), 0.11, 0.94));
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slow_host_is_told_from_a_slow_pair() {
+    fn slow_host_and_slow_pair_are_distinguished() {
         let pairs = [((0, 1), 0.1), ((0, 2), 1.0), ((1, 2), 0.12)];
         assert_eq!(slowest_host(3, &pairs), Some(Slowest { what: 1, bandwidth: 0.12, median: 1.0 }));
         assert_eq!(slowest_host(2, &pairs[..1]), None);

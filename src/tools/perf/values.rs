@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn results_are_exact_in_every_type() {
+    fn expected_results_are_exact_in_every_type() {
         each(|op, dtype, ranks| {
             let numbers = Numbers::new(Some(op), dtype, ranks);
             with_type!(dtype, T => for index in 0..PERIOD {
@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn every_rank_matters_somewhere() {
+    fn every_rank_affects_some_result() {
         each(|op, dtype, ranks| {
             let numbers = Numbers::new(Some(op), dtype, ranks);
             with_type!(dtype, T => for lost in 0..ranks.min(PERIOD) {
@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn some_results_by_hand() {
+    fn expected_results_match_manual_calculation() {
         let reduced = |op, dtype, ranks: usize| {
             let numbers = Numbers::new(Some(op), dtype, ranks);
             let own = (0..ranks).map(|rank| numbers.of::<i64>(rank, 5)).collect::<Vec<_>>();

@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_are_in_their_bounds() {
+    fn numeric_flags_are_within_their_bounds() {
         assert_eq!((at_least::<2>("2"), at_least::<2>("1").is_err()), (Ok(2), true));
         assert_eq!(
             ["0.5", "0", "-1", "NaN", "inf", "x"].map(|text| positive(text).is_ok()),

@@ -108,7 +108,7 @@ fn recording(rank: u32) -> Vec<u8> {
 }
 
 #[test]
-fn groups_come_first_and_then_the_last_calls_of_each_worker() {
+fn report_lists_groups_and_then_last_calls_per_worker() {
     let folder = Folder::new();
     // Recordings may be anywhere below the folder; other files are ignored.
     folder.write("node0/flight/rank-0.7.flight", &recording(0));
@@ -138,7 +138,7 @@ fn groups_come_first_and_then_the_last_calls_of_each_worker() {
 }
 
 #[test]
-fn json_has_everything() {
+fn json_contains_the_whole_report() {
     let folder = Folder::new();
     folder.write("rank-0.7.flight", &recording(0));
     folder.write("bad.flight", b"");
@@ -159,7 +159,7 @@ fn json_has_everything() {
 }
 
 #[test]
-fn what_cannot_be_read_is_named_and_skipped_and_the_exit_code_says_so() {
+fn unreadable_recordings_are_named_skipped_and_reflected_in_exit_code() {
     let folder = Folder::new();
     let good = recording(0);
     folder.write("good.flight", &good);
@@ -188,7 +188,7 @@ fn what_cannot_be_read_is_named_and_skipped_and_the_exit_code_says_so() {
 }
 
 #[test]
-fn a_link_that_leads_in_a_circle_is_not_followed() {
+fn circular_symlink_is_not_followed() {
     let folder = Folder::new();
     folder.write("a/good.flight", &recording(0));
     std::os::unix::fs::symlink(&folder.0, folder.0.join("a/again")).unwrap();
@@ -197,7 +197,7 @@ fn a_link_that_leads_in_a_circle_is_not_followed() {
 }
 
 #[test]
-fn nothing_found_is_an_error_that_says_what_to_look_at() {
+fn missing_recordings_error_states_where_to_search() {
     let folder = Folder::new();
     let output = run(&[&folder.0]);
     assert_eq!((output.status.code(), output.stdout.len()), (Some(1), 0));
@@ -205,7 +205,7 @@ fn nothing_found_is_an_error_that_says_what_to_look_at() {
 }
 
 #[test]
-fn help_and_version_go_to_stdout_and_mistakes_are_exit_code_two() {
+fn help_goes_to_stdout_and_usage_errors_exit_with_2() {
     let output = run(&["--help"]);
     let help = text(&output.stdout);
     for word in ["--json", "--last", "*.flight", "CONVOKE_FLIGHT_DIR", "exit code 0"] {
@@ -219,7 +219,7 @@ fn help_and_version_go_to_stdout_and_mistakes_are_exit_code_two() {
 }
 
 #[test]
-fn a_reader_that_leaves_early_is_no_error_and_a_full_disk_is() {
+fn closed_stdout_is_no_error_and_full_disk_is() {
     let folder = Folder::new();
     folder.write("good.flight", &recording(0));
     let start = |stdout: Stdio| {

@@ -115,7 +115,7 @@ fn every_collective_is_checked_timed_and_written_as_csv() {
 }
 
 #[test]
-fn every_type_and_operation_that_have_a_meaning_are_right() {
+fn every_valid_type_and_operation_is_correct() {
     let what =
         ["all_reduce,reduce_scatter,scan,exclusive_scan,broadcast", "--dtype=all", "--op=all", "--json"];
     let lines = run_short(2, &what);
@@ -138,7 +138,7 @@ fn every_type_and_operation_that_have_a_meaning_are_right() {
 }
 
 #[test]
-fn algorithms_are_compared_in_one_run_where_a_collective_has_them() {
+fn one_run_compares_all_algorithms_of_a_collective() {
     let what = ["all_reduce,broadcast,barrier", "--algorithms=ring,direct", "--csv"];
     let text = run_short(4, &what);
     let of = |collective: &str| {
@@ -157,7 +157,7 @@ fn algorithms_are_compared_in_one_run_where_a_collective_has_them() {
 }
 
 #[test]
-fn nonblocking_calls_are_right_one_or_several_at_a_time() {
+fn nonblocking_calls_are_correct_singly_and_concurrently() {
     for flags in [&["--nonblocking"][..], &["--in-flight=3"], &["--in-flight=2", "--root=1"]] {
         let text = run_short(2, &[flags, &["--csv"]].concat());
         assert_eq!(
@@ -169,7 +169,7 @@ fn nonblocking_calls_are_right_one_or_several_at_a_time() {
 }
 
 #[test]
-fn the_table_says_what_was_measured_where_and_how() {
+fn table_header_describes_the_measurement() {
     let text = run(4, &["all_reduce", "reduce", "-b4", "-e4K", "-f32", "--time-ms=0.5", "--min-iters=2"]);
     let lines: Vec<&str> = text.lines().collect();
     assert_eq!(lines[0], format!("# convoke-perf {}: 4 ranks on 1 host, shm", env!("CARGO_PKG_VERSION")));
@@ -189,7 +189,7 @@ fn the_table_says_what_was_measured_where_and_how() {
 }
 
 #[test]
-fn a_terminal_shows_what_is_being_done_and_then_bars() {
+fn terminal_shows_progress_and_then_bars() {
     let size = nix::pty::Winsize { ws_row: 40, ws_col: 110, ws_xpixel: 0, ws_ypixel: 0 };
     let pty = nix::pty::openpty(&size, None).unwrap();
     let mut line = Some(pty.slave);
@@ -209,7 +209,7 @@ fn a_terminal_shows_what_is_being_done_and_then_bars() {
 }
 
 #[test]
-fn a_plot_is_drawn() {
+fn plot_file_is_written() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("speed.svg");
     run_short(2, &["all_reduce", "gather", "--dtype=f32,i8", &format!("--plot={}", path.display())]);
@@ -220,7 +220,7 @@ fn a_plot_is_drawn() {
 }
 
 #[test]
-fn mistakes_are_exit_code_two_and_say_what_to_do() {
+fn usage_errors_exit_with_2_and_state_the_remedy() {
     for (arguments, told) in [
         (&["all_redcue"][..], "all_reduce"),
         (&["--dtype=f31"], "there is no \"f31\": i8, "),
@@ -252,7 +252,7 @@ fn mistakes_are_exit_code_two_and_say_what_to_do() {
 }
 
 #[test]
-fn help_is_printed_once_and_names_all() {
+fn help_is_printed_once_and_lists_all_collectives() {
     let outputs = outputs(start(&server(), 2, &["--help"], |_, _| {}));
     assert!(outputs.iter().all(|output| output.status.success()) && outputs[1].stdout.is_empty());
     let help = text(&outputs[0].stdout);
@@ -266,7 +266,7 @@ fn help_is_printed_once_and_names_all() {
 }
 
 #[test]
-fn more_memory_than_there_is_is_an_error_on_all_ranks() {
+fn insufficient_memory_is_an_error_on_all_ranks() {
     let outputs = outputs(start(&server(), 2, &["all_reduce", "-b1T", "-e900000T"], |_, _| {}));
     for output in &outputs {
         assert_eq!(output.status.code(), Some(1), "{}", text(&output.stderr));
@@ -275,7 +275,7 @@ fn more_memory_than_there_is_is_an_error_on_all_ranks() {
 }
 
 #[test]
-fn a_dead_rank_ends_it_with_its_name() {
+fn dead_rank_ends_perf_and_is_named() {
     let store = server();
     let mut workers = start(&store, 2, &["broadcast", "-n1000000", "-e4", "--root=0"], |_, _| {});
     let victim = workers.pop().unwrap();

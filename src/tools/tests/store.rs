@@ -31,7 +31,7 @@ fn announced(server: &mut Child) -> String {
 }
 
 #[test]
-fn it_says_where_it_listens_serves_and_ends_with_zero_on_signals() {
+fn store_prints_its_address_serves_and_exits_0_on_signals() {
     for (host, signal) in
         [("127.0.0.1", Signal::SIGTERM), ("localhost", Signal::SIGINT), ("::", Signal::SIGTERM)]
     {
@@ -49,7 +49,7 @@ fn it_says_where_it_listens_serves_and_ends_with_zero_on_signals() {
 }
 
 #[test]
-fn a_port_in_use_is_one_clear_line_and_exit_code_one() {
+fn busy_port_is_one_clear_line_and_exit_code_1() {
     let mut first = start(&["--port", "0"]);
     let address = announced(&mut first);
     let output = run(&["--port", address.rsplit(':').next().unwrap()]);
@@ -62,7 +62,7 @@ fn a_port_in_use_is_one_clear_line_and_exit_code_one() {
 }
 
 #[test]
-fn hosts_that_are_not_here_are_an_error_that_names_them() {
+fn addresses_of_other_hosts_are_refused_by_name() {
     for (host, expected) in
         [("192.0.2.1", "cannot listen at 192.0.2.1"), ("no-such-host.invalid", "no-such-host.invalid")]
     {
@@ -77,7 +77,7 @@ fn hosts_that_are_not_here_are_an_error_that_names_them() {
 }
 
 #[test]
-fn help_and_version_go_to_stdout_and_mistakes_are_exit_code_two() {
+fn help_goes_to_stdout_and_usage_errors_exit_with_2() {
     let help = String::from_utf8(run(&["--help"]).stdout).unwrap();
     for word in ["--host", "--port", "torch.distributed", "[default: 127.0.0.1]", "[default: 29500]"] {
         assert!(help.contains(word), "{word} is not in:\n{help}");
@@ -90,7 +90,7 @@ fn help_and_version_go_to_stdout_and_mistakes_are_exit_code_two() {
 }
 
 #[test]
-fn it_ends_with_an_error_if_nobody_can_read_where_it_listens() {
+fn store_exits_with_an_error_if_stdout_is_closed() {
     let mut command = Command::new(env!("CARGO_BIN_EXE_convoke-store"));
     let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
     let mut server = command.args(["--port", "0"]).stdout(full).stderr(Stdio::piped()).spawn().unwrap();

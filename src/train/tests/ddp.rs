@@ -71,7 +71,7 @@ fn averages_of<T: Gradient>(from: fn(f32) -> T, to: fn(T) -> f32) {
 }
 
 #[test]
-fn gradients_are_the_average_whatever_order_they_come_in() {
+fn gradients_are_averaged_in_any_arrival_order() {
     averages_of::<f32>(|x| x, |x| x);
     averages_of::<f64>(f64::from, |x| x as f32);
     averages_of::<f16>(f16::from_f32, f16::to_f32);
@@ -79,7 +79,7 @@ fn gradients_are_the_average_whatever_order_they_come_in() {
 }
 
 #[test]
-fn what_was_accumulated_is_averaged_once() {
+fn accumulated_gradients_are_averaged_once() {
     ranks(3, |group| {
         let (rank, mut ddp) = (group.rank(), Ddp::new(&group, [("a", 2), ("b", 1)]).unwrap());
         for _ in 0..2 {
@@ -100,7 +100,7 @@ fn what_was_accumulated_is_averaged_once() {
 }
 
 #[test]
-fn who_has_no_batch_left_helps_the_others() {
+fn rank_without_batches_joins_the_collectives_of_the_others() {
     for divide_by_world in [false, true] {
         let steps = ranks(3, |group| {
             let rank = group.rank();
@@ -145,7 +145,7 @@ fn steps_of(divide_by_world: bool) -> f32 {
 }
 
 #[test]
-fn who_runs_out_in_the_middle_of_an_accumulation_still_gives_what_it_has() {
+fn partial_accumulation_of_an_exhausted_rank_is_included() {
     let averages = ranks(3, |group| {
         let mut ddp = Ddp::new(&group, [("a", 1)]).unwrap();
         // Rank 0 has one batch left, rank 1 has two, rank 2 has none; a step takes two batches.
@@ -177,7 +177,7 @@ fn who_runs_out_in_the_middle_of_an_accumulation_still_gives_what_it_has() {
 }
 
 #[test]
-fn parameters_that_nobody_uses_are_an_error_or_zero() {
+fn unused_parameters_are_an_error_or_zero() {
     let errors = ranks(2, |group| {
         let mut ddp = Ddp::new(&group, (0..12).map(|index| (format!("p{index}"), 3))).unwrap();
         let mut pass = ddp.pass();
@@ -215,7 +215,7 @@ fn parameters_that_nobody_uses_are_an_error_or_zero() {
 }
 
 #[test]
-fn ranks_that_train_different_networks_learn_how_they_differ_and_go_on() {
+fn ranks_with_different_networks_learn_the_difference_and_continue() {
     type Parameters = fn(usize) -> Vec<(String, usize)>;
     let cases: [(Parameters, &str); 3] = [
         (
@@ -246,7 +246,7 @@ fn ranks_that_train_different_networks_learn_how_they_differ_and_go_on() {
 }
 
 #[test]
-fn a_pass_that_is_given_up_keeps_nobody_waiting() {
+fn abandoned_pass_blocks_no_other_rank() {
     let (begin, gate) = (Instant::now(), Gate::new(3));
     let errors = ranks(3, |group| {
         let mut ddp = Ddp::with_options(&group, [("a", 100_000), ("b", 100_000)], small()).unwrap();
@@ -279,7 +279,7 @@ fn a_pass_that_is_given_up_keeps_nobody_waiting() {
 }
 
 #[test]
-fn arguments_without_a_meaning_are_refused() {
+fn meaningless_ddp_arguments_are_refused() {
     ranks(1, |group| {
         let mut ddp = Ddp::new(&group, [("a", 2), ("b", 1)]).unwrap();
         let mut pass = ddp.pass();
@@ -302,7 +302,7 @@ fn arguments_without_a_meaning_are_refused() {
 }
 
 #[test]
-fn the_first_rank_prepares_and_the_others_come_after_it() {
+fn first_rank_of_a_host_prepares_before_the_others() {
     // Ranks 0 and 1 are the first ranks of their hosts.
     let (first, later) = (AtomicUsize::new(0), AtomicUsize::new(0));
     let outcomes = on_hosts(&[0, 1, 1, 0, 1], "", |group| {
@@ -326,7 +326,7 @@ fn the_first_rank_prepares_and_the_others_come_after_it() {
 }
 
 #[test]
-fn if_preparing_fails_all_learn_why_and_go_on() {
+fn failed_preparation_is_reported_to_all_ranks_and_group_continues() {
     let calls = AtomicUsize::new(0);
     on_hosts(&[0, 1, 1, 0], "", |group| {
         let error = first_on_each_host(&group, || {
@@ -345,7 +345,7 @@ fn if_preparing_fails_all_learn_why_and_go_on() {
 }
 
 #[test]
-fn a_panic_while_preparing_ends_the_wait() {
+fn panic_during_preparation_ends_the_wait() {
     let errors = ranks_together(3, |group: Group| {
         let prepare = || {
             first_of_all(
@@ -365,7 +365,7 @@ fn a_panic_while_preparing_ends_the_wait() {
 }
 
 #[test]
-fn a_trace_shows_all_ranks_and_what_was_sent_while_they_computed() {
+fn trace_shows_all_ranks_and_transfers_during_computation() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("trace.json");
     ranks(2, |group| {

@@ -41,8 +41,8 @@ fn average(ddp: &DeviceDdp, stream: &Arc<CudaStream>, parameter: usize) -> Vec<f
 }
 
 #[test]
-fn gradients_become_their_average_in_every_step() {
-    if !is_simulated("gradients_become_their_average_in_every_step", &[]) {
+fn device_gradients_are_averaged_in_every_step() {
+    if !is_simulated("device_gradients_are_averaged_in_every_step", &[]) {
         return;
     }
     ranks(3, |group, stream| {
@@ -65,8 +65,8 @@ fn gradients_become_their_average_in_every_step() {
 }
 
 #[test]
-fn what_passes_without_sending_leave_is_sent_with_the_next() {
-    if !is_simulated("what_passes_without_sending_leave_is_sent_with_the_next", &[]) {
+fn no_sync_gradients_are_sent_with_the_next_pass() {
+    if !is_simulated("no_sync_gradients_are_sent_with_the_next_pass", &[]) {
         return;
     }
     ranks(2, |group, stream| {
@@ -124,8 +124,8 @@ fn same_as_on_the_host<T: Gradient + DeviceRepr + ValidAsZeroBits + PartialOrd +
 }
 
 #[test]
-fn what_is_handed_over_is_added_to_what_is_there() {
-    if !is_simulated("what_is_handed_over_is_added_to_what_is_there", &[]) {
+fn added_gradient_is_summed_with_the_existing_one() {
+    if !is_simulated("added_gradient_is_summed_with_the_existing_one", &[]) {
         return;
     }
     ranks(1, |group, stream| {
@@ -142,8 +142,8 @@ fn what_is_handed_over_is_added_to_what_is_there() {
 }
 
 #[test]
-fn mistakes_are_told_and_keep_nobody_waiting() {
-    if !is_simulated("mistakes_are_told_and_keep_nobody_waiting", &[]) {
+fn misuse_is_reported_and_blocks_no_other_rank() {
+    if !is_simulated("misuse_is_reported_and_blocks_no_other_rank", &[]) {
         return;
     }
     ranks(2, |group, stream| {

@@ -53,8 +53,8 @@ impl Message {
 /// Random sends and receives in random order: for each tag, the received messages are the sent ones, in
 /// order.
 #[test]
-fn random_messages_arrive_in_order_for_each_tag() {
-    let mut random = Random::new("random_messages_arrive_in_order_for_each_tag");
+fn random_messages_keep_their_order_for_each_tag() {
+    let mut random = Random::new("random_messages_keep_their_order_for_each_tag");
     for round in 0..60 {
         let script = match round % 3 {
             0 => Script::default(),
@@ -125,7 +125,7 @@ fn random_messages_arrive_in_order_for_each_tag() {
 
 /// A sender has more messages than it may announce. It holds the rest back, and they arrive in order.
 #[test]
-fn more_messages_than_may_be_announced_wait_with_their_sender() {
+fn messages_beyond_the_announcement_limit_wait_at_the_sender() {
     for len in [0, 100, EAGER_BYTES + 1] {
         let (a, b) = fake::pair(Script::default());
         let (mut left, mut right) = (Mailbox::new(1), Mailbox::new(0));
@@ -161,8 +161,8 @@ fn more_messages_than_may_be_announced_wait_with_their_sender() {
 
 /// Random frames from a peer cause an error or nothing, and never a panic or unbounded memory.
 #[test]
-fn random_frames_never_do_harm() {
-    let mut random = Random::new("random_frames_never_do_harm");
+fn random_frames_never_cause_a_panic() {
+    let mut random = Random::new("random_frames_never_cause_a_panic");
     for _ in 0..3000 {
         let (mut stranger, ours) = fake::pair(Script::default());
         let mut mailbox = Mailbox::new(0);

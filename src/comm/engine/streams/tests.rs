@@ -91,8 +91,8 @@ fn scripts(random: &mut Random) -> [Script; 3] {
 }
 
 #[test]
-fn sums_are_right_and_equal_whatever_the_links_do() {
-    let mut random = Random::new("sums_are_right_and_equal_whatever_the_links_do");
+fn sums_are_correct_and_equal_on_any_link() {
+    let mut random = Random::new("sums_are_correct_and_equal_on_any_link");
     for world in 1..=6 {
         let hosts = Topology::new((0..world).map(|rank| rank / 2));
         for algorithm in [Algorithm::Ring, Algorithm::Direct, Algorithm::Doubling, Algorithm::Hierarchy] {
@@ -155,8 +155,8 @@ fn reduce_with<T: Element>(
 }
 
 #[test]
-fn halves_are_added_in_the_order_of_the_ranks_and_rounded_once() {
-    let mut random = Random::new("halves_are_added_in_the_order_of_the_ranks_and_rounded_once");
+fn half_sums_follow_rank_order_and_round_once() {
+    let mut random = Random::new("half_sums_follow_rank_order_and_round_once");
     for world in 2..=6 {
         for algorithm in [Algorithm::Flat, Algorithm::Direct] {
             for script in scripts(&mut random) {
@@ -185,8 +185,8 @@ fn halves_are_added_in_the_order_of_the_ranks_and_rounded_once() {
 }
 
 #[test]
-fn partial_sums_of_halves_travel_unrounded() {
-    let mut random = Random::new("partial_sums_of_halves_travel_unrounded");
+fn half_partial_sums_are_sent_unrounded() {
+    let mut random = Random::new("half_partial_sums_are_sent_unrounded");
     for world in 2..=6 {
         for algorithm in [Algorithm::Ring, Algorithm::Doubling] {
             for script in scripts(&mut random) {
@@ -206,8 +206,8 @@ fn partial_sums_of_halves_travel_unrounded() {
 }
 
 #[test]
-fn functions_get_the_shares_of_lower_ranks_first() {
-    let mut random = Random::new("functions_get_the_shares_of_lower_ranks_first");
+fn user_functions_receive_lower_rank_operands_first() {
+    let mut random = Random::new("user_functions_receive_lower_rank_operands_first");
     for algorithm in [Algorithm::Ring, Algorithm::Direct, Algorithm::Doubling] {
         for world in 2..=6 {
             let count = 1 + random.below(300);
@@ -228,8 +228,8 @@ fn functions_get_the_shares_of_lower_ranks_first() {
 }
 
 #[test]
-fn broadcasts_arrive_whatever_the_links_do() {
-    let mut random = Random::new("broadcasts_arrive_whatever_the_links_do");
+fn broadcasts_are_delivered_on_any_link() {
+    let mut random = Random::new("broadcasts_are_delivered_on_any_link");
     for world in 1..=6 {
         let hosts = Topology::new((0..world).map(|rank| rank % 2));
         for algorithm in [Algorithm::Binomial, Algorithm::Chain] {
@@ -254,7 +254,7 @@ fn broadcasts_arrive_whatever_the_links_do() {
 }
 
 #[test]
-fn a_connection_that_ends_anywhere_is_reported_and_not_waited_for() {
+fn connection_closed_anywhere_is_reported_without_waiting() {
     let mut random = Random::new("a_connection_that_ends_anywhere_is_reported");
     for _ in 0..50 {
         let end_after = random.below(HEADER_BYTES + 4000);
@@ -272,7 +272,7 @@ fn a_connection_that_ends_anywhere_is_reported_and_not_waited_for() {
 }
 
 #[test]
-fn another_call_is_a_mismatch_before_data_is_touched() {
+fn differing_call_is_a_mismatch_before_data_changes() {
     let mut random = Random::new("another_call_is_a_mismatch");
     let mine = all_reduce_call(100);
     let others = [

@@ -35,7 +35,7 @@ fn without(who: usize, failing: Failing) -> Vec<(Backend, i32)> {
 }
 
 #[test]
-fn where_one_rank_cannot_share_memory_all_use_connections() {
+fn all_ranks_use_tcp_if_one_cannot_share_memory() {
     for failing in [Failing::Create, Failing::Commit, Failing::Map] {
         for who in 0..3 {
             // Only the first rank makes memory.
@@ -47,7 +47,7 @@ fn where_one_rank_cannot_share_memory_all_use_connections() {
 }
 
 #[test]
-fn where_one_rank_cannot_make_memory_for_programs_each_has_its_own() {
+fn alloc_uses_private_memory_if_one_rank_cannot_share() {
     for failing in [Failing::Create, Failing::Commit, Failing::Map] {
         for who in 0..3 {
             let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
@@ -74,7 +74,7 @@ fn where_one_rank_cannot_make_memory_for_programs_each_has_its_own() {
 }
 
 #[test]
-fn memory_is_shared_unless_all_say_no_and_a_difference_is_an_error() {
+fn shared_memory_is_default_and_differing_settings_are_an_error() {
     for wanted in [[true, true], [false, false], [true, false]] {
         let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
         std::thread::scope(|scope| {

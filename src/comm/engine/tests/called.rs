@@ -58,7 +58,7 @@ fn calls(answer: &[u8], stays: bool) -> CommError {
 }
 
 #[test]
-fn whoever_answers_wrongly_is_named() {
+fn acceptor_with_a_wrong_answer_is_named() {
     let welcome = |suite: u8| Welcome { suite, capabilities: 0, nonce: [7; 32], proof: [8; 32] }.encode();
     let good = Frame { len: WELCOME_BYTES as u64, ..frame(Kind::Welcome, 0) };
     let mut version = with(good, &welcome(SUITE_PLAIN));

@@ -14,7 +14,7 @@ use convoke_testkit::Gate;
 const QUESTIONS: usize = 200_000;
 
 #[test]
-fn who_left_without_listening_holds_up_no_monitored_barrier() {
+fn departed_rank_that_never_reads_blocks_no_monitored_barrier() {
     let over = Gate::new(3);
     let through = siege(
         |group| {

@@ -136,7 +136,7 @@ fn until_ended(engine: &mut Engine, patience: Duration) -> bool {
 }
 
 #[test]
-fn a_peer_that_goes_mad_is_a_protocol_error_on_all_ranks() {
+fn protocol_violation_by_a_peer_is_reported_on_all_ranks() {
     for (what, lane, bytes, part) in madness() {
         let errors = attacked(|engine| {
             send_all(lane_to(engine, 0, lane), &bytes);
@@ -175,10 +175,9 @@ fn any_frame(random: &mut Random, kind: Kind) -> Vec<u8> {
 }
 
 #[test]
-fn garbage_in_every_kind_of_frame_on_every_lane_ends_the_group_with_one_cause() {
+fn garbage_frame_on_any_connection_ends_group_with_one_cause() {
     let rounds = if std::env::var_os("CONVOKE_FULL").is_some_and(|value| value == "1") { 30 } else { 2 };
-    let mut random =
-        Random::new("garbage_in_every_kind_of_frame_on_every_lane_ends_the_group_with_one_cause");
+    let mut random = Random::new("garbage_frame_on_any_connection_ends_group_with_one_cause");
     let all = (0..rounds).flat_map(|_| Lane::ALL).flat_map(|lane| Kind::ALL.map(|kind| (lane, kind)));
     for (lane, kind) in all {
         let garbage: Vec<Vec<u8>> = (0..=random.below(3)).map(|_| any_frame(&mut random, kind)).collect();
@@ -200,7 +199,7 @@ fn garbage_in_every_kind_of_frame_on_every_lane_ends_the_group_with_one_cause() 
 }
 
 #[test]
-fn more_than_was_asked_for_is_refused_before_it_is_read() {
+fn oversized_payload_is_refused_before_it_is_read() {
     let sum = |count: u64| {
         let op = Some(ReduceOp::Sum);
         Call::new(CallKind::AllReduce, Dtype::I32, op, 0, count).encode()
@@ -225,7 +224,7 @@ fn more_than_was_asked_for_is_refused_before_it_is_read() {
 }
 
 #[test]
-fn announcements_without_end_are_refused() {
+fn endless_announcements_are_refused() {
     let call = Call::new(CallKind::PointToPoint, Dtype::U8, None, 7, 1 << 20);
     let many: Vec<u8> = (0..70_000)
         .flat_map(|seq| Frame { seq, call: call.encode(), ..frame(Kind::Rts, 0) }.encode())
@@ -249,7 +248,7 @@ fn announcements_without_end_are_refused() {
 }
 
 #[test]
-fn a_flood_of_questions_does_not_stop_the_clock() {
+fn flood_of_queries_does_not_stop_timeouts() {
     // The timeout is long enough for both to have begun, also on a busy machine.
     let timeout = Duration::from_secs(2);
     let over = AtomicBool::new(false);
@@ -315,7 +314,7 @@ fn has_ended(engine: &mut Engine, peer: usize) -> bool {
 }
 
 #[test]
-fn bools_are_true_or_false_whatever_a_peer_sends() {
+fn received_bools_are_valid_whatever_a_peer_sends() {
     // The first is few enough elements to be read ahead, the second so many that they are received into the
     // buffer.
     const SHARED: [usize; 2] = [300, 60_000];

@@ -28,7 +28,7 @@ fn pairs<R: Send>(rounds: u64, body: impl Fn(Group) -> R + Sync) -> Vec<R> {
 }
 
 #[test]
-fn a_farewell_arrives_though_the_connection_does_not_take_it_at_once() {
+fn goodbye_is_delivered_although_the_socket_buffer_is_full() {
     pairs(60, |group| {
         if group.rank() == 0 {
             let error = group.recv(&mut [0], 1, 0).unwrap_err();
@@ -38,7 +38,7 @@ fn a_farewell_arrives_though_the_connection_does_not_take_it_at_once() {
 }
 
 #[test]
-fn what_a_peer_says_is_heard_however_many_pieces_it_comes_in() {
+fn message_split_into_any_pieces_is_read() {
     // Half a second before the deadline all ranks ask each other again, so a lost report would arrive only
     // then.
     let time = Duration::from_secs(20);

@@ -9,7 +9,7 @@ use crate::plan::check::{
 const CHUNKS: [fn(usize) -> usize; 2] = [|world| if world < 7 { 1 } else { world + 1 }, |_| usize::MAX];
 
 #[test]
-fn every_rank_counts_once_in_every_element_on_whatever_hosts() {
+fn result_includes_every_rank_exactly_once_on_any_hosts() {
     for chunk in CHUNKS {
         all_reduce_is_right(on_hosts, |rank, topology, count| {
             all_reduce(rank, topology, count, chunk(topology.world()))
@@ -18,7 +18,7 @@ fn every_rank_counts_once_in_every_element_on_whatever_hosts() {
 }
 
 #[test]
-fn its_halves_gather_and_scatter() {
+fn reduce_scatter_and_all_gather_halves_are_correct() {
     for chunk in CHUNKS {
         all_gather_is_right(on_even_hosts, |rank, topology, blocks| {
             all_gather(rank, topology, blocks, chunk(topology.world()))
@@ -42,7 +42,7 @@ fn leaving(topology: &Topology, plan: impl Fn(usize) -> Plan) -> Vec<usize> {
 }
 
 #[test]
-fn no_more_leaves_a_host_than_an_all_reduce_of_hosts_needs() {
+fn hierarchy_sends_the_minimum_between_hosts() {
     for hosts in 1..=5 {
         for ranks in 1..=5 {
             let topology = Topology::new((0..hosts * ranks).map(|rank| rank / ranks));

@@ -29,8 +29,8 @@ fn streams_and_buffers_of_other_contexts_are_refused() {
 }
 
 #[test]
-fn lengths_that_add_up_to_too_much_are_refused() {
-    if !is_simulated("misuse::lengths_that_add_up_to_too_much_are_refused", &[]) {
+fn overflowing_total_lengths_are_refused() {
+    if !is_simulated("misuse::overflowing_total_lengths_are_refused", &[]) {
         return;
     }
     on_devices(2, |group, stream| {
@@ -47,8 +47,8 @@ fn lengths_that_add_up_to_too_much_are_refused() {
 }
 
 #[test]
-fn a_group_that_ranks_leave_at_different_times_holds_up_nobody() {
-    if !is_simulated("misuse::a_group_that_ranks_leave_at_different_times_holds_up_nobody", &[]) {
+fn ranks_may_destroy_a_group_at_different_times() {
+    if !is_simulated("misuse::ranks_may_destroy_a_group_at_different_times", &[]) {
         return;
     }
     on_devices(2, |group, _| {
@@ -67,8 +67,8 @@ fn a_group_that_ranks_leave_at_different_times_holds_up_nobody() {
 }
 
 #[test]
-fn a_group_is_cut_when_what_is_under_way_is_done() {
-    if !is_simulated("misuse::a_group_is_cut_when_what_is_under_way_is_done", &[]) {
+fn split_waits_for_pending_device_operations() {
+    if !is_simulated("misuse::split_waits_for_pending_device_operations", &[]) {
         return;
     }
     on_devices(2, |group, stream| {
@@ -84,8 +84,8 @@ fn a_group_is_cut_when_what_is_under_way_is_done() {
 }
 
 #[test]
-fn what_was_done_before_an_abort_is_done() {
-    if !is_simulated("misuse::what_was_done_before_an_abort_is_done", &[]) {
+fn operations_completed_before_an_abort_stay_successful() {
+    if !is_simulated("misuse::operations_completed_before_an_abort_stay_successful", &[]) {
         return;
     }
     on_devices(1, |group, stream| {
@@ -101,8 +101,8 @@ fn what_was_done_before_an_abort_is_done() {
 }
 
 #[test]
-fn a_handle_without_device_destroys_for_all() {
-    if !is_simulated("misuse::a_handle_without_device_destroys_for_all", &[]) {
+fn destroying_the_host_group_destroys_its_device_groups() {
+    if !is_simulated("misuse::destroying_the_host_group_destroys_its_device_groups", &[]) {
         return;
     }
     ranks(2, |host| {
@@ -120,8 +120,8 @@ fn a_handle_without_device_destroys_for_all() {
 }
 
 #[test]
-fn any_thread_may_ask_whether_work_is_done() {
-    if !is_simulated("misuse::any_thread_may_ask_whether_work_is_done", &[]) {
+fn any_thread_may_query_work_completion() {
+    if !is_simulated("misuse::any_thread_may_query_work_completion", &[]) {
         return;
     }
     on_devices(2, |group, stream| {
@@ -134,8 +134,8 @@ fn any_thread_may_ask_whether_work_is_done() {
 }
 
 #[test]
-fn batches_with_messages_need_not_begin_alike_to_be_checked() {
-    if !is_simulated("misuse::batches_with_messages_need_not_begin_alike_to_be_checked", &[]) {
+fn checked_batches_may_start_with_different_messages() {
+    if !is_simulated("misuse::checked_batches_may_start_with_different_messages", &[]) {
         return;
     }
     with_options(2, &DeviceOptions::default().checked(true), |group, stream| {
@@ -159,8 +159,8 @@ fn batches_with_messages_need_not_begin_alike_to_be_checked() {
 }
 
 #[test]
-fn an_abort_frees_who_goes_through_the_host_behind_a_kernel() {
-    if !is_simulated("misuse::an_abort_frees_who_goes_through_the_host_behind_a_kernel", &[]) {
+fn abort_releases_a_staged_call_that_waits_for_a_kernel() {
+    if !is_simulated("misuse::abort_releases_a_staged_call_that_waits_for_a_kernel", &[]) {
         return;
     }
     with_options(1, &DeviceOptions::default().staged(true), |group, stream| {

@@ -3,8 +3,8 @@
 use super::*;
 
 #[test]
-fn a_group_is_cut_while_another_thread_calls() {
-    if !is_simulated("threads::a_group_is_cut_while_another_thread_calls", &[]) {
+fn group_can_be_split_while_another_thread_calls() {
+    if !is_simulated("threads::group_can_be_split_while_another_thread_calls", &[]) {
         return;
     }
     on_devices(1, |group, stream| {
@@ -25,8 +25,8 @@ fn a_group_is_cut_while_another_thread_calls() {
 }
 
 #[test]
-fn messages_go_on_without_a_rank_that_has_left() {
-    if !is_simulated("threads::messages_go_on_without_a_rank_that_has_left", &[]) {
+fn messages_continue_after_a_rank_departs() {
+    if !is_simulated("threads::messages_continue_after_a_rank_departs", &[]) {
         return;
     }
     let has_left = common::Gate::new(3);
@@ -58,8 +58,8 @@ fn messages_go_on_without_a_rank_that_has_left() {
 }
 
 #[test]
-fn who_calls_more_than_a_device_takes_waits_until_some_is_done() {
-    if !is_simulated("threads::who_calls_more_than_a_device_takes_waits_until_some_is_done", &[]) {
+fn caller_waits_while_the_device_queue_is_full() {
+    if !is_simulated("threads::caller_waits_while_the_device_queue_is_full", &[]) {
         return;
     }
     on_devices(1, |group, stream| {
@@ -85,8 +85,8 @@ fn who_calls_more_than_a_device_takes_waits_until_some_is_done() {
 }
 
 #[test]
-fn an_abort_frees_who_waits_to_call() {
-    if !is_simulated("threads::an_abort_frees_who_waits_to_call", &[]) {
+fn abort_releases_threads_that_wait_to_call() {
+    if !is_simulated("threads::abort_releases_threads_that_wait_to_call", &[]) {
         return;
     }
     on_devices(1, |group, stream| {
@@ -105,8 +105,8 @@ fn an_abort_frees_who_waits_to_call() {
 
 #[test]
 #[allow(unsafe_code)]
-fn a_fork_has_no_part_in_what_is_under_way() {
-    if !is_simulated("threads::a_fork_has_no_part_in_what_is_under_way", &[]) {
+fn forked_child_does_not_affect_pending_operations() {
+    if !is_simulated("threads::forked_child_does_not_affect_pending_operations", &[]) {
         return;
     }
     on_devices(1, |group, stream| {

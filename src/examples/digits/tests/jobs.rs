@@ -69,14 +69,14 @@ impl Job {
 }
 
 #[test]
-fn one_two_and_four_workers_learn_equally_well() {
+fn one_two_and_four_workers_train_equally_well() {
     let accuracies: Vec<f64> = [1, 2, 4].map(|world| run(world, 0, &[]).result().0).to_vec();
     let (least, most) = accuracies.iter().fold((100.0f64, 0.0f64), |(l, m), &a| (l.min(a), m.max(a)));
     assert!(least >= 95.0 && most - least <= 0.5, "{accuracies:?} % with 1, 2 and 4 workers");
 }
 
 #[test]
-fn a_batch_that_the_ranks_cannot_share_evenly_trains_too() {
+fn uneven_batches_train_too() {
     let job = run(3, 0, &["--epochs=2", "--batch=64"]);
     assert!(job.result().0 > 80.0, "{}", job.stdout(0));
     // With a batch of 2, one of three ranks has no examples in each step.
@@ -84,7 +84,7 @@ fn a_batch_that_the_ranks_cannot_share_evenly_trains_too() {
 }
 
 #[test]
-fn buckets_and_averaging_by_hand_end_with_the_same_parameters() {
+fn buckets_and_manual_averaging_produce_equal_parameters() {
     let folder = tempfile::tempdir().unwrap();
     // The network has several hidden layers, and each bucket holds a few parameters.
     let train = |world: usize, gradients: &str| {
@@ -112,7 +112,7 @@ fn floats(path: &Path) -> Vec<f32> {
 }
 
 #[test]
-fn a_trace_shows_buckets_on_their_way_during_the_backward_pass() {
+fn trace_shows_bucket_transfers_during_the_backward_pass() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("trace.json");
     let trace = format!("--trace={}", path.display());
@@ -139,7 +139,7 @@ fn a_trace_shows_buckets_on_their_way_during_the_backward_pass() {
 }
 
 #[test]
-fn a_job_that_lost_a_rank_resumes_and_ends_as_if_nothing_had_happened() {
+fn resumed_job_matches_an_uninterrupted_one() {
     let (_, undisturbed) = run(2, 0, &["--epochs=5"]).result();
 
     let folder = tempfile::tempdir().unwrap();
@@ -163,7 +163,7 @@ fn a_job_that_lost_a_rank_resumes_and_ends_as_if_nothing_had_happened() {
 }
 
 #[test]
-fn an_unusable_checkpoint_ends_the_job_on_all_ranks_with_its_name() {
+fn unusable_checkpoint_ends_all_ranks_and_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("state");
     let checkpoint = format!("--checkpoint={}", path.display());
@@ -190,7 +190,7 @@ fn an_unusable_checkpoint_ends_the_job_on_all_ranks_with_its_name() {
 }
 
 #[test]
-fn a_wrong_command_line_is_refused_before_anything_starts() {
+fn wrong_command_line_is_refused_before_anything_starts() {
     let cases: [(&[&str], i32, &str); 3] = [
         (&["--batch=0"], 2, "at least 1"),
         (&["--frobnicate"], 2, "--frobnicate"),
@@ -206,7 +206,7 @@ fn a_wrong_command_line_is_refused_before_anything_starts() {
 }
 
 #[test]
-fn digits_alone_is_a_world_of_one() {
+fn digits_without_a_launcher_is_a_world_of_one() {
     let mut command = Command::new(env!("CARGO_BIN_EXE_digits"));
     command.arg("--epochs=1").stdin(Stdio::null()).current_dir(Path::new("/"));
     for name in ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"] {

@@ -171,7 +171,7 @@ const MALFORMED: &[(&str, &str, u8, &str)] = &[
 ];
 
 #[test]
-fn each_malformed_line_is_refused_with_advice() {
+fn each_malformed_command_line_is_refused_with_advice() {
     for (line, variable, code, message) in MALFORMED {
         let variables: Vec<(&str, &str)> = variable.split_once('=').into_iter().collect();
         let error = parse_line(line, &variables, &here()).expect_err(line);
@@ -181,7 +181,7 @@ fn each_malformed_line_is_refused_with_advice() {
 }
 
 #[test]
-fn a_broken_variable_does_not_matter_where_the_command_line_has_the_flag() {
+fn flag_overrides_a_malformed_environment_variable() {
     for (line, variable) in [
         ("--max-restarts=1 x.py", "PET_MAX_RESTARTS=x"),
         ("--nnodes=1 x.py", "PET_NNODES=0"),
@@ -195,7 +195,7 @@ fn a_broken_variable_does_not_matter_where_the_command_line_has_the_flag() {
 
 #[cfg(not(feature = "etcd"))]
 #[test]
-fn a_launcher_without_etcd_refuses_its_backends_with_advice() {
+fn launcher_without_etcd_refuses_etcd_backends_with_advice() {
     let advice = "this convoke was built without etcd; install protoc (Debian: apt-get install protobuf-compiler \
         libprotobuf-dev) and rebuild (cargo build --release -p convoke), or use --rdzv-backend=c10d, with an endpoint or \
         a shared file (docs/reference/rendezvous.md)";
@@ -212,7 +212,7 @@ fn a_launcher_without_etcd_refuses_its_backends_with_advice() {
 }
 
 #[test]
-fn an_empty_script_is_refused() {
+fn empty_script_is_refused() {
     use std::ffi::OsStr;
     for words in [&[""][..], &["--nnodes=1", ""], &["--", ""], &["-m", ""], &["--no-python", "  "]] {
         let words: Vec<&OsStr> = words.iter().map(OsStr::new).collect();
@@ -223,7 +223,7 @@ fn an_empty_script_is_refused() {
 }
 
 #[test]
-fn characters_of_typography_are_left_alone_in_values_and_after_the_script() {
+fn typographic_characters_are_kept_in_values_and_script_arguments() {
     let config = super::config("--rdzv-id=a–b --master-port=1 x.py –nnodes=3");
     assert_eq!((config.run_id.as_str(), config.nodes.max), ("a–b", 1));
 }

@@ -43,7 +43,7 @@ fn rendering(vendors: &[&str]) -> Tree {
 }
 
 #[test]
-fn nvidias_are_counted_along_the_bus() {
+fn nvidia_gpus_are_numbered_in_pci_order() {
     let tree = nvidia(&["0000:c1:00.0", "0000:07:00.0", "10000:01:00.0", "0000:0f:00.0"]);
     assert_eq!(nodes(&tree, &[]), Ok(vec![1, 3, 0, 2]));
     assert_eq!(nodes(&tree, &[("CUDA_VISIBLE_DEVICES", "2, 0")]), Ok(vec![0, 1]));
@@ -56,7 +56,7 @@ fn nvidias_are_counted_along_the_bus() {
 }
 
 #[test]
-fn uuids_are_found_where_the_driver_tells_them() {
+fn nvidia_gpus_are_found_by_driver_uuid() {
     let tree = nvidia(&["0000:01:00.0", "0000:02:00.0"]);
     assert_eq!(nodes(&tree, &[("CUDA_VISIBLE_DEVICES", "GPU-1a1-77,GPU-0")]), Ok(vec![1, 0]));
     for unknown in ["MIG-1a1-77", "GPU-9", "GPU-", "one"] {
@@ -69,7 +69,7 @@ fn uuids_are_found_where_the_driver_tells_them() {
 }
 
 #[test]
-fn a_device_without_a_place_is_an_error_and_without_a_node_on_node_0() {
+fn missing_numa_node_defaults_to_0_and_missing_address_fails() {
     let tree = nvidia(&["0000:01:00.0"]);
     fs::remove_dir_all(tree.root().join("sys/bus")).expect("a directory");
     assert_eq!(nodes(&tree, &[]), Ok(vec![0]));
@@ -84,7 +84,7 @@ fn a_device_without_a_place_is_an_error_and_without_a_node_on_node_0() {
 }
 
 #[test]
-fn other_devices_are_found_by_their_render_nodes() {
+fn amd_and_intel_gpus_are_found_by_render_nodes() {
     let tree = rendering(&["0x8086", "0x1002", "0x1002", "0x1002"]);
     assert_eq!(nodes(&tree, &[]), Ok(vec![1, 2, 3]), "AMD before Intel");
     let both = [("ROCR_VISIBLE_DEVICES", "2,1"), ("HIP_VISIBLE_DEVICES", "1"), ("CUDA_VISIBLE_DEVICES", "0")];

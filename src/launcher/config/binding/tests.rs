@@ -47,7 +47,7 @@ fn with_gpus() -> Tree {
 }
 
 #[test]
-fn workers_are_spread_in_blocks() {
+fn workers_are_distributed_in_contiguous_blocks() {
     let tree = Tree::two_sockets();
     let nodes = ["0-1,8-9", "2-3,10-11", "4-5,12-13", "6-7,14-15"];
     let sockets = ["0-3,8-11", "4-7,12-15"];
@@ -63,7 +63,7 @@ fn workers_are_spread_in_blocks() {
 }
 
 #[test]
-fn cores_are_shared_out_whole() {
+fn core_binding_never_splits_a_physical_core() {
     let tree = Tree::two_sockets();
     gets(&tree, 0..16, "--bind=core", &["0-15"]);
     gets(&tree, 0..16, "--bind=core", &["0-3,8-11", "4-7,12-15"]);
@@ -79,7 +79,7 @@ fn cores_are_shared_out_whole() {
 }
 
 #[test]
-fn shares_are_contiguous_on_the_machine_not_in_its_numbers() {
+fn cpu_sets_are_contiguous_in_topology_instead_of_cpu_numbers() {
     let tree = Tree::new();
     tree.node(0, "0,2,4,6");
     tree.node(1, "1,3,5,7");
@@ -91,7 +91,7 @@ fn shares_are_contiguous_on_the_machine_not_in_its_numbers() {
 }
 
 #[test]
-fn only_allowed_cpus_are_given() {
+fn only_allowed_cpus_are_assigned() {
     let tree = Tree::two_sockets();
     // Of node 0 nothing, of node 1 one hyperthread of a core, of node 2 all, of node 3 one core.
     let allowed = [10, 4, 5, 12, 13, 7, 15];
@@ -110,7 +110,7 @@ fn only_allowed_cpus_are_given() {
 }
 
 #[test]
-fn nothing_is_bound_unasked() {
+fn workers_are_unbound_by_default() {
     let tree = with_gpus();
     assert_eq!(cpus(&tree, 0..16, "--bind=none", 2), Ok(Vec::new()));
     tree.file("sys/devices/system/cpu/online", "nonsense");
@@ -118,7 +118,7 @@ fn nothing_is_bound_unasked() {
 }
 
 #[test]
-fn what_cannot_be_read_is_said_with_advice() {
+fn unreadable_topology_is_reported_with_advice() {
     let tree = Tree::two_sockets();
     tree.node(2, "4-");
     let path = tree.root().join("sys/devices/system/node/node2/cpulist");
@@ -129,7 +129,7 @@ fn what_cannot_be_read_is_said_with_advice() {
 }
 
 #[test]
-fn workers_go_near_their_devices() {
+fn workers_are_bound_to_the_numa_node_of_their_device() {
     let tree = with_gpus();
     let [near, far] = ["0-1,8-9", "6-7,14-15"];
     gets(&tree, 0..16, "--numa-binding=node", &[near, near, near, near, far, far]);
@@ -145,7 +145,7 @@ fn workers_go_near_their_devices() {
 }
 
 #[test]
-fn devices_of_a_node_divide_its_cores_and_caches() {
+fn devices_of_a_numa_node_divide_its_cores_and_caches() {
     let tree = with_gpus();
     let what = "NUMA node 0 has 2 physical cores for 4 devices; write --numa-binding=node";
     refuses(&tree, 0..16, "--numa-binding=exclusive", 1, what);
@@ -163,7 +163,7 @@ fn devices_of_a_node_divide_its_cores_and_caches() {
 }
 
 #[test]
-fn a_node_that_reaches_over_sockets_belongs_to_the_first() {
+fn numa_node_spanning_sockets_belongs_to_the_first_socket() {
     let tree = Tree::new();
     tree.node(0, "0-3");
     for cpu in 0..4 {

@@ -8,7 +8,7 @@ fn cpu(id: usize, node: usize, package: usize, cache: usize, core: usize) -> Cpu
 }
 
 #[test]
-fn each_cpu_knows_what_it_is_part_of() {
+fn each_cpu_has_its_core_cache_socket_and_numa_node() {
     let topology = Tree::two_sockets().read([0, 1, 5, 9, 15]).expect("CPUs");
     let wanted =
         [cpu(0, 0, 0, 0, 0), cpu(1, 0, 0, 0, 1), cpu(5, 2, 1, 4, 5), cpu(9, 0, 0, 0, 1), cpu(15, 3, 1, 6, 7)];
@@ -16,7 +16,7 @@ fn each_cpu_knows_what_it_is_part_of() {
 }
 
 #[test]
-fn what_is_not_told_is_plain() {
+fn missing_topology_files_have_plain_defaults() {
     let tree = Tree::new();
     assert_eq!(tree.read([0, 2]).expect("CPUs").cpus, [cpu(0, 0, 0, 0, 0), cpu(2, 0, 0, 0, 2)]);
     tree.node(1, "2-3");
@@ -29,7 +29,7 @@ fn what_is_not_told_is_plain() {
 }
 
 #[test]
-fn cpus_that_are_offline_do_not_count() {
+fn offline_cpus_do_not_count() {
     let tree = Tree::two_sockets();
     tree.file("sys/devices/system/cpu/online", "0-2,12");
     let ids: Vec<usize> = tree.read(2..16).expect("CPUs").cpus.iter().map(|cpu| cpu.id).collect();
@@ -40,7 +40,7 @@ fn cpus_that_are_offline_do_not_count() {
 }
 
 #[test]
-fn nonsense_is_named_with_its_file() {
+fn malformed_topology_file_is_named() {
     let files = [
         ("node/node1/cpulist", "0-x", "list of CPUs"),
         ("cpu/online", "3-1", "list of CPUs"),
@@ -72,7 +72,7 @@ fn fs_dir(tree: &Tree, path: &str) {
 }
 
 #[test]
-fn lists_are_the_kernels() {
+fn cpu_lists_follow_kernel_syntax() {
     for (text, cpus) in
         [("", vec![]), ("0", vec![0]), ("0-2,4,6-7", vec![0, 1, 2, 4, 6, 7]), ("65536", vec![65_536])]
     {

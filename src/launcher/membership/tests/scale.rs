@@ -97,7 +97,7 @@ fn cost(count: usize) -> (f64, Duration) {
 }
 
 #[test]
-fn messages_and_work_of_each_agent_do_not_grow_with_their_number() {
+fn messages_and_work_per_agent_are_independent_of_agent_count() {
     let costs = [100, 1000, 10_000].map(|count| (count, cost(count)));
     for (count, (messages, work)) in costs {
         println!("{count} agents: {messages:.1} messages and {work:?} each");

@@ -213,7 +213,7 @@ fn live(seed: u64, bug: Option<Bug>) -> Result<Stats, String> {
 }
 
 #[test]
-fn whatever_happens_there_is_one_round_and_the_job_comes_to_its_end() {
+fn random_faults_leave_one_active_round_and_job_ends() {
     let full = std::env::var_os("CONVOKE_FULL").is_some_and(|value| value == "1");
     let seeds = if full { 10 * SEEDS } else { SEEDS };
     let first = std::env::var("CONVOKE_SEED").ok().and_then(|seed| seed.parse().ok());
@@ -232,7 +232,7 @@ fn whatever_happens_there_is_one_round_and_the_job_comes_to_its_end() {
 }
 
 #[test]
-fn the_simulation_finds_each_planted_bug() {
+fn simulation_detects_each_planted_bug() {
     let bugs = [
         Bug::StartsTooEarly,
         Bug::LeavesHoles,

@@ -130,7 +130,7 @@ fn running(count: u128, range: (usize, usize), job_budget: Option<u32>) -> Job {
 }
 
 #[test]
-fn a_full_round_begins_at_once_and_a_smaller_one_after_the_last_call() {
+fn full_round_starts_at_once_and_smaller_after_last_call() {
     let mut job = Job::new(None);
     job.comes(2, (1, 2));
     assert_eq!(job.runs(2), None);
@@ -141,7 +141,7 @@ fn a_full_round_begins_at_once_and_a_smaller_one_after_the_last_call() {
 }
 
 #[test]
-fn who_comes_too_much_is_a_spare_and_takes_the_place_of_who_is_lost() {
+fn excess_node_is_standby_and_replaces_a_lost_node() {
     let mut job = running(2, (2, 2), None);
     job.comes(3, (2, 2));
     assert!(matches!(&job.orders[&3], Order::Wait(muster) if muster.spare));
@@ -153,7 +153,7 @@ fn who_comes_too_much_is_a_spare_and_takes_the_place_of_who_is_lost() {
 }
 
 #[test]
-fn a_connection_that_is_back_in_time_changes_nothing() {
+fn reconnection_in_time_changes_nothing() {
     let mut job = running(2, (2, 2), None);
     job.handle(Event::Cut { agent: AgentId(1) });
     job.now += SECOND / 10;
@@ -163,7 +163,7 @@ fn a_connection_that_is_back_in_time_changes_nothing() {
 }
 
 #[test]
-fn too_few_nodes_wait_for_another_and_in_the_end_go() {
+fn nodes_below_the_minimum_wait_and_finally_time_out() {
     let mut job = running(2, (2, 2), None);
     job.handle(Event::Cut { agent: AgentId(1) });
     job.later(SECOND);
@@ -179,7 +179,7 @@ fn too_few_nodes_wait_for_another_and_in_the_end_go() {
 }
 
 #[test]
-fn a_final_failure_waits_until_all_others_have_been_heard() {
+fn final_failure_waits_for_reports_of_all_other_nodes() {
     let mut job = running(3, (1, 3), None);
     job.fails(1, 1, false);
     assert_eq!(job.runs(2), Some((1, 1, 3)), "not yet");
@@ -194,7 +194,7 @@ fn a_final_failure_waits_until_all_others_have_been_heard() {
 }
 
 #[test]
-fn a_failure_that_a_silent_loss_has_caused_ends_nothing() {
+fn failure_caused_by_an_undetected_node_loss_is_not_final() {
     let mut job = running(3, (1, 3), None);
     job.fails(1, 1, false);
     job.is_there(2, 1);
@@ -211,7 +211,7 @@ fn a_failure_that_a_silent_loss_has_caused_ends_nothing() {
 }
 
 #[test]
-fn restarts_are_counted_for_each_node_or_for_all() {
+fn restarts_are_counted_per_node_or_per_job() {
     // Each node has one restart: both may fail once.
     let mut job = running(2, (2, 2), None);
     for (round, agent) in [(1, 1), (2, 2)] {
@@ -232,7 +232,7 @@ fn restarts_are_counted_for_each_node_or_for_all() {
 }
 
 #[test]
-fn who_is_stopped_by_a_signal_makes_the_others_begin_anew_when_its_workers_have_ended() {
+fn other_nodes_restart_after_workers_of_a_signalled_node_exit() {
     let mut job = running(2, (1, 2), None);
     job.says(2, Phase::Leaving { round: 1, signal: 15 });
     assert!(matches!(&job.orders[&1], Order::Stop { cause: Cause::Stopped { node: 1, signal: 15, .. }, .. }));
@@ -248,7 +248,7 @@ fn who_is_stopped_by_a_signal_makes_the_others_begin_anew_when_its_workers_have_
 }
 
 #[test]
-fn a_node_that_is_stopped_where_none_can_be_spared_is_waited_for_like_a_lost_one() {
+fn job_waits_for_a_stopped_node_below_min_nodes() {
     let mut job = running(2, (2, 2), None);
     job.says(2, Phase::Left(Departure::Stopped { signal: 15 }));
     job.ready_again(1, 1);
@@ -260,7 +260,7 @@ fn a_node_that_is_stopped_where_none_can_be_spared_is_waited_for_like_a_lost_one
 }
 
 #[test]
-fn nodes_that_are_all_stopped_within_a_second_begin_no_round() {
+fn nodes_stopped_within_a_second_start_no_round() {
     let mut job = running(3, (1, 3), None);
     for agent in [2, 1, 3] {
         job.says(agent, Phase::Leaving { round: 1, signal: 2 });
@@ -283,7 +283,7 @@ fn another_number_of_nodes_is_refused() {
 }
 
 #[test]
-fn nodes_that_share_a_host_with_many_may_be_silent_for_longer() {
+fn heartbeat_timeout_grows_with_nodes_per_host() {
     let mut job = Job::new(None);
     (1..=400).for_each(|agent| job.comes_from("one", agent, (399, 400)));
     // The timeout is 20 ms per node.
@@ -299,7 +299,7 @@ fn nodes_that_share_a_host_with_many_may_be_silent_for_longer() {
 }
 
 #[test]
-fn who_is_told_that_a_later_round_is_over_does_not_wait_for_it() {
+fn member_does_not_wait_for_a_round_that_ended() {
     let mut member = Member::new(Phase::Running { round: 2 }, 3 * SECOND);
     let order = Some(Order::Stop { round: 3, cause: Cause::Joined { host: "h2".to_owned() } });
     let (news, _) = member.hear(OrderMessage { term: 1, seq: 1, order, heard: 0, ask: 0 });
@@ -310,7 +310,7 @@ fn who_is_told_that_a_later_round_is_over_does_not_wait_for_it() {
 }
 
 #[test]
-fn who_was_refused_for_the_job_before_obeys_the_coordinator_of_the_next() {
+fn member_refused_by_one_job_follows_the_next_coordinator() {
     let mut member =
         Member::new(Phase::Ready { after: 0, restarts: 0, store: Vec::new(), alone: false }, 3 * SECOND);
     let order = |seq, order| OrderMessage { term: 1, seq, order: Some(order), heard: 0, ask: 0 };
@@ -321,7 +321,7 @@ fn who_was_refused_for_the_job_before_obeys_the_coordinator_of_the_next() {
 }
 
 #[test]
-fn a_round_that_all_nodes_have_left_keeps_no_other_waiting_when_another_coordinator_takes_over() {
+fn new_coordinator_does_not_wait_for_nodes_that_all_departed() {
     let mut job = running(1, (1, 1), None);
     let profile = Profile { host: "h1".to_owned(), pid: 1, min: 1, max: 1, workers: 2, role: String::new() };
     let seats = vec![Seat { agent: AgentId(1), profile }];
@@ -333,7 +333,7 @@ fn a_round_that_all_nodes_have_left_keeps_no_other_waiting_when_another_coordina
 }
 
 #[test]
-fn a_job_whose_nodes_are_all_gone_may_be_queued_again_with_another_number_of_nodes() {
+fn finished_job_can_be_restarted_with_another_number_of_nodes() {
     let mut job = Job::new(Some(1));
     let profile = Profile { host: "h1".to_owned(), pid: 1, min: 1, max: 1, workers: 2, role: String::new() };
     let seats = vec![Seat { agent: AgentId(1), profile }];
@@ -349,7 +349,7 @@ fn a_job_whose_nodes_are_all_gone_may_be_queued_again_with_another_number_of_nod
 }
 
 #[test]
-fn a_newcomer_with_another_number_of_nodes_harms_no_job_that_another_coordinator_takes_over() {
+fn new_coordinator_continues_despite_newcomer_with_another_nnodes() {
     let mut job = Job::new(None);
     let profile = Profile { host: "h1".to_owned(), pid: 1, min: 1, max: 1, workers: 2, role: String::new() };
     let seats = vec![Seat { agent: AgentId(1), profile: profile.clone() }];
@@ -365,7 +365,7 @@ fn a_newcomer_with_another_number_of_nodes_harms_no_job_that_another_coordinator
 }
 
 #[test]
-fn who_comes_while_the_end_is_being_written_down_is_not_told_that_it_failed() {
+fn newcomer_learns_the_outcome_before_it_is_recorded() {
     let mut job = running(1, (1, 1), None);
     let failure = Failure { summary: String::new(), report: String::new(), restarts: false };
     let status =
@@ -378,7 +378,7 @@ fn who_comes_while_the_end_is_being_written_down_is_not_told_that_it_failed() {
 }
 
 #[test]
-fn an_id_is_free_again_after_a_failure_and_after_success_if_it_names_no_job() {
+fn run_id_is_reusable_after_failure_or_unnamed_success() {
     let failed =
         Ending::Failed { node: 0, host: String::new(), summary: String::new(), report: String::new() };
     let deserted = Ending::Deserted { node: None, host: String::new(), why: String::new() };
@@ -388,7 +388,7 @@ fn an_id_is_free_again_after_a_failure_and_after_success_if_it_names_no_job() {
 }
 
 #[test]
-fn who_is_not_heard_is_not_in_touch_though_it_hears() {
+fn coordinator_without_acknowledgements_has_no_contact() {
     let mut job = running(2, (2, 2), None);
     let own = AgentId(1);
     for _ in 0..4 {
@@ -404,7 +404,7 @@ fn who_is_not_heard_is_not_in_touch_though_it_hears() {
 }
 
 #[test]
-fn a_coordinator_that_half_of_the_others_hear_is_in_touch() {
+fn coordinator_with_half_of_the_acknowledgements_has_contact() {
     let mut job = running(3, (3, 3), None);
     job.answered = true;
     let heard = |job: &Job| job.coordinator.is_heard_by_half(AgentId(1), job.now - SECOND);

@@ -157,7 +157,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_store_of_this_generation_is_found_and_none_is_waited_for_when_the_round_is_over() {
+    fn store_of_this_generation_is_found_while_the_round_lasts() {
         let generation = Generation::from_bytes([7; 16]);
         let server = convoke_store::StoreServer::bind(&[SocketAddr::from(([127, 0, 0, 1], 0))]).unwrap();
         let deadline = Instant::now() + REACH_TIMEOUT;
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn offers_are_what_the_user_said_or_all_addresses_with_the_likeliest_first() {
+    fn offered_addresses_are_user_choice_or_all_with_likeliest_first() {
         assert_eq!(offers(Some("h1"), None, 5), ["h1:5"]);
         assert_eq!(offers(Some("fe80::1"), None, 5), ["[fe80::1]:5"]);
         let towards: IpAddr = [10, 9, 8, 7].into();
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn an_endpoint_is_served_where_it_is_this_host() {
+    fn endpoint_is_served_only_by_its_own_host() {
         let at = |host: &str, resolved: &[IpAddr]| listening_addresses(host, 5, resolved);
         assert_eq!(at("127.0.0.1", &[]), Some(vec![SocketAddr::from(([127, 0, 0, 1], 5))]));
         assert_eq!(at("192.0.2.77", &[]), None, "of another host");

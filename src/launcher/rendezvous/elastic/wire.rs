@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_sealed_can_be_opened_once_and_in_order() {
+    fn sealed_messages_open_once_and_in_order() {
         let (mut agent, _) = seals(token("x").as_ref(), &hello(), &[2; 32]);
         let (mut reader, mut other_way) = seals(token("x").as_ref(), &hello(), &[2; 32]);
         let frames = [agent.seal(&status()), agent.seal(&status())];
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn another_token_nonce_job_or_agent_opens_nothing() {
+    fn messages_for_another_token_nonce_job_or_agent_are_refused() {
         let (mut agent, _) = seals(token("x").as_ref(), &hello(), &[2; 32]);
         let sealed = agent.seal(&status());
         let (body, mac) = split(&sealed);
@@ -242,7 +242,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn damaged_or_random_bytes_are_an_error_or_what_they_say(
+        fn damaged_or_random_messages_are_decoded_or_refused(
             random in prop::collection::vec(any::<u8>(), 0..300), flip in any::<prop::sample::Index>(), cut in any::<prop::sample::Index>(),
         ) {
             let _ = decode::<ToCoordinator>(&random);
@@ -263,7 +263,7 @@ mod tests {
         }
 
         #[test]
-        fn a_damaged_frame_is_forged(flip in any::<prop::sample::Index>()) {
+        fn damaged_frame_is_reported_as_forged(flip in any::<prop::sample::Index>()) {
             let (mut agent, _) = seals(None, &hello(), &[2; 32]);
             let mut sealed = agent.seal(&status());
             let at = LENGTH_BYTES + flip.index(sealed.len() - LENGTH_BYTES);
@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn a_length_beyond_the_limit_is_refused_before_anything_is_read() {
+    fn length_beyond_the_limit_is_refused_before_reading() {
         assert_eq!(body_len(2048_u32.to_le_bytes(), STRANGERS_LIMIT), Ok(2048));
         let too_long = WireError::TooLong { len: 2049, limit: STRANGERS_LIMIT };
         assert_eq!(body_len(2049_u32.to_le_bytes(), STRANGERS_LIMIT), Err(too_long));

@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_that_is_done_early_waits_for_the_others_however_long_they_take() {
+    fn early_node_waits_for_other_nodes_without_time_limit() {
         for early in 0..2 {
             let [first, second] = two();
             let (mut early, mut late) = if early == 0 { (first, second) } else { (second, first) };
@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_0_that_has_ended_in_order_is_not_lost_for_who_hears_of_it_late() {
+    fn late_node_does_not_report_orderly_node_0_as_lost() {
         let [mut first, mut second] = two();
         let court = second.court().unwrap();
         std::thread::scope(|scope| {

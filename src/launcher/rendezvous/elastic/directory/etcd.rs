@@ -172,7 +172,7 @@ mod tests {
     use crate::membership::{AgentId, Profile, Seat};
 
     #[test]
-    fn a_record_of_ten_thousand_nodes_is_not_too_long_for_etcd() {
+    fn record_of_ten_thousand_nodes_fits_into_etcd() {
         // etcd limits a request to 1.5 MiB.
         const MOST: usize = 1 << 20;
         let seat = |index: u128| {

@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn of_two_that_take_over_one_does() {
+    async fn only_one_of_two_concurrent_candidates_is_elected() {
         let folder = tempfile::tempdir().unwrap();
         let directory = FileDirectory::new(folder.path().join("file"), "job", SILENCE);
         let nothing = directory.read().await.unwrap();
@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_is_no_entry_is_an_error_that_names_the_file() {
+    async fn malformed_entry_error_names_the_file() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("file");
         let directory = FileDirectory::new(path.clone(), "job", SILENCE);
