@@ -7,7 +7,7 @@ use crate::kernel_file;
 
 /// A control group of this process that has a certain controller.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Group {
+pub(crate) struct Cgroup {
     /// The name in /proc/self/cgroup.
     pub(crate) name: String,
     pub(crate) folder: PathBuf,
@@ -18,14 +18,14 @@ pub(crate) struct Group {
 
 /// A limit of tasks (processes and threads), and how many there are.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Tasks {
+pub(crate) struct TaskLimit {
     /// The group that sets it.
     pub(crate) folder: PathBuf,
     pub(crate) max: u64,
     pub(crate) current: u64,
 }
 
-impl Group {
+impl Cgroup {
     pub(crate) fn read(&self, file: &str) -> Option<String> {
         fs::read_to_string(self.folder.join(file)).ok()
     }
@@ -35,14 +35,14 @@ impl Group {
     }
 
     /// Returns its folder and those above it, whose limits also apply.
-    fn and_above(&self) -> impl Iterator<Item = &Path> {
+    fn self_and_ancestors(&self) -> impl Iterator<Item = &Path> {
         self.folder.ancestors().take_while(|folder| folder.starts_with(&self.top))
     }
 }
 
 /// Returns the groups with this controller, read below `root`. Groups of version 1 come before those of
 /// version 2; a controller belongs to only one of the versions.
-pub(crate) fn groups(root: &Path, controller: &str) -> Vec<Group> {
+pub(crate) fn groups(root: &Path, controller: &str) -> Vec<Cgroup> {
     let read = |path: &str| kernel_file::read(&root.join(path));
     let mut found = parse(&read("proc/self/cgroup"), &read("proc/self/mountinfo"), controller);
     for group in &mut found {
@@ -56,18 +56,19 @@ pub(crate) fn groups(root: &Path, controller: &str) -> Vec<Group> {
 /// quota.
 pub(crate) fn cpu_quota(root: &Path) -> Option<usize> {
     let quotas = groups(root, "cpu");
-    let quotas = quotas.iter().flat_map(|group| group.and_above().map(|folder| (group.is_v2, folder)));
+    let quotas =
+        quotas.iter().flat_map(|group| group.self_and_ancestors().map(|folder| (group.is_v2, folder)));
     let cpus = quotas.filter_map(|(is_v2, folder)| if is_v2 { quota_v2(folder) } else { quota_v1(folder) });
     cpus.min().map(|cpus| cpus.max(1))
 }
 
 /// The limit of tasks that leaves the least room; `None` if there is none.
-pub(crate) fn task_limit(root: &Path) -> Option<Tasks> {
+pub(crate) fn task_limit(root: &Path) -> Option<TaskLimit> {
     let groups = groups(root, "pids");
-    let folders = groups.iter().flat_map(Group::and_above);
+    let folders = groups.iter().flat_map(Cgroup::self_and_ancestors);
     let limits = folders.filter_map(|folder| {
         let (max, current) = (number(folder, "pids.max")?, number(folder, "pids.current")?);
-        Some(Tasks { folder: folder.to_owned(), max, current })
+        Some(TaskLimit { folder: folder.to_owned(), max, current })
     });
     limits.min_by_key(|tasks| tasks.max.saturating_sub(tasks.current))
 }
@@ -96,7 +97,7 @@ fn below(root: &Path, path: &Path) -> PathBuf {
     root.join(path.strip_prefix("/").unwrap_or(path))
 }
 
-fn parse(cgroups: &str, mounts: &str, controller: &str) -> Vec<Group> {
+fn parse(cgroups: &str, mounts: &str, controller: &str) -> Vec<Cgroup> {
     let mut found = Vec::new();
     for line in cgroups.lines() {
         let mut parts = line.splitn(3, ':');
@@ -108,7 +109,7 @@ fn parse(cgroups: &str, mounts: &str, controller: &str) -> Vec<Group> {
             continue;
         }
         if let Some((top, folder)) = mounted(mounts, is_v2, name, controller) {
-            let group = Group { name: name.to_owned(), folder, top, is_v2 };
+            let group = Cgroup { name: name.to_owned(), folder, top, is_v2 };
             if is_v2 {
                 found.push(group);
             } else {
@@ -151,7 +152,7 @@ mod tests {
     const V2_MOUNTS: &str = "40 24 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw,nsdelegate\n";
 
     fn folders(cgroups: &str, mounts: &str) -> Vec<String> {
-        let version = |group: &Group| if group.is_v2 { "v2" } else { "v1" };
+        let version = |group: &Cgroup| if group.is_v2 { "v2" } else { "v1" };
         let groups = parse(cgroups, mounts, "memory");
         groups.iter().map(|group| format!("{} {}", version(group), group.folder.display())).collect()
     }

@@ -1,12 +1,12 @@
 //! The command line: torchrun's grammar, its `PET_` variables, and help.
 //!
-//! `flags` is the table of all flags, `grammar` cuts words into flags and SCRIPT, `given` merges them with
-//! the `PET_` variables. [`crate::config`] interprets the values.
+//! `flags` is the table of all flags, `grammar` cuts words into flags and SCRIPT, `parsed_args` merges them
+//! with the `PET_` variables. [`crate::config`] interprets the values.
 
 mod flags;
-mod given;
 mod grammar;
 mod help;
+mod parsed_args;
 mod suggest;
 #[cfg(test)]
 mod tests;
@@ -16,9 +16,9 @@ use std::ffi::{OsStr, OsString};
 use std::path::Path;
 
 use crate::config::{Config, Machine, build};
-pub(crate) use given::{Given, Value};
 use grammar::Request;
 pub(crate) use help::VERSION;
+pub(crate) use parsed_args::{ParsedArgs, Value};
 pub(crate) use suggest::choice as suggest_choice;
 pub(crate) use values::{float, integer, streams, substrings};
 
@@ -69,7 +69,7 @@ pub(crate) fn parse(
     args: impl Iterator<Item = OsString>,
     env: &dyn Fn(&str) -> Option<OsString>,
 ) -> Result<Invocation, CliError> {
-    parse_on(args, env, &Machine::here())
+    parse_on(args, env, &Machine::detect())
 }
 
 /// Works like [`parse`], on a machine of the caller's choice.
@@ -86,9 +86,9 @@ pub(crate) fn parse_on(
         Request::Man => return Ok(Invocation::Printed(help::man(name))),
         Request::Run(words) => words,
     };
-    let given = Given::new(words, env)?;
-    let config = Box::new(build::config(&given, env, machine)?);
-    Ok(if given.is_on("dry-run") { Invocation::DryRun(config) } else { Invocation::Run(config) })
+    let parsed = ParsedArgs::new(words, env)?;
+    let config = Box::new(build::config(&parsed, env, machine)?);
+    Ok(if parsed.is_on("dry-run") { Invocation::DryRun(config) } else { Invocation::Run(config) })
 }
 
 /// Returns the program's name in help and completions: `torchrun` if called by that name, else `convoke`.

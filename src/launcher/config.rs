@@ -3,16 +3,16 @@
 mod accelerators;
 mod binding;
 pub(crate) mod build;
-mod conf;
 mod devices;
 mod endpoint;
 mod etcd;
 mod file;
 mod machine;
 mod macros;
-mod meeting;
 mod output;
 mod program;
+mod rdzv_conf;
+mod rendezvous_flags;
 #[cfg(test)]
 mod tests;
 mod topology;
@@ -24,15 +24,15 @@ pub(crate) use etcd::EtcdCluster;
 pub(crate) use file::FileKind;
 pub(crate) use machine::{Machine, is_executable};
 pub(crate) use macros::{expand, substitute};
-pub(crate) use meeting::is_named;
 pub(crate) use output::is_quiet;
+pub(crate) use rendezvous_flags::is_named;
 pub(crate) use topology::cpu_ranges;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::report::Form;
+use crate::report::ReportFormat;
 
 /// A launch with all decisions made, except those that depend on other nodes.
 #[derive(Debug, Clone, PartialEq)]
@@ -46,7 +46,7 @@ pub(crate) struct Config {
     /// `--rdzv-id`, or a random UUID.
     pub(crate) run_id: String,
     /// The likely reason if the nodes do not meet.
-    pub(crate) doubt: Option<String>,
+    pub(crate) rendezvous_hint: Option<String>,
     /// `--rdzv-conf`, in order, trimmed; unknown keys are kept and ignored.
     pub(crate) rendezvous_conf: Vec<(String, String)>,
     /// `--local-addr`.
@@ -97,7 +97,7 @@ pub(crate) struct Config {
     /// `--report-file`: the path of the JSON report.
     pub(crate) report_file: Option<PathBuf>,
     /// `--report`.
-    pub(crate) report: Form,
+    pub(crate) report: ReportFormat,
     /// Settings that the launcher made for the workers without a request.
     pub(crate) notes: Vec<String>,
     /// `--stderr-tail`: lines of a failed worker's stderr in the report.
@@ -112,7 +112,7 @@ pub(crate) struct Config {
 impl Config {
     /// Returns whether `--max-restarts` counts for all nodes together.
     pub(crate) fn has_job_budget(&self) -> bool {
-        matches!(&self.rendezvous, Rendezvous::Elastic { terms, .. } if terms.job_budget)
+        matches!(&self.rendezvous, Rendezvous::Elastic { settings, .. } if settings.job_budget)
     }
 }
 
@@ -127,16 +127,16 @@ pub(crate) struct NodeRange {
 
 /// The rules by which rounds of an elastic job begin and end (`--rdzv-conf`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Terms {
+pub(crate) struct ElasticSettings {
     /// `last_call_timeout`: the time for which a first round stays open after it has the minimum of nodes.
     pub(crate) last_call: Duration,
     /// `join_timeout`: the time for which a node waits for a round.
     pub(crate) join_timeout: Duration,
     /// `close_timeout`: the time limit for recording the end of a job.
-    pub(crate) close: Duration,
+    pub(crate) close_timeout: Duration,
     /// The heartbeat timeout: a node that stays silent for longer is lost. The value is
     /// `keep_alive_interval` times `keep_alive_max_attempt` if given.
-    pub(crate) silence: Duration,
+    pub(crate) heartbeat_timeout: Duration,
     /// `restart_budget=job`: `--max-restarts` counts for all nodes together.
     pub(crate) job_budget: bool,
 }
@@ -180,7 +180,7 @@ pub(crate) enum Rendezvous {
         /// The endpoint at which the nodes meet.
         endpoint: Endpoint,
         /// The rules by which rounds begin and end.
-        terms: Terms,
+        settings: ElasticSettings,
     },
 }
 
@@ -196,7 +196,7 @@ pub(crate) struct Program {
     pub(crate) title: String,
     /// SCRIPT is no file here, no program in PATH, and not called `*.py`: Python gets a text that may be no
     /// script.
-    pub(crate) guessed: bool,
+    pub(crate) assumed_python: bool,
 }
 
 /// `--pass-local-rank`.
@@ -274,11 +274,11 @@ pub(crate) struct LogConfig {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum FlightDir {
     /// Not set: the recordings lie in the log folder.
-    Own,
+    LogFolder,
     /// This directory.
-    Given(PathBuf),
+    Path(PathBuf),
     /// Set but empty: there are no recordings.
-    Nowhere,
+    Disabled,
 }
 
 /// `--log-dir`.
@@ -289,5 +289,5 @@ pub(crate) enum LogDir {
     /// This directory, created with its parents.
     Path(PathBuf),
     /// `/dev/null`: no files at all.
-    Nothing,
+    Disabled,
 }

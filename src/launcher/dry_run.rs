@@ -19,7 +19,7 @@ use crate::report::full_host_name;
 type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 
 /// Variables that are known only when the job runs, and what to show for them.
-const LATER: &[(&str, &str)] = &[
+const RUNTIME_VARIABLES: &[(&str, &str)] = &[
     (vars::GENERATION, "<new for each round>"),
     (vars::ERROR_FILE, "<the worker's log folder>/error.json"),
     (vars::FLIGHT_DIR, "<the launcher's log folder>/flight"),
@@ -44,12 +44,12 @@ pub(crate) fn text(config: &Config, env: Env<'_>) -> String {
     let mut each = Vec::new();
     for local_rank in 0..config.nproc_per_node {
         let flight = match &config.flight {
-            FlightDir::Given(folder) => Some(folder.as_os_str()),
-            FlightDir::Own | FlightDir::Nowhere => None,
+            FlightDir::Path(folder) => Some(folder.as_os_str()),
+            FlightDir::LogFolder | FlightDir::Disabled => None,
         };
         match variables(config, &assignment, local_rank, 0, None, flight, env) {
             Ok(variables) => {
-                each.push((shown(config, variables, port_is_known), command(config, local_rank)))
+                each.push((variables_as_text(config, variables, port_is_known), command(config, local_rank)))
             }
             Err(error) => {
                 line(&mut out, "error", &error);
@@ -119,7 +119,7 @@ fn job(config: &Config) -> String {
             address(host, *port),
             timeout.as_secs()
         ),
-        Rendezvous::Elastic { endpoint, terms } => format!(
+        Rendezvous::Elastic { endpoint, settings } => format!(
             "elastic, {}: they meet at {}; a node waits {} s for a round, and is lost when it is silent for {} s",
             nodes(config),
             match endpoint {
@@ -127,8 +127,8 @@ fn job(config: &Config) -> String {
                 Endpoint::File(path) => format!("the place that {} names", path.display()),
                 Endpoint::Etcd(cluster) => format!("the place that {cluster} names"),
             },
-            terms.join_timeout.as_secs(),
-            terms.silence.as_secs()
+            settings.join_timeout.as_secs(),
+            settings.heartbeat_timeout.as_secs()
         ),
     };
     format!("run id \"{}\", {how}", config.run_id)
@@ -172,7 +172,7 @@ fn output(config: &Config) -> String {
             format!("log folder: a new one in {}", std::env::temp_dir().display())
         }
         LogDir::Path(path) => format!("log folder: a new one in {}", path.display()),
-        LogDir::Nothing => "no log folder".to_owned(),
+        LogDir::Disabled => "no log folder".to_owned(),
     };
     format!("{streams}; {folder}")
 }
@@ -194,11 +194,11 @@ fn signals(config: &Config) -> String {
 }
 
 /// The variables as text, those that are not known yet by a word for them.
-fn shown(config: &Config, variables: Variables, port_is_known: bool) -> Vec<(String, String)> {
+fn variables_as_text(config: &Config, variables: Variables, port_is_known: bool) -> Vec<(String, String)> {
     let mut set: Vec<(OsString, OsString)> = variables.set;
-    if config.logs.dir != LogDir::Nothing {
+    if config.logs.dir != LogDir::Disabled {
         set.push((vars::ERROR_FILE.into(), OsString::new()));
-        if config.flight == FlightDir::Own {
+        if config.flight == FlightDir::LogFolder {
             set.push((vars::FLIGHT_DIR.into(), OsString::new()));
         }
     }
@@ -207,8 +207,10 @@ fn shown(config: &Config, variables: Variables, port_is_known: bool) -> Vec<(Str
         .into_iter()
         .map(|(name, value)| {
             let name = name.to_string_lossy().into_owned();
-            let later =
-                LATER.iter().find(|(later, _)| *later == name && value.is_empty()).map(|(_, text)| *text);
+            let later = RUNTIME_VARIABLES
+                .iter()
+                .find(|(later, _)| *later == name && value.is_empty())
+                .map(|(_, text)| *text);
             let value = match later {
                 Some(text) => text.to_owned(),
                 None if name == vars::MASTER_PORT && !port_is_known => "<a free port>".to_owned(),

@@ -20,7 +20,7 @@ pub(crate) struct Events {
     job: Option<Job>,
     started: Instant,
     /// The time at which the current rendezvous began: at the start, or when the last worker ended.
-    meeting_since: Cell<Instant>,
+    rendezvous_started: Cell<Instant>,
 }
 
 /// The fields that are equal in all events.
@@ -73,7 +73,7 @@ struct Details<'a> {
 
 /// A state, and what is known with it.
 #[derive(Debug, Default)]
-struct Happening<'a> {
+struct StatusChange<'a> {
     state: &'static str,
     assignment: Option<&'a Assignment>,
     /// Global rank and process.
@@ -99,39 +99,39 @@ impl Events {
             entry_point: config.program.title.clone(),
         });
         let now = Instant::now();
-        Self { job, started: now, meeting_since: Cell::new(now) }
+        Self { job, started: now, rendezvous_started: Cell::new(now) }
     }
 
     /// The nodes have met.
     pub(crate) fn rendezvous(&self, assignment: &Assignment, restarts: u32) {
-        let took = self.meeting_since.get().elapsed().as_millis();
+        let took = self.rendezvous_started.get().elapsed().as_millis();
         let duration_ms = Some(u64::try_from(took).unwrap_or(u64::MAX));
         let assignment = Some(assignment);
-        self.write(Happening {
+        self.write(StatusChange {
             state: "RENDEZVOUS",
             assignment,
             restarts,
             duration_ms,
-            ..Happening::default()
+            ..StatusChange::default()
         });
     }
 
     /// The workers have ranks.
     pub(crate) fn assigned(&self, assignment: &Assignment, restarts: u32) {
         let (assignment, duration_ms) = (Some(assignment), Some(0));
-        self.write(Happening {
+        self.write(StatusChange {
             state: "ASSIGN_WORKER_RANKS",
             assignment,
             restarts,
             duration_ms,
-            ..Happening::default()
+            ..StatusChange::default()
         });
     }
 
     /// A worker has been started.
     pub(crate) fn started(&self, assignment: &Assignment, rank: usize, pid: i32, restarts: u32) {
         let (assignment, worker) = (Some(assignment), Some((rank, pid)));
-        self.write(Happening { state: "START", assignment, worker, restarts, ..Happening::default() });
+        self.write(StatusChange { state: "START", assignment, worker, restarts, ..StatusChange::default() });
     }
 
     /// A worker has ended: by exit code 0, by SIGTERM as the launcher stops workers, or by failure.
@@ -143,29 +143,29 @@ impl Events {
         cause: ExitCause,
         restarts: u32,
     ) {
-        self.meeting_since.set(Instant::now());
+        self.rendezvous_started.set(Instant::now());
         let (assignment, worker) = (Some(assignment), Some((rank, pid)));
         let (state, error) = match cause {
             ExitCause::Code(0) => ("SUCCEEDED", None),
             ExitCause::Signal(SIGTERM) => ("TERMINATED", None),
             ExitCause::Code(_) | ExitCause::Signal(_) => ("FAILED", Some(describe(cause))),
         };
-        self.write(Happening { state, assignment, worker, error, restarts, ..Happening::default() });
+        self.write(StatusChange { state, assignment, worker, error, restarts, ..StatusChange::default() });
     }
 
     /// The job has succeeded on this node.
     pub(crate) fn agent_succeeded(&self, assignment: Option<&Assignment>, restarts: u32) {
-        self.write(Happening { state: "SUCCEEDED", assignment, restarts, ..Happening::default() });
+        self.write(StatusChange { state: "SUCCEEDED", assignment, restarts, ..StatusChange::default() });
     }
 
     /// The job has failed here.
     pub(crate) fn agent_failed(&self, assignment: Option<&Assignment>, restarts: u32) {
-        self.write(Happening { state: "FAILED", assignment, restarts, ..Happening::default() });
+        self.write(StatusChange { state: "FAILED", assignment, restarts, ..StatusChange::default() });
     }
 
-    fn write(&self, happening: Happening<'_>) {
+    fn write(&self, change: StatusChange<'_>) {
         let Some(job) = &self.job else { return };
-        let mut line = line(job, &Happening { total_s: self.started.elapsed().as_secs(), ..happening });
+        let mut line = line(job, &StatusChange { total_s: self.started.elapsed().as_secs(), ..change });
         line.push('\n');
         // A closed stderr must not end the job.
         let _ = io::stderr().lock().write_all(line.as_bytes());
@@ -173,8 +173,8 @@ impl Events {
 }
 
 /// One event as one line, without newline.
-fn line(job: &Job, happening: &Happening<'_>) -> String {
-    let Happening { state, assignment, worker, error, restarts, total_s, duration_ms } = happening;
+fn line(job: &Job, change: &StatusChange<'_>) -> String {
+    let StatusChange { state, assignment, worker, error, restarts, total_s, duration_ms } = change;
     // The values of a single worker; empty without an assignment.
     let own = |of: fn(&Assignment, usize) -> usize| {
         assignment.zip(*worker).map(|(assignment, (rank, _))| [of(assignment, rank)])
@@ -215,13 +215,13 @@ fn line(job: &Job, happening: &Happening<'_>) -> String {
 fn python_json(value: &impl Serialize) -> String {
     let mut out = Vec::new();
     // Only maps with odd keys cannot be written, and there are none.
-    let _ = value.serialize(&mut Serializer::with_formatter(&mut out, Python));
+    let _ = value.serialize(&mut Serializer::with_formatter(&mut out, PythonFormatter));
     String::from_utf8_lossy(&out).into_owned()
 }
 
-struct Python;
+struct PythonFormatter;
 
-impl Formatter for Python {
+impl Formatter for PythonFormatter {
     fn begin_array_value<W: Write + ?Sized>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
         if first { Ok(()) } else { out.write_all(b", ") }
     }
@@ -269,10 +269,10 @@ mod tests {
     #[test]
     fn worker_event_contains_its_ranks() {
         let (assignment, worker) = (assignment(), Some((5, 321)));
-        let happening =
-            Happening { state: "START", assignment: Some(&assignment), worker, ..Happening::default() };
+        let change =
+            StatusChange { state: "START", assignment: Some(&assignment), worker, ..StatusChange::default() };
         assert_eq!(
-            line(&job(), &happening),
+            line(&job(), &change),
             r#"{"name": "torchelastic.worker.status.START", "source": "WORKER", "timestamp": 0, "metadata": {"#.to_owned()
                 + r#""run_id": "ev1", "global_rank": 5, "group_rank": 1, "worker_id": "321", "role": "default", "#
                 + r#""hostname": "node7", "state": "START", "total_run_time": 0, "rdzv_backend": "static", "#
@@ -284,8 +284,8 @@ mod tests {
 
     #[test]
     fn agent_event_has_no_worker_even_before_the_first_round() {
-        let happening = Happening { state: "FAILED", restarts: 2, total_s: 7, ..Happening::default() };
-        let line = line(&job(), &happening);
+        let change = StatusChange { state: "FAILED", restarts: 2, total_s: 7, ..StatusChange::default() };
+        let line = line(&job(), &change);
         assert!(
             line.contains(r#""source": "AGENT""#)
                 && line.contains(r#""global_rank": null, "group_rank": null"#)
@@ -296,9 +296,12 @@ mod tests {
 
     #[test]
     fn event_error_is_nested_json() {
-        let happening =
-            Happening { state: "FAILED", error: Some("was \"hurt\"".to_owned()), ..Happening::default() };
-        let line = line(&job(), &happening);
+        let change = StatusChange {
+            state: "FAILED",
+            error: Some("was \"hurt\"".to_owned()),
+            ..StatusChange::default()
+        };
+        let line = line(&job(), &change);
         let value: serde_json::Value = serde_json::from_str(&line).unwrap_or_default();
         assert_eq!(value["metadata"]["raw_error"], r#"{"message": "was \"hurt\""}"#);
     }

@@ -18,31 +18,31 @@ mod points {
 
     use nix::sys::signal::{Signal, raise};
 
-    struct Plan {
+    struct FaultPlan {
         point: String,
         left: u32,
         delay: Duration,
     }
 
-    static PLAN: Mutex<Option<Plan>> = Mutex::new(None);
+    static FAULT_PLAN: Mutex<Option<FaultPlan>> = Mutex::new(None);
 
     /// Reads the plan if it is for `who`.
     pub(crate) fn init(who: &'static str) {
         let text = std::env::var("CONVOKE_FAULT").unwrap_or_default();
         let mut parts = text.split(':');
         let plan = (parts.next() == Some(who)).then(|| {
-            Some(Plan {
+            Some(FaultPlan {
                 point: parts.next()?.to_owned(),
                 left: parts.next()?.parse().ok()?,
                 delay: Duration::from_micros(parts.next()?.parse().ok()?),
             })
         });
-        *PLAN.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = plan.flatten();
+        *FAULT_PLAN.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = plan.flatten();
     }
 
     /// Dies here, or a while after, if the plan says so.
     pub(crate) fn point(name: &str) {
-        let mut plan = PLAN.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut plan = FAULT_PLAN.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let Some(armed) = plan.as_mut().filter(|plan| plan.point == name) else { return };
         armed.left = armed.left.saturating_sub(1);
         if armed.left > 0 {

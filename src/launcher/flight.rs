@@ -19,20 +19,20 @@ use convoke_env::{Generation, vars};
 use nix::unistd::{AccessFlags, access};
 
 use crate::config::FlightDir;
+use crate::messages::print_message;
 use crate::report;
-use crate::say::say;
 
 /// Its name in the log folder of a launcher.
-const FOLDER: &str = "flight";
+const FOLDER_NAME: &str = "flight";
 /// Most groups of which a report tells.
-const GROUPS: usize = 8;
+const MAX_GROUPS: usize = 8;
 
 /// The folder of the recordings.
 #[derive(Debug)]
-pub(crate) struct Flight {
+pub(crate) struct FlightFolder {
     folder: Option<PathBuf>,
     /// A job that succeeds removes the folder.
-    own: bool,
+    remove_on_success: bool,
 }
 
 /// The launcher's knowledge of the workers of a round that has ended.
@@ -44,25 +44,27 @@ pub(crate) struct Round {
     pub(crate) exits: Vec<(usize, Exit)>,
 }
 
-impl Flight {
+impl FlightFolder {
     /// `log_folder` is that of this launcher, if there is one.
     pub(crate) fn new(config: &FlightDir, log_folder: Option<&Path>) -> Self {
         match config {
-            FlightDir::Own => Self { folder: log_folder.map(|folder| folder.join(FOLDER)), own: true },
-            FlightDir::Nowhere => Self { folder: None, own: false },
-            FlightDir::Given(folder) => {
+            FlightDir::LogFolder => {
+                Self { folder: log_folder.map(|folder| folder.join(FOLDER_NAME)), remove_on_success: true }
+            }
+            FlightDir::Disabled => Self { folder: None, remove_on_success: false },
+            FlightDir::Path(folder) => {
                 // Workers may change their directory.
                 let folder = std::path::absolute(folder).unwrap_or_else(|_| folder.clone());
                 let writable = || access(&folder, AccessFlags::W_OK).map_err(std::io::Error::from);
                 if let Err(error) = fs::create_dir_all(&folder).and_then(|()| writable()) {
                     let name = vars::FLIGHT_DIR;
-                    say(&format!(
+                    print_message(&format!(
                         "warning: {name}={}: {error}; calls are not recorded in files",
                         folder.display()
                     ));
-                    return Self { folder: None, own: false };
+                    return Self { folder: None, remove_on_success: false };
                 }
-                Self { folder: Some(folder), own: false }
+                Self { folder: Some(folder), remove_on_success: false }
             }
         }
     }
@@ -74,10 +76,10 @@ impl Flight {
 
     /// Returns the recordings' account of a round; `None` without recordings. Also writes into the
     /// recordings how their workers ended, for later readers.
-    pub(crate) fn told(&self, round: &Round) -> Option<report::Flight> {
+    pub(crate) fn analyze(&self, round: &Round) -> Option<report::FlightSummary> {
         let folder = self.folder.as_ref()?;
         let here = process::current();
-        let wanted = |header: &Header| round.has(header, here.boot_id);
+        let wanted = |header: &Header| round.contains(header, here.boot_id);
         let mut recordings = folder::read(std::slice::from_ref(folder), wanted).recordings;
         for (path, recording) in &mut recordings {
             if let Some(exit) = round.exit(recording, here.boot_id) {
@@ -96,19 +98,19 @@ impl Flight {
             })
             .collect();
         let open = snapshots(&observers, unix_ns(SystemTime::now()));
-        let open = open.into_iter().filter(|standing| standing.is_open());
-        let mut groups: Vec<String> = open.map(|standing| standing.to_string()).collect();
-        if groups.len() > GROUPS {
-            let more = groups.len() - GROUPS;
-            groups.truncate(GROUPS);
+        let open = open.into_iter().filter(|snapshot| snapshot.is_open());
+        let mut groups: Vec<String> = open.map(|snapshot| snapshot.to_string()).collect();
+        if groups.len() > MAX_GROUPS {
+            let more = groups.len() - MAX_GROUPS;
+            groups.truncate(MAX_GROUPS);
             groups.push(format!("and {more} more groups"));
         }
-        Some(report::Flight { folder: folder.display().to_string(), groups })
+        Some(report::FlightSummary { folder: folder.display().to_string(), groups })
     }
 
     /// Removes the recordings after the job has succeeded, since nobody needs them.
     pub(crate) fn discard(&self) {
-        if let Some(folder) = self.folder.as_ref().filter(|_| self.own) {
+        if let Some(folder) = self.folder.as_ref().filter(|_| self.remove_on_success) {
             // As a rule there is one only if the workers use the runtime.
             let _ = fs::remove_dir_all(folder);
         }
@@ -117,7 +119,7 @@ impl Flight {
 
 impl Round {
     /// Returns whether a recording was made in this round, here or on another node.
-    fn has(&self, header: &Header, boot_id: u128) -> bool {
+    fn contains(&self, header: &Header, boot_id: u128) -> bool {
         match (self.generation, header.generation) {
             (Some(ours), Some(theirs)) => ours == theirs,
             // Another launcher's round has no generation.

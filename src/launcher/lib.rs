@@ -16,33 +16,33 @@ mod events;
 mod exit;
 mod fault;
 mod flight;
+mod formatting;
 mod gpus;
 mod guard;
 mod kernel_file;
 mod limits;
 mod logs;
 mod membership;
+mod messages;
 #[allow(unsafe_code)]
 mod os;
 mod rendezvous;
 mod report;
-mod say;
 mod supervise;
-mod words;
 
 use std::io::Write;
 use std::process::ExitCode;
 
 use cli::Invocation;
 use limits::Limits;
+use messages::print_message;
 use os::Forked;
-use say::say;
 
 /// The whole program: reads the command line and the environment, runs the job, and returns the exit
 /// code that docs/reference/cli.md states.
 #[must_use]
 pub fn main() -> ExitCode {
-    agent::hold_signals();
+    agent::block_signals();
     let config = match cli::parse(std::env::args_os(), &|name| std::env::var_os(name)) {
         Ok(Invocation::Run(config)) => config,
         Ok(Invocation::DryRun(config)) => {
@@ -63,7 +63,7 @@ pub fn main() -> ExitCode {
         Ok(warnings) if config::is_quiet(&|name| std::env::var_os(name)) => drop(warnings),
         Ok(warnings) => warn(&warnings),
         Err(error) => {
-            say(&format!("error: {error}"));
+            print_message(&format!("error: {error}"));
             return exit::FAILURE;
         }
     }
@@ -74,10 +74,10 @@ pub fn main() -> ExitCode {
         Err(error) => {
             let what = "the guard process";
             let why = match error.raw_os_error() {
-                Some(errno) => agent::no_process(what, errno).to_string(),
+                Some(errno) => agent::process_creation_error(what, errno).to_string(),
                 None => format!("{what}: {error}"),
             };
-            say(&format!("error: cannot start {why}"));
+            print_message(&format!("error: cannot start {why}"));
             exit::FAILURE
         }
     }
@@ -91,6 +91,6 @@ fn print(text: &str) -> ExitCode {
 
 fn warn(warnings: &[String]) {
     for warning in warnings {
-        say(&format!("warning: {warning}"));
+        print_message(&format!("warning: {warning}"));
     }
 }

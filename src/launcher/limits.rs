@@ -6,17 +6,17 @@ use std::path::Path;
 
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit, setrlimit};
 
-use crate::cgroup::{Tasks, task_limit};
+use crate::cgroup::{TaskLimit, task_limit};
 use crate::config::{Config, Rendezvous, StreamChoice, Streams, count};
 
 /// The number of descriptors that the launcher has open besides those for each worker.
 const OWN_DESCRIPTORS: usize = 32;
 /// The maximum number of descriptors of workers' streams in transit to the guard at once.
-const ON_THEIR_WAY: usize = 256;
+const DESCRIPTORS_IN_TRANSIT: usize = 256;
 /// Processes and threads beside the workers: guard, copier of output, consoles.
 const OWN_TASKS: u64 = 4;
 /// A network card with RDMA needs more locked memory than that.
-const LITTLE_LOCKED_MEMORY: u64 = 64 << 20;
+const RDMA_LOCKED_MEMORY_MIN: u64 = 64 << 20;
 
 const RAISED: [Resource; 4] =
     [Resource::RLIMIT_NOFILE, Resource::RLIMIT_NPROC, Resource::RLIMIT_MEMLOCK, Resource::RLIMIT_FSIZE];
@@ -41,7 +41,7 @@ impl Limits {
     }
 
     /// Restores the original limits in this process, which is a worker before its program starts.
-    pub(crate) fn give_back(&self) {
+    pub(crate) fn restore(&self) {
         for (resource, before) in RAISED.into_iter().zip(self.before) {
             if let Some((soft, hard)) = before {
                 let _ = setrlimit(resource, soft, hard);
@@ -64,7 +64,7 @@ impl Limits {
         let has_rdma = Path::new("/dev/infiniband").exists();
         check(
             &Needs::of(config),
-            &There {
+            &SystemLimits {
                 descriptors: now(Resource::RLIMIT_NOFILE),
                 // The limit does not apply to root.
                 processes: now(Resource::RLIMIT_NPROC).filter(|_| !is_root),
@@ -91,10 +91,10 @@ struct Needs {
 
 /// Limits; `None` is no limit.
 #[derive(Debug, Default)]
-struct There {
+struct SystemLimits {
     descriptors: Option<u64>,
     processes: Option<u64>,
-    tasks: Option<Tasks>,
+    tasks: Option<TaskLimit>,
     file_bytes: Option<u64>,
     /// The limit of locked memory. `None` also means that the host has no RDMA device, whose users lock
     /// memory.
@@ -117,7 +117,7 @@ impl Needs {
         let stderr = if tee.stderr { 2 } else { usize::from(config.logs.keep_stderr_tail) };
         let in_launcher = workers * (1 + 2 * usize::from(tee.stdout) + stderr);
         // The guard holds one descriptor to see the worker's end, and one until its program has started.
-        let in_guard = 2 * workers + (3 * workers).min(ON_THEIR_WAY);
+        let in_guard = 2 * workers + (3 * workers).min(DESCRIPTORS_IN_TRANSIT);
         let serves = match &config.rendezvous {
             Rendezvous::Standalone | Rendezvous::Elastic { .. } => true,
             Rendezvous::Static { node_rank, .. } => *node_rank == 0,
@@ -133,7 +133,7 @@ impl Needs {
     }
 }
 
-fn check(needs: &Needs, there: &There) -> Result<Vec<String>, String> {
+fn check(needs: &Needs, there: &SystemLimits) -> Result<Vec<String>, String> {
     const DESCRIPTORS: &str = "raise the hard limit: ulimit -n as root, nofile in /etc/security/limits.conf, LimitNOFILE= of \
                                systemd, docker run --ulimit nofile=N:N";
     let workers = count(needs.workers, "worker");
@@ -173,7 +173,7 @@ fn check(needs: &Needs, there: &There) -> Result<Vec<String>, String> {
             limit / 1024
         ));
     }
-    if let Some(limit) = there.locked_bytes.filter(|limit| *limit < LITTLE_LOCKED_MEMORY) {
+    if let Some(limit) = there.locked_bytes.filter(|limit| *limit < RDMA_LOCKED_MEMORY_MIN) {
         warnings.push(format!(
             "workers may lock {} KiB of memory, and this host has RDMA devices, for which NCCL and UCX lock more; raise it: \
              ulimit -l unlimited, memlock in /etc/security/limits.conf, LimitMEMLOCK=infinity of systemd, docker run \
@@ -192,18 +192,18 @@ mod tests {
 
     #[test]
     fn insufficient_limit_error_states_need_limit_and_remedy() {
-        let tasks = Some(Tasks { folder: "/cg/pod".into(), max: 20, current: 9 });
+        let tasks = Some(TaskLimit { folder: "/cg/pod".into(), max: 20, current: 9 });
         for (there, parts) in [
             (
-                There { descriptors: Some(103), ..There::default() },
+                SystemLimits { descriptors: Some(103), ..SystemLimits::default() },
                 ["8 workers need 104", "103 are allowed", "ulimit -n"],
             ),
             (
-                There { processes: Some(11), ..There::default() },
+                SystemLimits { processes: Some(11), ..SystemLimits::default() },
                 ["8 workers need 12", "may have 11", "LimitNPROC="],
             ),
             (
-                There { tasks, ..There::default() },
+                SystemLimits { tasks, ..SystemLimits::default() },
                 ["need 12 more", "/cg/pod allows 20 (pids.max) and has 9", "--pids-limit"],
             ),
         ] {
@@ -214,20 +214,20 @@ mod tests {
 
     #[test]
     fn possibly_insufficient_limit_is_a_warning_and_sufficient_is_silent() {
-        let warnings = |there: There| check(&NEEDS, &there).expect("enough").concat();
-        let store = warnings(There { descriptors: Some(119), ..There::default() });
+        let warnings = |there: SystemLimits| check(&NEEDS, &there).expect("enough").concat();
+        let store = warnings(SystemLimits { descriptors: Some(119), ..SystemLimits::default() });
         assert!(store.contains("may need 120 open files") && store.contains("119 are allowed"), "{store}");
-        let files = warnings(There { file_bytes: Some(2048), ..There::default() });
+        let files = warnings(SystemLimits { file_bytes: Some(2048), ..SystemLimits::default() });
         assert!(files.contains("a file may have 2 KiB") && files.contains("ulimit -f"), "{files}");
-        let locked = warnings(There { locked_bytes: Some(65536), ..There::default() });
+        let locked = warnings(SystemLimits { locked_bytes: Some(65536), ..SystemLimits::default() });
         assert!(locked.contains("lock 64 KiB") && locked.contains("memlock=-1"), "{locked}");
-        let enough = There {
+        let enough = SystemLimits {
             descriptors: Some(120),
             processes: Some(12),
-            tasks: Some(Tasks { folder: "/".into(), max: 21, current: 9 }),
+            tasks: Some(TaskLimit { folder: "/".into(), max: 21, current: 9 }),
             file_bytes: None,
             locked_bytes: Some(1 << 30),
         };
-        assert_eq!(warnings(enough) + &warnings(There::default()), "");
+        assert_eq!(warnings(enough) + &warnings(SystemLimits::default()), "");
     }
 }

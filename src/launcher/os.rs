@@ -16,7 +16,7 @@ use nix::unistd::{ForkResult, Pid};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
-use crate::cause::{StartFailure, Step};
+use crate::cause::{StartFailure, StartStep};
 use crate::limits::Limits;
 
 /// The role of the current process after [`fork_guard`].
@@ -53,7 +53,7 @@ pub(crate) fn fork_guard() -> io::Result<Forked> {
 
 /// A program with all data that its start needs, prepared before the fork.
 #[derive(Debug)]
-pub(crate) struct Prepared {
+pub(crate) struct PreparedProgram {
     /// The paths at which the program may be.
     paths: Vec<CString>,
     argv: Vec<CString>,
@@ -64,31 +64,31 @@ pub(crate) struct Prepared {
 
 /// A forked process that has not yet started its program.
 #[derive(Debug)]
-pub(crate) struct Starting {
+pub(crate) struct StartingProcess {
     pub(crate) pid: i32,
     /// Closes when the program runs. If the program cannot run, carries a [`StartFailure`] before that.
     pub(crate) status: OwnedFd,
 }
 
-/// The size of a failure in the pipe of [`Starting`].
+/// The size of a failure in the pipe of [`StartingProcess`].
 pub(crate) const FAILURE_BYTES: usize = 5;
 
-fn to_bytes(StartFailure { step, errno }: StartFailure) -> [u8; FAILURE_BYTES] {
+fn encode_failure(StartFailure { step, errno }: StartFailure) -> [u8; FAILURE_BYTES] {
     let [a, b, c, d] = errno.to_le_bytes();
-    [u8::from(step == Step::Bind), a, b, c, d]
+    [u8::from(step == StartStep::Bind), a, b, c, d]
 }
 
 /// Decodes the message of a forked process that ended before its program started.
-pub(crate) fn failure_of([is_binding, errno @ ..]: [u8; FAILURE_BYTES]) -> StartFailure {
-    let step = if is_binding == 0 { Step::Exec } else { Step::Bind };
+pub(crate) fn decode_failure([is_binding, errno @ ..]: [u8; FAILURE_BYTES]) -> StartFailure {
+    let step = if is_binding == 0 { StartStep::Exec } else { StartStep::Bind };
     StartFailure { step, errno: i32::from_le_bytes(errno) }
 }
 
-fn failed(step: Step, errno: Errno) -> StartFailure {
+fn start_failure(step: StartStep, errno: Errno) -> StartFailure {
     StartFailure { step, errno: errno as i32 }
 }
 
-impl Prepared {
+impl PreparedProgram {
     /// Without `cpus` the program keeps those of this process. It leads a session, or else only a process
     /// group of this process's session. The program is searched in this process's PATH.
     ///
@@ -101,8 +101,10 @@ impl Prepared {
         cpus: &[usize],
         own_session: bool,
     ) -> Result<Self, StartFailure> {
-        let Some(program) = argv.first() else { return Err(failed(Step::Exec, Errno::ENOENT)) };
-        let c = |text: OsString| CString::new(text.into_vec()).map_err(|_| failed(Step::Exec, Errno::EINVAL));
+        let Some(program) = argv.first() else { return Err(start_failure(StartStep::Exec, Errno::ENOENT)) };
+        let c = |text: OsString| {
+            CString::new(text.into_vec()).map_err(|_| start_failure(StartStep::Exec, Errno::EINVAL))
+        };
         let pair = |(mut name, value): (OsString, OsString)| {
             name.push("=");
             name.push(value);
@@ -110,10 +112,10 @@ impl Prepared {
         };
         let mut set = CpuSet::new();
         for &cpu in cpus {
-            set.set(cpu).map_err(|errno| failed(Step::Bind, errno))?;
+            set.set(cpu).map_err(|errno| start_failure(StartStep::Bind, errno))?;
         }
         Ok(Self {
-            paths: places(program).into_iter().map(c).collect::<Result<_, _>>()?,
+            paths: candidate_paths(program).into_iter().map(c).collect::<Result<_, _>>()?,
             cpus: (!cpus.is_empty()).then_some(set),
             own_session,
             argv: argv.into_iter().map(c).collect::<Result<_, _>>()?,
@@ -123,7 +125,7 @@ impl Prepared {
 }
 
 /// Returns the paths at which a program may be, in the order in which they are tried.
-pub(crate) fn places(program: &OsStr) -> Vec<OsString> {
+pub(crate) fn candidate_paths(program: &OsStr) -> Vec<OsString> {
     if program.is_empty() || program.as_bytes().contains(&b'/') {
         return vec![program.to_owned()];
     }
@@ -134,7 +136,7 @@ pub(crate) fn places(program: &OsStr) -> Vec<OsString> {
 /// Replaces the process by the program; returns only if that fails. Like `execvpe`, it gives a file of
 /// unknown format to the shell. Unlike `execvpe`, it does not do so with an ELF file, which was built for
 /// another CPU.
-fn execute(program: &Prepared) -> Errno {
+fn execute(program: &PreparedProgram) -> Errno {
     let (argv, environment) = (&program.argv, &program.environment);
     let mut reason = Errno::ENOENT;
     for path in &program.paths {
@@ -172,22 +174,22 @@ fn is_elf(path: &CStr) -> bool {
 /// # Errors
 /// The reason why the system refuses a pipe or a process.
 pub(crate) fn start_worker(
-    program: &Prepared,
+    program: &PreparedProgram,
     limits: &Limits,
     channel: &OwnedFd,
     stdout: Option<&OwnedFd>,
     stderr: Option<&OwnedFd>,
-) -> Result<Starting, StartFailure> {
+) -> Result<StartingProcess, StartFailure> {
     let guard = Pid::this();
-    let not_forked = |errno| failed(Step::Fork, errno);
+    let not_forked = |errno| start_failure(StartStep::Fork, errno);
     let (status, report) = nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(not_forked)?;
     // SAFETY: the guard has one thread, so the child is a whole copy of it and may do anything. (A test
     // that makes the guard die later adds a thread that only sleeps and holds no lock.)
     match unsafe { nix::unistd::fork() }.map_err(not_forked)? {
-        ForkResult::Parent { child } => Ok(Starting { pid: child.as_raw(), status }),
+        ForkResult::Parent { child } => Ok(StartingProcess { pid: child.as_raw(), status }),
         ForkResult::Child => {
             let failure = become_worker(program, limits, guard, channel, stdout, stderr);
-            let _ = nix::unistd::write(&report, &to_bytes(failure));
+            let _ = nix::unistd::write(&report, &encode_failure(failure));
             // SAFETY: always sound; `exit` would run what the guard has registered for its own end.
             unsafe { nix::libc::_exit(127) }
         }
@@ -196,14 +198,14 @@ pub(crate) fn start_worker(
 
 /// Runs in the child and executes the program; returns only if that fails.
 fn become_worker(
-    program: &Prepared,
+    program: &PreparedProgram,
     limits: &Limits,
     guard: Pid,
     channel: &OwnedFd,
     stdout: Option<&OwnedFd>,
     stderr: Option<&OwnedFd>,
 ) -> StartFailure {
-    let mut step = Step::Exec;
+    let mut step = StartStep::Exec;
     let result: Result<Infallible, Errno> = (|| {
         // The guard blocks nearly all signals and Rust ignores SIGPIPE; both survive exec. A shell without
         // job control ignores SIGINT and SIGQUIT in background processes, so that a Ctrl-C meant for others
@@ -225,18 +227,18 @@ fn become_worker(
             return Err(Errno::ESRCH);
         }
         if let Some(cpus) = &program.cpus {
-            step = Step::Bind;
+            step = StartStep::Bind;
             sched_setaffinity(Pid::from_raw(0), cpus)?;
-            step = Step::Exec;
+            step = StartStep::Exec;
         }
         stdout.map(nix::unistd::dup2_stdout).transpose()?;
         stderr.map(nix::unistd::dup2_stderr).transpose()?;
         fcntl(channel, FcntlArg::F_SETFD(FdFlag::empty()))?;
-        limits.give_back();
+        limits.restore();
         Err(execute(program))
     })();
     match result {
-        Err(errno) => failed(step, errno),
+        Err(errno) => start_failure(step, errno),
         Ok(never) => match never {},
     }
 }
@@ -245,7 +247,7 @@ fn become_worker(
 ///
 /// The kernel ignores the signal in PID 1 of a container. The process then exits with the code by which
 /// shells report such a death.
-pub(crate) fn die_by(number: i32) -> ! {
+pub(crate) fn exit_by_signal(number: i32) -> ! {
     // Signals without a name, such as real-time signals, become an exit code at once.
     if let Ok(named) = Signal::try_from(number) {
         // SAFETY: SIG_DFL runs no code of ours.
@@ -274,7 +276,7 @@ pub(crate) fn readable(signals: SignalFd) -> io::Result<AsyncFd<SignalFd>> {
 }
 
 /// Takes ownership of a descriptor that just arrived by SCM_RIGHTS.
-pub(crate) fn own_received(fd: std::os::fd::RawFd) -> OwnedFd {
+pub(crate) fn adopt_received_fd(fd: std::os::fd::RawFd) -> OwnedFd {
     // SAFETY: the kernel made `fd` for this process with the message that carried it, and nothing else
     // knows the number.
     unsafe { std::os::fd::FromRawFd::from_raw_fd(fd) }
@@ -291,7 +293,7 @@ mod tests {
     /// of a test with several threads needs only system calls and malloc, which works after glibc's fork.
     fn start(argv: &[&str], cpus: &[usize]) -> Result<i32, StartFailure> {
         let argv = argv.iter().map(OsString::from).collect();
-        let prepared = Prepared::new(argv, Vec::new(), cpus, true)?;
+        let prepared = PreparedProgram::new(argv, Vec::new(), cpus, true)?;
         let (channel, _other) = UnixStream::pair().expect("a channel");
         let limits = Limits::raise();
         let started = start_worker(&prepared, &limits, &channel.into(), None, None).expect("a process");
@@ -299,7 +301,7 @@ mod tests {
         let count = nix::unistd::read(&started.status, &mut error).expect("its status");
         match waitpid(Pid::from_raw(started.pid), None).expect("its end") {
             WaitStatus::Exited(_, code) if count == 0 => Ok(code),
-            _ => Err(failure_of(error)),
+            _ => Err(decode_failure(error)),
         }
     }
 
@@ -315,12 +317,12 @@ mod tests {
 
     #[test]
     fn refused_cpus_and_missing_program_are_distinguished() {
-        let refused = failed(Step::Bind, Errno::EINVAL);
+        let refused = start_failure(StartStep::Bind, Errno::EINVAL);
         if let Some(absent) = (0..CpuSet::count()).rev().find(|cpu| !exists(*cpu)) {
             assert_eq!(start(&["true"], &[absent]), Err(refused));
         }
         assert_eq!(start(&["true"], &[CpuSet::count()]), Err(refused), "no such bit");
-        assert_eq!(start(&["/no/such"], &[]), Err(failed(Step::Exec, Errno::ENOENT)));
+        assert_eq!(start(&["/no/such"], &[]), Err(start_failure(StartStep::Exec, Errno::ENOENT)));
     }
 
     #[test]
@@ -336,7 +338,10 @@ mod tests {
         let mut header = b"\x7fELF\x02\x01\x01".to_vec();
         header.resize(64, 0);
         header[18] = 250;
-        assert_eq!(start(&[&file("foreign", &header)], &[]), Err(failed(Step::Exec, Errno::ENOEXEC)));
+        assert_eq!(
+            start(&[&file("foreign", &header)], &[]),
+            Err(start_failure(StartStep::Exec, Errno::ENOEXEC))
+        );
         // The shell runs a file without a #! line, as with execvp.
         assert_eq!(start(&[&file("plain", b"exit $1"), "7"], &[]), Ok(7));
     }

@@ -24,12 +24,14 @@ use convoke_env::ExitCause;
 use jiff::tz::TimeZone;
 use nix::sys::signal::Signal;
 
-use crate::cause::{Class, Evidence, Facts, Findings, NotStarted, Verdict, decide, lines, shown};
-use crate::words;
-use error_file::Account;
+use crate::cause::{
+    Class, Diagnosis, Evidence, Facts, LogEvidence, NotStarted, diagnose, format_traceback, lines,
+};
+use crate::formatting;
+use error_file::ErrorFileContent;
 pub(crate) use host::{full_host_name, host_name};
-pub(crate) use model::{Failure, Flight, Outcome, Report};
-use model::{SignalName, VERSION, root_of};
+pub(crate) use model::{Failure, FlightSummary, Outcome, Report};
+use model::{SignalName, VERSION, root_cause_of};
 
 /// The tolerance for a time in an error file. A time further outside the attempt was not told by this host's
 /// clock.
@@ -50,7 +52,7 @@ pub(crate) struct Job {
     pub(crate) restarts: u32,
     pub(crate) max_restarts: u32,
     /// The program was given to Python because no program of that name exists.
-    pub(crate) guessed: bool,
+    pub(crate) assumed_python: bool,
     /// The time at which the workers of the attempt were started.
     pub(crate) began: SystemTime,
     /// Most lines of stderr to keep per worker.
@@ -61,13 +63,13 @@ pub(crate) struct Job {
 
 /// A worker that has ended, or could not be started.
 #[derive(Debug, Clone)]
-pub(crate) struct Ended {
+pub(crate) struct EndedWorker {
     /// Index on this node, and global rank.
     pub(crate) local_rank: usize,
     pub(crate) rank: usize,
     /// `None` if it never ran.
     pub(crate) pid: Option<i32>,
-    pub(crate) how: How,
+    pub(crate) end: WorkerEnd,
     /// The time at which its end was noticed.
     pub(crate) time: SystemTime,
     /// The launcher had already told it to stop.
@@ -83,7 +85,7 @@ pub(crate) struct Ended {
 
 /// The way in which a worker ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum How {
+pub(crate) enum WorkerEnd {
     Exited(ExitCause),
     /// It could not be started.
     NotStarted(NotStarted),
@@ -93,7 +95,7 @@ pub(crate) enum How {
 pub(crate) fn describe(cause: ExitCause) -> String {
     match cause {
         ExitCause::Code(code) => format!("exited with code {code}"),
-        ExitCause::Signal(signal) => format!("was killed by {}", words::signal(signal)),
+        ExitCause::Signal(signal) => format!("was killed by {}", formatting::signal(signal)),
     }
 }
 
@@ -124,9 +126,9 @@ pub(crate) fn without_failures(job: &Job, outcome: Outcome, message: Option<Stri
 /// `ended` are all workers of this node that have ended, in the order in which their ends were noticed. It
 /// includes those with exit code 0: a worker that left too early may be the root cause. The second value is
 /// a line about the first error file that cannot be parsed.
-pub(crate) fn build(job: &Job, ended: &[Ended]) -> (Report, Option<String>) {
-    let failed: Vec<&Ended> =
-        ended.iter().filter(|worker| worker.how != How::Exited(ExitCause::Code(0))).collect();
+pub(crate) fn build(job: &Job, ended: &[EndedWorker]) -> (Report, Option<String>) {
+    let failed: Vec<&EndedWorker> =
+        ended.iter().filter(|worker| worker.end != WorkerEnd::Exited(ExitCause::Code(0))).collect();
     let (accounts, wrong) = accounts(&failed);
     let times = times(job, &failed, &accounts);
     let mut report = without_failures(job, Outcome::Failed, None);
@@ -135,22 +137,22 @@ pub(crate) fn build(job: &Job, ended: &[Ended]) -> (Report, Option<String>) {
     }
     if let Some(early) = early_exit(ended, &report.failures) {
         let mut failure = failure(job, &report.host, early, None, unix_ms(early.time));
-        let verdict = Verdict::new(
+        let diagnosis = Diagnosis::new(
             Class::EarlyExit,
             "exited with code 0 while the others went on, which then lost their connections",
         )
-        .advise("does this rank leave its loop earlier than the others: other data, other step count, an early return?");
+        .with_advice("does this rank leave its loop earlier than the others: other data, other step count, an early return?");
         (failure.class, failure.explanation, failure.advice) =
-            (verdict.class, verdict.explanation, verdict.advice);
+            (diagnosis.class, diagnosis.explanation, diagnosis.advice);
         report.failures.insert(0, failure);
     }
-    report.root_cause = root_of(&report.failures);
+    report.root_cause = root_cause_of(&report.failures);
     (report, wrong)
 }
 
 /// The part of a report that goes to stderr (`--report`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Form {
+pub(crate) enum ReportFormat {
     /// One screen: the root cause, and the other workers that failed.
     Short,
     /// A block for each worker, as torchrun prints it.
@@ -158,10 +160,10 @@ pub(crate) enum Form {
 }
 
 /// Formats the report for stderr.
-pub(crate) fn render(report: &Report, form: Form) -> String {
+pub(crate) fn render(report: &Report, form: ReportFormat) -> String {
     match form {
-        Form::Short => short::report(report, &TimeZone::system()),
-        Form::Full => text::report(report, &TimeZone::system()),
+        ReportFormat::Short => short::report(report, &TimeZone::system()),
+        ReportFormat::Full => text::report(report, &TimeZone::system()),
     }
 }
 
@@ -185,20 +187,20 @@ pub(crate) fn write(report: &Report, path: &Path) -> Result<(), String> {
 ///
 /// # Errors
 /// A line for the user: the file cannot be read or written.
-pub(crate) fn hand_on(report: &Report, ended: &[Ended], target: &Path) -> Result<(), String> {
+pub(crate) fn copy_error_file(report: &Report, ended: &[EndedWorker], target: &Path) -> Result<(), String> {
     let Some(root) = report.root() else { return Ok(()) };
     let Some(worker) = ended.iter().find(|worker| (worker.rank, worker.pid) == (root.rank, Some(root.pid)))
     else {
         return Ok(());
     };
     let Some(file) = worker.error_file.as_deref() else { return Ok(()) };
-    error_file::hand_on(file, root.exitcode.unwrap_or(1), target)
+    error_file::copy_error_file(file, root.exitcode.unwrap_or(1), target)
 }
 
 /// Returns the contents of the error files, and a line about the first that cannot be parsed.
-fn accounts(failed: &[&Ended]) -> (Vec<Option<Account>>, Option<String>) {
+fn accounts(failed: &[&EndedWorker]) -> (Vec<Option<ErrorFileContent>>, Option<String>) {
     let mut wrong = None;
-    let read = |worker: &&Ended| match worker.error_file.as_deref().map(error_file::read) {
+    let read = |worker: &&EndedWorker| match worker.error_file.as_deref().map(error_file::read) {
         None | Some(Ok(None)) => None,
         Some(Ok(Some(account))) => Some(account),
         Some(Err(what)) => {
@@ -215,7 +217,7 @@ fn accounts(failed: &[&Ended]) -> (Vec<Option<Account>>, Option<String>) {
 ///
 /// Times within the attempt come from this host's clock. Others come from another clock. They count only if
 /// every worker that was not stopped reports such a time.
-fn times(job: &Job, failed: &[&Ended], accounts: &[Option<Account>]) -> Vec<i64> {
+fn times(job: &Job, failed: &[&EndedWorker], accounts: &[Option<ErrorFileContent>]) -> Vec<i64> {
     let own = |at: usize| accounts[at].as_ref().and_then(|account| account.seconds);
     let by_our_clock = |at: usize| {
         let (first, last) = (job.began - CLOCK_SLACK, failed[at].time + CLOCK_SLACK);
@@ -231,35 +233,49 @@ fn times(job: &Job, failed: &[&Ended], accounts: &[Option<Account>]) -> Vec<i64>
     (0..failed.len()).map(time).collect()
 }
 
-fn failure(job: &Job, host: &str, worker: &Ended, account: Option<&Account>, time_unix_ms: i64) -> Failure {
+fn failure(
+    job: &Job,
+    host: &str,
+    worker: &EndedWorker,
+    account: Option<&ErrorFileContent>,
+    time_unix_ms: i64,
+) -> Failure {
     let (bytes, cut) = &worker.stderr;
     let mut stderr = lines(bytes, *cut);
-    let mut findings = Findings::in_lines(&stderr);
-    let told = account.map(|account| account.traceback.as_str()).filter(|text| !text.is_empty());
-    let picked = findings.shown.clone().map(|range| (shown(&stderr, &range), range));
-    if let Some(text) = told {
-        findings = findings.or(Findings::in_lines(&lines(text.as_bytes(), false)));
+    let mut log = LogEvidence::from_lines(&stderr);
+    let traceback = account.map(|account| account.traceback.as_str()).filter(|text| !text.is_empty());
+    let picked = log.traceback_range.clone().map(|range| (format_traceback(&stderr, &range), range));
+    if let Some(text) = traceback {
+        log = log.overridden_by(LogEvidence::from_lines(&lines(text.as_bytes(), false)));
     }
-    findings.acquit(worker.rank);
-    let verdict = match &worker.how {
-        How::Exited(cause) => {
+    log.ignore_own_panic(worker.rank);
+    let diagnosis = match &worker.end {
+        WorkerEnd::Exited(cause) => {
             let (stopped, evidence) = (worker.stopped, &worker.evidence);
-            decide(&Facts { cause: *cause, stopped, guessed: job.guessed, evidence, findings: &findings })
+            diagnose(&Facts {
+                cause: *cause,
+                stopped,
+                assumed_python: job.assumed_python,
+                evidence,
+                log: &log,
+            })
         }
-        How::NotStarted(told) => Verdict::new(told.class, format!("could not be started: {}", told.why))
-            .advise(told.advice.clone()),
+        WorkerEnd::NotStarted(error) => {
+            Diagnosis::new(error.class, format!("could not be started: {}", error.reason))
+                .with_advice(error.advice.clone())
+        }
     };
     if let Some((_, range)) = &picked {
         stderr.drain(range.clone());
     }
-    last(&mut stderr, job.stderr_lines);
-    let (exitcode, signal) = match &worker.how {
-        How::Exited(cause @ ExitCause::Code(_)) => (Some(exit_code(*cause)), None),
-        How::Exited(cause @ ExitCause::Signal(number)) => {
+    keep_last_lines(&mut stderr, job.stderr_lines);
+    let (exitcode, signal) = match &worker.end {
+        WorkerEnd::Exited(cause @ ExitCause::Code(_)) => (Some(exit_code(*cause)), None),
+        WorkerEnd::Exited(cause @ ExitCause::Signal(number)) => {
             let name = signal_name(*number).map(str::to_owned);
             (Some(exit_code(*cause)), Some(SignalName { number: *number, name }))
         }
-        How::NotStarted(_) => (None, None),
+        WorkerEnd::NotStarted(_) => (None, None),
     };
     Failure {
         rank: worker.rank,
@@ -270,16 +286,16 @@ fn failure(job: &Job, host: &str, worker: &Ended, account: Option<&Account>, tim
         exitcode,
         signal,
         time_unix_ms,
-        class: verdict.class,
-        explanation: verdict.explanation,
-        advice: verdict.advice,
-        blames: verdict.blames,
+        class: diagnosis.class,
+        explanation: diagnosis.explanation,
+        advice: diagnosis.advice,
+        suspect_rank: diagnosis.suspect_rank,
         error_file: worker
             .error_file
             .as_ref()
             .filter(|_| account.is_some())
             .map(|path| path.display().to_string()),
-        traceback: told.map(str::to_owned).or(picked.map(|(text, _)| text)),
+        traceback: traceback.map(str::to_owned).or(picked.map(|(text, _)| text)),
         stderr_tail: stderr,
         gpu: worker.gpu.clone(),
         core_dumped: worker.evidence.core_dumped,
@@ -289,15 +305,15 @@ fn failure(job: &Job, host: &str, worker: &Ended, account: Option<&Account>, tim
 
 /// Returns a worker that exited with 0 and whose absence made others fail. It is one that they name, else
 /// the first that had ended before them.
-fn early_exit<'a>(ended: &'a [Ended], failures: &[Failure]) -> Option<&'a Ended> {
+fn early_exit<'a>(ended: &'a [EndedWorker], failures: &[Failure]) -> Option<&'a EndedWorker> {
     let lost = |failure: &&Failure| failure.class == Class::PeerLost && !failure.stopped_by_us;
     let mut others = failures.iter().filter(|failure| !failure.stopped_by_us);
     if failures.is_empty() || !others.all(|failure| lost(&failure)) {
         return None;
     }
-    let first_lost = ended.iter().position(|worker| worker.how != How::Exited(ExitCause::Code(0)))?;
-    let named: Vec<usize> = failures.iter().filter(lost).filter_map(|failure| failure.blames).collect();
-    let is_well = |worker: &&Ended| worker.how == How::Exited(ExitCause::Code(0));
+    let first_lost = ended.iter().position(|worker| worker.end != WorkerEnd::Exited(ExitCause::Code(0)))?;
+    let named: Vec<usize> = failures.iter().filter(lost).filter_map(|failure| failure.suspect_rank).collect();
+    let is_well = |worker: &&EndedWorker| worker.end == WorkerEnd::Exited(ExitCause::Code(0));
     if named.is_empty() {
         return ended[..first_lost].first();
     }
@@ -306,7 +322,7 @@ fn early_exit<'a>(ended: &'a [Ended], failures: &[Failure]) -> Option<&'a Ended>
 }
 
 /// Keeps the last lines.
-fn last(lines: &mut Vec<String>, count: usize) {
+fn keep_last_lines(lines: &mut Vec<String>, count: usize) {
     let mut bytes = 0;
     let kept = lines.iter().rev().take(count).take_while(|line| {
         bytes += line.len() + 1;

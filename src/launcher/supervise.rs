@@ -1,6 +1,6 @@
 //! The workers of one node in one round, from spawn to outcome. Pure: no clock, no handle, no I/O.
 //!
-//! The shell feeds events in and carries actions out, so a test simulates an hour of failures in a
+//! The event loop feeds events in and carries actions out, so a test simulates an hour of failures in a
 //! microsecond. Each worker has its own state. Only this module decides what happens to the others when one
 //! fails.
 
@@ -25,21 +25,21 @@ pub(crate) struct Supervisor {
 pub(crate) struct Policy {
     /// Failures within this time after the first count as simultaneous. The other workers are stopped only
     /// then.
-    pub(crate) settle: Duration,
+    pub(crate) simultaneity_window: Duration,
     /// Time for which a worker that only lost a peer stops no others: the peer's own failure may still be
     /// reported.
-    pub(crate) culprit: Duration,
+    pub(crate) root_cause_wait: Duration,
     /// Time from SIGTERM to SIGKILL after a failure.
     pub(crate) failure_grace: Duration,
 }
 
 /// The worker that a failed worker blames for its end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Blame {
+pub(crate) enum FailureOrigin {
     /// No other worker: it failed by itself.
-    Itself,
+    Own,
     /// Another worker: one of this node if a local rank is given.
-    Other(Option<usize>),
+    Peer(Option<usize>),
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,33 +53,33 @@ enum Worker {
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Phase {
     Running,
-    /// All failed workers blame others. This lasts until one fails by itself, or all blamed workers have
+    /// All failed workers origin others. This lasts until one fails by itself, or all blamed workers have
     /// ended.
-    Suspecting {
+    AwaitingRootCause {
         until: Instant,
     },
     /// A worker failed. Every worker that fails before `until` counts as failed by itself.
-    Settling {
+    CollectingFailures {
         until: Instant,
     },
     /// `signal` was sent. Workers that still live at `kill_at` get SIGKILL.
     Stopping {
         signal: Signal,
         kill_at: Instant,
-        why: Why,
+        reason: StopReason,
     },
     /// SIGKILL was sent. The workers only need to be reaped.
     Killing {
-        why: Why,
+        reason: StopReason,
     },
     Done,
 }
 
 /// Reason for which the round ends before its workers do.
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum Why {
+enum StopReason {
     Failure,
-    Launch { local_rank: usize, error: NotStarted },
+    StartFailure { local_rank: usize, error: NotStarted },
     Signal(Signal),
     Abort,
 }
@@ -91,8 +91,8 @@ pub(crate) enum Event {
     Started { local_rank: usize },
     /// The worker could not be started.
     StartFailed { local_rank: usize, error: NotStarted },
-    /// The worker ended and has been reaped. `blame` counts if it failed.
-    Exited { local_rank: usize, cause: ExitCause, blame: Blame },
+    /// The worker ended and has been reaped. `origin` counts if it failed.
+    Exited { local_rank: usize, cause: ExitCause, origin: FailureOrigin },
     /// The launcher received a signal: pass it on, and end the round within `grace`. If workers are already
     /// being stopped, that is the stop in progress. Only a user who repeats Ctrl-C wants it to end `at_once`.
     Stop { signal: Signal, grace: Duration, at_once: bool },
@@ -110,7 +110,7 @@ pub(crate) enum Action {
     Signal { local_rank: usize, signal: Signal },
     /// This failure ends the round. It is the first of a worker that failed by itself, or else the first of
     /// all.
-    Failing { local_rank: usize, cause: ExitCause },
+    RoundFailed { local_rank: usize, cause: ExitCause },
     /// No worker is left. The last action of a round.
     Finish(Outcome),
 }
@@ -137,7 +137,7 @@ pub(crate) struct Failure {
     pub(crate) cause: ExitCause,
     /// True if we had already told the worker to stop.
     pub(crate) stopped: bool,
-    pub(crate) blame: Blame,
+    pub(crate) origin: FailureOrigin,
 }
 
 impl Supervisor {
@@ -149,7 +149,7 @@ impl Supervisor {
     /// Returns the time of the next [`Event::Tick`], or `None` if time cannot change anything.
     pub(crate) fn wake_at(&self) -> Option<Instant> {
         match &self.phase {
-            Phase::Suspecting { until } | Phase::Settling { until } => Some(*until),
+            Phase::AwaitingRootCause { until } | Phase::CollectingFailures { until } => Some(*until),
             Phase::Stopping { kill_at, .. } => Some(*kill_at),
             Phase::Running | Phase::Killing { .. } | Phase::Done => None,
         }
@@ -158,7 +158,7 @@ impl Supervisor {
     /// Returns true if the workers are being stopped, or have ended.
     pub(crate) fn is_stopping(&self) -> bool {
         match self.phase {
-            Phase::Running | Phase::Suspecting { .. } | Phase::Settling { .. } => false,
+            Phase::Running | Phase::AwaitingRootCause { .. } | Phase::CollectingFailures { .. } => false,
             Phase::Stopping { .. } | Phase::Killing { .. } | Phase::Done => true,
         }
     }
@@ -178,21 +178,21 @@ impl Supervisor {
                     now,
                     Signal::SIGTERM,
                     self.policy.failure_grace,
-                    Why::Launch { local_rank, error },
+                    StopReason::StartFailure { local_rank, error },
                     out,
                 );
             }
-            Event::Exited { local_rank, cause, blame } => self.exited(now, local_rank, cause, blame, out),
+            Event::Exited { local_rank, cause, origin } => self.exited(now, local_rank, cause, origin, out),
             Event::Stop { signal, grace, at_once } => match &mut self.phase {
-                Phase::Running | Phase::Suspecting { .. } | Phase::Settling { .. } => {
-                    self.stop(now, signal, grace, Why::Signal(signal), out)
+                Phase::Running | Phase::AwaitingRootCause { .. } | Phase::CollectingFailures { .. } => {
+                    self.stop(now, signal, grace, StopReason::Signal(signal), out)
                 }
-                Phase::Stopping { kill_at, why, .. } => {
+                Phase::Stopping { kill_at, reason, .. } => {
                     // A failure remains the reason. A round that other nodes ended would be followed by
                     // another one, so this signal replaces that reason.
                     // Workers that save their state then have the time of this stop.
-                    if *why == Why::Abort {
-                        *why = Why::Signal(signal);
+                    if *reason == StopReason::Abort {
+                        *reason = StopReason::Signal(signal);
                         *kill_at = now + grace;
                     } else {
                         *kill_at = (*kill_at).min(now + grace);
@@ -204,34 +204,37 @@ impl Supervisor {
                 Phase::Killing { .. } | Phase::Done => {}
             },
             Event::Abort { signal, grace } => match &mut self.phase {
-                Phase::Running | Phase::Suspecting { .. } | Phase::Settling { .. } => {
-                    self.stop(now, signal, grace, Why::Abort, out);
+                Phase::Running | Phase::AwaitingRootCause { .. } | Phase::CollectingFailures { .. } => {
+                    self.stop(now, signal, grace, StopReason::Abort, out);
                 }
                 Phase::Stopping { kill_at, .. } => *kill_at = (*kill_at).min(now + grace),
                 Phase::Killing { .. } | Phase::Done => {}
             },
             Event::Tick => match self.phase {
-                Phase::Suspecting { until } if now >= until => self.failing(now, 0, out),
-                Phase::Settling { until } if now >= until => {
-                    self.stop(now, Signal::SIGTERM, self.policy.failure_grace, Why::Failure, out);
+                Phase::AwaitingRootCause { until } if now >= until => self.fail_round(now, 0, out),
+                Phase::CollectingFailures { until } if now >= until => {
+                    self.stop(now, Signal::SIGTERM, self.policy.failure_grace, StopReason::Failure, out);
                 }
                 Phase::Stopping { kill_at, .. } if now >= kill_at => self.kill(out),
                 Phase::Running
-                | Phase::Suspecting { .. }
-                | Phase::Settling { .. }
+                | Phase::AwaitingRootCause { .. }
+                | Phase::CollectingFailures { .. }
                 | Phase::Stopping { .. }
                 | Phase::Killing { .. }
                 | Phase::Done => {}
             },
         }
-        self.finish_if_over(out);
+        self.finish_if_all_ended(out);
     }
 
     fn started(&mut self, local_rank: usize, out: &mut Vec<Action>) {
         self.workers[local_rank] = Worker::Running;
         // The phase of the round may have changed while this worker was starting.
         match self.phase {
-            Phase::Running | Phase::Suspecting { .. } | Phase::Settling { .. } | Phase::Done => {}
+            Phase::Running
+            | Phase::AwaitingRootCause { .. }
+            | Phase::CollectingFailures { .. }
+            | Phase::Done => {}
             Phase::Stopping { signal, .. } => out.push(Action::Signal { local_rank, signal }),
             Phase::Killing { .. } => out.push(Action::Signal { local_rank, signal: Signal::SIGKILL }),
         }
@@ -242,58 +245,70 @@ impl Supervisor {
         now: Instant,
         local_rank: usize,
         cause: ExitCause,
-        blame: Blame,
+        origin: FailureOrigin,
         out: &mut Vec<Action>,
     ) {
         self.workers[local_rank] = Worker::Ended;
         if cause != ExitCause::Code(0) {
             let last = self.failures.len();
-            self.failures.push(Failure { local_rank, cause, stopped: self.is_stopping(), blame });
-            match (&self.phase, blame) {
-                (Phase::Running | Phase::Suspecting { .. }, Blame::Itself) => self.failing(now, last, out),
-                (Phase::Running, Blame::Other(_)) => {
-                    let patience = self.policy.settle.max(self.policy.culprit);
-                    self.phase = Phase::Suspecting { until: now + patience };
+            self.failures.push(Failure { local_rank, cause, stopped: self.is_stopping(), origin });
+            match (&self.phase, origin) {
+                (Phase::Running | Phase::AwaitingRootCause { .. }, FailureOrigin::Own) => {
+                    self.fail_round(now, last, out)
                 }
-                (Phase::Suspecting { .. }, Blame::Other(_)) => {}
+                (Phase::Running, FailureOrigin::Peer(_)) => {
+                    let wait = self.policy.simultaneity_window.max(self.policy.root_cause_wait);
+                    self.phase = Phase::AwaitingRootCause { until: now + wait };
+                }
+                (Phase::AwaitingRootCause { .. }, FailureOrigin::Peer(_)) => {}
                 (
-                    Phase::Settling { .. } | Phase::Stopping { .. } | Phase::Killing { .. } | Phase::Done,
-                    Blame::Itself | Blame::Other(_),
+                    Phase::CollectingFailures { .. }
+                    | Phase::Stopping { .. }
+                    | Phase::Killing { .. }
+                    | Phase::Done,
+                    FailureOrigin::Own | FailureOrigin::Peer(_),
                 ) => {}
             }
         }
         // A worker that exits with 0 may also be one that the others blame.
-        if matches!(self.phase, Phase::Suspecting { .. }) && self.have_all_blamed_ended() {
-            self.failing(now, 0, out);
+        if matches!(self.phase, Phase::AwaitingRootCause { .. }) && self.have_all_suspects_ended() {
+            self.fail_round(now, 0, out);
         }
     }
 
     /// Returns true if no worker of this node is left that may still show why the others failed.
-    fn have_all_blamed_ended(&self) -> bool {
+    fn have_all_suspects_ended(&self) -> bool {
         let has_ended = |local_rank: usize| self.workers[local_rank] == Worker::Ended;
-        self.failures.iter().all(|failure| match failure.blame {
-            Blame::Itself => true,
-            Blame::Other(Some(blamed)) => has_ended(blamed),
-            Blame::Other(None) => (0..self.workers.len()).all(has_ended),
+        self.failures.iter().all(|failure| match failure.origin {
+            FailureOrigin::Own => true,
+            FailureOrigin::Peer(Some(blamed)) => has_ended(blamed),
+            FailureOrigin::Peer(None) => (0..self.workers.len()).all(has_ended),
         })
     }
 
     /// Lets the failure `index` end the round.
-    fn failing(&mut self, now: Instant, index: usize, out: &mut Vec<Action>) {
+    fn fail_round(&mut self, now: Instant, index: usize, out: &mut Vec<Action>) {
         let Failure { local_rank, cause, .. } = self.failures[index];
-        out.push(Action::Failing { local_rank, cause });
-        if self.policy.settle.is_zero() {
-            self.stop(now, Signal::SIGTERM, self.policy.failure_grace, Why::Failure, out);
+        out.push(Action::RoundFailed { local_rank, cause });
+        if self.policy.simultaneity_window.is_zero() {
+            self.stop(now, Signal::SIGTERM, self.policy.failure_grace, StopReason::Failure, out);
         } else {
-            self.phase = Phase::Settling { until: now + self.policy.settle };
+            self.phase = Phase::CollectingFailures { until: now + self.policy.simultaneity_window };
         }
     }
 
-    fn stop(&mut self, now: Instant, signal: Signal, grace: Duration, why: Why, out: &mut Vec<Action>) {
+    fn stop(
+        &mut self,
+        now: Instant,
+        signal: Signal,
+        grace: Duration,
+        reason: StopReason,
+        out: &mut Vec<Action>,
+    ) {
         match self.phase {
-            Phase::Running | Phase::Suspecting { .. } | Phase::Settling { .. } => {
+            Phase::Running | Phase::AwaitingRootCause { .. } | Phase::CollectingFailures { .. } => {
                 self.signal_running(signal, out);
-                self.phase = Phase::Stopping { signal, kill_at: now + grace, why };
+                self.phase = Phase::Stopping { signal, kill_at: now + grace, reason };
             }
             Phase::Stopping { .. } | Phase::Killing { .. } | Phase::Done => {}
         }
@@ -301,11 +316,14 @@ impl Supervisor {
 
     fn kill(&mut self, out: &mut Vec<Action>) {
         self.signal_running(Signal::SIGKILL, out);
-        let why = match &self.phase {
-            Phase::Stopping { why, .. } | Phase::Killing { why } => why.clone(),
-            Phase::Running | Phase::Suspecting { .. } | Phase::Settling { .. } | Phase::Done => Why::Failure,
+        let reason = match &self.phase {
+            Phase::Stopping { reason, .. } | Phase::Killing { reason } => reason.clone(),
+            Phase::Running
+            | Phase::AwaitingRootCause { .. }
+            | Phase::CollectingFailures { .. }
+            | Phase::Done => StopReason::Failure,
         };
-        self.phase = Phase::Killing { why };
+        self.phase = Phase::Killing { reason };
     }
 
     fn signal_running(&self, signal: Signal, out: &mut Vec<Action>) {
@@ -313,30 +331,34 @@ impl Supervisor {
         out.extend(running.map(|(local_rank, _)| Action::Signal { local_rank, signal }));
     }
 
-    fn finish_if_over(&mut self, out: &mut Vec<Action>) {
+    fn finish_if_all_ended(&mut self, out: &mut Vec<Action>) {
         if self.phase == Phase::Done || self.workers.iter().any(|worker| *worker != Worker::Ended) {
             return;
         }
         let failures = self.failures.clone();
         let outcome = match std::mem::replace(&mut self.phase, Phase::Done) {
-            Phase::Stopping { why: Why::Launch { local_rank, error }, .. }
-            | Phase::Killing { why: Why::Launch { local_rank, error } } => {
+            Phase::Stopping { reason: StopReason::StartFailure { local_rank, error }, .. }
+            | Phase::Killing { reason: StopReason::StartFailure { local_rank, error } } => {
                 Outcome::NotStarted { local_rank, error }
             }
-            Phase::Stopping { why: Why::Signal(signal), .. }
-            | Phase::Killing { why: Why::Signal(signal) } => Outcome::Stopped { signal },
-            Phase::Stopping { why: Why::Abort, .. } | Phase::Killing { why: Why::Abort } => Outcome::Aborted,
-            Phase::Stopping { why: Why::Failure, .. } | Phase::Killing { why: Why::Failure } => {
-                Outcome::Failed(failures)
-            }
-            Phase::Running | Phase::Suspecting { .. } | Phase::Settling { .. } | Phase::Done
+            Phase::Stopping { reason: StopReason::Signal(signal), .. }
+            | Phase::Killing { reason: StopReason::Signal(signal) } => Outcome::Stopped { signal },
+            Phase::Stopping { reason: StopReason::Abort, .. }
+            | Phase::Killing { reason: StopReason::Abort } => Outcome::Aborted,
+            Phase::Stopping { reason: StopReason::Failure, .. }
+            | Phase::Killing { reason: StopReason::Failure } => Outcome::Failed(failures),
+            Phase::Running
+            | Phase::AwaitingRootCause { .. }
+            | Phase::CollectingFailures { .. }
+            | Phase::Done
                 if failures.is_empty() =>
             {
                 Outcome::Succeeded
             }
-            Phase::Running | Phase::Suspecting { .. } | Phase::Settling { .. } | Phase::Done => {
-                Outcome::Failed(failures)
-            }
+            Phase::Running
+            | Phase::AwaitingRootCause { .. }
+            | Phase::CollectingFailures { .. }
+            | Phase::Done => Outcome::Failed(failures),
         };
         out.push(Action::Finish(outcome));
     }

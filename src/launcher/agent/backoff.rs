@@ -3,36 +3,39 @@
 use std::time::Duration;
 
 /// A round that fails sooner than this after its start is a quick failure.
-const QUICK: Duration = Duration::from_secs(10);
+const QUICK_FAILURE: Duration = Duration::from_secs(10);
 /// Number of quick failures in a row that cause no delay.
-const FREE: u32 = 3;
-/// First delay after those. Each further one doubles, up to [`MOST`].
-const FIRST: Duration = Duration::from_secs(1);
-const MOST: Duration = Duration::from_secs(60);
+const FAILURES_WITHOUT_DELAY: u32 = 3;
+/// First delay after those. Each further one doubles, up to [`MAX_DELAY`].
+const INITIAL_DELAY: Duration = Duration::from_secs(1);
+const MAX_DELAY: Duration = Duration::from_secs(60);
 
 /// Counter of quick failures.
 #[derive(Debug)]
 pub(super) struct Backoff {
     /// `--restart-delay`.
-    least: Duration,
-    quick: u32,
+    min_delay: Duration,
+    quick_failures: u32,
 }
 
 impl Backoff {
-    pub(super) fn new(least: Duration) -> Self {
-        Self { least, quick: 0 }
+    pub(super) fn new(min_delay: Duration) -> Self {
+        Self { min_delay, quick_failures: 0 }
     }
 
     /// Records a round that failed after `lasted`. Returns the delay before the next round.
-    pub(super) fn failed(&mut self, lasted: Duration) -> Duration {
-        self.quick = if lasted < QUICK { self.quick.saturating_add(1) } else { 0 };
-        let doubled = |times: u32| FIRST.saturating_mul(1 << times.min(16)).min(MOST);
-        self.quick.checked_sub(FREE + 1).map_or(Duration::ZERO, doubled).max(self.least)
+    pub(super) fn record_failure(&mut self, lasted: Duration) -> Duration {
+        self.quick_failures = if lasted < QUICK_FAILURE { self.quick_failures.saturating_add(1) } else { 0 };
+        let doubled = |times: u32| INITIAL_DELAY.saturating_mul(1 << times.min(16)).min(MAX_DELAY);
+        self.quick_failures
+            .checked_sub(FAILURES_WITHOUT_DELAY + 1)
+            .map_or(Duration::ZERO, doubled)
+            .max(self.min_delay)
     }
 
-    /// Returns the number of failures in a row that came sooner than [`QUICK`] after the start.
-    pub(super) fn quick(&self) -> u32 {
-        self.quick
+    /// Returns the number of failures in a row that came sooner than [`QUICK_FAILURE`] after the start.
+    pub(super) fn quick_failures(&self) -> u32 {
+        self.quick_failures
     }
 }
 
@@ -45,9 +48,9 @@ mod tests {
     #[test]
     fn restart_delay_doubles_from_a_second_to_a_minute() {
         let mut backoff = Backoff::new(Duration::ZERO);
-        let waits: Vec<u64> = (0..11).map(|_| backoff.failed(AT_ONCE).as_secs()).collect();
+        let waits: Vec<u64> = (0..11).map(|_| backoff.record_failure(AT_ONCE).as_secs()).collect();
         assert_eq!(waits, [0, 0, 0, 1, 2, 4, 8, 16, 32, 60, 60]);
-        (0..1000).for_each(|_| assert_eq!(backoff.failed(AT_ONCE), MOST));
+        (0..1000).for_each(|_| assert_eq!(backoff.record_failure(AT_ONCE), MAX_DELAY));
     }
 
     #[test]
@@ -56,7 +59,7 @@ mod tests {
         let (mut now, mut starts) = (Duration::ZERO, 0);
         while now < Duration::from_secs(60) {
             starts += 1;
-            now += AT_ONCE + backoff.failed(AT_ONCE);
+            now += AT_ONCE + backoff.record_failure(AT_ONCE);
         }
         assert!(starts <= 10, "{starts}");
     }
@@ -65,16 +68,16 @@ mod tests {
     fn long_attempt_resets_the_restart_delay() {
         let mut backoff = Backoff::new(Duration::ZERO);
         for _ in 0..5 {
-            let _ = backoff.failed(AT_ONCE);
+            let _ = backoff.record_failure(AT_ONCE);
         }
-        assert_eq!(backoff.failed(QUICK), Duration::ZERO);
-        assert_eq!((backoff.failed(AT_ONCE), backoff.quick()), (Duration::ZERO, 1));
+        assert_eq!(backoff.record_failure(QUICK_FAILURE), Duration::ZERO);
+        assert_eq!((backoff.record_failure(AT_ONCE), backoff.quick_failures()), (Duration::ZERO, 1));
     }
 
     #[test]
     fn restart_delay_is_never_below_the_user_setting() {
         let mut backoff = Backoff::new(Duration::from_secs(5));
-        let waits: Vec<u64> = (0..8).map(|_| backoff.failed(AT_ONCE).as_secs()).collect();
+        let waits: Vec<u64> = (0..8).map(|_| backoff.record_failure(AT_ONCE).as_secs()).collect();
         assert_eq!(waits, [5, 5, 5, 5, 5, 5, 8, 16]);
     }
 }

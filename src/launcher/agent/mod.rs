@@ -1,21 +1,21 @@
 //! The agent of one node: meets the other nodes, runs the workers, restarts them, and reports the outcome.
 
 mod backoff;
-mod end;
 mod environment;
-mod machine;
-mod pause;
-mod refused;
-mod run;
+mod event_loop;
+mod job_outcome;
+mod reporting;
+mod restart_delay;
 mod setup;
-mod signalled;
+mod shutdown;
+mod signal_handling;
 mod signals;
 mod start;
-mod tell;
-mod trial;
+mod start_failure;
+mod state_machine;
 mod workers;
 
 pub(crate) use environment::{Variables, command_line, variables};
-pub(crate) use refused::no_process;
-pub(crate) use run::run;
-pub(crate) use setup::hold_signals;
+pub(crate) use event_loop::run;
+pub(crate) use setup::block_signals;
+pub(crate) use start_failure::process_creation_error;

@@ -6,13 +6,13 @@ use nix::sys::signal::{SigSet, Signal};
 use crate::config::{Config, Rendezvous as Choice};
 
 /// Signals by which users and schedulers end a launcher.
-const STOPPING: [Signal; 4] = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGQUIT];
+const STOP_SIGNALS: [Signal; 4] = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGQUIT];
 
 /// Blocks the signals that stop a job. They stay pending until the launcher handles them. Without that, PID 1
 /// of a container would ignore them.
-pub(crate) fn hold_signals() {
+pub(crate) fn block_signals() {
     // If blocking fails, the signals keep their usual effect.
-    let _ = SigSet::from_iter(STOPPING).thread_block();
+    let _ = SigSet::from_iter(STOP_SIGNALS).thread_block();
 }
 
 /// Returns the secret of the job. The user may provide it. Otherwise the launcher creates it if all workers

@@ -8,15 +8,15 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 use tokio::io::unix::AsyncFd;
 use tokio::sync::mpsc;
 
-use super::run::News;
+use super::event_loop::Notification;
 use crate::config::Config;
 use crate::guard::signal_set;
 use crate::kernel_file;
-use crate::say::say;
+use crate::messages::print_message;
 
 /// Meaning of a signal to the launcher.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Meaning {
+pub(super) enum SignalAction {
     /// The workers get the signal and must end within the shutdown timeout. The job ends.
     Stop,
     /// The workers that catch the signal get it. The job continues.
@@ -33,7 +33,7 @@ pub(super) enum Meaning {
 
 /// User settings for signals.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Choices<'a> {
+pub(super) struct SignalSettings<'a> {
     /// `--signals-to-handle`. `is_given` is true if the user set the list.
     pub(super) stop: &'a [Signal],
     pub(super) is_given: bool,
@@ -44,19 +44,22 @@ pub(super) struct Choices<'a> {
 /// Returns the signals to watch, each with its meaning. A signal that was ignored when the launcher started,
 /// as under `nohup`, has no meaning.
 /// Only a user's own `--signals-to-handle` overrides that.
-pub(super) fn meanings(choices: Choices<'_>, is_ignored: impl Fn(i32) -> bool) -> Vec<(i32, Meaning)> {
+pub(super) fn signal_actions(
+    choices: SignalSettings<'_>,
+    is_ignored: impl Fn(i32) -> bool,
+) -> Vec<(i32, SignalAction)> {
     let is_in = |list: &[Signal], number: i32| list.iter().any(|&signal| signal as i32 == number);
     let mut all = Vec::new();
     // Real-time signals start at 34 here: the C library reserves two.
     for number in (1..32).chain(34..65) {
         let handled = is_in(choices.stop, number);
         let meaning = match Signal::try_from(number) {
-            Ok(Signal::SIGCHLD) => Meaning::Child,
+            Ok(Signal::SIGCHLD) => SignalAction::Child,
             _ if is_ignored(number) && !(handled && choices.is_given) => continue,
-            _ if handled => Meaning::Stop,
-            _ if is_in(choices.forward, number) => Meaning::Forward,
-            Ok(Signal::SIGTSTP) => Meaning::Suspend,
-            Ok(Signal::SIGWINCH) => Meaning::Resize,
+            _ if handled => SignalAction::Stop,
+            _ if is_in(choices.forward, number) => SignalAction::Forward,
+            Ok(Signal::SIGTSTP) => SignalAction::Suspend,
+            Ok(Signal::SIGWINCH) => SignalAction::Resize,
             // The first two cannot be caught. The others indicate a fault in this program, which cannot
             // continue after them.
             Ok(
@@ -73,7 +76,7 @@ pub(super) fn meanings(choices: Choices<'_>, is_ignored: impl Fn(i32) -> bool) -
             Ok(Signal::SIGPIPE | Signal::SIGURG | Signal::SIGCONT | Signal::SIGTTIN | Signal::SIGTTOU) => {
                 continue;
             }
-            Ok(_) | Err(_) => Meaning::Die,
+            Ok(_) | Err(_) => SignalAction::Die,
         };
         all.push((number, meaning));
     }
@@ -82,11 +85,14 @@ pub(super) fn meanings(choices: Choices<'_>, is_ignored: impl Fn(i32) -> bool) -
 
 /// Blocks the signals that have a meaning and passes them on to the select loop. Threads that start later
 /// inherit the mask. One signalfd costs two system calls; a handler for each signal costs two each.
-pub(super) fn watch(config: &Config, tell: &mpsc::UnboundedSender<News>) -> Result<(), String> {
-    let choices =
-        Choices { stop: &config.signals, is_given: config.signals_given, forward: &config.forward_signals };
+pub(super) fn watch(config: &Config, notifier: &mpsc::UnboundedSender<Notification>) -> Result<(), String> {
+    let choices = SignalSettings {
+        stop: &config.signals,
+        is_given: config.signals_given,
+        forward: &config.forward_signals,
+    };
     let ignored = ignored();
-    let meanings = meanings(choices, |number| ignored >> (number - 1) & 1 == 1);
+    let meanings = signal_actions(choices, |number| ignored >> (number - 1) & 1 == 1);
     let meaning =
         move |number| meanings.iter().find(|(known, _)| *known == number).map(|(_, meaning)| *meaning);
     let cannot = |error: std::io::Error| format!("cannot handle signals: {error}");
@@ -99,11 +105,11 @@ pub(super) fn watch(config: &Config, tell: &mpsc::UnboundedSender<News>) -> Resu
     let signals = SignalFd::with_flags(&watched, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)
         .map_err(|errno| cannot(errno.into()))?;
     let signals = crate::os::readable(signals).map_err(cannot)?;
-    let tell = tell.clone();
+    let notifier = notifier.clone();
     tokio::spawn(async move {
         while let Some(number) = next_signal(&signals).await {
             if let Some(meaning) = meaning(number)
-                && tell.send(News::Signal(number, meaning)).is_err()
+                && notifier.send(Notification::Signal(number, meaning)).is_err()
             {
                 return;
             }
@@ -128,7 +134,9 @@ async fn next_signal(signals: &AsyncFd<SignalFd>) -> Option<i32> {
             Err(error) => Err(error),
         };
         return read
-            .inspect_err(|error| say(&format!("warning: signals are not handled any more: {error}")))
+            .inspect_err(|error| {
+                print_message(&format!("warning: signals are not handled any more: {error}"))
+            })
             .ok();
     }
 }
@@ -146,22 +154,22 @@ mod tests {
     const STOP: [Signal; 4] = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGQUIT];
     const FORWARD: [Signal; 2] = [Signal::SIGUSR1, Signal::SIGUSR2];
 
-    fn meaning(choices: Choices<'_>, ignored: &[Signal], of: i32) -> Option<Meaning> {
-        let all = meanings(choices, |number| ignored.iter().any(|&signal| signal as i32 == number));
+    fn meaning(choices: SignalSettings<'_>, ignored: &[Signal], of: i32) -> Option<SignalAction> {
+        let all = signal_actions(choices, |number| ignored.iter().any(|&signal| signal as i32 == number));
         all.iter().find(|(number, _)| *number == of).map(|(_, meaning)| *meaning)
     }
 
     #[test]
     fn every_catchable_signal_has_a_meaning() {
-        let choices = Choices { stop: &STOP, is_given: false, forward: &FORWARD };
+        let choices = SignalSettings { stop: &STOP, is_given: false, forward: &FORWARD };
         let of = |signal: Signal| meaning(choices, &[], signal as i32);
-        assert_eq!(of(Signal::SIGTERM), Some(Meaning::Stop));
-        assert_eq!(of(Signal::SIGUSR1), Some(Meaning::Forward));
-        assert_eq!(of(Signal::SIGTSTP), Some(Meaning::Suspend));
+        assert_eq!(of(Signal::SIGTERM), Some(SignalAction::Stop));
+        assert_eq!(of(Signal::SIGUSR1), Some(SignalAction::Forward));
+        assert_eq!(of(Signal::SIGTSTP), Some(SignalAction::Suspend));
         for signal in [Signal::SIGALRM, Signal::SIGVTALRM, Signal::SIGPROF, Signal::SIGIO, Signal::SIGABRT] {
-            assert_eq!(of(signal), Some(Meaning::Die), "{signal}");
+            assert_eq!(of(signal), Some(SignalAction::Die), "{signal}");
         }
-        assert_eq!(meaning(choices, &[], 40), Some(Meaning::Die), "real-time signals");
+        assert_eq!(meaning(choices, &[], 40), Some(SignalAction::Die), "real-time signals");
         assert_eq!(of(Signal::SIGKILL), None);
         assert_eq!(of(Signal::SIGSEGV), None);
     }
@@ -169,20 +177,20 @@ mod tests {
     #[test]
     fn inherited_ignored_signal_stays_ignored_unless_the_user_lists_it() {
         let ignored = [Signal::SIGHUP, Signal::SIGUSR2, Signal::SIGALRM, Signal::SIGTSTP];
-        let choices = Choices { stop: &STOP, is_given: false, forward: &FORWARD };
+        let choices = SignalSettings { stop: &STOP, is_given: false, forward: &FORWARD };
         for signal in ignored {
             assert_eq!(meaning(choices, &ignored, signal as i32), None, "{signal}");
         }
-        assert_eq!(meaning(choices, &ignored, Signal::SIGTERM as i32), Some(Meaning::Stop));
-        let given = Choices { is_given: true, ..choices };
-        assert_eq!(meaning(given, &ignored, Signal::SIGHUP as i32), Some(Meaning::Stop));
+        assert_eq!(meaning(choices, &ignored, Signal::SIGTERM as i32), Some(SignalAction::Stop));
+        let given = SignalSettings { is_given: true, ..choices };
+        assert_eq!(meaning(given, &ignored, Signal::SIGHUP as i32), Some(SignalAction::Stop));
         assert_eq!(meaning(given, &ignored, Signal::SIGUSR2 as i32), None);
     }
 
     #[test]
     fn unhandled_signal_ends_the_launcher_in_order() {
-        let choices = Choices { stop: &[Signal::SIGUSR1], is_given: true, forward: &FORWARD };
-        assert_eq!(meaning(choices, &[], Signal::SIGTERM as i32), Some(Meaning::Die));
-        assert_eq!(meaning(choices, &[], Signal::SIGUSR1 as i32), Some(Meaning::Stop));
+        let choices = SignalSettings { stop: &[Signal::SIGUSR1], is_given: true, forward: &FORWARD };
+        assert_eq!(meaning(choices, &[], Signal::SIGTERM as i32), Some(SignalAction::Die));
+        assert_eq!(meaning(choices, &[], Signal::SIGUSR1 as i32), Some(SignalAction::Stop));
     }
 }

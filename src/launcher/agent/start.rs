@@ -4,7 +4,7 @@ use std::os::fd::AsFd;
 use std::time::Instant;
 
 use super::environment::{command_line, variables};
-use super::run::{CULPRIT_PATIENCE, FAILURE_GRACE, Round, Shell};
+use super::event_loop::{EventLoop, FAILURE_GRACE, ROOT_CAUSE_WAIT, Round};
 use super::workers::Workers;
 use crate::fault;
 use crate::guard::{SpawnRequest, ToGuard};
@@ -12,14 +12,14 @@ use crate::logs::{AttemptDir, StdioTarget};
 use crate::rendezvous::Assignment;
 use crate::supervise::{Policy, Supervisor};
 
-impl Shell {
+impl EventLoop {
     /// Prepares a round without its workers.
     pub(super) fn prepare(&mut self, assignment: Assignment) -> Result<Round, String> {
         self.events.rendezvous(&assignment, self.restarts);
         self.events.assigned(&assignment, self.restarts);
         let policy = Policy {
-            settle: self.config.monitor_interval.unwrap_or_default(),
-            culprit: CULPRIT_PATIENCE,
+            simultaneity_window: self.config.monitor_interval.unwrap_or_default(),
+            root_cause_wait: ROOT_CAUSE_WAIT,
             failure_grace: FAILURE_GRACE,
         };
         let supervisor = Supervisor::new(self.config.nproc_per_node, policy);
@@ -31,7 +31,7 @@ impl Shell {
             tee: None,
             began: Instant::now(),
             first_failed: None,
-            nothing_left: false,
+            no_process_left: false,
         })
     }
 

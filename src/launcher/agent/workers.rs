@@ -90,33 +90,39 @@ impl Workers {
         &self.list[local_rank]
     }
 
-    pub(crate) fn started(&mut self, local_rank: usize, pid: i32) {
+    pub(crate) fn record_start(&mut self, local_rank: usize, pid: i32) {
         self.list[local_rank].pid = Some(pid);
     }
 
     /// Returns true if the worker was requested and has not been reported as ended. It may run before the
     /// guard reports that.
-    pub(crate) fn may_run(&self, local_rank: usize) -> bool {
+    pub(crate) fn may_be_running(&self, local_rank: usize) -> bool {
         self.list.get(local_rank).is_some_and(|worker| worker.ended.is_none())
     }
 
     /// Returns true if some worker has not been reported as ended.
-    pub(crate) fn any_unknown(&self) -> bool {
+    pub(crate) fn any_not_ended(&self) -> bool {
         self.list.iter().any(|worker| worker.ended.is_none())
     }
 
     /// Returns the worker with this pid, unless its exit has been noticed.
-    pub(crate) fn running_as(&self, pid: i32) -> Option<usize> {
+    pub(crate) fn running_with_pid(&self, pid: i32) -> Option<usize> {
         self.list.iter().position(|worker| worker.pid == Some(pid) && worker.ended.is_none())
     }
 
     /// Returns the local ranks of workers that have ended, in the order of their ends.
-    pub(crate) fn in_order_of_end(&self) -> &[usize] {
+    pub(crate) fn in_exit_order(&self) -> &[usize] {
         &self.ended
     }
 
     /// Records the end of a worker and tells the other workers.
-    pub(crate) fn ended(&mut self, local_rank: usize, now: SystemTime, cause: ExitCause, evidence: Evidence) {
+    pub(crate) fn record_exit(
+        &mut self,
+        local_rank: usize,
+        now: SystemTime,
+        cause: ExitCause,
+        evidence: Evidence,
+    ) {
         self.list[local_rank].ended = Some((now, cause));
         self.list[local_rank].evidence = evidence;
         self.ended.push(local_rank);

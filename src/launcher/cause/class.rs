@@ -44,13 +44,13 @@ pub(crate) enum Class {
 
 /// The strength with which a class explains the end of a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Weight {
+pub(crate) enum CauseKind {
     /// It happened in this process.
-    Own,
+    Primary,
     /// It most likely follows from a failure in another process.
     Consequence,
     /// The launcher ended the process.
-    Ours,
+    ByLauncher,
 }
 
 impl Class {
@@ -122,7 +122,7 @@ impl Class {
         }
     }
 
-    pub(crate) fn weight(self) -> Weight {
+    pub(crate) fn cause_kind(self) -> CauseKind {
         match self {
             Self::Exception
             | Self::Panic
@@ -149,9 +149,9 @@ impl Class {
             | Self::EarlyExit
             | Self::Signal
             | Self::Exit
-            | Self::Unknown => Weight::Own,
-            Self::Timeout | Self::PeerLost => Weight::Consequence,
-            Self::Stopped => Weight::Ours,
+            | Self::Unknown => CauseKind::Primary,
+            Self::Timeout | Self::PeerLost => CauseKind::Consequence,
+            Self::Stopped => CauseKind::ByLauncher,
         }
     }
 }

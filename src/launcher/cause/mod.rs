@@ -2,28 +2,30 @@
 //! class, a sentence and advice. Pure.
 //!
 //! ```text
-//! stderr ─► text ─► findings ─┐
-//! status, evidence ───────────┴─► decide ─► Verdict ─► elect: which of them came first
+//! stderr ─► text ─► log_evidence ─┐
+//! status, evidence ───────────────┴─► diagnose ─► Diagnosis ─► root_cause: which of them came first
 //! ```
 //!
-//! `start` explains workers that could not start their program.
+//! `start_failure` explains workers that could not start their program.
 
 mod class;
-mod decide;
-mod elect;
-mod findings;
-mod start;
+mod diagnosis;
+mod log_evidence;
+mod root_cause;
+mod start_failure;
 #[cfg(test)]
 mod tests;
 mod text;
 
 use serde::{Deserialize, Serialize};
 
-pub(crate) use class::{Class, Weight};
-pub(crate) use decide::{Facts, Verdict, decide};
-pub(crate) use elect::{Candidate, elect};
-pub(crate) use findings::{Findings, shown};
-pub(crate) use start::{NotStarted, Program, StartFailure, Step, Surroundings, not_started};
+pub(crate) use class::{CauseKind, Class};
+pub(crate) use diagnosis::{Diagnosis, Facts, diagnose};
+pub(crate) use log_evidence::{LogEvidence, format_traceback};
+pub(crate) use root_cause::{Candidate, select_root_cause};
+pub(crate) use start_failure::{
+    NotStarted, ProgramFile, StartContext, StartFailure, StartStep, explain_start_failure,
+};
 pub(crate) use text::lines;
 
 /// The evidence about a worker's death besides its exit status. The guard gathers it.

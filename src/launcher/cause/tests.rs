@@ -1,4 +1,4 @@
-//! Tests of the verdicts on texts that real programs write.
+//! Tests of the diagnoses of texts that real programs write.
 
 use std::collections::BTreeSet;
 
@@ -6,17 +6,17 @@ use convoke_env::ExitCause;
 
 use super::*;
 
-fn findings(text: &str) -> Findings {
-    Findings::in_lines(&lines(text.as_bytes(), false))
+fn log(text: &str) -> LogEvidence {
+    LogEvidence::from_lines(&lines(text.as_bytes(), false))
 }
 
-fn verdict(cause: ExitCause, stderr: &str) -> Verdict {
-    verdict_of(cause, false, stderr, None)
+fn diagnosis(cause: ExitCause, stderr: &str) -> Diagnosis {
+    diagnosis_of(cause, false, stderr, None)
 }
 
-fn verdict_of(cause: ExitCause, stopped: bool, stderr: &str, oom: Option<OomKills>) -> Verdict {
+fn diagnosis_of(cause: ExitCause, stopped: bool, stderr: &str, oom: Option<OomKills>) -> Diagnosis {
     let evidence = Evidence { core_dumped: false, oom };
-    decide(&Facts { cause, stopped, guessed: false, evidence: &evidence, findings: &findings(stderr) })
+    diagnose(&Facts { cause, stopped, assumed_python: false, evidence: &evidence, log: &log(stderr) })
 }
 
 const ONE: ExitCause = ExitCause::Code(1);
@@ -168,9 +168,9 @@ fn error_texts_map_to_failure_classes() {
         (143, "", Terminated, "SIGTERM"),
     ];
     for (code, stderr, class, text) in cases {
-        let verdict = verdict(ExitCause::Code(*code), stderr);
-        assert_eq!(verdict.class, *class, "{stderr}\n{verdict:?}");
-        assert!(verdict.explanation.contains(text), "{verdict:?}");
+        let diagnosis = diagnosis(ExitCause::Code(*code), stderr);
+        assert_eq!(diagnosis.class, *class, "{stderr}\n{diagnosis:?}");
+        assert!(diagnosis.explanation.contains(text), "{diagnosis:?}");
     }
 }
 
@@ -191,9 +191,12 @@ fn signals_map_to_failure_classes() {
         (25, FileSizeLimit),
         (40, Signal),
     ] {
-        let verdict = verdict(ExitCause::Signal(signal), "");
-        assert_eq!(verdict.class, class, "{signal}");
-        assert!(verdict.explanation.contains("SIG") || verdict.explanation.contains("40"), "{verdict:?}");
+        let diagnosis = diagnosis(ExitCause::Signal(signal), "");
+        assert_eq!(diagnosis.class, class, "{signal}");
+        assert!(
+            diagnosis.explanation.contains("SIG") || diagnosis.explanation.contains("40"),
+            "{diagnosis:?}"
+        );
     }
 }
 
@@ -215,29 +218,29 @@ fn last_output_explains_why_a_program_aborted() {
             "Fatal Python error",
         ),
     ] {
-        let verdict = verdict(ExitCause::Signal(6), stderr);
-        assert_eq!(verdict.class, Class::Abort, "{stderr}");
-        assert!(verdict.explanation.contains(text), "{verdict:?}");
+        let diagnosis = diagnosis(ExitCause::Signal(6), stderr);
+        assert_eq!(diagnosis.class, Class::Abort, "{stderr}");
+        assert!(diagnosis.explanation.contains(text), "{diagnosis:?}");
     }
     let nccl = "terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  [PG ID 0] Watchdog caught collective operation timeout: WorkNCCL\n";
-    assert_eq!(verdict(ExitCause::Signal(6), nccl).class, Class::Timeout);
-    assert_eq!(verdict(ExitCause::Signal(6), "thread 'x' panicked at a.rs:1:1:\nb\n").class, Class::Panic);
+    assert_eq!(diagnosis(ExitCause::Signal(6), nccl).class, Class::Timeout);
+    assert_eq!(diagnosis(ExitCause::Signal(6), "thread 'x' panicked at a.rs:1:1:\nb\n").class, Class::Panic);
 }
 
 #[test]
 fn python_exit_with_live_group_gets_advice_to_destroy_it() {
     let stderr = "epoch 9 done\nterminate called without an active exception\n";
-    let found = verdict(ExitCause::Signal(6), stderr);
+    let found = diagnosis(ExitCause::Signal(6), stderr);
     assert_eq!(found.class, Class::Abort);
     assert!(found.advice.is_some_and(|advice| advice.contains("dist.destroy_process_group()")));
-    let other = verdict(ExitCause::Signal(6), "terminate called after throwing an instance of 'x'\n");
+    let other = diagnosis(ExitCause::Signal(6), "terminate called after throwing an instance of 'x'\n");
     assert_eq!(other.advice, None);
 }
 
 #[test]
 fn counted_oom_kill_is_classified_as_out_of_memory() {
     let killed = ExitCause::Signal(9);
-    let found = verdict_of(killed, false, "", oom(Some("/job")));
+    let found = diagnosis_of(killed, false, "", oom(Some("/job")));
     assert_eq!(found.class, Class::OutOfMemory);
     assert!(
         found
@@ -245,18 +248,21 @@ fn counted_oom_kill_is_classified_as_out_of_memory() {
             .contains("ended 2 process(es) for want of memory in cgroup /job (limit 64 MiB, peak 63 MiB)"),
         "{found:?}"
     );
-    assert_eq!(verdict_of(killed, false, "", None).class, Class::Killed);
-    assert_eq!(verdict_of(killed, true, "", oom(None)).class, Class::Stopped, "that was us");
-    assert_eq!(verdict_of(ExitCause::Code(137), false, "", oom(None)).class, Class::OutOfMemory);
-    assert_eq!(verdict_of(ONE, false, &format!("{TRACE}ValueError: x\n"), oom(None)).class, Class::Exception);
+    assert_eq!(diagnosis_of(killed, false, "", None).class, Class::Killed);
+    assert_eq!(diagnosis_of(killed, true, "", oom(None)).class, Class::Stopped, "that was us");
+    assert_eq!(diagnosis_of(ExitCause::Code(137), false, "", oom(None)).class, Class::OutOfMemory);
+    assert_eq!(
+        diagnosis_of(ONE, false, &format!("{TRACE}ValueError: x\n"), oom(None)).class,
+        Class::Exception
+    );
     let child = format!("{TRACE}RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed.\n");
-    assert_eq!(verdict_of(ONE, false, &child, oom(None)).class, Class::OutOfMemory);
-    assert_eq!(verdict_of(ONE, false, &child, None).class, Class::Exception);
+    assert_eq!(diagnosis_of(ONE, false, &child, oom(None)).class, Class::OutOfMemory);
+    assert_eq!(diagnosis_of(ONE, false, &child, None).class, Class::Exception);
 }
 
 #[test]
 fn stopped_workers_are_called_stopped_unless_they_failed_before() {
-    let stopped = |cause, stderr: &str| verdict_of(cause, true, stderr, None).class;
+    let stopped = |cause, stderr: &str| diagnosis_of(cause, true, stderr, None).class;
     assert_eq!(stopped(ExitCause::Signal(15), ""), Class::Stopped);
     assert_eq!(stopped(ExitCause::Signal(9), ""), Class::Stopped);
     assert_eq!(stopped(ONE, ""), Class::Stopped);
@@ -269,7 +275,7 @@ fn stopped_workers_are_called_stopped_unless_they_failed_before() {
 
 #[test]
 fn broken_pipe_failure_points_to_the_reading_process() {
-    let hint = |cause, text: &str| verdict(cause, text).advice.unwrap_or_default();
+    let hint = |cause, text: &str| diagnosis(cause, text).advice.unwrap_or_default();
     let python = hint(ONE, &format!("{TRACE}BrokenPipeError: [Errno 32] Broken pipe\n"));
     for hint in [hint(ExitCause::Signal(13), ""), python] {
         assert!(hint.contains("what the output of convoke is piped into"), "{hint}");
@@ -278,7 +284,7 @@ fn broken_pipe_failure_points_to_the_reading_process() {
 
 #[test]
 fn unknown_script_argument_has_its_hint() {
-    let hint = |text: &str| verdict(ExitCause::Code(2), text).advice.unwrap_or_default();
+    let hint = |text: &str| diagnosis(ExitCause::Code(2), text).advice.unwrap_or_default();
     assert!(
         hint("t.py: error: unrecognized arguments: --local-rank=0").contains("--pass-local-rank=underscore")
     );
@@ -290,10 +296,10 @@ fn unknown_script_argument_has_its_hint() {
 fn traceback_is_extracted_from_surrounding_output() {
     let picked = |text: &str| {
         let all = lines(text.as_bytes(), false);
-        let found = Findings::in_lines(&all);
+        let found = LogEvidence::from_lines(&all);
         (
             found.exception.unwrap_or_default(),
-            found.shown.map_or_else(String::new, |range| shown(&all, &range)),
+            found.traceback_range.map_or_else(String::new, |range| format_traceback(&all, &range)),
         )
     };
     let chain = format!(
@@ -336,22 +342,34 @@ fn output_lines_are_always_printable() {
 }
 
 fn candidate(rank: usize, class: Class, time: i64) -> Candidate {
-    Candidate { rank, class, stopped: false, blames: None, time }
+    Candidate { rank, class, stopped: false, suspect_rank: None, time }
 }
 
 #[test]
 fn independent_failure_outranks_consequences_whatever_the_timestamps() {
-    let lost = |rank, blames| Candidate { blames, ..candidate(rank, Class::PeerLost, 0) };
+    let lost = |rank, suspect_rank| Candidate { suspect_rank, ..candidate(rank, Class::PeerLost, 0) };
     let stopped = |rank, class| Candidate { stopped: true, ..candidate(rank, class, 0) };
-    assert_eq!(elect(&[]), None);
-    assert_eq!(elect(&[lost(0, Some(1)), candidate(1, Class::Exit, 9)]), Some(1));
-    assert_eq!(elect(&[stopped(0, Class::Stopped), lost(1, None)]), Some(1));
-    assert_eq!(elect(&[lost(0, None), stopped(1, Class::Exception)]), Some(1), "it was about to fail anyway");
-    assert_eq!(elect(&[stopped(1, Class::Segfault), candidate(0, Class::Exit, 9)]), Some(1));
-    assert_eq!(elect(&[lost(2, Some(1)), lost(1, Some(7))]), Some(1), "who knows of a rank elsewhere");
-    assert_eq!(elect(&[candidate(0, Class::Exit, 5), candidate(1, Class::Segfault, 4)]), Some(1));
-    assert_eq!(elect(&[candidate(0, Class::Exit, 5), candidate(1, Class::Exit, 5)]), Some(0), "order");
-    assert_eq!(elect(&[lost(0, Some(1)), candidate(1, Class::EarlyExit, 9)]), Some(1));
+    assert_eq!(select_root_cause(&[]), None);
+    assert_eq!(select_root_cause(&[lost(0, Some(1)), candidate(1, Class::Exit, 9)]), Some(1));
+    assert_eq!(select_root_cause(&[stopped(0, Class::Stopped), lost(1, None)]), Some(1));
+    assert_eq!(
+        select_root_cause(&[lost(0, None), stopped(1, Class::Exception)]),
+        Some(1),
+        "it was about to fail anyway"
+    );
+    assert_eq!(select_root_cause(&[stopped(1, Class::Segfault), candidate(0, Class::Exit, 9)]), Some(1));
+    assert_eq!(
+        select_root_cause(&[lost(2, Some(1)), lost(1, Some(7))]),
+        Some(1),
+        "who knows of a rank elsewhere"
+    );
+    assert_eq!(select_root_cause(&[candidate(0, Class::Exit, 5), candidate(1, Class::Segfault, 4)]), Some(1));
+    assert_eq!(
+        select_root_cause(&[candidate(0, Class::Exit, 5), candidate(1, Class::Exit, 5)]),
+        Some(0),
+        "order"
+    );
+    assert_eq!(select_root_cause(&[lost(0, Some(1)), candidate(1, Class::EarlyExit, 9)]), Some(1));
 }
 
 #[test]
@@ -373,27 +391,27 @@ fn documented_failure_classes_match_the_code() {
 }
 
 proptest::proptest! {
-    /// Any output of a worker gives a verdict and never a panic.
+    /// Any output of a worker gives a diagnosis and never a panic.
     #[test]
     fn any_stderr_text_is_classified_without_panic(
         bytes in proptest::collection::vec(proptest::prelude::any::<u8>(), 0..400),
         words in proptest::collection::vec(0usize..12, 0..12),
         code in 1..256,
     ) {
-        const WORDS: [&str; 12] = [
+        const FRAGMENTS: [&str; 12] = [
             "Traceback (most recent call last):\n", "  File \"x\"\n", "ValueError: x\n", "\n", "[rank3]: ",
             "thread 'main' panicked at x:1:1:\n", "  + Exception Group ", "  | ", "SyntaxError: ", "rank 3 at ",
             "During handling of the above exception, another exception occurred:\n", "PeerLost { rank: ",
         ];
-        let text: Vec<u8> = words.iter().flat_map(|&at| WORDS[at].bytes()).chain(bytes).collect();
+        let text: Vec<u8> = words.iter().flat_map(|&at| FRAGMENTS[at].bytes()).chain(bytes).collect();
         let all = lines(&text, false);
-        let findings = Findings::in_lines(&all);
-        if let Some(range) = &findings.shown {
-            shown(&all, range);
+        let log = LogEvidence::from_lines(&all);
+        if let Some(range) = &log.traceback_range {
+            format_traceback(&all, range);
         }
         for cause in [ExitCause::Code(code), ExitCause::Signal(code)] {
             for stopped in [false, true] {
-                decide(&Facts { cause, stopped, guessed: stopped, evidence: &Evidence::default(), findings: &findings });
+                diagnose(&Facts { cause, stopped, assumed_python: stopped, evidence: &Evidence::default(), log: &log });
             }
         }
     }

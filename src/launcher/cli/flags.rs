@@ -33,7 +33,7 @@ pub(crate) enum Takes {
 
 /// Flags under one heading of the help text.
 #[derive(Debug)]
-pub(crate) struct Group {
+pub(crate) struct FlagGroup {
     /// The heading.
     pub(crate) heading: &'static str,
     /// Its flags, in the order shown.
@@ -80,7 +80,7 @@ impl Flag {
         self.pet = false;
         self
     }
-    const fn ours(mut self) -> Self {
+    const fn convoke_only(mut self) -> Self {
         self.torchrun = false;
         self
     }
@@ -89,8 +89,8 @@ impl Flag {
 use Takes::{MaybeValue, Nothing, Value};
 
 /// The table.
-pub(crate) const GROUPS: &[Group] = &[
-    Group {
+pub(crate) const GROUPS: &[FlagGroup] = &[
+    FlagGroup {
         heading: "Nodes and workers",
         flags: &[
             flag("nnodes", Value("N|MIN:MAX"), "Number of nodes, or a range", "1:1"),
@@ -113,7 +113,7 @@ pub(crate) const GROUPS: &[Group] = &[
             flag("role", Value("NAME"), "Role of the workers of this node", "default"),
         ],
     },
-    Group {
+    FlagGroup {
         heading: "Rendezvous",
         flags: &[
             flag(
@@ -133,7 +133,7 @@ pub(crate) const GROUPS: &[Group] = &[
             flag("local-addr", Value("HOST"), "Address of this node for the others", "full host name"),
         ],
     },
-    Group {
+    FlagGroup {
         heading: "Program",
         flags: &[
             flag("module", Nothing, "SCRIPT is a Python module, run as python -m", "").short('m'),
@@ -158,7 +158,7 @@ pub(crate) const GROUPS: &[Group] = &[
                 "",
             )
             .no_variable()
-            .ours(),
+            .convoke_only(),
             flag(
                 "gpus-per-worker",
                 Value("N"),
@@ -166,7 +166,7 @@ pub(crate) const GROUPS: &[Group] = &[
                 "1",
             )
             .no_variable()
-            .ours(),
+            .convoke_only(),
             flag(
                 "numa-binding",
                 Value("KIND"),
@@ -181,7 +181,7 @@ pub(crate) const GROUPS: &[Group] = &[
                 "none",
             )
             .no_variable()
-            .ours(),
+            .convoke_only(),
             flag(
                 "pass-local-rank",
                 MaybeValue("FORM"),
@@ -189,7 +189,7 @@ pub(crate) const GROUPS: &[Group] = &[
                 "off",
             )
             .no_variable()
-            .ours(),
+            .convoke_only(),
             flag(
                 "use-env",
                 MaybeValue("BOOL"),
@@ -197,10 +197,10 @@ pub(crate) const GROUPS: &[Group] = &[
                 "",
             )
             .no_variable()
-            .ours(),
+            .convoke_only(),
         ],
     },
-    Group {
+    FlagGroup {
         heading: "Output",
         flags: &[
             flag(
@@ -248,15 +248,15 @@ pub(crate) const GROUPS: &[Group] = &[
                 "What is printed of a failed job: short (one screen), full (a block for each worker, as torchrun)",
                 "short",
             )
-            .ours(),
-            flag("report-file", Value("FILE"), "How the job ended, as JSON: causes, tracebacks, last lines", "").ours(),
+            .convoke_only(),
+            flag("report-file", Value("FILE"), "How the job ended, as JSON: causes, tracebacks, last lines", "").convoke_only(),
             flag(
                 "stderr-tail",
                 Value("LINES"),
                 "Last lines of a failed worker's stderr in the report; 0: stderr does not pass through convoke",
                 "64",
             )
-            .ours(),
+            .convoke_only(),
             flag(
                 "event-log-handler",
                 Value("NAME"),
@@ -267,7 +267,7 @@ pub(crate) const GROUPS: &[Group] = &[
                 .no_variable(),
         ],
     },
-    Group {
+    FlagGroup {
         heading: "Watching and stopping",
         flags: &[
             flag(
@@ -282,14 +282,14 @@ pub(crate) const GROUPS: &[Group] = &[
                 "Least time before a restart; after three quick failures restarts wait 1 to 60 s in any case",
                 "0",
             )
-            .ours(),
+            .convoke_only(),
             flag(
                 "restart-stop-after-same",
                 Value("N"),
                 "Give up after N equal failures in a row",
                 "",
             )
-            .ours(),
+            .convoke_only(),
             flag(
                 "signals-to-handle",
                 Value("NAME,..."),
@@ -302,7 +302,7 @@ pub(crate) const GROUPS: &[Group] = &[
                 "Signals passed on to the workers that catch them; they end nothing",
                 "SIGUSR1,SIGUSR2",
             )
-            .ours(),
+            .convoke_only(),
             flag("shutdown-timeout", Value("SECONDS"), "Time from such a signal to SIGKILL", "30"),
             flag(
                 "orphans",
@@ -310,14 +310,14 @@ pub(crate) const GROUPS: &[Group] = &[
                 "Processes that outlive a successful worker: stop or keep",
                 "stop",
             )
-            .ours(),
+            .convoke_only(),
         ],
     },
-    Group {
+    FlagGroup {
         heading: "Help",
         flags: &[
             flag("help", Nothing, "This text", "").short('h').no_variable(),
-            flag("version", Nothing, "Version, commit and target", "").short('V').no_variable().ours(),
+            flag("version", Nothing, "Version, commit and target", "").short('V').no_variable().convoke_only(),
             flag(
                 "print-completion",
                 Value("SHELL"),
@@ -325,10 +325,10 @@ pub(crate) const GROUPS: &[Group] = &[
                 "",
             )
             .no_variable(),
-            flag("print-man", Nothing, "The manual page, for man -l -", "").no_variable().ours(),
+            flag("print-man", Nothing, "The manual page, for man -l -", "").no_variable().convoke_only(),
             flag("dry-run", Nothing, "Show what would be started, with which variables, and start nothing", "")
                 .no_variable()
-                .ours(),
+                .convoke_only(),
         ],
     },
 ];

@@ -9,9 +9,9 @@ use super::suggest;
 
 /// The command line, cut into its parts.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub(crate) struct Words {
+pub(crate) struct RawArgs {
     /// Last value of each flag, by name; an empty one for a switch or a value left out.
-    pub(crate) given: BTreeMap<&'static str, Option<OsString>>,
+    pub(crate) flags: BTreeMap<&'static str, Option<OsString>>,
     /// SCRIPT.
     pub(crate) script: OsString,
     /// The arguments after the script, unchanged.
@@ -30,15 +30,15 @@ pub(crate) enum Request {
     /// `--print-man`.
     Man,
     /// A program to run.
-    Run(Words),
+    Run(RawArgs),
 }
 
 /// The kind of one word before SCRIPT.
-enum Word {
+enum ArgKind {
     /// No flag.
     Plain,
     /// A flag, and what was attached to it.
-    Flag(&'static Flag, Attached),
+    Flag(&'static Flag, AttachedValue),
     /// Starts like a flag, but is none.
     Unknown,
     /// Starts with a typographic dash, such as word processors and web pages insert.
@@ -47,7 +47,7 @@ enum Word {
     Ambiguous(Vec<String>),
 }
 
-enum Attached {
+enum AttachedValue {
     Nothing,
     /// The text after `=`, or after a short flag's letter.
     Value(OsString),
@@ -61,7 +61,7 @@ enum Attached {
 /// The text of a usage error (exit code 2), without `error: `.
 pub(crate) fn read(words: impl Iterator<Item = OsString>) -> Result<Request, String> {
     let mut words = words.peekable();
-    let mut out = Words::default();
+    let mut out = RawArgs::default();
     let mut unknown: Vec<OsString> = Vec::new();
     let mut taken: Option<(&'static Flag, OsString)> = None;
     let script = loop {
@@ -70,18 +70,18 @@ pub(crate) fn read(words: impl Iterator<Item = OsString>) -> Result<Request, Str
             break words.next(); // whatever it looks like
         }
         let (mut flag, mut attached) = match classify(&word) {
-            Word::Plain => break Some(word),
-            Word::Unknown => {
+            ArgKind::Plain => break Some(word),
+            ArgKind::Unknown => {
                 unknown.push(word);
                 continue;
             }
-            Word::Typographic => return Err(typographic(&word)),
-            Word::Ambiguous(candidates) => return Err(ambiguous(&word, &candidates)),
-            Word::Flag(flag, attached) => (flag, attached),
+            ArgKind::Typographic => return Err(typographic(&word)),
+            ArgKind::Ambiguous(candidates) => return Err(ambiguous(&word, &candidates)),
+            ArgKind::Flag(flag, attached) => (flag, attached),
         };
         // A cluster of short switches is taken apart letter by letter.
-        while let Attached::Letters(letters) = attached {
-            out.given.insert(flag.name, None);
+        while let AttachedValue::Letters(letters) = attached {
+            out.flags.insert(flag.name, None);
             if let Some(request) = immediate(flag, None) {
                 return Ok(request);
             }
@@ -92,7 +92,7 @@ pub(crate) fn read(words: impl Iterator<Item = OsString>) -> Result<Request, Str
                 None => return Err(format!("{}: `{}` is no short flag", word.display(), letters.display())),
             }
         }
-        let attached = if let Attached::Value(value) = attached { Some(value) } else { None };
+        let attached = if let AttachedValue::Value(value) = attached { Some(value) } else { None };
         let value = match (flag.takes, attached) {
             (Takes::Nothing, Some(value)) => {
                 return Err(format!(
@@ -114,7 +114,7 @@ pub(crate) fn read(words: impl Iterator<Item = OsString>) -> Result<Request, Str
         if let Some(request) = immediate(flag, value.as_deref()) {
             return Ok(request);
         }
-        out.given.insert(flag.name, value);
+        out.flags.insert(flag.name, value);
     };
     if let Some(first) = unknown.first() {
         return Err(unrecognized(first));
@@ -143,52 +143,52 @@ fn immediate(flag: &Flag, value: Option<&OsStr>) -> Option<Request> {
 /// Returns whether a word can be the value of the flag before it. Like argparse, it rejects words that look
 /// like a flag.
 fn is_value(word: &OsStr) -> bool {
-    word != "--" && matches!(classify(word), Word::Plain)
+    word != "--" && matches!(classify(word), ArgKind::Plain)
 }
 
-fn classify(word: &OsStr) -> Word {
+fn classify(word: &OsStr) -> ArgKind {
     let bytes = word.as_bytes();
     if word.to_str().and_then(|word| word.chars().next()).is_some_and(suggest::is_typographic) {
-        return Word::Typographic;
+        return ArgKind::Typographic;
     }
     if bytes.len() < 2 || bytes[0] != b'-' {
-        return Word::Plain;
+        return ArgKind::Plain;
     }
     if bytes[1] == b'-' {
         let (name, value) = split_at_equals(&bytes[2..]);
-        let attached =
-            value.map_or(Attached::Nothing, |value| Attached::Value(OsString::from_vec(value.to_vec())));
+        let attached = value
+            .map_or(AttachedValue::Nothing, |value| AttachedValue::Value(OsString::from_vec(value.to_vec())));
         return match lookup(name) {
-            Found::One(flag) => Word::Flag(flag, attached),
-            Found::Many(names) => Word::Ambiguous(names),
-            Found::None if bytes.contains(&b' ') => Word::Plain,
-            Found::None => Word::Unknown,
+            FlagLookup::One(flag) => ArgKind::Flag(flag, attached),
+            FlagLookup::Many(names) => ArgKind::Ambiguous(names),
+            FlagLookup::None if bytes.contains(&b' ') => ArgKind::Plain,
+            FlagLookup::None => ArgKind::Unknown,
         };
     }
     match classify_short(word) {
-        Some((flag, attached)) => Word::Flag(flag, attached),
-        None if is_negative_number(bytes) || bytes.contains(&b' ') => Word::Plain,
-        None => Word::Unknown,
+        Some((flag, attached)) => ArgKind::Flag(flag, attached),
+        None if is_negative_number(bytes) || bytes.contains(&b' ') => ArgKind::Plain,
+        None => ArgKind::Unknown,
     }
 }
 
 /// Reads `-x`, `-x=V`, `-xV` and, for a switch, `-xyz`.
-fn classify_short(word: &OsStr) -> Option<(&'static Flag, Attached)> {
+fn classify_short(word: &OsStr) -> Option<(&'static Flag, AttachedValue)> {
     let bytes = word.as_bytes();
     let letter = char::from(*bytes.get(1)?);
     let flag = flags::all().find(|flag| flag.short == Some(letter))?;
     let rest = &bytes[2..];
     let own = |bytes: &[u8]| OsString::from_vec(bytes.to_vec());
     let attached = match (rest, flag.takes) {
-        ([], _) => Attached::Nothing,
-        ([b'=', value @ ..], _) => Attached::Value(own(value)),
-        (letters, Takes::Nothing) => Attached::Letters(own(letters)),
-        (value, Takes::Value(_) | Takes::MaybeValue(_)) => Attached::Value(own(value)),
+        ([], _) => AttachedValue::Nothing,
+        ([b'=', value @ ..], _) => AttachedValue::Value(own(value)),
+        (letters, Takes::Nothing) => AttachedValue::Letters(own(letters)),
+        (value, Takes::Value(_) | Takes::MaybeValue(_)) => AttachedValue::Value(own(value)),
     };
     Some((flag, attached))
 }
 
-enum Found {
+enum FlagLookup {
     One(&'static Flag),
     Many(Vec<String>),
     None,
@@ -199,14 +199,14 @@ enum Found {
 /// As in argparse, both spellings of a flag are separate candidates: `--nproc` is ambiguous between
 /// `--nproc-per-node` and `--nproc_per_node`. A prefix of a torchrun flag never means one of convoke's own
 /// flags. The two spellings of convoke's own flags do not make a prefix ambiguous.
-fn lookup(name: &[u8]) -> Found {
-    let Ok(name) = std::str::from_utf8(name) else { return Found::None };
+fn lookup(name: &[u8]) -> FlagLookup {
+    let Ok(name) = std::str::from_utf8(name) else { return FlagLookup::None };
     for torchrun in [true, false] {
         let mut found: Vec<(String, &'static Flag)> = Vec::new();
         for flag in flags::all() {
             for spelling in [Some(flag.name.to_owned()), flag.underscored()].into_iter().flatten() {
                 if spelling == name {
-                    return Found::One(flag);
+                    return FlagLookup::One(flag);
                 }
                 let found_before = !torchrun && found.last().is_some_and(|(_, last)| *last == flag);
                 if flag.torchrun == torchrun
@@ -220,11 +220,11 @@ fn lookup(name: &[u8]) -> Found {
         }
         match found.as_slice() {
             [] => {}
-            [(_, flag)] => return Found::One(flag),
-            _ => return Found::Many(found.into_iter().map(|(name, _)| name).collect()),
+            [(_, flag)] => return FlagLookup::One(flag),
+            _ => return FlagLookup::Many(found.into_iter().map(|(name, _)| name).collect()),
         }
     }
-    Found::None
+    FlagLookup::None
 }
 
 fn split_at_equals(bytes: &[u8]) -> (&[u8], Option<&[u8]>) {
@@ -275,8 +275,8 @@ fn typographic(word: &OsStr) -> String {
     let odd = name.chars().find(|&c| suggest::is_typographic(c)).unwrap_or_default();
     let plain = suggest::without_typography(name);
     let plain = plain.trim_start_matches('-');
-    let is_short = matches!(classify(OsStr::new(&format!("-{plain}"))), Word::Flag(..))
-        && !matches!(classify(OsStr::new(&format!("--{plain}"))), Word::Flag(..));
+    let is_short = matches!(classify(OsStr::new(&format!("-{plain}"))), ArgKind::Flag(..))
+        && !matches!(classify(OsStr::new(&format!("--{plain}"))), ArgKind::Flag(..));
     let dashes = if is_short { "-" } else { "--" };
     let value = value.map_or(String::new(), |value| format!("={value}"));
     let code = u32::from(odd);

@@ -3,7 +3,7 @@
 use super::flags;
 
 /// Flags of other launchers, and their names in convoke.
-const BORROWED: &[(&str, &str)] = &[
+const FOREIGN_FLAGS: &[(&str, &str)] = &[
     ("-n", "--nproc-per-node"),
     ("-np", "--nproc-per-node"),
     ("--np", "--nproc-per-node"),
@@ -27,7 +27,7 @@ const BORROWED: &[(&str, &str)] = &[
 pub(crate) fn flag(name: &str) -> Option<String> {
     let plain = name.to_lowercase().replace('_', "-");
     let same = |other: &str| if other.len() == 2 { other == name } else { other == plain };
-    if let Some((_, ours)) = BORROWED.iter().find(|(theirs, _)| same(theirs)) {
+    if let Some((_, ours)) = FOREIGN_FLAGS.iter().find(|(theirs, _)| same(theirs)) {
         return Some(format!("here it is {ours}"));
     }
     let wanted = plain.trim_start_matches('-');

@@ -29,7 +29,7 @@ fn here() -> Machine {
     }
 }
 
-fn parse_words(
+fn parse_args(
     words: &[&OsStr],
     variables: &[(&str, &str)],
     machine: &Machine,
@@ -46,7 +46,7 @@ fn parse_words(
 
 fn parse_line(line: &str, variables: &[(&str, &str)], machine: &Machine) -> Result<Invocation, CliError> {
     let words: Vec<&OsStr> = line.split_whitespace().map(OsStr::new).collect();
-    parse_words(&words, variables, machine)
+    parse_args(&words, variables, machine)
 }
 
 fn config_with(line: &str, variables: &[(&str, &str)]) -> Config {
@@ -145,7 +145,7 @@ fn flag_prefixes_prefer_torchrun_flags() {
 #[test]
 fn all_arguments_after_the_script_belong_to_it() {
     let words = ["x.py", "--", "-t", "3", "--help", "", "a b", "--nnodes=x", "é"].map(OsStr::new);
-    let Ok(Invocation::Run(config)) = parse_words(&words, &[], &here()) else { panic!() };
+    let Ok(Invocation::Run(config)) = parse_args(&words, &[], &here()) else { panic!() };
     assert_eq!(
         argv(&config),
         ["python", "-u", "x.py", "--", "-t", "3", "--help", "", "a b", "--nnodes=x", "é"]
@@ -159,15 +159,15 @@ fn all_arguments_after_the_script_belong_to_it() {
 fn non_utf8_arguments_are_passed_to_the_script() {
     let odd = OsString::from_vec(b"caf\xe9".to_vec());
     let words = [OsStr::new("x.py"), &odd];
-    let Ok(Invocation::Run(config)) = parse_words(&words, &[], &here()) else { panic!() };
+    let Ok(Invocation::Run(config)) = parse_args(&words, &[], &here()) else { panic!() };
     assert_eq!(config.program.argv.last(), Some(&odd));
     let flag = OsString::from_vec(b"--log-dir=caf\xe9".to_vec());
-    let Ok(Invocation::Run(config)) = parse_words(&[&flag, OsStr::new("x.py")], &[], &here()) else {
+    let Ok(Invocation::Run(config)) = parse_args(&[&flag, OsStr::new("x.py")], &[], &here()) else {
         panic!()
     };
     assert_eq!(config.logs.dir, LogDir::Path(PathBuf::from(&odd)));
     let flag = OsString::from_vec(b"--role=caf\xe9".to_vec());
-    let error = parse_words(&[&flag, OsStr::new("x.py")], &[], &here()).expect_err("role");
+    let error = parse_args(&[&flag, OsStr::new("x.py")], &[], &here()).expect_err("role");
     assert_eq!(
         (error.text.as_str(), error.code),
         ("convoke: error: --role=caf\u{fffd}: not valid UTF-8\n", 1)
@@ -178,7 +178,7 @@ fn non_utf8_arguments_are_passed_to_the_script() {
 fn unusual_values_are_accepted_unless_they_resemble_flags() {
     assert_eq!(config("--nnodes=2 --rdzv-id - x.py").run_id, "-");
     let words = ["--rdzv-id", "-a b", "--master-port=1", "x.py"].map(OsStr::new);
-    let Ok(Invocation::Run(config)) = parse_words(&words, &[], &here()) else { panic!() };
+    let Ok(Invocation::Run(config)) = parse_args(&words, &[], &here()) else { panic!() };
     assert_eq!(config.run_id, "-a b", "argparse takes words with a blank as values");
     let error = parse_line("--max-restarts -1 x.py", &[], &here()).expect_err("negative");
     assert_eq!(error.code, 1, "-1 is a value, but a bad one");
@@ -384,7 +384,7 @@ proptest! {
     #[test]
     fn any_command_line_is_accepted_or_refused(words in proptest::collection::vec(any_word(), 0..6)) {
         let words: Vec<&OsStr> = words.iter().map(OsString::as_os_str).collect();
-        if let Err(error) = parse_words(&words, &[], &here()) {
+        if let Err(error) = parse_args(&words, &[], &here()) {
             prop_assert!(error.text.starts_with("convoke: error: ") && error.text.ends_with('\n'));
             prop_assert!(error.code == 1 || error.code == 2);
         }
@@ -395,7 +395,7 @@ proptest! {
     fn script_arguments_are_never_changed(arguments in proptest::collection::vec(any_word(), 0..6)) {
         let words: Vec<&OsStr> = ["--max-restarts=1", "-t", "3", "x.py"].map(OsStr::new).into_iter()
             .chain(arguments.iter().map(OsString::as_os_str)).collect();
-        let Ok(Invocation::Run(config)) = parse_words(&words, &[], &here()) else { panic!() };
+        let Ok(Invocation::Run(config)) = parse_args(&words, &[], &here()) else { panic!() };
         prop_assert_eq!(&config.program.argv[3..], &arguments[..]);
     }
 }

@@ -31,7 +31,7 @@ pub(super) enum DeviceError {
     )]
     Unresolved { variable: &'static str, entry: String },
     #[error("{} does not tell where {device} is; leave --numa-binding out", path.display())]
-    Unplaced { path: PathBuf, device: String },
+    NoNumaNode { path: PathBuf, device: String },
     #[error("{0}; leave --numa-binding out")]
     Unreadable(#[from] TopologyError),
 }
@@ -112,7 +112,7 @@ fn by_nvml(gpus: &[Gpu]) -> Vec<Device> {
 /// another order.
 fn nvidia(machine: &Machine) -> Result<Vec<Device>, DeviceError> {
     let dir = machine.root.join("proc/driver/nvidia/gpus");
-    let mut told: Vec<(usize, Device)> = Vec::new();
+    let mut listed: Vec<(usize, Device)> = Vec::new();
     for entry in fs::read_dir(&dir).into_iter().flatten().flatten() {
         let Some(information) = text(&entry.path().join("information"))? else { continue };
         let field = |name: &str| {
@@ -121,14 +121,14 @@ fn nvidia(machine: &Machine) -> Result<Vec<Device>, DeviceError> {
         if let Some(minor) = field("Device Minor").and_then(|minor| minor.parse().ok()) {
             let pci = entry.file_name().to_string_lossy().into_owned();
             let uuid = field("GPU UUID").map(str::to_owned);
-            told.push((minor, Device { pci, uuid, instances: Vec::new() }));
+            listed.push((minor, Device { pci, uuid, instances: Vec::new() }));
         }
     }
     let mut devices = Vec::new();
     for minor in machine.nvidia_minors() {
-        let found = told.iter().find(|(other, _)| *other == minor);
+        let found = listed.iter().find(|(other, _)| *other == minor);
         let device = format!("/dev/nvidia{minor}");
-        let (_, found) = found.ok_or_else(|| DeviceError::Unplaced { path: dir.clone(), device })?;
+        let (_, found) = found.ok_or_else(|| DeviceError::NoNumaNode { path: dir.clone(), device })?;
         devices.push(found.clone());
     }
     devices.sort_by_key(|device| (device.pci.len(), device.pci.clone()));
@@ -143,13 +143,13 @@ fn render_nodes(machine: &Machine, vendor: &str) -> Result<Vec<Device>, DeviceEr
         .map(|number| {
             let device = format!("/dev/dri/renderD{number}");
             let path = machine.root.join(format!("sys/class/drm/renderD{number}/device"));
-            let place = fs::canonicalize(&path).ok();
-            match place.as_deref().and_then(Path::file_name) {
+            let target = fs::canonicalize(&path).ok();
+            match target.as_deref().and_then(Path::file_name) {
                 Some(pci) => {
                     let pci = pci.to_string_lossy().into_owned();
                     Ok(Device { pci, uuid: None, instances: Vec::new() })
                 }
-                None => Err(DeviceError::Unplaced { path, device }),
+                None => Err(DeviceError::NoNumaNode { path, device }),
             }
         })
         .collect()

@@ -1,6 +1,6 @@
 //! Implements `--bind` and `--numa-binding`: computes the CPUs of each worker on this machine.
 
-mod shares;
+mod cpu_sets;
 #[cfg(test)]
 mod tests;
 
@@ -9,7 +9,7 @@ use std::ffi::OsString;
 use super::accelerators;
 use super::machine::Machine;
 use super::topology::Topology;
-use crate::cli::{CliError, Given, Value};
+use crate::cli::{CliError, ParsedArgs, Value};
 
 /// `--bind`: the kind of part over which the workers are spread.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -51,12 +51,12 @@ impl NumaBinding {
 /// # Errors
 /// The machine lacks the parts that the flag asks for, or does not report them.
 pub(super) fn worker_cpus(
-    given: &Given,
+    args: &ParsedArgs,
     env: &dyn Fn(&str) -> Option<OsString>,
     machine: &Machine,
     workers: usize,
 ) -> Result<Vec<Vec<usize>>, CliError> {
-    match (given.get("bind"), given.get("numa-binding")) {
+    match (args.get("bind"), args.get("numa-binding")) {
         (None, None) => Ok(Vec::new()),
         (Some(_), Some(_)) => {
             Err(CliError::value("--bind and --numa-binding exclude each other; remove one of them"))
@@ -70,7 +70,7 @@ pub(super) fn worker_cpus(
                 _ => return Ok(Vec::new()),
             };
             let topology = topology(value, machine)?;
-            shares::spread(&topology, kind, workers).map_err(|error| wrong(value, error))
+            cpu_sets::spread(&topology, kind, workers).map_err(|error| wrong(value, error))
         }
         (None, Some(value)) => {
             let kind = match value.text.to_str() {
@@ -87,7 +87,7 @@ pub(super) fn worker_cpus(
                 return Err(wrong(value, format!("{what}; leave it out, or write --bind={instead}")));
             }
             let topology = topology(value, machine)?;
-            shares::near(&topology, kind, &devices, workers).map_err(|error| wrong(value, error))
+            cpu_sets::cpus_of_devices(&topology, kind, &devices, workers).map_err(|error| wrong(value, error))
         }
     }
 }

@@ -7,13 +7,13 @@ use std::time::Duration;
 use nix::sys::signal::Signal;
 
 use super::machine::{Machine, Vendor};
-use super::{Config, NodeRange, Orphans, binding, devices, meeting, output, program};
-use crate::cli::{CliError, Given, Value, integer, suggest_choice};
-use crate::report::{Form, STDERR_LINES};
+use super::{Config, NodeRange, Orphans, binding, devices, output, program, rendezvous_flags};
+use crate::cli::{CliError, ParsedArgs, Value, integer, suggest_choice};
+use crate::report::{ReportFormat, STDERR_LINES};
 
 type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 
-const MOST_SECONDS: f64 = 86_400.0;
+const MAX_SECONDS: f64 = 86_400.0;
 const SHUTDOWN_TIMEOUT_SECONDS: u64 = 30;
 const SIGNALS: &str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT";
 const FORWARDED: &str = "SIGUSR1,SIGUSR2";
@@ -22,30 +22,30 @@ const FORWARDED: &str = "SIGUSR1,SIGUSR2";
 ///
 /// # Errors
 /// The first value that cannot be read (exit code 2) or makes no sense (exit code 1).
-pub(crate) fn config(given: &Given, env: Env<'_>, machine: &Machine) -> Result<Config, CliError> {
-    let numbers = Numbers::read(given)?;
+pub(crate) fn config(args: &ParsedArgs, env: Env<'_>, machine: &Machine) -> Result<Config, CliError> {
+    let numbers = NumericFlags::read(args)?;
     let mut warnings = Vec::new();
 
-    let nodes = nodes(given)?;
-    let max_restarts = at_least_zero(given, "max-restarts", numbers.max_restarts, "3")?.unwrap_or(0);
-    let monitor_interval = seconds(given, "monitor-interval", numbers.monitor_interval)?;
-    let shutdown_timeout = shutdown_timeout(given, numbers.shutdown_timeout, env)?;
-    let gpus_per_worker = gpus_per_worker(given, numbers.gpus_per_worker)?;
-    let nproc_per_node = nproc_per_node(given, env, machine, gpus_per_worker.unwrap_or(1))?;
-    let mut logs = output::logs(given, env, nproc_per_node, &mut warnings)?;
-    let stderr_lines = stderr_lines(given, numbers.stderr_tail)?;
-    logs.keep_stderr_tail = stderr_lines > 0 && orphans(given)? == Orphans::Stop;
-    let events = output::events(given, env)?;
-    let program = program::program(given, env, machine)?;
+    let nodes = nodes(args)?;
+    let max_restarts = non_negative(args, "max-restarts", numbers.max_restarts, "3")?.unwrap_or(0);
+    let monitor_interval = seconds(args, "monitor-interval", numbers.monitor_interval)?;
+    let shutdown_timeout = shutdown_timeout(args, numbers.shutdown_timeout, env)?;
+    let gpus_per_worker = gpus_per_worker(args, numbers.gpus_per_worker)?;
+    let nproc_per_node = nproc_per_node(args, env, machine, gpus_per_worker.unwrap_or(1))?;
+    let mut logs = output::logs(args, env, nproc_per_node, &mut warnings)?;
+    let stderr_lines = stderr_lines(args, numbers.stderr_tail)?;
+    logs.keep_stderr_tail = stderr_lines > 0 && orphans(args)? == Orphans::Stop;
+    let events = output::events(args, env)?;
+    let program = program::program(args, env, machine)?;
     let (rendezvous, run_id, nodes, rendezvous_conf) =
-        meeting::meeting(given, &numbers, nodes, &mut warnings)?;
-    let signals_given = given.is_on("signals-to-handle");
-    let signals_text = if signals_given { given.text("signals-to-handle")? } else { SIGNALS };
+        rendezvous_flags::rendezvous_config(args, &numbers, nodes, &mut warnings)?;
+    let signals_given = args.is_on("signals-to-handle");
+    let signals_text = if signals_given { args.text("signals-to-handle")? } else { SIGNALS };
     let signals = signals("signals-to-handle", signals_text, &mut warnings);
-    let forwarded = given.get("forward-signals").map_or(Ok(FORWARDED), Value::as_str)?;
+    let forwarded = args.get("forward-signals").map_or(Ok(FORWARDED), Value::as_str)?;
     let mut forward_signals = self::signals("forward-signals", forwarded, &mut warnings);
     forward_signals.retain(|signal| !signals.contains(signal));
-    let virtual_local_rank = given.is_on("virtual-local-rank");
+    let virtual_local_rank = args.is_on("virtual-local-rank");
     if virtual_local_rank {
         let parent = |name: &str| env(name).map(|value| value.to_string_lossy().into_owned());
         devices::visible_devices(&parent, nproc_per_node - 1).map_err(|error| {
@@ -54,7 +54,7 @@ pub(crate) fn config(given: &Given, env: Env<'_>, machine: &Machine) -> Result<C
             ))
         })?;
     }
-    let gpus = if gpus_per_worker.is_some() || given.is_on("gpu-bind") {
+    let gpus = if gpus_per_worker.is_some() || args.is_on("gpu-bind") {
         let name = if gpus_per_worker.is_some() { "gpus-per-worker" } else { "gpu-bind" };
         if virtual_local_rank {
             return Err(CliError::value(format!(
@@ -68,9 +68,9 @@ pub(crate) fn config(given: &Given, env: Env<'_>, machine: &Machine) -> Result<C
     } else {
         ("CUDA_VISIBLE_DEVICES", Vec::new())
     };
-    let cpus = binding::worker_cpus(given, env, machine, nproc_per_node)?;
-    if given.is_on("logs-specs") {
-        let name = given.text("logs-specs")?;
+    let cpus = binding::worker_cpus(args, env, machine, nproc_per_node)?;
+    if args.is_on("logs-specs") {
+        let name = args.text("logs-specs")?;
         return Err(CliError::value(format!(
             "--logs-specs={name}: there are no Python plug-ins here; leave it out, and see --redirects, --tee and --log-dir"
         )));
@@ -88,20 +88,20 @@ pub(crate) fn config(given: &Given, env: Env<'_>, machine: &Machine) -> Result<C
     Ok(Config {
         nodes,
         nproc_per_node,
-        doubt: meeting::doubt(given, nodes, &rendezvous),
+        rendezvous_hint: rendezvous_flags::rendezvous_hint(args, nodes, &rendezvous),
         rendezvous,
         run_id,
         rendezvous_conf,
-        local_addr: given
+        local_addr: args
             .get("local-addr")
             .filter(|value| !value.text.is_empty())
-            .map(|value| meeting::host_alone(value, None))
+            .map(|value| rendezvous_flags::host_without_port(value, None))
             .transpose()?,
         max_restarts,
-        restart_delay: seconds(given, "restart-delay", numbers.restart_delay)?.unwrap_or_default(),
-        restart_stop_after_same: stop_after_same(given, numbers.restart_stop_after_same)?,
+        restart_delay: seconds(args, "restart-delay", numbers.restart_delay)?.unwrap_or_default(),
+        restart_stop_after_same: stop_after_same(args, numbers.restart_stop_after_same)?,
         monitor_interval,
-        role: role(given)?,
+        role: role(args)?,
         program,
         logs,
         flight: output::flight(env),
@@ -115,13 +115,13 @@ pub(crate) fn config(given: &Given, env: Env<'_>, machine: &Machine) -> Result<C
         gpus,
         cpus,
         own_sessions: nproc_per_node <= machine.cpu_count() || !convoke_env::autogroup_enabled(&machine.root),
-        orphans: orphans(given)?,
-        report: match choice(given, "report", &["short", "full"])? {
-            Some("full") => Form::Full,
-            Some(_) | None => Form::Short,
+        orphans: orphans(args)?,
+        report: match choice(args, "report", &["short", "full"])? {
+            Some("full") => ReportFormat::Full,
+            Some(_) | None => ReportFormat::Short,
         },
         notes: threads.map(note).into_iter().collect(),
-        report_file: given
+        report_file: args
             .get("report-file")
             .map(|value| PathBuf::from(&value.text))
             .filter(|path| !path.as_os_str().is_empty()),
@@ -132,7 +132,7 @@ pub(crate) fn config(given: &Given, env: Env<'_>, machine: &Machine) -> Result<C
 }
 
 /// The values that argparse converts itself. A failed conversion is a usage error, before all other checks.
-pub(super) struct Numbers {
+pub(super) struct NumericFlags {
     max_restarts: Option<i128>,
     pub(super) node_rank: Option<i128>,
     pub(super) master_port: Option<i128>,
@@ -144,11 +144,11 @@ pub(super) struct Numbers {
     restart_delay: Option<f64>,
 }
 
-impl Numbers {
-    fn read(given: &Given) -> Result<Self, CliError> {
+impl NumericFlags {
+    fn read(args: &ParsedArgs) -> Result<Self, CliError> {
         let integer =
-            |name: &str, example: &str| given.get(name).map(|value| value.integer(example)).transpose();
-        let float = |name: &str, example: &str| given.get(name).map(|value| value.float(example)).transpose();
+            |name: &str, example: &str| args.get(name).map(|value| value.integer(example)).transpose();
+        let float = |name: &str, example: &str| args.get(name).map(|value| value.float(example)).transpose();
         let numbers = Self {
             max_restarts: integer("max-restarts", "3")?,
             node_rank: integer("node-rank", "0")?,
@@ -160,17 +160,17 @@ impl Numbers {
             monitor_interval: float("monitor-interval", "0.1")?,
             restart_delay: float("restart-delay", "5")?,
         };
-        choice(given, "start-method", &["spawn", "fork", "forkserver"])?;
-        choice(given, "numa-binding", &["node", "socket", "exclusive", "core-complex"])?;
-        choice(given, "bind", &["node", "socket", "core-complex", "core", "none"])?;
-        choice(given, "orphans", &["stop", "keep"])?;
+        choice(args, "start-method", &["spawn", "fork", "forkserver"])?;
+        choice(args, "numa-binding", &["node", "socket", "exclusive", "core-complex"])?;
+        choice(args, "bind", &["node", "socket", "core-complex", "core", "none"])?;
+        choice(args, "orphans", &["stop", "keep"])?;
         Ok(numbers)
     }
 }
 
 /// Checks a flag with fixed choices: others are usage errors.
-fn choice<'a>(given: &'a Given, name: &str, choices: &[&str]) -> Result<Option<&'a str>, CliError> {
-    let Some(value) = given.get(name) else { return Ok(None) };
+fn choice<'a>(args: &'a ParsedArgs, name: &str, choices: &[&str]) -> Result<Option<&'a str>, CliError> {
+    let Some(value) = args.get(name) else { return Ok(None) };
     match value.text.to_str() {
         Some(text) if choices.contains(&text) => Ok(Some(text)),
         text => {
@@ -183,21 +183,21 @@ fn choice<'a>(given: &'a Given, name: &str, choices: &[&str]) -> Result<Option<&
 }
 
 /// A number that must not be negative; `None` if the flag was not given.
-fn at_least_zero<T: TryFrom<i128>>(
-    given: &Given,
+fn non_negative<T: TryFrom<i128>>(
+    args: &ParsedArgs,
     name: &str,
     number: Option<i128>,
     example: &str,
 ) -> Result<Option<T>, CliError> {
-    let (Some(value), Some(number)) = (given.get(name), number) else { return Ok(None) };
+    let (Some(value), Some(number)) = (args.get(name), number) else { return Ok(None) };
     if number < 0 {
         return Err(CliError::value(value.wrong("must not be negative", example)));
     }
     T::try_from(number).map(Some).map_err(|_| CliError::value(value.wrong("too large", example)))
 }
 
-fn nodes(given: &Given) -> Result<NodeRange, CliError> {
-    let Some(value) = given.get("nnodes") else { return Ok(NodeRange { min: 1, max: 1 }) };
+fn nodes(args: &ParsedArgs) -> Result<NodeRange, CliError> {
+    let Some(value) = args.get("nnodes") else { return Ok(NodeRange { min: 1, max: 1 }) };
     let text = value.as_str()?;
     let wrong = |what: &str, example: &str| Err(CliError::value(value.wrong(what, example)));
     let count = |text: &str| integer(text).map(|number| usize::try_from(number.max(0)).unwrap_or(usize::MAX));
@@ -220,8 +220,8 @@ fn nodes(given: &Given) -> Result<NodeRange, CliError> {
     Ok(NodeRange { min, max })
 }
 
-fn gpus_per_worker(given: &Given, number: Option<i128>) -> Result<Option<usize>, CliError> {
-    let (Some(value), Some(number)) = (given.get("gpus-per-worker"), number) else { return Ok(None) };
+fn gpus_per_worker(args: &ParsedArgs, number: Option<i128>) -> Result<Option<usize>, CliError> {
+    let (Some(value), Some(number)) = (args.get("gpus-per-worker"), number) else { return Ok(None) };
     match usize::try_from(number) {
         Ok(number @ 1..=1024) => Ok(Some(number)),
         Ok(0) | Err(_) => Err(CliError::value(value.wrong("there must be at least one", "1"))),
@@ -230,12 +230,12 @@ fn gpus_per_worker(given: &Given, number: Option<i128>) -> Result<Option<usize>,
 }
 
 fn nproc_per_node(
-    given: &Given,
+    args: &ParsedArgs,
     env: Env<'_>,
     machine: &Machine,
     gpus_per_worker: usize,
 ) -> Result<usize, CliError> {
-    let Some(value) = given.get("nproc-per-node") else { return Ok(1) };
+    let Some(value) = args.get("nproc-per-node") else { return Ok(1) };
     let wrong = |what: &str, example: &str| Err(CliError::value(value.wrong(what, example)));
     let text = value.as_str()?;
     if let Some(number) = integer(text) {
@@ -256,7 +256,7 @@ fn nproc_per_node(
             count => (count / gpus_per_worker).max(1),
         }),
         "gpu" => match gpus() {
-            0 => match hidden(env, machine) {
+            0 => match hidden_gpus_message(env, machine) {
                 Some(what) => wrong(&what, "cpu, or a number"),
                 None => wrong(
                     "no GPU was found (no /dev/nvidia0, no /dev/kfd, or the variables hide all)",
@@ -281,7 +281,7 @@ fn nproc_per_node(
 }
 
 /// Returns a warning that names the variable that hides all GPUs, if GPUs exist and one does.
-fn hidden(env: Env<'_>, machine: &Machine) -> Option<String> {
+fn hidden_gpus_message(env: Env<'_>, machine: &Machine) -> Option<String> {
     let names = ["ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"];
     let vendors = [(Vendor::Nvidia, &names[2..]), (Vendor::Amd, &names[..])];
     let mut there = vendors.map(|(vendor, names)| (machine.devices(vendor, &|_| None), names)).into_iter();
@@ -291,29 +291,28 @@ fn hidden(env: Env<'_>, machine: &Machine) -> Option<String> {
 }
 
 /// A time of at most a day; `None` if the flag was not given.
-fn seconds(given: &Given, name: &str, seconds: Option<f64>) -> Result<Option<Duration>, CliError> {
-    let (Some(value), Some(seconds)) = (given.get(name), seconds) else { return Ok(None) };
-    if !(0.0..=MOST_SECONDS).contains(&seconds) {
+fn seconds(args: &ParsedArgs, name: &str, seconds: Option<f64>) -> Result<Option<Duration>, CliError> {
+    let (Some(value), Some(seconds)) = (args.get(name), seconds) else { return Ok(None) };
+    if !(0.0..=MAX_SECONDS).contains(&seconds) {
         return Err(CliError::value(value.wrong("must be from 0 to 86400 seconds", "0.1")));
     }
     Ok(Some(Duration::from_secs_f64(seconds)))
 }
 
-fn stop_after_same(given: &Given, number: Option<i128>) -> Result<Option<u32>, CliError> {
-    match at_least_zero(given, "restart-stop-after-same", number, "3")? {
+fn stop_after_same(args: &ParsedArgs, number: Option<i128>) -> Result<Option<u32>, CliError> {
+    match non_negative(args, "restart-stop-after-same", number, "3")? {
         Some(0) => {
             let what = "must be 1 or more; leave it out to restart whatever happens";
-            given
-                .get("restart-stop-after-same")
+            args.get("restart-stop-after-same")
                 .map_or(Ok(None), |value| Err(CliError::value(value.wrong(what, "3"))))
         }
         times => Ok(times),
     }
 }
 
-fn shutdown_timeout(given: &Given, number: Option<i128>, env: Env<'_>) -> Result<Duration, CliError> {
+fn shutdown_timeout(args: &ParsedArgs, number: Option<i128>, env: Env<'_>) -> Result<Duration, CliError> {
     const VARIABLE: &str = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT";
-    if let Some(seconds) = at_least_zero::<u32>(given, "shutdown-timeout", number, "30")? {
+    if let Some(seconds) = non_negative::<u32>(args, "shutdown-timeout", number, "30")? {
         return Ok(Duration::from_secs(u64::from(seconds)));
     }
     let Some(text) = env(VARIABLE) else { return Ok(Duration::from_secs(SHUTDOWN_TIMEOUT_SECONDS)) };
@@ -326,9 +325,9 @@ fn shutdown_timeout(given: &Given, number: Option<i128>, env: Env<'_>) -> Result
         ))),
     }
 }
-fn stderr_lines(given: &Given, number: Option<i128>) -> Result<usize, CliError> {
+fn stderr_lines(args: &ParsedArgs, number: Option<i128>) -> Result<usize, CliError> {
     const MAX: usize = 1000;
-    match at_least_zero::<usize>(given, "stderr-tail", number, "64")? {
+    match non_negative::<usize>(args, "stderr-tail", number, "64")? {
         None => Ok(STDERR_LINES),
         Some(lines) if lines <= MAX => Ok(lines),
         Some(lines) => {
@@ -367,12 +366,12 @@ fn signals(flag: &str, text: &str, warnings: &mut Vec<String>) -> Vec<Signal> {
 }
 
 /// `--role`.
-pub(super) fn role(given: &Given) -> Result<String, CliError> {
-    Ok(if given.is_on("role") { given.text("role")?.to_owned() } else { "default".to_owned() })
+pub(super) fn role(args: &ParsedArgs) -> Result<String, CliError> {
+    Ok(if args.is_on("role") { args.text("role")?.to_owned() } else { "default".to_owned() })
 }
 
-fn orphans(given: &Given) -> Result<Orphans, CliError> {
-    Ok(match given.text("orphans")? {
+fn orphans(args: &ParsedArgs) -> Result<Orphans, CliError> {
+    Ok(match args.text("orphans")? {
         "keep" => Orphans::Keep,
         _ => Orphans::Stop,
     })

@@ -89,7 +89,7 @@ impl FileKind {
 
 impl Elf {
     /// Returns the name of the CPU that it is for, if this host has another.
-    pub(crate) fn foreign(self) -> Option<String> {
+    pub(crate) fn foreign_arch(self) -> Option<String> {
         let machine = self.machine?;
         let is_own = match std::env::consts::ARCH {
             // An x86_64 kernel may also run i386 programs.
@@ -132,7 +132,7 @@ impl Shebang {
     }
 
     /// Returns the word to which a CR belongs if the line ends with CR LF.
-    pub(crate) fn last_word(&self) -> &OsStr {
+    pub(crate) fn last_argument(&self) -> &OsStr {
         self.argument.as_ref().unwrap_or(&self.interpreter)
     }
 
@@ -208,16 +208,16 @@ mod tests {
             start.extend(two);
             FileKind::of_start(&start, true)
         };
-        let foreign = |kind: FileKind| match kind {
-            FileKind::Elf(elf) => elf.foreign(),
+        let foreign_arch = |kind: FileKind| match kind {
+            FileKind::Elf(elf) => elf.foreign_arch(),
             other => panic!("{other:?}"),
         };
         let (other, name): ([u8; 2], _) =
             if std::env::consts::ARCH == "x86_64" { ([183, 0], "aarch64") } else { ([62, 0], "x86_64") };
-        assert_eq!(foreign(elf(1, other)), Some(name.to_owned()));
-        assert_eq!(foreign(elf(2, [0, 22])), Some("s390x".to_owned()), "the other order of bytes");
-        assert!(foreign(elf(1, [9, 9])).is_some_and(|name| name.contains("ELF machine 2313")));
-        assert_eq!(foreign(FileKind::of(&std::env::current_exe().unwrap())), None);
+        assert_eq!(foreign_arch(elf(1, other)), Some(name.to_owned()));
+        assert_eq!(foreign_arch(elf(2, [0, 22])), Some("s390x".to_owned()), "the other order of bytes");
+        assert!(foreign_arch(elf(1, [9, 9])).is_some_and(|name| name.contains("ELF machine 2313")));
+        assert_eq!(foreign_arch(FileKind::of(&std::env::current_exe().unwrap())), None);
         assert_eq!(FileKind::of_start(b"\x7fELF", true), FileKind::Elf(Elf { machine: None }));
     }
 

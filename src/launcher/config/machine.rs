@@ -10,7 +10,7 @@ use std::sync::OnceLock;
 use nix::sched::{CpuSet, sched_getaffinity};
 use nix::unistd::Pid;
 
-use super::topology::numbered;
+use super::topology::numbered_entries;
 use crate::cgroup::cpu_quota;
 use crate::gpus::Gpu;
 use crate::gpus::nvml::Nvml;
@@ -47,8 +47,13 @@ type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 
 impl Machine {
     /// The machine that this process runs on.
-    pub(crate) fn here() -> Self {
-        Self { root: PathBuf::from("/"), cpus: affinity(), gpus: OnceLock::new(), launcher: own_folders() }
+    pub(crate) fn detect() -> Self {
+        Self {
+            root: PathBuf::from("/"),
+            cpus: affinity(),
+            gpus: OnceLock::new(),
+            launcher: launcher_folders(),
+        }
     }
 
     /// Returns the number of CPUs on which this process may run.
@@ -71,10 +76,10 @@ impl Machine {
             }
             Vendor::Amd if self.root.join("dev/kfd").exists() => {
                 let variables = ["ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"];
-                left(self.render_nodes("0x1002").len(), env, &variables)
+                visible_count(self.render_nodes("0x1002").len(), env, &variables)
             }
             Vendor::Amd => 0,
-            Vendor::Intel => left(self.render_nodes("0x8086").len(), env, &["ZE_AFFINITY_MASK"]),
+            Vendor::Intel => visible_count(self.render_nodes("0x8086").len(), env, &["ZE_AFFINITY_MASK"]),
         }
     }
 
@@ -82,9 +87,9 @@ impl Machine {
     /// GPU for each device node.
     pub(crate) fn gpus(&self) -> &[Gpu] {
         self.gpus.get_or_init(|| {
-            let told =
+            let listed =
                 if self.root == Path::new("/") { Nvml::open().and_then(|nvml| nvml.gpus()) } else { None };
-            told.unwrap_or_else(|| vec![Gpu::default(); self.nvidia_minors().len()])
+            listed.unwrap_or_else(|| vec![Gpu::default(); self.nvidia_minors().len()])
         })
     }
 
@@ -108,12 +113,12 @@ impl Machine {
             gpus => (CUDA, gpus, list(CUDA)),
         };
         let devices = visible::devices(gpus, variable, list.as_deref())?;
-        Ok((variable, visible::shares(&devices, workers, each)?))
+        Ok((variable, visible::split_devices(&devices, workers, each)?))
     }
 
     /// N of each /dev/nvidiaN, ascending.
     pub(super) fn nvidia_minors(&self) -> Vec<usize> {
-        numbered(&self.root.join("dev"), "nvidia").into_iter().map(|(minor, _)| minor).collect()
+        numbered_entries(&self.root.join("dev"), "nvidia").into_iter().map(|(minor, _)| minor).collect()
     }
 
     /// N of each /dev/dri/renderDN whose sysfs entry names this PCI vendor, ascending; without sysfs, of all.
@@ -122,13 +127,14 @@ impl Machine {
             let path = self.root.join(format!("sys/class/drm/renderD{number}/device/vendor"));
             fs::read_to_string(path).map_or(true, |text| text.trim() == vendor)
         };
-        let numbers = numbered(&self.root.join("dev/dri"), "renderD").into_iter().map(|(number, _)| number);
+        let numbers =
+            numbered_entries(&self.root.join("dev/dri"), "renderD").into_iter().map(|(number, _)| number);
         numbers.filter(is_ours).collect()
     }
 }
 
 /// The folders of this program: from the word that called it, then from the kernel.
-fn own_folders() -> Vec<PathBuf> {
+fn launcher_folders() -> Vec<PathBuf> {
     let word = std::env::args_os().next().unwrap_or_default();
     let called = if word.as_bytes().contains(&b'/') {
         Some(PathBuf::from(word))
@@ -147,15 +153,14 @@ fn affinity() -> Vec<usize> {
 
 /// Returns the number of `count` devices that the variables leave visible. Like the drivers, it counts up to
 /// the first entry that is no device.
-fn left(count: usize, env: Env<'_>, variables: &[&str]) -> usize {
+fn visible_count(count: usize, env: Env<'_>, variables: &[&str]) -> usize {
     variables.iter().fold(count, |left, variable| match env(variable) {
         Some(list) => {
             let list = list.to_string_lossy();
             let is_index = |text: &str| text.parse().is_ok_and(|index: usize| index < count);
             // Only the driver knows names, and parts of a device such as 0.1.
             let is_part = |entry: &str| entry.split_once('.').is_some_and(|(device, _)| is_index(device));
-            let is_device =
-                |entry: &&str| is_index(entry) || is_part(entry) || visible::is_like_a_name(entry);
+            let is_device = |entry: &&str| is_index(entry) || is_part(entry) || visible::has_uuid_form(entry);
             left.min(list.split(',').map(str::trim).take_while(is_device).count())
         }
         None => left,

@@ -9,7 +9,7 @@ use convoke_env::vars;
 
 use super::build::{count, role};
 use super::{EventHandler, FlightDir, LogConfig, LogDir, StreamChoice, Streams};
-use crate::cli::{CliError, Given, Value, integer, streams, substrings};
+use crate::cli::{CliError, ParsedArgs, Value, integer, streams, substrings};
 
 type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 
@@ -20,17 +20,17 @@ const PREFIX_TEMPLATE: &str = "[${role_name}${local_rank}]:";
 /// # Errors
 /// A value that makes no sense: exit code 1.
 pub(super) fn logs(
-    given: &Given,
+    args: &ParsedArgs,
     env: Env<'_>,
     nproc_per_node: usize,
     warnings: &mut Vec<String>,
 ) -> Result<LogConfig, CliError> {
-    let redirects = stream_choice(given, "redirects", nproc_per_node, warnings)?;
-    let tee = stream_choice(given, "tee", nproc_per_node, warnings)?;
-    let dir = match given.get("log-dir") {
+    let redirects = stream_choice(args, "redirects", nproc_per_node, warnings)?;
+    let tee = stream_choice(args, "tee", nproc_per_node, warnings)?;
+    let dir = match args.get("log-dir") {
         None => LogDir::Temporary,
         Some(value) if value.text.is_empty() => LogDir::Temporary,
-        Some(value) if value.text == "/dev/null" => LogDir::Nothing,
+        Some(value) if value.text == "/dev/null" => LogDir::Disabled,
         // The user probably mistyped. Other problems of the path (no permission, a full disk) do not stop a
         // job.
         Some(value) if fs::metadata(&value.text).is_ok_and(|found| !found.is_dir()) => {
@@ -39,30 +39,30 @@ pub(super) fn logs(
         Some(value) => LogDir::Path(PathBuf::from(&value.text)),
     };
     let template = |text: OsString| text.to_string_lossy().into_owned();
-    let from_flag = given.get("log-line-prefix-template").map(|value| template(value.text.clone()));
+    let from_flag = args.get("log-line-prefix-template").map(|value| template(value.text.clone()));
     let from_variable = || env("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE").map(template);
     let prefix_template =
         from_flag.filter(|text| !text.is_empty()).or_else(from_variable).filter(|text| !text.is_empty());
     Ok(LogConfig {
-        role: role(given)?,
+        role: role(args)?,
         dir,
         redirects,
         tee,
         prefix_template: prefix_template.unwrap_or_else(|| PREFIX_TEMPLATE.to_owned()),
-        local_ranks_filter: local_ranks_filter(given, nproc_per_node, warnings)?,
+        local_ranks_filter: local_ranks_filter(args, nproc_per_node, warnings)?,
         keep_stderr_tail: true,
-        duplicate_stdout: substrings(given.text("duplicate-stdout-filters")?),
-        duplicate_stderr: substrings(given.text("duplicate-stderr-filters")?),
+        duplicate_stdout: substrings(args.text("duplicate-stdout-filters")?),
+        duplicate_stderr: substrings(args.text("duplicate-stderr-filters")?),
     })
 }
 
 fn stream_choice(
-    given: &Given,
+    args: &ParsedArgs,
     name: &str,
     nproc_per_node: usize,
     warnings: &mut Vec<String>,
 ) -> Result<StreamChoice, CliError> {
-    let Some(value) = given.get(name) else { return Ok(StreamChoice::All(Streams::default())) };
+    let Some(value) = args.get(name) else { return Ok(StreamChoice::All(Streams::default())) };
     let choice = streams(value.as_str()?).ok_or_else(|| {
         CliError::value(value.wrong(
             "neither 0 (none), 1 (stdout), 2 (stderr) or 3 (both), nor a list of rank:digit with ranks 0 to 9",
@@ -76,11 +76,11 @@ fn stream_choice(
 }
 
 fn local_ranks_filter(
-    given: &Given,
+    args: &ParsedArgs,
     nproc_per_node: usize,
     warnings: &mut Vec<String>,
 ) -> Result<Option<BTreeSet<usize>>, CliError> {
-    let Some(value) = given.get("local-ranks-filter").filter(|value| !value.text.is_empty()) else {
+    let Some(value) = args.get("local-ranks-filter").filter(|value| !value.text.is_empty()) else {
         return Ok(None);
     };
     let rank = |text: &str| integer(text).and_then(|number| usize::try_from(number).ok());
@@ -105,9 +105,9 @@ fn warn_of_absent_ranks(
 /// CONVOKE_FLIGHT_DIR.
 pub(super) fn flight(env: Env<'_>) -> FlightDir {
     match env(vars::FLIGHT_DIR) {
-        None => FlightDir::Own,
-        Some(folder) if folder.is_empty() => FlightDir::Nowhere,
-        Some(folder) => FlightDir::Given(PathBuf::from(folder)),
+        None => FlightDir::LogFolder,
+        Some(folder) if folder.is_empty() => FlightDir::Disabled,
+        Some(folder) => FlightDir::Path(PathBuf::from(folder)),
     }
 }
 
@@ -115,9 +115,9 @@ pub(super) fn flight(env: Env<'_>) -> FlightDir {
 ///
 /// # Errors
 /// No such handler: exit code 1.
-pub(super) fn events(given: &Given, env: Env<'_>) -> Result<EventHandler, CliError> {
+pub(super) fn events(args: &ParsedArgs, env: Env<'_>) -> Result<EventHandler, CliError> {
     const INFO: i128 = 20;
-    let Some(value) = given.get("event-log-handler") else { return Ok(EventHandler::Null) };
+    let Some(value) = args.get("event-log-handler") else { return Ok(EventHandler::Null) };
     match value.text.to_str() {
         Some("null") => Ok(EventHandler::Null),
         // Unlike other messages, events are shown unless LOGLEVEL asks for less.

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use super::file::{FileKind, Shebang};
 use super::machine::{Machine, in_path, is_executable};
 use super::{LocalRankArgument, Program};
-use crate::cli::{CliError, Given};
+use crate::cli::{CliError, ParsedArgs};
 
 type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 
@@ -32,9 +32,9 @@ const OTHER_LANGUAGES: &[(&str, &str)] = &[
 ];
 
 /// The method by which SCRIPT is run.
-enum Way {
+enum RunMethod {
     /// It is a program, executed under this name.
-    Itself(OsString),
+    Executable(OsString),
     /// The interpreter of its `#!` line runs it: interpreter, its argument, the file.
     Interpreter(Vec<OsString>),
     /// Python runs it.
@@ -45,13 +45,13 @@ enum Way {
 ///
 /// # Errors
 /// Flags that contradict each other, no Python, or a SCRIPT that nobody can run: exit code 1.
-pub(super) fn program(given: &Given, env: Env<'_>, machine: &Machine) -> Result<Program, CliError> {
-    let form = local_rank_form(given)?;
+pub(super) fn program(args: &ParsedArgs, env: Env<'_>, machine: &Machine) -> Result<Program, CliError> {
+    let form = local_rank_form(args)?;
     let (module, no_python, run_path) =
-        (given.is_on("module"), given.is_on("no-python"), given.is_on("run-path"));
-    let script = &given.script;
+        (args.is_on("module"), args.is_on("no-python"), args.is_on("run-path"));
+    let script = &args.script;
     let mut argv: Vec<OsString> = Vec::new();
-    let mut guessed = false;
+    let mut assumed_python = false;
     let mut title = script.display().to_string();
     if run_path {
         argv.extend([python(env, machine)?, "-u".into(), "-c".into(), RUN_PATH.into(), script.clone()]);
@@ -67,16 +67,16 @@ pub(super) fn program(given: &Given, env: Env<'_>, machine: &Machine) -> Result<
         }
         argv.push(script.clone());
     } else {
-        match if module { Way::Python } else { way(script, env)? } {
-            Way::Itself(program) => argv.push(program),
-            Way::Interpreter(words) => argv.extend(words),
-            Way::Python => {
+        match if module { RunMethod::Python } else { run_method(script, env)? } {
+            RunMethod::Executable(program) => argv.push(program),
+            RunMethod::Interpreter(words) => argv.extend(words),
+            RunMethod::Python => {
                 if let Some(python) = env("PYTHON_EXEC").filter(|python| !python.is_empty()) {
                     title = python.display().to_string();
                 }
                 argv.extend([python(env, machine)?, "-u".into()]);
                 argv.extend(module.then(|| "-m".into()));
-                guessed = !module
+                assumed_python = !module
                     && !script.as_bytes().ends_with(b".py")
                     && FileKind::of(Path::new(script)) == FileKind::Absent;
                 argv.push(script.clone());
@@ -84,15 +84,15 @@ pub(super) fn program(given: &Given, env: Env<'_>, machine: &Machine) -> Result<
         }
     }
     let index = argv.len();
-    argv.extend(given.arguments.iter().cloned());
+    argv.extend(args.arguments.iter().cloned());
     let local_rank_argument = form.map(|(dash, underscore)| LocalRankArgument { index, dash, underscore });
-    Ok(Program { argv, local_rank_argument, title, guessed })
+    Ok(Program { argv, local_rank_argument, title, assumed_python })
 }
 
 /// Decides how SCRIPT is run. It runs by itself if it is an ELF file, or an executable `#!` file that does
 /// not end in `.py`. It also runs by itself if no such file is here but PATH has a program of this name. The
 /// interpreter of its `#!` line runs it if only the permission is missing. Otherwise Python runs it.
-fn way(script: &OsStr, env: Env<'_>) -> Result<Way, CliError> {
+fn run_method(script: &OsStr, env: Env<'_>) -> Result<RunMethod, CliError> {
     let here = || {
         // A bare name would be searched in PATH instead of the current folder.
         let mut path = OsString::from(if script.as_bytes().contains(&b'/') { "" } else { "./" });
@@ -102,25 +102,29 @@ fn way(script: &OsStr, env: Env<'_>) -> Result<Way, CliError> {
     let refused = |why: String| Err(CliError::value(format!("{} {why}", script.display())));
     let is_named_python = script.as_bytes().ends_with(b".py");
     match FileKind::of(Path::new(script)) {
-        FileKind::Elf(_) => Ok(Way::Itself(here())),
-        FileKind::Script(_) if is_named_python => Ok(Way::Python),
+        FileKind::Elf(_) => Ok(RunMethod::Executable(here())),
+        FileKind::Script(_) if is_named_python => Ok(RunMethod::Python),
         FileKind::Script(shebang) if shebang.has_cr && !shebang.is_python() => {
-            refused(with_cr(script, &shebang))
+            refused(carriage_return_message(script, &shebang))
         }
-        FileKind::Script(shebang) if shebang.is_executable && !shebang.has_cr => Ok(Way::Itself(here())),
-        FileKind::Script(shebang) if shebang.is_python() || shebang.interpreter.is_empty() => Ok(Way::Python),
+        FileKind::Script(shebang) if shebang.is_executable && !shebang.has_cr => {
+            Ok(RunMethod::Executable(here()))
+        }
+        FileKind::Script(shebang) if shebang.is_python() || shebang.interpreter.is_empty() => {
+            Ok(RunMethod::Python)
+        }
         FileKind::Script(Shebang { interpreter, argument, .. }) => {
             let words = std::iter::once(interpreter).chain(argument).chain([here()]);
-            Ok(Way::Interpreter(words.collect()))
+            Ok(RunMethod::Interpreter(words.collect()))
         }
-        FileKind::Folder { has_main: true } => Ok(Way::Python),
+        FileKind::Folder { has_main: true } => Ok(RunMethod::Python),
         FileKind::Folder { has_main: false } => refused(
             "is a folder without a __main__.py; name the script in it, or -m and the name of a package"
                 .to_owned(),
         ),
         // For example, the current folder belongs to another user.
         FileKind::Dangling(_) | FileKind::Unreadable(_) if in_path(script, env).is_some() => {
-            Ok(Way::Itself(script.to_owned()))
+            Ok(RunMethod::Executable(script.to_owned()))
         }
         FileKind::Dangling(target) => {
             refused(format!("is a link to {}, which is not there", target.display()))
@@ -129,27 +133,27 @@ fn way(script: &OsStr, env: Env<'_>) -> Result<Way, CliError> {
             let why = io::Error::from(kind);
             refused(format!("cannot be read: {why}; chmod a+r for the file, a+x for the folders above it"))
         }
-        FileKind::Other => other_language(script).map_or(Ok(Way::Python), refused),
+        FileKind::Other => other_language_message(script).map_or(Ok(RunMethod::Python), refused),
         FileKind::Absent if script.as_bytes().ends_with(b"\r") => Err(CliError::value(format!(
             "{script:?} ends with a carriage return: the file in which convoke is called has line ends of Windows; \
              dos2unix makes others of them"
         ))),
-        FileKind::Absent if in_path(script, env).is_some() => Ok(Way::Itself(script.to_owned())),
-        FileKind::Absent => Ok(Way::Python),
+        FileKind::Absent if in_path(script, env).is_some() => Ok(RunMethod::Executable(script.to_owned())),
+        FileKind::Absent => Ok(RunMethod::Python),
     }
 }
 
 /// Explains why a file with Windows line ends cannot be run.
-fn with_cr(script: &OsStr, shebang: &Shebang) -> String {
+fn carriage_return_message(script: &OsStr, shebang: &Shebang) -> String {
     format!(
         "has line ends of Windows: by its #! line its interpreter is `{}\\r`; dos2unix {} makes others of them",
-        shebang.last_word().display(),
+        shebang.last_argument().display(),
         script.display()
     )
 }
 
 /// Explains why Python cannot run a file without `#!`, if its name shows another language.
-fn other_language(script: &OsStr) -> Option<String> {
+fn other_language_message(script: &OsStr) -> Option<String> {
     if script.as_bytes().ends_with(b".ipynb") {
         let name = script.display();
         return Some(format!("is a notebook; `jupyter nbconvert --to script {name}` makes a script of it"));
@@ -189,8 +193,8 @@ fn python(env: Env<'_>, machine: &Machine) -> Result<OsString, CliError> {
 }
 
 /// `--pass-local-rank` and `--use-env`: (dash, underscore), or `None`.
-fn local_rank_form(given: &Given) -> Result<Option<(bool, bool)>, CliError> {
-    let use_env = match given.get("use-env") {
+fn local_rank_form(args: &ParsedArgs) -> Result<Option<(bool, bool)>, CliError> {
+    let use_env = match args.get("use-env") {
         None => false,
         Some(value) => match value.text.to_str().map(str::to_lowercase).as_deref() {
             Some("" | "true" | "1" | "yes") => true,
@@ -198,7 +202,7 @@ fn local_rank_form(given: &Given) -> Result<Option<(bool, bool)>, CliError> {
             _ => return Err(CliError::usage(value.wrong("neither true nor false", "True"))),
         },
     };
-    let form = match given.get("pass-local-rank") {
+    let form = match args.get("pass-local-rank") {
         None => None,
         Some(value) => match value.text.to_str() {
             Some("" | "dash") => Some((true, false)),

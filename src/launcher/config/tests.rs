@@ -324,10 +324,13 @@ fn programs_and_scripts_are_distinguished() {
     let perl = file("plain.pl", b"#!/usr/bin/env -S perl -w\n", 0o600);
     assert_eq!(argv(&config(&[&perl])), ["/usr/bin/env", "-S perl -w", &perl]);
     assert_eq!(argv(&config(&["-m", &elf])), ["py", "-u", "-m", &elf], "-m means Python");
-    let guessed = |words: &[&str]| config(words).program.guessed;
-    assert!(guessed(&["no-such-worker"]) && guessed(&["./no-such-worker"]));
+    let assumed_python = |words: &[&str]| config(words).program.assumed_python;
+    assert!(assumed_python(&["no-such-worker"]) && assumed_python(&["./no-such-worker"]));
     assert!(
-        !guessed(&["no-such.py"]) && !guessed(&["-m", "no.such"]) && !guessed(&[&text]) && !guessed(&[&elf])
+        !assumed_python(&["no-such.py"])
+            && !assumed_python(&["-m", "no.such"])
+            && !assumed_python(&[&text])
+            && !assumed_python(&[&elf])
     );
     assert_eq!(FileKind::of(dir.path()), FileKind::Folder { has_main: false });
     assert_eq!(FileKind::of(Path::new("/no/such")), FileKind::Absent);
@@ -542,7 +545,7 @@ fn unused_rendezvous_settings_are_named() {
 
 #[test]
 fn loopback_endpoint_with_several_nodes_causes_a_warning() {
-    let doubt = |words: &[&str]| config(words).doubt.unwrap_or_default();
+    let doubt = |words: &[&str]| config(words).rendezvous_hint.unwrap_or_default();
     let told = "by which every host means itself: nodes on other hosts do not find";
     for (words, start) in [
         (&["--nnodes=2", "x"][..], "--master-addr is 127.0.0.1"),
@@ -625,7 +628,7 @@ fn log_flags_select_files_and_console() {
         "x",
     ])
     .logs;
-    assert_eq!((logs.dir, logs.local_ranks_filter), (LogDir::Nothing, Some([0].into())));
+    assert_eq!((logs.dir, logs.local_ranks_filter), (LogDir::Disabled, Some([0].into())));
     assert_eq!(logs.duplicate_stdout, ["a,b"]);
     assert_eq!(config(&["--log-dir=", "--local-ranks-filter=", "x"]).logs.local_ranks_filter, None);
 }

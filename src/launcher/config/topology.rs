@@ -1,9 +1,9 @@
 //! Reads once from sysfs which CPUs share a core, a cache, a socket or a NUMA node.
 
 #[cfg(test)]
-mod tests;
+pub(super) mod fake_sysfs;
 #[cfg(test)]
-pub(super) mod tree;
+mod tests;
 
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::OsString;
@@ -60,7 +60,7 @@ impl Topology {
         let online = list(&system.join("cpu/online"))?;
         let is_online = |cpu: &usize| online.as_ref().is_none_or(|online| online.binary_search(cpu).is_ok());
         let nodes = nodes(&system.join("node"))?;
-        let mut known = Known::default();
+        let mut known = TopologyCache::default();
         let mut cpus = Vec::new();
         for id in allowed.iter().copied().filter(is_online) {
             let dir = system.join(format!("cpu/cpu{id}"));
@@ -92,7 +92,7 @@ pub(super) fn groups<'a, K: Ord>(
 
 /// Facts about other CPUs from files already read. The cache makes the reading of a large machine fast.
 #[derive(Debug, Default)]
-struct Known {
+struct TopologyCache {
     /// Core and package by CPU.
     cores: HashMap<usize, (usize, usize)>,
     /// The first CPU of each package, node and core_id, where siblings are not listed.
@@ -103,7 +103,7 @@ struct Known {
     packages: HashMap<usize, usize>,
 }
 
-impl Known {
+impl TopologyCache {
     fn core(&mut self, id: usize, node: usize, dir: &Path) -> Result<(usize, usize), TopologyError> {
         if let Some(&found) = self.cores.get(&id) {
             return Ok(found);
@@ -134,7 +134,7 @@ impl Known {
 /// The CPUs that share the highest cache that is not for instructions only.
 fn last_level_cache(dir: &Path) -> Result<Option<Vec<usize>>, TopologyError> {
     let mut last: Option<(usize, PathBuf)> = None;
-    for (_, index) in numbered(dir, "index") {
+    for (_, index) in numbered_entries(dir, "index") {
         let is_code = text(&index.join("type"))?.is_some_and(|kind| kind == "Instruction");
         let Some(level) = number(&index.join("level"))?.filter(|_| !is_code) else { continue };
         if last.as_ref().is_none_or(|(highest, _)| level > *highest) {
@@ -147,7 +147,7 @@ fn last_level_cache(dir: &Path) -> Result<Option<Vec<usize>>, TopologyError> {
 /// NUMA node by CPU.
 fn nodes(dir: &Path) -> Result<HashMap<usize, usize>, TopologyError> {
     let mut nodes = HashMap::new();
-    for (node, dir) in numbered(dir, "node") {
+    for (node, dir) in numbered_entries(dir, "node") {
         let cpus = list(&dir.join("cpulist"))?.unwrap_or_default();
         nodes.extend(cpus.into_iter().map(|cpu| (cpu, node)));
     }
@@ -156,7 +156,7 @@ fn nodes(dir: &Path) -> Result<HashMap<usize, usize>, TopologyError> {
 
 /// Returns the entries of a folder named `prefix` plus a number, sorted by number. Without the folder there
 /// are none.
-pub(super) fn numbered(dir: &Path, prefix: &str) -> Vec<(usize, PathBuf)> {
+pub(super) fn numbered_entries(dir: &Path, prefix: &str) -> Vec<(usize, PathBuf)> {
     let number = |name: OsString| decimal(name.to_str()?.strip_prefix(prefix)?);
     let mut found: Vec<_> = std::fs::read_dir(dir).map_or(Vec::new(), |entries| {
         entries.flatten().filter_map(|entry| Some((number(entry.file_name())?, entry.path()))).collect()

@@ -15,33 +15,33 @@ use super::nvml::Nvml;
 use super::xid::Xid;
 
 /// The variable that names another log, for tests.
-const CHOSEN: &str = "CONVOKE_KMSG";
+const KERNEL_LOG_VARIABLE: &str = "CONVOKE_KMSG";
 const KERNEL_LOG: &str = "/dev/kmsg";
 /// The time limit for the driver. It may never answer if a GPU is lost.
-const PATIENCE: Duration = Duration::from_secs(2);
+const DRIVER_TIMEOUT: Duration = Duration::from_secs(2);
 /// The tolerance for differences between clocks.
-const SLACK: Duration = Duration::from_secs(1);
+const CLOCK_TOLERANCE: Duration = Duration::from_secs(1);
 /// Longest record of the kernel's log, and most that are read.
 const RECORD_BYTES: usize = 8 << 10;
-const MOST_RECORDS: usize = 20_000;
+const MAX_RECORDS: usize = 20_000;
 /// Most lines about one worker.
-const MOST_LINES: usize = 8;
+const MAX_LINES: usize = 8;
 
 /// A worker that failed.
 #[derive(Debug, Clone)]
-pub(crate) struct Suspect {
+pub(crate) struct FailedWorker {
     /// Its GPUs, as CUDA_VISIBLE_DEVICES calls them.
     pub(crate) devices: Vec<String>,
     pub(crate) pid: Option<i32>,
 }
 
-/// Returns the evidence about the GPUs of each suspect since the job began. It is empty if nothing can be
+/// Returns the evidence about the GPUs of each worker since the job began. It is empty if nothing can be
 /// read.
-pub(crate) fn gather(suspects: Vec<Suspect>, began: SystemTime) -> Vec<Vec<String>> {
-    let (count, (tell, told)) = (suspects.len(), channel());
+pub(crate) fn gather(failed: Vec<FailedWorker>, began: SystemTime) -> Vec<Vec<String>> {
+    let (count, (sender, receiver)) = (failed.len(), channel());
     let gatherer = move || {
         let nvml = Nvml::open();
-        if nvml.is_none() && std::env::var_os(CHOSEN).is_none() {
+        if nvml.is_none() && std::env::var_os(KERNEL_LOG_VARIABLE).is_none() {
             // Without NVIDIA's driver the log has no such messages.
             return;
         }
@@ -49,23 +49,23 @@ pub(crate) fn gather(suspects: Vec<Suspect>, began: SystemTime) -> Vec<Vec<Strin
         let xids = xids(began);
         let errors =
             |gpu: &Gpu| nvml.as_ref().and_then(|nvml| nvml.uncorrected_errors(&gpu.uuid)).unwrap_or(0);
-        let lines: Vec<_> = suspects.iter().map(|suspect| lines(suspect, &gpus, &xids, errors)).collect();
-        let _ = tell.send(lines);
+        let lines: Vec<_> = failed.iter().map(|worker| lines(worker, &gpus, &xids, errors)).collect();
+        let _ = sender.send(lines);
     };
     // Uses a thread, which is abandoned if the driver does not answer.
     let started = thread::Builder::new().name("gpus".to_owned()).spawn(gatherer);
-    let lines = started.ok().and_then(|_| told.recv_timeout(PATIENCE).ok());
+    let lines = started.ok().and_then(|_| receiver.recv_timeout(DRIVER_TIMEOUT).ok());
     lines.unwrap_or_else(|| vec![Vec::new(); count])
 }
 
 /// Returns the lines that concern one worker.
-fn lines(suspect: &Suspect, gpus: &[Gpu], xids: &[Xid], errors: impl Fn(&Gpu) -> u64) -> Vec<String> {
-    let own: Vec<&Gpu> = suspect.devices.iter().filter_map(|device| named(gpus, device)).collect();
+fn lines(worker: &FailedWorker, gpus: &[Gpu], xids: &[Xid], errors: impl Fn(&Gpu) -> u64) -> Vec<String> {
+    let own: Vec<&Gpu> = worker.devices.iter().filter_map(|device| find_gpu(gpus, device)).collect();
     let is_own = |xid: &&Xid| {
-        let by_pid = xid.pid.is_some() && xid.pid == suspect.pid.and_then(|pid| u32::try_from(pid).ok());
+        let by_pid = xid.pid.is_some() && xid.pid == worker.pid.and_then(|pid| u32::try_from(pid).ok());
         by_pid || own.iter().any(|gpu| gpu.pci == xid.pci)
     };
-    let told = xids.iter().filter(is_own).map(|xid| {
+    let reported = xids.iter().filter(is_own).map(|xid| {
         let said = if xid.text.is_empty() { String::new() } else { format!(" ({})", xid.text) };
         format!("Xid {} on {}: {}{said}", xid.number, xid.pci, xid.meaning())
     });
@@ -76,11 +76,11 @@ fn lines(suspect: &Suspect, gpus: &[Gpu], xids: &[Xid], errors: impl Fn(&Gpu) ->
             gpu.uuid
         )),
     });
-    told.chain(counted).take(MOST_LINES).collect()
+    reported.chain(counted).take(MAX_LINES).collect()
 }
 
 /// The GPU that an entry of CUDA_VISIBLE_DEVICES means.
-fn named<'a>(gpus: &'a [Gpu], device: &str) -> Option<&'a Gpu> {
+fn find_gpu<'a>(gpus: &'a [Gpu], device: &str) -> Option<&'a Gpu> {
     if let Ok(index) = device.parse::<usize>() {
         return gpus.get(index);
     }
@@ -93,18 +93,18 @@ fn named<'a>(gpus: &'a [Gpu], device: &str) -> Option<&'a Gpu> {
 
 /// The driver's messages since `began`, as far as this user may read them.
 fn xids(began: SystemTime) -> Vec<Xid> {
-    let path = std::env::var_os(CHOSEN).unwrap_or_else(|| KERNEL_LOG.into());
+    let path = std::env::var_os(KERNEL_LOG_VARIABLE).unwrap_or_else(|| KERNEL_LOG.into());
     let opened = std::fs::OpenOptions::new().read(true).custom_flags(O_NONBLOCK).open(path);
     let Ok(mut log) = opened else { return Vec::new() };
-    let age = SystemTime::now().duration_since(began).unwrap_or_default() + SLACK;
+    let age = SystemTime::now().duration_since(began).unwrap_or_default() + CLOCK_TOLERANCE;
     let now = clock_gettime(ClockId::CLOCK_MONOTONIC).map(Duration::from).unwrap_or_default();
     let since = now.saturating_sub(age).as_micros();
     let (mut found, mut record) = (Vec::new(), vec![0; RECORD_BYTES]);
-    for _ in 0..MOST_RECORDS {
+    for _ in 0..MAX_RECORDS {
         // One record of the kernel, or a part of a file.
         match log.read(&mut record) {
             Ok(0) => break,
-            Ok(bytes) => found.extend(since_of(&String::from_utf8_lossy(&record[..bytes]), since)),
+            Ok(bytes) => found.extend(parse_xids_since(&String::from_utf8_lossy(&record[..bytes]), since)),
             // It was overwritten before it was read.
             Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => {}
             Err(_) => break,
@@ -114,12 +114,12 @@ fn xids(began: SystemTime) -> Vec<Xid> {
 }
 
 /// The messages of records that are not older.
-fn since_of(records: &str, since: u128) -> Vec<Xid> {
+fn parse_xids_since(records: &str, since: u128) -> Vec<Xid> {
     let is_new = |line: &&str| {
         let micros = line.split(',').nth(2).and_then(|micros| micros.parse::<u128>().ok());
         micros.is_some_and(|micros| micros >= since)
     };
-    records.lines().filter(is_new).filter_map(Xid::of_line).collect()
+    records.lines().filter(is_new).filter_map(Xid::parse_line).collect()
 }
 
 #[cfg(test)]
@@ -134,14 +134,14 @@ mod tests {
     fn driver_messages_belong_to_the_gpus_of_the_worker() {
         let log = "3,1,900,-;NVRM: Xid (PCI:0000:01:00): 48, too old\n3,2,1000,-;NVRM: Xid (PCI:0000:01:00): 79, off the bus\n\
                    6,3,1001,-;NVRM: loading\n3,4,1002,-;NVRM: Xid (PCI:0000:00:00): 31, pid=77, name=x, MMU Fault\n";
-        let xids = since_of(log, 1000);
+        let xids = parse_xids_since(log, 1000);
         let gpus = [gpu(0), gpu(1)];
-        let of = |device: &str, pid| Suspect { devices: vec![device.to_owned()], pid };
+        let of = |device: &str, pid| FailedWorker { devices: vec![device.to_owned()], pid };
         let second = lines(&of("1", Some(5)), &gpus, &xids, |_| 0);
         let expected = "Xid 79 on 0000:01:00.0: the GPU fell off the bus: power, heat or the slot; the node needs a restart (off the bus)";
         assert_eq!(second, [expected]);
         // By its process, though no list says which GPU it had.
-        let by_pid = lines(&Suspect { devices: Vec::new(), pid: Some(77) }, &gpus, &xids, |_| 0);
+        let by_pid = lines(&FailedWorker { devices: Vec::new(), pid: Some(77) }, &gpus, &xids, |_| 0);
         assert!(by_pid.len() == 1 && by_pid[0].starts_with("Xid 31 on 0000:00:00.0"), "{by_pid:?}");
         let by_name = lines(&of("GPU-1", None), &gpus, &[], |_| 3);
         assert_eq!(by_name, ["3 uncorrected errors of the memory of GPU-1a since its driver was loaded"]);

@@ -7,8 +7,8 @@ use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 use super::Gpu;
 
 /// The variable that names another one, for tests.
-const CHOSEN: &str = "CONVOKE_NVML_SO";
-const NAME: &str = "libnvidia-ml.so.1";
+const LIBRARY_VARIABLE: &str = "CONVOKE_NVML_SO";
+const LIBRARY_NAME: &str = "libnvidia-ml.so.1";
 const SUCCESS: c_int = 0;
 /// Bytes of a UUID's text, and of an address on the bus.
 const UUID_BYTES: usize = 96;
@@ -17,9 +17,9 @@ const BUS_ID_BYTES: usize = 32;
 const UNCORRECTED: c_int = 1;
 const VOLATILE: c_int = 0;
 /// More instances than any GPU has.
-const MOST_INSTANCES: c_uint = 64;
+const MAX_INSTANCES: c_uint = 64;
 /// More GPUs than any node has.
-const MOST_GPUS: c_uint = 1024;
+const MAX_GPUS: c_uint = 1024;
 
 /// `nvmlPciInfo_t`.
 #[repr(C)]
@@ -44,7 +44,7 @@ pub(crate) struct Nvml {
 impl Nvml {
     /// `None` where there is no such library, or it cannot reach the driver.
     pub(crate) fn open() -> Option<Self> {
-        let name = std::env::var_os(CHOSEN).unwrap_or_else(|| NAME.into());
+        let name = std::env::var_os(LIBRARY_VARIABLE).unwrap_or_else(|| LIBRARY_NAME.into());
         // SAFETY: opening a library runs what it has to run first; that it is NVML is what its name says.
         let library = unsafe { Library::open(Some(name), RTLD_NOW | RTLD_LOCAL) }.ok()?;
         let nvml = Self { library };
@@ -62,7 +62,7 @@ impl Nvml {
         if unsafe { count(&raw mut gpus) } != SUCCESS {
             return None;
         }
-        (0..gpus.min(MOST_GPUS)).map(|index| self.gpu(self.device(index)?)).collect()
+        (0..gpus.min(MAX_GPUS)).map(|index| self.gpu(self.device(index)?)).collect()
     }
 
     /// Returns the number of uncorrected memory errors of a GPU since the driver was loaded. `None` means
@@ -102,7 +102,7 @@ impl Nvml {
         }
         Some(Gpu {
             uuid: self.uuid(device)?,
-            pci: in_sysfs(&text(&info.bus_id)?),
+            pci: to_sysfs_address(&text(&info.bus_id)?),
             instances: self.instances(device),
         })
     }
@@ -124,7 +124,7 @@ impl Nvml {
         if unsafe { most(device, &raw mut count) } != SUCCESS {
             return None;
         }
-        let each = (0..count.min(MOST_INSTANCES)).filter_map(|index| {
+        let each = (0..count.min(MAX_INSTANCES)).filter_map(|index| {
             let mut handle = std::ptr::null_mut();
             // SAFETY: writes one pointer.
             let found = unsafe { instance(device, index, &raw mut handle) } == SUCCESS;
@@ -166,7 +166,7 @@ fn text(bytes: &[c_char]) -> Option<String> {
 }
 
 /// An address on the bus as sysfs writes it: NVML's domain has 8 digits.
-fn in_sysfs(bus_id: &str) -> String {
+fn to_sysfs_address(bus_id: &str) -> String {
     let lower = bus_id.to_lowercase();
     match lower.split_once(':') {
         Some((domain, rest)) if domain.len() > 4 => format!("{}:{rest}", &domain[domain.len() - 4..]),
@@ -180,8 +180,8 @@ mod tests {
 
     #[test]
     fn pci_addresses_match_sysfs() {
-        assert_eq!(in_sysfs("00000000:3B:00.0"), "0000:3b:00.0");
-        assert_eq!(in_sysfs("0001:3b:00.0"), "0001:3b:00.0");
+        assert_eq!(to_sysfs_address("00000000:3B:00.0"), "0000:3b:00.0");
+        assert_eq!(to_sysfs_address("0001:3b:00.0"), "0001:3b:00.0");
         assert_eq!(size_of::<PciInfo>(), 68);
     }
 }

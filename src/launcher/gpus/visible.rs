@@ -5,13 +5,13 @@ use super::Gpu;
 /// The reasons why the workers get no devices.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum VisibleError {
-    #[error("{variable} names {entry}, which is no GPU of this node (there are {})", known(there))]
+    #[error("{variable} names {entry}, which is no GPU of this node (there are {})", list_names(there))]
     Unknown { variable: &'static str, entry: String, there: Vec<String> },
     #[error("{workers} workers with {each} GPUs each need {}; {there} can be seen", workers * each)]
     TooFew { workers: usize, each: usize, there: usize },
 }
 
-fn known(there: &[String]) -> String {
+fn list_names(there: &[String]) -> String {
     if there.is_empty() { "none".to_owned() } else { there.join(", ") }
 }
 
@@ -29,38 +29,38 @@ pub(crate) fn devices(
     variable: &'static str,
     list: Option<&str>,
 ) -> Result<Vec<String>, VisibleError> {
-    let (seen, end) = seen(gpus, list);
+    let (devices, end) = enumerate_visible(gpus, list);
     match end {
-        Some(name) if is_like_a_name(name) => {
+        Some(name) if has_uuid_form(name) => {
             let there = gpus
                 .iter()
                 .flat_map(|gpu| [vec![gpu.uuid.clone()], gpu.instances.clone().unwrap_or_default()]);
             let there = there.flatten().filter(|name| !name.is_empty()).collect();
             Err(VisibleError::Unknown { variable, entry: name.chars().take(60).collect(), there })
         }
-        Some(_) | None => Ok(seen),
+        Some(_) | None => Ok(devices),
     }
 }
 
 /// Returns the number of devices that the driver shows, for any reason that ends the list.
 pub(crate) fn count(gpus: &[Gpu], list: Option<&str>) -> usize {
-    seen(gpus, list).0.len()
+    enumerate_visible(gpus, list).0.len()
 }
 
 /// Returns whether a list entry has the form of a GPU's or MIG instance's name. `NoDevFiles`, `none` and
 /// `void` do not.
-pub(crate) fn is_like_a_name(entry: &str) -> bool {
+pub(crate) fn has_uuid_form(entry: &str) -> bool {
     entry.starts_with("GPU-") || entry.starts_with("MIG-")
 }
 
 /// The devices that can be seen, and the entry that ended the list, if one did.
-fn seen<'a>(gpus: &[Gpu], list: Option<&'a str>) -> (Vec<String>, Option<&'a str>) {
+fn enumerate_visible<'a>(gpus: &[Gpu], list: Option<&'a str>) -> (Vec<String>, Option<&'a str>) {
     let Some(list) = list else {
-        let is_cut = gpus.iter().any(|gpu| gpu.instances.is_some());
+        let is_partitioned = gpus.iter().any(|gpu| gpu.instances.is_some());
         let own = |(index, gpu): (usize, &Gpu)| match &gpu.instances {
             Some(instances) => instances.clone(),
             // If another GPU has MIG instances, which have only names, this GPU is also listed by name.
-            None if is_cut => vec![gpu.uuid.clone()],
+            None if is_partitioned => vec![gpu.uuid.clone()],
             None => vec![index.to_string()],
         };
         return (gpus.iter().enumerate().flat_map(own).collect(), None);
@@ -88,14 +88,18 @@ fn seen<'a>(gpus: &[Gpu], list: Option<&'a str>) -> (Vec<String>, Option<&'a str
 fn is_named(gpus: &[Gpu], entry: &str) -> bool {
     let names = gpus.iter().flat_map(|gpu| std::iter::once(&gpu.uuid).chain(gpu.instances.iter().flatten()));
     let mut names = names.filter(|name| !name.is_empty()).peekable();
-    is_like_a_name(entry) && (names.peek().is_none() || names.any(|name| name.starts_with(entry)))
+    has_uuid_form(entry) && (names.peek().is_none() || names.any(|name| name.starts_with(entry)))
 }
 
 /// Returns the devices of each of `workers`: `each` devices, in order.
 ///
 /// # Errors
 /// [`VisibleError::TooFew`].
-pub(crate) fn shares(devices: &[String], workers: usize, each: usize) -> Result<Vec<String>, VisibleError> {
+pub(crate) fn split_devices(
+    devices: &[String],
+    workers: usize,
+    each: usize,
+) -> Result<Vec<String>, VisibleError> {
     if devices.len() < workers * each {
         return Err(VisibleError::TooFew { workers, each, there: devices.len() });
     }
@@ -115,27 +119,30 @@ mod tests {
         }
     }
 
-    fn seen(gpus: &[Gpu], list: Option<&str>) -> Result<Vec<String>, VisibleError> {
+    fn enumerate_visible(gpus: &[Gpu], list: Option<&str>) -> Result<Vec<String>, VisibleError> {
         devices(gpus, "CUDA_VISIBLE_DEVICES", list)
     }
 
     #[test]
     fn all_gpus_are_visible_without_cuda_visible_devices() {
-        assert_eq!(seen(&[gpu(0, None), gpu(1, None)], None).unwrap(), ["0", "1"]);
-        assert_eq!(seen(&[gpu(0, Some(2)), gpu(1, None)], None).unwrap(), ["MIG-0-0", "MIG-0-1", "GPU-1a"]);
-        assert_eq!(seen(&[gpu(0, Some(0))], None).unwrap(), Vec::<String>::new());
+        assert_eq!(enumerate_visible(&[gpu(0, None), gpu(1, None)], None).unwrap(), ["0", "1"]);
+        assert_eq!(
+            enumerate_visible(&[gpu(0, Some(2)), gpu(1, None)], None).unwrap(),
+            ["MIG-0-0", "MIG-0-1", "GPU-1a"]
+        );
+        assert_eq!(enumerate_visible(&[gpu(0, Some(0))], None).unwrap(), Vec::<String>::new());
     }
 
     #[test]
     fn cuda_visible_devices_selects_gpus_like_the_driver() {
         let gpus = [gpu(0, None), gpu(1, Some(2)), gpu(2, None)];
-        assert_eq!(seen(&gpus, Some("2, 0")).unwrap(), ["2", "0"]);
-        assert_eq!(seen(&gpus, Some("1,-1,0")).unwrap(), ["1"]);
-        assert_eq!(seen(&gpus, Some("0,7,1")).unwrap(), ["0"]);
-        assert_eq!(seen(&gpus, Some("0,1,0,2")).unwrap(), ["0", "1"]);
-        assert_eq!(seen(&gpus, Some("")).unwrap(), Vec::<String>::new());
-        assert_eq!(seen(&gpus, Some("GPU-2,MIG-1-1")).unwrap(), ["GPU-2", "MIG-1-1"]);
-        let error = seen(&gpus, Some("0,GPU-9")).unwrap_err().to_string();
+        assert_eq!(enumerate_visible(&gpus, Some("2, 0")).unwrap(), ["2", "0"]);
+        assert_eq!(enumerate_visible(&gpus, Some("1,-1,0")).unwrap(), ["1"]);
+        assert_eq!(enumerate_visible(&gpus, Some("0,7,1")).unwrap(), ["0"]);
+        assert_eq!(enumerate_visible(&gpus, Some("0,1,0,2")).unwrap(), ["0", "1"]);
+        assert_eq!(enumerate_visible(&gpus, Some("")).unwrap(), Vec::<String>::new());
+        assert_eq!(enumerate_visible(&gpus, Some("GPU-2,MIG-1-1")).unwrap(), ["GPU-2", "MIG-1-1"]);
+        let error = enumerate_visible(&gpus, Some("0,GPU-9")).unwrap_err().to_string();
         assert_eq!(
             error,
             "CUDA_VISIBLE_DEVICES names GPU-9, which is no GPU of this node (there are GPU-0a, GPU-1a, MIG-1-0, MIG-1-1, GPU-2a)"
@@ -152,18 +159,18 @@ mod tests {
         ] {
             assert_eq!(super::count(&gpus, Some(list)), count, "{list}");
         }
-        assert_eq!(seen(&gpus, Some("0,none")).unwrap(), ["0"]);
-        assert_eq!(seen(&[Gpu::default()], Some("NoDevFiles")).unwrap(), Vec::<String>::new());
+        assert_eq!(enumerate_visible(&gpus, Some("0,none")).unwrap(), ["0"]);
+        assert_eq!(enumerate_visible(&[Gpu::default()], Some("NoDevFiles")).unwrap(), Vec::<String>::new());
         // Counted without the driver's library: names cannot be checked.
-        assert_eq!(seen(&[Gpu::default()], Some("GPU-9,MIG-1")).unwrap(), ["GPU-9", "MIG-1"]);
+        assert_eq!(enumerate_visible(&[Gpu::default()], Some("GPU-9,MIG-1")).unwrap(), ["GPU-9", "MIG-1"]);
     }
 
     #[test]
     fn each_worker_gets_its_own_gpus() {
         let devices: Vec<String> = ["4", "5", "6", "7", "8"].map(str::to_owned).into();
-        assert_eq!(shares(&devices, 2, 2).unwrap(), ["4,5", "6,7"]);
-        assert_eq!(shares(&devices, 5, 1).unwrap(), ["4", "5", "6", "7", "8"]);
-        let error = shares(&devices, 3, 2).unwrap_err().to_string();
+        assert_eq!(split_devices(&devices, 2, 2).unwrap(), ["4,5", "6,7"]);
+        assert_eq!(split_devices(&devices, 5, 1).unwrap(), ["4", "5", "6", "7", "8"]);
+        let error = split_devices(&devices, 3, 2).unwrap_err().to_string();
         assert_eq!(error, "3 workers with 2 GPUs each need 6; 5 can be seen");
     }
 }

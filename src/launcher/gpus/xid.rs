@@ -18,7 +18,7 @@ const TEXT_CHARS: usize = 200;
 impl Xid {
     /// Parses a line of the kernel's log, such as `NVRM: Xid (PCI:0000:3b:00): 79, pid=123, name=python3,
     /// GPU has fallen off the bus.`
-    pub(crate) fn of_line(line: &str) -> Option<Self> {
+    pub(crate) fn parse_line(line: &str) -> Option<Self> {
         let (_, rest) = line.split_once("NVRM: Xid (PCI:")?;
         let (pci, rest) = rest.split_once("): ")?;
         let digits = rest.len() - rest.trim_start_matches(|c: char| c.is_ascii_digit()).len();
@@ -61,15 +61,15 @@ mod tests {
     #[test]
     fn xid_messages_of_the_driver_are_parsed() {
         let line = "3,1204,981234567,-;NVRM: Xid (PCI:0000:3B:00): 79, pid=1234, name=python3, GPU has fallen off the bus.\n";
-        let xid = Xid::of_line(line).unwrap();
+        let xid = Xid::parse_line(line).unwrap();
         assert_eq!((xid.pci.as_str(), xid.number, xid.pid), ("0000:3b:00.0", 79, Some(1234)));
         assert_eq!(xid.text, "pid=1234, name=python3, GPU has fallen off the bus.");
         assert!(xid.meaning().starts_with("the GPU fell off the bus"));
         let quoted =
-            Xid::of_line("NVRM: Xid (PCI:0000:01:00.0): 31, pid='<unknown>', name=<unknown>, MMU Fault")
+            Xid::parse_line("NVRM: Xid (PCI:0000:01:00.0): 31, pid='<unknown>', name=<unknown>, MMU Fault")
                 .unwrap();
         assert_eq!((quoted.pci.as_str(), quoted.number, quoted.pid), ("0000:01:00.0", 31, None));
-        let bare = Xid::of_line("NVRM: Xid (PCI:0000:01:00): 48").unwrap();
+        let bare = Xid::parse_line("NVRM: Xid (PCI:0000:01:00): 48").unwrap();
         assert_eq!((bare.number, bare.text.as_str()), (48, ""));
     }
 
@@ -82,7 +82,7 @@ mod tests {
             "NVRM: Xid (PCI:0000:01:00): x",
             "NVRM: Xid (PCI:1): 99999999999",
         ] {
-            assert_eq!(Xid::of_line(line), None, "{line}");
+            assert_eq!(Xid::parse_line(line), None, "{line}");
         }
     }
 }

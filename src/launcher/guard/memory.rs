@@ -10,11 +10,11 @@ use std::path::Path;
 use convoke_env::ExitCause;
 
 use crate::cause::OomKills;
-use crate::cgroup::{Group, groups};
+use crate::cgroup::{Cgroup, groups};
 
 /// Kills that have been counted so far.
 #[derive(Debug, Default)]
-pub(super) struct Memory {
+pub(super) struct OomCounter {
     /// Source of the counter, looked up at the first start of workers.
     source: Option<Source>,
     /// Value of the counter when each running worker started.
@@ -27,14 +27,14 @@ pub(super) struct Memory {
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Source {
     /// Version 1: `memory.oom_control` and others in this folder.
-    V1(Group),
+    V1(Cgroup),
     /// Version 2: `memory.events` and others.
-    V2(Group),
+    V2(Cgroup),
     /// `/proc/vmstat`.
     Machine,
 }
 
-impl Memory {
+impl OomCounter {
     /// Notes that these workers have just started. One call for all of them delays none of their starts.
     pub(super) fn started(&mut self, workers: &[u64]) {
         if workers.is_empty() {
@@ -47,7 +47,7 @@ impl Memory {
     }
 
     /// Returns the kills since the worker started, without those attributed to other workers.
-    pub(super) fn kills(&mut self, worker: u64, cause: ExitCause) -> Option<OomKills> {
+    pub(super) fn oom_kills(&mut self, worker: u64, cause: ExitCause) -> Option<OomKills> {
         let (source, start) = (self.source.as_ref()?, *self.at_start.get(&worker)?);
         let since = start.max(self.accounted);
         let count = source.count()?.checked_sub(since).filter(|&count| count > 0)?;
@@ -120,15 +120,15 @@ mod tests {
         };
         fs::write(folder.path().join("memory.max"), "1048576\n").unwrap();
         let (name, folder, top) = ("/g".to_owned(), folder.path().to_owned(), folder.path().to_owned());
-        let group = Group { name, folder, top, is_v2: true };
-        let mut memory = Memory { source: Some(Source::V2(group)), ..Memory::default() };
+        let group = Cgroup { name, folder, top, is_v2: true };
+        let mut memory = OomCounter { source: Some(Source::V2(group)), ..OomCounter::default() };
         count(4);
         memory.started(&[0, 1, 2]);
-        assert_eq!(memory.kills(0, ExitCause::Signal(9)), None, "an old kill is no evidence");
+        assert_eq!(memory.oom_kills(0, ExitCause::Signal(9)), None, "an old kill is no evidence");
         count(6);
         // A worker that was not killed may report kills, but does not use them up.
-        assert_eq!(memory.kills(1, ExitCause::Code(1)).map(|oom| oom.count), Some(2));
-        let first = memory.kills(0, ExitCause::Signal(9));
+        assert_eq!(memory.oom_kills(1, ExitCause::Code(1)).map(|oom| oom.count), Some(2));
+        let first = memory.oom_kills(0, ExitCause::Signal(9));
         let expected = OomKills {
             count: 2,
             cgroup: Some("/g".to_owned()),
@@ -136,7 +136,7 @@ mod tests {
             peak_bytes: None,
         };
         assert_eq!(first, Some(expected));
-        assert_eq!(memory.kills(1, ExitCause::Signal(9)).map(|oom| oom.count), Some(1));
-        assert_eq!(memory.kills(2, ExitCause::Signal(9)), None, "two kills, two deaths");
+        assert_eq!(memory.oom_kills(1, ExitCause::Signal(9)).map(|oom| oom.count), Some(1));
+        assert_eq!(memory.oom_kills(2, ExitCause::Signal(9)), None, "two kills, two deaths");
     }
 }

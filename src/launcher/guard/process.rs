@@ -20,14 +20,14 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
 use nix::unistd::Pid;
 
-use super::memory::Memory;
-use super::procfs::catching;
+use super::memory::OomCounter;
+use super::procfs::pids_catching;
 use super::protocol::{Decoder, FromGuard, SpawnRequest, ToGuard, WorkerId, encode};
 use super::sweep::{Sweep, kill_all, reap_with_core};
 use crate::cause::Evidence;
 use crate::fault;
 use crate::limits::Limits;
-use crate::os::{FAILURE_BYTES, Prepared, Starting, failure_of, start_worker};
+use crate::os::{FAILURE_BYTES, PreparedProgram, StartingProcess, decode_failure, start_worker};
 
 /// Set to skip pidfds, as on kernels before 5.3.
 const NO_PIDFD: &str = "CONVOKE_NO_PIDFD";
@@ -36,20 +36,20 @@ const NO_PIDFD: &str = "CONVOKE_NO_PIDFD";
 pub(crate) fn run(socket: UnixStream, limits: Limits) -> ExitCode {
     fault::init("guard");
     match Guard::new(socket, limits).and_then(|mut guard| guard.serve()) {
-        Ok(End::Left) => ExitCode::SUCCESS,
+        Ok(GuardExit::Requested) => ExitCode::SUCCESS,
         // No process can receive an error any more. The guard answers every error by killing its descendants.
-        Ok(End::LauncherGone) | Err(_) => {
+        Ok(GuardExit::LauncherDied) | Err(_) => {
             kill_all(|_, _| {});
             ExitCode::FAILURE
         }
     }
 }
 
-enum End {
+enum GuardExit {
     /// The launcher told the guard to exit.
-    Left,
+    Requested,
     /// The launcher's end of the socket is closed.
-    LauncherGone,
+    LauncherDied,
 }
 
 struct Guard {
@@ -68,10 +68,10 @@ struct Guard {
     pidfds: HashMap<i32, OwnedFd>,
     use_pidfds: bool,
     sweep: Option<Sweep>,
-    memory: Memory,
-    /// Workers whose start has not been passed to [`Memory`] yet.
+    memory: OomCounter,
+    /// Workers whose start has not been passed to [`OomCounter`] yet.
     just_started: Vec<u64>,
-    outbox: VecDeque<u8>,
+    send_buffer: VecDeque<u8>,
 }
 
 impl Guard {
@@ -103,43 +103,43 @@ impl Guard {
             pidfds: HashMap::new(),
             use_pidfds: std::env::var_os(NO_PIDFD).is_none(),
             sweep: None,
-            memory: Memory::default(),
+            memory: OomCounter::default(),
             just_started: Vec::new(),
-            outbox: VecDeque::new(),
+            send_buffer: VecDeque::new(),
         })
     }
 
-    fn serve(&mut self) -> io::Result<End> {
+    fn serve(&mut self) -> io::Result<GuardExit> {
         loop {
             self.wait()?;
             while let Ok(Some(_)) = self.signals.read_signal() {}
-            self.tell_started()?;
+            self.report_started()?;
             self.reap();
             self.continue_sweep();
             if !self.receive()? {
-                return Ok(End::LauncherGone);
+                return Ok(GuardExit::LauncherDied);
             }
             while let Some(message) = self.decoder.next::<ToGuard>().map_err(io::Error::other)? {
                 match message {
                     ToGuard::Spawn(request) => self.spawn(request)?,
                     ToGuard::Signal { id, signal } => self.signal(id, signal),
                     ToGuard::Forward { id, signal } => self.forward(id, signal)?,
-                    ToGuard::Sweep { patience_ms, grace_ms } => {
+                    ToGuard::Sweep { delay_ms, grace_ms } => {
                         fault::point("sweeping");
-                        let (patience, grace) =
-                            (Duration::from_millis(patience_ms), Duration::from_millis(grace_ms));
-                        self.sweep = Some(Sweep::new(Instant::now(), patience, grace));
+                        let (delay, grace) =
+                            (Duration::from_millis(delay_ms), Duration::from_millis(grace_ms));
+                        self.sweep = Some(Sweep::new(Instant::now(), delay, grace));
                         self.continue_sweep();
                     }
-                    ToGuard::Leave => {
+                    ToGuard::Exit => {
                         fault::point("leaving");
-                        return Ok(End::Left);
+                        return Ok(GuardExit::Requested);
                     }
                 }
             }
             self.memory.started(&std::mem::take(&mut self.just_started));
             if !self.flush()? {
-                return Ok(End::LauncherGone);
+                return Ok(GuardExit::LauncherDied);
             }
         }
     }
@@ -147,7 +147,7 @@ impl Guard {
     /// Sleeps until an event comes.
     fn wait(&self) -> io::Result<()> {
         let mut wanted = PollFlags::POLLIN;
-        wanted.set(PollFlags::POLLOUT, !self.outbox.is_empty());
+        wanted.set(PollFlags::POLLOUT, !self.send_buffer.is_empty());
         let mut fds = vec![
             PollFd::new(self.socket.as_fd(), wanted),
             PollFd::new(self.signals.as_fd(), PollFlags::POLLIN),
@@ -191,7 +191,7 @@ impl Guard {
                     Err(Errno::ECONNRESET) => return Ok(false),
                     Err(error) => return Err(error.into()),
                 };
-            self.descriptors.extend(received.into_iter().map(crate::os::own_received));
+            self.descriptors.extend(received.into_iter().map(crate::os::adopt_received_fd));
             if count == 0 {
                 return Ok(false);
             }
@@ -211,11 +211,12 @@ impl Guard {
         let stdout = request.stdout.then(&mut next).transpose()?;
         let stderr = request.stderr.then(&mut next).transpose()?;
         let environment = environment(&request, &channel);
-        let started = Prepared::new(request.argv, environment, &request.cpus, request.own_session).and_then(
-            |program| start_worker(&program, &self.limits, &channel, stdout.as_ref(), stderr.as_ref()),
-        );
+        let started = PreparedProgram::new(request.argv, environment, &request.cpus, request.own_session)
+            .and_then(|program| {
+                start_worker(&program, &self.limits, &channel, stdout.as_ref(), stderr.as_ref())
+            });
         match started {
-            Ok(Starting { pid, status }) => {
+            Ok(StartingProcess { pid, status }) => {
                 self.workers.insert(pid, id);
                 self.pids.insert(id, pid);
                 self.starting.insert(pid, status);
@@ -240,14 +241,14 @@ impl Guard {
                 // The process is reaped later as an unknown child.
                 self.workers.remove(&pid);
                 self.pids.remove(&id);
-                self.send(&FromGuard::SpawnFailed { id, error: failure_of(failure) })
+                self.send(&FromGuard::SpawnFailed { id, error: decode_failure(failure) })
             }
             Ok(_) | Err(_) => self.send(&FromGuard::Spawned { id, pid }),
         }
     }
 
     /// Reports all workers whose start has succeeded or failed.
-    fn tell_started(&mut self) -> io::Result<()> {
+    fn report_started(&mut self) -> io::Result<()> {
         let pids: Vec<i32> = self.starting.keys().copied().collect();
         for pid in pids {
             let Some(status) = self.starting.get(&pid) else { continue };
@@ -285,7 +286,7 @@ impl Guard {
         let group = self.pids.get(&id).copied();
         let mut caught = false;
         if let (Some(group), Ok(signal)) = (group, Signal::try_from(signal)) {
-            for pid in catching(group, signal as i32) {
+            for pid in pids_catching(group, signal as i32) {
                 caught |= kill(Pid::from_raw(pid), signal).is_ok();
             }
         }
@@ -306,7 +307,7 @@ impl Guard {
         let _ = self.started(pid);
         if let Some(id) = self.workers.remove(&pid) {
             self.pids.remove(&id);
-            let oom = if cause == ExitCause::Code(0) { None } else { self.memory.kills(id.0, cause) };
+            let oom = if cause == ExitCause::Code(0) { None } else { self.memory.oom_kills(id.0, cause) };
             self.memory.forget(id.0);
             let evidence = Evidence { core_dumped, oom };
             let _ = self.send(&FromGuard::Exited { id, cause, evidence, last });
@@ -322,15 +323,15 @@ impl Guard {
     }
 
     fn send(&mut self, message: &FromGuard) -> io::Result<()> {
-        self.outbox.extend(encode(message)?);
+        self.send_buffer.extend(encode(message)?);
         Ok(())
     }
 
     /// Writes as much as the socket accepts. Returns false if the launcher is gone.
     fn flush(&mut self) -> io::Result<bool> {
-        while !self.outbox.is_empty() {
-            match (&self.socket).write(self.outbox.as_slices().0) {
-                Ok(written) => drop(self.outbox.drain(..written)),
+        while !self.send_buffer.is_empty() {
+            match (&self.socket).write(self.send_buffer.as_slices().0) {
+                Ok(written) => drop(self.send_buffer.drain(..written)),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::BrokenPipe => return Ok(false),

@@ -6,7 +6,7 @@ use nix::unistd::Pid;
 use rustix::io::Errno;
 use rustix::process::{WaitId, WaitIdOptions, waitid};
 
-use super::protocol::Leftover;
+use super::protocol::Orphan;
 
 /// Returns all children of this process, adopted ones and zombies included.
 ///
@@ -57,7 +57,7 @@ fn stat(pid: i32, field: usize) -> Option<i32> {
 }
 
 /// Returns the processes of a process group that catch a signal.
-pub(crate) fn catching(group: i32, signal: i32) -> Vec<i32> {
+pub(crate) fn pids_catching(group: i32, signal: i32) -> Vec<i32> {
     let catches = |pid: &i32| {
         let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
         signal_set(&status, "SigCgt:") >> (signal - 1) & 1 == 1
@@ -75,9 +75,9 @@ pub(crate) fn signal_set(status: &str, field: &str) -> u64 {
 }
 
 /// Returns the name of the process for messages.
-pub(crate) fn describe(pid: i32) -> Leftover {
+pub(crate) fn describe(pid: i32) -> Orphan {
     let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-    Leftover { pid, name: name.trim_end().to_owned() }
+    Orphan { pid, name: name.trim_end().to_owned() }
 }
 
 #[cfg(test)]

@@ -27,11 +27,11 @@ pub(crate) enum ToGuard {
     Signal { id: WorkerId, signal: i32 },
     /// Send a signal to those processes of the worker that catch it. The answer is `Forwarded`.
     Forward { id: WorkerId, signal: i32 },
-    /// End every process that is left after all workers have exited. SIGTERM comes after `patience_ms`,
+    /// End every process that is left after all workers have exited. SIGTERM comes after `delay_ms`,
     /// SIGKILL after another `grace_ms`. The answer is `Swept`.
-    Sweep { patience_ms: u64, grace_ms: u64 },
+    Sweep { delay_ms: u64, grace_ms: u64 },
     /// Exit, and leave processes alone that may still run.
-    Leave,
+    Exit,
 }
 
 /// A worker to start.
@@ -59,7 +59,7 @@ impl ToGuard {
     pub(crate) fn descriptors(&self) -> usize {
         match self {
             Self::Spawn(request) => 1 + usize::from(request.stdout) + usize::from(request.stderr),
-            Self::Signal { .. } | Self::Forward { .. } | Self::Sweep { .. } | Self::Leave => 0,
+            Self::Signal { .. } | Self::Forward { .. } | Self::Sweep { .. } | Self::Exit => 0,
         }
     }
 }
@@ -78,15 +78,15 @@ pub(crate) enum FromGuard {
     /// No process that the workers started is left.
     Swept {
         /// Processes that had to be stopped.
-        stopped: Vec<Leftover>,
+        stopped: Vec<Orphan>,
         /// Processes that even SIGKILL did not end in time (uninterruptible sleep).
-        stuck: Vec<Leftover>,
+        stuck: Vec<Orphan>,
     },
 }
 
 /// A process that outlived the worker that started it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Leftover {
+pub(crate) struct Orphan {
     pub(crate) pid: i32,
     pub(crate) name: String,
 }
@@ -149,7 +149,7 @@ mod tests {
             stderr: false,
         });
         assert_eq!(spawn.descriptors(), 2);
-        let messages = [spawn, ToGuard::Signal { id: WorkerId(7), signal: 15 }, ToGuard::Leave];
+        let messages = [spawn, ToGuard::Signal { id: WorkerId(7), signal: 15 }, ToGuard::Exit];
         let bytes: Vec<u8> = messages.iter().flat_map(|message| encode(message).unwrap()).collect();
         for step in [1, 3, bytes.len()] {
             let mut decoder = Decoder::default();
@@ -172,7 +172,7 @@ mod tests {
             signal in any::<i32>(),
             step in 1..50_usize,
         ) {
-            let messages = [ToGuard::Signal { id: WorkerId(7), signal }, ToGuard::Leave];
+            let messages = [ToGuard::Signal { id: WorkerId(7), signal }, ToGuard::Exit];
             let mut bytes: Vec<u8> = messages.iter().flat_map(|message| encode(message).unwrap()).collect();
             let whole = changes.is_empty();
             for (place, byte) in changes {

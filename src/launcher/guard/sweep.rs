@@ -12,7 +12,7 @@ use nix::unistd::Pid;
 use rustix::process::WaitOptions;
 
 use super::procfs;
-use super::protocol::Leftover;
+use super::protocol::Orphan;
 
 /// Longest time that SIGKILL may take before a process counts as stuck in the kernel.
 pub(crate) const KILL_TIMEOUT: Duration = Duration::from_secs(10);
@@ -25,28 +25,28 @@ pub(crate) struct Sweep {
     term_at: Instant,
     kill_at: Instant,
     /// All processes that were found, and whether SIGKILL was already sent.
-    found: BTreeMap<i32, (Leftover, bool)>,
+    found: BTreeMap<i32, (Orphan, bool)>,
 }
 
 /// Result of a sweep.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Swept {
+pub(crate) struct SweepResult {
     /// Processes that had to be stopped.
-    pub(crate) stopped: Vec<Leftover>,
+    pub(crate) stopped: Vec<Orphan>,
     /// Processes that still exist.
-    pub(crate) stuck: Vec<Leftover>,
+    pub(crate) stuck: Vec<Orphan>,
 }
 
 impl Sweep {
-    /// Starts a sweep: SIGTERM for processes that still exist after `patience`, SIGKILL after another `grace`
+    /// Starts a sweep: SIGTERM for processes that still exist after `delay`, SIGKILL after another `grace`
     /// (zero: at once).
-    pub(crate) fn new(now: Instant, patience: Duration, grace: Duration) -> Self {
-        let term_at = now + patience;
+    pub(crate) fn new(now: Instant, delay: Duration, grace: Duration) -> Self {
+        let term_at = now + delay;
         Self { term_at, kill_at: term_at + grace, found: BTreeMap::new() }
     }
 
     /// Sends the signals that are due. Returns `Some` when the sweep is over. Reap before every call.
-    pub(crate) fn step(&mut self, now: Instant) -> Option<Swept> {
+    pub(crate) fn step(&mut self, now: Instant) -> Option<SweepResult> {
         let killing = now >= self.kill_at;
         let children = procfs::children();
         if now < self.term_at && !children.is_empty() {
@@ -76,7 +76,7 @@ impl Sweep {
                 .into_values()
                 .map(|(process, _)| process)
                 .partition(|process| children.contains(&process.pid));
-            Swept { stopped, stuck }
+            SweepResult { stopped, stuck }
         })
     }
 
@@ -114,7 +114,7 @@ pub(super) fn reap_with_core(mut on_exit: impl FnMut(i32, ExitCause, bool)) -> b
 }
 
 /// Kills and reaps all descendants, for a process that has no other work left.
-pub(crate) fn kill_all(mut on_exit: impl FnMut(i32, ExitCause)) -> Swept {
+pub(crate) fn kill_all(mut on_exit: impl FnMut(i32, ExitCause)) -> SweepResult {
     let mut sweep = Sweep::new(Instant::now(), Duration::ZERO, Duration::ZERO);
     loop {
         reap(&mut on_exit);

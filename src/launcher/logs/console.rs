@@ -11,12 +11,12 @@ use std::time::{Duration, Instant};
 /// The maximum of bytes waiting to be written. Beyond it the workers are slowed down to the console's pace.
 const PENDING_MAX_BYTES: usize = 8 << 20;
 /// A console that accepts nothing for this long is abandoned: a stopped terminal must not stop the job.
-const STALL: Duration = Duration::from_secs(10);
+const STALL_TIMEOUT: Duration = Duration::from_secs(10);
 /// A console is making progress if it has written something within this time.
-const MOVING: Duration = Duration::from_secs(2);
+const PROGRESS_WINDOW: Duration = Duration::from_secs(2);
 /// The maximum time to wait for a slow console at the end, beyond the requested time, while it accepts data.
-const SLOW_MAX: Duration = Duration::from_secs(60);
-const ASK_AGAIN: Duration = Duration::from_millis(100);
+const MAX_EXTENSION: Duration = Duration::from_secs(60);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// The size of one write: small enough that a slow console still shows progress.
 const WRITE_BYTES: usize = 16 << 10;
 
@@ -76,7 +76,7 @@ impl Shared {
 impl Console {
     /// A console that a thread of this name writes to `stream`, from the first bytes on.
     pub(super) fn new(name: &str, stream: Box<dyn Write + Send>) -> Self {
-        Self::with_stall(name, stream, STALL)
+        Self::with_stall(name, stream, STALL_TIMEOUT)
     }
 
     pub(super) fn with_stall(name: &str, stream: Box<dyn Write + Send>, stall: Duration) -> Self {
@@ -95,7 +95,7 @@ impl Console {
         let Some(Unstarted { name, stream }) = self.unstarted.take() else { return Ok(()) };
         let theirs = Arc::clone(&self.shared);
         let started = thread::Builder::new().name(name).spawn(move || {
-            super::hold_file_size_signal();
+            super::block_file_size_signal();
             write(&theirs, stream);
         });
         started.map(drop)
@@ -134,7 +134,7 @@ impl Console {
     }
 
     /// Adds a line of the launcher itself.
-    pub(super) fn note(&mut self, line: &str) {
+    pub(super) fn add_launcher_line(&mut self, line: &str) {
         self.close_line();
         self.batch.extend_from_slice(format!("convoke: {line}\n").as_bytes());
     }
@@ -142,7 +142,7 @@ impl Console {
     /// Hands the collected lines to the thread. Waits while the console is behind.
     ///
     /// Returns the error that broke the stream, if any.
-    pub(super) fn hand_over(&mut self) -> Option<io::ErrorKind> {
+    pub(super) fn submit(&mut self) -> Option<io::ErrorKind> {
         if self.batch.is_empty() {
             return None;
         }
@@ -187,14 +187,14 @@ impl Console {
         None
     }
 
-    /// Waits, as long as `patience` lasts, until all bytes are written or the stream is broken.
+    /// Waits, as long as `deadline` lasts, until all bytes are written or the stream is broken.
     ///
     /// Returns the error that broke the stream, if any.
-    pub(super) fn settle(&self, patience: &mut Patience) -> Option<io::ErrorKind> {
+    pub(super) fn flush_console(&self, deadline: &mut ConsoleDeadline) -> Option<io::ErrorKind> {
         let mut state = self.shared.lock();
         while state.broken.is_none() && (state.writing || !state.pending.is_empty()) {
             // When the launcher exits, the process's end also ends the thread.
-            let Some(left) = patience.left(self.shared.writes.load(Ordering::Relaxed)) else { break };
+            let Some(left) = deadline.left(self.shared.writes.load(Ordering::Relaxed)) else { break };
             state = self.shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
         state.broken
@@ -224,15 +224,15 @@ impl Writes {
 
 /// The time to wait for consoles: until a deadline, and beyond it while they accept data.
 #[derive(Debug)]
-pub(super) struct Patience {
+pub(super) struct ConsoleDeadline {
     until: Instant,
     latest: Instant,
     seen: u64,
 }
 
-impl Patience {
+impl ConsoleDeadline {
     pub(super) fn new(deadline: Instant) -> Self {
-        Self { until: deadline, latest: deadline + SLOW_MAX, seen: 0 }
+        Self { until: deadline, latest: deadline + MAX_EXTENSION, seen: 0 }
     }
 
     /// Returns the time to wait before the next check; `None` when the wait is over.
@@ -240,10 +240,10 @@ impl Patience {
         let now = Instant::now();
         if writes != self.seen {
             self.seen = writes;
-            self.until = self.until.max(now + MOVING).min(self.latest);
+            self.until = self.until.max(now + PROGRESS_WINDOW).min(self.latest);
         }
         let left = self.until.saturating_duration_since(now);
-        (!left.is_zero()).then(|| left.min(ASK_AGAIN))
+        (!left.is_zero()).then(|| left.min(POLL_INTERVAL))
     }
 }
 

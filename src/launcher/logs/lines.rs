@@ -59,8 +59,9 @@ impl Lines {
         while self.partial.len() + bytes.len() >= LINE_MAX_BYTES {
             let (now, later) = bytes.split_at(LINE_MAX_BYTES - self.partial.len());
             self.partial.extend_from_slice(now);
-            let rest =
-                self.partial.split_off((self.partial.len() - unfinished(&self.partial)).max(self.shown));
+            let rest = self
+                .partial
+                .split_off((self.partial.len() - incomplete_utf8_len(&self.partial)).max(self.shown));
             self.pass_partial(true, false, &mut pass);
             self.partial = rest;
             bytes = later;
@@ -71,7 +72,7 @@ impl Lines {
     /// Passes on the unfinished line, up to its last whole character.
     pub(super) fn show_partial(&mut self, mut pass: impl FnMut(Piece<'_>)) {
         let text = &self.partial[self.shown..];
-        let whole = text.len() - unfinished(text);
+        let whole = text.len() - incomplete_utf8_len(text);
         if whole > 0 {
             let end = self.shown + whole;
             pass(Piece { text: &text[..whole], line: &self.partial[..end], complete: false, newline: false });
@@ -99,7 +100,7 @@ impl Lines {
 }
 
 /// Returns the number of bytes at the end that begin a character whose rest may still come.
-pub(super) fn unfinished(bytes: &[u8]) -> usize {
+pub(super) fn incomplete_utf8_len(bytes: &[u8]) -> usize {
     let longest = bytes.len().min(3);
     (1..=longest)
         .find(|count| {

@@ -27,8 +27,8 @@ use memchr::memmem::Finder;
 use nix::sys::signal::{SigSet, Signal};
 
 use crate::config::{LogConfig, LogDir, StreamChoice, Streams, expand};
+use crate::messages::print_message;
 use crate::report::host_name;
-use crate::say::say;
 use console::Console;
 pub(crate) use tail::StderrTail;
 use tail::Tail;
@@ -72,12 +72,12 @@ struct Settings {
     /// The launcher's own stderr is a terminal. A worker's stderr is then one too, so that colours and
     /// progress bars work.
     terminal: bool,
-    told: Arc<Told>,
+    reported: Arc<ReportedProblems>,
 }
 
 /// The problems already reported. Each kind is reported once in the life of a launcher.
 #[derive(Debug, Default)]
-struct Told {
+struct ReportedProblems {
     /// A problem with files.
     files: AtomicBool,
     /// A problem with the launcher's stdout. A broken stderr cannot be reported anywhere.
@@ -136,10 +136,14 @@ impl RunDir {
     }
 
     fn create_on(config: &LogConfig, run_id: &str, terminal: bool) -> Self {
-        let settings =
-            Arc::new(Settings { config: config.clone(), host: host_name(), terminal, told: Arc::default() });
+        let settings = Arc::new(Settings {
+            config: config.clone(),
+            host: host_name(),
+            terminal,
+            reported: Arc::default(),
+        });
         let (base, made) = match &config.dir {
-            LogDir::Nothing => return Self { settings, path: None },
+            LogDir::Disabled => return Self { settings, path: None },
             LogDir::Temporary => {
                 let base = std::env::temp_dir();
                 let made =
@@ -148,10 +152,10 @@ impl RunDir {
             }
             LogDir::Path(base) => {
                 let made = fs::create_dir_all(base).and_then(|()| make_random(base, run_id));
-                (base.clone(), made.map_err(|error| clearer(error, base)))
+                (base.clone(), made.map_err(|error| clarify_error(error, base)))
             }
         };
-        let path = made.inspect_err(|error| settings.tell_no_files(&base, error)).ok();
+        let path = made.inspect_err(|error| settings.warn_no_files(&base, error)).ok();
         Self { settings, path }
     }
 
@@ -178,8 +182,8 @@ impl RunDir {
             return;
         }
         let full = [io::ErrorKind::StorageFull, io::ErrorKind::QuotaExceeded];
-        if let Some(error) = try_space(path).err().filter(|error| full.contains(&error.kind())) {
-            self.settings.tell(&format!(
+        if let Some(error) = probe_disk_space(path).err().filter(|error| full.contains(&error.kind())) {
+            self.settings.warn_once(&format!(
                 "the log files in {} are cut short: {error}; free some space, or give another --log-dir",
                 path.display()
             ));
@@ -199,13 +203,13 @@ impl RunDir {
         };
         let Some(run) = &self.path else { return Ok(attempt) };
         let path = run.join(format!("attempt_{restarts}"));
-        match fill_attempt(&path, nproc, &self.settings.config) {
+        match create_attempt_dir(&path, nproc, &self.settings.config) {
             Ok(filtered) => {
                 attempt.path = Some(path);
                 attempt.filtered = filtered;
             }
             Err(error) => {
-                self.settings.tell_no_files(&path, &error);
+                self.settings.warn_no_files(&path, &error);
             }
         }
         Ok(attempt)
@@ -214,13 +218,13 @@ impl RunDir {
 
 /// Blocks SIGXFSZ in a thread that writes. A write beyond `ulimit -f` then fails, and no signal ends the
 /// launcher.
-fn hold_file_size_signal() {
+fn block_file_size_signal() {
     // If this fails, the signal ends the job, as in other programs.
     let _ = SigSet::from(Signal::SIGXFSZ).thread_block();
 }
 
 /// Replaces the error "File exists" if the path is no directory.
-fn clearer(error: io::Error, base: &Path) -> io::Error {
+fn clarify_error(error: io::Error, base: &Path) -> io::Error {
     if error.kind() == io::ErrorKind::AlreadyExists && fs::metadata(base).is_ok_and(|found| !found.is_dir()) {
         return io::Error::from_raw_os_error(nix::libc::ENOTDIR);
     }
@@ -238,7 +242,7 @@ fn remove_empty(directory: &Path) {
 }
 
 /// Writes a block to an unnamed file, which the system removes at once.
-fn try_space(directory: &Path) -> io::Result<()> {
+fn probe_disk_space(directory: &Path) -> io::Result<()> {
     const BLOCK: [u8; 4096] = [0; 4096];
     OpenOptions::new().write(true).custom_flags(nix::libc::O_TMPFILE).open(directory)?.write_all(&BLOCK)
 }
@@ -261,7 +265,7 @@ fn make_random(base: &Path, prefix: &str) -> io::Result<PathBuf> {
 }
 
 /// Makes the directory of an attempt; returns the files of the duplicate filters.
-fn fill_attempt(path: &Path, nproc: usize, config: &LogConfig) -> io::Result<[Option<File>; 2]> {
+fn create_attempt_dir(path: &Path, nproc: usize, config: &LogConfig) -> io::Result<[Option<File>; 2]> {
     match fs::remove_dir_all(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => {}
@@ -311,7 +315,7 @@ impl AttemptDir {
         let config = &self.settings.config;
         let filters = [&config.duplicate_stdout, &config.duplicate_stderr]
             .map(|texts| texts.iter().map(|text| Finder::new(text.as_bytes()).into_owned()).collect());
-        Tee::start(self.sources, self.filtered, filters, consoles, Arc::clone(&self.settings.told))
+        Tee::start(self.sources, self.filtered, filters, consoles, Arc::clone(&self.settings.reported))
     }
 
     fn dir(&self, local_rank: usize) -> Option<PathBuf> {
@@ -349,7 +353,7 @@ impl AttemptDir {
             return Ok((StdioTarget::File(file.into()), StderrTail::File(path)));
         }
         // If no file could be made, the output goes to the console rather than being lost.
-        let inherit = on_console && !(redirected && config.dir == LogDir::Nothing);
+        let inherit = on_console && !(redirected && config.dir == LogDir::Disabled);
         let nowhere = redirected && !inherit;
         if tail_wanted && !nowhere {
             let tail = Tail::default();
@@ -375,7 +379,7 @@ impl AttemptDir {
     fn open(&self, path: &Path) -> Option<File> {
         append(path)
             .inspect_err(|error| {
-                self.settings.tell(&format!("cannot write {}: {error}; the job goes on", path.display()))
+                self.settings.warn_once(&format!("cannot write {}: {error}; the job goes on", path.display()))
             })
             .ok()
     }
@@ -383,17 +387,17 @@ impl AttemptDir {
 
 impl Settings {
     /// Prints one line on stderr, the first time only.
-    fn tell(&self, what: &str) {
-        if !self.told.files.swap(true, Ordering::Relaxed) {
-            say(&format!("warning: {what}"));
+    fn warn_once(&self, what: &str) {
+        if !self.reported.files.swap(true, Ordering::Relaxed) {
+            print_message(&format!("warning: {what}"));
         }
     }
 
     /// Reports that there will be no files, where the output goes instead, and the remedy.
-    fn tell_no_files(&self, directory: &Path, error: &io::Error) {
+    fn warn_no_files(&self, directory: &Path, error: &io::Error) {
         let redirected = self.config.redirects != StreamChoice::All(Streams::default());
         let instead = if redirected { "with its output on the console" } else { "without them" };
-        self.tell(&format!(
+        self.warn_once(&format!(
             "no log files: cannot make a directory in {}: {error}; the job goes on {instead}; give a --log-dir that can be written to, or /dev/null for none",
             directory.display()
         ));

@@ -20,12 +20,12 @@ pub(super) fn open() -> io::Result<(OwnedFd, OwnedFd)> {
     let mut modes = tcgetattr(&theirs)?;
     modes.make_raw();
     tcsetattr(&theirs, OptionalActions::Now, &modes)?;
-    follow(&ours, &mut None);
+    sync_size(&ours, &mut None);
     Ok((ours, theirs))
 }
 
 /// Resizes a worker's terminal to the size of the console; `last` is its current size.
-pub(super) fn follow(ours: &impl AsFd, last: &mut Option<Winsize>) {
+pub(super) fn sync_size(ours: &impl AsFd, last: &mut Option<Winsize>) {
     let Ok(size) = tcgetwinsize(io::stderr()) else { return };
     let same = |last: &Winsize| (last.ws_row, last.ws_col) == (size.ws_row, size.ws_col);
     if !last.as_ref().is_some_and(same) && tcsetwinsize(ours, size).is_ok() {

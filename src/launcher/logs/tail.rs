@@ -10,10 +10,10 @@ pub(super) const TAIL_BYTES: usize = 32 << 10;
 
 /// The last bytes of a stream that the launcher copies; clones share them.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Tail(Arc<Mutex<Kept>>);
+pub(super) struct Tail(Arc<Mutex<TailBuffer>>);
 
 #[derive(Debug, Default)]
-struct Kept {
+struct TailBuffer {
     bytes: Vec<u8>,
     /// Earlier bytes were dropped.
     cut: bool,

@@ -21,10 +21,10 @@ use memchr::memmem::Finder;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use rustix::termios::Winsize;
 
-use super::console::{Console, Patience, Writes};
+use super::console::{Console, ConsoleDeadline, Writes};
 use super::lines::Lines;
 use super::tail::Tail;
-use super::{Told, hold_file_size_signal};
+use super::{ReportedProblems, block_file_size_signal};
 use crate::config::Streams;
 use copier::{Copier, Outputs};
 
@@ -71,7 +71,7 @@ pub(super) struct Source {
     prefix: Vec<u8>,
     /// Shown on the console and to the duplicate filters.
     on_console: bool,
-    form: Form,
+    mode: ConsoleMode,
     /// The buffer that keeps the last bytes of the stream.
     tail: Option<Tail>,
     /// It is a terminal, of this size.
@@ -80,9 +80,9 @@ pub(super) struct Source {
     read_at: Instant,
 }
 
-/// The form in which a stream reaches the console.
+/// The mode in which a stream reaches the console.
 #[derive(Debug)]
-enum Form {
+enum ConsoleMode {
     /// Line by line, with prefix.
     Lines(Lines),
     /// Unchanged. Holds the unfinished line until `since` is too long ago.
@@ -97,14 +97,14 @@ impl Source {
         prefix: Vec<u8>,
         on_console: bool,
     ) -> Self {
-        let (pipe, form) = (File::from(pipe), Form::Lines(Lines::default()));
+        let (pipe, mode) = (File::from(pipe), ConsoleMode::Lines(Lines::default()));
         Self {
             stream,
             pipe,
             file,
             prefix,
             on_console,
-            form,
+            mode,
             tail: None,
             terminal: None,
             read_at: Instant::now(),
@@ -113,8 +113,8 @@ impl Source {
 
     /// A stderr that passes through unchanged.
     pub(super) fn raw(pipe: OwnedFd, on_console: bool) -> Self {
-        let form = Form::Raw { held: Vec::new(), since: Instant::now() };
-        Self { form, ..Self::new(Stream::Stderr, pipe, None, Vec::new(), on_console) }
+        let mode = ConsoleMode::Raw { held: Vec::new(), since: Instant::now() };
+        Self { mode, ..Self::new(Stream::Stderr, pipe, None, Vec::new(), on_console) }
     }
 
     /// A stderr that passes through unchanged from a pseudo-terminal.
@@ -129,9 +129,9 @@ impl Source {
 
     /// Returns the time at which an unfinished line is to be shown; `None` if there is none.
     fn partial_at(&self, shown_at: Instant) -> Option<Instant> {
-        match &self.form {
-            Form::Lines(lines) => lines.has_partial().then(|| self.read_at + PARTIAL_AFTER),
-            Form::Raw { held, since } => {
+        match &self.mode {
+            ConsoleMode::Lines(lines) => lines.has_partial().then(|| self.read_at + PARTIAL_AFTER),
+            ConsoleMode::Raw { held, since } => {
                 let quiet = shown_at.max(*since) + RAW_PARTIAL_AFTER;
                 (!held.is_empty()).then(|| quiet.min(*since + RAW_PARTIAL_MAX))
             }
@@ -153,7 +153,7 @@ pub(crate) struct Tee {
     /// The launcher writes to it after each request.
     wake: EventFd,
     requests: mpsc::Sender<Request>,
-    /// One answer to each [`Request::Glance`] and [`Request::Drain`]; closed when the thread ends.
+    /// One answer to each [`Request::ReadPending`] and [`Request::Drain`]; closed when the thread ends.
     answers: mpsc::Receiver<u64>,
     asked: Cell<u64>,
     writes: [Writes; 2],
@@ -164,7 +164,7 @@ pub(crate) struct Tee {
 enum Request {
     /// Read all that a pipe can hold now, resize terminals to the console's size, answer with this number,
     /// and continue.
-    Glance(u64),
+    ReadPending(u64),
     /// Copy the available bytes, answer with this number, and continue.
     Drain(u64, Instant),
     /// Copy the available bytes, and end.
@@ -177,7 +177,7 @@ impl Tee {
         filtered: [Option<File>; 2],
         filters: [Vec<Finder<'static>>; 2],
         consoles: [Console; 2],
-        told: Arc<Told>,
+        reported: Arc<ReportedProblems>,
     ) -> io::Result<Self> {
         let wake = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
         let theirs = File::from(wake.as_fd().try_clone_to_owned()?);
@@ -185,10 +185,10 @@ impl Tee {
         let (requests, asked) = mpsc::channel();
         let writes = [consoles[0].writes(), consoles[1].writes()];
         let outputs = Outputs { filtered, filters, consoles };
-        let copier = Copier::new(sources, outputs, told);
+        let copier = Copier::new(sources, outputs, reported);
         // The thread's end closes `answer`.
         thread::Builder::new().name("tee".to_owned()).spawn(move || {
-            hold_file_size_signal();
+            block_file_size_signal();
             copier.run(theirs, &asked, &answer);
         })?;
         Ok(Self { wake, requests, answers, asked: Cell::new(0), writes })
@@ -200,8 +200,8 @@ impl Tee {
     pub(crate) fn drain(&self, deadline: Instant) {
         let number = self.next_number();
         self.ask(Request::Drain(number, deadline));
-        let mut patience = Patience::new(deadline);
-        while let Some(left) = patience.left(self.writes.iter().map(Writes::count).sum()) {
+        let mut deadline = ConsoleDeadline::new(deadline);
+        while let Some(left) = deadline.left(self.writes.iter().map(Writes::count).sum()) {
             match self.answers.recv_timeout(left) {
                 Ok(answered) if answered == number => return,
                 // An answer to a `drain` that timed out may still be queued.
@@ -213,9 +213,9 @@ impl Tee {
 
     /// Called when one worker has ended while others continue. Reads its last lines if that is possible
     /// within `limit`. Waits for no console.
-    pub(crate) fn glance(&self, limit: Duration) {
+    pub(crate) fn read_pending(&self, limit: Duration) {
         let number = self.next_number();
-        self.ask(Request::Glance(number));
+        self.ask(Request::ReadPending(number));
         let deadline = Instant::now() + limit;
         while let Ok(answered) = self.answers.recv_timeout(deadline.saturating_duration_since(Instant::now()))
         {
@@ -227,7 +227,7 @@ impl Tee {
 
     /// Called when the console was resized: resizes the workers' terminals.
     pub(crate) fn resize(&self) {
-        self.glance(RESIZE_TIMEOUT);
+        self.read_pending(RESIZE_TIMEOUT);
     }
 
     fn next_number(&self) -> u64 {
@@ -239,8 +239,8 @@ impl Tee {
     /// cannot write to it.
     pub(crate) fn finish(self, deadline: Instant) {
         self.ask(Request::Finish(deadline));
-        let mut patience = Patience::new(deadline);
-        while let Some(left) = patience.left(self.writes.iter().map(Writes::count).sum()) {
+        let mut deadline = ConsoleDeadline::new(deadline);
+        while let Some(left) = deadline.left(self.writes.iter().map(Writes::count).sum()) {
             match self.answers.recv_timeout(left) {
                 Ok(_) | Err(mpsc::RecvTimeoutError::Timeout) => {}
                 Err(mpsc::RecvTimeoutError::Disconnected) => return,

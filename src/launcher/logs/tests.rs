@@ -184,7 +184,7 @@ fn job_continues_without_a_log_directory() -> Result {
 
 #[test]
 fn log_dir_dev_null_creates_no_files() -> Result {
-    let mut config = config(LogDir::Nothing);
+    let mut config = config(LogDir::Disabled);
     config.redirects = StreamChoice::All(STDOUT);
     let run = RunDir::create(&config, "job");
     let mut attempt = run.attempt(0, 1)?;
@@ -195,7 +195,7 @@ fn log_dir_dev_null_creates_no_files() -> Result {
 
 #[test]
 fn log_dir_dev_null_still_tees_lines() -> Result {
-    let mut config = config(LogDir::Nothing);
+    let mut config = config(LogDir::Disabled);
     config.tee = StreamChoice::All(STDOUT);
     let mut attempt = RunDir::create(&config, "job").attempt(0, 1)?;
     let mut out = writer(attempt.worker(0, 0)?.stdout)?;
@@ -269,7 +269,7 @@ fn a_real_worker_writes_both_streams() -> Result {
 
 #[test]
 fn lines_are_shown_live_and_the_last_without_newline() -> Result {
-    let mut config = config(LogDir::Nothing);
+    let mut config = config(LogDir::Disabled);
     config.tee = StreamChoice::All(STDOUT);
     let mut attempt = RunDir::create(&config, "job").attempt(0, 2)?;
     let mut zero = writer(attempt.worker(0, 0)?.stdout)?;
@@ -292,7 +292,7 @@ fn lines_are_shown_live_and_the_last_without_newline() -> Result {
 
 #[test]
 fn prefix_template_supports_four_names() -> Result {
-    let mut config = config(LogDir::Nothing);
+    let mut config = config(LogDir::Disabled);
     config.prefix_template = "<${role_name}|$local_rank|${rank}|${hostname}|${x}|$$> ".to_owned();
     assert_eq!(prefix(&config, "node7", 1, 9), b"<trainer|1|9|node7|${x}|$> ");
     Ok(())
@@ -384,7 +384,7 @@ fn eight_workers_at_full_speed_keep_whole_lines() -> Result {
 
 #[test]
 fn line_beyond_the_limit_is_split_but_complete() -> Result {
-    let mut config = config(LogDir::Nothing);
+    let mut config = config(LogDir::Disabled);
     config.tee = StreamChoice::All(STDOUT);
     let mut attempt = RunDir::create(&config, "job").attempt(0, 1)?;
     let mut out = writer(attempt.worker(0, 0)?.stdout)?;
@@ -400,7 +400,7 @@ fn line_beyond_the_limit_is_split_but_complete() -> Result {
 
 #[test]
 fn launcher_does_not_wait_for_descendants_holding_the_pipe() -> Result {
-    let mut config = config(LogDir::Nothing);
+    let mut config = config(LogDir::Disabled);
     config.tee = StreamChoice::All(STDOUT);
     let mut attempt = RunDir::create(&config, "job").attempt(0, 1)?;
     let mut out = writer(attempt.worker(0, 0)?.stdout)?;
@@ -416,7 +416,7 @@ fn launcher_does_not_wait_for_descendants_holding_the_pipe() -> Result {
 
 #[test]
 fn output_of_an_endless_descendant_is_cut_off() -> Result {
-    let mut config = config(LogDir::Nothing);
+    let mut config = config(LogDir::Disabled);
     config.tee = StreamChoice::All(STDOUT);
     let mut attempt = RunDir::create(&config, "job").attempt(0, 1)?;
     let out = writer(attempt.worker(0, 0)?.stdout)?;
@@ -437,7 +437,7 @@ fn output_of_an_endless_descendant_is_cut_off() -> Result {
 
 #[test]
 fn endless_stream_is_read_only_for_a_limited_time() -> Result {
-    let mut attempt = RunDir::create(&config(LogDir::Nothing), "job").attempt(0, 1)?;
+    let mut attempt = RunDir::create(&config(LogDir::Disabled), "job").attempt(0, 1)?;
     // No writer could always be faster than the reader.
     let endless = File::open("/dev/zero")?;
     attempt.sources = vec![Source::new(Stream::Stdout, endless.into(), None, Vec::new(), false)];
@@ -505,7 +505,7 @@ impl Write for Slow {
 
 #[test]
 fn slow_console_gets_everything_even_after_the_deadline() -> Result {
-    let mut config = config(LogDir::Nothing);
+    let mut config = config(LogDir::Disabled);
     config.tee = StreamChoice::All(STDOUT);
     let mut attempt = RunDir::create(&config, "job").attempt(0, 1)?;
     let mut out = writer(attempt.worker(0, 0)?.stdout)?;
@@ -525,7 +525,7 @@ fn slow_console_gets_everything_even_after_the_deadline() -> Result {
 
 #[test]
 fn stopped_console_does_not_delay_the_exit() -> Result {
-    let mut config = config(LogDir::Nothing);
+    let mut config = config(LogDir::Disabled);
     config.tee = StreamChoice::All(STDOUT);
     let mut attempt = RunDir::create(&config, "job").attempt(0, 1)?;
     let mut out = writer(attempt.worker(0, 0)?.stdout)?;
@@ -576,7 +576,7 @@ fn broken_stdout_is_reported_once_and_files_continue() -> Result {
 
 #[test]
 fn full_disk_is_reported_once_and_the_console_continues() -> Result {
-    let mut config = config(LogDir::Nothing);
+    let mut config = config(LogDir::Disabled);
     config.tee = StreamChoice::All(STDOUT);
     let mut attempt = RunDir::create(&config, "job").attempt(0, 2)?;
     let mut outs = [writer(attempt.worker(0, 0)?.stdout)?, writer(attempt.worker(1, 1)?.stdout)?];
@@ -604,7 +604,7 @@ fn full_disk_is_reported_once_and_the_console_continues() -> Result {
 #[test]
 fn tee_leaks_no_threads_or_descriptors() -> Result {
     let open = || names(Path::new("/proc/self/task")).map(|tasks| tasks.len());
-    let mut config = config(LogDir::Nothing);
+    let mut config = config(LogDir::Disabled);
     config.tee = StreamChoice::All(STDOUT);
     let before = open()?;
     for _ in 0..50 {
@@ -742,7 +742,7 @@ fn stderr_passes_through_unless_redirected() -> Result {
     assert_eq!(kinds(&run)?, ("null", "pipe"), "shown nowhere, but known");
     let nowhere = |config: &mut LogConfig| {
         redirect(config);
-        config.dir = LogDir::Nothing;
+        config.dir = LogDir::Disabled;
     };
     let (_temp, run) = passing_through(false, nowhere)?;
     assert_eq!(kinds(&run)?, ("null", "null"));
@@ -833,7 +833,7 @@ fn last_lines_of_one_worker_are_read_despite_another_flooding() -> Result {
     let mut last = writer(dead.stderr)?;
     for round in 0..50 {
         last.write_all(format!("{}last {round}\n", "x".repeat(50_000)).as_bytes())?;
-        tee.glance(Duration::from_secs(20));
+        tee.read_pending(Duration::from_secs(20));
         let wanted = format!("xlast {round}\n");
         assert!(dead.stderr_tail.read().0.ends_with(wanted.as_bytes()));
     }

@@ -3,39 +3,41 @@
 //!
 //! An ordinary event costs O(log n). The start and end of a round, a failure and the loss of a node send one
 //! message to each member: O(n).
-//! A member is lost if the coordinator does not hear it for [`Rules::silence`].
-//! A member whose connection breaks has [`Rules::reconnect`] to come back.
+//! A member is lost if the coordinator does not hear it for [`Rules::heartbeat_timeout`].
+//! A member whose connection breaks has [`Rules::reconnect_timeout`] to come back.
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::time::Duration;
 
-use super::bug::{Bug, Planted};
-use super::messages::{AgentId, Cause, Ending, Order, OrderMessage, Phase, Profile, Refusal, Status};
+use super::injected_bug::{Bug, InjectedBug};
+use super::messages::{
+    AgentId, JobResult, Order, OrderMessage, Phase, Profile, Refusal, RestartCause, Status,
+};
 use super::record::Record;
 
 mod round;
 mod stages;
 
-pub(super) use round::{Round, State};
+pub(super) use round::{NodeState, Round};
 
 /// Time since the coordinator started.
 pub(crate) type Time = Duration;
 
 /// Interval at which waiting members are told which nodes have joined.
-const MUSTER_PERIOD: Duration = Duration::from_secs(10);
+const JOIN_STATUS_PERIOD: Duration = Duration::from_secs(10);
 /// Factor on the heartbeat timeout of members without workers. Many nodes may start at once on one machine
 /// and be slow.
-pub(crate) const LENIENCE: u32 = 4;
+pub(crate) const IDLE_TIMEOUT_FACTOR: u32 = 4;
 /// Heartbeat timeout per node of one host. If all nodes of the host start at once, each may delay the others
 /// by this much.
-const PER_NODE_OF_A_HOST: Duration = Duration::from_millis(20);
+const TIMEOUT_PER_NODE_ON_HOST: Duration = Duration::from_millis(20);
 /// Number of former members whose ids are remembered.
-const REMEMBERED: usize = 100_000;
+const MAX_FORMER_MEMBERS: usize = 100_000;
 /// Number of unacknowledged statuses of a member whose receive times are remembered.
-const UNECHOED: usize = 8;
+const MAX_UNACKED_STATUSES: usize = 8;
 /// Maximum number of host names in a message.
-const NAMED: usize = 16;
+const MAX_NAMES: usize = 16;
 
 /// Command-line settings for rounds.
 #[derive(Debug, Clone, Copy)]
@@ -45,9 +47,9 @@ pub(crate) struct Rules {
     /// Longest wait of a node for a round.
     pub(crate) join_timeout: Duration,
     /// Heartbeat timeout: a member that is not heard for this long is lost.
-    pub(crate) silence: Duration,
+    pub(crate) heartbeat_timeout: Duration,
     /// Heartbeat timeout of a member whose connection broke.
-    pub(crate) reconnect: Duration,
+    pub(crate) reconnect_timeout: Duration,
     /// Longest time that a member may take to stop its workers.
     pub(crate) stop_timeout: Duration,
     /// Time within which a scheduler that stops the whole job signals all its nodes. A node that is stopped
@@ -58,10 +60,10 @@ pub(crate) struct Rules {
 }
 
 impl Rules {
-    /// Returns the heartbeat timeout if `crowd` nodes run on one host: they share its cores.
-    pub(crate) fn silence_of(&self, crowd: usize) -> Duration {
-        let crowd = u32::try_from(crowd).unwrap_or(u32::MAX);
-        self.silence.max(PER_NODE_OF_A_HOST.saturating_mul(crowd))
+    /// Returns the heartbeat timeout if `nodes_on_host` nodes run on one host: they share its cores.
+    pub(crate) fn heartbeat_timeout_for(&self, nodes_on_host: usize) -> Duration {
+        let nodes_on_host = u32::try_from(nodes_on_host).unwrap_or(u32::MAX);
+        self.heartbeat_timeout.max(TIMEOUT_PER_NODE_ON_HOST.saturating_mul(nodes_on_host))
     }
 }
 
@@ -73,12 +75,12 @@ pub(crate) enum Event {
     /// A member has sent its status.
     Status { agent: AgentId, status: Status },
     /// The connection of a member broke.
-    Cut { agent: AgentId },
+    Disconnected { agent: AgentId },
     /// The last record has been written.
     Written,
     /// The process of this coordinator, agent `agent` on `host`, exits, and no other can take over. `why` is
     /// the reason.
-    Deserted { agent: AgentId, host: String, why: String },
+    CoordinatorExited { agent: AgentId, host: String, why: String },
     /// The time returned by [`Coordinator::wake_at`] has come.
     Tick,
 }
@@ -94,20 +96,20 @@ pub(crate) enum Action {
 
 /// State of one member.
 #[derive(Debug)]
-struct Known {
+struct MemberState {
     profile: Profile,
     /// Sequence number of its newest status.
     seq: u64,
     phase: Option<Phase>,
-    /// Receive times of statuses that the member has not acknowledged as answered. `echoed` is the receive
-    /// time of the newest acknowledged one.
-    unechoed: VecDeque<(u64, Time)>,
-    echoed: Time,
+    /// Receive times of statuses that the member has not acknowledged as answered. `last_acked` is the
+    /// receive time of the newest acknowledged one.
+    unacked: VecDeque<(u64, Time)>,
+    last_acked: Time,
     /// Time at which the member is lost unless it is heard before.
     due: Time,
     order: Option<Order>,
     order_seq: u64,
-    asked: u64,
+    last_probe: u64,
 }
 
 #[derive(Debug)]
@@ -117,8 +119,8 @@ enum Stage {
     Starting(Round),
     Live(Round),
     /// The coordinator has decided how the job ends and is writing the record.
-    Ending(Ending),
-    Over(Ending),
+    Finishing(JobResult),
+    Finished(JobResult),
 }
 
 /// State while no round is in progress.
@@ -126,15 +128,15 @@ enum Stage {
 struct Forming {
     since: Time,
     /// Members that have not yet stopped their workers.
-    expected: BTreeSet<AgentId>,
+    stopping: BTreeSet<AgentId>,
     /// Earliest time for the start of the round.
     not_before: Option<Time>,
     /// Time at which the round starts with the nodes that have joined.
     last_call: Option<Time>,
     /// Reason for the end of the previous round. `last` is the record of that round.
-    cause: Option<Cause>,
+    cause: Option<RestartCause>,
     last: Option<Record>,
-    muster_at: Time,
+    join_status_at: Time,
 }
 
 /// The coordinator of one job.
@@ -146,10 +148,10 @@ pub(crate) struct Coordinator {
     entropy: u128,
     /// `--nnodes` of the first member (minimum and maximum), and its host name.
     range: Option<(usize, usize, String)>,
-    members: BTreeMap<AgentId, Known>,
-    /// Number of members on each host. `crowd` is the largest number that any host ever had.
+    members: BTreeMap<AgentId, MemberState>,
+    /// Number of members on each host. `max_nodes_on_host` is the largest number that any host ever had.
     hosts: HashMap<String, usize>,
-    crowd: usize,
+    max_nodes_on_host: usize,
     /// All members, ordered by the time at which they are lost.
     due: BTreeSet<(Time, AgentId)>,
     /// Members without a rank that could take part, and the time since which they could.
@@ -157,16 +159,16 @@ pub(crate) struct Coordinator {
     /// Index of `candidates` by time, oldest first.
     waiting: BTreeSet<(Time, AgentId)>,
     /// Number of candidates that were in the latest round.
-    veterans: usize,
+    returning_candidates: usize,
     /// Agents that were lost or could not take part.
-    gone: BTreeSet<AgentId>,
+    former_members: BTreeSet<AgentId>,
     /// Rank of each node in the latest round.
     ranks: BTreeMap<AgentId, usize>,
     round: u64,
     failures: u32,
-    asks: u64,
+    last_probe_sent: u64,
     stage: Stage,
-    pub(super) planted: Planted,
+    pub(super) injected_bug: InjectedBug,
 }
 
 impl Coordinator {
@@ -179,19 +181,19 @@ impl Coordinator {
             range: None,
             members: BTreeMap::new(),
             hosts: HashMap::new(),
-            crowd: 0,
+            max_nodes_on_host: 0,
             due: BTreeSet::new(),
             candidates: BTreeMap::new(),
             waiting: BTreeSet::new(),
-            veterans: 0,
-            gone: BTreeSet::new(),
+            returning_candidates: 0,
+            former_members: BTreeSet::new(),
             ranks: BTreeMap::new(),
             round: 0,
             failures: 0,
-            // Every question of this term has a higher number than those of earlier terms.
-            asks: term << 32,
-            stage: Stage::Forming(Forming { muster_at: MUSTER_PERIOD, ..Forming::default() }),
-            planted: Planted::default(),
+            // Every probe of this term has a higher number than those of earlier terms.
+            last_probe_sent: term << 32,
+            stage: Stage::Forming(Forming { join_status_at: JOIN_STATUS_PERIOD, ..Forming::default() }),
+            injected_bug: InjectedBug::default(),
         }
     }
 
@@ -207,20 +209,20 @@ impl Coordinator {
         let mut resumed = Self::new(rules, term, entropy);
         resumed.round = record.round;
         resumed.failures = record.failures;
-        resumed.crowd = record.crowd();
-        if let Some(ending) = record.ending {
-            resumed.stage = Stage::Over(ending);
+        resumed.max_nodes_on_host = record.max_nodes_on_host();
+        if let Some(result) = record.result {
+            resumed.stage = Stage::Finished(result);
         } else if record.round > 0 {
-            for (rank, seat) in record.seats.iter().enumerate() {
+            for (rank, node) in record.nodes.iter().enumerate() {
                 if record.left.iter().all(|(left, _)| *left != rank) {
-                    resumed.know(Duration::ZERO, seat.agent, seat.profile.clone());
+                    resumed.add_member(Duration::ZERO, node.agent, node.profile.clone());
                 }
-                resumed.ranks.insert(seat.agent, rank);
+                resumed.ranks.insert(node.agent, rank);
             }
             resumed.stage = Stage::Live(Round::new(record, &rules));
         }
         if let Some((agent, due)) = suspect {
-            resumed.set_due(agent, due.min(resumed.silence()));
+            resumed.set_due(agent, due.min(resumed.heartbeat_timeout()));
         }
         resumed
     }
@@ -230,16 +232,16 @@ impl Coordinator {
         match event {
             Event::Hello { agent, profile } => self.hello(now, agent, profile, actions),
             Event::Status { agent, status } => self.status(now, agent, status, actions),
-            Event::Cut { agent } => {
+            Event::Disconnected { agent } => {
                 if let Some(due) = self.members.get(&agent).map(|known| known.due) {
-                    self.set_due(agent, due.min(now + self.rules.reconnect));
+                    self.set_due(agent, due.min(now + self.rules.reconnect_timeout));
                 }
             }
             Event::Written => self.written(now, actions),
-            Event::Deserted { agent, host, why } => {
-                if !matches!(self.stage, Stage::Ending(_) | Stage::Over(_)) {
+            Event::CoordinatorExited { agent, host, why } => {
+                if !matches!(self.stage, Stage::Finishing(_) | Stage::Finished(_)) {
                     let node = self.ranks.get(&agent).copied();
-                    self.end(Ending::Deserted { node, host, why }, actions);
+                    self.end(JobResult::CoordinatorExited { node, host, why }, actions);
                 }
             }
             Event::Tick => self.tick(now, actions),
@@ -255,11 +257,11 @@ impl Coordinator {
                     .waiting
                     .first()
                     .map(|(since, _)| *since.max(&forming.since) + self.rules.join_timeout);
-                let muster = (!self.waiting.is_empty()).then_some(forming.muster_at);
-                let stop = (!forming.expected.is_empty()).then_some(forming.since + self.rules.stop_timeout);
-                [forming.not_before, forming.last_call, first, muster, stop].into_iter().flatten().min()
+                let join_status = (!self.waiting.is_empty()).then_some(forming.join_status_at);
+                let stop = (!forming.stopping.is_empty()).then_some(forming.since + self.rules.stop_timeout);
+                [forming.not_before, forming.last_call, first, join_status, stop].into_iter().flatten().min()
             }
-            Stage::Starting(_) | Stage::Live(_) | Stage::Ending(_) | Stage::Over(_) => None,
+            Stage::Starting(_) | Stage::Live(_) | Stage::Finishing(_) | Stage::Finished(_) => None,
         };
         due.into_iter().chain(forming).min()
     }
@@ -268,62 +270,62 @@ impl Coordinator {
     /// status received at or after `since`.
     /// Both directions count: a member that hears no answers is as unreachable as one that is not heard.
     /// O(n).
-    pub(crate) fn is_heard_by_half(&self, own: AgentId, since: Time) -> bool {
+    pub(crate) fn is_acked_by_half(&self, own: AgentId, since: Time) -> bool {
         let others = self.ranks.keys().filter(|agent| **agent != own);
-        let (mut count, mut heard) = (0, 0);
+        let (mut count, mut acked) = (0, 0);
         for agent in others {
             count += 1;
-            heard += usize::from(self.members.get(agent).is_some_and(|known| known.echoed >= since));
+            acked += usize::from(self.members.get(agent).is_some_and(|known| known.last_acked >= since));
         }
-        2 * heard >= count
+        2 * acked >= count
     }
 
     /// Returns true if no member may have workers.
     pub(crate) fn is_idle(&self) -> bool {
-        matches!(&self.stage, Stage::Forming(forming) if forming.expected.is_empty())
+        matches!(&self.stage, Stage::Forming(forming) if forming.stopping.is_empty())
     }
 
     /// Returns true if the job does not need this coordinator: no member may have workers, and too few nodes
     /// have joined.
-    pub(crate) fn is_useless(&self) -> bool {
+    pub(crate) fn is_unneeded(&self) -> bool {
         self.is_idle() && self.candidates.len() < self.min()
     }
 
     /// Returns how the job ended, if it has.
-    pub(crate) fn ending(&self) -> Option<&Ending> {
+    pub(crate) fn result(&self) -> Option<&JobResult> {
         match &self.stage {
-            Stage::Over(ending) => Some(ending),
-            Stage::Forming(_) | Stage::Starting(_) | Stage::Live(_) | Stage::Ending(_) => None,
+            Stage::Finished(result) => Some(result),
+            Stage::Forming(_) | Stage::Starting(_) | Stage::Live(_) | Stage::Finishing(_) => None,
         }
     }
 
     /// Returns true if the job has ended.
-    pub(crate) fn is_over(&self) -> bool {
-        self.ending().is_some()
+    pub(crate) fn is_finished(&self) -> bool {
+        self.result().is_some()
     }
 
     /// Returns true if `agent` is a member.
-    pub(crate) fn knows(&self, agent: AgentId) -> bool {
+    pub(crate) fn is_member(&self, agent: AgentId) -> bool {
         self.members.contains_key(&agent)
     }
 
     /// Returns true if no member remains.
-    pub(crate) fn is_deserted(&self) -> bool {
+    pub(crate) fn has_no_members(&self) -> bool {
         self.members.is_empty()
     }
 
     fn hello(&mut self, now: Time, agent: AgentId, profile: Profile, actions: &mut Vec<Action>) {
-        if self.gone.contains(&agent) {
-            let silent_s = self.silence().as_secs();
-            self.refuse_stranger(agent, Refusal::GivenUp { silent_s }, actions);
+        if self.former_members.contains(&agent) {
+            let silent_s = self.heartbeat_timeout().as_secs();
+            self.refuse_non_member(agent, Refusal::Evicted { silent_s }, actions);
             return;
         }
-        if let Stage::Ending(ending) | Stage::Over(ending) = &self.stage
+        if let Stage::Finishing(result) | Stage::Finished(result) = &self.stage
             && !self.ranks.contains_key(&agent)
             && !self.members.contains_key(&agent)
         {
-            let refusal = Refusal::Closed(ending.clone());
-            self.refuse_stranger(agent, refusal, actions);
+            let refusal = Refusal::Closed(result.clone());
+            self.refuse_non_member(agent, refusal, actions);
             return;
         }
         let mine = (profile.min, profile.max);
@@ -331,8 +333,8 @@ impl Coordinator {
             && mine != (*min, *max)
         {
             if self.members.values().any(|known| known.phase.is_some()) {
-                let refusal = Refusal::Nodes { mine, theirs: (*min, *max), host: host.clone() };
-                self.refuse_stranger(agent, refusal, actions);
+                let refusal = Refusal::NodeCountMismatch { mine, theirs: (*min, *max), host: host.clone() };
+                self.refuse_non_member(agent, refusal, actions);
                 return;
             }
             // Only the record holds the `--nnodes` of the members. They may all be gone: after their
@@ -342,14 +344,14 @@ impl Coordinator {
             }
             self.range = None;
         }
-        if self.planted.is(Bug::RestartsForNothing) && self.members.contains_key(&agent) {
-            self.lose(now, agent, None, actions);
-            self.gone.remove(&agent);
+        if self.injected_bug.is(Bug::RestartsOnReconnect) && self.members.contains_key(&agent) {
+            self.member_lost(now, agent, None, actions);
+            self.former_members.remove(&agent);
         }
         if self.members.contains_key(&agent) {
-            self.set_due(agent, now + self.silence());
+            self.set_due(agent, now + self.heartbeat_timeout());
         } else {
-            self.know(now, agent, profile);
+            self.add_member(now, agent, profile);
         }
         // The member may have missed the latest order.
         if self.members.get(&agent).is_some_and(|known| known.order.is_some()) {
@@ -357,25 +359,25 @@ impl Coordinator {
         }
     }
 
-    fn know(&mut self, now: Time, agent: AgentId, profile: Profile) {
+    fn add_member(&mut self, now: Time, agent: AgentId, profile: Profile) {
         if self.range.is_none() {
             self.range = Some((profile.min, profile.max, profile.host.clone()));
         }
-        let crowd = self.hosts.entry(profile.host.clone()).or_default();
-        *crowd += 1;
-        self.crowd = self.crowd.max(*crowd);
-        let due = now + self.silence();
+        let nodes_on_host = self.hosts.entry(profile.host.clone()).or_default();
+        *nodes_on_host += 1;
+        self.max_nodes_on_host = self.max_nodes_on_host.max(*nodes_on_host);
+        let due = now + self.heartbeat_timeout();
         self.due.insert((due, agent));
-        let known = Known {
+        let known = MemberState {
             profile,
             seq: 0,
             phase: None,
-            unechoed: VecDeque::new(),
-            echoed: now,
+            unacked: VecDeque::new(),
+            last_acked: now,
             due,
             order: None,
             order_seq: 0,
-            asked: 0,
+            last_probe: 0,
         };
         self.members.insert(agent, known);
     }
@@ -384,34 +386,34 @@ impl Coordinator {
         let term = self.term;
         let Some(known) = self.members.get_mut(&agent) else { return };
         let news = status.seq > known.seq && known.phase.as_ref() != Some(&status.phase);
-        let answers = status.asked > known.asked;
-        known.asked = known.asked.max(status.asked);
-        let heard_all = status.heard >= (term, known.order_seq);
+        let answers = status.last_probe > known.last_probe;
+        known.last_probe = known.last_probe.max(status.last_probe);
+        let has_all_orders = status.last_order >= (term, known.order_seq);
         known.seq = known.seq.max(status.seq);
         if news {
             known.phase = Some(status.phase);
         }
-        known.unechoed.push_back((status.seq, now));
-        if known.unechoed.len() > UNECHOED {
-            known.unechoed.pop_front();
+        known.unacked.push_back((status.seq, now));
+        if known.unacked.len() > MAX_UNACKED_STATUSES {
+            known.unacked.pop_front();
         }
-        while let Some(&(seq, came)) = known.unechoed.front()
+        while let Some(&(seq, came)) = known.unacked.front()
             && seq <= status.answered
         {
-            known.echoed = known.echoed.max(came);
-            known.unechoed.pop_front();
+            known.last_acked = known.last_acked.max(came);
+            known.unacked.pop_front();
         }
-        let has_workers = !matches!(known.phase, Some(Phase::Ready { .. })) || self.is_to_run(agent);
-        let silence = self.silence() * if has_workers { 1 } else { LENIENCE };
-        self.set_due(agent, now + silence);
+        let has_workers = !matches!(known.phase, Some(Phase::Ready { .. })) || self.has_run_order(agent);
+        let heartbeat_timeout = self.heartbeat_timeout() * if has_workers { 1 } else { IDLE_TIMEOUT_FACTOR };
+        self.set_due(agent, now + heartbeat_timeout);
         if news {
             self.phase_changed(now, agent, actions);
         }
         if answers {
-            self.answered(agent, actions);
+            self.probe_answered(agent, actions);
         }
         if self.members.contains_key(&agent) {
-            self.send(agent, !heard_all, actions);
+            self.send(agent, !has_all_orders, actions);
         }
     }
 
@@ -419,19 +421,19 @@ impl Coordinator {
         while let Some(&(due, agent)) = self.due.first()
             && due <= now
         {
-            self.lose(now, agent, None, actions);
+            self.member_lost(now, agent, None, actions);
         }
         self.tick_forming(now, actions);
     }
 
     /// Returns true if the coordinator has told the member to run workers, and that order still holds.
-    fn is_to_run(&self, agent: AgentId) -> bool {
+    fn has_run_order(&self, agent: AgentId) -> bool {
         matches!(&self.stage, Stage::Live(round) if round.rank(&self.ranks, agent).is_some())
     }
 
     /// Returns the heartbeat timeout of a member with workers.
-    fn silence(&self) -> Duration {
-        self.rules.silence_of(self.crowd)
+    fn heartbeat_timeout(&self) -> Duration {
+        self.rules.heartbeat_timeout_for(self.max_nodes_on_host)
     }
 
     fn set_due(&mut self, agent: AgentId, due: Time) {
@@ -441,28 +443,28 @@ impl Coordinator {
         self.due.insert((due, agent));
     }
 
-    /// Removes a member and remembers its id as gone.
-    fn forget(&mut self, agent: AgentId) {
+    /// Removes a member and remembers that it was one.
+    fn remove_member(&mut self, agent: AgentId) {
         if let Some(known) = self.members.remove(&agent) {
             self.due.remove(&(known.due, agent));
-            if let Some(crowd) = self.hosts.get_mut(&known.profile.host) {
-                *crowd -= 1;
-                if *crowd == 0 {
+            if let Some(nodes_on_host) = self.hosts.get_mut(&known.profile.host) {
+                *nodes_on_host -= 1;
+                if *nodes_on_host == 0 {
                     self.hosts.remove(&known.profile.host);
                 }
             }
         }
         self.drop_candidate(agent);
-        self.gone.insert(agent);
-        if self.gone.len() > REMEMBERED {
-            self.gone.pop_first();
+        self.former_members.insert(agent);
+        if self.former_members.len() > MAX_FORMER_MEMBERS {
+            self.former_members.pop_first();
         }
     }
 
     fn drop_candidate(&mut self, agent: AgentId) {
         if let Some(since) = self.candidates.remove(&agent) {
             self.waiting.remove(&(since, agent));
-            self.veterans -= usize::from(self.ranks.contains_key(&agent));
+            self.returning_candidates -= usize::from(self.ranks.contains_key(&agent));
         }
     }
 
@@ -470,7 +472,7 @@ impl Coordinator {
         if let Entry::Vacant(entry) = self.candidates.entry(agent) {
             entry.insert(now);
             self.waiting.insert((now, agent));
-            self.veterans += usize::from(self.ranks.contains_key(&agent));
+            self.returning_candidates += usize::from(self.ranks.contains_key(&agent));
         }
     }
 
@@ -488,15 +490,15 @@ impl Coordinator {
     fn send(&self, agent: AgentId, with_order: bool, actions: &mut Vec<Action>) {
         let Some(known) = self.members.get(&agent) else { return };
         let order = known.order.clone().filter(|_| with_order);
-        let (term, seq, heard, ask) = (self.term, known.order_seq, known.seq, self.asks);
-        actions.push(Action::Send { agent, message: OrderMessage { term, seq, order, heard, ask } });
+        let (term, seq, last_status, probe) = (self.term, known.order_seq, known.seq, self.last_probe_sent);
+        actions.push(Action::Send { agent, message: OrderMessage { term, seq, order, last_status, probe } });
     }
 
     /// Refuses an agent that is not, or no longer, a member.
-    fn refuse_stranger(&self, agent: AgentId, refusal: Refusal, actions: &mut Vec<Action>) {
+    fn refuse_non_member(&self, agent: AgentId, refusal: Refusal, actions: &mut Vec<Action>) {
         let order = Some(Order::Refuse(refusal));
         // This number exceeds every number that the agent may have heard from this coordinator.
-        let message = OrderMessage { term: self.term, seq: u64::MAX, order, heard: 0, ask: 0 };
+        let message = OrderMessage { term: self.term, seq: u64::MAX, order, last_status: 0, probe: 0 };
         actions.push(Action::Send { agent, message });
     }
 

@@ -8,25 +8,27 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use super::bug::{Bug, Planted};
-use super::mandate::own_lease;
-use super::messages::{Assignment, Cause, Ending, Muster, Order, OrderMessage, Phase, Refusal, Status};
+use super::injected_bug::{Bug, InjectedBug};
+use super::leader_lease::leader_node_lease;
+use super::messages::{
+    Assignment, JobResult, JoinStatus, Order, OrderMessage, Phase, Refusal, RestartCause, Status,
+};
 
 /// Returns how long a member may have workers after its last answered status, given its heartbeat timeout.
-fn lease(silence: Duration) -> Duration {
-    silence * 4 / 5
+fn lease(heartbeat_timeout: Duration) -> Duration {
+    heartbeat_timeout * 4 / 5
 }
 
 /// Number of statuses whose send times are remembered.
-const REMEMBERED: usize = 64;
+const MAX_UNANSWERED_STATUSES: usize = 64;
 
 /// Command to the node.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum News {
-    Wait(Muster),
+pub(crate) enum Command {
+    Wait(JoinStatus),
     Run(Assignment),
-    Stop(Cause),
-    End(Ending),
+    Stop(RestartCause),
+    End(JobResult),
     Refuse(Refusal),
 }
 
@@ -34,41 +36,41 @@ pub(crate) enum News {
 #[derive(Debug)]
 pub(crate) struct Member {
     /// Heartbeat timeout of this member.
-    silence: Duration,
+    heartbeat_timeout: Duration,
     /// True if this process runs the coordinator and another one may replace that coordinator.
-    coordinates: bool,
+    is_coordinator: bool,
     phase: Phase,
     seq: u64,
-    heard: (u64, u64),
-    asked: u64,
+    last_order: (u64, u64),
+    last_probe: u64,
     /// Number of the latest round that the member was told is over.
-    over: u64,
+    last_ended_round: u64,
     /// Sequence numbers and send times of the last statuses.
     sent: VecDeque<(u64, Duration)>,
     /// Latest answered status. `answered` is the time at which it was sent.
     answered_seq: u64,
     answered: Option<Duration>,
     /// True if the member is stopping its workers because it receives no answers.
-    alone: bool,
-    pub(super) planted: Planted,
+    partitioned: bool,
+    pub(super) injected_bug: InjectedBug,
 }
 
 impl Member {
-    /// Returns a member in `phase`. Its heartbeat timeout is `silence` until a round sets another one.
-    pub(crate) fn new(phase: Phase, silence: Duration) -> Self {
+    /// Returns a member in `phase`. `heartbeat_timeout` applies until a round sets another one.
+    pub(crate) fn new(phase: Phase, heartbeat_timeout: Duration) -> Self {
         Self {
-            silence,
-            coordinates: false,
+            heartbeat_timeout,
+            is_coordinator: false,
             phase,
             seq: 0,
-            heard: (0, 0),
-            asked: 0,
-            over: 0,
+            last_order: (0, 0),
+            last_probe: 0,
+            last_ended_round: 0,
             sent: VecDeque::new(),
             answered_seq: 0,
             answered: None,
-            alone: false,
-            planted: Planted::default(),
+            partitioned: false,
+            injected_bug: InjectedBug::default(),
         }
     }
 
@@ -81,42 +83,46 @@ impl Member {
         self.phase = phase;
         if let Phase::Ready { after, .. } = &mut self.phase {
             // Other nodes may have been in later rounds than this node.
-            *after = self.over.max(*after);
+            *after = self.last_ended_round.max(*after);
         }
-        self.alone = false;
+        self.partitioned = false;
     }
 
     /// Sets whether this process runs a coordinator that another one may replace.
-    pub(crate) fn coordinates(&mut self, does: bool) {
-        self.coordinates = does;
+    pub(crate) fn set_coordinator(&mut self, is_coordinator: bool) {
+        self.is_coordinator = is_coordinator;
     }
 
-    /// Returns the interval of its statuses if most nodes use `beat`: a member with a shorter lease sends
-    /// more often.
-    pub(crate) fn beat(&self, beat: Duration) -> Duration {
-        if self.coordinates { beat / 2 } else { beat }
+    /// Returns the interval of its statuses if most nodes use `heartbeat_interval`.
+    /// A member with a shorter lease sends more often.
+    pub(crate) fn heartbeat_interval(&self, heartbeat_interval: Duration) -> Duration {
+        if self.is_coordinator { heartbeat_interval / 2 } else { heartbeat_interval }
     }
 
     /// Returns the lease: the time after the last answered status at which the right to have workers ends.
     pub(crate) fn lease(&self) -> Duration {
-        if self.coordinates { own_lease(self.silence) } else { lease(self.silence) }
+        if self.is_coordinator {
+            leader_node_lease(self.heartbeat_timeout)
+        } else {
+            lease(self.heartbeat_timeout)
+        }
     }
 
     /// Notes that the lease has ended and that the node is stopping its workers.
-    pub(crate) fn stop_alone(&mut self) {
-        self.alone = true;
+    pub(crate) fn mark_partitioned(&mut self) {
+        self.partitioned = true;
     }
 
     /// Notes that the coordinator has evicted this node, and that it rejoins as another agent.
-    pub(crate) fn come_anew(&mut self) {
-        self.alone = true;
-        self.heard.1 = 0;
+    pub(crate) fn rejoin(&mut self) {
+        self.partitioned = true;
+        self.last_order.1 = 0;
         self.sent.clear();
     }
 
     /// Forgets the coordinator, which belonged to another job.
     pub(crate) fn forget_coordinator(&mut self) {
-        (self.heard, self.asked) = ((0, 0), 0);
+        (self.last_order, self.last_probe) = ((0, 0), 0);
         self.sent.clear();
     }
 
@@ -124,47 +130,47 @@ impl Member {
     pub(crate) fn status(&mut self, now: Duration) -> Status {
         self.seq += 1;
         self.sent.push_back((self.seq, now));
-        if self.sent.len() > REMEMBERED {
+        if self.sent.len() > MAX_UNANSWERED_STATUSES {
             self.sent.pop_front();
         }
         let (phase, answered) = (self.phase.clone(), self.answered_seq);
-        Status { seq: self.seq, phase, heard: self.heard, asked: self.asked, answered }
+        Status { seq: self.seq, phase, last_order: self.last_order, last_probe: self.last_probe, answered }
     }
 
     /// Processes a message of the coordinator. Returns a command, if any, and whether the caller must send
     /// the status at once.
-    pub(crate) fn hear(&mut self, message: OrderMessage) -> (Option<News>, bool) {
-        if message.term < self.heard.0 {
+    pub(crate) fn receive(&mut self, message: OrderMessage) -> (Option<Command>, bool) {
+        if message.term < self.last_order.0 {
             // The sender is a coordinator that has been replaced.
             return (None, false);
         }
         while let Some(&(seq, at)) = self.sent.front()
-            && seq <= message.heard
+            && seq <= message.last_status
         {
             self.answered = self.answered.max(Some(at));
             self.answered_seq = self.answered_seq.max(seq);
             self.sent.pop_front();
         }
-        let asked = message.ask > self.asked;
-        self.asked = self.asked.max(message.ask);
-        let Some(order) = message.order.filter(|_| (message.term, message.seq) > self.heard) else {
-            return (None, asked);
+        let is_probed = message.probe > self.last_probe;
+        self.last_probe = self.last_probe.max(message.probe);
+        let Some(order) = message.order.filter(|_| (message.term, message.seq) > self.last_order) else {
+            return (None, is_probed);
         };
-        self.heard = (message.term, message.seq);
-        (self.obey(order), true)
+        self.last_order = (message.term, message.seq);
+        (self.apply_order(order), true)
     }
 
-    fn obey(&mut self, order: Order) -> Option<News> {
-        let keeps_old = self.planted.is(Bug::KeepsOldWorkers);
+    fn apply_order(&mut self, order: Order) -> Option<Command> {
+        let keeps_old = self.injected_bug.is(Bug::KeepsOldWorkers);
         if let Order::Stop { round, .. } = &order {
-            self.over = self.over.max(*round);
+            self.last_ended_round = self.last_ended_round.max(*round);
         }
         match (order, &mut self.phase) {
             (_, Phase::Left(_) | Phase::Leaving { .. }) => None,
-            (Order::Wait(muster), Phase::Ready { .. }) => Some(News::Wait(muster)),
+            (Order::Wait(join_status), Phase::Ready { .. }) => Some(Command::Wait(join_status)),
             (Order::Run(assignment), Phase::Ready { after, .. }) if assignment.round > *after => {
-                self.silence = assignment.silence;
-                Some(News::Run(assignment))
+                self.heartbeat_timeout = assignment.heartbeat_timeout;
+                Some(Command::Run(assignment))
             }
             (Order::Stop { round, .. }, Phase::Ready { after, .. }) => {
                 *after = round.max(*after);
@@ -177,12 +183,13 @@ impl Member {
                 | Phase::Succeeded { round: mine },
             ) if *mine <= round => {
                 if keeps_old {
-                    self.phase = Phase::Ready { after: round, restarts: 0, store: Vec::new(), alone: false };
+                    self.phase =
+                        Phase::Ready { after: round, restarts: 0, store: Vec::new(), partitioned: false };
                 }
-                Some(News::Stop(cause))
+                Some(Command::Stop(cause))
             }
-            (Order::End(ending), _) => Some(News::End(ending)),
-            (Order::Refuse(refusal), _) => Some(News::Refuse(refusal)),
+            (Order::End(result), _) => Some(Command::End(result)),
+            (Order::Refuse(refusal), _) => Some(Command::Refuse(refusal)),
             (Order::Wait(_) | Order::Run(_) | Order::Stop { .. }, _) => None,
         }
     }
@@ -193,7 +200,8 @@ impl Member {
     }
 
     /// Returns the time at which its right to have workers ends unless a status is answered before.
-    pub(crate) fn lease_ends(&self) -> Option<Duration> {
-        (!self.planted.is(Bug::RunsOnAlone) && !self.alone).then_some(self.answered? + self.lease())
+    pub(crate) fn lease_end(&self) -> Option<Duration> {
+        (!self.injected_bug.is(Bug::RunsWhilePartitioned) && !self.partitioned)
+            .then_some(self.answered? + self.lease())
     }
 }

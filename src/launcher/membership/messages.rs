@@ -6,7 +6,7 @@ use std::time::Duration;
 use convoke_env::Generation;
 use serde::{Deserialize, Serialize};
 
-use crate::words;
+use crate::formatting;
 
 /// Identifies one agent process. A restarted agent has a new id.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -35,7 +35,7 @@ pub(crate) struct Profile {
 
 impl Profile {
     /// Returns true if a launcher can have sent this profile.
-    pub(crate) fn is_sound(&self) -> bool {
+    pub(crate) fn is_valid(&self) -> bool {
         0 < self.min && self.min <= self.max && self.workers > 0
     }
 
@@ -48,8 +48,8 @@ impl Profile {
 /// State of a member. Each is complete: a later one replaces it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Phase {
-    /// None of its workers lives. It waits for a round later than `after`, the last that it was in or was told
-    /// to leave (0: none).
+    /// None of its workers lives. It waits for a round later than `after`, the last that it was in or
+    /// was told to leave (0: none).
     Ready {
         after: u64,
         /// Restarts that the member has used up.
@@ -58,7 +58,7 @@ pub(crate) enum Phase {
         /// `host:port`.
         store: Vec<String>,
         /// The member has stopped its workers of round `after` because it received no answers.
-        alone: bool,
+        partitioned: bool,
     },
     /// The workers of this round are starting or running.
     Running { round: u64 },
@@ -80,7 +80,7 @@ pub(crate) struct Failure {
     /// Failure report as JSON.
     pub(crate) report: String,
     /// True if the agent may still restart its workers (`--max-restarts`).
-    pub(crate) restarts: bool,
+    pub(crate) can_restart: bool,
 }
 
 /// Reason for which a member leaves.
@@ -101,9 +101,9 @@ pub(crate) struct Status {
     pub(crate) seq: u64,
     pub(crate) phase: Phase,
     /// Term and sequence number of the latest order that the member has received.
-    pub(crate) heard: (u64, u64),
-    /// Number of the latest question that the member has received.
-    pub(crate) asked: u64,
+    pub(crate) last_order: (u64, u64),
+    /// Number of the latest probe that the member has received.
+    pub(crate) last_probe: u64,
     /// Sequence number of its latest status that was answered.
     pub(crate) answered: u64,
 }
@@ -118,22 +118,22 @@ pub(crate) struct OrderMessage {
     /// `None` if the member has received the order. The message is then only a heartbeat.
     pub(crate) order: Option<Order>,
     /// Sequence number of the latest status that the coordinator has received.
-    pub(crate) heard: u64,
-    /// Number of a question: a member that receives a new one answers at once.
-    pub(crate) ask: u64,
+    pub(crate) last_status: u64,
+    /// Number of a probe: a member that receives a new one answers at once.
+    pub(crate) probe: u64,
 }
 
 /// Instruction to a member.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Order {
     /// Wait for a round.
-    Wait(Muster),
+    Wait(JoinStatus),
     /// Run the workers of a round.
     Run(Assignment),
     /// Stop the workers of this round, if any, and get ready for a later one.
-    Stop { round: u64, cause: Cause },
+    Stop { round: u64, cause: RestartCause },
     /// The job is over on all nodes.
-    End(Ending),
+    End(JobResult),
     /// This node cannot take part.
     Refuse(Refusal),
 }
@@ -158,7 +158,7 @@ pub(crate) struct Assignment {
     /// Restarts used up, if they are counted for the whole job.
     pub(crate) restarts: Option<u32>,
     /// Heartbeat timeout of the nodes of this round.
-    pub(crate) silence: Duration,
+    pub(crate) heartbeat_timeout: Duration,
 }
 
 impl Assignment {
@@ -169,7 +169,7 @@ impl Assignment {
 
 /// Reason for which a round ends before its workers do.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum Cause {
+pub(crate) enum RestartCause {
     /// A worker of this node failed.
     Failed { node: usize, host: String, summary: String },
     /// A node disappeared, or left with an error.
@@ -180,7 +180,7 @@ pub(crate) enum Cause {
     Stopped { node: usize, host: String, signal: i32 },
 }
 
-impl fmt::Display for Cause {
+impl fmt::Display for RestartCause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Failed { node, host, summary } => write!(f, "node {node} ({host}) failed: {summary}"),
@@ -193,7 +193,7 @@ impl fmt::Display for Cause {
             }
             Self::Joined { host } => write!(f, "a node has come: {host}"),
             Self::Stopped { node, host, signal } => {
-                write!(f, "node {node} ({host}) was stopped by {}", words::signal(*signal))
+                write!(f, "node {node} ({host}) was stopped by {}", formatting::signal(*signal))
             }
         }
     }
@@ -201,17 +201,18 @@ impl fmt::Display for Cause {
 
 /// Outcome of the job.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum Ending {
+pub(crate) enum JobResult {
     /// All workers of the last round have succeeded.
     Succeeded,
     /// A failure without a remaining restart.
     Failed { node: usize, host: String, summary: String, report: String },
     /// The launcher that serves the coordinator exits with rank `node`, if it had one, and no other can take
     /// over. `why` is the reason.
-    Deserted { node: Option<usize>, host: String, why: String },
+    #[serde(rename = "Deserted")]
+    CoordinatorExited { node: Option<usize>, host: String, why: String },
 }
 
-impl Ending {
+impl JobResult {
     /// Returns true if another job may start under the run id of a job with this outcome. A failed job may be
     /// queued again.
     /// After success the id stays closed, so that a late node does not wait for others in vain.
@@ -219,7 +220,7 @@ impl Ending {
     pub(crate) fn frees_run_id(&self, is_named: bool) -> bool {
         match self {
             Self::Succeeded => !is_named,
-            Self::Failed { .. } | Self::Deserted { .. } => true,
+            Self::Failed { .. } | Self::CoordinatorExited { .. } => true,
         }
     }
 }
@@ -228,20 +229,20 @@ impl Ending {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Refusal {
     /// The job has ended. If that frees its run id, the node tries again.
-    Closed(Ending),
+    Closed(JobResult),
     /// Too few nodes came in time.
-    Timeout { after_s: u64, muster: Muster },
+    Timeout { after_s: u64, join_status: JoinStatus },
     /// The node has another `--nnodes` than the job.
-    Nodes { mine: (usize, usize), theirs: (usize, usize), host: String },
+    NodeCountMismatch { mine: (usize, usize), theirs: (usize, usize), host: String },
     /// The node was silent for too long, and the job continued without it.
-    GivenUp { silent_s: u64 },
+    Evicted { silent_s: u64 },
 }
 
 /// Join status: the nodes that have joined and those that are missing.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Muster {
+pub(crate) struct JoinStatus {
     /// Nodes that are ready.
-    pub(crate) here: usize,
+    pub(crate) joined: usize,
     pub(crate) min: usize,
     pub(crate) max: usize,
     /// Names of the first nodes that are ready.
@@ -249,9 +250,9 @@ pub(crate) struct Muster {
     /// Names of the first nodes that still stop their workers.
     pub(crate) stopping: Vec<String>,
     /// A round is running without this node. The node is a standby and replaces a lost one.
-    pub(crate) spare: bool,
+    pub(crate) standby: bool,
     /// Reason for the end of the previous round, if there was one.
-    pub(crate) cause: Option<Cause>,
+    pub(crate) cause: Option<RestartCause>,
     /// Time until the round starts with the nodes that have joined, in milliseconds from now.
-    pub(crate) begins_ms: Option<u64>,
+    pub(crate) starts_in_ms: Option<u64>,
 }

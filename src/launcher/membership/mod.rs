@@ -12,27 +12,28 @@
 //!               ▲                                                                 │
 //!               └── a worker failed, a node is lost, or another one has come ─────┤
 //!                                                                                 ▼
-//!                                            all have succeeded, or a failure is final: Over
+//!                                            all have succeeded, or a failure is final: Finished
 //! ```
 
-mod bug;
 mod coordinator;
-pub(crate) mod mandate;
+mod injected_bug;
+pub(crate) mod leader_lease;
 mod member;
 mod messages;
+mod rank_assignment;
 mod record;
-mod seats;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use coordinator::{Action, Coordinator, Event, LENIENCE, Rules};
-pub(crate) use member::{Member, News};
+pub(crate) use coordinator::{Action, Coordinator, Event, IDLE_TIMEOUT_FACTOR, Rules};
+pub(crate) use member::{Command, Member};
 pub(crate) use messages::{
-    AgentId, Assignment, Departure, Ending, Failure, Muster, OrderMessage, Phase, Profile, Refusal, Status,
+    AgentId, Assignment, Departure, Failure, JobResult, JoinStatus, OrderMessage, Phase, Profile, Refusal,
+    Status,
 };
 #[cfg(test)]
-pub(crate) use messages::{Cause, Order};
+pub(crate) use messages::{Order, RestartCause};
+pub(crate) use rank_assignment::{Ranks, assign};
 pub(crate) use record::Record;
 #[cfg(test)]
-pub(crate) use record::Seat;
-pub(crate) use seats::{Ranks, assign};
+pub(crate) use record::RoundNode;

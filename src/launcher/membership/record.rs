@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::messages::{AgentId, Ending, Profile};
+use super::messages::{AgentId, JobResult, Profile};
 
 /// State of the latest round, and the outcome of the job.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -15,7 +15,8 @@ pub(crate) struct Record {
     pub(crate) round: u64,
     pub(crate) generation: [u8; 16],
     /// Nodes of the round, by group rank.
-    pub(crate) seats: Vec<Seat>,
+    #[serde(rename = "seats")]
+    pub(crate) nodes: Vec<RoundNode>,
     /// Group ranks of nodes that a signal has stopped and that have no workers any more, and the signal.
     pub(crate) left: Vec<(usize, i32)>,
     /// Addresses of the store of the workers.
@@ -23,22 +24,23 @@ pub(crate) struct Record {
     /// Restarts used up by failures, if they are counted for the whole job.
     pub(crate) failures: u32,
     /// Outcome of the job, if it has ended.
-    pub(crate) ending: Option<Ending>,
+    #[serde(rename = "ending")]
+    pub(crate) result: Option<JobResult>,
 }
 
 /// A node of a round.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Seat {
+pub(crate) struct RoundNode {
     pub(crate) agent: AgentId,
     pub(crate) profile: Profile,
 }
 
 impl Record {
     /// Returns the largest number of nodes of the round on one host. O(n).
-    pub(crate) fn crowd(&self) -> usize {
+    pub(crate) fn max_nodes_on_host(&self) -> usize {
         let mut hosts = HashMap::<&str, usize>::new();
-        for seat in &self.seats {
-            *hosts.entry(&seat.profile.host).or_default() += 1;
+        for node in &self.nodes {
+            *hosts.entry(&node.profile.host).or_default() += 1;
         }
         hosts.into_values().max().unwrap_or_default()
     }
@@ -47,7 +49,7 @@ impl Record {
     pub(crate) const VERSION: u32 = 1;
 
     /// Returns the record of a job that has had no round.
-    pub(crate) fn of_nothing() -> Self {
+    pub(crate) fn empty() -> Self {
         Self { version: Self::VERSION, ..Self::default() }
     }
 }

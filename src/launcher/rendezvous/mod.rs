@@ -1,13 +1,13 @@
 //! Rendezvous: the nodes of a job find each other and agree on ranks.
 
-mod court;
+mod connect;
 mod elastic;
-mod fixed;
-mod holder;
 mod interfaces;
-mod local;
+mod port_owner;
 mod ranks;
-mod reach;
+mod standalone;
+mod static_rendezvous;
+mod termination;
 #[cfg(test)]
 mod tests;
 
@@ -18,12 +18,12 @@ use convoke_env::{Generation, Token};
 use convoke_store::{ServeError, StoreError, StoreServer};
 
 use crate::config::{Config, Rendezvous as Choice};
-use crate::say::say;
+use crate::messages::print_message;
 
-pub(crate) use court::{Court, FromOthers, Verdict, What};
-pub(crate) use elastic::{Elastic, Guests};
-pub(crate) use fixed::Fixed;
-pub(crate) use local::Local;
+pub(crate) use elastic::{ElasticRendezvous, OtherJobs};
+pub(crate) use standalone::StandaloneRendezvous;
+pub(crate) use static_rendezvous::StaticRendezvous;
+pub(crate) use termination::{JobOutcome, OutcomeKind, RemoteEvent, TerminationChannel};
 
 /// Values that an agent needs to start the workers of a round.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -59,12 +59,12 @@ pub(crate) enum RendezvousError {
          on {} with the same --nnodes, --master-addr, --master-port and --rdzv-id; is the port open between the hosts?",
         missing.len(), nodes(missing)
     )]
-    Missing { missing: Vec<usize>, expected: usize, after_s: u64, endpoint: String },
+    MissingNodes { missing: Vec<usize>, expected: usize, after_s: u64, endpoint: String },
     #[error(
         "node rank {node_rank} is out of range: --nnodes={expected} allows 0 to {}",
         expected.saturating_sub(1)
     )]
-    NodeRank { node_rank: usize, expected: usize },
+    NodeRankOutOfRange { node_rank: usize, expected: usize },
     #[error(
         "node 0 ({endpoint}) assigned no ranks within {after_s} s\n  try: is node 0 running, with the same --nnodes and --rdzv-id?"
     )]
@@ -77,38 +77,38 @@ pub(crate) enum RendezvousError {
         "node rank {node} is taken: {other} joined with it before\n  try: give each node its own --node-rank, 0 to {}",
         nodes.saturating_sub(1)
     )]
-    Taken { node: usize, nodes: usize, other: String },
+    RankTaken { node: usize, nodes: usize, other: String },
     #[error(
         "--nnodes is {mine} here (node {node}) and {theirs} on node 0 ({host})\n  try: the same --nnodes on all nodes"
     )]
-    Nodes { node: usize, mine: usize, theirs: usize, host: String },
+    NodeCountMismatch { node: usize, mine: usize, theirs: usize, host: String },
     #[error("{0}; so this node ends as well")]
-    Over(Verdict),
+    JobEnded(JobOutcome),
     #[error("{NO_LOOPBACK}\n  try: {RAISE_LOOPBACK}")]
     NoLoopback,
     #[error(
         "this host does not reach its own address {address}, where it serves the store: {last}\n  try: ip addr and ip route \
          get show why; is the interface up, and is there a route?"
     )]
-    OwnAddress { address: String, last: String },
+    OwnAddressUnreachable { address: String, last: String },
     /// No failure: the other nodes have already completed the job.
     #[error("the job has ended well")]
-    NotNeeded,
+    AlreadySucceeded,
     #[error("{0}")]
     Refused(String),
     #[error("{0}")]
-    NotMet(String),
+    JoinTimeout(String),
     #[error(
         "is_host=true, but {host} is no address of this host\n  try: remove is_host, or name this host in --rdzv-endpoint"
     )]
-    NotHere { host: String },
+    NotLocalHost { host: String },
     #[error("{0}")]
     Store(#[from] StoreError),
     #[error(
         "{address} is in use{}\n  try: another --master-port, or 0 on one node; or end what listens there",
-        holder.as_ref().map(|holder| format!(" by {holder}")).unwrap_or_default()
+        owner.as_ref().map(|owner| format!(" by {owner}")).unwrap_or_default()
     )]
-    InUse { address: SocketAddr, holder: Option<String> },
+    InUse { address: SocketAddr, owner: Option<String> },
     #[error("{source}{}", serve_advice(source))]
     Serve { source: ServeError },
     #[error("{what}: {source}")]
@@ -121,9 +121,9 @@ const RAISE_LOOPBACK: &str =
 
 /// Warns if the workers of a single node cannot reach `host`, the address of their store. They may not need
 /// the store.
-fn warn_of_own_address(host: &str) {
-    if let Err(error) = reach::route_to_self(host) {
-        say(&format!(
+fn warn_if_own_address_unreachable(host: &str) {
+    if let Err(error) = connect::route_to_self(host) {
+        print_message(&format!(
             "warning: this host does not reach its own address {host}, where workers find the store: {error}; ip addr and \
              ip route get show why"
         ));
@@ -136,7 +136,7 @@ fn check_loopback(is_needed: bool) -> Result<(), RendezvousError> {
     match (interfaces::loopback_is_down(), is_needed) {
         (true, true) => Err(RendezvousError::NoLoopback),
         (true, false) => {
-            say(&format!("warning: {NO_LOOPBACK}; {RAISE_LOOPBACK}"));
+            print_message(&format!("warning: {NO_LOOPBACK}; {RAISE_LOOPBACK}"));
             Ok(())
         }
         (false, _) => Ok(()),
@@ -145,21 +145,22 @@ fn check_loopback(is_needed: bool) -> Result<(), RendezvousError> {
 
 impl RendezvousError {
     /// Returns true if the other nodes did not come. Returns false if they came and something is wrong.
-    pub(crate) fn is_absence(&self) -> bool {
+    pub(crate) fn is_join_timeout(&self) -> bool {
         match self {
-            Self::Missing { .. } | Self::NotAssigned { .. } | Self::Unreachable { .. } | Self::NotMet(_) => {
-                true
-            }
-            Self::NodeRank { .. }
+            Self::MissingNodes { .. }
+            | Self::NotAssigned { .. }
+            | Self::Unreachable { .. }
+            | Self::JoinTimeout(_) => true,
+            Self::NodeRankOutOfRange { .. }
             | Self::Malformed { .. }
-            | Self::Taken { .. }
-            | Self::Nodes { .. }
-            | Self::Over(_)
+            | Self::RankTaken { .. }
+            | Self::NodeCountMismatch { .. }
+            | Self::JobEnded(_)
             | Self::Refused(_)
-            | Self::NotHere { .. }
-            | Self::NotNeeded
+            | Self::NotLocalHost { .. }
+            | Self::AlreadySucceeded
             | Self::NoLoopback
-            | Self::OwnAddress { .. }
+            | Self::OwnAddressUnreachable { .. }
             | Self::Store(_)
             | Self::InUse { .. }
             | Self::Serve { .. }
@@ -190,12 +191,12 @@ fn nodes(ranks: &[usize]) -> String {
 
 /// Result of the wait for the other nodes.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Barrier {
+pub(crate) enum BarrierResult {
     /// All nodes have succeeded.
     Passed,
     /// It is unknown whether all nodes have succeeded. The text is a warning.
     Unknown(String),
-    /// The [`Court`] has news, which takes precedence.
+    /// The [`TerminationChannel`] has an event, which takes precedence.
     Interrupted,
 }
 
@@ -205,24 +206,24 @@ pub(crate) trait Rendezvous: Send + std::fmt::Debug {
     fn join(&mut self, restarts: u32) -> Result<Assignment, RendezvousError>;
 
     /// Waits until all nodes have succeeded, or until waiting is useless.
-    fn barrier(&mut self) -> Barrier;
+    fn barrier(&mut self) -> BarrierResult;
 
     /// Notes that the workers have ended and that none will be started again.
     fn close(&mut self) {}
 
     /// Returns true if a call may have to wait for other nodes. If not, a call takes less time than a new
     /// thread.
-    fn waits(&self) -> bool {
+    fn may_block(&self) -> bool {
         true
     }
 
     /// Returns the other jobs that use the rendezvous server of this launcher.
-    fn guests(&self) -> Guests {
-        Guests::default()
+    fn other_jobs(&self) -> OtherJobs {
+        OtherJobs::default()
     }
 
     /// Returns the channel for failures of other nodes, if the nodes that joined have one.
-    fn court(&self) -> Option<Arc<dyn Court>> {
+    fn termination_channel(&self) -> Option<Arc<dyn TerminationChannel>> {
         None
     }
 }
@@ -230,15 +231,15 @@ pub(crate) trait Rendezvous: Send + std::fmt::Debug {
 /// Returns the rendezvous that `config` asks for.
 pub(crate) fn choose(config: &Config) -> Box<dyn Rendezvous> {
     match &config.rendezvous {
-        Choice::Standalone => Box::new(Local::new(config)),
-        Choice::Elastic { endpoint, terms } => {
+        Choice::Standalone => Box::new(StandaloneRendezvous::new(config)),
+        Choice::Elastic { endpoint, settings } => {
             // The secret that the user gave. The launcher may create one for its own workers, but other nodes
             // do not know it.
             let token = Token::from_process().ok().flatten();
-            Box::new(Elastic::new(config, endpoint.clone(), *terms, token))
+            Box::new(ElasticRendezvous::new(config, endpoint.clone(), *settings, token))
         }
         Choice::Static { host, port, node_rank, timeout } => {
-            Box::new(Fixed::new(config, host, *port, *node_rank, *timeout))
+            Box::new(StaticRendezvous::new(config, host, *port, *node_rank, *timeout))
         }
     }
 }
@@ -275,7 +276,7 @@ fn serve(host: &str, port: u16) -> Result<StoreServer, RendezvousError> {
     }
     StoreServer::bind(&addresses).map_err(|error| match error {
         ServeError::InUse { address } => {
-            RendezvousError::InUse { address, holder: holder::holder(address.port()) }
+            RendezvousError::InUse { address, owner: port_owner::port_owner(address.port()) }
         }
         source => RendezvousError::Serve { source },
     })

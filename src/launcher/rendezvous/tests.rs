@@ -4,9 +4,9 @@ use proptest::prelude::*;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::court::Verdict;
-use super::fixed::Registration;
 use super::ranks::{Ranks, RoleInfo};
+use super::static_rendezvous::Registration;
+use super::termination::JobOutcome;
 use crate::report::Report;
 
 /// Returns true if `text` parses as `T`. Asserts that the parsed value survives a round trip.
@@ -18,7 +18,7 @@ fn reads<T: Serialize + DeserializeOwned>(text: &[u8]) -> bool {
     true
 }
 
-const VERDICTS: [&str; 5] = [
+const OUTCOMES: [&str; 5] = [
     r#"{"version":1,"node":3,"host":"b","what":{"failed":{"summary":"rank 3","report":"{}"}}}"#,
     r#"{"version":1,"node":0,"host":"a","what":{"error":{"text":"no folder"}}}"#,
     r#"{"version":1,"node":0,"host":"a","what":{"stopped":{"signal":15}}}"#,
@@ -31,7 +31,7 @@ const RANKS: &str = "[0, 1, 0, 1]";
 
 #[test]
 fn messages_of_agents_are_decoded() {
-    assert!(VERDICTS.iter().all(|text| reads::<Verdict>(text.as_bytes())), "{VERDICTS:?}");
+    assert!(OUTCOMES.iter().all(|text| reads::<JobOutcome>(text.as_bytes())), "{OUTCOMES:?}");
     assert!(reads::<Registration>(REGISTRATION.as_bytes()));
     assert!(reads::<RoleInfo>(ROLE_INFO.as_bytes()));
     assert!(reads::<Ranks>(RANKS.as_bytes()));
@@ -44,7 +44,7 @@ proptest! {
         changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..4),
         cut in any::<prop::sample::Index>(),
     ) {
-        let text = [&VERDICTS[..], &[REGISTRATION, ROLE_INFO, RANKS]].concat()[which];
+        let text = [&OUTCOMES[..], &[REGISTRATION, ROLE_INFO, RANKS]].concat()[which];
         let mut bytes = text.as_bytes().to_vec();
         for (place, byte) in changes {
             let place = place.index(bytes.len());
@@ -52,7 +52,7 @@ proptest! {
         }
         for end in [bytes.len(), cut.index(bytes.len())] {
             let bytes = &bytes[..end];
-            reads::<Verdict>(bytes);
+            reads::<JobOutcome>(bytes);
             reads::<Registration>(bytes);
             reads::<RoleInfo>(bytes);
             reads::<Ranks>(bytes);

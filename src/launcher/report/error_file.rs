@@ -11,7 +11,7 @@ const FILE_MAX_BYTES: u64 = 1 << 20;
 
 /// A worker's account of its failure.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Account {
+pub(super) struct ErrorFileContent {
     /// The time of the failure, in seconds since 1970.
     pub(super) seconds: Option<i64>,
     /// The traceback that the report shows.
@@ -22,10 +22,10 @@ pub(super) struct Account {
 ///
 /// # Errors
 /// A description of the problem, with the file's name.
-pub(super) fn read(path: &Path) -> Result<Option<Account>, String> {
+pub(super) fn read(path: &Path) -> Result<Option<ErrorFileContent>, String> {
     let Some(bytes) = bytes(path)? else { return Ok(None) };
     if bytes.len() as u64 > FILE_MAX_BYTES {
-        return Ok(Some(Account {
+        return Ok(Some(ErrorFileContent {
             seconds: None,
             traceback: format!(
                 "<the error file is longer than {} KiB and not shown here>",
@@ -46,18 +46,20 @@ pub(super) fn read(path: &Path) -> Result<Option<Account>, String> {
             let extra = inner.get("extraInfo");
             let stack = extra.and_then(|extra| extra.get("py_callstack"));
             let shown = stack.or_else(|| inner.get("message")).map_or_else(|| "<N/A>".to_owned(), text);
-            Account {
+            ErrorFileContent {
                 seconds: extra.and_then(|extra| extra.get("timestamp")).and_then(seconds),
                 traceback: shown,
             }
         }
         // Without a timestamp torch writes 0.
-        other => Account { seconds: value.get("timestamp").and_then(seconds), traceback: text(other) },
+        other => {
+            ErrorFileContent { seconds: value.get("timestamp").and_then(seconds), traceback: text(other) }
+        }
     }))
 }
 
 /// Copies the file at `path` to `target`, with `errorCode`.
-pub(super) fn hand_on(path: &Path, exit_code: i32, target: &Path) -> Result<(), String> {
+pub(super) fn copy_error_file(path: &Path, exit_code: i32, target: &Path) -> Result<(), String> {
     let Some(bytes) = bytes(path)? else { return Ok(()) };
     if bytes.len() as u64 > FILE_MAX_BYTES {
         return Err(format!(

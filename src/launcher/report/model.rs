@@ -5,7 +5,7 @@
 use convoke_env::ExitCause;
 use serde::{Deserialize, Serialize};
 
-use crate::cause::{Candidate, Class, elect};
+use crate::cause::{Candidate, Class, select_root_cause};
 
 /// Version of the JSON form.
 pub(crate) const VERSION: u32 = 1;
@@ -43,7 +43,7 @@ pub(crate) struct Report {
     pub(crate) failures_left_out: usize,
     /// The recorded operations of this node's workers in their groups, if they recorded any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) flight: Option<Flight>,
+    pub(crate) flight: Option<FlightSummary>,
     /// Settings that the launcher made for the workers without a request.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) notes: Vec<String>,
@@ -51,7 +51,7 @@ pub(crate) struct Report {
 
 /// The account of the flight recordings.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Flight {
+pub(crate) struct FlightSummary {
     /// The folder that holds the recordings.
     pub(crate) folder: String,
     /// One line for each group in which a rank waited or died.
@@ -91,8 +91,8 @@ pub(crate) struct Failure {
     pub(crate) explanation: String,
     pub(crate) advice: Option<String>,
     /// The rank that it names as lost.
-    #[serde(default)]
-    pub(crate) blames: Option<usize>,
+    #[serde(default, rename = "blames")]
+    pub(crate) suspect_rank: Option<usize>,
     /// Its error file, if it wrote one.
     pub(crate) error_file: Option<String>,
     /// The traceback in its error file, else the one found in its stderr.
@@ -124,7 +124,7 @@ fn is_zero(number: &usize) -> bool {
 
 /// The limits on each text in a short form.
 #[derive(Debug, Clone, Copy)]
-struct Limits {
+struct SizeLimits {
     failures: usize,
     root_bytes: usize,
     other_bytes: usize,
@@ -139,7 +139,7 @@ impl Report {
     /// Serializes the report in at most [`MESSAGE_MAX_BYTES`]. Cuts long texts and many failures; cuts the
     /// root cause last.
     pub(crate) fn to_json(&self) -> String {
-        let mut limits = Limits { failures: 256, root_bytes: MESSAGE_MAX_BYTES, other_bytes: 16 << 10 };
+        let mut limits = SizeLimits { failures: 256, root_bytes: MESSAGE_MAX_BYTES, other_bytes: 16 << 10 };
         loop {
             let json = serde_json::to_string(&self.cut(limits)).unwrap_or_default();
             if json.len() <= MESSAGE_MAX_BYTES {
@@ -196,7 +196,7 @@ impl Report {
         self
     }
 
-    fn cut(&self, limits: Limits) -> Self {
+    fn cut(&self, limits: SizeLimits) -> Self {
         let mut report = Self { failures: Vec::new(), root_cause: None, ..self.clone() };
         for (at, failure) in self.failures.iter().enumerate() {
             let root = self.root_cause == Some(at);
@@ -268,14 +268,14 @@ fn shorten(text: &mut String, bytes: usize) {
 }
 
 /// Index of the root cause among failures of any nodes.
-pub(crate) fn root_of(failures: &[Failure]) -> Option<usize> {
+pub(crate) fn root_cause_of(failures: &[Failure]) -> Option<usize> {
     let candidate = |failure: &Failure| Candidate {
         rank: failure.rank,
         class: failure.class,
         stopped: failure.stopped_by_us,
-        blames: failure.blames,
+        suspect_rank: failure.suspect_rank,
         // Error files give times in seconds.
         time: failure.time_unix_ms.div_euclid(1000),
     };
-    elect(&failures.iter().map(candidate).collect::<Vec<_>>())
+    select_root_cause(&failures.iter().map(candidate).collect::<Vec<_>>())
 }

@@ -6,10 +6,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use jiff::tz::TimeZone;
 
-use super::model::{Failure, Flight, Report};
+use super::model::{Failure, FlightSummary, Report};
 use super::text::{borders, local_time, shorten};
 use crate::cause::Class;
-use crate::words;
+use crate::formatting;
 
 /// Lines of a traceback.
 const TRACEBACK_LINES: usize = 12;
@@ -140,7 +140,7 @@ impl Screen {
     }
 
     /// Shows which ranks waited for which others.
-    fn calls(&mut self, flight: &Flight) {
+    fn calls(&mut self, flight: &FlightSummary) {
         for (at, line) in self.first(&flight.groups, CALL_LINES).iter().enumerate() {
             self.field(if at == 0 { "calls" } else { "" }, line);
         }
@@ -174,7 +174,10 @@ impl Screen {
             self.line(&format!("  {workers} workers failed in {} other ways", rest.len()));
         }
         if !stopped.is_empty() {
-            self.line(&format!("  {}: stopped by the launcher, after another had failed", who(&stopped)));
+            self.line(&format!(
+                "  {}: stopped by the launcher, after another had failed",
+                ranks_and_hosts(&stopped)
+            ));
         }
         if report.failures_left_out > 0 {
             self.line(&format!("  ... and {} more", report.failures_left_out));
@@ -185,7 +188,7 @@ impl Screen {
     fn entry(&mut self, group: &[&Failure], as_root: bool, with_traceback: bool) {
         let [first, ..] = group else { return };
         if as_root {
-            self.line(&format!("  {}: as above", who(group)));
+            self.line(&format!("  {}: as above", ranks_and_hosts(group)));
             return;
         }
         let (traceback, cause) = traceback_and_cause(first);
@@ -193,7 +196,7 @@ impl Screen {
             Some(cause) => format!(" ({}: {cause})", first.class),
             None => String::new(),
         };
-        self.line(&format!("  {}: {}{cause}", who(group), first.describe()));
+        self.line(&format!("  {}: {}{cause}", ranks_and_hosts(group), first.describe()));
         // A failure that follows from another process's end needs no traceback.
         if with_traceback && first.class != Class::PeerLost {
             let end = self.last(&traceback, ENTRY_TRACEBACK_LINES);
@@ -240,7 +243,7 @@ fn traceback_and_cause(failure: &Failure) -> (Vec<&str>, Vec<&str>) {
 }
 
 /// `ranks 0-2,5 on node7; rank 8 on node8`
-fn who(failures: &[&Failure]) -> String {
+fn ranks_and_hosts(failures: &[&Failure]) -> String {
     let mut hosts = BTreeMap::<(usize, &str), BTreeSet<usize>>::new();
     for failure in failures {
         hosts.entry((failure.node, failure.host.as_str())).or_default().insert(failure.rank);
@@ -250,7 +253,7 @@ fn who(failures: &[&Failure]) -> String {
         .into_iter()
         .take(HOSTS)
         .map(|((_, host), ranks)| {
-            format!("{} on {host}", words::ranks(&ranks.into_iter().collect::<Vec<_>>()))
+            format!("{} on {host}", formatting::ranks(&ranks.into_iter().collect::<Vec<_>>()))
         })
         .collect();
     if more > 0 {

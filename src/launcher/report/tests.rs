@@ -16,12 +16,12 @@ fn at(seconds: u64) -> SystemTime {
     SystemTime::UNIX_EPOCH + Duration::from_secs(seconds)
 }
 
-fn failure(local_rank: usize, cause: ExitCause) -> Ended {
-    Ended {
+fn failure(local_rank: usize, cause: ExitCause) -> EndedWorker {
+    EndedWorker {
         local_rank,
         rank: local_rank + 4,
         pid: Some(100 + local_rank as i32),
-        how: How::Exited(cause),
+        end: WorkerEnd::Exited(cause),
         time: at(AT),
         stopped: false,
         error_file: None,
@@ -39,7 +39,7 @@ fn job(title: &str) -> Job {
         nodes: Some(2),
         restarts: 0,
         max_restarts: 0,
-        guessed: false,
+        assumed_python: false,
         began: at(AT - 60),
         stderr_lines: STDERR_LINES,
         notes: Vec::new(),
@@ -47,7 +47,7 @@ fn job(title: &str) -> Job {
 }
 
 /// The report on host `node7`.
-fn made(title: &str, failures: &[Ended]) -> Report {
+fn made(title: &str, failures: &[EndedWorker]) -> Report {
     let (mut report, _) = build(&job(title), failures);
     report.host = "node7".to_owned();
     report.failures.iter_mut().for_each(|failure| failure.host = "node7".to_owned());
@@ -55,17 +55,17 @@ fn made(title: &str, failures: &[Ended]) -> Report {
 }
 
 /// Returns the full text of the report, in UTC.
-fn text(title: &str, failures: &[Ended]) -> String {
+fn text(title: &str, failures: &[EndedWorker]) -> String {
     text::report(&made(title, failures), &TimeZone::UTC)
 }
 
-fn root_cause(failures: &[Ended]) -> Option<usize> {
+fn root_cause(failures: &[EndedWorker]) -> Option<usize> {
     made("x", failures).root_cause
 }
 
 #[test]
 fn report_layout_matches_torchrun() {
-    let stopped = Ended { stopped: true, ..failure(0, ExitCause::Signal(15)) };
+    let stopped = EndedWorker { stopped: true, ..failure(0, ExitCause::Signal(15)) };
     let failures = [failure(1, ExitCause::Code(3)), stopped];
     let wanted = "
 ============================================================
@@ -134,13 +134,14 @@ fn earliest_second_then_detection_order_selects_the_root_cause() {
 }
 
 /// Failures with error files of this content.
-fn with_files(contents: &[&str]) -> Result<(tempfile::TempDir, Vec<Ended>)> {
+fn with_files(contents: &[&str]) -> Result<(tempfile::TempDir, Vec<EndedWorker>)> {
     let dir = tempfile::tempdir()?;
     let mut failures = Vec::new();
     for (rank, content) in contents.iter().enumerate() {
         let path = dir.path().join(format!("{rank}.json"));
         fs::write(&path, content)?;
-        failures.push(Ended { error_file: Some(path), ..failure(rank, ExitCause::Code(10 + rank as i32)) });
+        failures
+            .push(EndedWorker { error_file: Some(path), ..failure(rank, ExitCause::Code(10 + rank as i32)) });
     }
     Ok((dir, failures))
 }
@@ -179,7 +180,7 @@ fn incomplete_error_files_are_shown_as_far_as_possible() -> Result {
         let (_dir, failures) = with_files(&[content])?;
         let report = made("x", &failures);
         assert_eq!(report.failures[0].time_unix_ms, 1000 * AT as i64, "{content}: time of detection");
-        let report = render(&report, Form::Full);
+        let report = render(&report, ReportFormat::Full);
         assert!(report.contains(&format!("  traceback : {traceback}\n")), "{content}: {report}");
     }
     Ok(())
@@ -195,7 +196,7 @@ fn invalid_error_file_is_named_and_report_still_printed() -> Result {
             wrong.starts_with(&format!("rank 4: error file {}/0.json ", dir.path().display())),
             "{wrong}"
         );
-        let text = render(&report, Form::Full);
+        let text = render(&report, ReportFormat::Full);
         assert!(text.contains("x FAILED\n") && text.contains("Traceback\n    line two"), "{text}");
     }
     Ok(())
@@ -214,7 +215,8 @@ fn non_regular_error_file_is_ignored() -> Result {
     let dir = tempfile::tempdir()?;
     nix::unistd::mkfifo(&dir.path().join("fifo"), nix::sys::stat::Mode::S_IRWXU)?;
     for name in ["fifo", ".", "absent"] {
-        let failures = [Ended { error_file: Some(dir.path().join(name)), ..failure(0, ExitCause::Code(1)) }];
+        let failures =
+            [EndedWorker { error_file: Some(dir.path().join(name)), ..failure(0, ExitCause::Code(1)) }];
         assert!(text("x", &failures).contains("  error_file: <N/A>\n"), "{name}");
     }
     Ok(())
@@ -224,15 +226,15 @@ fn non_regular_error_file_is_ignored() -> Result {
 fn root_cause_is_copied_to_the_parent_with_exit_code() -> Result {
     let (dir, mut failures) = with_files(&[r#"{"message": "later", "timestamp": 1700000100}"#, RECORDED])?;
     let target = dir.path().join("parent.json");
-    hand_on(&made("x", &failures), &failures, &target)?;
+    copy_error_file(&made("x", &failures), &failures, &target)?;
     let value: serde_json::Value = serde_json::from_slice(&fs::read(&target)?)?;
     assert_eq!(
         value,
         serde_json::json!({"message": {"message": "ValueError: bad", "errorCode": 11,
             "extraInfo": {"py_callstack": "Traceback\n  line two", "timestamp": "1700000000"}}})
     );
-    failures[1].how = How::Exited(ExitCause::Signal(11));
-    hand_on(&made("x", &failures), &failures, &target)?;
+    failures[1].end = WorkerEnd::Exited(ExitCause::Signal(11));
+    copy_error_file(&made("x", &failures), &failures, &target)?;
     assert!(fs::read_to_string(&target)?.contains(r#""errorCode":-11"#), "negative for signals");
     assert_eq!(fs::read_dir(dir.path())?.count(), 3, "no temporary file is left");
     Ok(())
@@ -242,16 +244,16 @@ fn root_cause_is_copied_to_the_parent_with_exit_code() -> Result {
 fn plain_error_is_copied_unchanged_and_absent_one_not_written() -> Result {
     let (dir, failures) = with_files(&[r#"{"message": "plain", "timestamp": 5}"#])?;
     let target = dir.path().join("parent.json");
-    hand_on(&made("x", &failures), &failures, &target)?;
+    copy_error_file(&made("x", &failures), &failures, &target)?;
     assert!(!fs::read_to_string(&target)?.contains("errorCode"));
     let target = dir.path().join("other.json");
     {
         let failures = [failure(0, ExitCause::Code(1))];
-        hand_on(&made("x", &failures), &failures, &target)
+        copy_error_file(&made("x", &failures), &failures, &target)
     }?;
-    hand_on(&made("x", &[]), &[], &target)?;
+    copy_error_file(&made("x", &[]), &[], &target)?;
     assert!(!target.exists());
-    let error = hand_on(&made("x", &failures), &failures, &dir.path().join("no/such/dir.json"))
+    let error = copy_error_file(&made("x", &failures), &failures, &dir.path().join("no/such/dir.json"))
         .expect_err("no directory");
     assert!(error.starts_with("cannot write "), "{error}");
     Ok(())
@@ -278,7 +280,7 @@ proptest! {
     fn any_error_file_is_handled_without_panic(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
         let file = tempfile::NamedTempFile::new().expect("a file");
         fs::write(file.path(), bytes).expect("written");
-        let failures = [Ended { error_file: Some(file.path().to_owned()), ..failure(0, ExitCause::Code(1)) }];
+        let failures = [EndedWorker { error_file: Some(file.path().to_owned()), ..failure(0, ExitCause::Code(1)) }];
         let text = text("x", &failures);
         prop_assert!(text.contains("x FAILED"));
     }
@@ -288,16 +290,16 @@ proptest! {
     fn any_timestamp_is_handled_without_panic(seconds in any::<f64>()) {
         let file = tempfile::NamedTempFile::new().expect("a file");
         fs::write(file.path(), serde_json::json!({"message": "m", "timestamp": seconds}).to_string()).expect("written");
-        let failures = [Ended { error_file: Some(file.path().to_owned()), ..failure(0, ExitCause::Code(1)) }];
+        let failures = [EndedWorker { error_file: Some(file.path().to_owned()), ..failure(0, ExitCause::Code(1)) }];
         prop_assert!(text("x", &failures).contains("x FAILED"));
     }
 }
 
 /// The traceback of an exception on stderr.
-fn raised(worker: Ended, message: &str) -> Ended {
+fn raised(worker: EndedWorker, message: &str) -> EndedWorker {
     let text =
         format!("before\nTraceback (most recent call last):\n  File \"t.py\", line 1\n{message}\nafter\n");
-    Ended { stderr: (text.into_bytes(), false), ..worker }
+    EndedWorker { stderr: (text.into_bytes(), false), ..worker }
 }
 
 #[test]
@@ -349,7 +351,7 @@ fn early_exit_is_root_cause_only_of_lost_connections() {
         "it left afterwards"
     );
     // It counts if they name it, since they may fail before it exits.
-    let lost = Ended {
+    let lost = EndedWorker {
         stderr: (b"rank 4 at 127.0.0.1:4 has left the group; group world\n".to_vec(), false),
         ..failure(1, ExitCause::Code(1))
     };
@@ -363,11 +365,11 @@ fn early_exit_is_root_cause_only_of_lost_connections() {
 fn worker_logging_its_own_panic_has_not_lost_peers() {
     let stderr =
         b"thread 'main' panicked at x.rs:1:1:\nno data\nrank 5 at 127.0.0.1:4 panicked; group world\n";
-    let own = Ended { stderr: (stderr.to_vec(), false), ..failure(1, ExitCause::Code(101)) };
-    let other = Ended { rank: 6, ..own.clone() };
+    let own = EndedWorker { stderr: (stderr.to_vec(), false), ..failure(1, ExitCause::Code(101)) };
+    let other = EndedWorker { rank: 6, ..own.clone() };
     assert_eq!(made("x", &[own]).root().map(|root| root.class), Some(Class::Panic));
     assert_eq!(
-        made("x", &[other]).root().map(|root| (root.class, root.blames)),
+        made("x", &[other]).root().map(|root| (root.class, root.suspect_rank)),
         Some((Class::PeerLost, Some(5)))
     );
 }
@@ -376,15 +378,15 @@ fn worker_logging_its_own_panic_has_not_lost_peers() {
 fn unstartable_worker_is_a_failure_without_a_process() {
     let how = |class| {
         let (why, advice) = ("./x: Permission denied (os error 13)".to_owned(), "chmod +x ./x".to_owned());
-        How::NotStarted(NotStarted { class, why, advice })
+        WorkerEnd::NotStarted(NotStarted { class, reason: why, advice })
     };
-    let first = Ended { pid: None, how: how(Class::NotExecutable), ..failure(0, ExitCause::Code(0)) };
+    let first = EndedWorker { pid: None, end: how(Class::NotExecutable), ..failure(0, ExitCause::Code(0)) };
     let report = made("x", &[first]);
     let root = report.root().map(|root| (root.class, root.exitcode, root.describe()));
     assert_eq!(root, Some((Class::NotExecutable, None, "could not be started".to_owned())));
-    assert!(render(&report, Form::Full).contains("  exitcode  : <N/A> (pid: 0) \n"));
-    assert!(render(&report, Form::Full).contains("chmod +x ./x"));
-    let first = Ended { pid: None, how: how(Class::CpuBinding), ..failure(0, ExitCause::Code(0)) };
+    assert!(render(&report, ReportFormat::Full).contains("  exitcode  : <N/A> (pid: 0) \n"));
+    assert!(render(&report, ReportFormat::Full).contains("chmod +x ./x"));
+    let first = EndedWorker { pid: None, end: how(Class::CpuBinding), ..failure(0, ExitCause::Code(0)) };
     assert_eq!(made("x", &[first]).root().map(|root| root.class), Some(Class::CpuBinding));
 }
 
@@ -395,7 +397,7 @@ fn report_is_unchanged_after_transfer_to_another_node() -> Result {
     let report = made("train.py", &failures);
     let there = Report::from_json(&report.to_json())?;
     assert_eq!(there, report);
-    assert_eq!(render(&there, Form::Full), render(&report, Form::Full));
+    assert_eq!(render(&there, ReportFormat::Full), render(&report, ReportFormat::Full));
     let newer =
         report.to_json().replacen('{', r#"{"news": [1], "#, 1).replace("\"exit\"", "\"from-the-future\"");
     assert_eq!(Report::from_json(&newer)?.failures.len(), 3);
@@ -408,9 +410,11 @@ fn report_is_unchanged_after_transfer_to_another_node() -> Result {
 #[test]
 fn transferred_report_is_short_and_keeps_the_root_cause() -> Result {
     let noise: String = (0..4000).map(|line| format!("line {line} \u{7} \"quoted\" äöü\n")).collect();
-    let loud =
-        |rank| Ended { stderr: (noise.clone().into_bytes(), true), ..failure(rank, ExitCause::Code(1)) };
-    let mut failures: Vec<Ended> = (0..500).map(loud).collect();
+    let loud = |rank| EndedWorker {
+        stderr: (noise.clone().into_bytes(), true),
+        ..failure(rank, ExitCause::Code(1))
+    };
+    let mut failures: Vec<EndedWorker> = (0..500).map(loud).collect();
     failures[400] = raised(loud(400), &format!("ValueError: {}", "long ".repeat(30_000)));
     failures[400].time -= Duration::from_secs(9);
     let mut report = made(&"title".repeat(9999), &failures);
@@ -421,7 +425,7 @@ fn transferred_report_is_short_and_keeps_the_root_cause() -> Result {
     let there = Report::from_json(&json)?;
     assert_eq!(there.root().map(|root| (root.rank, root.pid)), Some((404, 500)));
     assert_eq!(there.failures.len() + there.failures_left_out, 500);
-    assert!(render(&there, Form::Full).contains("more\n"));
+    assert!(render(&there, ReportFormat::Full).contains("more\n"));
     Ok(())
 }
 
@@ -437,7 +441,7 @@ fn reports_of_two_nodes_have_one_root_cause() {
     assert_eq!(agreed.root().map(|root| (root.node, root.class)), Some((2, Class::Segfault)));
     assert_eq!(agreed.failures.len(), 2);
     assert_eq!(agreed.clone().with_root_of(&there), agreed, "said twice is not two failures");
-    assert!(render(&agreed, Form::Full).contains("Root Cause (first observed failure):\n[1]:\n"));
+    assert!(render(&agreed, ReportFormat::Full).contains("Root Cause (first observed failure):\n[1]:\n"));
     assert_eq!(here.clone().with_root_of(&without_failures(&job("x"), Outcome::Failed, None)), here);
 }
 
@@ -465,7 +469,7 @@ fn report_starts_with_the_root_cause_and_repeats_no_line() {
     let raised = raised(failure(1, ExitCause::Code(1)), "ValueError: bad");
     let mut after = raised.clone();
     after.stderr = (String::from_utf8_lossy(&after.stderr.0).replace("after\n", "").into_bytes(), false);
-    let stopped = |rank| Ended { stopped: true, ..failure(rank, ExitCause::Signal(15)) };
+    let stopped = |rank| EndedWorker { stopped: true, ..failure(rank, ExitCause::Signal(15)) };
     let report = made("train.py", &[after, stopped(0), stopped(2)]);
     let wanted = "
 ============================================================
@@ -537,10 +541,10 @@ proptest! {
         let worker = |(rank, code): (usize, &i32)| {
             let cause = if *code < 0 { ExitCause::Signal(-code) } else { ExitCause::Code(*code) };
             let stderr = texts[rank % texts.len()].clone().into_bytes();
-            Ended { stderr: (stderr, false), stopped: rank % 5 == 4, ..failure(rank, cause) }
+            EndedWorker { stderr: (stderr, false), stopped: rank % 5 == 4, ..failure(rank, cause) }
         };
         let mut report = made("x", &codes.iter().enumerate().map(worker).collect::<Vec<_>>());
-        report.flight = Some(Flight { folder: "/tmp/x".to_owned(), groups: vec!["a group".to_owned(); 30] });
+        report.flight = Some(FlightSummary { folder: "/tmp/x".to_owned(), groups: vec!["a group".to_owned(); 30] });
         report.failures.iter_mut().for_each(|failure| failure.gpu = vec!["a line".to_owned(); 9]);
         let text = screen(&report);
         prop_assert!(text.lines().count() <= 50, "{} lines: {text}", text.lines().count());

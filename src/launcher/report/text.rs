@@ -4,7 +4,7 @@
 use jiff::Timestamp;
 use jiff::tz::TimeZone;
 
-use super::model::{Failure, Flight, Report};
+use super::model::{Failure, FlightSummary, Report};
 use crate::cause::Class;
 
 /// Borders are as long as the longest line, but not longer than this.
@@ -52,7 +52,7 @@ pub(super) fn borders<'a>(lines: impl Iterator<Item = &'a str>) -> (String, Stri
 }
 
 /// Formats which ranks waited for which others.
-fn flight(flight: &Flight) -> String {
+fn flight(flight: &FlightSummary) -> String {
     let groups = flight.groups.join("\n              ");
     let calls = if groups.is_empty() { String::new() } else { format!("  calls     : {groups}\n") };
     format!("{calls}  recorded  : convoke-flight {}\n", flight.folder)

@@ -2,23 +2,26 @@ use super::*;
 use crate::cause::Class;
 
 const GRACE: Duration = Duration::from_secs(30);
-const CULPRIT: Duration = Duration::from_secs(5);
+const ROOT_CAUSE_WAIT: Duration = Duration::from_secs(5);
 
 /// A supervisor on virtual time. `does` asserts the actions that an event causes.
-struct Story {
+struct Simulation {
     supervisor: Supervisor,
     start: Instant,
 }
 
-impl Story {
+impl Simulation {
     fn of(count: usize, settle_ms: u64) -> Self {
-        let policy =
-            Policy { settle: Duration::from_millis(settle_ms), culprit: CULPRIT, failure_grace: GRACE };
-        let mut story = Self { supervisor: Supervisor::new(count, policy), start: Instant::now() };
+        let policy = Policy {
+            simultaneity_window: Duration::from_millis(settle_ms),
+            root_cause_wait: ROOT_CAUSE_WAIT,
+            failure_grace: GRACE,
+        };
+        let mut simulation = Self { supervisor: Supervisor::new(count, policy), start: Instant::now() };
         for local_rank in 0..count {
-            story.at(0, Event::Started { local_rank }, &[]);
+            simulation.at(0, Event::Started { local_rank }, &[]);
         }
-        story
+        simulation
     }
 
     fn at(&mut self, ms: u64, event: Event, expected: &[Action]) {
@@ -33,253 +36,277 @@ impl Story {
 }
 
 fn exit(local_rank: usize, code: i32) -> Event {
-    Event::Exited { local_rank, cause: ExitCause::Code(code), blame: Blame::Itself }
+    Event::Exited { local_rank, cause: ExitCause::Code(code), origin: FailureOrigin::Own }
 }
 
 fn killed(local_rank: usize, signal: Signal) -> Event {
-    Event::Exited { local_rank, cause: ExitCause::Signal(signal as i32), blame: Blame::Itself }
+    Event::Exited { local_rank, cause: ExitCause::Signal(signal as i32), origin: FailureOrigin::Own }
 }
 
 fn signal(local_rank: usize, signal: Signal) -> Action {
     Action::Signal { local_rank, signal }
 }
 
-fn failing(local_rank: usize, code: i32) -> Action {
-    Action::Failing { local_rank, cause: ExitCause::Code(code) }
+fn round_failed(local_rank: usize, code: i32) -> Action {
+    Action::RoundFailed { local_rank, cause: ExitCause::Code(code) }
 }
 
 fn failure(local_rank: usize, cause: ExitCause, stopped: bool) -> Failure {
-    Failure { local_rank, cause, stopped, blame: Blame::Itself }
+    Failure { local_rank, cause, stopped, origin: FailureOrigin::Own }
 }
 
 /// Exit with code 1 that blames another worker, which may be named.
 fn blames(local_rank: usize, other: Option<usize>) -> Event {
-    Event::Exited { local_rank, cause: ExitCause::Code(1), blame: Blame::Other(other) }
+    Event::Exited { local_rank, cause: ExitCause::Code(1), origin: FailureOrigin::Peer(other) }
 }
 
 fn blaming(local_rank: usize, other: Option<usize>) -> Failure {
-    Failure { local_rank, cause: ExitCause::Code(1), stopped: false, blame: Blame::Other(other) }
+    Failure { local_rank, cause: ExitCause::Code(1), stopped: false, origin: FailureOrigin::Peer(other) }
 }
 
 #[test]
 fn accused_worker_may_exit_with_its_own_error_first() {
-    let mut story = Story::of(3, 0);
-    story.at(0, blames(0, Some(1)), &[]);
-    story.wakes_at(Some(5_000));
-    story.at(10, blames(2, Some(1)), &[]);
+    let mut simulation = Simulation::of(3, 0);
+    simulation.at(0, blames(0, Some(1)), &[]);
+    simulation.wakes_at(Some(5_000));
+    simulation.at(10, blames(2, Some(1)), &[]);
     let failures = vec![blaming(0, Some(1)), blaming(2, Some(1)), failure(1, ExitCause::Code(7), false)];
-    story.at(900, exit(1, 7), &[failing(1, 7), Action::Finish(Outcome::Failed(failures))]);
+    simulation.at(900, exit(1, 7), &[round_failed(1, 7), Action::Finish(Outcome::Failed(failures))]);
 }
 
 #[test]
 fn other_workers_are_stopped_when_the_accused_worker_exits() {
-    for (code, cause) in [(7, failing(1, 7)), (0, failing(0, 1))] {
-        let mut story = Story::of(3, 0);
-        story.at(0, blames(0, Some(1)), &[]);
-        story.at(20, exit(1, code), &[cause, signal(2, Signal::SIGTERM)]);
+    for (code, cause) in [(7, round_failed(1, 7)), (0, round_failed(0, 1))] {
+        let mut simulation = Simulation::of(3, 0);
+        simulation.at(0, blames(0, Some(1)), &[]);
+        simulation.at(20, exit(1, code), &[cause, signal(2, Signal::SIGTERM)]);
     }
 }
 
 #[test]
 fn accused_worker_that_continues_is_stopped_after_a_timeout() {
-    let mut story = Story::of(3, 0);
-    story.at(0, blames(0, Some(1)), &[]);
-    story.at(4_999, Event::Tick, &[]);
-    let stops = [failing(0, 1), signal(1, Signal::SIGTERM), signal(2, Signal::SIGTERM)];
-    story.at(5_000, Event::Tick, &stops);
+    let mut simulation = Simulation::of(3, 0);
+    simulation.at(0, blames(0, Some(1)), &[]);
+    simulation.at(4_999, Event::Tick, &[]);
+    let stops = [round_failed(0, 1), signal(1, Signal::SIGTERM), signal(2, Signal::SIGTERM)];
+    simulation.at(5_000, Event::Tick, &stops);
 }
 
 #[test]
 fn worker_accusing_another_node_waits_for_its_local_workers() {
-    let mut story = Story::of(3, 0);
-    story.at(0, blames(0, None), &[]);
-    story.at(1, exit(2, 0), &[]);
-    story.at(
+    let mut simulation = Simulation::of(3, 0);
+    simulation.at(0, blames(0, None), &[]);
+    simulation.at(1, exit(2, 0), &[]);
+    simulation.at(
         2,
         exit(1, 3),
         &[
-            failing(1, 3),
+            round_failed(1, 3),
             Action::Finish(Outcome::Failed(vec![blaming(0, None), failure(1, ExitCause::Code(3), false)])),
         ],
     );
-    let mut alone = Story::of(1, 0);
+    let mut alone = Simulation::of(1, 0);
     let failures = vec![blaming(0, None)];
-    alone.at(0, blames(0, None), &[failing(0, 1), Action::Finish(Outcome::Failed(failures))]);
+    alone.at(0, blames(0, None), &[round_failed(0, 1), Action::Finish(Outcome::Failed(failures))]);
 }
 
 #[test]
 fn job_end_on_other_nodes_stops_workers_awaiting_a_culprit() {
-    let mut story = Story::of(2, 0);
-    story.at(0, blames(0, None), &[]);
-    story.at(1, Event::Abort { signal: Signal::SIGTERM, grace: GRACE }, &[signal(1, Signal::SIGTERM)]);
-    story.at(2, killed(1, Signal::SIGTERM), &[Action::Finish(Outcome::Aborted)]);
+    let mut simulation = Simulation::of(2, 0);
+    simulation.at(0, blames(0, None), &[]);
+    simulation.at(1, Event::Abort { signal: Signal::SIGTERM, grace: GRACE }, &[signal(1, Signal::SIGTERM)]);
+    simulation.at(2, killed(1, Signal::SIGTERM), &[Action::Finish(Outcome::Aborted)]);
 }
 
 #[test]
 fn settling_time_starts_with_the_first_independent_failure() {
-    let mut story = Story::of(3, 2_000);
-    story.at(0, blames(0, Some(1)), &[]);
-    story.at(3_000, exit(1, 7), &[failing(1, 7)]);
-    story.wakes_at(Some(5_000));
-    story.at(5_000, Event::Tick, &[signal(2, Signal::SIGTERM)]);
+    let mut simulation = Simulation::of(3, 2_000);
+    simulation.at(0, blames(0, Some(1)), &[]);
+    simulation.at(3_000, exit(1, 7), &[round_failed(1, 7)]);
+    simulation.wakes_at(Some(5_000));
+    simulation.at(5_000, Event::Tick, &[signal(2, Signal::SIGTERM)]);
 }
 
 #[test]
 fn attempt_succeeds_when_all_workers_exit_with_0() {
-    let mut story = Story::of(2, 0);
-    story.at(1, exit(1, 0), &[]);
-    story.wakes_at(None);
-    story.at(9, exit(0, 0), &[Action::Finish(Outcome::Succeeded)]);
+    let mut simulation = Simulation::of(2, 0);
+    simulation.at(1, exit(1, 0), &[]);
+    simulation.wakes_at(None);
+    simulation.at(9, exit(0, 0), &[Action::Finish(Outcome::Succeeded)]);
 }
 
 #[test]
 fn failure_stops_the_other_workers_and_keeps_the_order() {
-    let mut story = Story::of(3, 0);
-    story.at(1, exit(0, 0), &[]);
-    story.at(2, exit(2, 3), &[failing(2, 3), signal(1, Signal::SIGTERM)]);
-    story.wakes_at(Some(30_002));
+    let mut simulation = Simulation::of(3, 0);
+    simulation.at(1, exit(0, 0), &[]);
+    simulation.at(2, exit(2, 3), &[round_failed(2, 3), signal(1, Signal::SIGTERM)]);
+    simulation.wakes_at(Some(30_002));
     let failures = vec![
         failure(2, ExitCause::Code(3), false),
         failure(1, ExitCause::Signal(Signal::SIGTERM as i32), true),
     ];
-    story.at(3, killed(1, Signal::SIGTERM), &[Action::Finish(Outcome::Failed(failures))]);
+    simulation.at(3, killed(1, Signal::SIGTERM), &[Action::Finish(Outcome::Failed(failures))]);
 }
 
 #[test]
 fn worker_exiting_with_0_when_stopped_is_no_failure() {
-    let mut story = Story::of(2, 0);
-    story.at(1, exit(0, 9), &[failing(0, 9), signal(1, Signal::SIGTERM)]);
-    story.at(2, exit(1, 0), &[Action::Finish(Outcome::Failed(vec![failure(0, ExitCause::Code(9), false)]))]);
+    let mut simulation = Simulation::of(2, 0);
+    simulation.at(1, exit(0, 9), &[round_failed(0, 9), signal(1, Signal::SIGTERM)]);
+    simulation.at(
+        2,
+        exit(1, 0),
+        &[Action::Finish(Outcome::Failed(vec![failure(0, ExitCause::Code(9), false)]))],
+    );
 }
 
 #[test]
 fn worker_ignoring_sigterm_is_killed_after_the_grace_period() {
-    let mut story = Story::of(2, 0);
-    story.at(0, exit(0, 1), &[failing(0, 1), signal(1, Signal::SIGTERM)]);
-    story.at(29_999, Event::Tick, &[]);
-    story.at(30_000, Event::Tick, &[signal(1, Signal::SIGKILL)]);
-    story.wakes_at(None);
+    let mut simulation = Simulation::of(2, 0);
+    simulation.at(0, exit(0, 1), &[round_failed(0, 1), signal(1, Signal::SIGTERM)]);
+    simulation.at(29_999, Event::Tick, &[]);
+    simulation.at(30_000, Event::Tick, &[signal(1, Signal::SIGKILL)]);
+    simulation.wakes_at(None);
     let failures = vec![
         failure(0, ExitCause::Code(1), false),
         failure(1, ExitCause::Signal(Signal::SIGKILL as i32), true),
     ];
-    story.at(30_001, killed(1, Signal::SIGKILL), &[Action::Finish(Outcome::Failed(failures))]);
+    simulation.at(30_001, killed(1, Signal::SIGKILL), &[Action::Finish(Outcome::Failed(failures))]);
 }
 
 #[test]
 fn failures_within_the_settling_time_are_simultaneous() {
-    let mut story = Story::of(3, 2_000);
-    story.at(0, exit(0, 10), &[failing(0, 10)]);
-    story.wakes_at(Some(2_000));
-    story.at(50, exit(1, 11), &[]);
-    story.at(2_000, Event::Tick, &[signal(2, Signal::SIGTERM)]);
+    let mut simulation = Simulation::of(3, 2_000);
+    simulation.at(0, exit(0, 10), &[round_failed(0, 10)]);
+    simulation.wakes_at(Some(2_000));
+    simulation.at(50, exit(1, 11), &[]);
+    simulation.at(2_000, Event::Tick, &[signal(2, Signal::SIGTERM)]);
     let failures = vec![failure(0, ExitCause::Code(10), false), failure(1, ExitCause::Code(11), false)];
-    story.at(2_010, exit(2, 0), &[Action::Finish(Outcome::Failed(failures))]);
+    simulation.at(2_010, exit(2, 0), &[Action::Finish(Outcome::Failed(failures))]);
 }
 
 #[test]
 fn settling_ends_when_no_worker_remains() {
-    let mut story = Story::of(2, 2_000);
-    story.at(0, exit(0, 10), &[failing(0, 10)]);
+    let mut simulation = Simulation::of(2, 2_000);
+    simulation.at(0, exit(0, 10), &[round_failed(0, 10)]);
     let failures = vec![failure(0, ExitCause::Code(10), false), failure(1, ExitCause::Code(11), false)];
-    story.at(50, exit(1, 11), &[Action::Finish(Outcome::Failed(failures))]);
+    simulation.at(50, exit(1, 11), &[Action::Finish(Outcome::Failed(failures))]);
 }
 
 #[test]
 fn forwarded_signal_has_its_own_grace_period() {
-    let mut story = Story::of(2, 0);
+    let mut simulation = Simulation::of(2, 0);
     let stop = Event::Stop { signal: Signal::SIGINT, grace: Duration::from_secs(3), at_once: false };
-    story.at(0, stop, &[signal(0, Signal::SIGINT), signal(1, Signal::SIGINT)]);
-    story.wakes_at(Some(3_000));
-    story.at(1, killed(0, Signal::SIGINT), &[]);
-    story.at(2, exit(1, 0), &[Action::Finish(Outcome::Stopped { signal: Signal::SIGINT })]);
+    simulation.at(0, stop, &[signal(0, Signal::SIGINT), signal(1, Signal::SIGINT)]);
+    simulation.wakes_at(Some(3_000));
+    simulation.at(1, killed(0, Signal::SIGINT), &[]);
+    simulation.at(2, exit(1, 0), &[Action::Finish(Outcome::Stopped { signal: Signal::SIGINT })]);
 }
 
 #[test]
 fn repeated_ctrl_c_by_a_user_ends_the_grace_period() {
-    let mut story = Story::of(1, 0);
+    let mut simulation = Simulation::of(1, 0);
     let stop = |at_once| Event::Stop { signal: Signal::SIGINT, grace: GRACE, at_once };
-    story.at(0, stop(false), &[signal(0, Signal::SIGINT)]);
+    simulation.at(0, stop(false), &[signal(0, Signal::SIGINT)]);
     // A scheduler may signal twice.
-    story.at(5, stop(false), &[]);
-    story.wakes_at(Some(30_000));
-    story.at(6, stop(true), &[signal(0, Signal::SIGKILL)]);
-    story.at(7, stop(true), &[]);
-    story.at(8, killed(0, Signal::SIGKILL), &[Action::Finish(Outcome::Stopped { signal: Signal::SIGINT })]);
+    simulation.at(5, stop(false), &[]);
+    simulation.wakes_at(Some(30_000));
+    simulation.at(6, stop(true), &[signal(0, Signal::SIGKILL)]);
+    simulation.at(7, stop(true), &[]);
+    simulation.at(
+        8,
+        killed(0, Signal::SIGKILL),
+        &[Action::Finish(Outcome::Stopped { signal: Signal::SIGINT })],
+    );
 }
 
 #[test]
 fn stop_by_other_nodes_and_own_signal_are_one_stop() {
-    let mut story = Story::of(1, 0);
-    story.at(0, Event::Abort { signal: Signal::SIGTERM, grace: GRACE }, &[signal(0, Signal::SIGTERM)]);
+    let mut simulation = Simulation::of(1, 0);
+    simulation.at(0, Event::Abort { signal: Signal::SIGTERM, grace: GRACE }, &[signal(0, Signal::SIGTERM)]);
     let stop = Event::Stop { signal: Signal::SIGTERM, grace: Duration::from_secs(10), at_once: false };
-    story.at(1_000, stop, &[]);
-    story.wakes_at(Some(11_000));
+    simulation.at(1_000, stop, &[]);
+    simulation.wakes_at(Some(11_000));
     let end = Action::Finish(Outcome::Stopped { signal: Signal::SIGTERM });
-    story.at(2_000, killed(0, Signal::SIGTERM), &[end]);
+    simulation.at(2_000, killed(0, Signal::SIGTERM), &[end]);
     // The user's time for saving applies, not the shorter one of other nodes' failures.
-    let mut story = Story::of(1, 0);
-    story.at(0, Event::Abort { signal: Signal::SIGINT, grace: GRACE }, &[signal(0, Signal::SIGINT)]);
+    let mut simulation = Simulation::of(1, 0);
+    simulation.at(0, Event::Abort { signal: Signal::SIGINT, grace: GRACE }, &[signal(0, Signal::SIGINT)]);
     let stop = Event::Stop { signal: Signal::SIGINT, grace: Duration::from_secs(120), at_once: false };
-    story.at(1_000, stop, &[]);
-    story.wakes_at(Some(121_000));
+    simulation.at(1_000, stop, &[]);
+    simulation.wakes_at(Some(121_000));
 }
 
 #[test]
 fn signal_during_failure_handling_keeps_the_failure_as_reason() {
-    let mut story = Story::of(2, 0);
-    story.at(0, exit(0, 9), &[failing(0, 9), signal(1, Signal::SIGTERM)]);
-    story.at(5, Event::Stop { signal: Signal::SIGTERM, grace: GRACE, at_once: false }, &[]);
-    story.at(9, exit(1, 0), &[Action::Finish(Outcome::Failed(vec![failure(0, ExitCause::Code(9), false)]))]);
+    let mut simulation = Simulation::of(2, 0);
+    simulation.at(0, exit(0, 9), &[round_failed(0, 9), signal(1, Signal::SIGTERM)]);
+    simulation.at(5, Event::Stop { signal: Signal::SIGTERM, grace: GRACE, at_once: false }, &[]);
+    simulation.at(
+        9,
+        exit(1, 0),
+        &[Action::Finish(Outcome::Failed(vec![failure(0, ExitCause::Code(9), false)]))],
+    );
 }
 
 #[test]
 fn late_started_worker_is_also_stopped() {
-    let policy = Policy { settle: Duration::ZERO, culprit: CULPRIT, failure_grace: GRACE };
-    let mut story = Story { supervisor: Supervisor::new(2, policy), start: Instant::now() };
-    story.at(0, Event::Started { local_rank: 0 }, &[]);
-    story.at(1, exit(0, 1), &[failing(0, 1)]);
-    story.at(2, Event::Started { local_rank: 1 }, &[signal(1, Signal::SIGTERM)]);
+    let policy = Policy {
+        simultaneity_window: Duration::ZERO,
+        root_cause_wait: ROOT_CAUSE_WAIT,
+        failure_grace: GRACE,
+    };
+    let mut simulation = Simulation { supervisor: Supervisor::new(2, policy), start: Instant::now() };
+    simulation.at(0, Event::Started { local_rank: 0 }, &[]);
+    simulation.at(1, exit(0, 1), &[round_failed(0, 1)]);
+    simulation.at(2, Event::Started { local_rank: 1 }, &[signal(1, Signal::SIGTERM)]);
     let failures = vec![
         failure(0, ExitCause::Code(1), false),
         failure(1, ExitCause::Signal(Signal::SIGTERM as i32), true),
     ];
-    story.at(3, killed(1, Signal::SIGTERM), &[Action::Finish(Outcome::Failed(failures))]);
+    simulation.at(3, killed(1, Signal::SIGTERM), &[Action::Finish(Outcome::Failed(failures))]);
 }
 
 #[test]
 fn urgent_abort_shortens_the_grace_period_of_stopping_workers() {
-    let mut story = Story::of(2, 0);
-    let stop = [Action::Failing { local_rank: 0, cause: ExitCause::Code(1) }, signal(1, Signal::SIGTERM)];
-    story.at(0, exit(0, 1), &stop);
-    story.at(1, Event::Abort { signal: Signal::SIGTERM, grace: Duration::from_millis(500) }, &[]);
-    story.at(600, Event::Tick, &[signal(1, Signal::SIGKILL)]);
+    let mut simulation = Simulation::of(2, 0);
+    let stop = [Action::RoundFailed { local_rank: 0, cause: ExitCause::Code(1) }, signal(1, Signal::SIGTERM)];
+    simulation.at(0, exit(0, 1), &stop);
+    simulation.at(1, Event::Abort { signal: Signal::SIGTERM, grace: Duration::from_millis(500) }, &[]);
+    simulation.at(600, Event::Tick, &[signal(1, Signal::SIGKILL)]);
 }
 
 #[test]
 fn abort_stops_the_workers_without_a_failure() {
-    let mut story = Story::of(2, 0);
-    story.at(
+    let mut simulation = Simulation::of(2, 0);
+    simulation.at(
         0,
         Event::Abort { signal: Signal::SIGTERM, grace: GRACE },
         &[signal(0, Signal::SIGTERM), signal(1, Signal::SIGTERM)],
     );
-    story.at(1, killed(0, Signal::SIGTERM), &[]);
-    story.at(2, killed(1, Signal::SIGTERM), &[Action::Finish(Outcome::Aborted)]);
+    simulation.at(1, killed(0, Signal::SIGTERM), &[]);
+    simulation.at(2, killed(1, Signal::SIGTERM), &[Action::Finish(Outcome::Aborted)]);
 }
 
 fn not_found() -> NotStarted {
-    NotStarted { class: Class::MissingProgram, why: "not found".to_owned(), advice: "install it".to_owned() }
+    NotStarted {
+        class: Class::MissingProgram,
+        reason: "not found".to_owned(),
+        advice: "install it".to_owned(),
+    }
 }
 
 #[test]
 fn unstartable_program_ends_the_attempt() {
-    let policy = Policy { settle: Duration::ZERO, culprit: CULPRIT, failure_grace: GRACE };
-    let mut story = Story { supervisor: Supervisor::new(2, policy), start: Instant::now() };
+    let policy = Policy {
+        simultaneity_window: Duration::ZERO,
+        root_cause_wait: ROOT_CAUSE_WAIT,
+        failure_grace: GRACE,
+    };
+    let mut simulation = Simulation { supervisor: Supervisor::new(2, policy), start: Instant::now() };
     let not_found = not_found();
-    story.at(0, Event::StartFailed { local_rank: 0, error: not_found.clone() }, &[]);
+    simulation.at(0, Event::StartFailed { local_rank: 0, error: not_found.clone() }, &[]);
     let outcome = Outcome::NotStarted { local_rank: 0, error: not_found.clone() };
-    story.at(1, Event::StartFailed { local_rank: 1, error: not_found }, &[Action::Finish(outcome)]);
+    simulation.at(1, Event::StartFailed { local_rank: 1, error: not_found }, &[Action::Finish(outcome)]);
 }
 
 #[test]
@@ -302,8 +329,11 @@ fn random_round(seed: u64) {
         state % bound
     };
     let count = usize::try_from(1 + random(6)).unwrap();
-    let policy =
-        Policy { settle: Duration::from_millis(random(2) * 500), culprit: CULPRIT, failure_grace: GRACE };
+    let policy = Policy {
+        simultaneity_window: Duration::from_millis(random(2) * 500),
+        root_cause_wait: ROOT_CAUSE_WAIT,
+        failure_grace: GRACE,
+    };
     let mut supervisor = Supervisor::new(count, policy);
     let mut now = Instant::now();
     let mut started = vec![false; count];
@@ -334,12 +364,12 @@ fn random_round(seed: u64) {
                     None => continue,
                 };
                 alive[who] = false;
-                let blame = match random(4) {
-                    0 => Blame::Other(None),
-                    1 => Blame::Other(Some(usize::try_from(random(count as u64)).unwrap())),
-                    _ => Blame::Itself,
+                let origin = match random(4) {
+                    0 => FailureOrigin::Peer(None),
+                    1 => FailureOrigin::Peer(Some(usize::try_from(random(count as u64)).unwrap())),
+                    _ => FailureOrigin::Own,
                 };
-                Event::Exited { local_rank: who, cause, blame }
+                Event::Exited { local_rank: who, cause, origin }
             }
         };
         let mut out = Vec::new();
@@ -353,7 +383,7 @@ fn random_round(seed: u64) {
                         doomed[local_rank] = Some(signal);
                     }
                 }
-                Action::Failing { local_rank, .. } => {
+                Action::RoundFailed { local_rank, .. } => {
                     assert!(!alive[local_rank] && !std::mem::replace(&mut failed, true), "seed {seed}");
                 }
                 Action::Finish(end) => outcome = Some(end),

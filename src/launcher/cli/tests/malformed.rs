@@ -216,7 +216,7 @@ fn empty_script_is_refused() {
     use std::ffi::OsStr;
     for words in [&[""][..], &["--nnodes=1", ""], &["--", ""], &["-m", ""], &["--no-python", "  "]] {
         let words: Vec<&OsStr> = words.iter().map(OsStr::new).collect();
-        let error = super::parse_words(&words, &[], &here()).expect_err("empty");
+        let error = super::parse_args(&words, &[], &here()).expect_err("empty");
         let wanted = "convoke: error: SCRIPT is an empty word; is a variable of the shell not set, as in convoke \"$SCRIPT\"?\n";
         assert_eq!((error.text.as_str(), error.code), (wanted, 2), "{words:?}");
     }

@@ -2,10 +2,10 @@
 
 use std::os::unix::fs::symlink;
 
-use super::super::topology::tree::Tree;
+use super::super::topology::fake_sysfs::FakeSysfs;
 use super::*;
 
-fn nodes(tree: &Tree, variables: &[(&str, &str)]) -> Result<Vec<usize>, String> {
+fn nodes(tree: &FakeSysfs, variables: &[(&str, &str)]) -> Result<Vec<usize>, String> {
     let env = |name: &str| {
         variables.iter().find(|(known, _)| *known == name).map(|(_, value)| OsString::from(value))
     };
@@ -13,8 +13,8 @@ fn nodes(tree: &Tree, variables: &[(&str, &str)]) -> Result<Vec<usize>, String> 
 }
 
 /// GPUs with minor numbers 0 up at these places on the bus, the n-th on node n.
-fn nvidia(places: &[&str]) -> Tree {
-    let tree = Tree::new();
+fn nvidia(places: &[&str]) -> FakeSysfs {
+    let tree = FakeSysfs::new();
     for (minor, pci) in places.iter().enumerate() {
         tree.file(&format!("dev/nvidia{minor}"), "");
         let information = format!(
@@ -27,8 +27,8 @@ fn nvidia(places: &[&str]) -> Tree {
 }
 
 /// Render nodes 128 up of these vendors, the n-th on node n.
-fn rendering(vendors: &[&str]) -> Tree {
-    let tree = Tree::new();
+fn rendering(vendors: &[&str]) -> FakeSysfs {
+    let tree = FakeSysfs::new();
     tree.file("dev/kfd", "");
     for (node, vendor) in vendors.iter().enumerate() {
         let (name, pci) = (format!("renderD{}", 128 + node), format!("0000:{node}3:00.0"));
@@ -92,5 +92,5 @@ fn amd_and_intel_gpus_are_found_by_render_nodes() {
     assert_eq!(nodes(&tree, &[("CUDA_VISIBLE_DEVICES", "2")]), Ok(vec![3]));
     assert_eq!(nodes(&tree, &[("HIP_VISIBLE_DEVICES", "")]), Ok(vec![]), "hidden, and Intel is not asked");
     assert_eq!(nodes(&rendering(&["0x8086", "0x8086"]), &[("ZE_AFFINITY_MASK", "1")]), Ok(vec![1]));
-    assert_eq!(nodes(&Tree::new(), &[]), Ok(vec![]));
+    assert_eq!(nodes(&FakeSysfs::new(), &[]), Ok(vec![]));
 }

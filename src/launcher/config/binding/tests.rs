@@ -3,12 +3,12 @@
 use std::ffi::OsString;
 
 use super::super::topology::cpu_ranges;
-use super::super::topology::tree::Tree;
+use super::super::topology::fake_sysfs::FakeSysfs;
 use crate::cli::{Invocation, parse_on};
 
 /// The CPUs of each worker as `taskset -c` writes them, or what is said instead.
 fn cpus(
-    tree: &Tree,
+    tree: &FakeSysfs,
     allowed: impl IntoIterator<Item = usize>,
     flag: &str,
     workers: usize,
@@ -21,18 +21,24 @@ fn cpus(
     }
 }
 
-fn gets(tree: &Tree, allowed: impl IntoIterator<Item = usize>, flag: &str, wanted: &[&str]) {
+fn gets(tree: &FakeSysfs, allowed: impl IntoIterator<Item = usize>, flag: &str, wanted: &[&str]) {
     let got = cpus(tree, allowed, flag, wanted.len());
     assert_eq!(got, Ok(wanted.iter().copied().map(String::from).collect()), "{flag}");
 }
 
-fn refuses(tree: &Tree, allowed: impl IntoIterator<Item = usize>, flag: &str, workers: usize, what: &str) {
+fn refuses(
+    tree: &FakeSysfs,
+    allowed: impl IntoIterator<Item = usize>,
+    flag: &str,
+    workers: usize,
+    what: &str,
+) {
     assert_eq!(cpus(tree, allowed, flag, workers), Err(format!("convoke: error: {flag}: {what}\n")));
 }
 
 /// Two sockets with four GPUs on node 0 and two on node 3, and minor numbers against the order of the bus.
-fn with_gpus() -> Tree {
-    let tree = Tree::two_sockets();
+fn with_gpus() -> FakeSysfs {
+    let tree = FakeSysfs::two_sockets();
     for (minor, pci, node) in
         [(5, "01", 0), (4, "02", 0), (3, "0a", 0), (2, "41", 0), (1, "c1", 3), (0, "e1", 3)]
     {
@@ -48,7 +54,7 @@ fn with_gpus() -> Tree {
 
 #[test]
 fn workers_are_distributed_in_contiguous_blocks() {
-    let tree = Tree::two_sockets();
+    let tree = FakeSysfs::two_sockets();
     let nodes = ["0-1,8-9", "2-3,10-11", "4-5,12-13", "6-7,14-15"];
     let sockets = ["0-3,8-11", "4-7,12-15"];
     gets(&tree, 0..16, "--bind=node", &nodes);
@@ -57,14 +63,14 @@ fn workers_are_distributed_in_contiguous_blocks() {
     gets(&tree, 0..16, "--bind=socket", &[sockets[0]]);
     gets(&tree, 0..16, "--bind=socket", &[sockets[0], sockets[0], sockets[1]]);
     gets(&tree, 0..16, "--bind=core-complex", &nodes);
-    let complexes = Tree::core_complexes();
+    let complexes = FakeSysfs::core_complexes();
     gets(&complexes, 0..8, "--bind=core-complex", &["0-1", "2-5", "6-7"]);
     gets(&complexes, 0..8, "--bind=node", &["0-7", "0-7"]);
 }
 
 #[test]
 fn core_binding_never_splits_a_physical_core() {
-    let tree = Tree::two_sockets();
+    let tree = FakeSysfs::two_sockets();
     gets(&tree, 0..16, "--bind=core", &["0-15"]);
     gets(&tree, 0..16, "--bind=core", &["0-3,8-11", "4-7,12-15"]);
     gets(&tree, 0..16, "--bind=core", &["0-2,8-10", "3-5,11-13", "6-7,14-15"]);
@@ -75,12 +81,12 @@ fn core_binding_never_splits_a_physical_core() {
         9,
         "8 physical cores for 9 workers; write --nproc-per-node=8, or --bind=node",
     );
-    gets(&Tree::new(), 0..3, "--bind=core", &["0-1", "2"]);
+    gets(&FakeSysfs::new(), 0..3, "--bind=core", &["0-1", "2"]);
 }
 
 #[test]
 fn cpu_sets_are_contiguous_in_topology_instead_of_cpu_numbers() {
-    let tree = Tree::new();
+    let tree = FakeSysfs::new();
     tree.node(0, "0,2,4,6");
     tree.node(1, "1,3,5,7");
     for cpu in 0..8 {
@@ -92,7 +98,7 @@ fn cpu_sets_are_contiguous_in_topology_instead_of_cpu_numbers() {
 
 #[test]
 fn only_allowed_cpus_are_assigned() {
-    let tree = Tree::two_sockets();
+    let tree = FakeSysfs::two_sockets();
     // Of node 0 nothing, of node 1 one hyperthread of a core, of node 2 all, of node 3 one core.
     let allowed = [10, 4, 5, 12, 13, 7, 15];
     let mut ascending = allowed;
@@ -119,13 +125,13 @@ fn workers_are_unbound_by_default() {
 
 #[test]
 fn unreadable_topology_is_reported_with_advice() {
-    let tree = Tree::two_sockets();
+    let tree = FakeSysfs::two_sockets();
     tree.node(2, "4-");
     let path = tree.root().join("sys/devices/system/node/node2/cpulist");
     let what = format!("{} holds `4-`, which is no list of CPUs; leave --bind out", path.display());
     refuses(&tree, 0..16, "--bind=core", 2, &what);
     let what = "the CPUs that workers may run on are not known; leave --bind out";
-    refuses(&Tree::new(), [], "--bind=node", 1, what);
+    refuses(&FakeSysfs::new(), [], "--bind=node", 1, what);
 }
 
 #[test]
@@ -149,7 +155,7 @@ fn devices_of_a_numa_node_divide_its_cores_and_caches() {
     let tree = with_gpus();
     let what = "NUMA node 0 has 2 physical cores for 4 devices; write --numa-binding=node";
     refuses(&tree, 0..16, "--numa-binding=exclusive", 1, what);
-    let tree = Tree::core_complexes();
+    let tree = FakeSysfs::core_complexes();
     for card in 0..5 {
         tree.file(&format!("dev/nvidia{card}"), "");
         tree.file(
@@ -164,7 +170,7 @@ fn devices_of_a_numa_node_divide_its_cores_and_caches() {
 
 #[test]
 fn numa_node_spanning_sockets_belongs_to_the_first_socket() {
-    let tree = Tree::new();
+    let tree = FakeSysfs::new();
     tree.node(0, "0-3");
     for cpu in 0..4 {
         tree.core(&[cpu], cpu / 2, if cpu < 2 { "0-1" } else { "2-3" });

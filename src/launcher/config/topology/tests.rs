@@ -1,6 +1,6 @@
 //! Tests of the topology read from full and from sparse sysfs trees.
 
-use super::tree::Tree;
+use super::fake_sysfs::FakeSysfs;
 use super::*;
 
 fn cpu(id: usize, node: usize, package: usize, cache: usize, core: usize) -> Cpu {
@@ -9,7 +9,7 @@ fn cpu(id: usize, node: usize, package: usize, cache: usize, core: usize) -> Cpu
 
 #[test]
 fn each_cpu_has_its_core_cache_socket_and_numa_node() {
-    let topology = Tree::two_sockets().read([0, 1, 5, 9, 15]).expect("CPUs");
+    let topology = FakeSysfs::two_sockets().read([0, 1, 5, 9, 15]).expect("CPUs");
     let wanted =
         [cpu(0, 0, 0, 0, 0), cpu(1, 0, 0, 0, 1), cpu(5, 2, 1, 4, 5), cpu(9, 0, 0, 0, 1), cpu(15, 3, 1, 6, 7)];
     assert_eq!(topology.cpus, wanted, "cores and caches by a CPU that is not allowed itself");
@@ -17,7 +17,7 @@ fn each_cpu_has_its_core_cache_socket_and_numa_node() {
 
 #[test]
 fn missing_topology_files_have_plain_defaults() {
-    let tree = Tree::new();
+    let tree = FakeSysfs::new();
     assert_eq!(tree.read([0, 2]).expect("CPUs").cpus, [cpu(0, 0, 0, 0, 0), cpu(2, 0, 0, 0, 2)]);
     tree.node(1, "2-3");
     for (id, package, core) in [(0, "-1", "0"), (1, "-1", "0"), (2, "7", "0"), (3, "7", "1")] {
@@ -30,7 +30,7 @@ fn missing_topology_files_have_plain_defaults() {
 
 #[test]
 fn offline_cpus_do_not_count() {
-    let tree = Tree::two_sockets();
+    let tree = FakeSysfs::two_sockets();
     tree.file("sys/devices/system/cpu/online", "0-2,12");
     let ids: Vec<usize> = tree.read(2..16).expect("CPUs").cpus.iter().map(|cpu| cpu.id).collect();
     assert_eq!(ids, [2, 12]);
@@ -50,14 +50,14 @@ fn malformed_topology_file_is_named() {
         ("cpu/cpu3/cache/index1/shared_cpu_list", "0-99999999", "list of CPUs"),
     ];
     for (path, text, wanted) in files {
-        let tree = Tree::two_sockets();
+        let tree = FakeSysfs::two_sockets();
         let path = format!("sys/devices/system/{path}");
         tree.file(&path, text);
         let error = tree.read([3]).expect_err(&path).to_string();
         let path = tree.root().join(path);
         assert_eq!(error, format!("{} holds `{text}`, which is no {wanted}", path.display()));
     }
-    let tree = Tree::new();
+    let tree = FakeSysfs::new();
     tree.file("sys/devices/system/cpu/online", "\u{1b}[2J".repeat(1000));
     let error = tree.read([0]).expect_err("no list").to_string();
     assert!(error.len() < 400 && !error.contains('\u{1b}'), "{error}");
@@ -67,7 +67,7 @@ fn malformed_topology_file_is_named() {
     assert!(error.contains("node0/cpulist cannot be read: Is a directory"), "{error}");
 }
 
-fn fs_dir(tree: &Tree, path: &str) {
+fn fs_dir(tree: &FakeSysfs, path: &str) {
     std::fs::create_dir_all(tree.root().join(path)).expect("a directory");
 }
 

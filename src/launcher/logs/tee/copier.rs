@@ -11,14 +11,14 @@ use memchr::memmem::Finder;
 use memchr::memrchr2;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
-use super::{Form, RAW_PARTIAL_MAX, Request, Source, Stream};
-use crate::logs::console::{Console, Patience};
-use crate::logs::lines::{LINE_MAX_BYTES, Piece, unfinished};
-use crate::logs::{PIPE_BYTES, Told, pty};
+use super::{ConsoleMode, RAW_PARTIAL_MAX, Request, Source, Stream};
+use crate::logs::console::{Console, ConsoleDeadline};
+use crate::logs::lines::{LINE_MAX_BYTES, Piece, incomplete_utf8_len};
+use crate::logs::{PIPE_BYTES, ReportedProblems, pty};
 
 const READ_BYTES: usize = 64 << 10;
 /// After this number of reads, all bytes that a pipe held before them have been read.
-const GLANCE_ROUNDS: usize = PIPE_BYTES as usize / READ_BYTES + 1;
+const READ_PENDING_ROUNDS: usize = PIPE_BYTES as usize / READ_BYTES + 1;
 /// The maximum time to read on, after all workers have ended, while their descendants keep writing.
 const DRAIN_MAX: Duration = Duration::from_secs(1);
 
@@ -27,15 +27,15 @@ pub(super) struct Copier {
     /// The sources, each with the number by which the console identifies it.
     sources: Vec<(usize, Source)>,
     outputs: Outputs,
-    told: Arc<Told>,
+    reported: Arc<ReportedProblems>,
     /// The time of the last output that passed through to the console.
     shown_at: Instant,
 }
 
 impl Copier {
-    pub(super) fn new(sources: Vec<Source>, outputs: Outputs, told: Arc<Told>) -> Self {
+    pub(super) fn new(sources: Vec<Source>, outputs: Outputs, reported: Arc<ReportedProblems>) -> Self {
         let sources = sources.into_iter().enumerate().collect();
-        Self { sources, outputs, told, shown_at: Instant::now() }
+        Self { sources, outputs, reported, shown_at: Instant::now() }
     }
 
     pub(super) fn run(
@@ -58,19 +58,21 @@ impl Copier {
             let timeout = if current.is_some() { Some(Duration::ZERO) } else { self.next_partial() };
             let Ok((woken, readable)) = self.wait(&wake, timeout) else { break };
             match current {
-                Some((Request::Glance(number), _)) if rounds >= GLANCE_ROUNDS || readable.is_empty() => {
-                    self.follow_console();
+                Some((Request::ReadPending(number), _))
+                    if rounds >= READ_PENDING_ROUNDS || readable.is_empty() =>
+                {
+                    self.sync_terminal_sizes();
                     let _ = answer.send(number);
                     current = None;
                 }
-                Some((Request::Glance(_), _)) => {}
+                Some((Request::ReadPending(_), _)) => {}
                 Some((_, until)) if Instant::now() < until && !readable.is_empty() => {}
                 Some((Request::Finish(deadline), _)) => {
                     finish = Some(deadline);
                     break;
                 }
                 Some((Request::Drain(number, deadline), _)) => {
-                    self.settle(deadline);
+                    self.flush_console(deadline);
                     let _ = answer.send(number);
                     current = None;
                 }
@@ -82,48 +84,48 @@ impl Copier {
                 self.read(at, &mut buffer);
             }
             self.show_partials(Instant::now());
-            self.hand_over();
+            self.submit();
         }
         while let Some((number, mut source)) = self.sources.pop() {
             self.finish_source(number, &mut source);
         }
-        self.hand_over();
+        self.submit();
         let mut request = current.map(|(request, _)| request);
         // All pipes may have been closed before the workers ended. There is then no need to hurry.
         let until = finish.unwrap_or_else(|| {
             loop {
                 match request.take().map_or_else(|| requests.recv(), Ok) {
                     Ok(Request::Drain(number, deadline)) => {
-                        self.settle(deadline);
+                        self.flush_console(deadline);
                         let _ = answer.send(number);
                     }
                     // All has been read.
-                    Ok(Request::Glance(number)) => drop(answer.send(number)),
+                    Ok(Request::ReadPending(number)) => drop(answer.send(number)),
                     Ok(Request::Finish(deadline)) => return deadline,
                     Err(_) => return Instant::now() + DRAIN_MAX,
                 }
             }
         });
-        self.settle(until);
+        self.flush_console(until);
     }
 
-    fn follow_console(&mut self) {
+    fn sync_terminal_sizes(&mut self) {
         for (_, source) in &mut self.sources {
             if let Some(size) = &mut source.terminal {
-                pty::follow(&source.pipe, size);
+                pty::sync_size(&source.pipe, size);
             }
         }
     }
 
     /// Shows all available output, and waits for the consoles.
-    fn settle(&mut self, deadline: Instant) {
+    fn flush_console(&mut self, deadline: Instant) {
         self.show_partials(Instant::now() + RAW_PARTIAL_MAX);
-        self.hand_over();
+        self.submit();
         // Stdout comes first, because stderr reports that stdout is broken.
-        let broken = self.outputs.consoles[0].settle(&mut Patience::new(deadline));
-        self.tell_stdout(broken);
-        let _ = self.outputs.consoles[1].hand_over();
-        let _ = self.outputs.consoles[1].settle(&mut Patience::new(deadline));
+        let broken = self.outputs.consoles[0].flush_console(&mut ConsoleDeadline::new(deadline));
+        self.warn_stdout_broken(broken);
+        let _ = self.outputs.consoles[1].submit();
+        let _ = self.outputs.consoles[1].flush_console(&mut ConsoleDeadline::new(deadline));
     }
 
     /// Waits for bytes; returns whether the workers have ended, and which sources have some.
@@ -162,7 +164,7 @@ impl Copier {
             Err(_) => 0,
         };
         if let Some(size) = &mut source.terminal {
-            pty::follow(&source.pipe, size);
+            pty::sync_size(&source.pipe, size);
         }
         if count == 0 {
             let (number, mut source) = self.sources.remove(at);
@@ -176,7 +178,7 @@ impl Copier {
         {
             // The next bytes are tried again, since space may be freed.
             let line = format!("warning: cannot write {}: {error}; the job goes on", path.display());
-            tell(&self.told.files, &mut self.outputs.consoles[1], &line);
+            warn_once(&self.reported.files, &mut self.outputs.consoles[1], &line);
         }
         if let Some(tail) = &source.tail {
             tail.push(bytes);
@@ -184,12 +186,12 @@ impl Copier {
         if !source.on_console {
             return;
         }
-        match &mut source.form {
-            Form::Lines(lines) => {
+        match &mut source.mode {
+            ConsoleMode::Lines(lines) => {
                 let mut sink = self.outputs.sink(number, source.stream, &source.prefix);
                 lines.feed(bytes, |piece| sink.pass(piece));
             }
-            Form::Raw { held, since } => {
+            ConsoleMode::Raw { held, since } => {
                 let console = &mut self.outputs.consoles[1];
                 let rest = match memrchr2(b'\n', b'\r', bytes) {
                     Some(end) => {
@@ -205,7 +207,7 @@ impl Copier {
                 }
                 held.extend_from_slice(rest);
                 if held.len() >= LINE_MAX_BYTES {
-                    let whole = held.len() - unfinished(held);
+                    let whole = held.len() - incomplete_utf8_len(held);
                     console.pass_through(number, [&held[..whole], &[]]);
                     held.drain(..whole);
                 }
@@ -214,12 +216,12 @@ impl Copier {
     }
 
     fn finish_source(&mut self, number: usize, source: &mut Source) {
-        match &mut source.form {
-            Form::Lines(lines) => {
+        match &mut source.mode {
+            ConsoleMode::Lines(lines) => {
                 let mut sink = self.outputs.sink(number, source.stream, &source.prefix);
                 lines.finish(|piece| sink.pass(piece));
             }
-            Form::Raw { held, .. } => {
+            ConsoleMode::Raw { held, .. } => {
                 if !held.is_empty() {
                     self.outputs.consoles[1].pass_through(number, [held, &[]]);
                     held.clear();
@@ -239,14 +241,14 @@ impl Copier {
             if source.partial_at(self.shown_at).is_none_or(|at| now < at) {
                 continue;
             }
-            match &mut source.form {
-                Form::Lines(lines) => {
+            match &mut source.mode {
+                ConsoleMode::Lines(lines) => {
                     let mut sink = self.outputs.sink(*number, source.stream, &source.prefix);
                     lines.show_partial(|piece| sink.pass(piece));
                     // An incomplete character is shown with the rest; waiting for it would be a busy loop.
                     source.read_at = now;
                 }
-                Form::Raw { held, .. } => {
+                ConsoleMode::Raw { held, .. } => {
                     self.outputs.consoles[1].pass_through(*number, [held, &[]]);
                     held.clear();
                 }
@@ -254,24 +256,24 @@ impl Copier {
         }
     }
 
-    fn hand_over(&mut self) {
-        let broken = self.outputs.consoles[0].hand_over();
-        self.tell_stdout(broken);
+    fn submit(&mut self) {
+        let broken = self.outputs.consoles[0].submit();
+        self.warn_stdout_broken(broken);
         // If stderr itself is broken, nothing can report it.
-        let _ = self.outputs.consoles[1].hand_over();
+        let _ = self.outputs.consoles[1].submit();
     }
 
-    fn tell_stdout(&mut self, broken: Option<io::ErrorKind>) {
+    fn warn_stdout_broken(&mut self, broken: Option<io::ErrorKind>) {
         if let Some(error) = broken {
             let line = format!("warning: cannot write to stdout: {error}; the job goes on");
-            tell(&self.told.stdout, &mut self.outputs.consoles[1], &line);
+            warn_once(&self.reported.stdout, &mut self.outputs.consoles[1], &line);
         }
     }
 }
 
-fn tell(told: &AtomicBool, console: &mut Console, line: &str) {
-    if !told.swap(true, Ordering::Relaxed) {
-        console.note(line);
+fn warn_once(reported: &AtomicBool, console: &mut Console, line: &str) {
+    if !reported.swap(true, Ordering::Relaxed) {
+        console.add_launcher_line(line);
     }
 }
 

@@ -4,13 +4,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use super::super::messages::{AgentId, Assignment, Failure};
-use super::super::record::{Record, Seat};
-use super::super::seats::{Ranks, assign};
+use super::super::rank_assignment::{Ranks, assign};
+use super::super::record::{Record, RoundNode};
 use super::Rules;
 
 /// State of a node of the round.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(in super::super) enum State {
+pub(in super::super) enum NodeState {
     Running,
     Succeeded,
     /// A worker failed. The failure is not final until it is known whether a loss caused it.
@@ -27,7 +27,7 @@ pub(in super::super) enum State {
 #[derive(Debug)]
 pub(in super::super) struct Round {
     pub(super) record: Record,
-    pub(super) states: Vec<State>,
+    pub(super) states: Vec<NodeState>,
     /// Ranks that failed, oldest first.
     pub(super) failed: Vec<usize>,
     running: usize,
@@ -35,21 +35,21 @@ pub(in super::super) struct Round {
     /// First rank that was lost or stopped by a signal.
     pub(super) lost: Option<usize>,
     /// Members that have not yet confirmed, after a possibly final failure, that they are alive.
-    pub(super) unsure: Option<BTreeSet<AgentId>>,
+    pub(super) unconfirmed: Option<BTreeSet<AgentId>>,
     /// Ranks of the workers of each node.
     ranks: Vec<Ranks>,
     /// Heartbeat timeout of the nodes.
-    silence: Duration,
+    heartbeat_timeout: Duration,
 }
 
 impl Round {
     pub(super) fn new(record: Record, rules: &Rules) -> Self {
-        let seats = record.seats.iter().map(|seat| &seat.profile);
-        let ranks = assign(seats.map(|profile| (profile.role.as_str(), profile.workers)));
-        let size = record.seats.len();
-        let states = vec![State::Running; size];
+        let nodes = record.nodes.iter().map(|node| &node.profile);
+        let ranks = assign(nodes.map(|profile| (profile.role.as_str(), profile.workers)));
+        let size = record.nodes.len();
+        let states = vec![NodeState::Running; size];
         let left = record.left.clone();
-        let silence = rules.silence_of(record.crowd());
+        let heartbeat_timeout = rules.heartbeat_timeout_for(record.max_nodes_on_host());
         let mut round = Self {
             record,
             states,
@@ -57,12 +57,12 @@ impl Round {
             running: size,
             succeeded: 0,
             lost: None,
-            unsure: None,
+            unconfirmed: None,
             ranks,
-            silence,
+            heartbeat_timeout,
         };
         for (rank, signal) in left.into_iter().filter(|(rank, _)| *rank < size) {
-            round.set(rank, State::Left { signal });
+            round.set(rank, NodeState::Left { signal });
         }
         round
     }
@@ -71,8 +71,8 @@ impl Round {
         self.record.round
     }
 
-    pub(super) fn seat(&self, rank: usize) -> &Seat {
-        &self.record.seats[rank]
+    pub(super) fn node(&self, rank: usize) -> &RoundNode {
+        &self.record.nodes[rank]
     }
 
     /// Returns the rank of a node that takes part in the round.
@@ -80,26 +80,29 @@ impl Round {
         ranks
             .get(&agent)
             .copied()
-            .filter(|&rank| self.record.seats.get(rank).is_some_and(|seat| seat.agent == agent))
+            .filter(|&rank| self.record.nodes.get(rank).is_some_and(|node| node.agent == agent))
     }
 
     /// Sets the state of a node. A final state stays.
-    pub(super) fn set(&mut self, rank: usize, state: State) {
+    pub(super) fn set(&mut self, rank: usize, state: NodeState) {
         let old = &mut self.states[rank];
         let goes = match (&*old, &state) {
-            (State::Running, _) => true,
-            (State::Failed(_), State::Lost(_) | State::Left { .. }) => true,
-            (State::Succeeded | State::Failed(_) | State::Left { .. } | State::Lost(_), _) => false,
+            (NodeState::Running, _) => true,
+            (NodeState::Failed(_), NodeState::Lost(_) | NodeState::Left { .. }) => true,
+            (
+                NodeState::Succeeded | NodeState::Failed(_) | NodeState::Left { .. } | NodeState::Lost(_),
+                _,
+            ) => false,
         };
         if !goes {
             return;
         }
-        self.running -= usize::from(*old == State::Running);
+        self.running -= usize::from(*old == NodeState::Running);
         match state {
-            State::Running => {}
-            State::Succeeded => self.succeeded += 1,
-            State::Failed(_) => self.failed.push(rank),
-            State::Left { .. } | State::Lost(_) => drop(self.lost.get_or_insert(rank)),
+            NodeState::Running => {}
+            NodeState::Succeeded => self.succeeded += 1,
+            NodeState::Failed(_) => self.failed.push(rank),
+            NodeState::Left { .. } | NodeState::Lost(_) => drop(self.lost.get_or_insert(rank)),
         }
         *old = state;
     }
@@ -112,8 +115,8 @@ impl Round {
     /// Returns the first node with a failure that has led to no restart.
     pub(super) fn failure(&self) -> Option<(usize, &Failure)> {
         self.failed.iter().find_map(|&rank| match &self.states[rank] {
-            State::Failed(failure) => Some((rank, failure)),
-            State::Running | State::Succeeded | State::Left { .. } | State::Lost(_) => None,
+            NodeState::Failed(failure) => Some((rank, failure)),
+            NodeState::Running | NodeState::Succeeded | NodeState::Left { .. } | NodeState::Lost(_) => None,
         })
     }
 
@@ -123,14 +126,14 @@ impl Round {
             round: self.record.round,
             generation: self.record.generation,
             group_rank: rank,
-            group_world_size: self.record.seats.len(),
+            group_world_size: self.record.nodes.len(),
             base_rank,
             world_size,
             base_role_rank,
             role_world_size,
             store: self.record.store.clone(),
             restarts,
-            silence: self.silence,
+            heartbeat_timeout: self.heartbeat_timeout,
         }
     }
 }

@@ -23,82 +23,83 @@ pub(super) struct Agent {
     /// True if its process exists.
     pub(super) alive: bool,
     /// Result of the agent, if it has ended by itself.
-    pub(super) ended: Option<News>,
+    pub(super) ended: Option<Command>,
     pub(super) paused: bool,
     /// True if its host has no power.
-    pub(super) off: bool,
+    pub(super) powered_off: bool,
     /// True if it cannot reach etcd.
-    pub(super) etcd_cut: bool,
-    /// Term of the coordinator that it is connected to. `heard_at` is the time of the last message from that.
-    pub(super) at: u64,
-    pub(super) heard_at: Duration,
-    /// True if no message from it arrives. `deaf` is true if no message to it arrives.
-    pub(super) mute: bool,
-    pub(super) deaf: bool,
-    /// Offset of its clock from the world's. `fast` is the clock's rate error in millionths.
+    pub(super) is_cut_from_etcd: bool,
+    /// Term of the coordinator that it is connected to.
+    /// `last_message_at` is the time of the last message from that.
+    pub(super) term: u64,
+    pub(super) last_message_at: Duration,
+    /// True if no message from it arrives. `inbound_cut` is true if no message to it arrives.
+    pub(super) outbound_cut: bool,
+    pub(super) inbound_cut: bool,
+    /// Offset of its clock from the simulation's. `drift_ppm` is the clock's rate error in millionths.
     pub(super) offset: Duration,
-    pub(super) fast: i64,
+    pub(super) drift_ppm: i64,
     /// Round in which a worker of this agent failed by itself.
-    pub(super) own_failure: Option<u64>,
+    pub(super) failed_round: Option<u64>,
     /// True if it was cut off, paused or killed at some time, so that others may consider it lost.
-    pub(super) disturbed: bool,
+    pub(super) was_disturbed: bool,
     /// Last round that it was in.
     pub(super) last_round: u64,
     /// True if it has been told to stop the workers of that round.
-    pub(super) told: bool,
+    pub(super) stop_ordered: bool,
 }
 
 impl Agent {
-    pub(super) fn new(id: AgentId, profile: Profile, max_restarts: u32, silence: Duration) -> Self {
+    pub(super) fn new(id: AgentId, profile: Profile, max_restarts: u32, heartbeat_timeout: Duration) -> Self {
         Self {
             id,
             profile,
-            member: Member::new(ready(id, 0, 0), silence),
+            member: Member::new(ready(id, 0, 0), heartbeat_timeout),
             workers: None,
             restarts: 0,
             max_restarts,
             alive: true,
             ended: None,
             paused: false,
-            off: false,
-            etcd_cut: false,
-            at: 0,
-            heard_at: Duration::ZERO,
-            mute: false,
-            deaf: false,
+            powered_off: false,
+            is_cut_from_etcd: false,
+            term: 0,
+            last_message_at: Duration::ZERO,
+            outbound_cut: false,
+            inbound_cut: false,
             offset: Duration::ZERO,
-            fast: 0,
-            own_failure: None,
-            disturbed: false,
+            drift_ppm: 0,
+            failed_round: None,
+            was_disturbed: false,
             last_round: 0,
-            told: false,
+            stop_ordered: false,
         }
     }
 
     /// Returns the time of its clock.
     pub(super) fn local(&self, now: Duration) -> Duration {
         let micros = i128::try_from(now.as_micros()).unwrap();
-        let drifted = micros + micros * i128::from(self.fast) / 1_000_000;
+        let drifted = micros + micros * i128::from(self.drift_ppm) / 1_000_000;
         self.offset + Duration::from_micros(u64::try_from(drifted).unwrap())
     }
 
     /// Stops its workers, because no answer came within its lease.
-    pub(super) fn stop_alone(&mut self) {
+    pub(super) fn mark_partitioned(&mut self) {
         let after = self.last_round;
         let store = vec![format!("{:x}:1", self.id.0)];
-        self.member.enter(Phase::Ready { after, restarts: self.restarts, store, alone: true });
+        self.member.enter(Phase::Ready { after, restarts: self.restarts, store, partitioned: true });
         self.workers = None;
-        self.disturbed = true;
+        self.was_disturbed = true;
     }
 
     /// Rejoins as a new agent, because the others have continued without it.
-    pub(super) fn join_anew(&mut self, id: AgentId, silence: Duration) {
+    pub(super) fn rejoin_as(&mut self, id: AgentId, heartbeat_timeout: Duration) {
         self.id = id;
-        let mut member = Member::new(ready(id, 0, self.restarts), silence);
-        member.planted = self.member.planted;
+        let mut member = Member::new(ready(id, 0, self.restarts), heartbeat_timeout);
+        member.injected_bug = self.member.injected_bug;
         self.member = member;
         self.workers = None;
-        self.told = false;
+        self.stop_ordered = false;
     }
 
     pub(super) fn status(&mut self, now: Duration) -> Status {
@@ -106,11 +107,11 @@ impl Agent {
         self.member.status(local)
     }
 
-    pub(super) fn is_at_work(&self) -> bool {
+    pub(super) fn is_active(&self) -> bool {
         self.alive && self.ended.is_none()
     }
 }
 
 pub(super) fn ready(id: AgentId, after: u64, restarts: u32) -> Phase {
-    Phase::Ready { after, restarts, store: vec![format!("{:x}:1", id.0)], alone: false }
+    Phase::Ready { after, restarts, store: vec![format!("{:x}:1", id.0)], partitioned: false }
 }

@@ -1,10 +1,10 @@
-//! Tests of the membership state machines: single scenarios, and many random ones in a simulated world.
+//! Tests of the membership state machines: single scenarios, and many random ones in a simulated cluster.
 
 mod agent;
+mod coordinators;
 mod faults;
-mod offices;
+mod invariants;
 mod random;
 mod scale;
+mod scenarios;
 mod simulation;
-mod stories;
-mod world;

@@ -10,15 +10,15 @@ use super::agent::ready;
 const RULES: Rules = Rules {
     last_call: Duration::from_secs(30),
     join_timeout: Duration::from_secs(600),
-    silence: Duration::from_secs(3),
-    reconnect: Duration::from_millis(200),
+    heartbeat_timeout: Duration::from_secs(3),
+    reconnect_timeout: Duration::from_millis(200),
     stop_timeout: Duration::from_secs(90),
     stop_spread: Duration::from_secs(1),
     job_budget: None,
 };
 
 /// Members and their coordinator. Every message arrives at once.
-struct Crowd {
+struct LocalJob {
     coordinator: Coordinator,
     members: HashMap<AgentId, Member>,
     now: Duration,
@@ -27,8 +27,8 @@ struct Crowd {
     work: Duration,
 }
 
-impl Crowd {
-    fn tell(&mut self, event: Event) {
+impl LocalJob {
+    fn handle(&mut self, event: Event) {
         let mut events = vec![event];
         while let Some(event) = events.pop() {
             let (start, mut actions) = (Instant::now(), Vec::new());
@@ -40,10 +40,10 @@ impl Crowd {
                     Action::Send { agent, message } => {
                         self.messages += 1;
                         let Some(member) = self.members.get_mut(&agent) else { continue };
-                        let (news, reply) = member.hear(message);
-                        match news {
-                            Some(News::Run(run)) => member.enter(Phase::Running { round: run.round }),
-                            Some(News::Stop(_)) => {
+                        let (command, reply) = member.receive(message);
+                        match command {
+                            Some(Command::Run(run)) => member.enter(Phase::Running { round: run.round }),
+                            Some(Command::Stop(_)) => {
                                 let Phase::Running { round } = *member.phase() else { continue };
                                 member.enter(ready(agent, round, 0));
                             }
@@ -66,7 +66,7 @@ impl Crowd {
 /// Returns messages and coordinator time per agent: `count` agents join and start, one is lost, and the
 /// others restart.
 fn cost(count: usize) -> (f64, Duration) {
-    let mut crowd = Crowd {
+    let mut job = LocalJob {
         coordinator: Coordinator::new(RULES, 1, 7),
         members: HashMap::new(),
         now: Duration::ZERO,
@@ -78,22 +78,22 @@ fn cost(count: usize) -> (f64, Duration) {
         let host = format!("h{index}");
         let profile =
             Profile { host, pid: 1, min: count - 1, max: count, workers: 8, role: "default".to_owned() };
-        let mut member = Member::new(ready(agent, 0, 0), RULES.silence);
-        let status = member.status(crowd.now);
-        crowd.members.insert(agent, member);
-        crowd.messages += 2;
-        crowd.tell(Event::Hello { agent, profile });
-        crowd.tell(Event::Status { agent, status });
+        let mut member = Member::new(ready(agent, 0, 0), RULES.heartbeat_timeout);
+        let status = member.status(job.now);
+        job.members.insert(agent, member);
+        job.messages += 2;
+        job.handle(Event::Hello { agent, profile });
+        job.handle(Event::Status { agent, status });
     }
-    assert_eq!(crowd.running(), count);
-    let lost = *crowd.members.keys().next().unwrap();
-    crowd.members.remove(&lost);
-    crowd.now += Duration::from_secs(1);
-    crowd.tell(Event::Cut { agent: lost });
-    crowd.now += Duration::from_secs(1);
-    crowd.tell(Event::Tick);
-    assert_eq!(crowd.running(), count - 1);
-    (crowd.messages as f64 / count as f64, crowd.work / u32::try_from(count).unwrap())
+    assert_eq!(job.running(), count);
+    let lost = *job.members.keys().next().unwrap();
+    job.members.remove(&lost);
+    job.now += Duration::from_secs(1);
+    job.handle(Event::Disconnected { agent: lost });
+    job.now += Duration::from_secs(1);
+    job.handle(Event::Tick);
+    assert_eq!(job.running(), count - 1);
+    (job.messages as f64 / count as f64, job.work / u32::try_from(count).unwrap())
 }
 
 #[test]

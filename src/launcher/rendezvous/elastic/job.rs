@@ -11,48 +11,48 @@ use tokio::sync::Notify;
 use tokio::task::spawn_local;
 use tokio::time::{Instant, sleep, sleep_until};
 
-use super::archive::Archive;
-use super::claim::Claim;
-use super::link::{self, LinkError};
-use super::wire::{MEMBERS_LIMIT, Seal, ToCoordinator, ToMember};
-use crate::membership::{Action, AgentId, Coordinator, Event, OrderMessage, Profile, mandate};
+use super::framing::{self, FramingError};
+use super::leadership::Leadership;
+use super::record_writer::RecordWriter;
+use super::wire::{FRAME_LIMIT, Seal, ToCoordinator, ToMember};
+use crate::membership::{Action, AgentId, Coordinator, Event, OrderMessage, Profile, leader_lease};
 
 /// Interval at which the job checks whether half of a round is heard.
-const LOOK: Duration = Duration::from_millis(50);
-/// A tick that is later than this shows that the process was not scheduled. [`LATEST`] bounds the extra time
-/// that members get for it.
-const LATE: Duration = Duration::from_millis(20);
-const LATEST: Duration = Duration::from_secs(1);
+const QUORUM_POLL: Duration = Duration::from_millis(50);
+/// A tick that is later than this shows that the process was not scheduled.
+/// [`MAX_CATCH_UP`] bounds the extra time that members get for it.
+const MAX_TICK_DELAY: Duration = Duration::from_millis(20);
+const MAX_CATCH_UP: Duration = Duration::from_secs(1);
 /// Maximum number of member connections.
-const MEMBERS: usize = 50_000;
+const MAX_CONNECTIONS: usize = 50_000;
 
 /// One job and its connections.
 pub(super) struct Job {
     coordinator: RefCell<Coordinator>,
     began: Instant,
-    desks: RefCell<HashMap<AgentId, Rc<Desk>>>,
+    outboxes: RefCell<HashMap<AgentId, Rc<Outbox>>>,
     /// Signals that [`Coordinator::wake_at`] may have changed.
     changed: Notify,
-    archive: Option<Archive>,
+    record_writer: Option<RecordWriter>,
     /// Time of the last check whether members may be answered, and its result.
     may_answer: Cell<(Instant, bool)>,
 }
 
 /// Next message to a member. Only the latest counts, so a slow reader costs no memory.
-struct Desk {
+struct Outbox {
     connection: u64,
     next: RefCell<Option<OrderMessage>>,
     ready: Notify,
 }
 
 impl Job {
-    pub(super) fn begin(coordinator: Coordinator, archive: Option<Archive>) -> Rc<Self> {
+    pub(super) fn start(coordinator: Coordinator, record_writer: Option<RecordWriter>) -> Rc<Self> {
         let job = Rc::new(Self {
             coordinator: RefCell::new(coordinator),
             began: Instant::now(),
-            desks: RefCell::default(),
+            outboxes: RefCell::default(),
             changed: Notify::new(),
-            archive,
+            record_writer,
             may_answer: Cell::new((Instant::now(), true)),
         });
         let working = Rc::clone(&job);
@@ -67,62 +67,64 @@ impl Job {
     }
 
     /// Returns true if all members have left.
-    pub(super) fn is_deserted(&self) -> bool {
-        self.coordinator.borrow().is_deserted() || self.desks.borrow().is_empty()
+    pub(super) fn has_no_members(&self) -> bool {
+        self.coordinator.borrow().has_no_members() || self.outboxes.borrow().is_empty()
     }
 
     /// Returns true if a node still needs this coordinator. A member that lost its connection may reconnect.
     pub(super) fn has_members(&self) -> bool {
         let coordinator = self.coordinator.borrow();
-        !(coordinator.is_deserted() || coordinator.is_over() && self.desks.borrow().is_empty())
+        !(coordinator.has_no_members() || coordinator.is_finished() && self.outboxes.borrow().is_empty())
     }
 
     /// Returns true if the job has ended and another one may start here under its run id.
     pub(super) fn frees_run_id(&self, is_named: bool) -> bool {
         let coordinator = self.coordinator.borrow();
-        let frees = coordinator.ending().is_some_and(|ending| ending.frees_run_id(is_named));
-        self.archive.is_none() && frees && self.desks.borrow().is_empty()
+        let frees = coordinator.result().is_some_and(|result| result.frees_run_id(is_named));
+        self.record_writer.is_none() && frees && self.outboxes.borrow().is_empty()
     }
 
     /// Returns true if another coordinator can continue the job from its record, which includes that the
     /// agent of this process has left.
-    pub(super) fn is_dispensable(&self) -> bool {
+    pub(super) fn is_replaceable(&self) -> bool {
         let coordinator = self.coordinator.borrow();
-        self.archive.as_ref().is_some_and(|archive| {
-            archive.is_complete() && !coordinator.is_over() && !coordinator.knows(archive.agent.get())
+        self.record_writer.as_ref().is_some_and(|record_writer| {
+            record_writer.is_complete()
+                && !coordinator.is_finished()
+                && !coordinator.is_member(record_writer.agent.get())
         })
     }
 
     /// Notes that the node of this process rejoins as another agent.
-    pub(super) fn comes_anew(&self, agent: AgentId) {
-        if let Some(archive) = &self.archive {
-            archive.agent.set(agent);
+    pub(super) fn set_agent(&self, agent: AgentId) {
+        if let Some(record_writer) = &self.record_writer {
+            record_writer.agent.set(agent);
         }
     }
 
     /// Gives up leadership, so that another coordinator may take over at once.
     pub(super) async fn release(&self) {
-        if let Some(archive) = &self.archive {
-            archive.claim.release().await;
+        if let Some(record_writer) = &self.record_writer {
+            record_writer.leadership.release().await;
         }
     }
 
     /// Returns true if another coordinator has taken over.
-    pub(super) fn has_resigned(&self) -> bool {
-        self.archive.as_ref().is_some_and(|archive| archive.claim.is_lost())
+    pub(super) fn has_lost_leadership(&self) -> bool {
+        self.record_writer.as_ref().is_some_and(|record_writer| record_writer.leadership.is_lost())
     }
 
-    async fn resigns(&self) {
-        match &self.archive {
-            Some(archive) => archive.claim.lost().await,
+    async fn leadership_lost(&self) {
+        match &self.record_writer {
+            Some(record_writer) => record_writer.leadership.lost().await,
             None => std::future::pending().await,
         }
     }
 
     /// Writes records until another coordinator has taken over.
     async fn write(&self) {
-        let Some(archive) = &self.archive else { return std::future::pending().await };
-        while let Some(is_latest) = archive.write_next().await {
+        let Some(record_writer) = &self.record_writer else { return std::future::pending().await };
+        while let Some(is_latest) = record_writer.write_next().await {
             // If a later record has been put meanwhile, only that one counts.
             if is_latest {
                 self.handle(Event::Written);
@@ -133,32 +135,34 @@ impl Job {
     /// Keeps leadership. While this coordinator has too few members, it lets the lease rest: nodes that
     /// cannot reach it may elect another.
     async fn keep(&self) {
-        match &self.archive {
-            Some(archive) => archive.claim.keep(|| self.coordinator.borrow().is_useless()).await,
+        match &self.record_writer {
+            Some(record_writer) => {
+                record_writer.leadership.keep(|| self.coordinator.borrow().is_unneeded()).await
+            }
             None => std::future::pending().await,
         }
     }
 
     /// Returns true if members may be answered: no other coordinator can have continued without them.
-    fn may_answer(&self, own: AgentId, claim: &Claim) -> bool {
-        if claim.is_certain() {
+    fn may_answer(&self, own: AgentId, leadership: &Leadership) -> bool {
+        if leadership.is_confirmed() {
             return true;
         }
-        let (looked, may) = self.may_answer.get();
-        if looked.elapsed() < LOOK {
+        let (checked_at, may) = self.may_answer.get();
+        if checked_at.elapsed() < QUORUM_POLL {
             return may;
         }
-        let may = self.is_in_touch(own, claim);
+        let may = self.has_quorum(own, leadership);
         self.may_answer.set((Instant::now(), may));
         may
     }
 
-    fn is_in_touch(&self, own: AgentId, claim: &Claim) -> bool {
-        mandate::is_in_touch(&self.coordinator.borrow(), own, self.began.elapsed(), claim.ttl())
+    fn has_quorum(&self, own: AgentId, leadership: &Leadership) -> bool {
+        leader_lease::has_quorum(&self.coordinator.borrow(), own, self.began.elapsed(), leadership.ttl())
     }
 
     /// Serves one connection of a member until it ends.
-    pub(super) async fn attend(
+    pub(super) async fn serve_member(
         self: Rc<Self>,
         connection: u64,
         stream: TcpStream,
@@ -167,52 +171,52 @@ impl Job {
         theirs: Seal,
         mut ours: Seal,
     ) {
-        let desk = Rc::new(Desk { connection, next: RefCell::default(), ready: Notify::new() });
+        let outbox = Rc::new(Outbox { connection, next: RefCell::default(), ready: Notify::new() });
         {
-            let mut desks = self.desks.borrow_mut();
-            if desks.len() >= MEMBERS {
+            let mut outboxes = self.outboxes.borrow_mut();
+            if outboxes.len() >= MAX_CONNECTIONS {
                 return;
             }
-            desks.insert(agent, Rc::clone(&desk));
+            outboxes.insert(agent, Rc::clone(&outbox));
         }
         self.handle(Event::Hello { agent, profile });
         let (reading, mut writing) = stream.into_split();
-        let listens = self.listen(agent, reading, theirs);
-        let tells = async {
+        let receiving = self.receive(agent, reading, theirs);
+        let sending = async {
             loop {
-                desk.ready.notified().await;
-                let Some(message) = desk.next.take() else { continue };
-                link::write(&mut writing, &mut ours, &ToMember::Order(message)).await?;
+                outbox.ready.notified().await;
+                let Some(message) = outbox.next.take() else { continue };
+                framing::write(&mut writing, &mut ours, &ToMember::Order(message)).await?;
             }
         };
-        let _: Result<(), LinkError> = tokio::select! {
-            ended = listens => ended,
-            ended = tells => ended,
-            () = self.resigns() => Ok(()),
+        let _: Result<(), FramingError> = tokio::select! {
+            ended = receiving => ended,
+            ended = sending => ended,
+            () = self.leadership_lost() => Ok(()),
         };
-        let mine = self.desks.borrow().get(&agent).is_some_and(|desk| desk.connection == connection);
+        let mine = self.outboxes.borrow().get(&agent).is_some_and(|outbox| outbox.connection == connection);
         if mine {
-            self.desks.borrow_mut().remove(&agent);
-            self.handle(Event::Cut { agent });
+            self.outboxes.borrow_mut().remove(&agent);
+            self.handle(Event::Disconnected { agent });
         }
     }
 
-    async fn listen(
+    async fn receive(
         &self,
         agent: AgentId,
         mut stream: OwnedReadHalf,
         mut seal: Seal,
-    ) -> Result<(), LinkError> {
+    ) -> Result<(), FramingError> {
         loop {
-            match link::read(&mut stream, &mut seal, MEMBERS_LIMIT).await? {
+            match framing::read(&mut stream, &mut seal, FRAME_LIMIT).await? {
                 ToCoordinator::Status(status) => self.handle(Event::Status { agent, status }),
-                ToCoordinator::Profile(_) => return Err(LinkError::Stranger),
+                ToCoordinator::Profile(_) => return Err(FramingError::NotRendezvous),
             }
         }
     }
 
     pub(super) fn handle(&self, event: Event) {
-        if self.has_resigned() {
+        if self.has_lost_leadership() {
             return;
         }
         let mut actions = Vec::new();
@@ -220,9 +224,9 @@ impl Job {
         self.coordinator.borrow_mut().handle(now, event, &mut actions);
         let mut rest = VecDeque::from(actions);
         while let Some(action) = rest.pop_front() {
-            match (action, &self.archive) {
+            match (action, &self.record_writer) {
                 (Action::Send { agent, message }, _) => self.send(agent, message),
-                (Action::Write(record), Some(archive)) => archive.put(record),
+                (Action::Write(record), Some(record_writer)) => record_writer.enqueue(record),
                 // Without a registry no other coordinator could continue the job.
                 (Action::Write(_), None) => {
                     let mut more = Vec::new();
@@ -235,14 +239,14 @@ impl Job {
     }
 
     fn send(&self, agent: AgentId, mut message: OrderMessage) {
-        if let Some(Archive { agent: own, claim, .. }) = &self.archive
-            && !self.may_answer(own.get(), claim)
+        if let Some(RecordWriter { agent: own, leadership, .. }) = &self.record_writer
+            && !self.may_answer(own.get(), leadership)
         {
             return;
         }
-        let desks = self.desks.borrow();
-        let Some(desk) = desks.get(&agent) else { return };
-        let mut next = desk.next.borrow_mut();
+        let outboxes = self.outboxes.borrow();
+        let Some(outbox) = outboxes.get(&agent) else { return };
+        let mut next = outbox.next.borrow_mut();
         // A heartbeat does not replace an order that waits to be sent.
         if let Some(waiting) =
             next.take().filter(|waiting| message.order.is_none() && waiting.seq == message.seq)
@@ -250,12 +254,15 @@ impl Job {
             message.order = waiting.order;
         }
         *next = Some(message);
-        desk.ready.notify_one();
+        outbox.ready.notify_one();
     }
 
     /// Runs the timers until the job has ended and no member remains to be told.
     async fn tick(&self) {
-        while self.archive.is_some() || !self.coordinator.borrow().is_over() || !self.is_deserted() {
+        while self.record_writer.is_some()
+            || !self.coordinator.borrow().is_finished()
+            || !self.has_no_members()
+        {
             let wake = self.coordinator.borrow().wake_at().map(|at| self.began + at);
             let sleeps = async {
                 match wake {
@@ -268,8 +275,8 @@ impl Job {
                     // This process was late and may have received messages late. It handles those that have
                     // arrived before it evicts a member.
                     let late = wake.map_or(Duration::ZERO, |at| at.elapsed());
-                    if late > LATE {
-                        sleep(late.min(LATEST)).await;
+                    if late > MAX_TICK_DELAY {
+                        sleep(late.min(MAX_CATCH_UP)).await;
                     }
                     self.handle(Event::Tick);
                 }

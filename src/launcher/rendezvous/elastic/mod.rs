@@ -1,24 +1,24 @@
 //! `c10d`: the elastic rendezvous. Nodes join and leave; one of them, at the endpoint, coordinates.
 //!
 //! [`crate::membership`] makes all decisions. This module transports them: a thread holds this node's
-//! connection ([`desk`]).
+//! connection ([`session`]).
 //! If this host is the endpoint and no process serves it yet, the thread also runs the coordinator
-//! ([`hall`]).
+//! ([`server`]).
 
-mod archive;
 mod backoff;
-mod board;
-mod caller;
-mod claim;
-mod court;
-mod desk;
-mod directory;
-mod finder;
-mod guests;
-mod hall;
+mod connector;
+mod discovery;
+mod framing;
+mod host_addresses;
 mod job;
-mod link;
-mod place;
+mod leadership;
+mod membership_view;
+mod other_jobs;
+mod record_writer;
+mod registry;
+mod server;
+mod session;
+mod termination;
 mod thread;
 mod wire;
 
@@ -29,35 +29,40 @@ use std::time::{Duration, Instant};
 use convoke_env::Token;
 use convoke_store::{ServeError, StoreServer};
 
-use super::{Assignment, Barrier, Court, Rendezvous, RendezvousError};
-use crate::config::{Config, Endpoint, Terms, is_loopback};
-use crate::membership::{self, Departure, Ending, Muster, Phase, Profile, Refusal, Rules};
+use super::{Assignment, BarrierResult, Rendezvous, RendezvousError, TerminationChannel};
+use crate::config::{Config, ElasticSettings, Endpoint, is_loopback};
+use crate::membership::{self, Departure, JobResult, JoinStatus, Phase, Profile, Refusal, Rules};
+use crate::messages::{Progress, print_message};
 use crate::report::full_host_name;
-use crate::say::{Progress, say};
-use board::Over;
-use court::ElasticCourt;
-pub(crate) use guests::Guests;
-use thread::{Settings, Thread};
+use membership_view::EndReason;
+pub(crate) use other_jobs::OtherJobs;
+use termination::ElasticTerminationChannel;
+use thread::{RendezvousThread, Settings};
 
 /// The elastic rendezvous of one node.
 #[derive(Debug)]
-pub(crate) struct Elastic {
+pub(crate) struct ElasticRendezvous {
     settings: Settings,
     local_addr: Option<String>,
     share_store: bool,
-    thread: Option<Arc<Thread>>,
-    guests: Guests,
+    thread: Option<Arc<RendezvousThread>>,
+    other_jobs: OtherJobs,
     /// Listener for the store of the next round's workers, in case this node serves it.
     listener: Option<TcpListener>,
     /// Store for the workers of this round, if this node serves it.
     server: Option<StoreServer>,
     /// Number of the last round that this node was in.
     round: u64,
-    court: Option<Arc<ElasticCourt>>,
+    channel: Option<Arc<ElasticTerminationChannel>>,
 }
 
-impl Elastic {
-    pub(crate) fn new(config: &Config, endpoint: Endpoint, terms: Terms, token: Option<Token>) -> Self {
+impl ElasticRendezvous {
+    pub(crate) fn new(
+        config: &Config,
+        endpoint: Endpoint,
+        settings: ElasticSettings,
+        token: Option<Token>,
+    ) -> Self {
         let profile = Profile {
             host: full_host_name(),
             pid: std::process::id(),
@@ -67,54 +72,54 @@ impl Elastic {
             role: config.role.clone(),
         };
         let rules = Rules {
-            last_call: terms.last_call,
-            join_timeout: terms.join_timeout,
-            silence: terms.silence,
-            reconnect: Duration::from_millis(200),
+            last_call: settings.last_call,
+            join_timeout: settings.join_timeout,
+            heartbeat_timeout: settings.heartbeat_timeout,
+            reconnect_timeout: Duration::from_millis(200),
             stop_timeout: Duration::from_secs(90),
             stop_spread: Duration::from_secs(1),
-            job_budget: terms.job_budget.then_some(config.max_restarts),
+            job_budget: settings.job_budget.then_some(config.max_restarts),
         };
-        let (run_id, close) = (config.run_id.clone(), terms.close);
-        let settings = Settings { endpoint, rules, profile, run_id, token, close };
-        let guests = Guests::at(describe_endpoint(&settings.endpoint));
+        let (run_id, close_timeout) = (config.run_id.clone(), settings.close_timeout);
+        let settings = Settings { endpoint, rules, profile, run_id, token, close_timeout };
+        let other_jobs = OtherJobs::new(describe_endpoint(&settings.endpoint));
         Self {
             settings,
-            guests,
+            other_jobs,
             local_addr: config.local_addr.clone(),
             share_store: config.share_store,
             thread: None,
             listener: None,
             server: None,
             round: 0,
-            court: None,
+            channel: None,
         }
     }
 
-    fn thread(&mut self, phase: Phase) -> Result<Arc<Thread>, RendezvousError> {
+    fn thread(&mut self, phase: Phase) -> Result<Arc<RendezvousThread>, RendezvousError> {
         if let Some(thread) = &self.thread {
             thread.enter(phase);
             return Ok(Arc::clone(thread));
         }
-        let thread = Arc::new(Thread::start(self.settings.clone(), phase)?);
+        let thread = Arc::new(RendezvousThread::start(self.settings.clone(), phase)?);
         self.thread = Some(Arc::clone(&thread));
-        self.guests.meet_through(Arc::clone(&thread));
+        self.other_jobs.set_thread(Arc::clone(&thread));
         Ok(thread)
     }
 }
 
-impl Rendezvous for Elastic {
+impl Rendezvous for ElasticRendezvous {
     fn join(&mut self, restarts: u32) -> Result<Assignment, RendezvousError> {
         self.server = None;
         let joined = loop {
-            let run = match self.meet(restarts) {
+            let run = match self.wait_for_round(restarts) {
                 Ok(run) => run,
                 Err(error) => break Err(error),
             };
             let round = run.round;
-            match self.enter(run) {
+            match self.enter_round(run) {
                 // The round ended before it began on this node.
-                Err(_) if self.is_over(round) => {}
+                Err(_) if self.is_round_over(round) => {}
                 entered => break entered,
             }
         };
@@ -122,7 +127,7 @@ impl Rendezvous for Elastic {
             && let Some(thread) = self.thread.take()
         {
             let departure = match error {
-                RendezvousError::NotNeeded => Departure::Ended,
+                RendezvousError::AlreadySucceeded => Departure::Ended,
                 error => Departure::Error(error.to_string()),
             };
             thread.leave(departure);
@@ -130,35 +135,35 @@ impl Rendezvous for Elastic {
         joined
     }
 
-    fn barrier(&mut self) -> Barrier {
-        let Some(thread) = &self.thread else { return Barrier::Passed };
+    fn barrier(&mut self) -> BarrierResult {
+        let Some(thread) = &self.thread else { return BarrierResult::Passed };
         thread.enter(Phase::Succeeded { round: self.round });
         let round = self.round;
-        let told = thread.board.wait(None, |told| match (&told.over, &told.stopped) {
-            (Some(Over::End(Ending::Succeeded)), _) => Some(Barrier::Passed),
-            (Some(_), _) => Some(Barrier::Interrupted),
-            (None, Some(stopped)) if stopped.round >= round => Some(Barrier::Interrupted),
+        let state = thread.view.wait(None, |state| match (&state.end_reason, &state.stopped) {
+            (Some(EndReason::JobEnded(JobResult::Succeeded)), _) => Some(BarrierResult::Passed),
+            (Some(_), _) => Some(BarrierResult::Interrupted),
+            (None, Some(stopped)) if stopped.round >= round => Some(BarrierResult::Interrupted),
             (None, _) => None,
         });
-        told.unwrap_or(Barrier::Interrupted)
+        state.unwrap_or(BarrierResult::Interrupted)
     }
 
     fn close(&mut self) {
         self.server = None;
     }
 
-    fn guests(&self) -> Guests {
-        self.guests.clone()
+    fn other_jobs(&self) -> OtherJobs {
+        self.other_jobs.clone()
     }
 
-    fn court(&self) -> Option<Arc<dyn Court>> {
-        Some(Arc::clone(self.court.as_ref()?) as Arc<dyn Court>)
+    fn termination_channel(&self) -> Option<Arc<dyn TerminationChannel>> {
+        Some(Arc::clone(self.channel.as_ref()?) as Arc<dyn TerminationChannel>)
     }
 }
 
-impl Elastic {
+impl ElasticRendezvous {
     /// Waits for a round.
-    fn meet(&mut self, restarts: u32) -> Result<membership::Assignment, RendezvousError> {
+    fn wait_for_round(&mut self, restarts: u32) -> Result<membership::Assignment, RendezvousError> {
         if self.thread.is_none() {
             super::check_loopback(true)?;
             self.warn_if_open();
@@ -170,59 +175,62 @@ impl Elastic {
             .and_then(|listener| listener.local_addr().ok())
             .map_or(0, |address| address.port());
         self.listener = listeners.into_iter().next();
-        let towards = self.thread.as_ref().and_then(|thread| thread.towards());
+        let route_address = self.thread.as_ref().and_then(|thread| thread.route_address());
         let own = self.local_addr.clone().or_else(|| self.is_on_loopback().then(|| "127.0.0.1".to_owned()));
-        let store = place::offers(own.as_deref(), towards, port);
+        let store = host_addresses::store_addresses(own.as_deref(), route_address, port);
         let after = self.round;
         let thread = self.thread.as_ref().map(Arc::clone);
-        let alone = thread.is_some_and(|thread| {
-            thread.board.lock().stopped.as_ref().is_some_and(|last| last.round == after && last.alone)
+        let partitioned = thread.is_some_and(|thread| {
+            thread.view.lock().stopped.as_ref().is_some_and(|last| last.round == after && last.partitioned)
         });
-        let thread = self.thread(Phase::Ready { after, restarts, store, alone })?;
+        let thread = self.thread(Phase::Ready { after, restarts, store, partitioned })?;
         let mut progress = Progress::new(deadline);
         loop {
             let until = Instant::now() + Progress::INTERVAL;
-            let news = thread.board.wait(Some(until), |told| match (&told.over, &told.run) {
-                (Some(over), _) => Some(Err(over.clone())),
-                (None, Some(run)) if run.round > after => Some(Ok(run.clone())),
-                (None, _) => None,
-            });
-            match news {
+            let update =
+                thread.view.wait(Some(until), |state| match (&state.end_reason, &state.assignment) {
+                    (Some(reason), _) => Some(Err(reason.clone())),
+                    (None, Some(run)) if run.round > after => Some(Ok(run.clone())),
+                    (None, _) => None,
+                });
+            match update {
                 Some(Ok(assignment)) => return Ok(assignment),
-                Some(Err(Over::End(Ending::Succeeded))) => return Err(RendezvousError::NotNeeded),
-                Some(Err(over)) => {
-                    let text = self.tell(&over);
-                    return Err(match over {
-                        Over::Refused(Refusal::Timeout { .. }) => RendezvousError::NotMet(text),
+                Some(Err(EndReason::JobEnded(JobResult::Succeeded))) => {
+                    return Err(RendezvousError::AlreadySucceeded);
+                }
+                Some(Err(reason)) => {
+                    let text = self.describe_end(&reason);
+                    return Err(match reason {
+                        EndReason::Refused(Refusal::Timeout { .. }) => RendezvousError::JoinTimeout(text),
                         _ => RendezvousError::Refused(text),
                     });
                 }
                 None => {}
             }
-            let told = thread.board.lock();
-            let is_spare = told.muster.as_ref().is_some_and(|muster| muster.spare);
-            let (line, trouble) = match (&told.trouble, &told.muster) {
-                (Some(trouble), _) => {
+            let state = thread.view.lock();
+            let is_standby = state.join_status.as_ref().is_some_and(|join_status| join_status.standby);
+            let (line, error) = match (&state.connection_error, &state.join_status) {
+                (Some(error), _) => {
                     let endpoint = self.endpoint();
-                    let same = trouble.strip_prefix(&endpoint).and_then(|rest| rest.strip_prefix(": "));
-                    (format!("waiting for the rendezvous at {endpoint}: {}", same.unwrap_or(trouble)), true)
+                    let same = error.strip_prefix(&endpoint).and_then(|rest| rest.strip_prefix(": "));
+                    (format!("waiting for the rendezvous at {endpoint}: {}", same.unwrap_or(error)), true)
                 }
-                (None, Some(muster)) => (describe(muster), false),
+                (None, Some(join_status)) => (describe_join_status(join_status), false),
                 (None, None) => continue,
             };
-            drop(told);
-            if is_spare && !trouble {
+            drop(state);
+            if is_standby && !error {
                 progress.show_endless(&line)
             } else {
                 progress.show(&line)
             }
             // The coordinator enforces the timeout of a connected node.
-            if trouble && Instant::now() >= deadline {
+            if error && Instant::now() >= deadline {
                 let after_s = self.settings.rules.join_timeout.as_secs();
                 let rest = line.strip_prefix("waiting for ").unwrap_or(&line);
                 let advice = "is convoke running on the endpoint's host, with the same --rdzv-endpoint? may this host \
                               reach its port?";
-                return Err(RendezvousError::NotMet(format!(
+                return Err(RendezvousError::JoinTimeout(format!(
                     "no word within {after_s} s from {rest}\n  try: {advice}"
                 )));
             }
@@ -230,7 +238,7 @@ impl Elastic {
     }
 
     /// Enters a round: serves the store of its workers, or finds that store.
-    fn enter(&mut self, run: membership::Assignment) -> Result<Assignment, RendezvousError> {
+    fn enter_round(&mut self, run: membership::Assignment) -> Result<Assignment, RendezvousError> {
         let generation = run.generation();
         let thread = self.thread(Phase::Running { round: run.round })?;
         self.round = run.round;
@@ -239,23 +247,28 @@ impl Elastic {
             let server = StoreServer::serve(listener.into_iter().collect())
                 .map_err(|source| RendezvousError::Serve { source })?;
             let deadline = Instant::now() + Duration::from_secs(10);
-            server.store().set(place::GENERATION_KEY, generation.to_string().as_bytes(), deadline)?;
+            server.store().set(
+                host_addresses::GENERATION_KEY,
+                generation.to_string().as_bytes(),
+                deadline,
+            )?;
             self.server = Some(server);
         }
         let (master_addr, master_port) = if self.share_store {
-            place::reach(&run.store, generation, || self.is_over(run.round))
+            host_addresses::find_store(&run.store, generation, || self.is_round_over(run.round))
                 .map_err(RendezvousError::Refused)?
         } else {
-            place::first(&run.store).map_err(RendezvousError::Refused)?
+            host_addresses::first_address(&run.store).map_err(RendezvousError::Refused)?
         };
         let node = run.group_rank;
-        match &self.court {
-            Some(court) => court.move_to(node, run.round),
+        match &self.channel {
+            Some(channel) => channel.set_round(node, run.round),
             None => {
                 let host = self.settings.profile.host.clone();
-                let meeting = (self.endpoint(), self.settings.run_id.clone());
-                let court = ElasticCourt::new(Arc::clone(&thread), (node, host), meeting, run.round);
-                self.court = Some(Arc::new(court));
+                let job = (self.endpoint(), self.settings.run_id.clone());
+                let channel =
+                    ElasticTerminationChannel::new(Arc::clone(&thread), (node, host), job, run.round);
+                self.channel = Some(Arc::new(channel));
             }
         }
         Ok(Assignment {
@@ -286,17 +299,17 @@ impl Elastic {
         };
         if is_open && self.settings.token.is_none() {
             let endpoint = self.endpoint();
-            say(&format!(
+            print_message(&format!(
                 "warning: whoever can reach {endpoint} can join or stop this job; set CONVOKE_TOKEN, the same on all nodes"
             ));
         }
     }
 
     /// Returns true if other nodes have ended this round and the job continues.
-    fn is_over(&self, round: u64) -> bool {
+    fn is_round_over(&self, round: u64) -> bool {
         self.thread.as_ref().is_some_and(|thread| {
-            let told = thread.board.lock();
-            told.over.is_none() && told.stopped.as_ref().is_some_and(|stopped| stopped.round == round)
+            let state = thread.view.lock();
+            state.end_reason.is_none() && state.stopped.as_ref().is_some_and(|stopped| stopped.round == round)
         })
     }
 
@@ -315,7 +328,7 @@ impl Elastic {
         match only.map(|ip| convoke_store::listen(&[SocketAddr::new(ip, 0)])) {
             Some(Ok(listeners)) => Ok(listeners),
             // The address does not belong to this host, but other hosts may still reach this one by it.
-            Some(Err(_)) | None => place::listen_anywhere(),
+            Some(Err(_)) | None => host_addresses::listen_anywhere(),
         }
     }
 
@@ -324,8 +337,8 @@ impl Elastic {
     }
 
     /// Returns the reason for which this node cannot take part.
-    fn tell(&self, over: &Over) -> String {
-        court::describe(over, &self.endpoint(), &self.settings.run_id)
+    fn describe_end(&self, reason: &EndReason) -> String {
+        termination::describe_end(reason, &self.endpoint(), &self.settings.run_id)
     }
 }
 
@@ -345,20 +358,20 @@ fn random<const N: usize>() -> std::io::Result<[u8; N]> {
 }
 
 /// Describes the join status: the nodes that have joined and those that are missing.
-fn describe(muster: &Muster) -> String {
-    let Muster { here, min, max, names, stopping, spare, cause, begins_ms } = muster;
-    if *spare {
+fn describe_join_status(join_status: &JoinStatus) -> String {
+    let JoinStatus { joined, min, max, names, stopping, standby, cause, starts_in_ms } = join_status;
+    if *standby {
         return format!("a round of {max} nodes runs; this one waits as a spare");
     }
     let wanted = if min == max { min.to_string() } else { format!("{min} to {max}") };
-    let mut line = format!("{here} of {wanted} nodes are here: {}", names.join(", "));
-    if here < min {
-        line.push_str(&format!("; at least {} more must come", min - here));
+    let mut line = format!("{joined} of {wanted} nodes are here: {}", names.join(", "));
+    if joined < min {
+        line.push_str(&format!("; at least {} more must come", min - joined));
     }
     if !stopping.is_empty() {
         line.push_str(&format!("; waiting until workers have stopped on {}", stopping.join(", ")));
     }
-    if let Some(ms) = begins_ms.filter(|_| stopping.is_empty() && here >= min) {
+    if let Some(ms) = starts_in_ms.filter(|_| stopping.is_empty() && joined >= min) {
         line.push_str(&format!("; the job begins in {} s, or with {max}", ms.div_ceil(1000)));
     }
     if let Some(cause) = cause {

@@ -11,28 +11,28 @@ use nix::sys::signal::Signal;
 use tokio::sync::mpsc;
 use tokio::task::LocalSet;
 
-use super::board::{Board, Over, Stopped, Told};
-use super::caller::{self, Caller};
-use super::desk::{Desk, Heard, Said};
-use super::directory::{Directory, EtcdDirectory, FileDirectory};
-use super::finder::Finder;
-use super::hall::Hall;
-use super::place;
+use super::connector::{self, Connector};
+use super::discovery::Discovery;
+use super::host_addresses;
+use super::membership_view::{EndReason, MembershipView, SharedView, StoppedRound};
+use super::registry::{EtcdRegistry, FileRegistry, Registry};
+use super::server::RendezvousServer;
+use super::session::{NodeRequest, Session, SessionEvent};
 use crate::config::Endpoint;
-use crate::membership::{AgentId, Departure, Member, News, Phase, Profile, Rules};
+use crate::membership::{AgentId, Command, Departure, Member, Phase, Profile, Rules};
+use crate::messages::print_message;
 use crate::rendezvous::RendezvousError;
-use crate::say::say;
 
 /// Number of heartbeats within the heartbeat timeout.
-const BEATS: u32 = 6;
+const HEARTBEATS_PER_TIMEOUT: u32 = 6;
 /// Longest time that the coordinator stays after its node leaves, so that all members learn how the job
 /// ended.
 const LINGER: Duration = Duration::from_secs(1);
 const LINGER_POLL: Duration = Duration::from_millis(2);
 /// Interval at which the thread checks whether other jobs have ended.
-const GUESTS_POLL: Duration = Duration::from_millis(50);
+const OTHER_JOBS_POLL: Duration = Duration::from_millis(50);
 /// Longest time for releasing the lease in etcd.
-const RELEASE: Duration = Duration::from_millis(500);
+const RELEASE_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// Settings of the thread.
 #[derive(Debug, Clone)]
@@ -43,20 +43,20 @@ pub(super) struct Settings {
     pub(super) run_id: String,
     pub(super) token: Option<Token>,
     /// Longest time that writing the outcome of the job may take.
-    pub(super) close: Duration,
+    pub(super) close_timeout: Duration,
 }
 
 /// Handle of the thread.
 #[derive(Debug)]
-pub(super) struct Thread {
-    pub(super) board: Arc<Board>,
-    said: mpsc::UnboundedSender<Said>,
-    shared: Shared,
+pub(super) struct RendezvousThread {
+    pub(super) view: Arc<SharedView>,
+    requests: mpsc::UnboundedSender<NodeRequest>,
+    shared: SharedState,
     /// True if the thread serves the coordinator.
     pub(super) is_host: bool,
 }
 
-impl Thread {
+impl RendezvousThread {
     /// Starts the thread. `phase` is the state of this node.
     ///
     /// # Errors
@@ -66,17 +66,17 @@ impl Thread {
             let what = what.to_owned();
             move |source| RendezvousError::System { what, source }
         };
-        let agent = caller::fresh_id().map_err(system("cannot make an id"))?;
+        let agent = connector::fresh_id().map_err(system("cannot make an id"))?;
         let listeners = listen(&settings)?;
         let picked = listeners.first().and_then(|listener| listener.local_addr().ok());
         if let (Endpoint::Host { port, .. }, Some(picked)) = (&mut settings.endpoint, picked) {
             *port = picked.port();
         }
-        let (said, says) = mpsc::unbounded_channel();
-        let shared = Shared::default();
+        let (requests, request_receiver) = mpsc::unbounded_channel();
+        let shared = SharedState::default();
         let thread = Self {
-            board: Arc::clone(&shared.board),
-            said,
+            view: Arc::clone(&shared.view),
+            requests,
             shared: shared.clone(),
             is_host: !listeners.is_empty(),
         };
@@ -84,12 +84,12 @@ impl Thread {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
             match runtime {
                 Ok(runtime) => {
-                    let work = work(settings, agent, phase, listeners, says, shared.clone());
-                    LocalSet::new().block_on(&runtime, work);
+                    let run = run_thread(settings, agent, phase, listeners, request_receiver, shared.clone());
+                    LocalSet::new().block_on(&runtime, run);
                 }
-                Err(error) => say(&format!("error: no event loop: {error}")),
+                Err(error) => print_message(&format!("error: no event loop: {error}")),
             }
-            shared.board.change(|told| told.closed = true);
+            shared.view.change(|state| state.closed = true);
         };
         let started = std::thread::Builder::new().name("convoke-rendezvous".to_owned()).spawn(body);
         started.map_err(system("no thread"))?;
@@ -97,20 +97,20 @@ impl Thread {
     }
 
     pub(super) fn enter(&self, phase: Phase) {
-        // If the thread has ended, the board holds the reason.
-        let _ = self.said.send(Said::Enter(phase));
+        // If the thread has ended, the view holds the reason.
+        let _ = self.requests.send(NodeRequest::Enter(phase));
     }
 
     /// Returns this host's address on the route to the coordinator, once there has been a connection.
-    pub(super) fn towards(&self) -> Option<IpAddr> {
-        *lock(&self.shared.towards)
+    pub(super) fn route_address(&self) -> Option<IpAddr> {
+        *lock(&self.shared.route_address)
     }
 
     /// Leaves, and waits until the coordinator has been told.
     pub(super) fn leave(&self, departure: Departure) {
         *lock(&self.shared.departure) = Some(departure.clone());
-        let _ = self.said.send(Said::Leave(departure));
-        self.board.wait(None, |_| None::<()>);
+        let _ = self.requests.send(NodeRequest::Leave(departure));
+        self.view.wait(None, |_| None::<()>);
     }
 }
 
@@ -124,9 +124,9 @@ fn listen(settings: &Settings) -> Result<Vec<std::net::TcpListener>, RendezvousE
     if *is_host == Some(false) {
         return Ok(Vec::new());
     }
-    let Some(addresses) = place::listening_addresses(host, *port, &resolve(host, *port)) else {
+    let Some(addresses) = host_addresses::listening_addresses(host, *port, &resolve(host, *port)) else {
         return match is_host {
-            Some(_) => Err(RendezvousError::NotHere { host: host.clone() }),
+            Some(_) => Err(RendezvousError::NotLocalHost { host: host.clone() }),
             None => Ok(Vec::new()),
         };
     };
@@ -134,9 +134,10 @@ fn listen(settings: &Settings) -> Result<Vec<std::net::TcpListener>, RendezvousE
         Ok(listeners) => Ok(listeners),
         // Another agent of this host serves the endpoint already.
         Err(ServeError::InUse { .. }) if is_host.is_none() => Ok(Vec::new()),
-        Err(ServeError::InUse { address }) => {
-            Err(RendezvousError::InUse { address, holder: super::super::holder::holder(address.port()) })
-        }
+        Err(ServeError::InUse { address }) => Err(RendezvousError::InUse {
+            address,
+            owner: super::super::port_owner::port_owner(address.port()),
+        }),
         Err(source) => Err(RendezvousError::Serve { source }),
     }
 }
@@ -150,100 +151,109 @@ fn resolve(host: &str, port: u16) -> Vec<IpAddr> {
 
 /// State that the thread shares with its callers.
 #[derive(Debug, Clone, Default)]
-struct Shared {
-    board: Arc<Board>,
+struct SharedState {
+    view: Arc<SharedView>,
     /// Address of this host on the route to the coordinator.
-    towards: Arc<Mutex<Option<IpAddr>>>,
+    route_address: Arc<Mutex<Option<IpAddr>>>,
     /// Reason for which this node leaves, once it does.
     departure: Arc<Mutex<Option<Departure>>>,
 }
 
 /// Runs the thread until the node leaves or is cut off from the others.
-async fn work(
+async fn run_thread(
     settings: Settings,
     agent: AgentId,
     phase: Phase,
     listeners: Vec<std::net::TcpListener>,
-    mut said: mpsc::UnboundedReceiver<Said>,
-    shared: Shared,
+    mut requests: mpsc::UnboundedReceiver<NodeRequest>,
+    shared: SharedState,
 ) {
-    let Settings { endpoint, rules, profile, run_id, token, close } = settings;
+    let Settings { endpoint, rules, profile, run_id, token, close_timeout } = settings;
     let serves = !listeners.is_empty();
     // A peer that looks for torch's store at the endpoint finds one, but only in open mode.
     let loopback = SocketAddr::from(([127, 0, 0, 1], 0));
     let store = (serves && token.is_none()).then(|| StoreServer::bind(&[loopback]).ok()).flatten();
     let store_at = store.as_ref().and_then(|store| store.addresses().first().copied());
-    let hall = serves.then(|| Hall::open(listeners, token.clone(), rules, store_at, &run_id, None));
+    let server =
+        serves.then(|| RendezvousServer::open(listeners, token.clone(), rules, store_at, &run_id, None));
 
-    let listed = |directory| Finder::listed(directory, run_id.clone(), agent, token.clone(), rules, close);
-    let mut finder = match endpoint {
-        Endpoint::Host { host, port, .. } => Finder::Endpoint { host, port, token },
-        Endpoint::File(path) => listed(Directory::File(FileDirectory::new(path, &run_id, rules.silence))),
-        Endpoint::Etcd(config) => match EtcdDirectory::new(&config, &run_id, rules.silence) {
-            Ok(directory) => listed(Directory::Etcd(directory)),
-            Err(why) => return note(&shared.board, Heard::Unusable { why }),
+    let by_registry = |registry| {
+        Discovery::with_registry(registry, run_id.clone(), agent, token.clone(), rules, close_timeout)
+    };
+    let mut discovery = match endpoint {
+        Endpoint::Host { host, port, .. } => Discovery::Endpoint { host, port, token },
+        Endpoint::File(path) => {
+            by_registry(Registry::File(FileRegistry::new(path, &run_id, rules.heartbeat_timeout)))
+        }
+        Endpoint::Etcd(config) => match EtcdRegistry::new(&config, &run_id, rules.heartbeat_timeout) {
+            Ok(registry) => by_registry(Registry::Etcd(registry)),
+            Err(why) => return apply_event(&shared.view, SessionEvent::Unusable { why }),
         },
     };
-    let (tell, mut heard) = mpsc::unbounded_channel();
-    let mut member = Member::new(phase, rules.silence);
+    let (event_sender, mut events) = mpsc::unbounded_channel();
+    let mut member = Member::new(phase, rules.heartbeat_timeout);
     let join_timeout = rules.join_timeout;
     let host = profile.host.clone();
-    let caller = Caller { run_id: run_id.clone(), profile, agent };
-    let desk = Desk { caller, beat: rules.silence / BEATS, join_timeout };
-    let keeps = desk.run(&mut member, &mut finder, &mut said, &tell, &shared.towards);
+    let connector = Connector { run_id: run_id.clone(), profile, agent };
+    let session = Session {
+        connector,
+        heartbeat_interval: rules.heartbeat_timeout / HEARTBEATS_PER_TIMEOUT,
+        join_timeout,
+    };
+    let keeps = session.run(&mut member, &mut discovery, &mut requests, &event_sender, &shared.route_address);
     let writes = async {
-        while let Some(heard) = heard.recv().await {
-            note(&shared.board, heard);
+        while let Some(event) = events.recv().await {
+            apply_event(&shared.view, event);
         }
     };
     tokio::select! {
         () = keeps => {}
         () = writes => {}
     }
-    while let Ok(heard) = heard.try_recv() {
-        note(&shared.board, heard);
+    while let Ok(event) = events.try_recv() {
+        apply_event(&shared.view, event);
     }
-    match (hall, finder.hall()) {
-        (Some(hall), _) => {
-            let served = Served { hall, agent, host };
-            served.end(said, &shared).await;
+    match (server, discovery.server()) {
+        (Some(server), _) => {
+            let endpoint_server = EndpointServer { server, agent, host };
+            endpoint_server.shut_down(requests, &shared).await;
         }
         // Another node can take over.
-        (None, Some(hall)) => {
-            linger(|| hall.is_left() || hall.is_dispensable()).await;
-            let _ = tokio::time::timeout(RELEASE, hall.release()).await;
+        (None, Some(server)) => {
+            linger(|| server.has_no_own_members() || server.is_replaceable()).await;
+            let _ = tokio::time::timeout(RELEASE_TIMEOUT, server.release()).await;
         }
         (None, None) => {}
     }
 }
 
 /// Server at the endpoint, if no other node can take over.
-struct Served {
-    hall: Rc<Hall>,
+struct EndpointServer {
+    server: Rc<RendezvousServer>,
     agent: AgentId,
     host: String,
 }
 
-impl Served {
+impl EndpointServer {
     /// Ends the service after this node has left. Members that lose their coordinator are told.
     /// Other jobs may continue until they have ended, unless a signal stops this launcher.
-    async fn end(&self, mut said: mpsc::UnboundedReceiver<Said>, shared: &Shared) {
-        if self.desert(shared) {
-            return linger(|| self.hall.is_deserted()).await;
+    async fn shut_down(&self, mut requests: mpsc::UnboundedReceiver<NodeRequest>, shared: &SharedState) {
+        if self.notify_shutdown(shared) {
+            return linger(|| self.server.has_no_members()).await;
         }
-        linger(|| self.hall.is_left()).await;
-        self.hall.close();
+        linger(|| self.server.has_no_own_members()).await;
+        self.server.close();
         loop {
-            let guests = self.hall.guests();
-            if guests == 0 {
+            let other_jobs = self.server.other_jobs();
+            if other_jobs == 0 {
                 return;
             }
-            shared.board.change(|told| told.guests = guests);
+            shared.view.change(|state| state.other_jobs = other_jobs);
             tokio::select! {
-                () = tokio::time::sleep(GUESTS_POLL) => {}
-                Some(Said::Leave(_)) = said.recv() => {
-                    if self.desert(shared) {
-                        return linger(|| self.hall.is_deserted()).await;
+                () = tokio::time::sleep(OTHER_JOBS_POLL) => {}
+                Some(NodeRequest::Leave(_)) = requests.recv() => {
+                    if self.notify_shutdown(shared) {
+                        return linger(|| self.server.has_no_members()).await;
                     }
                 }
             }
@@ -251,7 +261,7 @@ impl Served {
     }
 
     /// Tells the affected members why this node leaves. Returns true if those are the members of all jobs.
-    fn desert(&self, shared: &Shared) -> bool {
+    fn notify_shutdown(&self, shared: &SharedState) -> bool {
         let (why, all) = match lock(&shared.departure).take() {
             Some(Departure::Stopped { signal }) => {
                 let name = Signal::try_from(signal).map_or("a signal", Signal::as_str);
@@ -260,41 +270,46 @@ impl Served {
             Some(Departure::Error(why)) => (why, false),
             Some(Departure::Ended) | None => return false,
         };
-        self.hall.desert(all, self.agent, &self.host, &why);
+        self.server.notify_shutdown(all, self.agent, &self.host, &why);
         all
     }
 }
 
 /// Waits until all members have been told, for [`LINGER`] at most.
-async fn linger(have_heard: impl Fn() -> bool) {
+async fn linger(is_done: impl Fn() -> bool) {
     let until = Instant::now() + LINGER;
-    while !have_heard() && Instant::now() < until {
+    while !is_done() && Instant::now() < until {
         tokio::time::sleep(LINGER_POLL).await;
     }
 }
 
-fn note(board: &Board, heard: Heard) {
-    board.change(|told: &mut Told| match heard {
-        Heard::Connected => told.trouble = None,
-        Heard::Waiting { why } => told.trouble = Some(why),
-        Heard::Alone { silent, last } => drop(told.over.get_or_insert(Over::Alone { silent, last })),
-        Heard::News(News::Wait(muster)) => told.muster = Some(muster),
-        Heard::News(News::Run(assignment)) => {
-            told.run = Some(assignment);
-            told.muster = None;
+fn apply_event(view: &SharedView, event: SessionEvent) {
+    view.change(|state: &mut MembershipView| match event {
+        SessionEvent::Connected => state.connection_error = None,
+        SessionEvent::Waiting { why } => state.connection_error = Some(why),
+        SessionEvent::Partitioned { silent, last } => end(state, EndReason::Partitioned { silent, last }),
+        SessionEvent::Command(Command::Wait(join_status)) => state.join_status = Some(join_status),
+        SessionEvent::Command(Command::Run(assignment)) => {
+            state.assignment = Some(assignment);
+            state.join_status = None;
         }
-        Heard::News(News::Stop(cause)) => stop(told, cause.to_string(), false),
-        Heard::Stop { silent, last } => {
+        SessionEvent::Command(Command::Stop(cause)) => stop(state, cause.to_string(), false),
+        SessionEvent::Stop { silent, last } => {
             let last = if last.is_empty() { String::new() } else { format!(" ({last})") };
-            stop(told, format!("nobody was heard for {:.1} s{last}", silent.as_secs_f64()), true);
+            stop(state, format!("nobody was heard for {:.1} s{last}", silent.as_secs_f64()), true);
         }
-        Heard::Unusable { why } => drop(told.over.get_or_insert(Over::Unusable(why))),
-        Heard::News(News::End(ending)) => drop(told.over.get_or_insert(Over::End(ending))),
-        Heard::News(News::Refuse(refusal)) => drop(told.over.get_or_insert(Over::Refused(refusal))),
+        SessionEvent::Unusable { why } => end(state, EndReason::Unusable(why)),
+        SessionEvent::Command(Command::End(result)) => end(state, EndReason::JobEnded(result)),
+        SessionEvent::Command(Command::Refuse(refusal)) => end(state, EndReason::Refused(refusal)),
     });
 }
 
-fn stop(told: &mut Told, cause: String, alone: bool) {
-    let round = told.run.as_ref().map_or(0, |run| run.round);
-    told.stopped = Some(Stopped { round, cause, alone });
+/// Records why this node takes part no longer. The first reason stays.
+fn end(state: &mut MembershipView, reason: EndReason) {
+    let _ = state.end_reason.get_or_insert(reason);
+}
+
+fn stop(state: &mut MembershipView, cause: String, partitioned: bool) {
+    let round = state.assignment.as_ref().map_or(0, |run| run.round);
+    state.stopped = Some(StoppedRound { round, cause, partitioned });
 }

@@ -30,9 +30,9 @@ pub(super) const MAGIC: [u8; 8] = *b"convoke\x03";
 /// HMAC-SHA256 without encryption.
 const SUITE: u8 = 0;
 /// Maximum body length before the sender has authenticated itself.
-pub(super) const STRANGERS_LIMIT: usize = 2048;
+pub(super) const UNAUTHENTICATED_FRAME_LIMIT: usize = 2048;
 /// Maximum body length after authentication. The largest body is a failure report.
-pub(super) const MEMBERS_LIMIT: usize = 1 << 20;
+pub(super) const FRAME_LIMIT: usize = 1 << 20;
 pub(super) const LENGTH_BYTES: usize = 4;
 pub(super) const MAC_BYTES: usize = 32;
 
@@ -101,7 +101,7 @@ impl Hello {
     }
 
     /// Returns true if this version supports the cryptography of the peer.
-    pub(super) fn is_understood(&self) -> bool {
+    pub(super) fn is_supported(&self) -> bool {
         self.suite == SUITE
     }
 }
@@ -114,7 +114,7 @@ impl Welcome {
 
 /// Returns the state of both directions: from the agent, and from the coordinator.
 pub(super) fn seals(token: Option<&Token>, hello: &Hello, nonce: &Nonce) -> (Seal, Seal) {
-    let mut mac = keyed(token.map_or(&[][..], Token::as_bytes));
+    let mut mac = new_hmac(token.map_or(&[][..], Token::as_bytes));
     mac.update(&MAGIC);
     mac.update(&encode(hello));
     mac.update(nonce);
@@ -122,14 +122,14 @@ pub(super) fn seals(token: Option<&Token>, hello: &Hello, nonce: &Nonce) -> (Sea
     (Seal { key, from: Side::Agent, count: 0 }, Seal { key, from: Side::Coordinator, count: 0 })
 }
 
-fn keyed(key: &[u8]) -> Hmac<Sha256> {
+fn new_hmac(key: &[u8]) -> Hmac<Sha256> {
     // HMAC accepts keys of every length.
     Hmac::<Sha256>::new_from_slice(key).unwrap_or_else(|_| Hmac::new(&Default::default()))
 }
 
 impl Seal {
     fn mac(&mut self, body: &[u8]) -> Hmac<Sha256> {
-        let mut mac = keyed(&self.key);
+        let mut mac = new_hmac(&self.key);
         mac.update(&[self.from as u8]);
         mac.update(&self.count.to_le_bytes());
         mac.update(body);
@@ -197,10 +197,13 @@ mod tests {
     }
 
     fn status() -> ToCoordinator {
-        let failure =
-            Failure { summary: "rank 3 exited with 1".to_owned(), report: "{}".to_owned(), restarts: false };
+        let failure = Failure {
+            summary: "rank 3 exited with 1".to_owned(),
+            report: "{}".to_owned(),
+            can_restart: false,
+        };
         let phase = Phase::Failed { round: 2, failure };
-        ToCoordinator::Status(Status { seq: 9, phase, heard: (1, 4), asked: 2, answered: 8 })
+        ToCoordinator::Status(Status { seq: 9, phase, last_order: (1, 4), last_probe: 2, answered: 8 })
     }
 
     fn split(frame: &[u8]) -> (&[u8], &[u8]) {
@@ -249,8 +252,8 @@ mod tests {
             let _ = decode::<ToMember>(&random);
             let _ = decode::<Hello>(&random);
             let _ = decode::<Welcome>(&random);
-            let order = Order::Refuse(crate::membership::Refusal::GivenUp { silent_s: 3 });
-            let order = OrderMessage { term: 1, seq: 2, order: Some(order), heard: 3, ask: 4 };
+            let order = Order::Refuse(crate::membership::Refusal::Evicted { silent_s: 3 });
+            let order = OrderMessage { term: 1, seq: 2, order: Some(order), last_status: 3, probe: 4 };
             for body in [encode(&status()), encode(&ToMember::Order(order)), encode(&Phase::Left(Departure::Ended))] {
                 let mut damaged = body.clone();
                 let at = flip.index(damaged.len());
@@ -276,8 +279,8 @@ mod tests {
 
     #[test]
     fn length_beyond_the_limit_is_refused_before_reading() {
-        assert_eq!(body_len(2048_u32.to_le_bytes(), STRANGERS_LIMIT), Ok(2048));
-        let too_long = WireError::TooLong { len: 2049, limit: STRANGERS_LIMIT };
-        assert_eq!(body_len(2049_u32.to_le_bytes(), STRANGERS_LIMIT), Err(too_long));
+        assert_eq!(body_len(2048_u32.to_le_bytes(), UNAUTHENTICATED_FRAME_LIMIT), Ok(2048));
+        let too_long = WireError::TooLong { len: 2049, limit: UNAUTHENTICATED_FRAME_LIMIT };
+        assert_eq!(body_len(2049_u32.to_le_bytes(), UNAUTHENTICATED_FRAME_LIMIT), Err(too_long));
     }
 }

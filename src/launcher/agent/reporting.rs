@@ -1,0 +1,335 @@
+//! Messages of the launcher, all on stderr.
+
+use std::time::{Duration, SystemTime};
+
+use convoke_env::flight::layout::Exit;
+use convoke_env::{ExitCause, vars};
+
+use super::event_loop::{EventLoop, Round};
+use super::state_machine::AgentOutcome;
+use crate::cause::{Class, Evidence};
+use crate::flight;
+use crate::gpus::evidence::{self, FailedWorker};
+use crate::guard::Orphan;
+use crate::messages::{print_message, print_report};
+use crate::report::{self, EndedWorker, Outcome, Report, WorkerEnd};
+use crate::supervise::{self, FailureOrigin};
+
+/// Maximum number of leftover processes that a message names.
+const MAX_NAMED_ORPHANS: usize = 8;
+/// Longest time for reading the last lines of a worker before its failure is declared to other nodes.
+const TAIL_READ_TIMEOUT: Duration = Duration::from_millis(100);
+
+impl EventLoop {
+    pub(super) fn report_round(&mut self, outcome: &supervise::Outcome) {
+        self.succeeded = *outcome == supervise::Outcome::Succeeded;
+        let Some(round) = &self.round else { return };
+        for local_rank in 0..self.config.nproc_per_node {
+            let worker = round.workers.get(local_rank);
+            if let (Some(pid), Some((_, cause))) = (worker.pid, worker.ended) {
+                self.events.ended(
+                    &round.assignment,
+                    round.workers.rank(local_rank),
+                    pid,
+                    cause,
+                    self.restarts,
+                );
+            }
+        }
+        if let supervise::Outcome::NotStarted { local_rank, error } = outcome {
+            if let Some(round) = &mut self.round {
+                round.workers.not_started = Some((*local_rank, error.clone()));
+            }
+            return;
+        }
+        let supervise::Outcome::Failed(failures) = outcome else { return };
+        let left = self.config.max_restarts.saturating_sub(self.restarts);
+        if left == 0 {
+            return;
+        }
+        let (report, ..) = self.report(failures);
+        if !self.record_failure(report.root()) {
+            // The other nodes have not been told of an end.
+            if let (Some(root), Some(failure)) = (report.root(), failures.first())
+                && self.termination_channel.as_ref().is_some_and(|channel| !channel.defers_final_failure())
+            {
+                self.declare_failure(root.local_rank, failure.cause);
+            }
+            return;
+        }
+        if let Some(root) = report.root() {
+            // An exit code alone needs no explanation.
+            let why = if root.class == Class::Exit { String::new() } else { format!(" ({})", root.class) };
+            print_message(&format!(
+                "warning: rank {} (local_rank {}) {}{why}; restarting {} of this node ({left} of {} restarts left)",
+                root.rank,
+                root.local_rank,
+                root.describe(),
+                match self.config.nproc_per_node {
+                    1 => "the worker".to_owned(),
+                    workers => format!("all {workers} workers"),
+                },
+                self.config.max_restarts
+            ));
+            for line in self.flight(Some(failures)).map(|flight| flight.groups).unwrap_or_default() {
+                print_message(&format!("warning: {line}"));
+            }
+        }
+    }
+
+    /// Returns what the workers of this round have recorded. They have all ended. Without `failures`,
+    /// all of them count as stopped.
+    pub(super) fn flight(&self, failures: Option<&[supervise::Failure]>) -> Option<report::FlightSummary> {
+        let Round { assignment, workers, .. } = self.round.as_ref()?;
+        let stopped = |local_rank: usize| {
+            failures.is_none_or(|failures| {
+                failures.iter().any(|failure| failure.local_rank == local_rank && failure.stopped)
+            })
+        };
+        let exit = |&local_rank: &usize| {
+            let (time, cause) = workers.get(local_rank).ended?;
+            let exit = Exit { unix_ns: flight::unix_ns(time), cause, stopped: stopped(local_rank) };
+            Some((workers.rank(local_rank), exit))
+        };
+        self.flight.analyze(&flight::Round {
+            generation: assignment.generation,
+            began: workers.began,
+            exits: workers.in_exit_order().iter().filter_map(exit).collect(),
+        })
+    }
+
+    pub(super) fn report_orphans(&self, stopped: &[Orphan], stuck: &[Orphan]) {
+        let names = |processes: &[Orphan]| {
+            let shown = processes.iter().take(MAX_NAMED_ORPHANS);
+            let list: Vec<_> = shown.map(|left| format!("{} (pid {})", left.name, left.pid)).collect();
+            let more = processes.len() - list.len();
+            list.join(", ") + &if more > 0 { format!(" and {more} more") } else { String::new() }
+        };
+        // Orphan processes of failed workers need no warning: they belong to the failure.
+        if self.succeeded && !stopped.is_empty() {
+            print_message(&format!(
+                "warning: stopped processes that outlived their workers: {}",
+                names(stopped)
+            ));
+        }
+        if !stuck.is_empty() {
+            print_message(&format!("warning: processes that SIGKILL does not end: {}", names(stuck)));
+        }
+    }
+
+    /// Reports which workers failed and why: on stderr and in the requested files.
+    pub(super) fn report_failures(&self, failures: &[supervise::Failure]) -> Report {
+        let (mut report, ended, wrong) = self.report(failures);
+        self.add_gpu_evidence(&mut report);
+        report.flight = self.flight(Some(failures));
+        let target = std::env::var_os(vars::ERROR_FILE).filter(|path| !path.is_empty());
+        if let Some(Err(error)) =
+            target.map(|target| report::copy_error_file(&report, &ended, target.as_ref()))
+        {
+            print_message(&format!("warning: {error}"));
+        }
+        if let Some(wrong) = wrong {
+            print_message(&format!("error: {wrong}; the report without it:"));
+        }
+        self.print(&report);
+        report
+    }
+
+    /// Adds evidence about the GPUs of workers that failed by themselves.
+    fn add_gpu_evidence(&self, report: &mut Report) {
+        let Some(began) = self.round.as_ref().map(|round| round.workers.began) else { return };
+        let own = |failure: &&mut report::Failure| !failure.stopped_by_us && failure.pid > 0;
+        let failed = report.failures.iter_mut().filter(own).map(|failure| {
+            let devices = self.config.gpus.1.get(failure.local_rank).cloned();
+            // Without a device list of its own, a worker usually uses the device with its local rank.
+            let devices = devices.unwrap_or_else(|| failure.local_rank.to_string());
+            FailedWorker { devices: devices.split(',').map(str::to_owned).collect(), pid: Some(failure.pid) }
+        });
+        let lines = evidence::gather(failed.collect(), began);
+        for (failure, lines) in report.failures.iter_mut().filter(own).zip(lines) {
+            failure.gpu = lines;
+        }
+    }
+
+    /// Returns a preliminary report, for use while the first failure of a round is being handled.
+    /// The other workers still run, and the failed worker's stderr may not have been read to its end. The
+    /// final report can only add to it.
+    /// `only` selects the one worker to report on, by local rank.
+    pub(super) fn preliminary_report(&self, only: Option<usize>) -> Report {
+        if let Some(tee) = self.round.as_ref().and_then(|round| round.tee.as_ref()) {
+            tee.read_pending(TAIL_READ_TIMEOUT);
+        }
+        self.build_report(&[], only).0
+    }
+
+    /// Returns the report of the current round, the evidence for it, and any problem with an error file.
+    ///
+    /// The report is complete once the output of the workers is ([`EventLoop::finish_output`]).
+    /// Repeated calls are allowed.
+    pub(super) fn report(
+        &self,
+        failures: &[supervise::Failure],
+    ) -> (Report, Vec<EndedWorker>, Option<String>) {
+        self.build_report(failures, None)
+    }
+
+    fn build_report(
+        &self,
+        failures: &[supervise::Failure],
+        only: Option<usize>,
+    ) -> (Report, Vec<EndedWorker>, Option<String>) {
+        let job = self.job();
+        let Some(round) = &self.round else {
+            return (report::without_failures(&job, Outcome::Failed, None), Vec::new(), None);
+        };
+        let ended = |&local_rank: &usize| {
+            let worker = round.workers.get(local_rank);
+            let (time, cause) = worker.ended?;
+            Some(EndedWorker {
+                local_rank,
+                rank: round.workers.rank(local_rank),
+                pid: worker.pid,
+                end: WorkerEnd::Exited(cause),
+                time,
+                stopped: failures.iter().any(|failure| failure.local_rank == local_rank && failure.stopped),
+                error_file: worker.error_file.clone(),
+                stderr: worker.stderr.read(),
+                evidence: worker.evidence.clone(),
+                gpu: Vec::new(),
+            })
+        };
+        let wanted = |local_rank: &&usize| only.is_none_or(|only| **local_rank == only);
+        let mut all: Vec<EndedWorker> =
+            round.workers.in_exit_order().iter().filter(wanted).filter_map(ended).collect();
+        if let Some((local_rank, why)) = round.workers.not_started.clone() {
+            let first = EndedWorker {
+                local_rank,
+                rank: round.workers.rank(local_rank),
+                pid: None,
+                end: WorkerEnd::NotStarted(why),
+                time: SystemTime::now(),
+                stopped: false,
+                error_file: None,
+                stderr: (Vec::new(), false),
+                evidence: Evidence::default(),
+                gpu: Vec::new(),
+            };
+            all.iter_mut().for_each(|worker| worker.stopped = true);
+            all.insert(0, first);
+        }
+        let (report, wrong) = report::build(&job, &all);
+        (report, all, wrong)
+    }
+
+    /// Writes the outcome of the job to `--report-file`. `report` is set if workers failed.
+    pub(super) fn write_report(&self, end: &AgentOutcome, report: Option<Report>) {
+        let Some(path) = &self.config.report_file else { return };
+        let bare = |outcome, message| report::without_failures(&self.job(), outcome, message);
+        let job_outcome = self.job_outcome.as_ref().map(ToString::to_string);
+        let mut report = report.unwrap_or_else(|| match end {
+            AgentOutcome::Success => bare(Outcome::Succeeded, None),
+            AgentOutcome::Failed(failures) => self.report(failures).0,
+            AgentOutcome::Error(_)
+                if self.round.as_ref().is_some_and(|round| round.workers.not_started.is_some()) =>
+            {
+                self.report(&[]).0
+            }
+            AgentOutcome::Error(error) => bare(Outcome::Error, Some(error.clone())),
+            AgentOutcome::Stopped(signal) => bare(Outcome::Stopped, Some(format!("stopped by {signal}"))),
+            AgentOutcome::Interrupted(signal) => {
+                bare(Outcome::Stopped, Some(format!("{signal} while waiting for other nodes")))
+            }
+            AgentOutcome::Aborted => bare(Outcome::Failed, None),
+        });
+        report.message = report.message.or(job_outcome);
+        if report.flight.is_none() && *end != AgentOutcome::Success {
+            report.flight = self.flight(None);
+        }
+        if let Err(error) = report::write(&report, path) {
+            print_message(&format!("warning: {error}"));
+        }
+    }
+
+    /// Prints the analysis of the recordings, for cases in which no report contains it.
+    pub(super) fn report_flight(&self) {
+        if let Some(flight) = self.flight(None) {
+            print_flight(&flight);
+        }
+    }
+
+    /// Reports the loss of the guard: workers that failed before it, and workers that ended with it, as far
+    /// as that is known.
+    pub(super) fn report_guard_loss(&self) {
+        let (mut failures, mut fallen) = (Vec::new(), Vec::new());
+        let mut killed = false;
+        if let Some(Round { supervisor, workers, .. }) = &self.round {
+            failures.extend_from_slice(supervisor.failures());
+            for &local_rank in workers.in_exit_order() {
+                let told = failures.iter().any(|failure| failure.local_rank == local_rank);
+                if let Some((_, cause)) = workers.get(local_rank).ended
+                    && !told
+                    && cause != ExitCause::Code(0)
+                {
+                    fallen.push(local_rank);
+                    failures.push(supervise::Failure {
+                        local_rank,
+                        cause,
+                        stopped: true,
+                        origin: FailureOrigin::Own,
+                    });
+                }
+            }
+            killed = !fallen.is_empty() || workers.any_not_ended();
+        }
+        let how = self.guard_end.flatten().map_or_else(|| "went away".to_owned(), report::describe);
+        let workers = if killed { "; all workers of this node were killed" } else { "" };
+        let message = format!("the guard process (pid {}) {how}{workers}", self.guard);
+        print_message(&format!("error: {message}"));
+
+        let mut report = self.report(&failures).0;
+        report.outcome = Outcome::Error;
+        report.flight = self.flight(Some(&failures));
+        for worker in &mut report.failures {
+            if worker.class == Class::Stopped && fallen.contains(&worker.local_rank) {
+                worker.explanation =
+                    format!("with the guard process, without which none may run: {}", worker.describe());
+            }
+        }
+        report.root_cause = report.root_cause.filter(|&at| !report.failures[at].stopped_by_us);
+        if report.root_cause.is_some() {
+            self.print(&report);
+        } else if let Some(flight) = &report.flight {
+            print_flight(flight);
+        }
+        report.message = Some(message.clone());
+        self.write_report(&AgentOutcome::Error(message), Some(report));
+    }
+
+    /// Prints the report on stderr.
+    pub(super) fn print(&self, report: &Report) {
+        print_report(&report::render(report, self.config.report));
+    }
+
+    fn job(&self) -> report::Job {
+        let assignment = self.round.as_ref().map(|round| &round.assignment);
+        report::Job {
+            title: self.config.program.title.clone(),
+            run_id: self.config.run_id.clone(),
+            node: assignment.map(|assignment| assignment.group_rank),
+            nodes: assignment.map(|assignment| assignment.group_world_size),
+            restarts: self.restarts,
+            max_restarts: self.config.max_restarts,
+            assumed_python: self.config.program.assumed_python,
+            began: self.round.as_ref().map_or_else(SystemTime::now, |round| round.workers.began),
+            stderr_lines: self.config.stderr_lines,
+            notes: self.config.notes.clone(),
+        }
+    }
+}
+
+fn print_flight(report::FlightSummary { folder, groups }: &report::FlightSummary) {
+    for line in groups {
+        print_message(line);
+    }
+    print_message(&format!("recorded calls: convoke-flight {folder}"));
+}

@@ -1,0 +1,181 @@
+//! The end of the launcher, regular or after the loss of its guard.
+
+use std::io;
+use std::time::{Duration, Instant, SystemTime};
+
+use super::event_loop::{EventLoop, LauncherExit, Notification};
+use super::job_outcome::report_of;
+use super::signals::SignalAction;
+use super::state_machine::AgentOutcome;
+use crate::guard::{FromGuard, ToGuard, kill_all};
+use crate::messages::print_message;
+use crate::{exit, fault, supervise};
+
+/// Longest time that the guard may take to exit.
+const GUARD_EXIT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Longest time that output that is already written may take to reach its file or the console.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
+
+impl EventLoop {
+    pub(super) async fn end(&mut self, end: AgentOutcome) -> LauncherExit {
+        fault::point("ending");
+        self.close_output();
+        if let Err(error) = self.stop_guard(&end).await {
+            print_message(&format!("warning: guard: {error}"));
+            kill_all(|_, _| {});
+        }
+        self.close_termination_channel(&end);
+        let mut report = None;
+        if let Some(job_outcome) = &self.job_outcome {
+            print_message(&format!("error: {job_outcome}; so this node ends as well"));
+            report = report_of(&job_outcome.kind).map(|theirs| match &end {
+                AgentOutcome::Failed(failures) => self.report(failures).0.with_root_of(&theirs),
+                AgentOutcome::Success
+                | AgentOutcome::Error(_)
+                | AgentOutcome::Stopped(_)
+                | AgentOutcome::Interrupted(_)
+                | AgentOutcome::Aborted => theirs,
+            });
+            if let Some(report) = &mut report {
+                report.flight = match &end {
+                    AgentOutcome::Failed(failures) => self.flight(Some(failures)),
+                    AgentOutcome::Success
+                    | AgentOutcome::Error(_)
+                    | AgentOutcome::Stopped(_)
+                    | AgentOutcome::Interrupted(_)
+                    | AgentOutcome::Aborted => self.flight(None),
+                };
+                self.print(report);
+            }
+        }
+        let exit = match &end {
+            AgentOutcome::Success => {
+                self.events
+                    .agent_succeeded(self.round.as_ref().map(|round| &round.assignment), self.restarts);
+                LauncherExit::Code(exit::SUCCESS)
+            }
+            AgentOutcome::Failed(failures) => {
+                self.events.agent_failed(self.round.as_ref().map(|round| &round.assignment), self.restarts);
+                // The report of the other nodes covers failures that they caused.
+                if self.job_outcome.is_none() {
+                    report = Some(self.report_failures(failures));
+                }
+                LauncherExit::Code(exit::FAILURE)
+            }
+            AgentOutcome::Error(error) => {
+                print_message(&format!("error: {error}"));
+                self.report_flight();
+                LauncherExit::Code(exit::FAILURE)
+            }
+            AgentOutcome::Stopped(signal) => {
+                print_message(&format!("stopped by {signal}"));
+                self.report_flight();
+                LauncherExit::Code(exit::FAILURE)
+            }
+            AgentOutcome::Aborted => {
+                self.events.agent_failed(self.round.as_ref().map(|round| &round.assignment), self.restarts);
+                if report.is_none() {
+                    self.report_flight();
+                }
+                LauncherExit::Code(exit::FAILURE)
+            }
+            AgentOutcome::Interrupted(signal) if self.pending_restart.take().is_some() => {
+                print_message(&format!("stopped by {signal} before the workers were restarted"));
+                LauncherExit::Code(exit::FAILURE)
+            }
+            AgentOutcome::Interrupted(signal) if self.round.is_some() => {
+                print_message(&format!("stopped by {signal} while waiting for other nodes"));
+                LauncherExit::Code(exit::FAILURE)
+            }
+            AgentOutcome::Interrupted(signal) => {
+                print_message(&format!("{signal} while waiting for other nodes"));
+                LauncherExit::Signal(*signal as i32)
+            }
+        };
+        self.write_report(&end, report);
+        self.serve_other_jobs(&end).await;
+        self.signals.fatal.map_or(exit, LauncherExit::Signal)
+    }
+
+    /// Forwards the remaining output of the workers, which have all ended. Processes that they left behind
+    /// may continue to write.
+    pub(super) fn finish_output(&mut self) {
+        if let Some(tee) = self.round.as_ref().and_then(|round| round.tee.as_ref()) {
+            tee.drain(Instant::now() + DRAIN_TIMEOUT);
+        }
+        self.run_dir.check_space();
+    }
+
+    /// Forwards the remaining output and closes it for good.
+    fn close_output(&mut self) {
+        if let Some(tee) = self.round.as_mut().and_then(|round| round.tee.take()) {
+            tee.finish(Instant::now() + DRAIN_TIMEOUT);
+        }
+    }
+
+    /// Tells the guard to exit and waits until it has. Meanwhile closes the rendezvous and removes the files
+    /// that nobody needs.
+    async fn stop_guard(&mut self, end: &AgentOutcome) -> io::Result<()> {
+        self.link.send(&ToGuard::Exit, &[])?;
+        if let Ok(mut rendezvous) = self.rendezvous.try_lock() {
+            rendezvous.close();
+        }
+        if matches!(end, AgentOutcome::Success) {
+            self.flight.discard();
+        }
+        self.run_dir.remove_empty();
+        let deadline = tokio::time::Instant::now() + GUARD_EXIT_TIMEOUT;
+        let mut closed = false;
+        // The guard's socket closes a moment before the guard exits. Only its reaping shows that no process
+        // is left.
+        while self.guard_end.is_none() {
+            tokio::select! {
+                message = self.link.receive(), if !closed => closed = message?.is_none(),
+                Some(notification) = self.notifications.recv() => {
+                    if matches!(notification, Notification::Signal(_, SignalAction::Child)) {
+                        self.handle_notification(notification);
+                    }
+                }
+                () = tokio::time::sleep_until(deadline) => return Err(io::Error::other("it does not leave")),
+            }
+        }
+        Ok(())
+    }
+
+    /// Handles the unexpected end of the guard. The kernel has killed the workers, and this process ends
+    /// their descendants.
+    pub(super) async fn handle_guard_loss(&mut self) -> LauncherExit {
+        let mut reaped = Vec::new();
+        // The guard's socket may have closed a moment before the guard could be reaped.
+        kill_all(|pid, cause| reaped.push((pid, cause)));
+        // No other process should hold the far end of the socket open.
+        let _ = tokio::time::timeout(DRAIN_TIMEOUT, self.drain_guard_messages()).await;
+        self.record_reaped(&reaped);
+        self.close_output();
+        self.report_guard_loss();
+        LauncherExit::Code(exit::FAILURE)
+    }
+
+    /// Records the guard's last messages about its workers. They lead to no actions any more.
+    async fn drain_guard_messages(&mut self) {
+        while let Ok(Some(message)) = self.link.receive().await {
+            let Some(round) = &mut self.round else { continue };
+            match message {
+                FromGuard::Spawned { id, pid } => {
+                    if let Some(local_rank) = round.workers.local_rank(id) {
+                        round.workers.record_start(local_rank, pid);
+                    }
+                }
+                FromGuard::Exited { id, cause, evidence, .. } => {
+                    if let Some(local_rank) = round.workers.local_rank(id) {
+                        round.workers.record_exit(local_rank, SystemTime::now(), cause, evidence);
+                        let origin = supervise::FailureOrigin::Own;
+                        let exited = supervise::Event::Exited { local_rank, cause, origin };
+                        round.supervisor.handle(Instant::now(), exited, &mut Vec::new());
+                    }
+                }
+                FromGuard::SpawnFailed { .. } | FromGuard::Forwarded { .. } | FromGuard::Swept { .. } => {}
+            }
+        }
+    }
+}

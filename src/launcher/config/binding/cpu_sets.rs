@@ -1,0 +1,125 @@
+//! Computes the CPUs of each worker. Pure.
+
+use std::ops::Range;
+
+use super::super::topology::{Cpu, Topology, groups};
+use super::{Bind, NumaBinding};
+use crate::config::build::count;
+
+/// The reasons why a worker would get no CPUs.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub(super) enum BindingError {
+    #[error(
+        "{} for {}; write --nproc-per-node={cores}, or --bind=node",
+        count(*cores, "physical core"), count(*workers, "worker")
+    )]
+    TooFewCores { cores: usize, workers: usize },
+    #[error(
+        "{} for {}; write --nproc-per-node={devices}, or --bind={instead}",
+        count(*devices, "device"), count(*workers, "worker")
+    )]
+    TooFewDevices { devices: usize, workers: usize, instead: &'static str },
+    #[error(
+        "NUMA node {node} has {} for {}; write --numa-binding=node",
+        count(*cores, "physical core"), count(*devices, "device")
+    )]
+    TooFewCoresOnNode { node: usize, cores: usize, devices: usize },
+    #[error(
+        "device {device} is on NUMA node {node}, but convoke may not use any CPU there; \
+         widen its affinity mask, or write --bind={instead}"
+    )]
+    NoCpuOnNode { device: usize, node: usize, instead: &'static str },
+}
+
+/// `--bind`: the workers in blocks over all parts of this kind.
+pub(super) fn spread(
+    topology: &Topology,
+    kind: Bind,
+    workers: usize,
+) -> Result<Vec<Vec<usize>>, BindingError> {
+    // Sorts neighbouring parts next to each other, however the machine numbers its CPUs. A cache that spans
+    // several nodes counts once in each node.
+    let parts = match kind {
+        Bind::Node => topology.groups(|cpu| cpu.node),
+        Bind::Socket => topology.groups(|cpu| cpu.package),
+        Bind::CoreComplex => topology.groups(|cpu| (cpu.package, cpu.node, cpu.cache)),
+        Bind::Core => {
+            let cores = topology.groups(|cpu| (cpu.package, cpu.node, cpu.cache, cpu.core));
+            if cores.len() < workers {
+                return Err(BindingError::TooFewCores { cores: cores.len(), workers });
+            }
+            return Ok((0..workers)
+                .map(|i| merge_sorted(&cores[block_range(cores.len(), workers, i)]))
+                .collect());
+        }
+    };
+    Ok((0..workers).map(|i| parts[i * parts.len() / workers].clone()).collect())
+}
+
+/// Implements `--numa-binding`: chooses CPUs near the worker's device, as torchrun does. `devices` are the
+/// NUMA nodes of all devices.
+pub(super) fn cpus_of_devices(
+    topology: &Topology,
+    kind: NumaBinding,
+    devices: &[usize],
+    workers: usize,
+) -> Result<Vec<Vec<usize>>, BindingError> {
+    if devices.len() < workers {
+        let instead = kind.without_device();
+        return Err(BindingError::TooFewDevices { devices: devices.len(), workers, instead });
+    }
+    (0..workers).map(|device| cpus_of_device(topology, kind, devices, device)).collect()
+}
+
+fn cpus_of_device(
+    topology: &Topology,
+    kind: NumaBinding,
+    devices: &[usize],
+    device: usize,
+) -> Result<Vec<usize>, BindingError> {
+    let node = devices[device];
+    let on_node = |node: usize| topology.cpus.iter().filter(move |cpu| cpu.node == node);
+    let Some(first) = on_node(node).next() else {
+        return Err(BindingError::NoCpuOnNode { device, node, instead: kind.without_device() });
+    };
+    // Devices of the same node share it in their order.
+    let sharers = devices.iter().filter(|other| **other == node).count();
+    let position = devices[..device].iter().filter(|other| **other == node).count();
+    Ok(match kind {
+        NumaBinding::Node => ids(on_node(node)),
+        NumaBinding::Socket => {
+            // A node belongs to the socket of its first CPU, also one that reaches over several.
+            let of_socket =
+                |cpu: &&Cpu| on_node(cpu.node).next().is_some_and(|other| other.package == first.package);
+            ids(topology.cpus.iter().filter(of_socket))
+        }
+        NumaBinding::Exclusive => {
+            let cores = groups(on_node(node), |cpu| cpu.core);
+            if cores.len() < sharers {
+                return Err(BindingError::TooFewCoresOnNode { node, cores: cores.len(), devices: sharers });
+            }
+            merge_sorted(&cores[block_range(cores.len(), sharers, position)])
+        }
+        NumaBinding::CoreComplex => {
+            let mut caches = groups(on_node(node), |cpu| cpu.cache);
+            caches.sort_by_key(|cpus| std::cmp::Reverse(cpus.len())); // stable: then by lowest CPU
+            caches.swap_remove(position % caches.len())
+        }
+    })
+}
+
+/// Which of `count` things the part of this number gets; the first parts get one more.
+fn block_range(count: usize, parts: usize, part: usize) -> Range<usize> {
+    let start = |part: usize| part * (count / parts) + part.min(count % parts);
+    start(part)..start(part + 1)
+}
+
+fn ids<'a>(cpus: impl Iterator<Item = &'a Cpu>) -> Vec<usize> {
+    cpus.map(|cpu| cpu.id).collect()
+}
+
+fn merge_sorted(parts: &[Vec<usize>]) -> Vec<usize> {
+    let mut cpus = parts.concat();
+    cpus.sort_unstable();
+    cpus
+}

@@ -1,0 +1,123 @@
+//! Coordinator client: connects a node to the coordinator, with authentication of both sides.
+
+use std::io::ErrorKind;
+use std::time::Duration;
+
+use convoke_env::Token;
+use futures_util::StreamExt;
+use futures_util::stream::FuturesUnordered;
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+
+use super::discovery::{CoordinatorAddresses, LastAttempt};
+use super::framing::{self, FramingError};
+use super::wire::{self, Hello, MAGIC, Nonce, Seal, ToCoordinator, UNAUTHENTICATED_FRAME_LIMIT, Welcome};
+use crate::membership::{AgentId, Profile};
+
+/// Identity of the connecting node.
+pub(super) struct Connector {
+    pub(super) run_id: String,
+    pub(super) profile: Profile,
+    pub(super) agent: AgentId,
+}
+
+/// A connection on which both sides have authenticated themselves.
+pub(super) struct Connection {
+    pub(super) stream: TcpStream,
+    pub(super) ours: Seal,
+    pub(super) theirs: Seal,
+}
+
+impl Connector {
+    /// Connects to the first address that answers, and authenticates this node.
+    ///
+    /// # Errors
+    /// The error of each address.
+    pub(super) async fn connect(
+        &self,
+        found: &CoordinatorAddresses,
+    ) -> Result<Connection, (String, LastAttempt)> {
+        let CoordinatorAddresses { addresses, token, timeout: limit } = found;
+        let mut attempts: FuturesUnordered<_> = addresses
+            .iter()
+            .map(async |address| (*address, with_timeout(*limit, TcpStream::connect(address)).await))
+            .collect();
+        let mut failed = Vec::new();
+        while let Some((address, stream)) = attempts.next().await {
+            // Two authentications at once would result in two connections of one agent.
+            let connected = match stream {
+                Ok(stream) => {
+                    let proven = timeout(*limit, self.authenticate(stream, token.as_ref())).await;
+                    proven.unwrap_or(Err(FramingError::NoHandshake))
+                }
+                Err(error) => Err(error),
+            };
+            match connected {
+                Ok(connection) => return Ok(connection),
+                Err(error) => failed.push((address, error)),
+            }
+        }
+        let refused = !failed.is_empty() && failed.iter().all(|(_, error)| is_refused(error));
+        let never = failed.iter().any(|(_, error)| matches!(error, FramingError::Refused(_)));
+        let how = match (never, refused) {
+            (true, _) => LastAttempt::Rejected,
+            (false, true) => LastAttempt::Refused,
+            (false, false) => LastAttempt::Failed,
+        };
+        failed.sort_by_key(|(address, _)| *address);
+        let why: Vec<_> = failed.iter().map(|(address, error)| format!("{address}: {error}")).collect();
+        Err((why.join("; "), how))
+    }
+
+    async fn authenticate(
+        &self,
+        mut stream: TcpStream,
+        token: Option<&Token>,
+    ) -> Result<Connection, FramingError> {
+        framing::set_socket_options(&stream)?;
+        let nonce: Nonce = super::random()?;
+        let hello = Hello::new(&self.run_id, self.agent, nonce);
+        let mut first = MAGIC.to_vec();
+        first.extend(wire::frame(&wire::encode(&hello)));
+        framing::write_raw(&mut stream, &first).await?;
+        let (body, _) =
+            framing::read_frame(&mut stream, UNAUTHENTICATED_FRAME_LIMIT, false).await.map_err(|error| {
+                match error {
+                    FramingError::Wire(_) => FramingError::NotRendezvous,
+                    FramingError::Io(error)
+                        if matches!(error.kind(), ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset) =>
+                    {
+                        FramingError::ClosedByPeer
+                    }
+                    other => other,
+                }
+            })?;
+        let nonce = match wire::decode(&body).map_err(|_| FramingError::NotRendezvous)? {
+            Welcome::Welcome { nonce, .. } => nonce,
+            Welcome::Refused(why) => return Err(FramingError::Refused(why)),
+        };
+        let (mut ours, mut theirs) = wire::seals(token, &hello, &nonce);
+        framing::read::<()>(&mut stream, &mut theirs, UNAUTHENTICATED_FRAME_LIMIT).await?;
+        framing::write(&mut stream, &mut ours, &ToCoordinator::Profile(self.profile.clone())).await?;
+        Ok(Connection { stream, ours, theirs })
+    }
+}
+
+async fn with_timeout<T, E: Into<FramingError>>(
+    limit: Duration,
+    what: impl Future<Output = Result<T, E>>,
+) -> Result<T, FramingError> {
+    match timeout(limit, what).await {
+        Ok(done) => done.map_err(Into::into),
+        Err(_) => Err(FramingError::Timeout(limit)),
+    }
+}
+
+fn is_refused(error: &FramingError) -> bool {
+    matches!(error, FramingError::Io(error) if error.kind() == ErrorKind::ConnectionRefused)
+}
+
+/// Returns a new random id for this node.
+pub(super) fn fresh_id() -> std::io::Result<AgentId> {
+    super::random().map(|id| AgentId(u128::from_le_bytes(id)))
+}

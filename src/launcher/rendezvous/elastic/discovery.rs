@@ -1,0 +1,318 @@
+//! Coordinator discovery: finds the coordinator of a job, or becomes the coordinator.
+
+use std::cell::RefCell;
+use std::net::SocketAddr;
+use std::rc::Rc;
+use std::time::Duration;
+
+use convoke_env::Token;
+
+use super::host_addresses;
+use super::leadership::Leadership;
+use super::registry::{Entry, EntrySnapshot, Registry, RegistryError};
+use super::server::{RendezvousServer, ReplaceableJob};
+use crate::config::is_named;
+use crate::membership::{AgentId, JobResult, Record, Rules, leader_lease};
+
+/// Number of refused connections after which the coordinator counts as dead.
+const MAX_REFUSED: u32 = 3;
+
+/// Longest time for a connection to a coordinator that should exist, including authentication.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Reason for which there is no coordinator to connect to.
+#[derive(Debug)]
+pub(super) enum DiscoveryError {
+    Registry(RegistryError),
+    /// The job has ended. This node took part, or the run id is not used again.
+    Closed(JobResult),
+    /// The job that this node took part in has ended, and another one has started under its run id.
+    Replaced,
+}
+
+impl From<RegistryError> for DiscoveryError {
+    fn from(error: RegistryError) -> Self {
+        Self::Registry(error)
+    }
+}
+
+/// Result of the last attempt to reach the coordinator.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum LastAttempt {
+    /// There was no attempt, or it succeeded.
+    NoFailure,
+    /// The host answers, but no process listens at the port.
+    Refused,
+    /// There was no answer, or another error occurred.
+    Failed,
+    /// The process of the coordinator refuses this one for good.
+    Rejected,
+}
+
+/// Addresses of a possible coordinator, and the token by which this node authenticates itself.
+#[derive(Debug, Clone)]
+pub(super) struct CoordinatorAddresses {
+    pub(super) addresses: Vec<SocketAddr>,
+    pub(super) token: Option<Token>,
+    /// Longest time for a connection, including authentication.
+    pub(super) timeout: Duration,
+}
+
+/// Source of the coordinator's address.
+pub(super) enum Discovery {
+    /// The endpoint on the command line.
+    Endpoint { host: String, port: u16, token: Option<Token> },
+    /// A registry (etcd or a shared file).
+    Registry(Box<RegistryDiscovery>),
+}
+
+/// Discovery by a registry. See [`super::registry`].
+pub(super) struct RegistryDiscovery {
+    registry: Registry,
+    run_id: String,
+    agent: AgentId,
+    token: Option<Token>,
+    rules: Rules,
+    /// Longest time that writing the outcome of the job may take.
+    close_timeout: Duration,
+    /// Term of the coordinator that was last tried, and how often its connections were refused.
+    tried: (u64, u32),
+    /// Entry last read from the registry.
+    seen: RefCell<EntrySnapshot>,
+    /// Key of the job that was found. Another job under the same run id has another key.
+    job: Option<[u8; 32]>,
+    /// Rendezvous server of this process, if this node is or was the coordinator.
+    server: Option<Rc<RendezvousServer>>,
+}
+
+impl Discovery {
+    pub(super) fn with_registry(
+        registry: Registry,
+        run_id: String,
+        agent: AgentId,
+        token: Option<Token>,
+        rules: Rules,
+        close_timeout: Duration,
+    ) -> Self {
+        let (tried, seen, job, server) = ((0, 0), RefCell::default(), None, None);
+        let by_registry = RegistryDiscovery {
+            registry,
+            run_id,
+            agent,
+            token,
+            rules,
+            close_timeout,
+            tried,
+            seen,
+            job,
+            server,
+        };
+        Self::Registry(Box::new(by_registry))
+    }
+
+    /// Returns addresses at which the coordinator may be. `last` is the result of the attempt at the
+    /// addresses returned before.
+    /// `takes_part` is true if a coordinator has heard this node.
+    pub(super) async fn find(
+        &mut self,
+        last: LastAttempt,
+        takes_part: bool,
+    ) -> Result<CoordinatorAddresses, DiscoveryError> {
+        match self {
+            Self::Endpoint { host, port, token } => {
+                let found = tokio::net::lookup_host((host.as_str(), *port)).await;
+                let found =
+                    found.map_err(|error| RegistryError::Transient(format!("look up {host}: {error}")))?;
+                let mut addresses: Vec<SocketAddr> = found.collect();
+                addresses.dedup();
+                Ok(CoordinatorAddresses { addresses, token: token.clone(), timeout: CONNECT_TIMEOUT })
+            }
+            Self::Registry(by_registry) => by_registry.find(last, takes_part).await,
+        }
+    }
+
+    /// Completes when discovery must run again.
+    pub(super) async fn changed(&self) {
+        match self {
+            Self::Endpoint { .. } => std::future::pending().await,
+            Self::Registry(by_registry) => by_registry.changed().await,
+        }
+    }
+
+    /// Probes the coordinator in the background. Regular calls shorten the time until its loss is noticed.
+    pub(super) fn check_in_background(&self) {
+        if let Self::Registry(by_registry) = self {
+            by_registry.registry.check_in_background();
+        }
+    }
+
+    /// Notes that this node rejoins as another agent.
+    pub(super) fn set_agent(&self, agent: AgentId) {
+        if let Some(server) = self.server() {
+            server.set_agent(agent);
+        }
+    }
+
+    /// Returns true if the coordinator that was found is still registered.
+    pub(super) async fn is_current(&self) -> bool {
+        match self {
+            Self::Endpoint { .. } => true,
+            Self::Registry(by_registry) => {
+                let term = by_registry.seen.borrow().term();
+                by_registry.registry.read().await.is_ok_and(|now| now.is_leased && now.term() == term)
+            }
+        }
+    }
+
+    /// Returns true if the coordinator has a fixed address and cannot be replaced.
+    pub(super) fn is_static(&self) -> bool {
+        matches!(self, Self::Endpoint { .. })
+    }
+
+    /// Returns true if the coordinator that was found belongs to this process and another one may replace it.
+    pub(super) fn is_own(&self) -> bool {
+        match self {
+            Self::Endpoint { .. } => false,
+            Self::Registry(by_registry) => {
+                by_registry.seen.borrow().entry.as_ref().is_some_and(|entry| entry.agent == by_registry.agent)
+            }
+        }
+    }
+
+    /// Returns the rendezvous server of this process, if it has become the coordinator.
+    pub(super) fn server(&self) -> Option<Rc<RendezvousServer>> {
+        match self {
+            Self::Endpoint { .. } => None,
+            Self::Registry(by_registry) => by_registry.server.clone(),
+        }
+    }
+}
+
+impl RegistryDiscovery {
+    async fn find(
+        &mut self,
+        last: LastAttempt,
+        takes_part: bool,
+    ) -> Result<CoordinatorAddresses, DiscoveryError> {
+        let mut seen = self.registry.read().await?;
+        let term = seen.term();
+        // The coordinator of another term has not been tried yet.
+        let last = if self.tried.0 == term { last } else { LastAttempt::NoFailure };
+        let times = if self.tried.0 == term { self.tried.1 } else { 0 };
+        self.tried = (term, times + u32::from(last == LastAttempt::Refused));
+        let refused = self.tried.1 >= MAX_REFUSED;
+        let key = |seen: &EntrySnapshot| seen.entry.as_ref().map(|entry| entry.key);
+        if takes_part && term > 0 && self.job != key(&seen) {
+            return Err(DiscoveryError::Replaced);
+        }
+        let is_gone = term == 0 || refused || !seen.is_leased && last != LastAttempt::NoFailure;
+        let predecessor = match job_result(&seen).filter(|_| refused || !seen.is_leased) {
+            Some(result) if takes_part || !result.frees_run_id(is_named(&self.run_id)) => {
+                return Err(DiscoveryError::Closed(result));
+            }
+            Some(_) => Some(Predecessor::Ended),
+            None if is_gone => Some(Predecessor::Gone { refused }),
+            None => None,
+        };
+        if let Some(predecessor) = predecessor {
+            seen = self.take_over(seen, term + 1, predecessor).await?;
+            self.tried = (seen.term(), 0);
+        }
+        self.job = key(&seen);
+        // While the registry holds its lease, a slow coordinator does not count as lost.
+        let timeout = if seen.is_leased { CONNECT_TIMEOUT } else { self.rules.heartbeat_timeout / 2 };
+        let (addresses, token) = match &seen.entry {
+            Some(Entry { addresses, key, .. }) => (addresses.clone(), Some(self.token(key))),
+            None => (Vec::new(), None),
+        };
+        let found = CoordinatorAddresses { addresses, token, timeout };
+        self.seen.replace(seen);
+        Ok(found)
+    }
+
+    /// Returns the user's token, or one made of the key that only readers of the registry know.
+    fn token(&self, key: &[u8]) -> Token {
+        self.token.clone().unwrap_or_else(|| Token::new(key.to_vec()))
+    }
+
+    async fn changed(&self) {
+        loop {
+            let seen = self.seen.borrow().clone();
+            if self.registry.changed(&seen).await.is_err() {
+                // The next attempt to connect reads the registry again.
+                return std::future::pending().await;
+            }
+            let Ok(now) = self.registry.read().await else { return std::future::pending().await };
+            if seen.is_leased && !now.is_leased || now.term() != seen.term() {
+                return;
+            }
+            self.seen.replace(now);
+        }
+    }
+
+    /// Makes this node the coordinator, unless another node is faster.
+    async fn take_over(
+        &mut self,
+        seen: EntrySnapshot,
+        term: u64,
+        predecessor: Predecessor,
+    ) -> Result<EntrySnapshot, RegistryError> {
+        let transient = |error: String| RegistryError::Transient(error);
+        let listeners = host_addresses::listen_anywhere().map_err(|error| transient(error.to_string()))?;
+        let port =
+            listeners.first().and_then(|listener| listener.local_addr().ok()).map_or(0, |at| at.port());
+        let addresses =
+            host_addresses::own_addresses().into_iter().map(|ip| SocketAddr::new(ip, port)).collect();
+        let (entry, record) = match predecessor {
+            Predecessor::Gone { .. } => (seen.entry.as_ref(), self.registry.record(&seen).await?),
+            // No coordinator may continue from the record of a job that has ended.
+            Predecessor::Ended => (None, Some(Record::empty())),
+        };
+        // Nodes that took part in a job know its key even if the registry has been emptied.
+        let known = match predecessor {
+            Predecessor::Gone { .. } => self.job,
+            Predecessor::Ended => None,
+        };
+        let key = match entry.map(|entry| entry.key).or(known) {
+            Some(key) => key,
+            None => super::random().map_err(|error| transient(error.to_string()))?,
+        };
+        let mine = Entry::new(term, addresses, self.agent, key, entry.and_then(|entry| entry.result.clone()));
+        let leadership = Leadership::acquire(&self.registry, &seen, &mine, record.as_ref());
+        let leadership = match leadership.await? {
+            Ok(leadership) => Rc::new(leadership),
+            Err(now) => return Ok(now),
+        };
+        let heartbeat_timeout =
+            self.rules.heartbeat_timeout_for(record.as_ref().map_or(0, Record::max_nodes_on_host));
+        let wait = match predecessor {
+            Predecessor::Gone { refused: true } => self.rules.reconnect_timeout,
+            Predecessor::Gone { refused: false } | Predecessor::Ended => {
+                leader_lease::takeover_delay(heartbeat_timeout, leadership.ttl())
+            }
+        };
+        let suspect = entry.map(|entry| (entry.agent, wait));
+        let now = leadership.seen();
+        let run_id = self.run_id.clone();
+        let (agent, close_timeout) = (self.agent, self.close_timeout);
+        let replaceable = ReplaceableJob { run_id, term, record, suspect, agent, leadership, close_timeout };
+        let token = Some(self.token(&key));
+        self.server =
+            Some(RendezvousServer::open(listeners, token, self.rules, None, &self.run_id, Some(replaceable)));
+        Ok(now)
+    }
+}
+
+/// State of the previous coordinator.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Predecessor {
+    /// There is no coordinator any more, or never was one. `refused` is true if its host answers but no
+    /// process listens there.
+    Gone { refused: bool },
+    /// Its job has ended, and another one starts under the run id.
+    Ended,
+}
+
+fn job_result(seen: &EntrySnapshot) -> Option<JobResult> {
+    seen.entry.as_ref()?.result.clone()
+}

@@ -1,0 +1,90 @@
+//! Frames over a TCP connection, each with a deadline.
+
+use std::io;
+use std::time::Duration;
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use socket2::SockRef;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+
+use super::wire::{self, LENGTH_BYTES, MAC_BYTES, Seal, WireError};
+
+/// Longest time that the other side may take to receive a frame.
+const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Reason for which a connection ends.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum FramingError {
+    #[error("{0}")]
+    Io(#[from] io::Error),
+    #[error("{0}")]
+    Wire(#[from] WireError),
+    #[error("{0}")]
+    Refused(String),
+    #[error("it answers something else: no rendezvous of convoke's, or of another version")]
+    NotRendezvous,
+    #[error("it hung up, and is no rendezvous or not any longer")]
+    ClosedByPeer,
+    #[error("connected, but it does not answer as a rendezvous")]
+    NoHandshake,
+    #[error("no answer within {0:?}")]
+    Timeout(Duration),
+}
+
+/// Configures the socket for short, repeated messages. They are sent without delay.
+/// Lost packets are retransmitted at a constant interval, without exponential backoff.
+pub(super) fn set_socket_options(stream: &TcpStream) -> io::Result<()> {
+    stream.set_nodelay(true)?;
+    SockRef::from(stream).set_tcp_thin_linear_timeouts(true)
+}
+
+/// Reads the body of the next frame and, if `mac`, the MAC that follows it. This must not be cancelled
+/// halfway.
+pub(super) async fn read_frame(
+    stream: &mut (impl AsyncRead + Unpin),
+    limit: usize,
+    mac: bool,
+) -> Result<(Vec<u8>, [u8; MAC_BYTES]), FramingError> {
+    let mut length = [0; LENGTH_BYTES];
+    stream.read_exact(&mut length).await?;
+    let len = wire::body_len(length, limit)?;
+    let mut body = vec![0; len];
+    stream.read_exact(&mut body).await?;
+    let mut proof = [0; MAC_BYTES];
+    if mac {
+        stream.read_exact(&mut proof).await?;
+    }
+    Ok((body, proof))
+}
+
+/// Reads and opens a sealed frame.
+pub(super) async fn read<T: DeserializeOwned>(
+    stream: &mut (impl AsyncRead + Unpin),
+    seal: &mut Seal,
+    limit: usize,
+) -> Result<T, FramingError> {
+    let (body, mac) = read_frame(stream, limit, true).await?;
+    Ok(seal.open(&body, &mac)?)
+}
+
+/// Seals and sends a frame.
+pub(super) async fn write(
+    stream: &mut (impl AsyncWrite + Unpin),
+    seal: &mut Seal,
+    body: &impl Serialize,
+) -> Result<(), FramingError> {
+    write_raw(stream, &seal.seal(body)).await
+}
+
+pub(super) async fn write_raw(
+    stream: &mut (impl AsyncWrite + Unpin),
+    bytes: &[u8],
+) -> Result<(), FramingError> {
+    match timeout(WRITE_TIMEOUT, stream.write_all(bytes)).await {
+        Ok(written) => Ok(written?),
+        Err(_) => Err(FramingError::Timeout(WRITE_TIMEOUT)),
+    }
+}

@@ -1,0 +1,199 @@
+//! Addresses: where to listen, and by which address other hosts can reach this one.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
+use std::sync::mpsc::RecvTimeoutError;
+use std::time::{Duration, Instant};
+
+use convoke_env::Generation;
+use convoke_store::{ServeError, Store, TcpStore};
+
+use crate::rendezvous::interfaces;
+use crate::report::{full_host_name, host_name};
+
+/// Key in a round's worker store. Its value tells nodes that they have reached the right store.
+pub(super) const GENERATION_KEY: &[u8] = b"convoke/generation";
+/// Longest time for which a node tries the addresses of the store of the workers.
+const FIND_STORE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Interval at which a node checks whether the round is over.
+const ROUND_POLL: Duration = Duration::from_millis(20);
+/// Time after the first answer during which an earlier address in the list still wins.
+const PREFERENCE_DELAY: Duration = Duration::from_millis(100);
+/// Maximum number of addresses to try.
+const MAX_ADDRESSES: usize = 16;
+
+/// Returns the addresses of this host's interfaces that are up, without link-local ones; loopback last.
+pub(super) fn own_addresses() -> Vec<IpAddr> {
+    let useful = interfaces::addresses().filter(|(ip, up)| *up && !is_link_local(ip));
+    let mut addresses: Vec<IpAddr> = useful.map(|(ip, _)| ip).collect();
+    addresses.sort_by_key(IpAddr::is_loopback);
+    addresses.dedup();
+    addresses
+}
+
+fn is_link_local(ip: &IpAddr) -> bool {
+    match ip {
+        IpAddr::V4(ip) => ip.is_link_local(),
+        IpAddr::V6(ip) => ip.is_unicast_link_local(),
+    }
+}
+
+/// Returns the addresses to listen at so that peers that connect to `host` reach this process. Returns `None`
+/// if `host` is another host.
+pub(super) fn listening_addresses(host: &str, port: u16, resolved: &[IpAddr]) -> Option<Vec<SocketAddr>> {
+    let at = |ips: &[IpAddr]| ips.iter().map(|ip| SocketAddr::new(*ip, port)).collect::<Vec<_>>();
+    let everywhere = || {
+        let any: [IpAddr; 2] = [Ipv6Addr::UNSPECIFIED.into(), Ipv4Addr::UNSPECIFIED.into()];
+        let possible = any.into_iter().find(|ip| TcpListener::bind((*ip, 0)).is_ok());
+        at(&possible.into_iter().collect::<Vec<_>>())
+    };
+    let own = own_addresses();
+    let is_own = |ip: &IpAddr| ip.is_loopback() || own.contains(ip);
+    if let Ok(ip) = host.parse::<IpAddr>() {
+        return is_own(&ip).then(|| at(&[ip]));
+    }
+    if host == "localhost" {
+        let loopback: [IpAddr; 2] = [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()];
+        let possible: Vec<IpAddr> =
+            loopback.into_iter().filter(|ip| TcpListener::bind((*ip, 0)).is_ok()).collect();
+        return Some(at(&possible));
+    }
+    // A name of this host may resolve differently on other hosts, for example to 127.0.1.1 in /etc/hosts.
+    let named = [host_name(), full_host_name()].iter().any(|name| name.eq_ignore_ascii_case(host));
+    (named || resolved.iter().any(is_own)).then(everywhere)
+}
+
+/// Listens at a free port on all addresses.
+pub(super) fn listen_anywhere() -> Result<Vec<TcpListener>, ServeError> {
+    let any: [IpAddr; 2] = [Ipv6Addr::UNSPECIFIED.into(), Ipv4Addr::UNSPECIFIED.into()];
+    let [six, four] = any.map(|ip| SocketAddr::new(ip, 0));
+    convoke_store::listen(&[six]).or_else(|_| convoke_store::listen(&[four]))
+}
+
+/// Returns the addresses of a worker store that this node serves at `port`. That is `own` if the user set it.
+/// Otherwise it is the address by which this host reaches the coordinator, followed by its other addresses.
+pub(super) fn store_addresses(own: Option<&str>, route_address: Option<IpAddr>, port: u16) -> Vec<String> {
+    if let Some(own) = own {
+        return vec![super::super::address(own, port)];
+    }
+    let mut all: Vec<IpAddr> = route_address.into_iter().collect();
+    all.extend(own_addresses().into_iter().filter(|ip| Some(*ip) != route_address));
+    all.truncate(MAX_ADDRESSES);
+    all.into_iter().map(|ip| SocketAddr::new(ip, port).to_string()).collect()
+}
+
+/// Returns host and port of the address in `addresses` at which the store of this generation answers.
+/// An address later in the list wins only if the earlier ones take longer by [`PREFERENCE_DELAY`].
+///
+/// # Errors
+/// The error of each address, or nothing more if the round `is_over` before.
+pub(super) fn find_store(
+    addresses: &[String],
+    generation: Generation,
+    is_over: impl Fn() -> bool,
+) -> Result<(String, u16), String> {
+    let deadline = Instant::now() + FIND_STORE_TIMEOUT;
+    let expected = generation.to_string();
+    let (sender, receiver) = std::sync::mpsc::channel();
+    let addresses: Vec<String> = addresses.iter().take(MAX_ADDRESSES).cloned().collect();
+    for (index, address) in addresses.iter().cloned().enumerate() {
+        let (sender, expected) = (sender.clone(), expected.clone());
+        let attempt = std::thread::Builder::new().name("convoke-reach".to_owned()).spawn(move || {
+            let answer = TcpStore::connect(&address, deadline)
+                .and_then(|store| store.get(GENERATION_KEY, deadline))
+                .map_err(|error| error.to_string())
+                .and_then(|found| {
+                    if found == expected.as_bytes() {
+                        Ok(())
+                    } else {
+                        Err(format!("{address}: the store of another job"))
+                    }
+                });
+            let _ = sender.send((index, answer));
+        });
+        attempt.map_err(|error| format!("no thread: {error}"))?;
+    }
+    drop(sender);
+    let (mut failed, mut open) = (Vec::new(), vec![true; addresses.len()]);
+    let (mut best, mut until): (Option<usize>, Option<Instant>) = (None, None);
+    while best.is_none_or(|best| open[..best].contains(&true)) && open.contains(&true) && !is_over() {
+        let now = Instant::now();
+        if until.is_some_and(|until| now >= until) {
+            break;
+        }
+        let left = until.map_or(ROUND_POLL, |until| (until - now).min(ROUND_POLL));
+        let (index, answer) = match receiver.recv_timeout(left) {
+            Ok(answer) => answer,
+            Err(RecvTimeoutError::Timeout) => continue,
+            Err(RecvTimeoutError::Disconnected) => break,
+        };
+        open[index] = false;
+        match answer {
+            Ok(()) => {
+                best = Some(best.map_or(index, |best| best.min(index)));
+                until.get_or_insert_with(|| Instant::now() + PREFERENCE_DELAY);
+            }
+            Err(error) => failed.push(error),
+        }
+    }
+    if let Some(best) = best {
+        return split(&addresses[best]);
+    }
+    Err(format!("the store of the workers cannot be reached at any of its addresses: {}", failed.join("; ")))
+}
+
+/// Returns the first of `addresses`. No process listens there yet.
+pub(super) fn first_address(addresses: &[String]) -> Result<(String, u16), String> {
+    split(addresses.first().map_or("", String::as_str))
+}
+
+fn split(address: &str) -> Result<(String, u16), String> {
+    let parts = address.rsplit_once(':').and_then(|(host, port)| Some((host.to_owned(), port.parse().ok()?)));
+    let (host, port): (String, u16) = parts.ok_or_else(|| format!("{address:?} is no address"))?;
+    Ok((host.trim_matches(['[', ']']).to_owned(), port))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn store_of_this_generation_is_found_while_the_round_lasts() {
+        let generation = Generation::from_bytes([7; 16]);
+        let server = convoke_store::StoreServer::bind(&[SocketAddr::from(([127, 0, 0, 1], 0))]).unwrap();
+        let deadline = Instant::now() + FIND_STORE_TIMEOUT;
+        server.store().set(GENERATION_KEY, generation.to_string().as_bytes(), deadline).unwrap();
+        let right = server.addresses()[0].to_string();
+        // No process listens at the first address.
+        let addresses = ["127.0.0.1:1".to_owned(), right.clone()];
+        let found = find_store(&addresses, generation, || false).unwrap();
+        assert_eq!(found, ("127.0.0.1".to_owned(), server.port()));
+        let begin = Instant::now();
+        let over = find_store(&addresses[..1], generation, || true).unwrap_err();
+        assert!(begin.elapsed() < FIND_STORE_TIMEOUT / 2 && over.contains("cannot be reached"), "{over}");
+        let other = Generation::from_bytes([8; 16]);
+        let other_job = find_store(&[right], other, || false).unwrap_err();
+        assert!(other_job.contains("the store of another job"), "{other_job}");
+    }
+
+    #[test]
+    fn offered_addresses_are_user_choice_or_all_with_likeliest_first() {
+        assert_eq!(store_addresses(Some("h1"), None, 5), ["h1:5"]);
+        assert_eq!(store_addresses(Some("fe80::1"), None, 5), ["[fe80::1]:5"]);
+        let route_address: IpAddr = [10, 9, 8, 7].into();
+        let all = store_addresses(None, Some(route_address), 5);
+        assert_eq!(all[0], "10.9.8.7:5");
+        assert!(all.iter().all(|address| split(address).is_ok()));
+    }
+
+    #[test]
+    fn endpoint_is_served_only_by_its_own_host() {
+        let at = |host: &str, resolved: &[IpAddr]| listening_addresses(host, 5, resolved);
+        assert_eq!(at("127.0.0.1", &[]), Some(vec![SocketAddr::from(([127, 0, 0, 1], 5))]));
+        assert_eq!(at("192.0.2.77", &[]), None, "of another host");
+        // Peers may resolve a name differently, whatever it means here.
+        for (host, resolved) in [(host_name(), vec![]), ("alias".to_owned(), vec![[127, 0, 1, 1].into()])] {
+            assert!(at(&host, &resolved).is_some_and(|all| all[0].ip().is_unspecified()), "{host}");
+        }
+        assert_eq!(at("elsewhere", &[[192, 0, 2, 77].into()]), None);
+    }
+}

@@ -1,0 +1,224 @@
+//! Leadership of a coordinator that another one may replace: an entry in a [`Registry`].
+//! [`leader_lease`] defines what a leader may do.
+
+use std::cell::{Cell, RefCell};
+use std::time::Duration;
+
+use tokio::sync::Notify;
+use tokio::time::{Instant, sleep};
+
+use super::backoff::Backoff;
+use super::registry::{Entry, EntrySnapshot, Lease, Registry, RegistryError};
+use crate::membership::{Record, leader_lease};
+use crate::messages::print_message;
+
+/// First delay between two attempts to reach the registry. [`MAX_RETRY_DELAY`] is the longest.
+const RETRY_DELAY: Duration = Duration::from_millis(100);
+const MAX_RETRY_DELAY: Duration = Duration::from_secs(1);
+/// Leadership of one coordinator.
+#[derive(Debug)]
+pub(super) struct Leadership {
+    registry: Registry,
+    seen: RefCell<EntrySnapshot>,
+    /// Latest record that was to be written.
+    record: RefCell<Option<Record>>,
+    lease: Cell<Lease>,
+    /// Send time of the last request by which the registry confirmed the lease.
+    confirmed: Cell<Instant>,
+    is_lost: Cell<bool>,
+    loss_notify: Notify,
+    /// True if the user has been warned that the registry cannot be reached.
+    is_warned: Cell<bool>,
+}
+
+impl Leadership {
+    /// Tries to become leader where the registry's entry is `seen`. The inner `Err` is the new entry, if
+    /// another node was faster.
+    ///
+    /// # Errors
+    /// The registry cannot be reached.
+    pub(super) async fn acquire(
+        registry: &Registry,
+        seen: &EntrySnapshot,
+        entry: &Entry,
+        record: Option<&Record>,
+    ) -> Result<Result<Self, EntrySnapshot>, RegistryError> {
+        let lease = registry.lease().await?;
+        let now = registry.replace(seen, entry, record, &lease).await?;
+        if now.entry.as_ref() != Some(entry) {
+            return Ok(Err(now));
+        }
+        Ok(Ok(Self {
+            registry: registry.clone(),
+            seen: RefCell::new(now),
+            record: RefCell::new(record.cloned()),
+            lease: Cell::new(lease),
+            confirmed: Cell::new(lease.granted),
+            is_lost: Cell::new(false),
+            loss_notify: Notify::new(),
+            is_warned: Cell::new(false),
+        }))
+    }
+
+    /// Writes a record, however long that takes. Returns false if another coordinator has taken over.
+    pub(super) async fn write(&self, record: &Record) -> bool {
+        let mut retry = Backoff::new(RETRY_DELAY, MAX_RETRY_DELAY);
+        self.record.replace(Some(record.clone()));
+        while !self.is_lost.get() {
+            let seen = self.seen.borrow().clone();
+            let Some(entry) = seen.entry.as_ref().map(|entry| entry.after(record)) else { return false };
+            match self.replace(&seen, &entry).await {
+                Ok(true) => return !self.is_lost.get(),
+                Ok(false) => continue,
+                // The lease expired while it was not needed.
+                Err(_) if matches!(self.renew().await, Ok(true)) => continue,
+                Err(error) => self.warn_once(&error),
+            }
+            sleep(retry.next()).await;
+        }
+        false
+    }
+
+    /// Replaces the entry `seen`. Returns false if the caller must try again because the entry has changed.
+    async fn replace(&self, seen: &EntrySnapshot, entry: &Entry) -> Result<bool, RegistryError> {
+        let record = self.record.borrow().clone();
+        let now = self.registry.replace(seen, entry, record.as_ref(), &self.lease.get()).await?;
+        // A write that seemed to fail may have succeeded.
+        if now.entry.as_ref() == Some(entry) {
+            self.seen.replace(now);
+            self.note_recovery();
+            return Ok(true);
+        }
+        Ok(!self.observe(now))
+    }
+
+    /// Processes the entry that the registry now holds. Returns true unless it belongs to another
+    /// coordinator.
+    fn observe(&self, now: EntrySnapshot) -> bool {
+        let mut seen = self.seen.borrow_mut();
+        match (now.term(), seen.term()) {
+            // The registry has been emptied.
+            (0, _) => {
+                let mine = seen.entry.take();
+                *seen = now;
+                seen.entry = mine;
+            }
+            (theirs, mine) if theirs == mine => *seen = now,
+            _ => {
+                self.is_lost.set(true);
+                self.loss_notify.notify_waiters();
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Keeps leadership until it is lost. While `is_idle` returns true, it does not renew the lease: other
+    /// nodes may take over.
+    pub(super) async fn keep(&self, is_idle: impl Fn() -> bool) {
+        tokio::select! {
+            () = self.repeat(async || self.watch().await) => {}
+            () = self.repeat(async || self.keep_lease(&is_idle).await) => {}
+        }
+    }
+
+    /// Repeats `what` until leadership is lost.
+    async fn repeat(&self, what: impl AsyncFn() -> Result<(), RegistryError>) {
+        let mut retry = Backoff::new(RETRY_DELAY, MAX_RETRY_DELAY);
+        while !self.is_lost.get() {
+            match what().await {
+                Ok(()) => retry.reset(),
+                Err(error) => {
+                    self.warn_once(&error);
+                    sleep(retry.next()).await;
+                }
+            }
+        }
+    }
+
+    /// Waits until the registry's entry changes, and checks whether this coordinator is still the leader.
+    async fn watch(&self) -> Result<(), RegistryError> {
+        let seen = self.seen.borrow().clone();
+        self.registry.changed(&seen).await?;
+        let now = self.registry.read().await?;
+        let is_empty = now.entry.is_none();
+        if self.observe(now) && is_empty {
+            let seen = self.seen.borrow().clone();
+            if let Some(entry) = &seen.entry {
+                self.replace(&seen, entry).await?;
+            }
+        }
+        Ok(())
+    }
+
+    async fn keep_lease(&self, is_idle: impl Fn() -> bool) -> Result<(), RegistryError> {
+        let lease = self.lease.get();
+        sleep(lease.ttl / leader_lease::RENEWALS_PER_TTL).await;
+        if is_idle() {
+            return Ok(());
+        }
+        let sent_at = Instant::now();
+        if self.renew().await? {
+            // If no other node has taken over yet, this coordinator is still the leader.
+            let seen = self.seen.borrow().clone();
+            if let Some(entry) = &seen.entry {
+                self.replace(&seen, entry).await?;
+            }
+        }
+        self.confirmed.set(sent_at);
+        self.note_recovery();
+        Ok(())
+    }
+
+    /// Renews the lease, or gets another one if it has expired. Returns true if it had expired.
+    async fn renew(&self) -> Result<bool, RegistryError> {
+        if self.registry.keep(&self.lease.get()).await? {
+            return Ok(false);
+        }
+        self.lease.set(self.registry.lease().await?);
+        Ok(true)
+    }
+
+    /// Returns true if no other coordinator can have taken over because our lease expired.
+    pub(super) fn is_confirmed(&self) -> bool {
+        leader_lease::is_confirmed(self.confirmed.get().elapsed(), self.ttl())
+    }
+
+    /// Returns the longest time that leadership lasts without a renewal by this process.
+    pub(super) fn ttl(&self) -> Duration {
+        self.lease.get().ttl
+    }
+
+    /// Completes when another coordinator has taken over.
+    pub(super) async fn lost(&self) {
+        while !self.is_lost.get() {
+            self.loss_notify.notified().await;
+        }
+    }
+
+    /// Returns the registry's entry as last read.
+    pub(super) fn seen(&self) -> EntrySnapshot {
+        self.seen.borrow().clone()
+    }
+
+    /// Releases leadership, so that no node waits until the lease expires.
+    pub(super) async fn release(&self) {
+        self.registry.release(&self.lease.get()).await;
+    }
+
+    pub(super) fn is_lost(&self) -> bool {
+        self.is_lost.get()
+    }
+
+    fn warn_once(&self, error: &RegistryError) {
+        if !self.is_warned.replace(true) {
+            print_message(&format!("warning: {error}; workers run on, and changes of membership wait"));
+        }
+    }
+
+    fn note_recovery(&self) {
+        if self.is_warned.replace(false) {
+            print_message("what rounds are written down in can be reached again");
+        }
+    }
+}

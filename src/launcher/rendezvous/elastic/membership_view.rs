@@ -1,0 +1,102 @@
+//! State that the node's thread publishes to threads that wait for it.
+
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::membership::{Assignment, JobResult, JoinStatus, Refusal};
+
+/// Latest value of each kind.
+#[derive(Debug, Default)]
+pub(super) struct MembershipView {
+    pub(super) join_status: Option<JoinStatus>,
+    pub(super) assignment: Option<Assignment>,
+    /// Latest round whose workers must stop.
+    pub(super) stopped: Option<StoppedRound>,
+    pub(super) end_reason: Option<EndReason>,
+    /// Reason for which there is no connection, while there is none.
+    pub(super) connection_error: Option<String>,
+    /// Number of other jobs that use the server of this node, which has left.
+    pub(super) other_jobs: usize,
+    /// True if the thread that publishes this state has ended.
+    pub(super) closed: bool,
+}
+
+/// A round that is over for this node while the job continues.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct StoppedRound {
+    pub(super) round: u64,
+    pub(super) cause: String,
+    /// True if this node is cut off from the others.
+    pub(super) partitioned: bool,
+}
+
+impl StoppedRound {
+    /// Returns a key by which a higher value is news: a node that is cut off has less time than one that is
+    /// only told to stop.
+    pub(super) fn sort_key(&self) -> (u64, bool) {
+        (self.round, self.partitioned)
+    }
+}
+
+/// Reason for which no further orders will come.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum EndReason {
+    JobEnded(JobResult),
+    Refused(Refusal),
+    Partitioned {
+        silent: Duration,
+        last: String,
+    },
+    /// The rendezvous cannot be used. The text is the reason.
+    Unusable(String),
+}
+
+#[derive(Debug, Default)]
+pub(super) struct SharedView {
+    state: Mutex<MembershipView>,
+    changed: Condvar,
+}
+
+impl SharedView {
+    pub(super) fn lock(&self) -> MutexGuard<'_, MembershipView> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn change(&self, change: impl FnOnce(&mut MembershipView)) {
+        change(&mut self.lock());
+        self.changed.notify_all();
+    }
+
+    /// Waits until the thread that publishes this state has ended.
+    pub(super) fn wait_until_closed(&self) {
+        let closed = self.changed.wait_while(self.lock(), |state| !state.closed);
+        drop(closed.unwrap_or_else(PoisonError::into_inner));
+    }
+
+    /// Waits until `condition` returns a value, `deadline` passes, or this node no longer takes part.
+    pub(super) fn wait<T>(
+        &self,
+        deadline: Option<Instant>,
+        mut condition: impl FnMut(&MembershipView) -> Option<T>,
+    ) -> Option<T> {
+        let mut state = self.lock();
+        loop {
+            if let Some(found) = condition(&state) {
+                return Some(found);
+            }
+            if state.closed || state.other_jobs > 0 {
+                return None;
+            }
+            state = match deadline {
+                None => self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+                Some(deadline) => {
+                    let left = deadline.saturating_duration_since(Instant::now());
+                    if left.is_zero() {
+                        return None;
+                    }
+                    self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0
+                }
+            };
+        }
+    }
+}

@@ -1,0 +1,75 @@
+//! Writes the records of a coordinator that another one may replace.
+
+use std::cell::{Cell, RefCell};
+use std::rc::Rc;
+use std::time::Duration;
+
+use tokio::sync::Notify;
+use tokio::time::timeout;
+
+use super::leadership::Leadership;
+use crate::membership::{AgentId, Record};
+use crate::messages::print_message;
+
+/// Writer of a coordinator's records.
+pub(super) struct RecordWriter {
+    /// Agent of this process.
+    pub(super) agent: Cell<AgentId>,
+    pub(super) leadership: Rc<Leadership>,
+    /// Longest time that writing the outcome of the job may take.
+    close_timeout: Duration,
+    /// Latest record that is not written yet.
+    next: RefCell<Option<Record>>,
+    ready: Notify,
+    is_writing: Cell<bool>,
+}
+
+impl RecordWriter {
+    pub(super) fn new(agent: AgentId, leadership: Rc<Leadership>, close_timeout: Duration) -> Self {
+        let (agent, next, ready, is_writing) =
+            (Cell::new(agent), RefCell::default(), Notify::new(), Cell::new(false));
+        Self { agent, leadership, close_timeout, next, ready, is_writing }
+    }
+
+    /// Queues a record. A later one replaces it if it has not been written by then.
+    pub(super) fn enqueue(&self, record: Record) {
+        self.next.replace(Some(record));
+        self.ready.notify_one();
+    }
+
+    /// Writes the queued record. Returns `Some(true)` if that is the latest, and `None` if another
+    /// coordinator has taken over.
+    pub(super) async fn write_next(&self) -> Option<bool> {
+        let record = loop {
+            if let Some(record) = self.next.take() {
+                break record;
+            }
+            self.ready.notified().await;
+        };
+        self.is_writing.set(true);
+        let holds = self.write(&record).await;
+        self.is_writing.set(false);
+        holds.then(|| self.next.borrow().is_none())
+    }
+
+    /// Returns true if all records are written.
+    pub(super) fn is_complete(&self) -> bool {
+        self.next.borrow().is_none() && !self.is_writing.get()
+    }
+
+    /// Writes a record. Returns false if another coordinator has taken over. Writing the outcome of a job has
+    /// a deadline.
+    async fn write(&self, record: &Record) -> bool {
+        if record.result.is_none() {
+            return self.leadership.write(record).await;
+        }
+        timeout(self.close_timeout, self.leadership.write(record)).await.unwrap_or_else(|_| {
+            print_message(&format!(
+                "warning: that the job has ended could not be written down within {} s (close_timeout); a node that comes \
+                 later may begin it again",
+                self.close_timeout.as_secs()
+            ));
+            true
+        })
+    }
+}

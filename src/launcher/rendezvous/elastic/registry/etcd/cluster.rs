@@ -1,0 +1,260 @@
+//! Calls to an etcd cluster through any member that answers, and descriptions of errors.
+
+use std::cell::{Cell, RefCell};
+use std::error::Error as _;
+use std::fmt;
+use std::time::Duration;
+
+use convoke_env::vars;
+use etcd_client::{Channel, Client, ConnectOptions, Error};
+use tokio::time::{Instant, timeout};
+use tonic::Code;
+use tonic::transport::{Certificate, ClientTlsConfig, Endpoint, Identity};
+
+use super::super::RegistryError;
+use crate::config::EtcdCluster;
+use crate::rendezvous::address;
+
+/// Longest time for a connection to a member, including TLS and authentication.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+/// Timeout of a call to one member: this multiple of the time that the previous call took, at least
+/// [`MIN_CALL_TIMEOUT`] and at most [`MAX_CALL_TIMEOUT`].
+const TIMEOUT_FACTOR: u32 = 4;
+const MIN_CALL_TIMEOUT: Duration = Duration::from_millis(500);
+const MAX_CALL_TIMEOUT: Duration = Duration::from_secs(8);
+
+/// Client of an etcd cluster.
+pub(super) struct Cluster {
+    members: Vec<Endpoint>,
+    names: Vec<String>,
+    /// Name of the whole cluster for messages.
+    name: String,
+    user: Option<(String, String)>,
+    /// Index of the member in use. `client` is the connection to it.
+    at: Cell<usize>,
+    client: RefCell<Option<Client>>,
+    /// Longest time for the next call. It grows with each call that timed out.
+    call_timeout: Cell<Duration>,
+}
+
+impl fmt::Debug for Cluster {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Cluster").field("names", &self.names).finish_non_exhaustive()
+    }
+}
+
+impl Cluster {
+    /// Reads certificates and password. The connection is made later.
+    ///
+    /// # Errors
+    /// A file cannot be read, or only one of user and password is set.
+    pub(super) fn new(config: &EtcdCluster) -> Result<Self, String> {
+        let read = |what: &str, path: &std::path::Path| {
+            std::fs::read(path).map_err(|error| format!("{what} {}: {error}", path.display()))
+        };
+        let mut tls = None;
+        if let Some(files) = &config.tls {
+            let mut with = ClientTlsConfig::new();
+            with = match &files.ca {
+                Some(ca) => with.ca_certificate(Certificate::from_pem(read("CA certificate", ca)?)),
+                None => with.with_native_roots(),
+            };
+            if let Some((certificate, key)) = &files.identity {
+                let identity =
+                    Identity::from_pem(read("client certificate", certificate)?, read("client key", key)?);
+                with = with.identity(identity);
+            }
+            tls = Some(with);
+        }
+        let scheme = if tls.is_some() { "https" } else { "http" };
+        let mut members = Vec::new();
+        for (host, port) in &config.endpoints {
+            let at = address(host, *port);
+            let wrong = |error: tonic::transport::Error| format!("etcd at {at}: {}", error_chain(&error));
+            let mut member = Endpoint::from_shared(format!("{scheme}://{at}"))
+                .map_err(wrong)?
+                .connect_timeout(CONNECT_TIMEOUT)
+                .tcp_nodelay(true);
+            if let Some(tls) = &tls {
+                member = member.tls_config(tls.clone()).map_err(wrong)?;
+            }
+            members.push(member);
+        }
+        Ok(Self {
+            members,
+            names: config.endpoints.iter().map(|(host, port)| address(host, *port)).collect(),
+            name: config.to_string(),
+            user: credentials()?,
+            at: Cell::new(0),
+            client: RefCell::default(),
+            call_timeout: Cell::new(MIN_CALL_TIMEOUT),
+        })
+    }
+
+    /// Returns the name of the cluster for messages.
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Calls the member that answered last, then the others.
+    ///
+    /// # Errors
+    /// No member answers, or one refuses the call.
+    pub(super) async fn call<T>(
+        &self,
+        call: impl AsyncFn(Client) -> Result<T, Error>,
+    ) -> Result<T, RegistryError> {
+        let mut failed = Vec::new();
+        for _ in 0..self.members.len() {
+            let name = &self.names[self.at.get()];
+            let call_timeout = self.call_timeout.get();
+            let began = Instant::now();
+            let attempt = async {
+                let client = timeout(CONNECT_TIMEOUT, self.client()).await.map_err(|_| CONNECT_TIMEOUT)?;
+                let done = match client {
+                    Ok(client) => timeout(call_timeout, call(client)).await.map_err(|_| call_timeout)?,
+                    Err(error) => Err(error),
+                };
+                Ok::<_, Duration>(done)
+            };
+            let why = match attempt.await {
+                Ok(Ok(value)) => {
+                    let took = began.elapsed() * TIMEOUT_FACTOR;
+                    self.call_timeout.set(took.clamp(MIN_CALL_TIMEOUT, MAX_CALL_TIMEOUT));
+                    return Ok(value);
+                }
+                Ok(Err(error)) => match self.describe_error(name, &error) {
+                    RegistryError::Transient(why) => why,
+                    refused => {
+                        self.client.take();
+                        return Err(refused);
+                    }
+                },
+                Err(after) => format!("{name}: no answer within {after:?}"),
+            };
+            failed.push(why);
+            self.use_next_member();
+        }
+        self.call_timeout.set((self.call_timeout.get() * 2).min(MAX_CALL_TIMEOUT));
+        Err(RegistryError::Transient(format!("etcd at {}", failed.join("; "))))
+    }
+
+    /// Describes the error of a stream of the member in use. The next call uses another member.
+    pub(super) fn stream_error(&self, error: &Error) -> RegistryError {
+        let error = self.describe_error(&self.names[self.at.get()], error);
+        self.use_next_member();
+        match error {
+            RegistryError::Transient(why) => RegistryError::Transient(format!("etcd at {why}")),
+            refused => refused,
+        }
+    }
+
+    fn use_next_member(&self) {
+        self.client.take();
+        self.at.set((self.at.get() + 1) % self.members.len());
+    }
+
+    async fn client(&self) -> Result<Client, Error> {
+        if let Some(client) = self.client.borrow().as_ref() {
+            return Ok(client.clone());
+        }
+        let channel = self.members[self.at.get()].connect().await?;
+        let mut options = ConnectOptions::new().with_auto_token_refresh(true).with_require_leader(true);
+        if let Some((name, password)) = &self.user {
+            options = options.with_user(name, password);
+        }
+        let client = Client::from_channel(Channel::Tonic(channel), Some(options)).await?;
+        self.client.replace(Some(client.clone()));
+        Ok(client)
+    }
+
+    /// Describes the error of a call to member `name`.
+    fn describe_error(&self, name: &str, error: &Error) -> RegistryError {
+        let all = match error {
+            Error::GRpcStatus(status) => match status.source() {
+                Some(source) => format!("{}: {}", status.message(), error_chain(source)),
+                None => status.message().to_owned(),
+            },
+            Error::TransportError(error) => error_chain(error),
+            other => other.to_string(),
+        };
+        if let Some((_, what)) = all.split_once("invalid peer certificate: ") {
+            return RegistryError::Permanent(format!(
+                "the certificate of etcd at {name} is refused: {what}\n  try: the CA that has signed it (ca_cert or cacert)"
+            ));
+        }
+        if let Some((_, alert)) = all.split_once("received fatal alert: ") {
+            return RegistryError::Permanent(format!(
+                "etcd at {name} refuses our certificate ({alert})\n  try: a certificate and its key that it accepts (ssl_cert and \
+                 ssl_cert_key, or cert and key)"
+            ));
+        }
+        let Error::GRpcStatus(status) = error else {
+            return RegistryError::Transient(format!("{name}: {all}"));
+        };
+        let user = self.user.as_ref().map_or("", |(name, _)| name.as_str());
+        match status.code() {
+            Code::InvalidArgument if all.contains("authentication failed") => {
+                RegistryError::Permanent(format!(
+                    "etcd at {name} refuses user {user} or the password\n  try: CONVOKE_ETCD_USER and CONVOKE_ETCD_PASSWORD"
+                ))
+            }
+            Code::InvalidArgument if all.contains("user name is empty") => RegistryError::Permanent(format!(
+                "etcd at {name} wants a user and a password\n  try: CONVOKE_ETCD_USER and CONVOKE_ETCD_PASSWORD"
+            )),
+            Code::FailedPrecondition if all.contains("authentication is not enabled") => {
+                RegistryError::Permanent(format!(
+                    "etcd at {name} knows no users, but user {user} is given\n  try: without CONVOKE_ETCD_USER"
+                ))
+            }
+            Code::PermissionDenied => RegistryError::Permanent(format!(
+                "etcd at {name} does not let user {user} read and write there\n  try: another etcd_prefix, or the right \
+                 to read and write below it"
+            )),
+            _ => RegistryError::Transient(format!("{name}: {all}")),
+        }
+    }
+}
+
+/// Returns user and password from the environment.
+///
+/// # Errors
+/// Only one of them is set, or a file cannot be read.
+fn credentials() -> Result<Option<(String, String)>, String> {
+    let get = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
+    let from_file = |path: String| {
+        let text = std::fs::read_to_string(&path)
+            .map_err(|error| format!("{}={path}: {error}", vars::ETCD_PASSWORD_FILE))?;
+        Ok::<_, String>(text.trim_end_matches(['\r', '\n']).to_owned())
+    };
+    let password = match get(vars::ETCD_PASSWORD) {
+        Some(password) => Some(password),
+        None => get(vars::ETCD_PASSWORD_FILE).map(from_file).transpose()?,
+    };
+    match (get(vars::ETCD_USER), password) {
+        (Some(user), Some(password)) => Ok(Some((user, password))),
+        (None, None) => Ok(None),
+        (Some(_), None) => Err(format!(
+            "{} is set without {} or {}",
+            vars::ETCD_USER,
+            vars::ETCD_PASSWORD,
+            vars::ETCD_PASSWORD_FILE
+        )),
+        (None, Some(_)) => Err(format!("a password for etcd is set without {}", vars::ETCD_USER)),
+    }
+}
+
+/// Returns an error and all its causes, without repetitions.
+fn error_chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut next = error.source();
+    while let Some(cause) = next {
+        let cause_text = cause.to_string();
+        if !text.ends_with(&cause_text) {
+            text.push_str(": ");
+            text.push_str(&cause_text);
+        }
+        next = cause.source();
+    }
+    text
+}

@@ -1,0 +1,247 @@
+//! The registry: a shared file or etcd. It holds the address of a job's coordinator and the record that a
+//! successor needs.
+//!
+//! A node that finds no coordinator, or a lost one, makes itself the coordinator. It replaces the entry, with
+//! a higher term, only if the entry is still the one that it read. A replaced coordinator starts no more
+//! rounds ([`super::leadership`]).
+
+// Without the feature, this type has no values.
+#[cfg_attr(not(feature = "etcd"), path = "no_etcd.rs")]
+mod etcd;
+mod file;
+
+use std::fmt;
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use tokio::time::Instant;
+
+pub(super) use etcd::EtcdRegistry;
+pub(super) use file::FileRegistry;
+
+use crate::membership::{AgentId, JobResult, Record};
+
+/// Reason for which the registry gave no answer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum RegistryError {
+    /// A temporary error.
+    Transient(String),
+    /// A permanent error.
+    Permanent(String),
+}
+
+impl fmt::Display for RegistryError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Transient(what) | Self::Permanent(what) => f.write_str(what),
+        }
+    }
+}
+
+/// Entry of a job's coordinator. It is small because every node reads it and is notified of changes.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Entry {
+    version: u32,
+    pub(super) term: u64,
+    /// Number of records that this coordinator has written.
+    #[serde(rename = "edition")]
+    record_count: u64,
+    /// Addresses at which the coordinator of this term listens.
+    pub(super) addresses: Vec<SocketAddr>,
+    /// Agent that runs the coordinator.
+    pub(super) agent: AgentId,
+    /// Proves that its holder may read the registry. The first coordinator creates the key.
+    pub(super) key: [u8; 32],
+    /// Outcome of the job, as its record says.
+    #[serde(rename = "ending")]
+    pub(super) result: Option<JobResult>,
+}
+
+impl Entry {
+    const VERSION: u32 = 4;
+
+    pub(super) fn new(
+        term: u64,
+        addresses: Vec<SocketAddr>,
+        agent: AgentId,
+        key: [u8; 32],
+        result: Option<JobResult>,
+    ) -> Self {
+        Self { version: Self::VERSION, term, record_count: 0, addresses, agent, key, result }
+    }
+
+    /// Returns the entry of this coordinator after it has written another record.
+    pub(super) fn after(&self, record: &Record) -> Self {
+        Self { record_count: self.record_count + 1, result: record.result.clone(), ..self.clone() }
+    }
+
+    /// Checks the version of an entry that was read at `at`.
+    fn check(version: Version, at: &str) -> Result<(), RegistryError> {
+        if version.version == Self::VERSION {
+            return Ok(());
+        }
+        Err(RegistryError::Permanent(format!(
+            "{at}: an entry of version {}, this convoke writes {}: use one convoke on all nodes, or another --rdzv-id",
+            version.version,
+            Self::VERSION
+        )))
+    }
+}
+
+/// Version of an entry, whatever its other fields are.
+#[derive(Deserialize)]
+struct Version {
+    version: u32,
+}
+
+/// Serialises plain data into memory, which cannot fail.
+fn to_json(what: &impl Serialize) -> Vec<u8> {
+    serde_json::to_vec(what).unwrap_or_default()
+}
+
+/// Parses an entry that was read at `at`.
+fn from_json<'a, T: Deserialize<'a>>(text: &'a [u8], at: &str) -> Result<T, RegistryError> {
+    serde_json::from_slice(text)
+        .map_err(|error| RegistryError::Permanent(format!("{at}: no entry of convoke's: {error}")))
+}
+
+/// An entry as it was read, for a later compare-and-swap.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct EntrySnapshot {
+    pub(super) entry: Option<Entry>,
+    /// True if the lease of the coordinator is alive.
+    pub(super) is_leased: bool,
+    /// Whole content of the file.
+    text: Vec<u8>,
+    /// Revisions in etcd: of the entry, and of everything that was read.
+    revisions: (i64, i64),
+}
+
+impl EntrySnapshot {
+    /// Returns the term of the entry; 0 if there is none.
+    pub(super) fn term(&self) -> u64 {
+        self.entry.as_ref().map_or(0, |entry| entry.term)
+    }
+}
+
+/// The registry of one job.
+#[derive(Debug, Clone)]
+pub(super) enum Registry {
+    File(FileRegistry),
+    Etcd(EtcdRegistry),
+}
+
+impl Registry {
+    /// Reads the current entry.
+    ///
+    /// # Errors
+    /// The registry cannot be reached, or its content is invalid.
+    pub(super) async fn read(&self) -> Result<EntrySnapshot, RegistryError> {
+        match self {
+            Self::File(file) => file.read().await,
+            Self::Etcd(etcd) => etcd.read().await,
+        }
+    }
+
+    /// Checks in the background whether the coordinator's lease is alive, if the registry does not notify of
+    /// its loss.
+    pub(super) fn check_in_background(&self) {
+        if let Self::File(file) = self {
+            file.check_in_background();
+        }
+    }
+
+    /// Reads the record that belongs to the entry `seen`, or to a later one.
+    ///
+    /// # Errors
+    /// The registry cannot be reached, or its content is invalid.
+    pub(super) async fn record(&self, seen: &EntrySnapshot) -> Result<Option<Record>, RegistryError> {
+        match self {
+            Self::File(file) => file.record(seen),
+            Self::Etcd(etcd) => etcd.record().await,
+        }
+    }
+
+    /// Replaces the entry if it is still `seen`, and returns the entry afterwards. The new entry counts as
+    /// alive while the lease is.
+    ///
+    /// # Errors
+    /// The registry cannot be reached, or its content is invalid.
+    pub(super) async fn replace(
+        &self,
+        seen: &EntrySnapshot,
+        entry: &Entry,
+        record: Option<&Record>,
+        lease: &Lease,
+    ) -> Result<EntrySnapshot, RegistryError> {
+        match self {
+            Self::File(file) => file.replace(seen, entry, record).await,
+            Self::Etcd(etcd) => etcd.replace(seen, entry, record, lease).await,
+        }
+    }
+
+    /// Completes when the entry differs from `seen`, or may differ.
+    ///
+    /// # Errors
+    /// The registry cannot be reached, or its content is invalid.
+    pub(super) async fn changed(&self, seen: &EntrySnapshot) -> Result<(), RegistryError> {
+        match self {
+            Self::File(file) => file.changed(seen).await,
+            Self::Etcd(etcd) => etcd.changed(seen).await,
+        }
+    }
+
+    /// Returns a new lease for a coordinator.
+    ///
+    /// # Errors
+    /// The registry cannot be reached, or its content is invalid.
+    pub(super) async fn lease(&self) -> Result<Lease, RegistryError> {
+        match self {
+            Self::File(file) => Ok(file.lease()),
+            Self::Etcd(etcd) => etcd.lease().await,
+        }
+    }
+
+    /// Renews a lease once. Returns false if it has expired.
+    ///
+    /// # Errors
+    /// The registry cannot be reached, or its content is invalid.
+    pub(super) async fn keep(&self, lease: &Lease) -> Result<bool, RegistryError> {
+        match self {
+            Self::File(file) => file.keep().await.map(|()| true),
+            Self::Etcd(etcd) => etcd.keep(lease).await,
+        }
+    }
+
+    /// Ends a lease. If that fails, the lease expires by itself.
+    pub(super) async fn release(&self, lease: &Lease) {
+        match self {
+            Self::File(file) => file.release().await,
+            Self::Etcd(etcd) => etcd.release(lease).await,
+        }
+    }
+}
+
+/// Escapes a run id so that it is one path component.
+fn escape_path_component(run_id: &str) -> String {
+    run_id.replace('%', "%25").replace('/', "%2F")
+}
+
+/// Lease of a coordinator. The registry treats the coordinator as alive while it renews the lease.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Lease {
+    /// Lease ids in etcd: of the coordinator, and of the entry, which outlives the coordinator.
+    ids: (i64, i64),
+    /// Time without renewal after which the lease expires.
+    pub(super) ttl: Duration,
+    /// Time at which the lease was requested.
+    pub(super) granted: Instant,
+}
+
+impl Lease {
+    /// Returns the longest time that a lease lives without renewal.
+    fn max_ttl(heartbeat_timeout: Duration) -> Duration {
+        heartbeat_timeout * 2 / 3
+    }
+}

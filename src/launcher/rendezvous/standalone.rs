@@ -1,0 +1,84 @@
+//! Rendezvous of a single node: each round gets a fresh, empty worker store on this host.
+
+use std::net::{IpAddr, Ipv4Addr, TcpListener};
+
+use convoke_env::Generation;
+use convoke_store::StoreServer;
+
+use super::{Assignment, BarrierResult, Rendezvous, RendezvousError};
+use crate::config::Config;
+
+/// The rendezvous of a job with one node.
+#[derive(Debug)]
+pub(crate) struct StandaloneRendezvous {
+    /// Value of MASTER_ADDR.
+    host: String,
+    workers: usize,
+    share_store: bool,
+    /// Server of the current round's store.
+    server: Option<StoreServer>,
+}
+
+impl StandaloneRendezvous {
+    pub(crate) fn new(config: &Config) -> Self {
+        Self {
+            host: config.local_addr.clone().unwrap_or_else(|| "localhost".to_owned()),
+            workers: config.nproc_per_node,
+            share_store: config.share_store,
+            server: None,
+        }
+    }
+}
+
+impl Rendezvous for StandaloneRendezvous {
+    fn join(&mut self, restarts: u32) -> Result<Assignment, RendezvousError> {
+        if restarts == 0 {
+            super::check_loopback(false)?;
+            super::warn_if_own_address_unreachable(&self.host);
+        }
+        let system = |what: &str| {
+            let what = what.to_owned();
+            move |source| RendezvousError::System { what, source }
+        };
+        // The old store closes first: keys of the last round must not reach this one.
+        self.server = None;
+        let port = if self.share_store {
+            let server = super::serve(&self.host, 0)?;
+            let port = server.port();
+            self.server = Some(server);
+            port
+        } else {
+            // Worker rank 0 will listen at this port. Another process may take the port before that, which is
+            // unlikely.
+            let any = TcpListener::bind((IpAddr::from(Ipv4Addr::UNSPECIFIED), 0))
+                .map_err(system("no free port"))?;
+            any.local_addr().map_err(system("no free port"))?.port()
+        };
+        Ok(Assignment {
+            round: 0,
+            restarts: None,
+            group_rank: 0,
+            group_world_size: 1,
+            base_rank: 0,
+            world_size: self.workers,
+            base_role_rank: 0,
+            role_world_size: self.workers,
+            master_addr: self.host.clone(),
+            master_port: port,
+            use_agent_store: self.share_store,
+            generation: Some(Generation::random().map_err(system("no random numbers"))?),
+        })
+    }
+
+    fn barrier(&mut self) -> BarrierResult {
+        BarrierResult::Passed
+    }
+
+    fn close(&mut self) {
+        self.server = None;
+    }
+
+    fn may_block(&self) -> bool {
+        false
+    }
+}

@@ -1,0 +1,441 @@
+//! `static`: the user assigns node ranks, and node 0 serves the store. The keys are those of torchrun, so
+//! that nodes under torchrun and nodes under convoke can form one job.
+
+mod completion;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use convoke_env::Generation;
+use convoke_store::{PrefixStore, Store, StoreError, StoreServer, TcpStore};
+
+use serde::{Deserialize, Serialize};
+
+use super::connect::connect_to_node_0;
+use super::ranks::{Ranks, RoleInfo, assign, encode};
+use super::termination::{StoreTerminationChannel, TerminationChannel};
+use super::{Assignment, BarrierResult, OutcomeKind, Rendezvous, RendezvousError};
+use crate::config::Config;
+use crate::messages::{Progress, print_message};
+use crate::report::full_host_name;
+
+/// Longest single operation on a store that answers.
+const OPERATION_TIMEOUT: Duration = Duration::from_secs(60);
+/// Interval at which nodes that wait for their ranks check for an outcome. Node 0 keeps serving for longer
+/// than that.
+const OUTCOME_POLL: Duration = Duration::from_millis(100);
+/// Extra time that other nodes wait for their ranks, beyond node 0's own timeout.
+const RANKS_GRACE: Duration = Duration::from_secs(5);
+
+const ROLE_INFO: &str = "torchelastic/role_info/";
+const ASSIGNED_RANKS: &str = "torchelastic/assigned_ranks/";
+/// Prefix of the keys that hold the agent of each node rank. Only convoke uses them.
+const NODE: &str = "convoke/node/";
+const VERSION: &str = env!("CARGO_PKG_VERSION");
+/// Prefix of the keys that hold the generation of the nth round. Only convoke uses them.
+const GENERATION: &str = "convoke/generation/";
+
+/// Registration of a convoke agent.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Registration {
+    version: String,
+    host: String,
+    pid: u32,
+    nodes: usize,
+}
+
+/// The static rendezvous of one node.
+#[derive(Debug)]
+pub(crate) struct StaticRendezvous {
+    host: String,
+    port: u16,
+    node: usize,
+    nodes: usize,
+    run_id: String,
+    role: String,
+    workers: usize,
+    timeout: Duration,
+    joined: Option<Joined>,
+}
+
+/// State from the first round on. The ranks are assigned by the user, so they never change.
+#[derive(Debug)]
+struct Joined {
+    /// Server of the store, which node 0 runs as long as this agent lives.
+    _server: Option<StoreServer>,
+    /// The whole store. `job` is the part of this job.
+    store: Arc<dyn Store>,
+    job: Arc<dyn Store>,
+    channel: Option<Arc<StoreTerminationChannel>>,
+    assignment: Assignment,
+    /// Number of the round that `assignment.generation` belongs to.
+    round: u64,
+}
+
+impl StaticRendezvous {
+    pub(crate) fn new(config: &Config, host: &str, port: u16, node: usize, timeout: Duration) -> Self {
+        Self {
+            host: host.to_owned(),
+            port,
+            node,
+            nodes: config.nodes.max,
+            run_id: config.run_id.clone(),
+            role: config.role.clone(),
+            workers: config.nproc_per_node,
+            timeout,
+            joined: None,
+        }
+    }
+
+    fn endpoint(&self) -> String {
+        format!("{}:{} (static, run id \"{}\")", self.host, self.port, self.run_id)
+    }
+
+    fn first_join(&mut self) -> Result<Joined, RendezvousError> {
+        if self.node >= self.nodes {
+            return Err(RendezvousError::NodeRankOutOfRange { node_rank: self.node, expected: self.nodes });
+        }
+        super::check_loopback(self.nodes > 1)?;
+        if self.nodes == 1 {
+            super::warn_if_own_address_unreachable(&self.host);
+        }
+        let deadline = Instant::now() + self.timeout;
+        let server = if self.node == 0 { Some(super::serve(&self.host, self.port)?) } else { None };
+        if let Some(server) = &server {
+            self.port = server.port();
+        }
+        let (store, tcp): (Arc<dyn Store>, _) = match &server {
+            // No other node will come.
+            Some(server) if self.nodes == 1 => (server.store(), None),
+            _ => {
+                let tcp = Arc::new(connect_to_node_0(&self.host, self.port, self.node == 0, deadline)?);
+                // torch's agents count themselves here, and torch's node 0 waits for the sum.
+                tcp.announce_worker(deadline)?;
+                (Arc::clone(&tcp) as Arc<dyn Store>, Some(tcp))
+            }
+        };
+        let job: Arc<dyn Store> = Arc::new(PrefixStore::new(&self.run_id, Arc::clone(&store)));
+        let channel = tcp.map(|tcp| self.register(&tcp, &job, deadline)).transpose()?.flatten().map(Arc::new);
+        match self.exchange_ranks(job.as_ref(), channel.as_deref(), deadline) {
+            Ok(assignment) => Ok(Joined { _server: server, store, job, channel, assignment, round: 0 }),
+            Err(error) => {
+                if let Some(channel) = channel {
+                    channel.propose_outcome(OutcomeKind::Error { text: error.to_string() }, None);
+                    channel.leave();
+                }
+                Err(error)
+            }
+        }
+    }
+
+    /// Agrees on ranks and generation with the other nodes of this store.
+    fn exchange_ranks(
+        &self,
+        job: &dyn Store,
+        channel: Option<&StoreTerminationChannel>,
+        deadline: Instant,
+    ) -> Result<Assignment, RendezvousError> {
+        let info = RoleInfo { role: self.role.clone(), rank: self.node, local_world_size: self.workers };
+        let generation = (self.node == 0).then(Generation::random).transpose().map_err(no_random_numbers)?;
+        if let Some(generation) = generation {
+            job.set(generation_key(0).as_bytes(), generation.to_string().as_bytes(), deadline)?;
+        }
+        job.set(format!("{ROLE_INFO}{}", self.node).as_bytes(), encode(&info).as_bytes(), deadline)?;
+        if self.node == 0 {
+            self.assign_all(job, channel, deadline)?;
+        }
+        // Only node 0 knows which nodes are missing. The extra time lets it say so.
+        let ranks = self.read_ranks(job, channel, deadline + RANKS_GRACE)?;
+        // Node 0 wrote the generation before the ranks. If it is missing now, node 0 is another launcher.
+        let generation = match generation {
+            Some(generation) => Some(generation),
+            None => self.read_generation(job, 0)?,
+        };
+        Ok(Assignment {
+            round: 0,
+            restarts: None,
+            group_rank: self.node,
+            group_world_size: self.nodes,
+            base_rank: ranks.0,
+            world_size: ranks.1,
+            base_role_rank: ranks.2,
+            role_world_size: ranks.3,
+            master_addr: self.host.clone(),
+            master_port: self.port,
+            use_agent_store: true,
+            generation,
+        })
+    }
+
+    /// Registers this node and compares its settings with those of node 0. Returns `None` if node 0 is
+    /// another launcher.
+    fn register(
+        &self,
+        tcp: &TcpStore,
+        job: &Arc<dyn Store>,
+        deadline: Instant,
+    ) -> Result<Option<StoreTerminationChannel>, RendezvousError> {
+        let host = full_host_name();
+        let me =
+            Registration { version: VERSION.to_owned(), host, pid: std::process::id(), nodes: self.nodes };
+        let mine = encode(&me);
+        let key = format!("{NODE}{}", self.node);
+        let there = job.compare_set(key.as_bytes(), b"", mine.as_bytes(), deadline)?;
+        if there != mine.as_bytes() {
+            let other = self.parse(&key, &there)?;
+            let other = format!("pid {} on {}", other.pid, other.host);
+            return Err(RendezvousError::RankTaken { node: self.node, nodes: self.nodes, other });
+        }
+        let (position, hosts) = ((self.node, self.nodes), (me.host, self.host.clone()));
+        let channel =
+            StoreTerminationChannel::register(tcp, Arc::clone(job), &self.run_id, position, hosts, deadline)?;
+        if channel.is_none() {
+            return Ok(None);
+        }
+        let key = format!("{NODE}0");
+        let first = self.parse(&key, &job.get(key.as_bytes(), deadline)?)?;
+        if first.nodes != self.nodes {
+            let (node, mine, theirs) = (self.node, self.nodes, first.nodes);
+            let error = RendezvousError::NodeCountMismatch { node, mine, theirs, host: first.host };
+            if let Some(channel) = channel {
+                channel.propose_outcome(OutcomeKind::Error { text: error.to_string() }, None);
+                channel.leave();
+            }
+            return Err(error);
+        }
+        if first.version != VERSION {
+            print_message(&format!(
+                "warning: convoke {VERSION} here, {} on node 0 ({})",
+                first.version, first.host
+            ));
+        }
+        Ok(channel)
+    }
+
+    fn parse(&self, key: &str, text: &[u8]) -> Result<Registration, RendezvousError> {
+        serde_json::from_slice(text).map_err(|error| RendezvousError::Malformed {
+            node: self.node,
+            key: key.to_owned(),
+            what: error.to_string(),
+        })
+    }
+
+    /// Node 0: waits for every node's role info and answers all of them.
+    fn assign_all(
+        &self,
+        job: &dyn Store,
+        channel: Option<&StoreTerminationChannel>,
+        deadline: Instant,
+    ) -> Result<(), RendezvousError> {
+        let keys: Vec<String> = (0..self.nodes).map(|node| format!("{ROLE_INFO}{node}")).collect();
+        let keys: Vec<&[u8]> = keys.iter().map(String::as_bytes).collect();
+        self.wait_for_nodes(job, channel, &keys, deadline)?;
+        let mut infos = Vec::with_capacity(self.nodes);
+        for (node, text) in job.multi_get(&keys, deadline)?.into_iter().enumerate() {
+            let key = format!("{ROLE_INFO}{node}");
+            let malformed = |what| RendezvousError::Malformed { node, key: key.clone(), what };
+            let info: RoleInfo =
+                serde_json::from_slice(&text).map_err(|error| malformed(error.to_string()))?;
+            if info.rank != node || info.local_world_size == 0 {
+                return Err(malformed(format!("{info:?}")));
+            }
+            infos.push(info);
+        }
+        let pairs: Vec<(String, String)> = assign(&infos)
+            .iter()
+            .enumerate()
+            .map(|(node, ranks)| (format!("{ASSIGNED_RANKS}{node}"), encode(ranks)))
+            .collect();
+        let pairs: Vec<(&[u8], &[u8])> =
+            pairs.iter().map(|(key, value)| (key.as_bytes(), value.as_bytes())).collect();
+        Ok(job.multi_set(&pairs, deadline)?)
+    }
+
+    /// Waits until all `keys` (one per node) exist, and names the missing nodes once per change.
+    fn wait_for_nodes(
+        &self,
+        job: &dyn Store,
+        channel: Option<&StoreTerminationChannel>,
+        keys: &[&[u8]],
+        deadline: Instant,
+    ) -> Result<(), RendezvousError> {
+        let mut progress = Progress::new(deadline);
+        loop {
+            let until = deadline.min(Instant::now() + Progress::INTERVAL);
+            match job.wait(keys, until) {
+                Ok(()) => return Ok(()),
+                Err(StoreError::Timeout { .. }) => check_not_ended(channel)?,
+                Err(error) => return Err(error.into()),
+            }
+            let grace = Instant::now() + OPERATION_TIMEOUT;
+            let mut missing = Vec::new();
+            for (node, key) in keys.iter().enumerate() {
+                if !job.check(&[key], grace)? {
+                    missing.push(node);
+                }
+            }
+            let now = Instant::now();
+            if missing.is_empty() {
+                return Ok(());
+            }
+            if now >= deadline {
+                let after_s = self.timeout.as_secs();
+                let endpoint = self.endpoint();
+                return Err(RendezvousError::MissingNodes {
+                    missing,
+                    expected: self.nodes,
+                    after_s,
+                    endpoint,
+                });
+            }
+            let here = self.nodes - missing.len();
+            let missing = super::nodes(&missing);
+            progress.show(&format!("{here} of {} nodes are here, waiting for {missing}", self.nodes));
+        }
+    }
+
+    fn read_ranks(
+        &self,
+        job: &dyn Store,
+        channel: Option<&StoreTerminationChannel>,
+        deadline: Instant,
+    ) -> Result<Ranks, RendezvousError> {
+        let key = format!("{ASSIGNED_RANKS}{}", self.node);
+        // Node 0 knows which nodes are missing, and prints the last message.
+        let mut progress = Progress::new(deadline - RANKS_GRACE);
+        let mut show_at = Instant::now() + Progress::INTERVAL;
+        let text = loop {
+            match job.get(key.as_bytes(), deadline.min(Instant::now() + OUTCOME_POLL)) {
+                Ok(text) => break text,
+                Err(StoreError::Timeout { .. }) if Instant::now() < deadline => {
+                    check_not_ended(channel)?;
+                    if Instant::now() >= show_at {
+                        progress.show("node 0 is here, waiting for other nodes");
+                        show_at += Progress::INTERVAL;
+                    }
+                }
+                Err(StoreError::Timeout { .. }) => {
+                    let after_s = self.timeout.as_secs();
+                    return Err(RendezvousError::NotAssigned { endpoint: self.endpoint(), after_s });
+                }
+                Err(error) => return Err(error.into()),
+            }
+        };
+        let malformed = |what: String| RendezvousError::Malformed { node: 0, key: key.clone(), what };
+        let ranks: Ranks = serde_json::from_slice(&text).map_err(|error| malformed(error.to_string()))?;
+        let fits = |base: usize, size: usize| base.checked_add(self.workers).is_some_and(|end| end <= size);
+        if !fits(ranks.0, ranks.1) || !fits(ranks.2, ranks.3) {
+            return Err(malformed(format!("{ranks:?} has no room for {} workers", self.workers)));
+        }
+        Ok(ranks)
+    }
+
+    fn read_generation(&self, job: &dyn Store, round: u64) -> Result<Option<Generation>, RendezvousError> {
+        let key = generation_key(round);
+        let text = job.try_get(key.as_bytes(), Instant::now() + OPERATION_TIMEOUT)?;
+        let parse = |text: Vec<u8>| {
+            let text = String::from_utf8_lossy(&text);
+            text.parse().map_err(|error: convoke_env::ParseGenerationError| RendezvousError::Malformed {
+                node: 0,
+                key: key.clone(),
+                what: error.to_string(),
+            })
+        };
+        text.map(parse).transpose()
+    }
+
+    /// Agrees on the generation of a restart. The restart is local to the node, but all nodes share its
+    /// generation.
+    /// The first node that restarts creates it, and nodes that follow use the newest.
+    fn next_generation(&self, joined: &mut Joined) -> Result<(), RendezvousError> {
+        if joined.assignment.generation.is_none() {
+            return Ok(());
+        }
+        let mut newest = None;
+        while let Some(generation) = self.read_generation(joined.job.as_ref(), joined.round + 1)? {
+            newest = Some(generation);
+            joined.round += 1;
+        }
+        if newest.is_none() {
+            let mine = Generation::random().map_err(no_random_numbers)?;
+            let deadline = Instant::now() + OPERATION_TIMEOUT;
+            let key = generation_key(joined.round + 1);
+            let text = mine.to_string();
+            let agreed = joined.job.compare_set(key.as_bytes(), b"", text.as_bytes(), deadline)?;
+            joined.round += 1;
+            if agreed == text.as_bytes() {
+                newest = Some(mine);
+                self.delete_worker_keys(joined)?;
+            } else {
+                newest = self.read_generation(joined.job.as_ref(), joined.round)?;
+            }
+        }
+        joined.assignment.generation = newest;
+        Ok(())
+    }
+
+    /// Deletes the keys that the workers of the last round left in the store. They would confuse those of the
+    /// next.
+    fn delete_worker_keys(&self, joined: &Joined) -> Result<(), RendezvousError> {
+        let deadline = Instant::now() + OPERATION_TIMEOUT;
+        let ours = [format!("{}/torchelastic/", self.run_id), format!("{}/convoke/", self.run_id)];
+        for key in joined.store.list_keys(deadline)? {
+            if !ours.iter().any(|prefix| key.starts_with(prefix.as_bytes())) {
+                joined.store.delete(&key, deadline)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Rendezvous for StaticRendezvous {
+    fn join(&mut self, _restarts: u32) -> Result<Assignment, RendezvousError> {
+        match self.joined.take() {
+            None => self.joined = Some(self.first_join()?),
+            Some(mut joined) => {
+                let result = self.next_generation(&mut joined);
+                self.joined = Some(joined);
+                result?;
+            }
+        }
+        let assignment = self.joined.as_ref().map(|joined| joined.assignment.clone());
+        assignment.ok_or(RendezvousError::NotAssigned { endpoint: self.endpoint(), after_s: 0 })
+    }
+
+    fn may_block(&self) -> bool {
+        self.nodes > 1
+    }
+
+    fn termination_channel(&self) -> Option<Arc<dyn TerminationChannel>> {
+        Some(Arc::clone(self.joined.as_ref()?.channel.as_ref()?) as Arc<dyn TerminationChannel>)
+    }
+
+    fn barrier(&mut self) -> BarrierResult {
+        let Some(joined) = self.joined.as_ref().filter(|_| self.nodes > 1) else {
+            return BarrierResult::Passed;
+        };
+        match self.wait_for_all(joined) {
+            Ok(true) => BarrierResult::Passed,
+            // The watch delivers the outcome.
+            Ok(false) => BarrierResult::Interrupted,
+            Err(error) => BarrierResult::Unknown(format!(
+                "this node is done, but whether the others are is not known: {error}"
+            )),
+        }
+    }
+}
+
+fn generation_key(round: u64) -> String {
+    format!("{GENERATION}{round}")
+}
+
+fn no_random_numbers(source: std::io::Error) -> RendezvousError {
+    RendezvousError::System { what: "no random numbers".to_owned(), source }
+}
+
+/// Returns an error if another node has ended the job meanwhile.
+fn check_not_ended(channel: Option<&StoreTerminationChannel>) -> Result<(), RendezvousError> {
+    channel
+        .and_then(StoreTerminationChannel::current_outcome)
+        .map_or(Ok(()), |outcome| Err(RendezvousError::JobEnded(outcome)))
+}
